@@ -1,0 +1,52 @@
+# Two commands: `make grpo` and `make test`. Both set up .venv when it is missing or out of date.
+#   make install TORCH_INDEX=https://download.pytorch.org/whl/cpu   the CPU build of torch where the default is CUDA
+#   make grpo SEEDS=3                                               seeds 0 to 2 in one figure
+#   make grpo ARGS="--steps 10"                                     any option of recipes/grpo.py
+#   make soak COUNT=2000                                            long hypothesis campaigns
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+SEEDS ?= 1
+COUNT ?= 500
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.samebit-installed
+PACKAGES := kernels recipes rollout weight_sync
+
+# Read when the OpenMP runtime loads, so before torch: idle threads sleep instead of spinning on a shared core,
+# and Numba shares one thread pool kind that several Python threads may call.
+export OMP_WAIT_POLICY := passive
+export NUMBA_THREADING_LAYER := omp
+
+.PHONY: install grpo test soak check bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt -e '.[recipes,dev]'
+	touch $(STAMP)
+
+grpo: install
+	$(BIN)/python recipes/grpo.py --seeds $(SEEDS) $(ARGS)
+
+test: install
+	$(BIN)/pytest $(ARGS)
+
+soak: install
+	SAMEBIT_SOAK_CASES=$(COUNT) $(BIN)/pytest -m soak $(ARGS)
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/typing && mkdir -p build/typing/samebit
+	for package in $(PACKAGES); do ln -s $(CURDIR)/$$package build/typing/samebit/$$package; done
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python benchmarks/rollout.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

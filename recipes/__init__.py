@@ -1,0 +1,1 @@
+"""Runnable training scripts: the first thing a user runs."""
