@@ -1,0 +1,6 @@
+"""KV memory: which block belongs to whom."""
+
+from samebit.rollout.cache.blocks import NULL_BLOCK, BlockPool
+from samebit.rollout.cache.manager import CacheManager
+
+__all__ = ["NULL_BLOCK", "BlockPool", "CacheManager"]

@@ -1,0 +1,114 @@
+"""`RolloutConfig`: everything that is fixed for the life of a worker.
+
+Invariant: an instance that exists is valid. Each error names the field, the value given and the values
+allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How much memory a worker may use and how much it computes in one step.
+
+    block_size: tokens in a KV block, a power of two. No result depends on it.
+    num_blocks, kv_cache_gb: the size of the KV pool, given in one of the two ways; by default enough for
+        `max_num_seqs` sequences of `max_model_len` tokens, but at most 1 GiB.
+    max_num_seqs: sequences (samples) that run at once.
+    max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
+    max_model_len: prompt and output together; None takes the model's own limit.
+    dtype: "float32", "bfloat16" (or the torch dtypes), or "auto"/None for the checkpoint's own.
+    num_threads: CPU threads of the generation thread; None leaves the process default.
+    seed: base of the random numbers of requests that bring no seed.
+    exact: True keeps the promise of bit-equal log-probabilities. False drops what exactness costs, for
+        measuring it.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_gb: float | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    dtype: str | torch.dtype | None = None
+    device: str = "cpu"
+    num_threads: int | None = None
+    seed: int = 0
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        self._positive_int("block_size")
+        if self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+        if self.num_blocks is not None and self.kv_cache_gb is not None:
+            raise ValueError(f"give num_blocks or kv_cache_gb, not both (got {self.num_blocks} and {self.kv_cache_gb})")
+        if self.num_blocks is not None:
+            self._positive_int("num_blocks")
+        if self.kv_cache_gb is not None and not _positive_number(self.kv_cache_gb):
+            raise ValueError(f"kv_cache_gb must be a number above 0, got {self.kv_cache_gb!r}")
+        self._positive_int("max_num_seqs")
+        self._positive_int("max_num_batched_tokens")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}): each running "
+                f"sequence computes one token a step; got {self.max_num_batched_tokens}"
+            )
+        if self.max_model_len is not None:
+            self._positive_int("max_model_len")
+            if self.max_model_len < 2:
+                raise ValueError("max_model_len must be at least 2 (one prompt token, one new), got 1")
+        if self.num_threads is not None:
+            self._positive_int("num_threads")
+        if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be an int from 0 to 2**63 - 1, got {self.seed!r}")
+        if not isinstance(self.exact, bool):
+            raise ValueError(f"exact must be True or False, got {self.exact!r}")
+        if self.device != "cpu":
+            raise ValueError(f"device must be 'cpu', the only device there is today; got {self.device!r}")
+        self.torch_dtype()
+
+    def torch_dtype(self) -> torch.dtype | None:
+        """The dtype asked for, None for the checkpoint's own."""
+        if self.dtype is None or self.dtype == "auto":
+            return None
+        if isinstance(self.dtype, str) and self.dtype in DTYPES:
+            return DTYPES[self.dtype]
+        if isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES.values():
+            return self.dtype
+        raise ValueError(f"dtype must be 'auto', 'float32' or 'bfloat16', got {self.dtype!r}")
+
+    def pool_blocks(self, bytes_per_block: int, max_model_len: int) -> int:
+        """Blocks in the KV pool of a model whose block takes `bytes_per_block` over all layers."""
+        if self.num_blocks is not None:
+            return self.num_blocks
+        if self.kv_cache_gb is not None:
+            blocks = int(self.kv_cache_gb * 2**30) // bytes_per_block
+            if blocks < 1:
+                raise ValueError(f"kv_cache_gb={self.kv_cache_gb} does not hold one block of {bytes_per_block} bytes")
+            return blocks
+        per_sequence = math.ceil(max_model_len / self.block_size)
+        affordable = max(DEFAULT_KV_CACHE_BYTES // bytes_per_block, per_sequence)
+        return min(self.max_num_seqs * per_sequence, affordable)
+
+    def _positive_int(self, field: str) -> None:
+        value = self.__dict__[field]
+        if not _is_int(value) or value < 1:
+            raise ValueError(f"{field} must be an int of at least 1, got {value!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _positive_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and value > 0

@@ -1,0 +1,194 @@
+"""schedule -> run -> commit. No threads and no locks: one caller at a time.
+
+Invariants
+----------
+* Between two steps every known request is either waiting or running; a finished one is returned by the
+  call that finished it, exactly once, and forgotten.
+* A row whose logits are not finite fails its own request and no other.
+* An exception from the runner leaves this engine unusable; the caller fails what is in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from samebit.rollout.cache import CacheManager
+from samebit.rollout.errors import NonFiniteLogitsError
+from samebit.rollout.request import Request, Sequence
+from samebit.rollout.scheduler import Scheduler
+from samebit.rollout.step import Runner, StepPlan, StepResult
+
+
+@dataclass
+class EngineCounters:
+    """Running totals since the engine was built."""
+
+    steps: int = 0
+    prefill_tokens_computed: int = 0
+    decode_tokens_computed: int = 0
+    output_tokens: int = 0
+    requests_finished: int = 0
+    requests_aborted: int = 0
+    requests_failed: int = 0
+    step_seconds: float = 0.0
+    runner_seconds: float = 0.0
+
+
+class Engine:
+    def __init__(self, runner: Runner, cache: CacheManager, max_num_batched_tokens: int) -> None:
+        self.runner = runner
+        self.cache = cache
+        self.scheduler = Scheduler(cache, max_num_batched_tokens)
+        self.requests: dict[str, Request] = {}
+        self.counters = EngineCounters()
+        self.weight_version = 0
+        self._failed: dict[Request, None] = {}
+        runner.allocate_cache(cache.pool.num_blocks)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def drained(self) -> bool:
+        """Whether no request that has started is unfinished."""
+        return self.scheduler.drained
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """End these requests with what they have; ids that are not known are finished already."""
+        known = [self.requests.pop(i) for i in request_ids if i in self.requests]
+        for request in known:
+            self._end_rest(request)
+        self.counters.requests_aborted += len(known)
+        return known
+
+    def abort_started(self) -> list[Request]:
+        """Abort every request that has begun to compute."""
+        return self.abort([i for i, request in self.requests.items() if request.started])
+
+    def preempt_all(self) -> None:
+        """Drop the KV of every running sequence; they are recomputed by later steps."""
+        self.scheduler.preempt_all()
+
+    def step(self) -> list[Request]:
+        """Compute one step; the requests that ended with it."""
+        began = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if not plan.items:
+            return []
+        planned = time.perf_counter()
+        result = self.runner.run(plan, self.cache.block_tables)
+        ran = time.perf_counter()
+        finished = self._commit(plan, result)
+        counters = self.counters
+        counters.steps += 1
+        counters.runner_seconds += ran - planned
+        counters.step_seconds += time.perf_counter() - began
+        return finished
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        self._keep_prompt_logprobs(result)
+        tokens = result.token_ids.tolist()
+        logprobs = result.logprobs.tolist()
+        raw_logprobs = result.raw_logprobs.tolist()
+        finite = result.finite.tolist()
+        version = self.weight_version
+        ended: list[Sequence] = []
+        row = decodes = 0
+        for item in plan.items:
+            sequence = item.sequence
+            sequence.mark_computed(item.start, item.length, version)
+            if item.length == 1 and item.start >= sequence.num_prompt_tokens:
+                decodes += 1
+            if not item.samples:
+                continue
+            token = tokens[row]
+            if not finite[row]:
+                self._fail_row(sequence)
+            elif sequence.request.error is None:
+                sequence.append(token, logprobs[row], raw_logprobs[row], version)
+                if result.top_logprobs is not None and sequence.top_logprobs is not None:
+                    sequence.top_logprobs.append(result.top_logprobs[row] or {})
+                if end_of_sample(sequence, token):
+                    ended.append(sequence)
+            row += 1
+        self.counters.decode_tokens_computed += decodes
+        self.counters.prefill_tokens_computed += plan.num_tokens - decodes
+        self.counters.output_tokens += row - finite.count(False)
+        return self._collect(ended)
+
+    def _collect(self, ended: list[Sequence]) -> list[Request]:
+        """Retire what ended or failed in this step."""
+        if not ended and not self._failed:
+            return []
+        self.scheduler.retire(ended)
+        failed, self._failed = self._failed, {}
+        done = {s.request: None for s in ended if s.request.unfinished == 0}
+        finished = [request for request in done if request not in failed]
+        for request in failed:
+            self._end_rest(request)
+        for request in (*finished, *failed):
+            del self.requests[request.request_id]
+        self.counters.requests_finished += len(finished)
+        self.counters.requests_failed += len(failed)
+        return [*finished, *failed]
+
+    def _end_rest(self, request: Request) -> None:
+        rest = [sequence for sequence in request.sequences if not sequence.finished]
+        self.scheduler.retire(rest)
+        for sequence in rest:
+            sequence.finish("abort", None)
+
+    def _fail_row(self, sequence: Sequence) -> None:
+        request = sequence.request
+        if request.error is None:
+            self._failed[request] = None
+            request.error = NonFiniteLogitsError(
+                f"request {request.request_id!r}: NaN or infinite logits at position "
+                f"{sequence.num_tokens - 1} of sample {sequence.sample_index}; the weights or this input "
+                "drive the model out of range"
+            )
+
+    def _keep_prompt_logprobs(self, result: StepResult) -> None:
+        for piece in result.prompt_logprobs:
+            sequence, start = piece.sequence, piece.start
+            end = start + len(piece.logprobs)
+            if np.isnan(piece.logprobs).any():
+                self._fail_row(sequence)
+            if sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs[start:end] = piece.logprobs
+            if sequence.prompt_top_logprobs is not None and piece.top is not None:
+                sequence.prompt_top_logprobs[start:end] = piece.top
+            if end == sequence.num_prompt_tokens:
+                sequence.prompt_logprobs_wanted = False
+
+
+def end_of_sample(sequence: Sequence, token: int) -> bool:
+    """Apply the stop rules after `token` was appended; finishes the sequence when one applies."""
+    request = sequence.request
+    new = sequence.num_tokens - sequence.num_prompt_tokens
+    if new == 1:
+        request.record("first_token", sequence.sample_index)
+    free_to_stop = new > sequence.params.min_tokens
+    matcher = sequence.matcher
+    stop_string = None if matcher is None else matcher.push(token, search=free_to_stop)
+    if token in request.end_ids and free_to_stop:
+        sequence.finish("stop", token if token in sequence.params.stop_ids else None)
+    elif stop_string is not None:
+        sequence.finish("stop", stop_string)
+    elif new >= request.max_new_tokens:
+        sequence.finish("length", None)
+    else:
+        return False
+    if matcher is not None and stop_string is None:
+        matcher.flush()
+    return True

@@ -1,0 +1,22 @@
+"""The errors a user of the rollout worker can meet, by whose fault they are."""
+
+from __future__ import annotations
+
+
+class RequestError(ValueError):
+    """The request is wrong; nothing was submitted and the worker goes on serving the others."""
+
+
+class WorkerStateError(RuntimeError):
+    """The worker can not do this now: closed, asleep, paused, broken, or its weights are incomplete.
+
+    Where something broke it, that error is the `__cause__`.
+    """
+
+
+class NonFiniteLogitsError(RuntimeError):
+    """The model gave NaN or infinite logits for this request; the other requests are not concerned."""
+
+
+class ModelLoadError(ValueError):
+    """The folder or module can not be served: no such folder, no weights, NaN in them, wrong dtype."""

@@ -1,0 +1,93 @@
+"""What a caller gets back. Plain data, detached from the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from samebit.rollout.request import Request, RequestEvent, Sequence, Span
+from samebit.rollout.stopping import Tokenizer
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """One sampled continuation.
+
+    token_ids: the sampled tokens. logprobs: theirs, at the sampling temperature (at 1 when greedy);
+        raw_logprobs: at temperature 1. All float32 values.
+    top_logprobs: for each token the most likely alternatives, None when not asked for.
+    weight_versions: `(start, end, version)` over `token_ids`: the weights each was sampled under.
+    kv_versions: `(start, end, version)` over prompt and output: the weights that the KV of each position
+        was computed under, last. More than one span means that an update came in between.
+    finish_reason: "stop", "length" or "abort". stop_reason: the stop token id or stop string, None for
+        the end-of-sequence token.
+    text: decoded output, when the worker has a tokenizer.
+    """
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    top_logprobs: list[dict[int, float]] | None
+    weight_versions: list[Span]
+    kv_versions: list[Span]
+    finish_reason: str
+    stop_reason: int | str | None
+    text: str | None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request. `prompt_logprobs[0]` is None: nothing comes before the first token."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    samples: list[SampleOutput]
+    num_cached_tokens: int
+    prompt_logprobs: list[float | None] | None
+    prompt_top_logprobs: list[dict[int, float] | None] | None
+    events: list[RequestEvent]
+
+
+def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
+    first = request.sequences[0]
+    scores: list[float | None] | None = None
+    if first.prompt_logprobs is not None and not first.prompt_logprobs_wanted:
+        scores = [None, *first.prompt_logprobs[1:].tolist()]
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt.tolist(),
+        samples=[_sample_output(sequence, tokenizer) for sequence in request.sequences],
+        num_cached_tokens=0,
+        prompt_logprobs=scores,
+        prompt_top_logprobs=None if scores is None else first.prompt_top_logprobs,
+        events=list(request.events),
+    )
+
+
+def _sample_output(sequence: Sequence, tokenizer: Tokenizer | None) -> SampleOutput:
+    count = sequence.num_new_tokens
+    token_ids = sequence.output_ids.tolist()
+    if sequence.finish_reason is None:
+        raise RuntimeError(f"sample {sequence.sample_index} is not finished")
+    return SampleOutput(
+        index=sequence.sample_index,
+        token_ids=token_ids,
+        logprobs=sequence.logprobs[:count].tolist(),
+        raw_logprobs=sequence.raw_logprobs[:count].tolist(),
+        top_logprobs=sequence.top_logprobs,
+        weight_versions=_spans(sequence.weight_spans),
+        kv_versions=_spans(sequence.kv_spans),
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
+        text=_text(sequence, token_ids, tokenizer),
+    )
+
+
+def _text(sequence: Sequence, token_ids: list[int], tokenizer: Tokenizer | None) -> str | None:
+    if sequence.matcher is not None:
+        return sequence.matcher.text
+    return None if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def _spans(spans: list[list[int]]) -> list[Span]:
+    return [(start, end, version) for start, end, version in spans]

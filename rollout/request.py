@@ -1,0 +1,203 @@
+"""A request and its sequences: the state that the scheduler, the runner and the engine share.
+
+Invariants
+----------
+* A sequence's known tokens are `token_ids[:num_tokens]`, the prompt first; the KV of positions
+  `0 .. num_computed - 1` is in its blocks, and `num_computed < num_tokens` while it is unfinished.
+* Only the engine's thread writes. A reader in another thread that takes `finished` first, then
+  `num_tokens`, then the buffers, sees whole tokens only.
+* `kv_spans` says under which weights each computed position was computed, `weight_spans` under which
+  each token was sampled.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.stopping import StopStringMatcher, Tokenizer
+
+Span = tuple[int, int, int]
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class RequestEvent:
+    """One of added, scheduled, first_token, preempted, finished; `time` is `time.monotonic()`.
+
+    `sample` is None for events of the whole request.
+    """
+
+    name: str
+    time: float
+    sample: int | None = None
+
+
+class Request:
+    """What was asked for, and the n sequences that answer it."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: IntArray,
+        params: SamplingParams,
+        *,
+        ordinal: int,
+        max_new_tokens: int,
+        eos_token_ids: tuple[int, ...] = (),
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.ordinal = ordinal
+        self.max_new_tokens = max_new_tokens
+        ends = () if params.ignore_eos else eos_token_ids
+        self.eos_token_ids = tuple(dict.fromkeys((*ends, *params.stop_ids)))
+        self.end_ids = frozenset(self.eos_token_ids)
+        self.tokenizer = tokenizer
+        self.arrival = time.monotonic()
+        self.events = [RequestEvent("added", self.arrival)]
+        self.started = False
+        self.error: Exception | None = None
+        self.sequences = [Sequence(self, index) for index in range(params.n)]
+        self.unfinished = params.n
+
+    def record(self, name: str, sample: int) -> None:
+        self.events.append(RequestEvent(name, time.monotonic(), sample))
+
+
+class Sequence:
+    """One sample of a request. `slot` is its row in the block tables while it runs, -1 otherwise."""
+
+    __slots__ = (
+        "finish_reason",
+        "kv_spans",
+        "logprobs",
+        "matcher",
+        "num_computed",
+        "num_prompt_tokens",
+        "num_tokens",
+        "params",
+        "prompt_logprobs",
+        "prompt_logprobs_wanted",
+        "prompt_top_logprobs",
+        "raw_logprobs",
+        "request",
+        "sample_index",
+        "slot",
+        "status",
+        "stop_reason",
+        "token_ids",
+        "top_logprobs",
+        "weight_spans",
+    )
+
+    def __init__(self, request: Request, sample_index: int) -> None:
+        params = request.params
+        length = len(request.prompt)
+        room = min(request.max_new_tokens, 64)
+        self.request = request
+        self.params = params
+        self.sample_index = sample_index
+        self.num_prompt_tokens = length
+        self.num_tokens = length
+        self.num_computed = 0
+        self.slot = -1
+        self.status = SequenceStatus.WAITING
+        self.token_ids: IntArray = np.empty(length + room, np.int64)
+        self.token_ids[:length] = request.prompt
+        self.logprobs: FloatArray = np.empty(room, np.float32)
+        self.raw_logprobs: FloatArray = np.empty(room, np.float32)
+        self.top_logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
+        self.kv_spans: list[list[int]] = []
+        self.weight_spans: list[list[int]] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.matcher: StopStringMatcher | None = None
+        if params.stop_strings and request.tokenizer is not None:
+            self.matcher = StopStringMatcher(request.tokenizer, params.stop_strings)
+        wants = params.prompt_logprobs is not None and sample_index == 0
+        self.prompt_logprobs_wanted = wants and length > 1
+        self.prompt_logprobs: FloatArray | None = np.zeros(length, np.float32) if wants else None
+        self.prompt_top_logprobs: list[dict[int, float] | None] | None = (
+            [None] * length if wants and params.prompt_logprobs else None
+        )
+
+    @property
+    def num_new_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def output_ids(self) -> IntArray:
+        """The sampled tokens so far (a view)."""
+        end = self.num_tokens
+        return self.token_ids[self.num_prompt_tokens : end]
+
+    def append(self, token: int, logprob: float, raw_logprob: float, version: int) -> None:
+        """One sampled token, its log-probabilities, and the weights it was sampled under."""
+        position = self.num_tokens
+        index = position - self.num_prompt_tokens
+        if index >= len(self.logprobs):
+            self._grow()
+        self.token_ids[position] = token
+        self.logprobs[index] = logprob
+        self.raw_logprobs[index] = raw_logprob
+        extend_spans(self.weight_spans, index, index + 1, version)
+        self.num_tokens = position + 1
+
+    def mark_computed(self, start: int, length: int, version: int) -> None:
+        end = start + length
+        extend_spans(self.kv_spans, start, end, version)
+        self.num_computed = end
+
+    def forget_computed(self) -> None:
+        """Back to the waiting state: the tokens stay, their KV is gone."""
+        self.num_computed = 0
+        self.kv_spans = []
+        self.status = SequenceStatus.WAITING
+
+    def finish(self, reason: str, stop_reason: int | str | None) -> None:
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.status = SequenceStatus.FINISHED
+        self.request.unfinished -= 1
+        self.request.record("finished", self.sample_index)
+
+    def _grow(self) -> None:
+        room = min(2 * len(self.logprobs), self.request.max_new_tokens)
+        self.token_ids = _enlarged(self.token_ids, self.num_prompt_tokens + room)
+        self.raw_logprobs = _enlarged(self.raw_logprobs, room)
+        self.logprobs = _enlarged(self.logprobs, room)
+
+
+def extend_spans(spans: list[list[int]], start: int, end: int, version: int) -> None:
+    """Add `[start, end)` under `version` behind the last span, merging equal versions."""
+    if spans and spans[-1][2] == version:
+        spans[-1][1] = end
+    else:
+        spans.append([start, end, version])
+
+
+def _enlarged(old: npt.NDArray[Scalar], size: int) -> npt.NDArray[Scalar]:
+    new = np.empty(size, old.dtype)
+    new[: len(old)] = old
+    return new

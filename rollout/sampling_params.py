@@ -1,0 +1,139 @@
+"""`SamplingParams`: what one request asks of the sampler, under vLLM's names.
+
+Invariants
+----------
+* An instance that exists is valid on its own; what depends on the model (vocabulary, length, tokenizer)
+  is checked at submission (`validate.py`).
+* Penalties, biases, masks and top-k/p change which token is chosen, never the log-probability that is
+  reported for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LOWEST_TEMPERATURE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to sample. The fields that are not obvious:
+
+    temperature: 0 chooses greedily (and reports log-probabilities at temperature 1).
+    top_k: 0 or -1 for off.
+    max_tokens: None for as many as the model's length allows.
+    min_tokens: end-of-sequence and stop tokens are masked until this many tokens were sampled.
+    stop: strings that end the sample; the text is cut before the match. Needs a tokenizer.
+    seed: the same seed gives the same tokens in any batch; None gives each request its own numbers.
+    logprobs: also report this many of the most likely tokens at each position.
+    prompt_logprobs: report the log-probability of each prompt token, and as many alternatives.
+    logit_bias: token id -> value added to its logit before the choice.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        self._int("n", 1)
+        self._number("temperature", 0.0, math.inf)
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE}, got {self.temperature!r}"
+            )
+        self._number("top_p", 0.0, 1.0, above=True)
+        self._int("top_k", -1)
+        self._number("min_p", 0.0, 1.0)
+        if self.max_tokens is not None:
+            self._int("max_tokens", 1)
+        self._int("min_tokens", 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        if self.seed is not None:
+            self._int("seed", 0, 2**63 - 1)
+        if self.logprobs is not None:
+            self._int("logprobs", 0)
+        if self.prompt_logprobs is not None:
+            self._int("prompt_logprobs", 0)
+        self._number("repetition_penalty", 0.0, math.inf, above=True)
+        self._own_copies()
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return () if self.stop_token_ids is None else tuple(self.stop_token_ids)
+
+    def _own_copies(self) -> None:
+        """Check the containers and keep copies, so that the caller's later changes do not reach in."""
+        if self.stop is not None:
+            _check_stop(self.stop)
+            object.__setattr__(self, "stop", self.stop_strings)
+        if self.stop_token_ids is not None:
+            _check_ids(self.stop_token_ids)
+            object.__setattr__(self, "stop_token_ids", self.stop_ids)
+        if self.logit_bias is not None:
+            _check_bias(self.logit_bias)
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    def _int(self, field: str, lowest: int, highest: int | None = None) -> None:
+        value = self.__dict__[field]
+        if not _is_int(value) or value < lowest or (highest is not None and value > highest):
+            span = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
+            raise ValueError(f"{field} must be an int {span}, got {value!r}")
+
+    def _number(self, field: str, lowest: float, highest: float, *, above: bool = False) -> None:
+        value = self.__dict__[field]
+        if not _is_number(value) or not lowest <= value <= highest or (above and value == lowest):
+            bound = "above" if above else "of at least"
+            limit = "" if highest == math.inf else f" and at most {highest:g}"
+            raise ValueError(f"{field} must be a finite number {bound} {lowest:g}{limit}, got {value!r}")
+
+
+def _check_stop(stop: object) -> None:
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) and s for s in strings):
+        raise ValueError(f"stop must be a non-empty string or a list of them, got {stop!r}")
+
+
+def _check_ids(ids: object) -> None:
+    if not isinstance(ids, list | tuple) or not all(_is_int(i) and i >= 0 for i in ids):
+        raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r}")
+
+
+def _check_bias(bias: object) -> None:
+    if not isinstance(bias, dict):
+        raise ValueError(f"logit_bias must be a dict of token id to number, got {bias!r}")
+    for token, value in bias.items():
+        if not _is_int(token) or token < 0:
+            raise ValueError(f"logit_bias has the key {token!r}, which is not a token id")
+        if not _is_number(value):
+            raise ValueError(f"logit_bias of token {token} must be a finite number, got {value!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,235 @@
+"""The generation thread, its queue, and the lock that serialises it against commands.
+
+Invariants
+----------
+* The engine is touched only under `lock`, by the generation thread or by a command.
+* Submissions and aborts need no lock: they go through the inbox, in order, and the thread takes them in
+  before its next step.
+* Every delivery in `_live` ends: with its request, with the error that broke the thread, or with
+  "closed". The thread's one broad `except` is that boundary.
+* With nothing to do the thread sleeps on `_wake`; whatever could give it work sets that event.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from samebit.rollout.engine import Engine
+from samebit.rollout.errors import RequestError, WorkerStateError
+from samebit.rollout.handle import Delivery
+from samebit.rollout.request import Request
+from samebit.rollout.ticket_lock import TicketLock
+from samebit.rollout.worker_state import WorkerState, broken_error
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Abort:
+    request_ids: tuple[str, ...]
+
+
+class GenerationService:
+    def __init__(self, engine: Engine, state: WorkerState, on_start: Callable[[], None]) -> None:
+        self.engine = engine
+        self.state = state
+        self.lock = TicketLock()
+        self._on_start = on_start
+        self._inbox: deque[Request | _Abort] = deque()
+        self._live: dict[str, Delivery] = {}
+        self._streams: set[Delivery] = set()
+        self._wake = threading.Event()
+        self._closures = 0
+        self._drain = threading.Condition()
+        self._drain_signals = 0
+        self._next_ordinal = 0
+        self._thread = threading.Thread(target=self._main, name="samebit-generation", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_unstarted(self) -> int:
+        return len(self._inbox)
+
+    def check_thread(self) -> None:
+        """Refuse calls that would wait for the thread while holding its lock."""
+        if self.lock.held_by_me:
+            raise WorkerStateError("this call was made inside weight_update(): finish that block first")
+
+    def submit(self, make_requests: Callable[[int], list[Request]]) -> list[Delivery]:
+        """Queue requests, all or none. `make_requests` gets the ordinal of the first one."""
+        with self.state.mutex:
+            self.state.check_accepts_requests()
+            requests = make_requests(self._next_ordinal)
+            self._check_ids(requests)
+            deliveries = [Delivery(request, self._streams) for request in requests]
+            self._next_ordinal += len(requests)
+            for delivery in deliveries:
+                self._live[delivery.request.request_id] = delivery
+            self._inbox.extend(requests)
+        self._wake.set()
+        return deliveries
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        self._inbox.append(_Abort(tuple(request_ids)))
+        self._wake.set()
+
+    @contextmanager
+    def command(self) -> Iterator[Engine]:
+        """Hold the engine between two steps."""
+        self.check_thread()
+        with self.lock:
+            self.state.check_usable()
+            try:
+                yield self.engine
+            finally:
+                self._signal_drain()
+                self._wake.set()
+
+    @contextmanager
+    def drained_command(self) -> Iterator[Engine]:
+        """As `command`, but entered when every request that has started is finished.
+
+        New ones wait meanwhile. Raises when the worker can not run them to their end.
+        """
+        self.check_thread()
+        with self.lock:
+            self.state.check_usable()
+            self._close_admission(+1)
+        try:
+            self._wait_until_drained()
+            try:
+                self.state.check_usable()
+                yield self.engine
+            finally:
+                self.lock.release()
+        finally:
+            with self.lock:
+                self._close_admission(-1)
+            self._wake.set()
+
+    def deliver(self, finished: Iterable[Request]) -> None:
+        """Hand ended requests to their callers."""
+        for request in finished:
+            delivery = self._live.pop(request.request_id)
+            self._streams.discard(delivery)
+            delivery.finish(request.error)
+
+    def fail_all(self, make_error: Callable[[], Exception]) -> None:
+        """Fail whatever is queued or in flight. Under the lock."""
+        self._take_inbox()
+        self.engine.abort(list(self.engine.requests))
+        self._fail_deliveries(make_error)
+
+    def close(self) -> None:
+        """Stop the thread; pending requests fail. Returns when it has ended."""
+        self.check_thread()
+        with self.state.mutex:
+            self.state.closed = True
+        self._wake.set()
+        self._thread.join()
+
+    def request_stop(self) -> None:
+        """Ask the thread to end without waiting for it (for finalizers: takes no lock)."""
+        self.state.closed = True
+        self._wake.set()
+
+    # -- the generation thread ---------------------------------------------------------------------
+
+    def _main(self) -> None:
+        """Boundary: whatever goes wrong in this thread reaches everyone who waits for it."""
+        try:
+            self._on_start()
+            self._serve()
+        except BaseException as error:
+            logger.exception("the generation thread failed")
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _serve(self) -> None:
+        while not self.state.closed:
+            self._wake.wait()
+            self._wake.clear()
+            while self._turn():
+                pass
+
+    def _turn(self) -> bool:
+        """Take in the inbox and compute a step; whether there is more to do."""
+        with self.lock:
+            self._take_inbox()
+            if not self.state.may_step:
+                return False
+            self.deliver(self.engine.step())
+            for delivery in tuple(self._streams):
+                delivery.notify()
+            if self._closures and self.engine.drained:
+                self._signal_drain()
+            return self.engine.has_work
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            entry = self._inbox.popleft()
+            if isinstance(entry, _Abort):
+                self.deliver(self.engine.abort(entry.request_ids))
+            else:
+                self.engine.add(entry)
+
+    def _end(self, error: BaseException | None) -> None:
+        with self.lock:
+            with self.state.mutex:
+                self.state.broken = error
+            self._fail_deliveries(lambda: _end_error(error))
+            self._signal_drain()
+
+    def _fail_deliveries(self, make_error: Callable[[], Exception]) -> None:
+        """The engine is not asked: it may be what broke."""
+        for request_id in list(self._live):
+            self._live.pop(request_id).finish(make_error())
+
+    # -- draining ----------------------------------------------------------------------------------
+
+    def _close_admission(self, change: int) -> None:
+        self._closures += change
+        self.engine.scheduler.admission_open = self._closures == 0
+
+    def _wait_until_drained(self) -> None:
+        """Returns holding the lock."""
+        while True:
+            self.lock.acquire()
+            signals = self._drain_signals
+            if self.engine.drained:
+                return
+            stuck = not self.state.may_step
+            self.lock.release()
+            if stuck:
+                self.state.check_usable()
+                raise WorkerStateError(
+                    'in_flight="wait" needs a worker that generates, and this one is paused, asleep or without '
+                    "weights while requests are in flight"
+                )
+            with self._drain:
+                while self._drain_signals == signals:
+                    self._drain.wait()
+
+    def _signal_drain(self) -> None:
+        with self._drain:
+            self._drain_signals += 1
+            self._drain.notify_all()
+
+    def _check_ids(self, requests: list[Request]) -> None:
+        seen: set[str] = set()
+        for request in requests:
+            if request.request_id in self._live or request.request_id in seen:
+                raise RequestError(f"request id {request.request_id!r} is in use")
+            seen.add(request.request_id)
+
+
+def _end_error(cause: BaseException | None) -> WorkerStateError:
+    if cause is None:
+        return WorkerStateError("the worker was closed before this request finished")
+    return broken_error(cause)

@@ -1,0 +1,91 @@
+"""What passes between the engine and whatever computes a step.
+
+A step is planned (`StepPlan`), run (`Runner.run`), and its outcome (`StepResult`) committed by the
+engine. A runner reads sequences and never writes to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from samebit.rollout.request import Sequence
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """Compute positions `start .. start + length - 1` of a sequence.
+
+    `samples` is True when the chunk ends at the sequence's last known token: the next one is sampled.
+    """
+
+    sequence: Sequence
+    start: int
+    length: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Decodes first, then running prefills, then newly admitted sequences."""
+
+    items: list[ScheduledSequence] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, sequence: Sequence, start: int, length: int, samples: bool) -> None:
+        self.items.append(ScheduledSequence(sequence, start, length, samples))
+        self.num_tokens += length
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt tokens at positions `start .. start + len(logprobs) - 1`.
+
+    The token at position p is scored by the logits at p - 1, so `start` is at least 1, and a chunk that
+    computes positions `a .. b` gives those of `a + 1 .. min(b + 1, num_prompt_tokens - 1)`.
+    `top` has the most likely tokens at each of these positions, None when none were asked for.
+    """
+
+    sequence: Sequence
+    start: int
+    logprobs: npt.NDArray[np.float32]
+    top: list[dict[int, float]] | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """One entry for each item with `samples`, in the order of the plan (R of them).
+
+    logprobs: [R] at the sampling temperature; raw_logprobs: [R] at temperature 1.
+    finite: [R], False where the logits held NaN or were not usable; that token is void.
+    top_logprobs: None when no sampled request asked for them, else one entry a row.
+    prompt_logprobs: for each item whose sequence has `prompt_logprobs_wanted`.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32]
+    raw_logprobs: npt.NDArray[np.float32]
+    finite: npt.NDArray[np.bool_]
+    top_logprobs: list[dict[int, float] | None] | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+
+class Runner(Protocol):
+    """What computes a step: the model, its KV pages and the sampler."""
+
+    vocab_size: int
+
+    def bytes_per_block(self) -> int:
+        """Bytes of one KV block over all layers."""
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Zeroed pages for blocks 0 .. num_blocks, block 0 being the null block."""
+
+    def release_cache(self) -> None:
+        """Give the pages back. Nothing is run until they are allocated again."""
+
+    def run(self, plan: StepPlan, block_tables: npt.NDArray[np.int32]) -> StepResult:
+        """Compute the plan. Row `sequence.slot` of `block_tables` [slots, blocks] lists its blocks."""

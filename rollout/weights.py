@@ -1,0 +1,139 @@
+"""The weights a worker runs on: whose they are, how they are replaced, where they sleep.
+
+Invariants
+----------
+* The manifest is taken once, while the weights are there; updates are checked against it even when the
+  tensors are spilled.
+* On a shared module nothing is ever reallocated: the trainer's optimizer holds the same tensors.
+* Sleeping frees parameters and persistent buffers; every other buffer stays. Waking at level 1 restores
+  the same bits in the same memory layout.
+* No locks here: the caller holds the worker's.
+"""
+
+from __future__ import annotations
+
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from samebit.weight_sync import Manifest, NonFiniteWeightError, PreparedUpdate, SyncReport
+from samebit.weight_sync.apply import first_non_finite
+from samebit.weight_sync.manifest import live_tensors
+
+SPILL_NAME = "weights.safetensors"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What is needed to allocate a tensor again: `shape` and `stride` as it lay in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class WorkerWeights:
+    def __init__(self, module: nn.Module, *, shared: bool) -> None:
+        self.module = module
+        self.shared = shared
+        self.manifest = Manifest.of(module)
+        self._seen_marks = self._marks() if shared else {}
+        self._layouts: dict[str, _Layout] = {}
+        self._spill: tempfile.TemporaryDirectory[str] | None = None
+
+    # -- updates -----------------------------------------------------------------------------------
+
+    def write(self, update: PreparedUpdate, version: int) -> SyncReport:
+        """Copy a checked update in; on a shared module, what the trainer changed in place counts too."""
+        in_place = self._changed_in_place()
+        report = update.write(self.module, version=version)
+        self._accept_marks()
+        changed = (*in_place, *(name for name in report.changed if name not in in_place))
+        return SyncReport(report.version, report.tensors, report.bytes, report.seconds, changed, report.casts)
+
+    def accept_in_place(self, version: int, seconds: float) -> SyncReport:
+        """The trainer changed the shared parameters itself; report which, by their version counters."""
+        changed = self._changed_in_place()
+        self._accept_marks()
+        return SyncReport(version, len(self.manifest.ties), 0, seconds, changed, ())
+
+    def check_finite(self) -> None:
+        bad = first_non_finite(live_tensors(self.module))
+        if bad is not None:
+            raise NonFiniteWeightError(f"{bad} holds NaN or infinity")
+
+    def _marks(self) -> dict[str, tuple[int, int]]:
+        """Address and autograd version of each tensor: writing in place raises the version.
+
+        A write through `.data` does not, so it is not counted as a change (it is served all the same).
+        """
+        tensors = live_tensors(self.module)
+        return {names[0]: (tensors[names[0]].data_ptr(), tensors[names[0]]._version) for names in self.manifest.ties}
+
+    def _changed_in_place(self) -> tuple[str, ...]:
+        if not self.shared:
+            return ()
+        return tuple(name for name, mark in self._marks().items() if mark != self._seen_marks[name])
+
+    def _accept_marks(self) -> None:
+        if self.shared:
+            self._seen_marks = self._marks()
+
+    # -- sleep -------------------------------------------------------------------------------------
+
+    @property
+    def spilled(self) -> bool:
+        return self._spill is not None
+
+    def free(self, *, keep_copy: bool) -> None:
+        """Release the memory, after writing the bits to an owner-only file when `keep_copy`."""
+        tensors = live_tensors(self.module)
+        firsts = {names[0]: tensors[names[0]].detach() for names in self.manifest.ties}
+        if keep_copy:
+            self._write_spill(firsts)
+        self._layouts = {name: _Layout(tuple(t.shape), t.stride(), t.dtype, t.device) for name, t in firsts.items()}
+        for tensor in tensors.values():
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def restore(self) -> bool:
+        """Allocate again; True when the bits came back, False when the values are undefined."""
+        kept = self._read_spill() if self.spilled else {}
+        tensors = live_tensors(self.module)
+        for names in self.manifest.ties:
+            layout = self._layouts[names[0]]
+            fresh = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+            if names[0] in kept:
+                fresh.copy_(kept.pop(names[0]))
+            for name in names:
+                tensors[name].data = fresh
+        self._layouts = {}
+        complete = self.spilled
+        self.drop_spill()
+        return complete
+
+    def drop_spill(self) -> None:
+        if self._spill is not None:
+            self._spill.cleanup()
+            self._spill = None
+
+    def _write_spill(self, tensors: dict[str, Tensor]) -> None:
+        spill = tempfile.TemporaryDirectory(prefix="samebit-weights-")
+        try:
+            path = Path(spill.name) / SPILL_NAME
+            path.touch(mode=stat.S_IRUSR | stat.S_IWUSR)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+            self._spill = spill
+        finally:
+            if self._spill is None:
+                spill.cleanup()
+
+    def _read_spill(self) -> dict[str, Tensor]:
+        if self._spill is None:
+            raise RuntimeError("nothing was spilled")
+        return load_file(Path(self._spill.name) / SPILL_NAME)

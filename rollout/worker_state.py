@@ -1,0 +1,62 @@
+"""What a worker may do now.
+
+Invariant: flags change under the worker's lock; those that make submissions fail change under `mutex` too,
+so that a request is either refused, or queued before the change and dealt with by it.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from samebit.rollout.errors import WorkerStateError
+
+
+@dataclass
+class WorkerState:
+    closed: bool = False
+    paused: bool = False
+    kv_asleep: bool = False
+    weights_asleep: bool = False
+    incomplete: str | None = None
+    broken: BaseException | None = None
+    incomplete_cause: BaseException | None = None
+    mutex: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def may_step(self) -> bool:
+        return not (self.closed or self.broken or self.paused or self.asleep or self.incomplete)
+
+    @property
+    def asleep(self) -> bool:
+        return self.kv_asleep or self.weights_asleep
+
+    def set_incomplete(self, reason: str | None, cause: BaseException | None = None) -> None:
+        with self.mutex:
+            self.incomplete = reason
+            self.incomplete_cause = cause
+
+    def check_usable(self) -> None:
+        """Raise if the worker is closed or broken: no command makes sense any more."""
+        if self.closed:
+            raise WorkerStateError("the worker is closed")
+        if self.broken is not None:
+            raise broken_error(self.broken)
+
+    def check_accepts_requests(self) -> None:
+        self.check_usable()
+        if self.asleep:
+            tags = [name for name, asleep in (("weights", self.weights_asleep), ("kv_cache", self.kv_asleep)) if asleep]
+            raise WorkerStateError(f"the worker is asleep ({', '.join(tags)}); call wake_up() first")
+        if self.incomplete is not None:
+            raise WorkerStateError(
+                f"weights incomplete: {self.incomplete}; a full load_state_dict() or receive_weights() is "
+                "needed before the next token"
+            ) from self.incomplete_cause
+
+
+def broken_error(cause: BaseException) -> WorkerStateError:
+    """A new error for each caller, with the one cause."""
+    error = WorkerStateError(f"the worker is broken: {type(cause).__name__} in the generation thread: {cause}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,207 @@
+"""A runner that computes nothing but checks everything it is given, and factories over it.
+
+Its pages hold the token ids themselves, so a step can see whether every earlier position of a sequence
+is where the block table says; the next token is a hash of what it reads there.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import nn
+
+from samebit.rollout.cache import CacheManager
+from samebit.rollout.engine import Engine
+from samebit.rollout.request import Request
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.step import PromptLogprobs, StepPlan, StepResult
+from samebit.rollout.weights import WorkerWeights
+from samebit.rollout.worker_core import WorkerCore
+
+VOCAB = 101
+EMPTY = -1
+
+
+def fake_token(tokens: list[int], sample: int, salt: int = 0) -> int:
+    """The token that follows `tokens` in a sample: what the fake model "samples"."""
+    return zlib.crc32(np.array([*tokens, 1000 + sample, salt], np.int64).tobytes()) % VOCAB
+
+
+def fake_continuation(prompt: list[int], sample: int, count: int, salt: int = 0) -> list[int]:
+    """The oracle: a sample computed alone, with no engine."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(fake_token(tokens, sample, salt))
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """`gate`: when set, each step takes one permit. `fail_with`: raised by the next step.
+    `nan_ids`: requests whose rows come out as not finite."""
+
+    vocab_size = VOCAB
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.pages: npt.NDArray[np.int64] | None = None
+        self.plans: list[list[tuple[str, int, int, int]]] = []
+        self.gate: threading.Semaphore | None = None
+        self.fail_with: Exception | None = None
+        self.nan_ids: set[str] = set()
+        self.salt = 0
+        self.entered = threading.Event()
+        self.thread_setup = 0
+
+    def bytes_per_block(self) -> int:
+        return 8 * self.block_size
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        assert self.pages is None, "allocated twice"
+        self.pages = np.full((num_blocks + 1, self.block_size), EMPTY, np.int64)
+
+    def release_cache(self) -> None:
+        assert self.pages is not None, "released twice"
+        self.pages = None
+
+    def run(self, plan: StepPlan, block_tables: npt.NDArray[np.int32]) -> StepResult:
+        self.entered.set()
+        if self.gate is not None:
+            assert self.gate.acquire(timeout=20), "the test never opened the gate"
+        if self.fail_with is not None:
+            raise self.fail_with
+        assert self.pages is not None, "a step while the KV cache is asleep"
+        self.plans.append(
+            [(i.sequence.request.request_id, i.sequence.sample_index, i.start, i.length) for i in plan.items]
+        )
+        assert plan.num_tokens == sum(item.length for item in plan.items)
+        tokens: list[int] = []
+        finite: list[bool] = []
+        scores: list[PromptLogprobs] = []
+        for item in plan.items:
+            sequence = item.sequence
+            end = item.start + item.length
+            known = sequence.token_ids[:end].tolist()
+            self._write(block_tables[sequence.slot], item.start, known[item.start :])
+            assert self._read(block_tables[sequence.slot], end) == known, "a position is not where its block is"
+            assert item.samples == (end == sequence.num_tokens)
+            if sequence.prompt_logprobs_wanted:
+                last = min(end, sequence.num_prompt_tokens - 1)
+                values = -np.array(known + sequence.token_ids[end : end + 1].tolist(), np.float32)
+                scores.append(PromptLogprobs(sequence, item.start + 1, values[item.start + 1 : last + 1]))
+            if item.samples:
+                tokens.append(fake_token(known, sequence.sample_index, self.salt))
+                finite.append(sequence.request.request_id not in self.nan_ids)
+        ids = np.array(tokens, np.int64)
+        return StepResult(
+            ids,
+            -ids.astype(np.float32) / 3,
+            -ids.astype(np.float32) / 7,
+            np.array(finite, bool),
+            prompt_logprobs=scores,
+        )
+
+    def _write(self, table: npt.NDArray[np.int32], start: int, values: list[int]) -> None:
+        assert self.pages is not None
+        for position, value in enumerate(values, start):
+            block = table[position // self.block_size]
+            assert block != 0, "a write to the null block"
+            self.pages[block, position % self.block_size] = value
+
+    def _read(self, table: npt.NDArray[np.int32], end: int) -> list[int]:
+        assert self.pages is not None
+        positions = np.arange(end)
+        return self.pages[table[positions // self.block_size], positions % self.block_size].tolist()
+
+
+def build_engine(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    max_model_len: int = 64,
+) -> Engine:
+    cache = CacheManager(num_blocks, block_size, max_num_seqs, max_model_len)
+    return Engine(FakeRunner(block_size), cache, max_num_batched_tokens)
+
+
+def build_request(
+    request_id: str,
+    prompt: list[int],
+    *,
+    ordinal: int = 0,
+    eos: tuple[int, ...] = (),
+    **params: object,
+) -> Request:
+    wanted = SamplingParams(**params)
+    assert wanted.max_tokens is not None
+    return Request(
+        request_id,
+        np.array(prompt, np.int64),
+        wanted,
+        ordinal=ordinal,
+        max_new_tokens=wanted.max_tokens,
+        eos_token_ids=eos,
+    )
+
+
+class TinyModule(nn.Module):
+    """Weights for the update tests: a tied pair, a buffer that persists and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.proj = nn.Linear(3, 5)
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+@pytest.fixture
+def make_engine() -> Callable[..., Engine]:
+    return build_engine
+
+
+@pytest.fixture
+def make_request() -> Callable[..., Request]:
+    return build_request
+
+
+@pytest.fixture
+def oracle() -> Callable[..., list[int]]:
+    return fake_continuation
+
+
+@pytest.fixture
+def make_worker() -> Iterator[Callable[..., tuple[WorkerCore, FakeRunner]]]:
+    """`make_worker(shared=..., **engine options)`; every worker is closed at the end of the test."""
+    built: list[tuple[WorkerCore, FakeRunner]] = []
+
+    def make(
+        *, shared: bool = False, eos: tuple[int, ...] = (), tokenizer: object = None, **engine: int
+    ) -> tuple[WorkerCore, FakeRunner]:
+        core = build_engine(**engine)
+        runner = core.runner
+        worker = WorkerCore(
+            core,
+            WorkerWeights(TinyModule(), shared=shared),
+            max_model_len=engine.get("max_model_len", 64),
+            eos_token_ids=eos,
+            tokenizer=tokenizer,
+        )
+        built.append((worker, runner))
+        return worker, runner
+
+    yield make
+    for worker, runner in built:
+        if runner.gate is not None:
+            gate, runner.gate = runner.gate, None
+            gate.release(100)
+        worker.close()

@@ -1,0 +1,121 @@
+"""What a model holds, by name, and whether an offered set of tensors fits it.
+
+Invariants
+----------
+* A manifest is data (names, shapes, dtypes, ties); it keeps no tensor alive and stays valid while the
+  weights are asleep.
+* `check` looks at names, shapes and dtypes only, so it runs before the first byte is written. It either
+  returns or raises one error that names *every* tensor at fault.
+* Tied weights are one tensor with several names: offering any one of the names covers all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightMismatchError(ValueError):
+    """The offered tensors do not fit the model; nothing was written."""
+
+
+class NonFiniteWeightError(ValueError):
+    """An offered tensor holds NaN or infinity; nothing was written."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorSpec:
+        return cls(name, tuple(tensor.shape), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {_dtype_name(self.dtype)}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`specs` has every accepted name; `ties` the names that share one storage, first name first."""
+
+    specs: dict[str, TensorSpec]
+    ties: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Manifest:
+        """The manifest of a module's parameters and persistent buffers."""
+        return cls.of_tensors(live_tensors(module))
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Manifest:
+        groups: dict[object, list[str]] = {}
+        for name, tensor in tensors.items():
+            groups.setdefault(_identity(tensor), []).append(name)
+        specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
+        return cls(specs, tuple(tuple(names) for names in groups.values()))
+
+    def check(self, offered: Mapping[str, TensorSpec], *, partial: bool) -> None:
+        """Raise `WeightMismatchError` unless `offered` fits: all of it, or a part when `partial`."""
+        unknown = [name for name in offered if name not in self.specs]
+        missing = [] if partial else self._missing(offered)
+        misshapen: list[str] = []
+        miscast: list[str] = []
+        for name, spec in offered.items():
+            own = self.specs.get(name)
+            if own is None:
+                continue
+            if own.shape != spec.shape:
+                misshapen.append(f"{name}: offered {spec}, the model has {own}")
+            elif not castable(spec.dtype, own.dtype):
+                miscast.append(f"{name}: offered {spec}, the model has {own}")
+        faults = [
+            ("unknown", unknown),
+            ("missing", missing),
+            ("misshapen", misshapen),
+            ("of a dtype that can not be cast", miscast),
+        ]
+        lines = [f"{len(names)} {what}: {', '.join(names)}" for what, names in faults if names]
+        if not partial and not offered:
+            lines.insert(0, "the source offers no tensor at all")
+        if lines:
+            raise WeightMismatchError("weights do not fit the model, nothing was written; " + "; ".join(lines))
+
+    def casts(self, offered: Mapping[str, TensorSpec]) -> list[str]:
+        """`name: from -> to` for each offered tensor whose dtype is not the model's."""
+        return [
+            f"{name}: {_dtype_name(spec.dtype)} -> {_dtype_name(self.specs[name].dtype)}"
+            for name, spec in offered.items()
+            if spec.dtype != self.specs[name].dtype
+        ]
+
+    def _missing(self, offered: Mapping[str, TensorSpec]) -> list[str]:
+        return [" or ".join(names) for names in self.ties if not any(name in offered for name in names)]
+
+
+def castable(offered: torch.dtype, own: torch.dtype) -> bool:
+    """Equal dtypes, or one floating type into another; integers are never reinterpreted."""
+    return offered == own or (offered.is_floating_point and own.is_floating_point)
+
+
+def live_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers themselves (not copies), tied names included."""
+    state = module.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _identity(tensor: Tensor) -> object:
+    """Equal for two names of one tensor: the same object, or the same view of one storage."""
+    address = tensor.untyped_storage().data_ptr()
+    if address == 0:
+        return id(tensor)
+    return (address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

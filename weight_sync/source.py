@@ -1,0 +1,208 @@
+"""What `receive_weights` accepts, turned into named tensors that are loaded one at a time.
+
+Invariants
+----------
+* `specs()` reads no tensor data; `load(name)` reads one tensor and may be called more than once (the
+  finite check and the copy each read it).
+* Files are safetensors only: nothing is unpickled. A shard named by an index lies in the same folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from samebit.weight_sync.manifest import TensorSpec, live_tensors
+
+INDEX_NAME = "model.safetensors.index.json"
+
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class WeightSourceError(ValueError):
+    """The source itself can not be read: no such folder, no weights in it, a damaged file."""
+
+
+class _SafeSlice(Protocol):
+    def get_dtype(self) -> str: ...
+
+    def get_shape(self) -> list[int]: ...
+
+
+class _SafeFile(Protocol):
+    """The part of `safetensors.safe_open` that is used here; the package has no types of its own."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_slice(self, name: str) -> _SafeSlice: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class TensorSource(Protocol):
+    def specs(self) -> dict[str, TensorSpec]: ...
+
+    def load(self, name: str) -> Tensor: ...
+
+    def __enter__(self) -> TensorSource: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+def open_source(source: object) -> TensorSource:
+    """A source over a dict of tensors, a module, or a folder of safetensors."""
+    if isinstance(source, nn.Module):
+        return TensorDict(live_tensors(source))
+    if isinstance(source, str | Path):
+        return SafetensorsFolder(Path(source))
+    if isinstance(source, Mapping):
+        return TensorDict(_checked_dict(source))
+    raise TypeError(
+        f"weights can come from a dict of tensors, an nn.Module or a folder with *.safetensors, "
+        f"not from {type(source).__name__}"
+    )
+
+
+def _checked_dict(source: Mapping[object, object]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, value in source.items():
+        if not isinstance(name, str):
+            raise TypeError(f"weight names are strings, got {name!r}")
+        if not isinstance(value, Tensor):
+            raise TypeError(f"weight {name!r} is a {type(value).__name__}, not a tensor")
+        tensors[name] = value
+    return tensors
+
+
+class TensorDict:
+    """Tensors that are in memory already."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec.of(name, tensor) for name, tensor in self._tensors.items()}
+
+    def load(self, name: str) -> Tensor:
+        return self._tensors[name].detach()
+
+    def __enter__(self) -> TensorDict:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+
+class SafetensorsFolder:
+    """A folder with `*.safetensors`, whole or sharded by an index."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise WeightSourceError(f"no such folder: {folder}")
+        self._files = _index_files(folder)
+        self._open: dict[Path, _SafeFile] = {}
+
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: self._spec(name, path) for name, path in self._files.items()}
+
+    def load(self, name: str) -> Tensor:
+        path = self._files[name]
+        try:
+            return self._handle(path).get_tensor(name)
+        except SafetensorError as error:
+            raise WeightSourceError(f"can not read {name} from {path}: {error}") from error
+
+    def _spec(self, name: str, path: Path) -> TensorSpec:
+        try:
+            view = self._handle(path).get_slice(name)
+        except SafetensorError as error:
+            raise WeightSourceError(f"{path} has no tensor {name}: {error}") from error
+        code = view.get_dtype()
+        if code not in _DTYPES:
+            raise WeightSourceError(f"{name} in {path} has dtype {code}, which is not supported")
+        return TensorSpec(name, tuple(view.get_shape()), _DTYPES[code])
+
+    def _handle(self, path: Path) -> _SafeFile:
+        if path not in self._open:
+            self._open[path] = _open_file(path)
+        return self._open[path]
+
+    def __enter__(self) -> SafetensorsFolder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open.clear()
+
+
+def _index_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> file, from the index where there is one, else from the files themselves."""
+    index = folder / INDEX_NAME
+    if index.is_file():
+        return _read_index(index)
+    files: dict[str, Path] = {}
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise WeightSourceError(f"no *.safetensors in {folder}")
+    for path in paths:
+        names = _open_file(path).keys()
+        for name in names:
+            if name in files:
+                raise WeightSourceError(f"{name} is in both {files[name].name} and {path.name}")
+            files[name] = path
+    return files
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): str(file) for name, file in weight_map.items()}
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise WeightSourceError(f"{index} is not a safetensors index: {error}") from error
+    for file in set(files.values()):
+        if Path(file).name != file:
+            raise WeightSourceError(f"{index} names {file!r}, which is not a plain file name")
+        if not (index.parent / file).is_file():
+            raise WeightSourceError(f"{index} names {file!r}, which is missing")
+    return {name: index.parent / file for name, file in files.items()}
+
+
+def _open_file(path: Path) -> _SafeFile:
+    try:
+        return cast(_SafeFile, safe_open(str(path), framework="pt"))
+    except (SafetensorError, OSError) as error:
+        raise WeightSourceError(f"{path} is not a readable safetensors file: {error}") from error
