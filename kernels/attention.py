@@ -1,0 +1,123 @@
+"""Paged causal attention with autograd: prefill, mixed batches, decode and training through one kernel.
+
+Contract: a query row's output depends on its own query and on the keys and values of its own sequence up to
+its own position, walked in fixed chunks from position 0 (DESIGN: the row rule and the grid rule).
+Grouped-query attention: Ainslie et al. 2023. Soft-capping: Gemma 2.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numba import get_num_threads
+from torch.autograd.function import once_differentiable
+
+from .context import ForwardContext
+from .cpu import attention as cpu
+from .cpu import attention_backward as cpu_backward
+from .cpu.jit import array
+
+_NO_LSE = np.empty((0, 0), np.float32)
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What tells one attention layer from another.
+
+    Attributes:
+        layer: which pages of the context are its own.
+        scale: factor on the scores.
+        window: a token sees itself and the ``window - 1`` before it; 0 for all.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 for off.
+    """
+
+    layer: int
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
+) -> torch.Tensor:
+    """Put the call's keys and values into their pages, then attend.
+
+    Args:
+        q: ``[T, H, D]`` float32 or bfloat16, rotated.
+        k: ``[T, KV heads, D]``, same dtype, rotated.
+        v: ``[T, KV heads, D]``.
+        context: the layout of the T rows. With pages (rollout) no gradient flows.
+        options: the layer's scale, window and soft-cap.
+
+    Returns:
+        ``[T, H, D]``; zero for padding rows.
+    """
+    if context.pages is not None:
+        pages = context.pages[options.layer]
+        _write(k, v, pages, context)
+        return _attend(q, pages, context, options, keep_lse=False)[0]
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out: torch.Tensor = _Attention.apply(q, k, v, context, options)
+        return out
+    return _attend(q, _pages_of_call(k, v, context), context, options, keep_lse=False)[0]
+
+
+def _pages_of_call(k: torch.Tensor, v: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    _, kv_heads, head_dim = k.shape
+    pages = torch.empty(context.num_blocks, kv_heads, 2, head_dim * context.block_size, dtype=k.dtype)
+    _write(k, v, pages, context)
+    return pages
+
+
+def _write(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
+    blocks, offsets = context.slots
+    cpu.write_pages(
+        2 * k.numel(), array(k.contiguous()), array(v.contiguous()), blocks, offsets, context.block_size,
+        array(pages).reshape(-1),
+    )  # fmt: skip
+
+
+def _attend(
+    q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: AttentionOptions, keep_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q = q.contiguous()
+    tokens, heads, _ = q.shape
+    out = torch.empty_like(q) if context.covers_all_rows else torch.zeros_like(q)
+    lse = torch.zeros(tokens, heads, dtype=torch.float32) if keep_lse else None
+    work = q.numel() * int((context.starts + context.lengths).max(initial=0))
+    cpu.attend(
+        work, array(q), array(pages).reshape(-1), context.block_tables, context.row_start, context.lengths,
+        context.starts, context.tiles, pages.shape[1], context.block_size, np.float32(options.scale),
+        options.window, np.float32(options.softcap), array(out), _NO_LSE if lse is None else lse.numpy(), keep_lse,
+        get_num_threads(),
+    )  # fmt: skip
+    return out, lse
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
+    ) -> torch.Tensor:
+        pages = _pages_of_call(k, v, context)
+        out, lse = _attend(q, pages, context, options, keep_lse=True)
+        ctx.save_for_backward(q, pages, out, lse)
+        ctx.layout, ctx.options, ctx.kv_shape = context, options, k.shape
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        q, pages, out, lse = ctx.saved_tensors
+        context, options = ctx.layout, ctx.options
+        grad_q = torch.zeros(q.shape, dtype=torch.float32)
+        grad_k = torch.zeros(ctx.kv_shape, dtype=torch.float32)
+        grad_v = torch.zeros(ctx.kv_shape, dtype=torch.float32)
+        cpu_backward.backward(
+            q.numel() * int(context.lengths.max(initial=0)), array(q.contiguous()), array(pages).reshape(-1),
+            context.block_tables, context.row_start, context.lengths, context.block_size, np.float32(options.scale),
+            options.window, np.float32(options.softcap), array(out), lse.numpy(), array(grad.contiguous()),
+            grad_q.numpy(), grad_k.numpy(), grad_v.numpy(), get_num_threads(),
+        )  # fmt: skip
+        return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), None, None

@@ -1,0 +1,159 @@
+"""The layout of one forward call: which rows belong to which sequence, at which positions, in which pages.
+
+Invariants:
+
+* A context is immutable. Rows of one sequence are consecutive; rows that belong to none are padding.
+* Positions count from 0 at the first token of a sequence: padding and packing never shift the KV grid.
+* Without pages of its own (`pages` is None) a context is a training call: every sequence starts at 0 and
+  its keys live in pages that the attention layer makes for this call.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .cpu.attention import KV_CHUNK, QUERY_TILE
+
+TRAINING_BLOCK = KV_CHUNK
+"""Block size of the pages of a training call: a page is a chunk."""
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardContext:
+    """Layout of the T rows of one forward call with S sequences.
+
+    Attributes:
+        positions: ``[T]`` int64, what rotates each row; 0 for padding.
+        row_start: ``[S]`` first row of each sequence.
+        lengths: ``[S]`` rows of each sequence in this call, at least 1.
+        starts: ``[S]`` tokens of each sequence that earlier calls have put into its pages.
+        block_tables: ``[S, W]`` block of each ``block_size`` tokens; block 0 is nobody's.
+        block_size: tokens a block.
+        pages: one tensor a layer (see `samebit.kernels.pages.KVPages`), or None for a training call.
+    """
+
+    positions: torch.Tensor
+    row_start: Ints
+    lengths: Ints
+    starts: Ints
+    block_tables: Ints
+    block_size: int
+    pages: tuple[torch.Tensor, ...] | None = None
+
+    @cached_property
+    def tiles(self) -> Ints:
+        """``[N, 2]`` (sequence, first row within it) of the pieces that attention works on."""
+        counts = -(-self.lengths // QUERY_TILE)
+        sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        before = np.repeat(np.cumsum(counts) - counts, counts)
+        piece = np.arange(len(sequence), dtype=np.int32) - before
+        return np.stack([sequence, piece * QUERY_TILE], axis=1).astype(np.int32)
+
+    @cached_property
+    def slots(self) -> tuple[Ints, Ints]:
+        """``[T]`` block and offset in it that each row's key and value go to; (0, 0) for padding."""
+        total = int(self.lengths.sum())
+        sequence = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        within = np.arange(total) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
+        token = self.starts[sequence] + within
+        rows = self.row_start[sequence] + within
+        blocks = np.zeros(len(self.positions), np.int32)
+        offsets = np.zeros(len(self.positions), np.int32)
+        blocks[rows] = self.block_tables[sequence, token // self.block_size]
+        offsets[rows] = token % self.block_size
+        return blocks, offsets
+
+    @cached_property
+    def covers_all_rows(self) -> bool:
+        """True when no row is padding."""
+        return int(self.lengths.sum()) == len(self.positions)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Blocks that the tables name, the null block included (training calls)."""
+        return int(self.block_tables.max(initial=0)) + 1
+
+
+_installed: ContextVar[ForwardContext | None] = ContextVar("samebit_forward_context", default=None)
+
+
+def installed_context() -> ForwardContext | None:
+    """The context installed around the running code, if any."""
+    return _installed.get()
+
+
+@contextmanager
+def use_context(context: ForwardContext) -> Iterator[None]:
+    """Run bound models with this layout instead of the one their arguments describe."""
+    token = _installed.set(context)
+    try:
+        yield
+    finally:
+        _installed.reset(token)
+
+
+def training_context(
+    shape: tuple[int, int], attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> ForwardContext:
+    """The layout of a trainer's call on ``input_ids`` of this shape.
+
+    Args:
+        shape: ``(B, T)``.
+        attention_mask: ``[B, T]``, nonzero for tokens; each row one run of tokens, padded left or right.
+        position_ids: ``[B, T]`` or ``[1, T]``. A new sequence starts wherever they do not go up by one
+            (packed batches). Without them positions count from 0 at each row's first token.
+
+    Raises:
+        ValueError: a mask that is not two-dimensional or that has holes.
+    """
+    batch, width = shape
+    valid = _valid_tokens(shape, attention_mask)
+    if position_ids is None:
+        positions = np.where(valid, np.cumsum(valid, axis=1) - 1, 0)
+    else:
+        positions = np.broadcast_to(position_ids.detach().cpu().numpy(), shape)
+        positions = np.where(valid, positions, 0)
+    first = valid.copy()
+    follows = valid[:, 1:] & valid[:, :-1]
+    first[:, 1:] &= ~(follows & (positions[:, 1:] == positions[:, :-1] + 1))
+    if position_ids is None and attention_mask is not None and bool((first.sum(1) > 1).any()):
+        raise ValueError("attention_mask must mark one run of tokens a row; it has holes")
+    row_start = np.flatnonzero(first.reshape(-1)).astype(np.int32)
+    flat = valid.reshape(-1)
+    sequence_of_row = np.cumsum(first.reshape(-1)) - 1
+    lengths = np.bincount(sequence_of_row[flat], minlength=len(row_start)).astype(np.int32)
+    return ForwardContext(
+        positions=torch.from_numpy(np.ascontiguousarray(positions.reshape(-1), dtype=np.int64)),
+        row_start=row_start,
+        lengths=lengths,
+        starts=np.zeros(len(row_start), np.int32),
+        block_tables=_consecutive_blocks(lengths),
+        block_size=TRAINING_BLOCK,
+    )
+
+
+def _valid_tokens(shape: tuple[int, int], attention_mask: torch.Tensor | None) -> npt.NDArray[np.bool_]:
+    if attention_mask is None:
+        return np.ones(shape, np.bool_)
+    if tuple(attention_mask.shape) != tuple(shape):
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids, {tuple(shape)}, got {tuple(attention_mask.shape)}"
+        )
+    mask: npt.NDArray[np.bool_] = attention_mask.detach().cpu().numpy() != 0
+    return mask
+
+
+def _consecutive_blocks(lengths: Ints) -> Ints:
+    """``[S, W]`` block tables in which each sequence owns the next blocks, from block 1 on."""
+    counts = -(-lengths // TRAINING_BLOCK)
+    before = np.cumsum(counts) - counts + 1
+    columns = np.arange(int(counts.max(initial=0)))
+    return np.where(columns[None, :] < counts[:, None], before[:, None] + columns[None, :], 0).astype(np.int32)

@@ -1,0 +1,265 @@
+"""Paged causal attention on the CPU, forward: one kernel for prefill, mixed batches, decode and training.
+
+Invariants (the row rule and the grid rule):
+
+* A query row walks its keys in chunks of `KV_CHUNK` tokens anchored at position 0 of its own sequence,
+  through one online-softmax accumulator, in order. Nothing else enters its arithmetic: not the number
+  of rows, not where a prefill chunk began, not the block size, not the number of threads.
+* Rows are computed one, two or four at a time; each does the same operations in the same order on every
+  element, so the choice is invisible in the bits.
+
+A page holds ``block_size`` tokens of one layer: ``pages[block, kv_head, 0]`` is the keys as ``[D, B]``
+(scores vectorise over tokens), ``pages[block, kv_head, 1]`` the values as ``[B, D]`` (the output
+vectorises over the head). Online softmax: Milakov & Gimelshein 2018; tiling: Dao et al. 2022.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from .jit import RowKernel
+from .numeric import LANES, exp, fma, narrow, tanh, widen
+from .simd import accumulate_1, accumulate_2, accumulate_4, scores_1, scores_2, scores_4
+
+KV_CHUNK = 64
+"""Tokens a softmax accumulator takes in at once. A constant of the arithmetic: changing it changes bits."""
+
+QUERY_TILE = 64
+"""Query tokens one work item covers; only a matter of speed."""
+
+_ZERO = np.float32(0.0)
+_LOWEST = np.float32(-np.inf)
+
+
+def _attend(
+    q: Any, pages: Any, block_tables: Any, row_start: Any, lengths: Any, starts: Any, tiles: Any, kv_heads: int,
+    block_size: int, scale: Any, window: int, softcap: Any, out: Any, lse: Any, keep_lse: bool, threads: int,
+) -> None:  # fmt: skip
+    head_dim = q.shape[2]
+    group = q.shape[1] // kv_heads
+    items = tiles.shape[0] * kv_heads
+    share = (items + threads - 1) // threads
+    for slot in prange(share * threads):
+        item = (slot % share) * threads + slot // share  # a thread takes every threads-th item: even loads
+        if item < items:
+            sequence = tiles[item // kv_heads, 0]
+            first = tiles[item // kv_heads, 1]
+            _attend_tile(
+                q, pages, block_tables, sequence, row_start[sequence] + first, starts[sequence] + first,
+                min(QUERY_TILE, lengths[sequence] - first), item % kv_heads, kv_heads, group, head_dim,
+                block_size, scale, window, softcap, out, lse, keep_lse,
+            )  # fmt: skip
+
+
+attend = RowKernel(_attend)
+
+
+@njit(nogil=True, error_model="numpy")
+def _attend_tile(
+    q: Any, pages: Any, block_tables: Any, sequence: int, row: int, position: int, count: int, kv_head: int,
+    kv_heads: int, group: int, head_dim: int, block_size: int, scale: Any, window: int, softcap: Any, out: Any,
+    lse: Any, keep_lse: bool,
+) -> None:  # fmt: skip
+    """Attention of ``count`` tokens from ``row`` on, for the query heads of one KV head."""
+    rows = count * group
+    query = np.empty(rows * head_dim, np.float32)
+    acc = np.zeros(rows * head_dim, np.float32)
+    sums = np.zeros(rows * LANES, np.float32)
+    peaks = np.full(rows, _LOWEST, np.float32)
+    s = np.zeros(4 * KV_CHUNK, np.float32)
+    lanes = np.empty(LANES, np.float32)
+    small = np.empty(head_dim * LANES, pages.dtype)
+    for r in range(rows):
+        for d in range(head_dim):
+            query[r * head_dim + d] = widen(q[row + r // group, kv_head * group + r % group, d])
+    begin = max(0, position - window + 1) // KV_CHUNK if window > 0 else 0
+    for chunk in range(begin, (position + count - 1) // KV_CHUNK + 1):
+        base = chunk * KV_CHUNK
+        r = 0
+        while r < rows:
+            many = 4 if r + 4 <= rows else (2 if r + 2 <= rows else 1)
+            lo, _ = _seen(position + r // group, base, window)
+            _, hi = _seen(position + (r + many - 1) // group, base, window)
+            if lo < hi:
+                _score(query, r, many, pages, block_tables, sequence, kv_head, kv_heads, head_dim, block_size, base, lo, hi, s, small)  # fmt: skip
+                for i in range(many):
+                    lo, hi = _seen(position + (r + i) // group, base, window)
+                    if lo < hi:
+                        _absorb(s, i * KV_CHUNK, lanes, lo, hi, scale, softcap, peaks, sums, acc, r + i, head_dim)
+                _add_values(s, r, many, pages, block_tables, sequence, kv_head, kv_heads, head_dim, block_size, base, position, group, window, acc)  # fmt: skip
+            r += many
+    for r in range(rows):
+        total = _ZERO
+        for lane in range(LANES):
+            total = total + sums[r * LANES + lane]
+        token = row + r // group
+        head = kv_head * group + r % group
+        for d in range(head_dim):
+            out[token, head, d] = narrow(acc[r * head_dim + d] / total, out[token, head, d])
+        if keep_lse:
+            lse[token, head] = peaks[r] + np.float32(np.log(np.float64(total)))
+
+
+@njit(inline="always")
+def _seen(token: int, base: int, window: int) -> Any:
+    """The keys lo <= j < hi of the chunk at ``base`` that a token at this absolute position sees."""
+    lo = max(0, token - window + 1 - base) if window > 0 else 0
+    return lo, min(KV_CHUNK, token + 1 - base)
+
+
+@njit(inline="always")
+def _score(
+    query: Any, r: int, many: int, pages: Any, block_tables: Any, sequence: int, kv_head: int, kv_heads: int,
+    head_dim: int, block_size: int, base: int, lo: int, hi: int, s: Any, small: Any,
+) -> None:  # fmt: skip
+    """s[i, lo:hi] = query[r + i] . keys of the chunk (rounded out to whole vectors), over the head in order."""
+    for at in range(lo // LANES * LANES, hi, LANES):
+        if block_size >= LANES:
+            block = block_tables[sequence, (base + at) // block_size]
+            first = (block * kv_heads + kv_head) * 2 * head_dim * block_size + (base + at) % block_size
+            _score_vector(query, r * head_dim, many, head_dim, pages, first, block_size, s, at)
+        else:
+            _gather_keys(pages, block_tables, sequence, kv_head, kv_heads, head_dim, block_size, base + at, hi - at, small)  # fmt: skip
+            _score_vector(query, r * head_dim, many, head_dim, small, 0, LANES, s, at)
+
+
+@njit(inline="always")
+def _score_vector(
+    query: Any, query_at: int, many: int, head_dim: int, keys: Any, first: int, stride: int, s: Any, at: int
+) -> None:
+    if many == 4:
+        scores_4(query, query_at, head_dim, keys, first, stride, head_dim, s, at, KV_CHUNK)
+    elif many == 2:
+        scores_2(query, query_at, head_dim, keys, first, stride, head_dim, s, at, KV_CHUNK)
+    else:
+        scores_1(query, query_at, head_dim, keys, first, stride, head_dim, s, at, KV_CHUNK)
+
+
+@njit(inline="always")
+def _gather_keys(
+    pages: Any, block_tables: Any, sequence: int, kv_head: int, kv_heads: int, head_dim: int, block_size: int,
+    first: int, count: int, out: Any,
+) -> None:  # fmt: skip
+    """Up to sixteen keys from pages smaller than that, as one [D, 16] tile."""
+    for j in range(min(count, LANES)):
+        block = block_tables[sequence, (first + j) // block_size]
+        at = (block * kv_heads + kv_head) * 2 * head_dim * block_size + (first + j) % block_size
+        for d in range(head_dim):
+            out[d * LANES + j] = pages[at + d * block_size]
+
+
+@njit(inline="always")
+def _absorb(
+    s: Any, at: int, lanes: Any, lo: int, hi: int, scale: Any, softcap: Any, peaks: Any, sums: Any, acc: Any,
+    r: int, head_dim: int,
+) -> None:  # fmt: skip
+    """Turn the scores of row r, s[at + lo : at + hi], into weights against the row's running maximum.
+
+    The rest of the chunk gets weight 0; the row's partial sums and accumulator are rescaled.
+    """
+    for j in range(at, at + KV_CHUNK):
+        s[j] = s[j] * scale
+    if softcap > _ZERO:
+        for j in range(at, at + KV_CHUNK):
+            s[j] = softcap * tanh(s[j] / softcap)
+    for j in range(at, at + lo):
+        s[j] = _LOWEST
+    for j in range(at + hi, at + KV_CHUNK):
+        s[j] = _LOWEST
+    for lane in range(LANES):
+        best = s[at + lane]
+        for j in range(LANES, KV_CHUNK, LANES):
+            best = s[at + j + lane] if s[at + j + lane] > best else best
+        lanes[lane] = best
+    old = peaks[r]
+    peak = old
+    for lane in range(LANES):
+        peak = lanes[lane] if lanes[lane] > peak else peak
+    for j in range(at, at + KV_CHUNK):
+        s[j] = exp(s[j] - peak)
+    for j in range(at, at + lo):
+        s[j] = _ZERO
+    for j in range(at + hi, at + KV_CHUNK):
+        s[j] = _ZERO
+    if peak != old:
+        shrink = exp(old - peak) if old > _LOWEST else _ZERO
+        for lane in range(r * LANES, r * LANES + LANES):
+            sums[lane] = sums[lane] * shrink
+        for d in range(r * head_dim, r * head_dim + head_dim):
+            acc[d] = acc[d] * shrink
+        peaks[r] = peak
+    for lane in range(LANES):
+        total = sums[r * LANES + lane]
+        for j in range(0, KV_CHUNK, LANES):
+            total = total + s[at + j + lane]
+        sums[r * LANES + lane] = total
+
+
+@njit(inline="always")
+def _add_values(
+    s: Any, r: int, many: int, pages: Any, block_tables: Any, sequence: int, kv_head: int, kv_heads: int,
+    head_dim: int, block_size: int, base: int, position: int, group: int, window: int, acc: Any,
+) -> None:  # fmt: skip
+    """acc[r + i] += s[i] . values: the keys that all rows see together, those before and after row by row.
+
+    A key that a row does not see is left out, never multiplied by 0: its page may hold anything.
+    """
+    lo, _ = _seen(position + (r + many - 1) // group, base, window)
+    _, hi = _seen(position + r // group, base, window)
+    hi = max(lo, hi)
+    for i in range(many):
+        first, last = _seen(position + (r + i) // group, base, window)
+        _values_of(s, i * KV_CHUNK, r + i, 1, pages, block_tables, sequence, kv_head, kv_heads, head_dim, block_size, base, first, min(lo, last), acc)  # fmt: skip
+    _values_of(s, 0, r, many, pages, block_tables, sequence, kv_head, kv_heads, head_dim, block_size, base, lo, hi, acc)  # fmt: skip
+    for i in range(many):
+        _, last = _seen(position + (r + i) // group, base, window)
+        _values_of(s, i * KV_CHUNK, r + i, 1, pages, block_tables, sequence, kv_head, kv_heads, head_dim, block_size, base, hi, last, acc)  # fmt: skip
+
+
+@njit(nogil=True, error_model="numpy")
+def _values_of(
+    s: Any, s_at: int, r: int, many: int, pages: Any, block_tables: Any, sequence: int, kv_head: int, kv_heads: int,
+    head_dim: int, block_size: int, base: int, lo: int, hi: int, acc: Any,
+) -> None:  # fmt: skip
+    """acc[r + i] += sum over lo <= j < hi of s[i, j] * value[j], ascending, page by page."""
+    j = lo
+    while j < hi:
+        inside = (base + j) % block_size
+        count = min(hi - j, block_size - inside)
+        block = block_tables[sequence, (base + j) // block_size]
+        first = ((block * kv_heads + kv_head) * 2 + 1) * head_dim * block_size + inside * head_dim
+        d = 0
+        while d + LANES <= head_dim:
+            at = r * head_dim + d
+            if many == 4:
+                accumulate_4(s, s_at + j, KV_CHUNK, pages, first + d, head_dim, count, acc, at, head_dim)
+            elif many == 2:
+                accumulate_2(s, s_at + j, KV_CHUNK, pages, first + d, head_dim, count, acc, at, head_dim)
+            else:
+                accumulate_1(s, s_at + j, KV_CHUNK, pages, first + d, head_dim, count, acc, at, head_dim)
+            d += LANES
+        while d < head_dim:
+            for i in range(many):
+                total = acc[(r + i) * head_dim + d]
+                for k in range(count):
+                    total = fma(s[s_at + i * KV_CHUNK + j + k], widen(pages[first + k * head_dim + d]), total)
+                acc[(r + i) * head_dim + d] = total
+            d += 1
+        j += count
+
+
+def _write(k: Any, v: Any, block_of_row: Any, offset_of_row: Any, block_size: int, pages: Any) -> None:
+    kv_heads = k.shape[1]
+    head_dim = k.shape[2]
+    for row in prange(k.shape[0]):
+        for head in range(kv_heads):
+            keys = (block_of_row[row] * kv_heads + head) * 2 * head_dim * block_size + offset_of_row[row]
+            for d in range(head_dim):
+                pages[keys + d * block_size] = k[row, head, d]
+            values = ((block_of_row[row] * kv_heads + head) * 2 + 1) * head_dim * block_size
+            for d in range(head_dim):
+                pages[values + offset_of_row[row] * head_dim + d] = v[row, head, d]
+
+
+write_pages = RowKernel(_write)

@@ -1,0 +1,68 @@
+"""How the Numba kernels are compiled and started.
+
+Invariants: OpenMP is Numba's threading layer (the others abort when two Python threads call kernels at
+once); ``fastmath`` is off; the GIL is released. A kernel is compiled at its first call for a dtype and
+kept in Numba's on-disk cache.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import torch
+from numba.np.ufunc import omppool  # noqa: F401  (an ImportError here: no OpenMP runtime, install libgomp)
+
+_PARALLEL_WORK = 1 << 16
+"""Elements below which waking the other threads costs more than they save."""
+
+
+def _require_openmp() -> None:
+    numba.config.THREADING_LAYER = "omp"
+    try:
+        running = numba.threading_layer()
+    except ValueError:  # no parallel kernel has run yet: the setting above decides
+        return
+    if running != "omp":
+        raise ImportError(
+            f"samebit needs Numba's 'omp' threading layer, but this process already runs {running!r}: "
+            "import samebit before other parallel Numba code, or set NUMBA_THREADING_LAYER=omp"
+        )
+
+
+_require_openmp()
+
+
+def _renamed(function: Callable[..., None], suffix: str) -> Callable[..., None]:
+    """A copy under another name: Numba's disk cache tells functions apart by name, not by options."""
+    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__ + suffix)
+    copy.__qualname__ = function.__qualname__ + suffix
+    return copy
+
+
+class RowKernel:
+    """One loop over independent rows, compiled twice: serial, and with its ``prange`` in parallel.
+
+    The bits are the same either way because the rows are independent and each row's arithmetic is fixed;
+    the size of the work only chooses whether other threads are woken.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        options = {"cache": True, "nogil": True, "error_model": "numpy"}
+        self._serial = numba.njit(**options)(function)
+        self._parallel = numba.njit(parallel=True, **options)(_renamed(function, "_parallel"))
+
+    def __call__(self, work: int, *args: Any) -> None:
+        """Run on ``args``; ``work`` is the number of elements touched."""
+        if work < _PARALLEL_WORK:
+            self._serial(*args)
+        else:
+            self._parallel(*args)
+
+
+def array(tensor: torch.Tensor) -> Any:
+    """A contiguous CPU tensor as the NumPy array that kernels take (bfloat16 as uint16), no copy."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return tensor.numpy()

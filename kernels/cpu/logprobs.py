@@ -1,0 +1,153 @@
+"""Log-softmax over the vocabulary on the CPU, in a fixed order, and sampling from it.
+
+Invariants: a row is divided into chunks of `VOCAB_CHUNK` tokens from token 0 on; each chunk's
+exponentials are summed in sixteen float32 lanes, the chunk sums in one float64. `log_total` is the only
+place where a normaliser is computed: sampler and trainer both read it.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from .jit import RowKernel
+from .numeric import LANES, exp
+
+VOCAB_CHUNK = 1024
+
+_ZERO = np.float32(0.0)
+_LOWEST = np.float32(-np.inf)
+
+
+@njit(inline="always")
+def _row_max(logits: Any, row: int, lanes: Any) -> Any:
+    vocab = logits.shape[1]
+    for lane in range(LANES):
+        lanes[lane] = _LOWEST
+    whole = vocab // LANES * LANES
+    for i in range(0, whole, LANES):
+        for lane in range(LANES):
+            x = logits[row, i + lane]
+            lanes[lane] = x if x > lanes[lane] else lanes[lane]
+    for i in range(whole, vocab):
+        lanes[0] = logits[row, i] if logits[row, i] > lanes[0] else lanes[0]
+    peak = lanes[0]
+    for lane in range(1, LANES):
+        peak = lanes[lane] if lanes[lane] > peak else peak
+    return peak
+
+
+@njit(inline="always")
+def _chunk_total(logits: Any, row: int, first: int, last: int, temperature: Any, peak: Any, lanes: Any) -> Any:
+    """Sum of exp(logits / temperature - peak) over first <= i < last."""
+    for lane in range(LANES):
+        lanes[lane] = _ZERO
+    whole = first + (last - first) // LANES * LANES
+    for i in range(first, whole, LANES):
+        for lane in range(LANES):
+            lanes[lane] = lanes[lane] + _weight(logits[row, i + lane], temperature, peak)
+    for i in range(whole, last):
+        lanes[i - whole] = lanes[i - whole] + _weight(logits[row, i], temperature, peak)
+    total = _ZERO
+    for lane in range(LANES):
+        total = total + lanes[lane]
+    return total
+
+
+@njit(inline="always")
+def _weight(logit: Any, temperature: Any, peak: Any) -> Any:
+    """exp(logit / temperature - peak); exactly 0 for a token that was ruled out (-inf)."""
+    value = exp(logit / temperature - peak)
+    return _ZERO if logit == _LOWEST else value
+
+
+@njit(inline="always")
+def _log_total(logits: Any, row: int, temperature: Any, lanes: Any) -> Any:
+    """(peak, log of the summed exponentials above it) of a row at a temperature; both float32."""
+    peak = _row_max(logits, row, lanes) / temperature
+    total = 0.0
+    for first in range(0, logits.shape[1], VOCAB_CHUNK):
+        last = min(first + VOCAB_CHUNK, logits.shape[1])
+        total += np.float64(_chunk_total(logits, row, first, last, temperature, peak, lanes))
+    return peak, np.float32(np.log(total))
+
+
+def _gather(logits: Any, tokens: Any, temperatures: Any, out: Any, peaks: Any, log_totals: Any) -> None:
+    for row in prange(logits.shape[0]):
+        lanes = np.empty(LANES, np.float32)
+        peak, log_total = _log_total(logits, row, temperatures[row], lanes)
+        peaks[row] = peak
+        log_totals[row] = log_total
+        out[row] = (logits[row, tokens[row]] / temperatures[row] - peak) - log_total
+
+
+def _gather_backward(
+    logits: Any, tokens: Any, temperatures: Any, peaks: Any, log_totals: Any, grad: Any, out: Any
+) -> None:
+    for row in prange(logits.shape[0]):
+        scale = grad[row] / temperatures[row]
+        shift = peaks[row] + log_totals[row]
+        for i in range(logits.shape[1]):
+            out[row, i] = -scale * exp(logits[row, i] / temperatures[row] - shift)
+        out[row, tokens[row]] += scale
+
+
+def _all(logits: Any, temperatures: Any, out: Any) -> None:
+    for row in prange(logits.shape[0]):
+        lanes = np.empty(LANES, np.float32)
+        peak, log_total = _log_total(logits, row, temperatures[row], lanes)
+        for i in range(logits.shape[1]):
+            out[row, i] = (logits[row, i] / temperatures[row] - peak) - log_total
+
+
+def _draw(logits: Any, temperatures: Any, uniforms: Any, out: Any) -> None:
+    """Inverse-CDF sampling: the first token whose cumulated weight exceeds uniform * total; greedy at 0.
+
+    Greedy ties go to the lowest id. A row with NaN or with every token ruled out gives -1.
+    """
+    for row in prange(logits.shape[0]):
+        lanes = np.empty(LANES, np.float32)
+        out[row] = -1
+        if temperatures[row] == _ZERO:
+            best = _row_max(logits, row, lanes)
+            for i in range(logits.shape[1] - 1, -1, -1):
+                if logits[row, i] == best and best > _LOWEST:
+                    out[row] = i
+        else:
+            out[row] = _draw_row(logits, row, temperatures[row], uniforms[row], lanes)
+
+
+@njit(inline="always")
+def _draw_row(logits: Any, row: int, temperature: Any, uniform: float, lanes: Any) -> int:
+    vocab = logits.shape[1]
+    chunks = (vocab + VOCAB_CHUNK - 1) // VOCAB_CHUNK
+    totals = np.empty(chunks, np.float32)
+    peak = _row_max(logits, row, lanes) / temperature
+    total = 0.0
+    for c in range(chunks):
+        first = c * VOCAB_CHUNK
+        totals[c] = _chunk_total(logits, row, first, min(first + VOCAB_CHUNK, vocab), temperature, peak, lanes)
+        total += np.float64(totals[c])
+    if not total > 0.0:
+        return -1
+    target = uniform * total
+    c = 0
+    passed = 0.0
+    while c < chunks - 1 and passed + np.float64(totals[c]) <= target:
+        passed += np.float64(totals[c])
+        c += 1
+    chosen = -1
+    for i in range(c * VOCAB_CHUNK, vocab):
+        weight = _weight(logits[row, i], temperature, peak)
+        if weight > _ZERO:
+            chosen = i
+            passed += np.float64(weight)
+            if passed > target:
+                break
+    return chosen
+
+
+gather = RowKernel(_gather)
+gather_backward = RowKernel(_gather_backward)
+log_softmax = RowKernel(_all)
+draw = RowKernel(_draw)

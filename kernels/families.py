@@ -1,0 +1,120 @@
+"""The model families that are bound exactly, and what tells one from another.
+
+Hugging Face writes each family's modules out in full, under the family's own prefix (``Qwen3Attention``,
+``Qwen3MLP``, ...). What the bound forward needs to know beyond the config is in `Family`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Family:
+    """One Hugging Face decoder family.
+
+    Attributes:
+        prefix: of its class names.
+        qk_norm: normalise queries and keys not at all, per head, or over all heads together.
+        fused: one ``qkv_proj`` and one ``gate_up_proj`` instead of separate ones.
+        norm_offset: added to the RMSNorm weight (Gemma stores weight - 1).
+        norm_eps: the norm module's attribute that holds epsilon.
+        scaled_embedding: class of an embedding that multiplies by sqrt(hidden_size), if any.
+        activation: the config's name for the MLP activation.
+        rope_per_layer_type: separate rotary frequencies for local and global layers.
+    """
+
+    prefix: str
+    qk_norm: Literal["none", "head", "full"] = "none"
+    fused: bool = False
+    norm_offset: float = 0.0
+    norm_eps: str = "variance_epsilon"
+    scaled_embedding: str = ""
+    activation: str = "hidden_act"
+    rope_per_layer_type: bool = False
+
+    def class_name(self, part: str) -> str:
+        """Hugging Face's name of one of the family's classes: 'Attention', 'MLP', ..."""
+        return self.prefix + part
+
+
+FAMILIES = {
+    family.class_name("ForCausalLM"): family
+    for family in (
+        Family("Llama"),
+        Family("Qwen2"),
+        Family("Qwen3", qk_norm="head"),
+        Family("Mistral"),
+        Family("Phi3", fused=True),
+        Family(
+            "Gemma2",
+            norm_offset=1.0,
+            norm_eps="eps",
+            scaled_embedding="Gemma2TextScaledWordEmbedding",
+            activation="hidden_activation",
+        ),
+        Family(
+            "Gemma3",
+            qk_norm="head",
+            norm_offset=1.0,
+            norm_eps="eps",
+            scaled_embedding="Gemma3TextScaledWordEmbedding",
+            activation="hidden_activation",
+            rope_per_layer_type=True,
+        ),
+        Family("Olmo2", qk_norm="full"),
+        Family("StableLm"),
+    )
+}
+"""By the class name of the causal language model."""
+
+EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary scalings whose frequencies are fixed by the config alone."""
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_DROPOUTS = (
+    "attention_dropout",
+    "hidden_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "dropout",
+    "residual_dropout",
+    "embedding_dropout",
+)
+
+
+def inexact_features(config: dict[str, Any], parameter_names: list[str]) -> list[str]:
+    """What a model has that is not exact, each with where it was seen; empty for a plain dense decoder.
+
+    Args:
+        config: the Hugging Face config as a dictionary.
+        parameter_names: of the model's state dict.
+    """
+    found = [f"dropout ({name}={config[name]})" for name in _DROPOUTS if config.get(name)]
+    found += [f"routed experts ({name}={config[name]})" for name in _EXPERT_COUNTS if config.get(name)]
+    found += _rope_features(config)
+    sinks = [name for name in parameter_names if name.endswith("sinks")]
+    if sinks:
+        found.append(f"attention sinks ({sinks[0]})")
+    if config.get("alibi") or config.get("position_embedding_type") == "alibi":
+        found.append("ALiBi position biases")
+    if config.get("kv_lora_rank"):
+        found.append(f"latent attention (kv_lora_rank={config['kv_lora_rank']})")
+    if config.get("use_bidirectional_attention"):
+        found.append("bidirectional attention (use_bidirectional_attention)")
+    if config.get("use_parallel_residual"):
+        found.append("parallel residual (use_parallel_residual)")
+    if config.get("qk_layernorm"):
+        found.append("per-head LayerNorm of queries and keys (qk_layernorm)")
+    if any(name.rpartition(".")[2] in ("A_log", "dt_bias") for name in parameter_names):
+        found.append("Mamba layers")
+    if config.get("quantization_config"):
+        found.append("quantized weights (quantization_config)")
+    return found
+
+
+def _rope_features(config: dict[str, Any]) -> list[str]:
+    parameters = config.get("rope_parameters") or {}
+    sets = [entry for entry in parameters.values() if isinstance(entry, dict)] or [parameters]
+    kinds = sorted({str(entry.get("rope_type", "default")) for entry in sets} - set(EXACT_ROPE_TYPES))
+    return [f"{kind} rotary scaling (it depends on the longest position of the whole call)" for kind in kinds]

@@ -1,0 +1,37 @@
+"""Row-invariant linear layer.
+
+Contract: ``linear(x, w, b)[i]`` depends on ``x[i]`` alone, not on how many rows are multiplied with it nor
+on the number of threads. torch's GEMMs keep that promise only while every thread has at least four rows, so
+the rows are padded with zeros to a multiple of `ROW_TILE`. Measured, not proved: ``samebit check`` repeats
+the measurement with the shapes of your model on your machine. Gradients are torch's own.
+"""
+
+import torch
+from torch.nn import functional as F
+
+ROW_TILE = 16
+"""Rows of a GEMM are padded to a multiple of this."""
+
+
+def padded_rows(rows: int) -> int:
+    """``rows`` rounded up to a whole number of row tiles."""
+    return -(-rows // ROW_TILE) * ROW_TILE
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T + bias`` with bits that do not depend on the other rows.
+
+    Args:
+        x: ``[..., K]``, the dtype of ``weight``.
+        weight: ``[N, K]``.
+        bias: ``[N]`` or None.
+
+    Returns:
+        ``[..., N]`` in the same dtype.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    missing = padded_rows(rows.shape[0]) - rows.shape[0]
+    if missing == 0:
+        return F.linear(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
+    padded = F.linear(F.pad(rows, (0, 0, 0, missing)), weight, bias)
+    return padded[: rows.shape[0]].view(*x.shape[:-1], weight.shape[0])

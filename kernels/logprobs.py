@@ -1,0 +1,88 @@
+"""The one formula for log-probabilities: log-softmax of the unprocessed logits divided by the temperature.
+
+Contract: float32, a fixed order over the vocabulary, a row depends on that row alone. The sampler reports
+these numbers and the trainer differentiates them; there is no second formula.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .cpu import logprobs as cpu
+
+
+def logprobs_from_logits(
+    logits: torch.Tensor, token_ids: torch.Tensor, temperature: float | torch.Tensor = 1.0
+) -> torch.Tensor:
+    """Log-probability of each given token, differentiable in ``logits``.
+
+    Args:
+        logits: ``[..., V]``; anything but float32 is widened first.
+        token_ids: ``[...]`` int64, each in ``[0, V)``.
+        temperature: a positive number, or a tensor that broadcasts to ``[...]``.
+
+    Returns:
+        ``[...]`` float32.
+
+    Raises:
+        ValueError: shapes that do not match, ids outside the vocabulary, a temperature that is not positive.
+    """
+    if token_ids.shape != logits.shape[:-1]:
+        raise ValueError(f"token_ids must have shape {tuple(logits.shape[:-1])}, got {tuple(token_ids.shape)}")
+    rows = logits.reshape(-1, logits.shape[-1]).float()
+    tokens = token_ids.reshape(-1)
+    if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= rows.shape[1]):
+        raise ValueError(f"token_ids must lie in [0, {rows.shape[1]}), got {int(tokens.min())}..{int(tokens.max())}")
+    temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(token_ids.shape).reshape(-1)
+    if not bool((temperatures > 0).all()):
+        raise ValueError(f"temperature must be positive, got {temperature!r}")
+    if torch.is_grad_enabled() and rows.requires_grad:
+        out: torch.Tensor = _Gather.apply(rows, tokens, temperatures)
+    else:
+        out = _gather(rows, tokens, temperatures)[0]
+    return out.view(token_ids.shape)
+
+
+def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Every token's log-probability, the same bits as `logprobs_from_logits`; no gradient.
+
+    Args:
+        logits: ``[R, V]`` float32.
+        temperatures: ``[R]`` float32, positive.
+    """
+    out = torch.empty(logits.shape, dtype=torch.float32)
+    cpu.log_softmax(logits.numel(), logits.detach().contiguous().numpy(), temperatures.numpy(), out.numpy())
+    return out
+
+
+def _gather(
+    logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = logits.shape[0]
+    out, peaks, log_totals = torch.empty(3, rows, dtype=torch.float32).unbind(0)
+    cpu.gather(
+        logits.numel(), logits.detach().contiguous().numpy(), tokens.contiguous().numpy(),
+        temperatures.contiguous().numpy(), out.numpy(), peaks.numpy(), log_totals.numpy(),
+    )  # fmt: skip
+    return out, peaks, log_totals
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        out, peaks, log_totals = _gather(logits, tokens, temperatures)
+        ctx.save_for_backward(logits, tokens, temperatures, peaks, log_totals)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, tokens, temperatures, peaks, log_totals = ctx.saved_tensors
+        out = torch.empty(logits.shape, dtype=torch.float32)
+        cpu.gather_backward(
+            logits.numel(), logits.contiguous().numpy(), tokens.contiguous().numpy(),
+            temperatures.contiguous().numpy(), peaks.numpy(), log_totals.numpy(), grad.float().contiguous().numpy(),
+            out.numpy(),
+        )  # fmt: skip
+        return out, None, None

@@ -1,0 +1,31 @@
+"""Paged KV memory: what a block is in bytes, and how its two halves are laid out.
+
+``pages[layer]`` is ``[blocks, kv_heads, 2, D * B]``: half 0 holds keys as ``[D, B]``, half 1 values as
+``[B, D]``. Block 0 is the null block: padding rows write there and nobody reads it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Shape of the KV memory of a model: one attention layer after the other, all alike."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        return self.num_layers * self.num_kv_heads * 2 * self.head_dim * block_size * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, block_size: int) -> tuple[torch.Tensor, ...]:
+        """Zeroed pages for blocks 0 .. num_blocks, one tensor a layer."""
+        return tuple(self.layer_pages(num_blocks + 1, block_size).zero_() for _ in range(self.num_layers))
+
+    def layer_pages(self, blocks: int, block_size: int) -> torch.Tensor:
+        """Uninitialised pages of one layer."""
+        return torch.empty(blocks, self.num_kv_heads, 2, self.head_dim * block_size, dtype=self.dtype)

@@ -1,0 +1,89 @@
+"""The trainer's face of the log-probability: a differentiable forward of the bound model."""
+
+import torch
+from torch import nn
+
+from .binding import binding_of
+from .context import ForwardContext, training_context, use_context
+from .linear import padded_rows
+from .logprobs import logprobs_from_logits
+
+
+def token_logprobs(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    temperature: float | torch.Tensor = 1.0,
+) -> torch.Tensor:
+    """Log-probability of every token given those before it, equal bit for bit to the rollout worker's.
+
+    Padding is taken out before the forward: only real tokens are computed, and only rows that predict one
+    reach the head.
+
+    Args:
+        model: bound (see `samebit.kernels.bind`).
+        input_ids: ``[B, T]`` int64.
+        attention_mask: ``[B, T]``, nonzero for tokens; left or right padding.
+        position_ids: ``[B, T]``; a new sequence starts wherever they do not go up by one (packed batches).
+        temperature: a positive number, or a tensor that broadcasts to ``[B, T - 1]``.
+
+    Returns:
+        ``[B, T - 1]`` float32: entry t is the log-probability of token t + 1, and 0 where t + 1 is padding
+        or begins a sequence.
+
+    Raises:
+        ValueError: a model that is not bound, shapes that do not match, ids outside the vocabulary.
+    """
+    vocab_size = binding_of(model).vocab_size
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids must be [B, T], got shape {tuple(input_ids.shape)}")
+    if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocab_size:
+        raise ValueError(
+            f"input_ids must lie in [0, {vocab_size}), got {int(input_ids.min())}..{int(input_ids.max())}"
+        )
+    batch, width = input_ids.shape
+    layout = training_context((batch, width), attention_mask, position_ids)
+    rows, predicts = _token_rows(layout)
+    out = torch.zeros(batch, width, dtype=torch.float32)
+    if not bool(predicts.any()):
+        return out[:, 1:]
+    tokens = input_ids.reshape(-1)
+    packed, packed_layout = _packed(tokens, layout, rows)
+    with use_context(packed_layout):
+        logits = model(input_ids=packed, logits_to_keep=predicts.nonzero().squeeze(1)).logits[0]
+    targets = rows[predicts] + 1
+    temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(batch, width - 1)
+    temperatures = torch.nn.functional.pad(temperatures, (1, 0), value=1.0).reshape(-1)
+    scores = logprobs_from_logits(logits, tokens[targets], temperatures[targets])
+    return out.view(-1).index_put((targets,), scores).view(batch, width)[:, 1:]
+
+
+def _token_rows(layout: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that hold a token, and which of those are followed by another token of their sequence."""
+    starts = torch.from_numpy(layout.row_start).long()
+    lengths = torch.from_numpy(layout.lengths).long()
+    rows = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths) + torch.arange(int(lengths.sum()))
+    predicts = torch.ones(len(rows), dtype=torch.bool)
+    predicts[lengths.cumsum(0) - 1] = False
+    return rows, predicts
+
+
+def _packed(tokens: torch.Tensor, layout: ForwardContext, rows: torch.Tensor) -> tuple[torch.Tensor, ForwardContext]:
+    """The tokens without their padding as ``[1, N]``, N a whole number of GEMM row tiles, and their layout."""
+    total = padded_rows(len(rows))
+    ids = torch.zeros(1, total, dtype=tokens.dtype)
+    ids[0, : len(rows)] = tokens[rows]
+    positions = torch.zeros(total, dtype=torch.int64)
+    positions[: len(rows)] = layout.positions[rows]
+    ends = layout.lengths.cumsum()
+    packed = ForwardContext(
+        positions=positions,
+        row_start=(ends - layout.lengths).astype(layout.lengths.dtype),
+        lengths=layout.lengths,
+        starts=layout.starts,
+        block_tables=layout.block_tables,
+        block_size=layout.block_size,
+    )
+    return ids, packed
