@@ -117,6 +117,6 @@ def test_any_schedule_gives_the_tokens_of_the_oracle(
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

@@ -1,0 +1,184 @@
+"""What is refused when parameters, configurations and requests are made."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.errors import RequestError
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.validate import RequestLimits
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", True),
+        ("n", 1.0),
+        ("temperature", -0.1),
+        ("temperature", NAN),
+        ("temperature", float("inf")),
+        ("temperature", 1e-9),
+        ("temperature", True),
+        ("temperature", "1"),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", -0.1),
+        ("min_p", NAN),
+        ("max_tokens", 0),
+        ("max_tokens", True),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("stop", ""),
+        ("stop", ["a", 3]),
+        ("stop", 3),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", 3),
+        ("ignore_eos", 1),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("seed", 1.0),
+        ("logprobs", -1),
+        ("logprobs", True),
+        ("prompt_logprobs", "all"),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", NAN),
+        ("logit_bias", [(1, 2.0)]),
+        ("logit_bias", {1: NAN}),
+        ("logit_bias", {"1": 2.0}),
+        ("logit_bias", {-1: 2.0}),
+    ],
+)
+def test_a_wrong_sampling_parameter_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_an_unknown_sampling_parameter_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)
+
+
+def test_the_callers_later_changes_do_not_reach_in() -> None:
+    stop, bias = ["x"], {1: 2.0}
+    params = SamplingParams(stop=stop, logit_bias=bias)
+    stop.append("y")
+    bias[2] = 3.0
+    assert params.stop_strings == ("x",)
+    assert params.logit_bias == {1: 2.0}
+    assert SamplingParams(stop="one").stop_strings == ("one",)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", 0),
+        ("block_size", 12),
+        ("block_size", True),
+        ("num_blocks", 0),
+        ("kv_cache_gb", 0.0),
+        ("kv_cache_gb", NAN),
+        ("kv_cache_gb", "1"),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 63),
+        ("max_model_len", 1),
+        ("num_threads", 0),
+        ("seed", -1),
+        ("exact", 1),
+        ("dtype", "int8"),
+        ("dtype", torch.float16),
+        ("dtype", 32),
+        ("device", "cuda"),
+    ],
+)
+def test_a_wrong_configuration_is_named_with_its_value(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field) as caught:
+        RolloutConfig(**{field: value})
+    assert str(value) in str(caught.value)
+
+
+def test_the_pool_is_given_in_one_way_only() -> None:
+    with pytest.raises(ValueError, match="num_blocks or kv_cache_gb"):
+        RolloutConfig(num_blocks=4, kv_cache_gb=1.0)
+
+
+def test_the_size_of_the_pool() -> None:
+    gib = 2**30
+    assert RolloutConfig(num_blocks=7).pool_blocks(gib, 100) == 7
+    assert RolloutConfig(kv_cache_gb=0.5).pool_blocks(gib // 8, 100) == 4
+    assert RolloutConfig(max_num_seqs=3).pool_blocks(1024, 100) == 3 * 7
+    assert RolloutConfig().pool_blocks(gib // 16, 160) == 16, "capped at 1 GiB"
+    assert RolloutConfig().pool_blocks(gib, 160) == 10, "but one whole sequence always fits"
+    with pytest.raises(ValueError, match="does not hold one block"):
+        RolloutConfig(kv_cache_gb=0.5).pool_blocks(gib, 100)
+
+
+def test_dtypes() -> None:
+    assert RolloutConfig(dtype="bfloat16").torch_dtype() is torch.bfloat16
+    assert RolloutConfig(dtype=torch.float32).torch_dtype() is torch.float32
+    assert RolloutConfig(dtype="auto").torch_dtype() is None
+
+
+LIMITS = RequestLimits(vocab_size=50, max_model_len=20, block_size=4, num_blocks=4, has_tokenizer=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([], "empty"),
+        ("text", "list of token ids, got str"),
+        ([1, True], r"prompt\[1\] is True"),
+        ([1.0], r"prompt\[0\] is 1.0"),
+        ([1, 50], r"50 is outside the vocabulary \(0 to 49\)"),
+        ([-1], "-1 is outside"),
+        ([2**70], "64 bits"),
+        ([1] * 20, "20 tokens; at most 19"),
+        (torch.ones(3, dtype=torch.int64), "got Tensor"),
+        (np.ones(3), "float64"),
+        (np.ones((1, 3), np.int64), "2 dimensions"),
+    ],
+)
+def test_a_bad_prompt_is_refused_with_its_cause(prompt: object, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        LIMITS.check_prompt(prompt)
+
+
+def test_good_prompts_become_int64() -> None:
+    for prompt in ([3, 4], (3, 4), [np.int32(3), 4], np.array([3, 4], np.uint16)):
+        ids = LIMITS.check_prompt(prompt)
+        assert (ids.dtype, ids.tolist()) == (np.int64, [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("params", "length", "says"),
+    [
+        (SamplingParams(max_tokens=16), 5, "at most 15"),
+        (SamplingParams(max_tokens=13), 5, "needs 5 KV blocks of 4 tokens, .* max_tokens may be at most 12"),
+        (SamplingParams(max_tokens=2), 16, "the pool has 4; max_tokens may be at most 1"),
+        (SamplingParams(max_tokens=None), 10, "can never fit"),
+        (SamplingParams(max_tokens=None, min_tokens=12), 10, "min_tokens=12, but at most 10"),
+        (SamplingParams(stop_token_ids=[50]), 1, "stop_token_ids has"),
+        (SamplingParams(logit_bias={99: 1.0}), 1, "logit_bias has"),
+        (SamplingParams(logprobs=51), 1, "logprobs=51"),
+        (SamplingParams(prompt_logprobs=51), 1, "prompt_logprobs=51"),
+        (SamplingParams(stop="x"), 1, "tokenizer"),
+        ({"n": 1}, 1, "SamplingParams, got dict"),
+    ],
+)
+def test_parameters_that_this_worker_can_not_serve(params: SamplingParams, length: int, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        LIMITS.check_params(params, length)
+
+
+def test_the_longest_request_that_fits_is_accepted() -> None:
+    assert LIMITS.check_params(SamplingParams(max_tokens=12), 5) == 12
+    wide = RequestLimits(vocab_size=50, max_model_len=20, block_size=4, num_blocks=5, has_tokenizer=False)
+    assert wide.check_params(SamplingParams(max_tokens=None), 5) == 15

@@ -1,0 +1,451 @@
+"""The worker's control side: weights, sleep, pause, and what becomes of the requests in flight."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from samebit.rollout.errors import WorkerStateError
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.weight_sync import NonFiniteWeightError, WeightMismatchError, apply
+
+MakeWorker = Callable[..., tuple[Any, Any]]
+Oracle = Callable[..., list[int]]
+FEW = SamplingParams(max_tokens=5)
+LONG = SamplingParams(max_tokens=40)
+
+
+def weights_of(worker: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker._weights.module.state_dict().items()}
+
+
+def start_long_request(worker: Any, runner: Any, steps: int = 3) -> Any:
+    """A request that has computed `steps` steps and waits in the gate of the next one."""
+    runner.gate = threading.Semaphore(steps)
+    handle = worker.submit([1, 2, 3], LONG)
+    seen = 0
+    for chunk in handle:
+        seen += len(chunk.token_ids)
+        if seen == steps:
+            return handle
+    raise AssertionError("the request ended early")
+
+
+def in_background(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """Run a blocking call; its result or its error is in the list."""
+    outcome: list[object] = []
+
+    def work() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread, outcome
+
+
+def open_gate(runner: Any) -> None:
+    runner.gate.release(1000)
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def test_an_update_reports_what_changed_and_raises_the_version(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker()
+    new = weights_of(worker)
+    new["proj.bias"] += 1
+    report = worker.receive_weights(new)
+    assert (report.version, report.changed, report.changed_tensors) == (1, ("proj.bias",), 1)
+    assert torch.equal(worker._weights.module.proj.bias, new["proj.bias"])
+    assert worker.load_state_dict(new).changed_tensors == 0
+    assert worker.receive_weights(new, version=10).version == 10
+    assert worker.weight_version == worker.stats()["weight_version"] == 10
+    with pytest.raises(ValueError, match="above the current 10, got 10"):
+        worker.receive_weights(new, version=10)
+    assert worker.weight_version == 10
+
+
+def test_a_refused_update_changes_nothing_and_generation_goes_on(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker()
+    before = weights_of(worker)
+    bad = {name: tensor + 1 for name, tensor in before.items()}
+    bad["proj.weight"][0, 0] = float("nan")
+    with pytest.raises(NonFiniteWeightError, match=r"proj\.weight"):
+        worker.receive_weights(bad)
+    with pytest.raises(WeightMismatchError, match=r"proj\.weight"):
+        worker.receive_weights({"proj.bias": before["proj.bias"]})
+    for wrong in ({"version": True}, {"version": "2"}, {"in_flight": "drop"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            worker.receive_weights(before, **wrong)
+    with pytest.raises(TypeError, match="dict of tensors"):
+        worker.load_state_dict([1])
+    with pytest.raises(TypeError, match="not from int"):
+        worker.receive_weights(3)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(worker).items())
+    assert worker.weight_version == 0
+    assert worker.generate([[1]], FEW)[0].samples[0].weight_versions == [(0, 5, 0)]
+
+
+def test_an_own_module_needs_a_source(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker(shared=False)
+    with pytest.raises(WorkerStateError, match="without a source needs a worker on the trainer's own module"):
+        worker.receive_weights()
+    with pytest.raises(WorkerStateError, match="weight_update"):
+        worker.weight_update()
+
+
+def test_a_shared_module_reports_what_the_trainer_changed(
+    make_worker: MakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, _ = make_worker(shared=True)
+    module = worker._weights.module
+    with worker.weight_update() as update, torch.no_grad():
+        module.proj.bias.add_(1)
+    assert (update.report.version, update.report.changed, update.report.bytes) == (1, ("proj.bias",), 0)
+    assert not caplog.records
+    with worker.weight_update(version=7):
+        pass
+    assert worker.weight_version == 7
+    assert "changed no parameter" in caplog.text
+    with torch.no_grad():
+        module.embed.weight.mul_(2)
+    assert worker.receive_weights().changed == ("embed.weight",)
+    assert worker.receive_weights().changed_tensors == 0
+    with pytest.raises(ValueError, match="partial=True needs a source"):
+        worker.receive_weights(partial=True)
+
+
+def test_a_shared_module_given_its_own_state_dict_still_reports_the_change(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker(shared=True)
+    module = worker._weights.module
+    with torch.no_grad():
+        module.proj.weight.add_(1)
+    report = worker.receive_weights(module)
+    assert (report.changed, report.bytes) == (("proj.weight",), 0)
+
+
+def test_worker_calls_inside_the_block_raise_instead_of_hanging(make_worker: MakeWorker) -> None:
+    worker, runner = make_worker(shared=True)
+    handle = start_long_request(worker, runner)
+    open_gate(runner)
+    with worker.weight_update():
+        calls = [
+            lambda: worker.generate([[1]], FEW),
+            lambda: worker.submit([1], FEW),
+            lambda: worker.receive_weights(),
+            lambda: worker.receive_weights(in_flight="wait"),
+            lambda: worker.sleep("kv_cache"),
+            lambda: worker.pause(),
+            lambda: worker.close(),
+            lambda: worker.weight_update().__enter__(),
+        ]
+        if not handle.done:
+            calls += [lambda: handle.result(), lambda: list(handle)]
+        for call in calls:
+            with pytest.raises(WorkerStateError, match="inside weight_update"):
+                call()
+        assert worker.stats()["weight_version"] == 0
+    assert worker.weight_version == 1
+    assert handle.result(20).samples[0].finish_reason == "length"
+
+
+def test_an_exception_in_the_block_leaves_the_weights_incomplete(make_worker: MakeWorker) -> None:
+    worker, runner = make_worker(shared=True)
+    handle = start_long_request(worker, runner)
+    open_gate(runner)
+    worker.pause()
+    with pytest.raises(ZeroDivisionError), worker.weight_update():
+        raise ZeroDivisionError("in the optimizer")
+    with pytest.raises(WorkerStateError, match="in the optimizer") as caught:
+        handle.result(20)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    worker.resume()
+    with pytest.raises(WorkerStateError, match="weights incomplete") as caught:
+        worker.generate([[1]], FEW)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(WorkerStateError, match="weights incomplete"), worker.weight_update():
+        pass
+    assert worker.weight_version == 0
+    whole = weights_of(worker)
+    worker.receive_weights({"proj.bias": whole["proj.bias"]}, partial=True)
+    with pytest.raises(WorkerStateError, match="weights incomplete"):
+        worker.submit([1], FEW)
+    worker.load_state_dict(whole)
+    assert worker.generate([[1]], FEW)[0].samples[0].weight_versions == [(0, 5, 2)]
+
+
+def test_the_trainer_can_declare_its_parameters_whole_again(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker(shared=True)
+    module = worker._weights.module
+    torch.nn.init.constant_(module.proj.bias, float("nan"))
+    with pytest.raises(KeyError), worker.weight_update():
+        raise KeyError
+    with pytest.raises(NonFiniteWeightError, match=r"proj\.bias"):
+        worker.receive_weights()
+    with pytest.raises(WorkerStateError, match="weights incomplete"):
+        worker.submit([1], FEW)
+    with torch.no_grad():
+        module.proj.bias.zero_()
+    worker.receive_weights()
+    assert len(worker.generate([[1]], FEW)) == 1
+
+
+def test_a_copy_that_breaks_off_midway_leaves_the_weights_incomplete(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _ = make_worker()
+    whole = {name: tensor + 1 for name, tensor in weights_of(worker).items() if name != "head.weight"}
+    real, calls = apply.same_bits, []
+
+    def fails_at_the_second_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
+        calls.append(left)
+        if len(calls) == 2:
+            raise OSError("the disk went away")
+        return real(left, right)
+
+    monkeypatch.setattr(apply, "same_bits", fails_at_the_second_tensor)
+    with pytest.raises(OSError, match="the disk went away"):
+        worker.receive_weights(whole)
+    assert torch.equal(worker._weights.module.scale, whole["scale"]), "a mixture by now"
+    with pytest.raises(WorkerStateError, match=r"weights incomplete: .*the disk went away"):
+        worker.generate([[1]], FEW)
+    worker.receive_weights(whole)
+    assert worker.generate([[1]], FEW)[0].samples[0].weight_versions == [(0, 5, 1)]
+
+
+# -- requests in flight ----------------------------------------------------------------------------
+
+
+def update_in_flight(make_worker: MakeWorker, in_flight: str) -> tuple[Any, Any, Any]:
+    """A long request is mid-step when an update with this mode is asked for; then the gate opens."""
+    worker, runner = make_worker()
+    handle = start_long_request(worker, runner)
+    new = {name: tensor + 1 for name, tensor in weights_of(worker).items()}
+    thread, outcome = in_background(lambda: worker.receive_weights(new, in_flight=in_flight))
+    lock = worker._service.lock
+    tick = threading.Event()
+    while lock.num_waiting == 0 and not outcome:
+        tick.wait(0.001)
+    late = worker.submit([9], FEW)
+    open_gate(runner)
+    thread.join(20)
+    assert outcome[0].version == 1
+    return worker, handle, late
+
+
+def test_keep_goes_on_with_the_kv_it_has(make_worker: MakeWorker, oracle: Oracle) -> None:
+    _, handle, late = update_in_flight(make_worker, "keep")
+    sample = handle.result(20).samples[0]
+    assert sample.token_ids == oracle([1, 2, 3], 0, 40)
+    assert sample.weight_versions == [(0, 4, 0), (4, 40, 1)]
+    assert sample.kv_versions == [(0, 6, 0), (6, 42, 1)]
+    assert late.result(20).samples[0].finish_reason == "length"
+
+
+def test_recompute_computes_the_kv_again(make_worker: MakeWorker, oracle: Oracle) -> None:
+    worker, handle, _ = update_in_flight(make_worker, "recompute")
+    output = handle.result(20)
+    sample = output.samples[0]
+    assert sample.token_ids == oracle([1, 2, 3], 0, 40)
+    assert sample.weight_versions == [(0, 4, 0), (4, 40, 1)]
+    assert sample.kv_versions == [(0, 42, 1)]
+    assert "preempted" in [event.name for event in output.events]
+    assert worker.stats()["preemptions"] == 1
+
+
+def test_abort_ends_what_has_begun(make_worker: MakeWorker) -> None:
+    _, handle, late = update_in_flight(make_worker, "abort")
+    sample = handle.result(20).samples[0]
+    assert sample.finish_reason == "abort"
+    assert sample.weight_versions == [(0, 4, 0)]
+    assert late.result(20).samples[0].finish_reason == "length"
+
+
+def test_wait_lets_what_has_begun_finish_first(make_worker: MakeWorker) -> None:
+    _, handle, late = update_in_flight(make_worker, "wait")
+    assert handle.result(20).samples[0].weight_versions == [(0, 40, 0)]
+    assert late.result(20).samples[0].weight_versions == [(0, 5, 1)]
+
+
+def test_wait_on_a_paused_worker_raises_when_something_is_in_flight(make_worker: MakeWorker) -> None:
+    worker, runner = make_worker()
+    new = weights_of(worker)
+    worker.pause()
+    assert worker.receive_weights(new, in_flight="wait").version == 1, "nothing is in flight"
+    worker.resume()
+    handle = start_long_request(worker, runner)
+    open_gate(runner)
+    worker.pause()
+    if not handle.done:
+        with pytest.raises(WorkerStateError, match='in_flight="wait"'):
+            worker.receive_weights(new, in_flight="wait")
+    worker.resume()
+    assert handle.result(20).samples[0].finish_reason == "length"
+    assert worker.generate([[1]], FEW)[0].samples[0].finish_reason == "length", "admission is open again"
+
+
+def test_a_pause_while_somebody_waits_does_not_hang_either(make_worker: MakeWorker) -> None:
+    worker, runner = make_worker()
+    handle = start_long_request(worker, runner)
+    new = weights_of(worker)
+    waiter, waited = in_background(lambda: worker.receive_weights(new, in_flight="wait"))
+    lock = worker._service.lock
+    tick = threading.Event()
+    while lock.num_waiting < 1:
+        tick.wait(0.001)
+    pauser, _ = in_background(worker.pause)
+    while lock.num_waiting < 2:
+        tick.wait(0.001)
+    runner.gate.release(1)
+    pauser.join(20)
+    runner.gate.release(1)
+    waiter.join(20)
+    assert isinstance(waited[0], WorkerStateError)
+    assert not handle.done
+    worker.resume()
+    open_gate(runner)
+    assert handle.result(20).samples[0].finish_reason == "length"
+    assert worker.generate([[1]], FEW)[0].samples[0].weight_versions == [(0, 5, 0)]
+
+
+def test_commands_wait_a_step_at_most_and_do_not_starve_generation(make_worker: MakeWorker) -> None:
+    """Eight commanders in a loop: between two rounds of all of them, generation takes a step."""
+    worker, runner = make_worker(max_model_len=64)
+    handle = start_long_request(worker, runner)
+    rounds = 30
+    new = weights_of(worker)
+    commanders = [in_background(lambda: [worker.receive_weights(new) for _ in range(rounds)]) for _ in range(8)]
+    open_gate(runner)
+    for thread, outcome in commanders:
+        thread.join(60)
+        assert len(outcome[0]) == rounds
+    assert worker.weight_version == 8 * rounds
+    versions = handle.result(20).samples[0].weight_versions
+    seen = [version for _, _, version in versions]
+    assert seen == sorted(seen)
+    gaps = [after - before for before, after in itertools.pairwise(seen)]
+    assert max(gaps) <= 9, "at most the eight that were queued, and one that came meanwhile, between two steps"
+
+
+# -- sleep -----------------------------------------------------------------------------------------
+
+
+def test_sleeping_kv_preempts_and_nothing_is_lost(make_worker: MakeWorker, oracle: Oracle) -> None:
+    worker, runner = make_worker()
+    handle = start_long_request(worker, runner)
+    thread, _ = in_background(lambda: worker.sleep("kv_cache"))
+    tick = threading.Event()
+    while worker._service.lock.num_waiting == 0:
+        tick.wait(0.001)
+    open_gate(runner)
+    thread.join(20)
+    assert runner.pages is None
+    with pytest.raises(WorkerStateError, match=r"asleep \(kv_cache\)"):
+        worker.submit([1], FEW)
+    assert not handle.done
+    worker.sleep("kv_cache")
+    worker.wake_up()
+    worker.wake_up("kv_cache")
+    sample = handle.result(20).samples[0]
+    assert sample.token_ids == oracle([1, 2, 3], 0, 40)
+    assert worker.stats()["preemptions"] == 1
+
+
+def test_sleeping_weights_frees_them_and_waking_restores_the_bits(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker()
+    module = worker._weights.module
+    with torch.no_grad():
+        module.proj.weight.data = module.proj.weight.t().contiguous().t()
+    before = weights_of(worker)
+    worker.sleep("weights")
+    assert [parameter.numel() for parameter in module.parameters()] == [0, 0, 0]
+    assert module.scale.numel() == 0
+    assert module.table.numel() == 4, "a derived buffer stays: nothing could restore it"
+    folder = Path(worker._weights._spill.name)
+    assert folder.stat().st_mode & 0o077 == 0
+    assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
+    with pytest.raises(WorkerStateError, match=r"asleep \(weights\)"):
+        worker.generate([[1]], FEW)
+    with pytest.raises(WorkerStateError, match=r'wake_up\("weights"\) first'):
+        worker.receive_weights(before)
+    worker.wake_up("weights")
+    after = weights_of(worker)
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert module.head.weight is module.embed.weight
+    assert module.proj.weight.stride() == (1, 5), "the memory layout is a part of the bits of a GEMM"
+    assert not folder.exists()
+    assert len(worker.generate([[1]], FEW)) == 1
+
+
+def test_level_two_discards_and_needs_a_full_update(make_worker: MakeWorker, oracle: Oracle) -> None:
+    worker, runner = make_worker()
+    whole = weights_of(worker)
+    handle = start_long_request(worker, runner)
+    open_gate(runner)
+    worker.sleep(level=2)
+    worker.wake_up()
+    with pytest.raises(WorkerStateError, match=r"weights incomplete: they were discarded by sleep\(level=2\)"):
+        worker.generate([[1]], FEW)
+    with pytest.raises(WeightMismatchError):
+        worker.receive_weights({"proj.bias": whole["proj.bias"]})
+    report = worker.receive_weights(whole)
+    assert report.tensors == 4
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights_of(worker).items())
+    assert handle.result(20).samples[0].token_ids == oracle([1, 2, 3], 0, 40), "it was held, not lost"
+
+
+def test_level_two_after_level_one_drops_the_copy(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker()
+    worker.sleep("weights")
+    worker.sleep("weights", level=2)
+    worker.wake_up()
+    with pytest.raises(WorkerStateError, match="discarded"):
+        worker.submit([1], FEW)
+
+
+def test_sleep_arguments(make_worker: MakeWorker) -> None:
+    worker, runner = make_worker()
+    for wrong in ("kv", [], ["weights", "states"]):
+        with pytest.raises(ValueError, match="tags must be of weights, kv_cache"):
+            worker.sleep(wrong)
+    with pytest.raises(ValueError, match="tags must be of"):
+        worker.wake_up("kv")
+    for level in (0, 3, True, "1"):
+        with pytest.raises(ValueError, match="level must be 1"):
+            worker.sleep(level=level)
+    with pytest.raises(ValueError, match="level=2 discards the weights"):
+        worker.sleep("kv_cache", level=2)
+    assert runner.pages is not None
+    assert len(worker.generate([[1]], FEW)) == 1
+
+
+def test_the_trainers_weights_are_never_put_to_sleep(make_worker: MakeWorker) -> None:
+    worker, runner = make_worker(shared=True)
+    for tags in ("weights", ("weights", "kv_cache")):
+        with pytest.raises(WorkerStateError, match="trainer's own parameters"):
+            worker.sleep(tags)
+    assert runner.pages is not None, "refused before anything was done"
+    worker.sleep("kv_cache")
+    worker.wake_up()
+    assert len(worker.generate([[1]], FEW)) == 1
+
+
+def test_sleep_and_wake_many_times_under_load(make_worker: MakeWorker, oracle: Oracle) -> None:
+    worker, _ = make_worker(num_blocks=24, max_num_seqs=4)
+    handles = [worker.submit([index, 5], LONG) for index in range(12)]
+    for _ in range(20):
+        worker.sleep()
+        worker.wake_up("kv_cache")
+        worker.wake_up("weights")
+    for index, handle in enumerate(handles):
+        assert handle.result(30).samples[0].token_ids == oracle([index, 5], 0, 40)
