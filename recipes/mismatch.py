@@ -1,0 +1,54 @@
+"""The recipe's claim, checked at every step: the trainer's log-probabilities have the rollout's bits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samebit.recipes.trajectory import Batch
+
+
+class MismatchError(RuntimeError):
+    """The rollout's log-probabilities are not the trainer's."""
+
+
+@dataclass
+class Mismatch:
+    """Running comparison over the sampled tokens of a step; a token differs when any bit does, or when it is NaN."""
+
+    tokens: int = 0
+    differing: int = 0
+    logprobs_diff_max: float = 0.0
+    probs_diff_max: float = 0.0
+
+    def add(self, batch: Batch, trainer_logprobs: Tensor) -> None:
+        """Compare the sampled tokens of one batch; `trainer_logprobs` is [B, T-1]."""
+        rollout = batch.rollout_logprobs[batch.sampled]
+        trainer = trainer_logprobs.detach()[batch.sampled]
+        self.tokens += rollout.numel()
+        self.differing += int(
+            (rollout.view(torch.int32) != trainer.view(torch.int32)).logical_or(rollout.isnan()).sum()
+        )
+        self.logprobs_diff_max = max(self.logprobs_diff_max, float((rollout - trainer).abs().max()))
+        self.probs_diff_max = max(self.probs_diff_max, float((rollout.exp() - trainer.exp()).abs().max()))
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names that RL trainers use."""
+        return {
+            "training/rollout_probs_diff_max": self.probs_diff_max,
+            "training/rollout_logprobs_diff_max": self.logprobs_diff_max,
+            "training/tokens_compared": self.tokens,
+            "training/tokens_differing": self.differing,
+        }
+
+
+def require_none(step: int, metrics: Mapping[str, float]) -> None:
+    """Raise if a single token of the step differed."""
+    if metrics["training/tokens_differing"]:
+        raise MismatchError(
+            f"step {step}: {metrics['training/tokens_differing']} of {metrics['training/tokens_compared']} sampled "
+            f"tokens have another log-probability in the trainer than in the rollout (largest difference "
+            f"{metrics['training/rollout_logprobs_diff_max']:.3g}). No weight was updated in this step. "
+            f"`samebit check` on the model's folder shows which case differs."
+        )

@@ -1,0 +1,102 @@
+"""What a finished run shows: the table on the terminal and reward.png."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from rich.table import Table
+
+from samebit.recipes.metrics import Row
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+TIMES = {"perf/time_generate": "rollout", "perf/time_train": "training", "perf/time_logprobs": "log-probabilities only"}
+DIFF = "training/rollout_logprobs_diff_max"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """One line an evaluation; mismatch, tokens and seconds are of all steps since the one before."""
+    result = Table(title="GRPO; mismatch is max |rollout logprob - trainer logprob|")
+    for title in ("seed", "step", "greedy", "sampled", "working", "mismatch", "tokens", "rollout s", "train s"):
+        result.add_column(title, justify="right", no_wrap=True)
+    since: list[Row] = []
+    for row in rows:
+        since.append(row)
+        if "val/accuracy" in row:
+            result.add_row(*_cells(row, [r for r in since if DIFF in r]))
+            since = []
+    return result
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """The claim in one sentence, from the numbers."""
+    steps = [row for row in rows if DIFF in row]
+    tokens = sum(row["training/tokens_compared"] for row in steps)
+    differing = sum(row["training/tokens_differing"] for row in steps)
+    worst = max(row[DIFF] for row in steps)
+    return (
+        f"max |rollout logprob - trainer logprob| = {worst} over {tokens:,} sampled tokens of {len(steps)} steps; "
+        f"{differing} differ in any bit"
+    )
+
+
+def figure(rows: Sequence[Row], path: Path) -> None:
+    """Accuracy, share of samples with working, mismatch and time; one line a seed."""
+    canvas, ((accuracy, share), (mismatch, time)) = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    _lines(accuracy, rows, "val/accuracy", "greedy, held out", marker="o")
+    _lines(accuracy, rows, "reward/mean", "sampled, training", linestyle=":")
+    accuracy.set(title="Accuracy", ylim=(0, 1))
+    _lines(share, rows, "val/share_with_working", "greedy, held out", marker="o")
+    _lines(share, rows, "reward/share_with_working", "sampled, training", linestyle=":")
+    share.set(title="Share of answers with working", ylim=(0, 1))
+    _lines(mismatch, rows, DIFF, "largest in the step")
+    mismatch.set(title="|rollout logprob - trainer logprob|")
+    _times(time, rows)
+    time.set(title="Seconds a step (mean of the seeds)")
+    for axes in (accuracy, share, mismatch, time):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    canvas.savefig(path, dpi=120)
+    plt.close(canvas)
+
+
+def _cells(row: Row, since: Sequence[Row]) -> list[str]:
+    head = [f"{row['seed']}", f"{row['step']}", f"{row['val/accuracy']:.3f}"]
+    if not since:
+        return [*head, "", f"{row['val/share_with_working']:.3f}", "", "", "", ""]
+    return [
+        *head,
+        f"{since[-1]['reward/mean']:.3f}",
+        f"{row['val/share_with_working']:.3f}",
+        f"{max(r[DIFF] for r in since)}",
+        f"{sum(r['training/tokens_compared'] for r in since):,}",
+        f"{sum(r['perf/time_generate'] for r in since):.1f}",
+        f"{sum(r['perf/time_train'] + r['perf/time_logprobs'] for r in since):.1f}",
+    ]
+
+
+def _seeds(rows: Sequence[Row]) -> list[int]:
+    return sorted({int(row["seed"]) for row in rows})
+
+
+def _lines(axes: Axes, rows: Sequence[Row], name: str, label: str, marker: str = "", linestyle: str = "-") -> None:
+    for color, seed in enumerate(_seeds(rows)):
+        points = [(row["step"], row[name]) for row in rows if row["seed"] == seed and name in row]
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, f"C{color}", marker=marker, linestyle=linestyle, label=f"{label}, seed {seed}")
+
+
+def _times(axes: Axes, rows: Sequence[Row]) -> None:
+    steps = sorted({int(row["step"]) for row in rows if "perf/time_generate" in row})
+    bottom = [0.0] * len(steps)
+    for name, label in TIMES.items():
+        means = [_mean([row[name] for row in rows if row["step"] == step]) for step in steps]
+        axes.bar(steps, means, bottom=bottom, label=label)
+        bottom = [low + mean for low, mean in zip(bottom, means, strict=True)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,90 @@
+"""What the recipe asks of the rollout worker: groups of samples to learn from, greedy answers to measure with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from samebit.recipes.grpo_loss import group_advantages
+from samebit.recipes.metrics import Row
+from samebit.recipes.problem import Problem, reward, shows_working
+from samebit.recipes.trajectory import Trajectory
+from samebit.rollout import RequestOutput, RolloutWorker, SampleOutput, SamplingParams
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The outputs of one `generate` and what they earned."""
+
+    outputs: list[RequestOutput]
+    rewards_PG: Tensor
+    seconds: float
+
+    def trajectories(self) -> list[Trajectory]:
+        """Every sample with its group advantage."""
+        advantages = group_advantages(self.rewards_PG).tolist()
+        return [
+            Trajectory(output.prompt_token_ids, sample.token_ids, sample.logprobs, advantage)
+            for output, group in zip(self.outputs, advantages, strict=True)
+            for sample, advantage in zip(output.samples, group, strict=True)
+        ]
+
+    def share_with_working(self) -> float:
+        """Of all samples."""
+        samples = self._samples()
+        return sum(shows_working(_text(sample)) for sample in samples) / len(samples)
+
+    def metrics(self) -> Row:
+        """Of a batch that was sampled to learn from."""
+        lengths = [len(sample.token_ids) for sample in self._samples()]
+        ended = [sample.finish_reason == "stop" for sample in self._samples()]
+        return {
+            "reward/mean": self.rewards_PG.mean().item(),
+            "reward/groups_that_agree": (self.rewards_PG.std(dim=1) == 0).float().mean().item(),
+            "reward/share_with_working": self.share_with_working(),
+            "response_length/mean": sum(lengths) / len(lengths),
+            "response_length/max": max(lengths),
+            "response_length/clip_ratio": 1 - sum(ended) / len(ended),
+            "perf/time_generate": self.seconds,
+            "perf/output_tokens_per_second": sum(lengths) / self.seconds,
+        }
+
+    def _samples(self) -> list[SampleOutput]:
+        return [sample for output in self.outputs for sample in output.samples]
+
+
+def sample(
+    worker: RolloutWorker, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], params: SamplingParams
+) -> Scored:
+    """Generate for every problem and score the text."""
+    prompts = [tokenizer(problem.prompt).input_ids for problem in problems]
+    started = perf_counter()
+    outputs = worker.generate(prompts, params)
+    seconds = perf_counter() - started
+    rewards = [
+        [reward(_text(answer), answer.finish_reason == "stop", problem) for answer in output.samples]
+        for problem, output in zip(problems, outputs, strict=True)
+    ]
+    return Scored(outputs, torch.tensor(rewards), seconds)
+
+
+def evaluate(
+    worker: RolloutWorker, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], max_tokens: int
+) -> Row:
+    """Greedy accuracy on held-out problems, and how many of the answers show working."""
+    scored = sample(worker, tokenizer, problems, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+    return {
+        "val/accuracy": scored.rewards_PG.mean().item(),
+        "val/share_with_working": scored.share_with_working(),
+        "val/problems": len(problems),
+        "perf/time_evaluate": scored.seconds,
+    }
+
+
+def _text(answer: SampleOutput) -> str:
+    if answer.text is None:
+        raise ValueError("the worker has no tokenizer, so there is no text to score")
+    return answer.text

@@ -1,0 +1,75 @@
+"""Every setting of the GRPO recipe, and the command line made from them."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+def option(default: Any, text: str, **extra: Any) -> Any:
+    """A field that is a command-line option too; its type is the default's unless `type=` says otherwise."""
+    kind = {} if isinstance(default, bool) else {"type": type(default)}
+    return field(default=default, metadata={"help": text, **kind, **extra})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The defaults are the ones whose result recipes/README.md reports."""
+
+    model: Path | None = option(None, "local Hugging Face folder (model and tokenizer); skips the warm-up", type=Path)
+    data: Path | None = option(None, "prompts: .parquet or .jsonl with the columns `prompt` and `answer`", type=Path)
+    prompt_style: str = option("expression", "how chain_sum asks", choices=("expression", "question"))
+    out: Path = option(Path("runs/grpo"), "where metrics, figure, TensorBoard events and models go", type=Path)
+    seeds: int = option(1, "run the seeds 0 .. SEEDS-1, one after the other")
+
+    steps: int = option(30, "GRPO steps, one optimizer step each")
+    prompts: int = option(32, "prompts a step")
+    samples: int = option(16, "samples a prompt, the group that advantages are taken over")
+    temperature: float = option(1.0, "of sampling and of the trainer's log-probabilities")
+    max_tokens: int = option(64, "longest completion")
+    lr: float = option(2e-4, "learning rate of GRPO, reached after 5 steps")
+    clip: float = option(0.2, "how far the probability ratio may move a token's loss")
+    grad_norm: float = option(1.0, "gradients are scaled down to this norm")
+    micro_batch_tokens: int = option(8192, "padded tokens in one trainer forward")
+    held_out: int = option(400, "held-out problems, the same for every seed")
+    eval_every: int = option(10, "steps between greedy evaluations of the held-out problems")
+
+    warmup_cap: int = option(500, "most supervised steps on answers with working")
+    warmup_loss: float = option(0.05, "smoothed loss at which these steps end")
+    warmup_mixed: int = option(90, "supervised steps after that, three in four answers direct")
+
+    kv_cache_gb: float = option(0.5, "memory of the worker's KV cache")
+    max_num_seqs: int = option(512, "samples that decode together")
+    max_num_batched_tokens: int = option(4096, "tokens in one engine step")
+
+    def __post_init__(self) -> None:
+        if self.data is not None and self.model is None:
+            raise ValueError("--data needs --model: the built-in model's tokenizer knows arithmetic only")
+        for name in ("seeds", "steps", "prompts", "max_tokens", "held_out", "eval_every", "warmup_cap"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        if self.model is None and self.prompt_style != "expression":
+            raise ValueError("--prompt-style question needs --model: the built-in model's tokenizer knows no words")
+        if self.samples < 2:
+            raise ValueError("--samples must be at least 2: the advantage of a group of one is always zero")
+        if self.temperature <= 0:
+            raise ValueError("--temperature must be positive: greedy samples of one prompt are all equal")
+
+
+def parse(arguments: Sequence[str] | None = None) -> Settings:
+    """Settings from the command line; an unknown or impossible option ends the program with the reason."""
+    parser = argparse.ArgumentParser(
+        prog="recipes/grpo.py",
+        description="GRPO whose rollout log-probabilities are bit for bit the trainer's",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    for spec in dataclasses.fields(Settings):
+        parser.add_argument("--" + spec.name.replace("_", "-"), default=spec.default, **spec.metadata)
+    values = vars(parser.parse_args(arguments))
+    try:
+        return Settings(**values)
+    except ValueError as error:
+        parser.error(str(error))

@@ -1,0 +1,78 @@
+"""The built-in policy: a character tokenizer and a Qwen3 of 0.6 M parameters, as Hugging Face folders."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+CHARACTERS = "0123456789+-=;[]"
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, `<bos>` in front of every text."""
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = Split(Regex("."), "isolated")
+    backend.decoder = Fuse()
+    backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, **sizes: int) -> Qwen3ForCausalLM:
+    """A randomly initialised Qwen3 in float32; `sizes` replaces entries of its configuration."""
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+    }
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **{**shape, **sizes},
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write a folder that `load`, or anyone's `from_pretrained`, reads."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Model (float32, because it will be trained) and tokenizer of any local Hugging Face folder."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return cast(PreTrainedModel, model), cast(PreTrainedTokenizerFast, tokenizer)
+
+
+def pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """What fills the trainer's rows; any token will do, because it is masked."""
+    return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)

@@ -1,0 +1,57 @@
+"""From the worker's samples to the trainer's right-padded micro-batches."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sample of one prompt, with the worker's log-probabilities of its tokens."""
+
+    prompt_ids: list[int]
+    sampled_ids: list[int]
+    rollout_logprobs: list[float]
+    advantage: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.sampled_ids)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows padded to the longest; entry t of a [B, T-1] tensor is about token t+1."""
+
+    input_ids: Tensor  # [B, T]
+    attention_mask: Tensor  # [B, T]
+    sampled: Tensor  # [B, T-1] bool: token t+1 was sampled by the worker
+    rollout_logprobs: Tensor  # [B, T-1] float32, 0 where not sampled
+    advantages: Tensor  # [B]
+
+
+def collate(rows: Sequence[Trajectory], pad_id: int) -> Batch:
+    """One batch of these rows."""
+    length = max(len(row) for row in rows)
+    input_ids = torch.full((len(rows), length), pad_id)
+    attention_mask = torch.zeros((len(rows), length), dtype=torch.long)
+    sampled = torch.zeros((len(rows), length - 1), dtype=torch.bool)
+    rollout_logprobs = torch.zeros((len(rows), length - 1))
+    for i, row in enumerate(rows):
+        input_ids[i, : len(row)] = torch.tensor(row.prompt_ids + row.sampled_ids)
+        attention_mask[i, : len(row)] = 1
+        answer = slice(len(row.prompt_ids) - 1, len(row) - 1)
+        sampled[i, answer] = True
+        rollout_logprobs[i, answer] = torch.tensor(row.rollout_logprobs)
+    advantages = torch.tensor([row.advantage for row in rows])
+    return Batch(input_ids, attention_mask, sampled, rollout_logprobs, advantages)
+
+
+def micro_batches(rows: Sequence[Trajectory], max_tokens: int, pad_id: int) -> Iterator[Batch]:
+    """All rows, longest first, in batches of at most `max_tokens` padded tokens (and of at least one row)."""
+    ordered = sorted(rows, key=len, reverse=True)
+    while ordered:
+        count = max(1, max_tokens // len(ordered[0]))
+        yield collate(ordered[:count], pad_id)
+        ordered = ordered[count:]

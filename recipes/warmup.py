@@ -1,0 +1,106 @@
+"""Supervised steps that teach the built-in model both ways to answer, and the habit of the worse one.
+
+Working only, until it is learned; then three answers in four direct. The model that comes out can work a problem out
+and mostly does not: there is something left for GRPO to find.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from samebit.kernels import token_logprobs
+from samebit.recipes.chain_sum import working
+from samebit.recipes.problem import Problem
+from samebit.recipes.settings import Settings
+from samebit.recipes.tiny_model import pad_id
+from samebit.recipes.trajectory import Batch, Trajectory, collate
+
+BATCH = 64
+LEARNING_RATE = 2e-3
+RAMP = 20
+DIRECT_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class WarmupResult:
+    """How the warm-up went."""
+
+    steps: int
+    loss: float
+
+
+def problems_needed(settings: Settings) -> int:
+    """How many problems the longest warm-up reads."""
+    return (settings.warmup_cap + settings.warmup_mixed) * BATCH
+
+
+class _Trainer:
+    """AdamW over supervised batches, with a smoothed loss."""
+
+    def __init__(self, model: PreTrainedModel, pad: int) -> None:
+        self.model = model
+        self.pad = pad
+        self.optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+        self.loss = float("inf")
+        self.steps = 0
+
+    def step(self, examples: Sequence[Trajectory], rate: float) -> None:
+        """One step at `rate` times the learning rate, ramped up over the first steps."""
+        batch = collate(examples, self.pad)
+        for group in self.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * rate * min(1.0, (self.steps + 1) / RAMP)
+        loss = supervised_loss(self.model, batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.loss = loss.item() if self.steps == 0 else 0.9 * self.loss + 0.1 * loss.item()
+        self.steps += 1
+
+
+def supervised_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """Mean negative log-probability of the answers' tokens, from the same kernels GRPO trains with."""
+    logprobs = token_logprobs(model, batch.input_ids, attention_mask=batch.attention_mask)
+    return -logprobs[batch.sampled].mean()
+
+
+def warm_up(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[Problem],
+    settings: Settings,
+    seed: int,
+) -> WarmupResult:
+    """Train `model` (bound) in place."""
+    trainer = _Trainer(model, pad_id(tokenizer))
+    source = iter(problems)
+    generator = random.Random(seed)
+    with tqdm(total=settings.warmup_cap, desc=f"seed {seed} warm-up", unit="step", mininterval=1.0) as bar:
+        while trainer.steps < settings.warmup_cap and trainer.loss >= settings.warmup_loss:
+            trainer.step(_examples(source, tokenizer, 0.0, generator), rate=1.0)
+            bar.set_postfix(loss=f"{trainer.loss:.3f}", refresh=False)
+            bar.update()
+        bar.total = trainer.steps + settings.warmup_mixed
+        for i in range(settings.warmup_mixed):
+            rate = 1.0 - 0.9 * i / settings.warmup_mixed
+            trainer.step(_examples(source, tokenizer, DIRECT_SHARE, generator), rate)
+            bar.set_postfix(loss=f"{trainer.loss:.3f}", refresh=False)
+            bar.update()
+    return WarmupResult(trainer.steps, trainer.loss)
+
+
+def _examples(
+    source: Iterator[Problem], tokenizer: PreTrainedTokenizerFast, direct_share: float, generator: random.Random
+) -> list[Trajectory]:
+    return [_example(p, tokenizer, generator.random() < direct_share) for p in islice(source, BATCH)]
+
+
+def _example(problem: Problem, tokenizer: PreTrainedTokenizerFast, direct: bool) -> Trajectory:
+    text = problem.answer if direct else working(problem.prompt) + problem.answer
+    answer = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    return Trajectory(tokenizer(problem.prompt).input_ids, answer, [0.0] * len(answer))
