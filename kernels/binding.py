@@ -40,9 +40,10 @@ class Binding:
     family: Family
     kv_layout: KVLayout
     vocab_size: int
+    exact: bool
 
 
-def bind(model: Model) -> Model:
+def bind(model: Model, *, exact: bool = True) -> Model:
     """Give ``model`` the forward whose bits do not depend on the batch; binding twice changes nothing.
 
     The same module then serves trainer and rollout. It takes ``input_ids``, ``attention_mask`` (left or right
@@ -51,6 +52,7 @@ def bind(model: Model) -> Model:
 
     Args:
         model: a Hugging Face causal language model on the CPU, float32 or bfloat16.
+        exact: False leaves norms, activations and GEMMs to torch. For measuring what exactness costs.
 
     Returns:
         The model itself.
@@ -60,19 +62,22 @@ def bind(model: Model) -> Model:
             left as it was.
     """
     if is_bound(model):
+        if binding_of(model).exact != exact:
+            raise BindingError(f"the model is already bound with exact={not exact}")
         return model
     family = _family_of(model)
     _check_tensors(model)
     config: Any = model.config
-    plan = _Plan(family, config, config.to_dict())
+    plan = _Plan(family, config, config.to_dict(), exact)
     bindings = [(module, plan.binding_of(name, module)) for name, module in model.named_modules()]
     for module, attached in bindings:
         if attached is not None:
             bound.attach(module, *attached)
     head: nn.Linear = model.get_submodule("lm_head")  # type: ignore[assignment]
-    bound.attach(head, bound.head_forward)
+    if exact:
+        bound.attach(head, bound.head_forward)
     layout = KVLayout(plan.layers, config.num_key_value_heads, plan.head_dim, head.weight.dtype)
-    model.__dict__["samebit"] = Binding(family=family, kv_layout=layout, vocab_size=head.weight.shape[0])
+    model.__dict__["samebit"] = Binding(family=family, kv_layout=layout, vocab_size=head.weight.shape[0], exact=exact)
     return model
 
 
@@ -122,10 +127,11 @@ def _check_tensors(model: nn.Module) -> None:
 class _Plan:
     """Decides, module by module in the order of the traversal, which forward it gets."""
 
-    def __init__(self, family: Family, config: Any, facts: dict[str, Any]) -> None:
+    def __init__(self, family: Family, config: Any, facts: dict[str, Any], exact: bool) -> None:
         self.family = family
         self.config = config
         self.facts = facts
+        self.exact = exact
         self.head_dim: int = facts.get("head_dim") or config.hidden_size // config.num_attention_heads
         self.layers = 0
 
@@ -135,21 +141,27 @@ class _Plan:
         if kind in [family.class_name(part) for part in ("Model", "TextModel")]:
             return (bound.decoder_forward,)
         if kind == family.class_name("Attention"):
-            return bound.attention_forward, self._attention(module)
-        if kind == family.class_name("MLP"):
-            return bound.mlp_forward, bound.MLPFacts(self.facts[family.activation], family.fused)
-        if kind == family.class_name("RMSNorm"):
-            return bound.rms_norm_forward, bound.NormFacts(vars(module)[family.norm_eps], family.norm_offset)
+            return bound.attention_forward, self._attention()
         if kind == family.class_name("RotaryEmbedding"):
             return bound.rotary_forward, self._rotary(module)
         if kind == family.scaled_embedding:
             return bound.embedding_forward, bound.EmbeddingFacts(self.config.hidden_size**0.5)
+        rowwise = self._rowwise(module)
+        if rowwise is None and not self._needs_no_binding(name, module):
+            raise BindingError(f"{self.family.prefix}: {name} is a {kind}, which is not bound exactly")
+        return rowwise if self.exact else None
+
+    def _rowwise(self, module: nn.Module) -> tuple[Any, ...] | None:
+        """Forwards of the modules that torch computes too, only with bits that depend on the batch."""
+        family, kind = self.family, type(module).__name__
+        if kind == family.class_name("MLP"):
+            return bound.mlp_forward, bound.MLPFacts(self.facts[family.activation], family.fused)
+        if kind == family.class_name("RMSNorm"):
+            return bound.rms_norm_forward, bound.NormFacts(vars(module)[family.norm_eps], family.norm_offset)
         if type(module) is nn.Linear:
             return (bound.linear_forward,)
         if type(module) is nn.LayerNorm and module.weight is not None and module.bias is not None:
             return (bound.layer_norm_forward,)
-        if not self._needs_no_binding(name, module):
-            raise BindingError(f"{self.family.prefix}: {name} is a {kind}, which is not bound exactly")
         return None
 
     def _needs_no_binding(self, name: str, module: nn.Module) -> bool:
@@ -163,7 +175,7 @@ class _Plan:
             or activation
         )
 
-    def _attention(self, module: nn.Module) -> bound.AttentionFacts:
+    def _attention(self) -> bound.AttentionFacts:
         layer = self.layers
         self.layers += 1
         scale = self.head_dim**-0.5

@@ -35,7 +35,8 @@ class ForwardContext:
         row_start: ``[S]`` first row of each sequence.
         lengths: ``[S]`` rows of each sequence in this call, at least 1.
         starts: ``[S]`` tokens of each sequence that earlier calls have put into its pages.
-        block_tables: ``[S, W]`` block of each ``block_size`` tokens; block 0 is nobody's.
+        table_rows: ``[S]`` row of ``block_tables`` that each sequence reads.
+        block_tables: ``[rows, W]`` block of each ``block_size`` tokens; block 0 is nobody's.
         block_size: tokens a block.
         pages: one tensor a layer (see `samebit.kernels.pages.KVPages`), or None for a training call.
     """
@@ -44,6 +45,7 @@ class ForwardContext:
     row_start: Ints
     lengths: Ints
     starts: Ints
+    table_rows: Ints
     block_tables: Ints
     block_size: int
     pages: tuple[torch.Tensor, ...] | None = None
@@ -67,7 +69,7 @@ class ForwardContext:
         rows = self.row_start[sequence] + within
         blocks = np.zeros(len(self.positions), np.int32)
         offsets = np.zeros(len(self.positions), np.int32)
-        blocks[rows] = self.block_tables[sequence, token // self.block_size]
+        blocks[rows] = self.block_tables[self.table_rows[sequence], token // self.block_size]
         offsets[rows] = token % self.block_size
         return blocks, offsets
 
@@ -135,6 +137,7 @@ def training_context(
         row_start=row_start,
         lengths=lengths,
         starts=np.zeros(len(row_start), np.int32),
+        table_rows=np.arange(len(row_start), dtype=np.int32),
         block_tables=_consecutive_blocks(lengths),
         block_size=TRAINING_BLOCK,
     )

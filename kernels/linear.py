@@ -13,9 +13,9 @@ ROW_TILE = 16
 """Rows of a GEMM are padded to a multiple of this."""
 
 
-def padded_rows(rows: int) -> int:
+def padded_rows(rows: int, tile: int = ROW_TILE) -> int:
     """``rows`` rounded up to a whole number of row tiles."""
-    return -(-rows // ROW_TILE) * ROW_TILE
+    return -(-rows // tile) * tile
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -83,6 +83,7 @@ def _packed(tokens: torch.Tensor, layout: ForwardContext, rows: torch.Tensor) ->
         row_start=(ends - layout.lengths).astype(layout.lengths.dtype),
         lengths=layout.lengths,
         starts=layout.starts,
+        table_rows=layout.table_rows,
         block_tables=layout.block_tables,
         block_size=layout.block_size,
     )

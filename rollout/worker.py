@@ -40,8 +40,8 @@ class RolloutWorker(WorkerCore):
         self.config = RolloutConfig() if config is None else config
         _check_threads(self.config.num_threads)
         loaded = load_model(model, self.config, tokenizer)
-        bind(loaded.module)
-        runner = ModelRunner(loaded.module, self.config, loaded.max_model_len)
+        bind(loaded.module, exact=self.config.exact)
+        runner = ModelRunner(loaded.module, self.config)
         cache = CacheManager(
             num_blocks=self.config.pool_blocks(runner.bytes_per_block(), loaded.max_model_len),
             block_size=self.config.block_size,

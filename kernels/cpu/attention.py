@@ -33,7 +33,7 @@ _LOWEST = np.float32(-np.inf)
 
 
 def _attend(
-    q: Any, pages: Any, block_tables: Any, row_start: Any, lengths: Any, starts: Any, tiles: Any, kv_heads: int,
+    q: Any, pages: Any, table_rows: Any, block_tables: Any, row_start: Any, lengths: Any, starts: Any, tiles: Any, kv_heads: int,
     block_size: int, scale: Any, window: int, softcap: Any, out: Any, lse: Any, keep_lse: bool, threads: int,
 ) -> None:  # fmt: skip
     head_dim = q.shape[2]
@@ -46,7 +46,7 @@ def _attend(
             sequence = tiles[item // kv_heads, 0]
             first = tiles[item // kv_heads, 1]
             _attend_tile(
-                q, pages, block_tables, sequence, row_start[sequence] + first, starts[sequence] + first,
+                q, pages, block_tables, table_rows[sequence], row_start[sequence] + first, starts[sequence] + first,
                 min(QUERY_TILE, lengths[sequence] - first), item % kv_heads, kv_heads, group, head_dim,
                 block_size, scale, window, softcap, out, lse, keep_lse,
             )  # fmt: skip
@@ -57,7 +57,7 @@ attend = RowKernel(_attend)
 
 @njit(nogil=True, error_model="numpy")
 def _attend_tile(
-    q: Any, pages: Any, block_tables: Any, sequence: int, row: int, position: int, count: int, kv_head: int,
+    q: Any, pages: Any, block_tables: Any, table: int, row: int, position: int, count: int, kv_head: int,
     kv_heads: int, group: int, head_dim: int, block_size: int, scale: Any, window: int, softcap: Any, out: Any,
     lse: Any, keep_lse: bool,
 ) -> None:  # fmt: skip
@@ -82,12 +82,12 @@ def _attend_tile(
             lo, _ = _seen(position + r // group, base, window)
             _, hi = _seen(position + (r + many - 1) // group, base, window)
             if lo < hi:
-                _score(query, r, many, pages, block_tables, sequence, kv_head, kv_heads, head_dim, block_size, base, lo, hi, s, small)  # fmt: skip
+                _score(query, r, many, pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base, lo, hi, s, small)  # fmt: skip
                 for i in range(many):
                     lo, hi = _seen(position + (r + i) // group, base, window)
                     if lo < hi:
                         _absorb(s, i * KV_CHUNK, lanes, lo, hi, scale, softcap, peaks, sums, acc, r + i, head_dim)
-                _add_values(s, r, many, pages, block_tables, sequence, kv_head, kv_heads, head_dim, block_size, base, position, group, window, acc)  # fmt: skip
+                _add_values(s, r, many, pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base, position, group, window, acc)  # fmt: skip
             r += many
     for r in range(rows):
         total = _ZERO
@@ -110,17 +110,17 @@ def _seen(token: int, base: int, window: int) -> Any:
 
 @njit(inline="always")
 def _score(
-    query: Any, r: int, many: int, pages: Any, block_tables: Any, sequence: int, kv_head: int, kv_heads: int,
+    query: Any, r: int, many: int, pages: Any, block_tables: Any, table: int, kv_head: int, kv_heads: int,
     head_dim: int, block_size: int, base: int, lo: int, hi: int, s: Any, small: Any,
 ) -> None:  # fmt: skip
     """s[i, lo:hi] = query[r + i] . keys of the chunk (rounded out to whole vectors), over the head in order."""
     for at in range(lo // LANES * LANES, hi, LANES):
         if block_size >= LANES:
-            block = block_tables[sequence, (base + at) // block_size]
+            block = block_tables[table, (base + at) // block_size]
             first = (block * kv_heads + kv_head) * 2 * head_dim * block_size + (base + at) % block_size
             _score_vector(query, r * head_dim, many, head_dim, pages, first, block_size, s, at)
         else:
-            _gather_keys(pages, block_tables, sequence, kv_head, kv_heads, head_dim, block_size, base + at, hi - at, small)  # fmt: skip
+            _gather_keys(pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base + at, hi - at, small)  # fmt: skip
             _score_vector(query, r * head_dim, many, head_dim, small, 0, LANES, s, at)
 
 
@@ -138,12 +138,12 @@ def _score_vector(
 
 @njit(inline="always")
 def _gather_keys(
-    pages: Any, block_tables: Any, sequence: int, kv_head: int, kv_heads: int, head_dim: int, block_size: int,
+    pages: Any, block_tables: Any, table: int, kv_head: int, kv_heads: int, head_dim: int, block_size: int,
     first: int, count: int, out: Any,
 ) -> None:  # fmt: skip
     """Up to sixteen keys from pages smaller than that, as one [D, 16] tile."""
     for j in range(min(count, LANES)):
-        block = block_tables[sequence, (first + j) // block_size]
+        block = block_tables[table, (first + j) // block_size]
         at = (block * kv_heads + kv_head) * 2 * head_dim * block_size + (first + j) % block_size
         for d in range(head_dim):
             out[d * LANES + j] = pages[at + d * block_size]
@@ -198,7 +198,7 @@ def _absorb(
 
 @njit(inline="always")
 def _add_values(
-    s: Any, r: int, many: int, pages: Any, block_tables: Any, sequence: int, kv_head: int, kv_heads: int,
+    s: Any, r: int, many: int, pages: Any, block_tables: Any, table: int, kv_head: int, kv_heads: int,
     head_dim: int, block_size: int, base: int, position: int, group: int, window: int, acc: Any,
 ) -> None:  # fmt: skip
     """acc[r + i] += s[i] . values: the keys that all rows see together, those before and after row by row.
@@ -210,16 +210,16 @@ def _add_values(
     hi = max(lo, hi)
     for i in range(many):
         first, last = _seen(position + (r + i) // group, base, window)
-        _values_of(s, i * KV_CHUNK, r + i, 1, pages, block_tables, sequence, kv_head, kv_heads, head_dim, block_size, base, first, min(lo, last), acc)  # fmt: skip
-    _values_of(s, 0, r, many, pages, block_tables, sequence, kv_head, kv_heads, head_dim, block_size, base, lo, hi, acc)  # fmt: skip
+        _values_of(s, i * KV_CHUNK, r + i, 1, pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base, first, min(lo, last), acc)  # fmt: skip
+    _values_of(s, 0, r, many, pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base, lo, hi, acc)  # fmt: skip
     for i in range(many):
         _, last = _seen(position + (r + i) // group, base, window)
-        _values_of(s, i * KV_CHUNK, r + i, 1, pages, block_tables, sequence, kv_head, kv_heads, head_dim, block_size, base, hi, last, acc)  # fmt: skip
+        _values_of(s, i * KV_CHUNK, r + i, 1, pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base, hi, last, acc)  # fmt: skip
 
 
 @njit(nogil=True, error_model="numpy")
 def _values_of(
-    s: Any, s_at: int, r: int, many: int, pages: Any, block_tables: Any, sequence: int, kv_head: int, kv_heads: int,
+    s: Any, s_at: int, r: int, many: int, pages: Any, block_tables: Any, table: int, kv_head: int, kv_heads: int,
     head_dim: int, block_size: int, base: int, lo: int, hi: int, acc: Any,
 ) -> None:  # fmt: skip
     """acc[r + i] += sum over lo <= j < hi of s[i, j] * value[j], ascending, page by page."""
@@ -227,7 +227,7 @@ def _values_of(
     while j < hi:
         inside = (base + j) % block_size
         count = min(hi - j, block_size - inside)
-        block = block_tables[sequence, (base + j) // block_size]
+        block = block_tables[table, (base + j) // block_size]
         first = ((block * kv_heads + kv_head) * 2 + 1) * head_dim * block_size + inside * head_dim
         d = 0
         while d + LANES <= head_dim:

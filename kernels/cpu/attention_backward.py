@@ -20,7 +20,7 @@ _ONE = np.float32(1.0)
 
 
 def _backward(
-    q: Any, pages: Any, block_tables: Any, row_start: Any, lengths: Any, block_size: int, scale: Any, window: int,
+    q: Any, pages: Any, table_rows: Any, block_tables: Any, row_start: Any, lengths: Any, block_size: int, scale: Any, window: int,
     softcap: Any, out: Any, lse: Any, grad: Any, grad_q: Any, grad_k: Any, grad_v: Any, threads: int,
 ) -> None:  # fmt: skip
     kv_heads = grad_k.shape[1]
@@ -31,7 +31,7 @@ def _backward(
         if item < items:
             sequence = item // kv_heads
             _backward_head(
-                q, pages, block_tables, sequence, row_start[sequence], lengths[sequence], item % kv_heads, kv_heads,
+                q, pages, block_tables, table_rows[sequence], row_start[sequence], lengths[sequence], item % kv_heads, kv_heads,
                 block_size, scale, window, softcap, out, lse, grad, grad_q, grad_k, grad_v,
             )  # fmt: skip
 
@@ -41,7 +41,7 @@ backward = RowKernel(_backward)
 
 @njit(nogil=True, error_model="numpy")
 def _backward_head(
-    q: Any, pages: Any, block_tables: Any, sequence: int, row: int, length: int, kv_head: int, kv_heads: int,
+    q: Any, pages: Any, block_tables: Any, table: int, row: int, length: int, kv_head: int, kv_heads: int,
     block_size: int, scale: Any, window: int, softcap: Any, out: Any, lse: Any, grad: Any, grad_q: Any, grad_k: Any,
     grad_v: Any,
 ) -> None:  # fmt: skip
@@ -67,7 +67,7 @@ def _backward_head(
     for chunk in range((length + KV_CHUNK - 1) // KV_CHUNK):
         base = chunk * KV_CHUNK
         count = min(KV_CHUNK, length - base)
-        page = (block_tables[sequence, base // block_size] * kv_heads + kv_head) * 2 * head_dim * block_size
+        page = (block_tables[table, base // block_size] * kv_heads + kv_head) * 2 * head_dim * block_size
         _load_chunk(pages, page, block_size, head_dim, count, keys, values, key_rows)
         grad_keys[:] = _ZERO
         grad_values[:] = _ZERO

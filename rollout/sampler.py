@@ -1,0 +1,143 @@
+"""From a step's logits to its tokens: parameters of each row, random numbers, what is reported.
+
+Invariants
+----------
+* Processing (penalties, biases, filters) works on a copy of a row and changes the choice only.
+* At temperature 0 the choice is greedy and the report is at temperature 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from samebit.kernels import logprobs_from_logits
+from samebit.kernels import sampling as kernels
+from samebit.kernels.logprobs import log_softmax
+from samebit.rollout.request import Sequence
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.step import StepResult
+
+_UNSEEDED = 1 << 31
+"""Set in the counter of requests without a seed: their streams never meet those of seeded ones."""
+
+_WORD = 0xFFFFFFFF
+
+
+class Sampler:
+    """Chooses the next token of each row and reports its log-probability."""
+
+    def __init__(self, seed: int, exact: bool) -> None:
+        self.seed = seed
+        self.score = logprobs_from_logits if exact else _torch_logprobs
+
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> StepResult:
+        """One token a row.
+
+        Args:
+            logits: ``[R, V]`` float32, unprocessed.
+            sequences: the R sequences; each row's token goes to position ``num_tokens``.
+        """
+        logits = logits.contiguous()
+        temperatures = torch.tensor([s.params.temperature for s in sequences], dtype=torch.float32)
+        chosen = kernels.draw(_processed(logits, sequences), temperatures, self._uniforms(sequences))
+        tokens = torch.from_numpy(np.maximum(chosen, 0))
+        report_at = torch.where(temperatures == 0, 1.0, temperatures)
+        logprobs = self.score(logits, tokens, report_at)
+        raw = logprobs if bool((report_at == 1).all()) else self.score(logits, tokens, torch.ones_like(report_at))
+        return StepResult(
+            token_ids=tokens.numpy(),
+            logprobs=logprobs.numpy(),
+            raw_logprobs=raw.numpy(),
+            finite=np.isfinite(logprobs.numpy()) & np.isfinite(raw.numpy()) & (chosen >= 0),
+            top_logprobs=_top_logprobs(logits, tokens, report_at, sequences),
+        )
+
+    def _uniforms(self, sequences: list[Sequence]) -> npt.NDArray[np.float64]:
+        keys = np.empty((len(sequences), 2), np.uint32)
+        counters = np.zeros((len(sequences), 4), np.uint32)
+        for row, sequence in enumerate(sequences):
+            seed = sequence.params.seed
+            counters[row, 0] = sequence.num_tokens
+            counters[row, 1] = sequence.sample_index
+            if seed is None:
+                seed = self.seed
+                ordinal = sequence.request.ordinal
+                counters[row, 2] = ordinal & _WORD
+                counters[row, 3] = (ordinal >> 32) | _UNSEEDED
+            keys[row, 0] = seed & _WORD
+            keys[row, 1] = (seed >> 32) & _WORD
+        return kernels.uniforms(keys, counters)
+
+
+def _torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """What other engines report (``exact=False``)."""
+    return torch.log_softmax(logits / temperatures[:, None], dim=-1).gather(1, tokens[:, None])[:, 0]
+
+
+def most_likely(
+    logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, count: int
+) -> list[dict[int, float] | None]:
+    """The ``count`` likeliest tokens of each row and the row's own token, with their log-probabilities."""
+    scores = log_softmax(logits, temperatures)
+    best = scores.topk(min(count, scores.shape[1]), dim=1)
+    rows: list[dict[int, float] | None] = []
+    for row, token in enumerate(tokens.tolist()):
+        entry = dict(zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True))
+        entry.setdefault(token, float(scores[row, token]))
+        rows.append(entry)
+    return rows
+
+
+def _top_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, sequences: list[Sequence]
+) -> list[dict[int, float] | None] | None:
+    if all(sequence.params.logprobs is None for sequence in sequences):
+        return None
+    result: list[dict[int, float] | None] = [None] * len(sequences)
+    for row, sequence in enumerate(sequences):
+        count = sequence.params.logprobs
+        if count is not None:
+            only = slice(row, row + 1)
+            result[row] = most_likely(logits[only], tokens[only], temperatures[only], count)[0]
+    return result
+
+
+def _processed(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """``logits`` itself when no row wants processing, else a copy with those rows processed."""
+    rows = [row for row, sequence in enumerate(sequences) if _wants_processing(sequence)]
+    if not rows:
+        return logits
+    copy = logits.clone()
+    for row in rows:
+        _process(copy[row], sequences[row])
+    return copy
+
+
+def _wants_processing(sequence: Sequence) -> bool:
+    params = sequence.params
+    return (
+        _filters(params)
+        or params.repetition_penalty != 1.0
+        or bool(params.logit_bias)
+        or sequence.num_new_tokens < params.min_tokens
+    )
+
+
+def _filters(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _process(row: torch.Tensor, sequence: Sequence) -> None:
+    """Penalty, bias, forbidden ends, then the filters: the order of vLLM."""
+    params = sequence.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.unique(sequence.token_ids[: sequence.num_tokens]))
+        kernels.penalize_repetition(row, seen, params.repetition_penalty)
+    if params.logit_bias:
+        kernels.add_bias(row, params.logit_bias)
+    if sequence.num_new_tokens < params.min_tokens:
+        kernels.rule_out(row, sequence.request.eos_token_ids)
+    if params.temperature > 0 and _filters(params):
+        kernels.keep_likely(row, params.temperature, params.top_k, params.top_p, params.min_p)
