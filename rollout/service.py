@@ -7,13 +7,17 @@ Invariants
   before its next step.
 * Every delivery in `_live` ends: with its request, with the error that broke the thread, or with
   "closed". The thread's one broad `except` is that boundary.
+* The thread has ended before the interpreter is torn down: a kernel that runs on then aborts the process.
 * With nothing to do the thread sleeps on `_wake`; whatever could give it work sets that event.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,6 +31,8 @@ from samebit.rollout.ticket_lock import TicketLock
 from samebit.rollout.worker_state import WorkerState, broken_error
 
 logger = logging.getLogger(__name__)
+
+EXIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class GenerationService:
         self._next_ordinal = 0
         self._thread = threading.Thread(target=self._main, name="samebit-generation", daemon=True)
         self._thread.start()
+        self._at_exit = functools.partial(_stop_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     @property
     def num_unstarted(self) -> int:
@@ -132,11 +140,17 @@ class GenerationService:
             self.state.closed = True
         self._wake.set()
         self._thread.join()
+        atexit.unregister(self._at_exit)
 
     def request_stop(self) -> None:
         """Ask the thread to end without waiting for it (for finalizers: takes no lock)."""
         self.state.closed = True
         self._wake.set()
+
+    def stop_at_exit(self) -> None:
+        """Let the step that runs now finish, and end the thread."""
+        self.request_stop()
+        self._thread.join(EXIT_SECONDS)
 
     # -- the generation thread ---------------------------------------------------------------------
 
@@ -227,6 +241,12 @@ class GenerationService:
             if request.request_id in self._live or request.request_id in seen:
                 raise RequestError(f"request id {request.request_id!r} is in use")
             seen.add(request.request_id)
+
+
+def _stop_at_exit(service: weakref.ref[GenerationService]) -> None:
+    alive = service()
+    if alive is not None:
+        alive.stop_at_exit()
 
 
 def _end_error(cause: BaseException | None) -> WorkerStateError:

@@ -52,7 +52,7 @@ class PromptLogprobs:
     sequence: Sequence
     start: int
     logprobs: npt.NDArray[np.float32]
-    top: list[dict[int, float]] | None = None
+    top: list[dict[int, float] | None] | None = None
 
 
 @dataclass(slots=True)
@@ -74,9 +74,11 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """What computes a step: the model, its KV pages and the sampler."""
+    """What computes a step: the model, its KV pages and the sampler, and how long they took in all."""
 
     vocab_size: int
+    forward_seconds: float
+    sampler_seconds: float
 
     def bytes_per_block(self) -> int:
         """Bytes of one KV block over all layers."""

@@ -278,6 +278,8 @@ class WorkerCore:
         engine, scheduler = self._engine, self._engine.scheduler
         return {
             **vars(engine.counters),
+            "forward_seconds": engine.runner.forward_seconds,
+            "sampler_seconds": engine.runner.sampler_seconds,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting) + self._service.num_unstarted,
             "preemptions": scheduler.preemptions,

@@ -56,7 +56,8 @@ class FakeRunner:
         self.nan_ids: set[str] = set()
         self.salt = 0
         self.entered = threading.Event()
-        self.thread_setup = 0
+        self.forward_seconds = 0.0
+        self.sampler_seconds = 0.0
 
     def bytes_per_block(self) -> int:
         return 8 * self.block_size

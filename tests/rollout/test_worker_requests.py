@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections.abc import Callable
@@ -221,6 +222,24 @@ def test_a_worker_that_is_dropped_stops_its_thread(make_worker: MakeWorker) -> N
     thread.join(20)
     assert gone() is None
     assert not thread.is_alive()
+
+
+def test_at_exit_the_thread_ends_before_the_interpreter_does(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that still runs while the interpreter goes away aborts the process (seen)."""
+    callbacks: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", callbacks.append)
+    before = set(threading.enumerate())
+    worker, _ = make_worker(num_blocks=600, max_model_len=2000)
+    (thread,) = set(threading.enumerate()) - before
+    handle = worker.submit([1, 2], SamplingParams(max_tokens=1900))
+    next(iter(handle))
+    (at_exit,) = callbacks
+    at_exit()
+    assert not thread.is_alive()
+    with pytest.raises(WorkerStateError, match="closed"):
+        handle.result(0)
 
 
 def test_an_interrupted_generate_aborts_its_requests(make_worker: MakeWorker) -> None:
