@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
+from rich import box
 from rich.table import Table
 
 from samebit.recipes.metrics import Row
@@ -18,8 +19,13 @@ DIFF = "training/rollout_logprobs_diff_max"
 
 def table(rows: Sequence[Row]) -> Table:
     """One line an evaluation; mismatch, tokens and seconds are of all steps since the one before."""
-    result = Table(title="GRPO; mismatch is max |rollout logprob - trainer logprob|")
-    for title in ("seed", "step", "greedy", "sampled", "working", "mismatch", "tokens", "rollout s", "train s"):
+    result = Table(
+        title="GRPO; mismatch is max |rollout logprob - trainer logprob|",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for title in ("seed", "step", "greedy", "sampled", "working", "mismatch", "tokens", "gen s", "train s"):
         result.add_column(title, justify="right", no_wrap=True)
     since: list[Row] = []
     for row in rows:
@@ -32,14 +38,15 @@ def table(rows: Sequence[Row]) -> Table:
 
 def verdict(rows: Sequence[Row]) -> str:
     """The claim in one sentence, from the numbers."""
-    steps = [row for row in rows if DIFF in row]
-    tokens = sum(row["training/tokens_compared"] for row in steps)
-    differing = sum(row["training/tokens_differing"] for row in steps)
-    worst = max(row[DIFF] for row in steps)
-    return (
-        f"max |rollout logprob - trainer logprob| = {worst} over {tokens:,} sampled tokens of {len(steps)} steps; "
-        f"{differing} differ in any bit"
-    )
+    worst = max(row[DIFF] for row in rows if DIFF in row)
+    return f"max |rollout logprob - trainer logprob| = {worst}: {differing(rows)}"
+
+
+def differing(rows: Sequence[Row]) -> str:
+    """How many of the compared tokens had another bit pattern."""
+    compared = sum(row["training/tokens_compared"] for row in rows if DIFF in row)
+    count = sum(row["training/tokens_differing"] for row in rows if DIFF in row)
+    return f"{count} of {compared:,} tokens differ"
 
 
 def figure(rows: Sequence[Row], path: Path) -> None:
@@ -47,12 +54,14 @@ def figure(rows: Sequence[Row], path: Path) -> None:
     canvas, ((accuracy, share), (mismatch, time)) = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
     _lines(accuracy, rows, "val/accuracy", "greedy, held out", marker="o")
     _lines(accuracy, rows, "reward/mean", "sampled, training", linestyle=":")
-    accuracy.set(title="Accuracy", ylim=(0, 1))
+    accuracy.set(title="Accuracy", ylim=(0, 1.04))
     _lines(share, rows, "val/share_with_working", "greedy, held out", marker="o")
     _lines(share, rows, "reward/share_with_working", "sampled, training", linestyle=":")
-    share.set(title="Share of answers with working", ylim=(0, 1))
+    share.set(title="Share of answers with working", ylim=(0, 1.04))
     _lines(mismatch, rows, DIFF, "largest in the step")
-    mismatch.set(title="|rollout logprob - trainer logprob|")
+    mismatch.set(title=f"|rollout logprob - trainer logprob|: {differing(rows)}")
+    if not any(row[DIFF] for row in rows if DIFF in row):
+        mismatch.set_ylim(-1e-6, 1e-6)
     _times(time, rows)
     time.set(title="Seconds a step (mean of the seeds)")
     for axes in (accuracy, share, mismatch, time):

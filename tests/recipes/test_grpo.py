@@ -1,0 +1,110 @@
+"""The recipe from end to end, two steps of it, on the real engine."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from samebit.recipes import grpo, report
+from samebit.recipes.settings import Settings
+
+STEPS = 2
+EVERY_STEP = {
+    "seed",
+    "step",
+    "weight_version",
+    "reward/mean",
+    "reward/share_with_working",
+    "training/rollout_probs_diff_max",
+    "training/rollout_logprobs_diff_max",
+    "training/tokens_compared",
+    "training/tokens_differing",
+    "actor/loss",
+    "actor/grad_norm",
+    "actor/lr",
+    "response_length/mean",
+    "response_length/max",
+    "response_length/clip_ratio",
+    "perf/output_tokens_per_second",
+    "perf/time_generate",
+    "perf/time_train",
+    "perf/time_logprobs",
+}
+EVALUATION = {"val/accuracy", "val/share_with_working", "val/problems"}
+
+
+def tiny(out: Path, **changes: object) -> Settings:
+    values = {
+        "out": out,
+        "steps": STEPS,
+        "prompts": 4,
+        "samples": 4,
+        "max_tokens": 12,
+        "held_out": 8,
+        "eval_every": 2,
+        "warmup_cap": 2,
+        "warmup_mixed": 1,
+        "max_num_seqs": 32,
+        "kv_cache_gb": 0.05,
+        "lr": 1e-3,
+    }
+    return Settings(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grpo")
+    grpo.run(tiny(folder, seeds=2))
+    return folder
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_one_row_a_step_with_the_names_of_the_field(out: Path) -> None:
+    rows = rows_of(out)
+    assert [(row["seed"], row["step"]) for row in rows] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    for row in rows:
+        if row["step"] > 0:
+            assert row.keys() >= EVERY_STEP
+            assert row["weight_version"] == row["step"] - 1
+        if row["step"] in (0, 2):
+            assert row.keys() >= EVALUATION
+            assert row["val/problems"] == 8
+
+
+def test_every_sampled_token_has_the_trainers_bits(out: Path) -> None:
+    steps = [row for row in rows_of(out) if row["step"] > 0]
+    assert len(steps) == 2 * STEPS
+    for row in steps:
+        assert row["training/tokens_compared"] >= 16
+        assert row["training/tokens_differing"] == 0
+        assert row["training/rollout_logprobs_diff_max"] == 0.0
+        assert row["training/rollout_probs_diff_max"] == 0.0
+
+
+def test_pictures_events_and_models_are_written(out: Path) -> None:
+    assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
+    for seed in (0, 1):
+        assert list((out / "tensorboard" / f"seed{seed}").glob("events.*"))
+        assert (out / f"seed{seed}" / "warm" / "model.safetensors").is_file()
+        assert (out / f"seed{seed}" / "policy" / "model.safetensors").is_file()
+
+
+def test_the_report_is_of_these_rows(out: Path) -> None:
+    rows = rows_of(out)
+    tokens = sum(row.get("training/tokens_compared", 0) for row in rows)
+    assert report.table(rows).row_count == 4
+    assert report.verdict(rows) == (f"max |rollout logprob - trainer logprob| = 0.0: 0 of {tokens:,} tokens differ")
+
+
+def test_own_model_and_own_prompts(out: Path, tmp_path: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(10)))
+    rows = grpo.run(tiny(tmp_path / "run", model=out / "seed0" / "policy", data=data, temperature=0.7))
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert "warmup/steps" not in rows[0]
+    assert rows[0]["val/problems"] == 2
+    assert all(row["training/tokens_differing"] == 0 for row in rows[1:])
+    assert not (tmp_path / "run" / "seed0" / "warm").exists()

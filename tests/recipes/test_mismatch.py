@@ -1,0 +1,80 @@
+"""The claim's own check: one bit in one token is found, reported, and stops the update."""
+
+import math
+from contextlib import AbstractContextManager
+
+import numpy as np
+import pytest
+import torch
+
+from samebit.kernels import bind, token_logprobs
+from samebit.recipes import tiny_model
+from samebit.recipes.learner import Learner
+from samebit.recipes.mismatch import Mismatch, MismatchError, require_none
+from samebit.recipes.settings import Settings
+from samebit.recipes.trajectory import Batch, Trajectory, collate
+
+
+def one_row(logprobs: list[float]) -> Batch:
+    return collate([Trajectory([1, 2], [3] * len(logprobs), logprobs)], pad_id=0)
+
+
+def test_equal_bits_are_no_mismatch() -> None:
+    mismatch = Mismatch()
+    mismatch.add(one_row([-0.5, -1.5]), torch.tensor([[9.0, -0.5, -1.5]]))
+    assert mismatch == Mismatch(tokens=2)
+    require_none(1, mismatch.metrics())
+
+
+@pytest.mark.parametrize("other", [float(np.nextafter(np.float32(-1.5), np.float32(0))), -3.0, math.nan])
+def test_any_other_bit_is_one(other: float) -> None:
+    mismatch = Mismatch()
+    mismatch.add(one_row([-0.5, -1.5]), torch.tensor([[9.0, -0.5, other]]))
+    assert (mismatch.tokens, mismatch.differing) == (2, 1)
+    with pytest.raises(MismatchError, match="step 7: 1 of 2 sampled tokens"):
+        require_none(7, mismatch.metrics())
+
+
+def test_nan_on_both_sides_is_one() -> None:
+    mismatch = Mismatch()
+    mismatch.add(one_row([math.nan]), torch.tensor([[0.0, math.nan]]))
+    assert mismatch.differing == 1
+
+
+def test_sizes_of_the_difference() -> None:
+    mismatch = Mismatch()
+    mismatch.add(one_row([math.log(0.5), math.log(0.25)]), torch.tensor([[0.0, math.log(0.25), math.log(0.25)]]))
+    assert mismatch.logprobs_diff_max == pytest.approx(math.log(2))
+    assert mismatch.probs_diff_max == pytest.approx(0.25)
+
+
+class RecordingWorker:
+    """Stands in for the rollout worker: counts the updates."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def weight_update(self) -> AbstractContextManager[None]:
+        self.updates += 1
+        return torch.no_grad()
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_the_learner_updates_only_when_every_token_agrees(flip: bool) -> None:
+    tokenizer = tiny_model.build_tokenizer()
+    policy = bind(tiny_model.build_model(tokenizer, seed=0, num_hidden_layers=1))
+    before = policy.lm_head.weight.detach().clone()
+    prompt, sampled = [1, 5, 6], [7, 8, 2]
+    logprobs = token_logprobs(policy, torch.tensor([prompt + sampled]))[0, 2:].tolist()
+    wrong = [float(np.nextafter(np.float32(logprobs[0]), np.float32(0))), *logprobs[1:]]
+    rows = [
+        Trajectory(prompt, sampled, logprobs, 1.0),
+        Trajectory(prompt, sampled, logprobs, -0.5),
+        Trajectory(prompt, sampled, wrong if flip else logprobs, 0.0),
+    ]
+    worker = RecordingWorker()
+    row = Learner(policy, worker, tokenizer, Settings()).step(1, rows)
+    assert row["training/tokens_compared"] == 9
+    assert row["training/tokens_differing"] == int(flip)
+    assert worker.updates == int(not flip)
+    assert torch.equal(before, policy.lm_head.weight) == flip

@@ -1,0 +1,80 @@
+"""`--data`: both formats, and errors that name the file, the row and the cause."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from samebit.recipes import prompt_file
+from samebit.recipes.problem import Problem
+
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(10)]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_both_formats_give_the_same_problems(tmp_path: Path) -> None:
+    jsonl = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    expected = [Problem(row["prompt"], row["answer"]) for row in ROWS]
+    assert prompt_file.load(jsonl) == expected
+    assert prompt_file.load(tmp_path / "rows.parquet") == expected
+
+
+def test_held_out_prompts_are_not_trained_on_even_when_rows_repeat(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS + ROWS)
+    first, second = (prompt_file.problem_sets(path, seed, held_out=400) for seed in (0, 1))
+    assert len({problem.prompt for problem in first.held_out}) == 2
+    assert first.held_out == second.held_out
+    assert len(first.training) == 16
+    assert first.training != second.training
+    assert {p.prompt for p in first.held_out}.isdisjoint(p.prompt for p in first.training)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [
+        (
+            "rows.jsonl",
+            [{"prompt": "a", "answers": "b"}],
+            r"row 1: no column 'answer' \(there are 'prompt', 'answers'\)",
+        ),
+        ("rows.jsonl", [ROWS[0], {"prompt": "a", "answer": 3}], "row 2: 'answer' is 3, not a text"),
+        ("rows.jsonl", [{"prompt": "", "answer": "b"}], "row 1: 'prompt' is '', not a text"),
+        ("rows.jsonl", [["a", "b"]], "row 1: not an object"),
+        ("rows.jsonl", [], "no rows"),
+        ("rows.csv", [], "unknown kind of file '.csv'"),
+    ],
+)
+def test_unusable_rows_are_named(tmp_path: Path, name: str, rows: list[Any], message: str) -> None:
+    path = write_jsonl(tmp_path / name, rows)
+    with pytest.raises(ValueError, match=message) as caught:
+        prompt_file.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_broken_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": \n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"row 2: not JSON"):
+        prompt_file.load(path)
+
+
+def test_a_missing_file_and_missing_parquet_columns_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.jsonl: no such file"):
+        prompt_file.load(tmp_path / "none.jsonl")
+    parquet.write_table(pa.table({"question": ["a"], "reply": ["b"]}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"no column 'prompt', 'answer' \(there are 'question', 'reply'\)"):
+        prompt_file.load(tmp_path / "rows.parquet")
+
+
+def test_too_few_prompts_to_hold_any_out(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS[:4])
+    with pytest.raises(ValueError, match="4 different prompts are too few"):
+        prompt_file.problem_sets(path, seed=0, held_out=400)

@@ -1,0 +1,38 @@
+"""The command line: what is given is used, what is unknown or impossible is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from samebit.recipes.settings import Settings, parse
+
+
+def test_no_arguments_are_the_defaults() -> None:
+    assert parse([]) == Settings()
+
+
+def test_given_options_arrive_with_their_types() -> None:
+    settings = parse(["--model", "m", "--data", "d.jsonl", "--steps", "3", "--lr", "1e-3", "--out", "runs/x"])
+    assert settings == Settings(model=Path("m"), data=Path("d.jsonl"), steps=3, lr=1e-3, out=Path("runs/x"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "3"], "unrecognized arguments"),
+        (["--steps", "three"], "invalid int value"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--samples", "1"], "--samples must be at least 2"),
+        (["--temperature", "0"], "--temperature must be positive"),
+        (["--data", "d.jsonl"], "--data needs --model"),
+        (["--prompt-style", "question"], "needs --model"),
+        (["--prompt-style", "poem"], "invalid choice"),
+    ],
+)
+def test_bad_options_end_with_the_reason(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
