@@ -58,15 +58,13 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         plan = StepPlan()
-        preemptions = self.preemptions
         prefills = self._plan_decodes(plan)
         budget = self.max_num_batched_tokens - plan.num_tokens
         for sequence in prefills:
             if budget == 0:
                 return plan
             budget -= _plan_chunk(plan, sequence, budget)
-        if self.preemptions == preemptions:
-            self._admit(plan, budget)
+        self._admit(plan, budget)
         return plan
 
     def preempt_all(self) -> None:
@@ -117,8 +115,8 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Admit from the head of the queue while slots, blocks and budget last.
 
-        A newcomer leaves one free block for each sequence that runs already: it is not admitted only to
-        be preempted before the others have filled a block.
+        A newcomer leaves one free block for each sequence that runs already: it is not admitted only to be
+        preempted before the others have filled a block, and a victim is not taken back in the same step.
         """
         while budget > 0:
             sequence = self._next_waiting()
