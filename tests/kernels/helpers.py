@@ -1,0 +1,36 @@
+"""Shared by the kernel tests: thread counts, and distances from the float64 oracle."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numba
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16)
+THREADS = range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1)
+RELATIVE = {torch.float32: 4e-6, torch.bfloat16: 2.0**-8}
+"""Of the largest element: float32 sums in another order, bfloat16 one rounding."""
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(count)
+    numba.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        numba.set_num_threads(before[1])
+
+
+def assert_near(actual: torch.Tensor, oracle: torch.Tensor, factor: float = 1.0) -> None:
+    """Within `factor` of the dtype's rounding, relative to the largest element of the oracle."""
+    assert actual.shape == oracle.shape
+    error = (actual.double() - oracle.double()).abs().max()
+    allowed = factor * RELATIVE[actual.dtype] * oracle.abs().max()
+    assert error <= allowed, f"off by {error:.2e}, allowed {allowed:.2e}"
+
+
+def leaves(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.clone().requires_grad_() for tensor in tensors)

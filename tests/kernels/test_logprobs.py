@@ -1,0 +1,75 @@
+"""Log-probabilities: near the oracle at any vocabulary, each row for itself, gradients, bad input."""
+
+import pytest
+import torch
+
+from samebit.kernels import logprobs_from_logits, reference
+from samebit.kernels.logprobs import log_softmax
+
+from .helpers import THREADS, assert_near, leaves, threads
+
+VOCABULARIES = (2, 1009, 50257, 151936)
+
+
+def rows(vocabulary: int, count: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, tokens and temperatures."""
+    torch.manual_seed(vocabulary)
+    return torch.randn(count, vocabulary) * 4, torch.randint(vocabulary, (count,)), torch.rand(count) + 0.5
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_values_are_near_the_oracle_and_each_row_is_for_itself(vocabulary: int) -> None:
+    logits, tokens, temperatures = rows(vocabulary)
+    whole = logprobs_from_logits(logits, tokens, temperatures)
+    assert_near(whole, reference.logprobs(logits, tokens, temperatures))
+    assert torch.equal(log_softmax(logits, temperatures).gather(1, tokens[:, None])[:, 0], whole)
+    for count in (1, 2, 3, 7):
+        for number in THREADS:
+            with threads(number):
+                part = slice(9 - count, 9)
+                assert torch.equal(logprobs_from_logits(logits[part], tokens[part], temperatures[part]), whole[part])
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_gradients_are_near_the_oracle(vocabulary: int) -> None:
+    logits, tokens, temperatures = rows(vocabulary, 3)
+    (mine,), (exact,) = leaves(logits), leaves(logits.double())
+    upstream = torch.randn(3)
+    out = logprobs_from_logits(mine, tokens, temperatures)
+    assert torch.equal(out.detach(), logprobs_from_logits(logits, tokens, temperatures))
+    out.backward(upstream)
+    reference.logprobs(exact, tokens, temperatures).backward(upstream.double())
+    assert_near(mine.grad, exact.grad)
+
+
+def test_the_fast_and_the_slow_call_are_one_formula() -> None:
+    logits, tokens, _ = rows(1009)
+    half = logits.bfloat16()
+    assert torch.equal(logprobs_from_logits(half, tokens, 0.7), logprobs_from_logits(half.float(), tokens, 0.7))
+    strided = torch.stack([logits, logits], dim=-1)[..., 0]
+    assert torch.equal(logprobs_from_logits(strided, tokens), logprobs_from_logits(logits, tokens))
+    shaped = logprobs_from_logits(logits.view(3, 3, -1), tokens.view(3, 3))
+    assert torch.equal(shaped.flatten(), logprobs_from_logits(logits, tokens))
+
+
+def test_extreme_logits() -> None:
+    logits = torch.tensor([[1e4, -1e4, 0.0], [0.0, -torch.inf, 0.0], [3e38, 3e38, -3e38], [torch.nan, 0.0, 0.0]])
+    got = logprobs_from_logits(logits, torch.tensor([0, 0, 1, 1]))
+    assert_near(got[:3], reference.logprobs(logits[:3], torch.tensor([0, 0, 1])))
+    assert got[3].isnan(), "a NaN logit must not be hidden"
+    assert logprobs_from_logits(logits[1:2], torch.tensor([1])).item() == -torch.inf
+
+
+@pytest.mark.parametrize(
+    ("tokens", "temperature", "message"),
+    [
+        (torch.tensor([5]), 1.0, "must lie in"),
+        (torch.tensor([-1]), 1.0, "must lie in"),
+        (torch.tensor([[1]]), 1.0, "must have shape"),
+        (torch.tensor([1]), 0.0, "temperature must be positive"),
+        (torch.tensor([1]), torch.nan, "temperature must be positive"),
+    ],
+)
+def test_bad_input_is_named(tokens: torch.Tensor, temperature: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        logprobs_from_logits(torch.zeros(1, 5), tokens, temperature)

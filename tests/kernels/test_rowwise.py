@@ -1,0 +1,142 @@
+"""Linear, norms, activations and rotary: near the oracle, their gradients too, and each row for itself."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from samebit.kernels import reference
+from samebit.kernels.activation import ACTIVATIONS, gated
+from samebit.kernels.context import training_context
+from samebit.kernels.linear import linear
+from samebit.kernels.norm import layer_norm, rms_norm
+from samebit.kernels.rope import rotary_tables, rotate
+
+from .helpers import DTYPES, THREADS, assert_near, leaves, threads
+
+WIDTHS = (100, 129, 1000)
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Op:
+    """`rows`: inputs that have one row a token; `shared`: weights that all rows use."""
+
+    rows: Callable[[int, int], list[torch.Tensor]]
+    shared: Callable[[int], list[torch.Tensor]]
+    run: Callable[..., torch.Tensor]
+    oracle: Callable[..., torch.Tensor]
+
+
+def one(rows: int, width: int) -> list[torch.Tensor]:
+    return [torch.randn(rows, width) * 3]
+
+
+def gate_and_up(rows: int, width: int) -> list[torch.Tensor]:
+    return [torch.randn(rows, width) * 3, torch.randn(rows, width)]
+
+
+def weight_and_bias(width: int) -> list[torch.Tensor]:
+    return [torch.randn(width), torch.randn(width)]
+
+
+OPS = {
+    "linear": Op(one, lambda width: [torch.randn(77, width) / width**0.5, torch.randn(77)], linear, reference.linear),
+    "rms_norm": Op(
+        one,
+        lambda width: [torch.randn(width)],
+        lambda x, w: rms_norm(x, w, EPS, 1.0),
+        lambda x, w: reference.rms_norm(x, w, EPS, 1.0),
+    ),
+    "layer_norm": Op(
+        one,
+        weight_and_bias,
+        lambda x, w, b: layer_norm(x + 1, w, b, EPS),
+        lambda x, w, b: reference.layer_norm(x + 1, w, b, EPS),
+    ),
+    **{
+        name: Op(
+            gate_and_up,
+            lambda width: [],
+            lambda gate, up, name=name: gated(name, gate, up),
+            lambda gate, up, name=name: reference.gated(name, gate, up),
+        )
+        for name in ACTIVATIONS
+    },
+}
+
+
+def inputs(op: Op, rows: int, width: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    torch.manual_seed(rows * width)
+    return [x.to(dtype) for x in op.rows(rows, width)], [x.to(dtype) for x in op.shared(width)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPS)
+def test_a_row_has_the_same_bits_in_every_call(name: str, dtype: torch.dtype) -> None:
+    op = OPS[name]
+    for width in WIDTHS:
+        rows, shared = inputs(op, 700, width, dtype)  # enough for the parallel variant
+        whole = op.run(*rows, *shared)
+        for count in (1, 2, 3, 7, 700):
+            for first in sorted({0, 5, 700 - count} if count < 700 else {0}):
+                for number in THREADS:
+                    with threads(number):
+                        part = op.run(*(x[first : first + count] for x in rows), *shared)
+                    assert torch.equal(part, whole[first : first + count]), (width, count, first, number)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPS)
+def test_values_and_gradients_are_near_the_oracle(name: str, dtype: torch.dtype) -> None:
+    op = OPS[name]
+    rows, shared = inputs(op, 33, 129, dtype)
+    mine = leaves(*rows, *shared)
+    exact = leaves(*(x.double() for x in (*rows, *shared)))
+    out, oracle = op.run(*mine), op.oracle(*exact)
+    upstream = torch.randn(out.shape).to(dtype)
+    out.backward(upstream)
+    oracle.backward(upstream.double())
+    assert_near(out, oracle, 2)
+    assert torch.equal(out.detach(), op.run(*rows, *shared)), "the forward that keeps a graph has other bits"
+    for x, y in zip(mine, exact, strict=True):
+        assert_near(x.grad, y.grad, 3)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+def test_halves_of_a_fused_projection_are_taken_in_place(name: str) -> None:
+    both = torch.randn(2, 9, 2 * 101)
+    gate, up = both.chunk(2, dim=-1)
+    assert torch.equal(gated(name, gate, up), gated(name, gate.contiguous(), up.contiguous()))
+
+
+def test_an_inexact_activation_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'relu' is not exact; allowed: silu"):
+        gated("relu", torch.ones(1, 2), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rotated"), [(32, 16), (50, 6), (80, 40), (128, 64)])
+def test_rotary(head_dim: int, rotated: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(head_dim)
+    x = torch.randn(300, 3, head_dim).to(dtype)
+    frequencies = 10000.0 ** (-torch.arange(rotated) / rotated)
+    context = training_context((1, 300), None, None)
+    (mine,), (exact,) = leaves(x), leaves(x.double())
+    tables = rotary_tables(frequencies, 1.25, context)
+    out, oracle = rotate(mine, tables), reference.rotate(exact, context.positions, frequencies, 1.25)
+    upstream = torch.randn(out.shape).to(dtype)
+    out.backward(upstream)
+    oracle.backward(upstream.double())
+    assert_near(out, oracle, 8)  # an angle of 300 radians in float32
+    assert_near(mine.grad, exact.grad, 8)
+    for first, count in ((0, 1), (298, 2), (7, 3)):
+        positions = torch.arange(first, first + count)[None]
+        for number in THREADS:
+            with threads(number):
+                part = rotate(
+                    x[first : first + count],
+                    rotary_tables(frequencies, 1.25, training_context((1, count), None, positions)),
+                )
+            assert torch.equal(part, out[first : first + count])

@@ -1,0 +1,149 @@
+"""Random numbers, draws and filters."""
+
+import numpy as np
+import pytest
+import torch
+
+from samebit.kernels import reference
+from samebit.kernels.cpu import philox
+from samebit.kernels.sampling import add_bias, draw, keep_likely, penalize_repetition, rule_out, uniforms
+
+from .helpers import THREADS, threads
+
+ONES = 0xFFFFFFFF
+
+
+def counters(count: int, stream: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and counters of ``count`` positions."""
+    numbers = np.zeros((count, 4), np.uint32)
+    numbers[:, 0] = np.arange(count)
+    return np.tile(np.array([[stream, 7]], np.uint32), (count, 1)), numbers
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ((ONES,) * 4, (ONES,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected: str) -> None:
+    """The vectors of the Random123 distribution."""
+    words = np.empty((1, 4), np.uint32)
+    philox.blocks(4, np.array([counter], np.uint32), np.array([key], np.uint32), words)
+    assert " ".join(f"{word:08x}" for word in words[0]) == expected
+
+
+def test_uniforms_are_53_bits_of_their_counter_alone() -> None:
+    keys, numbers = counters(30_000)
+    whole = uniforms(keys, numbers)
+    assert whole.min() >= 0
+    assert whole.max() < 1
+    assert len(np.unique(whole)) == len(whole)
+    assert abs(whole.mean() - 0.5) < 4 / np.sqrt(12 * len(whole))
+    words = np.empty((1, 4), np.uint32)
+    philox.blocks(4, numbers[5:6], keys[5:6], words)
+    assert whole[5] == ((int(words[0, 0]) >> 5) * 2**26 + (int(words[0, 1]) >> 6)) / 2**53
+    for number in THREADS:
+        with threads(number):
+            assert np.array_equal(uniforms(keys[17:20], numbers[17:20]), whole[17:20])
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """Standard deviations above the mean of its distribution; tokens expected under 5 times are one class."""
+    expected = counts.sum() * probabilities
+    rare = expected < 5
+    seen = np.append(counts[~rare], counts[rare].sum())
+    wanted = np.append(expected[~rare], max(expected[rare].sum(), 1e-9))
+    statistic = float(((seen - wanted) ** 2 / wanted).sum())
+    freedom = len(seen) - 1
+    return (statistic - freedom) / np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "filters"),
+    [
+        (1.0, {}),
+        (0.7, {}),
+        (1.3, {"top_k": 9}),
+        (1.0, {"top_p": 0.8}),
+        (0.9, {"top_k": 30, "top_p": 0.9, "min_p": 0.05}),
+    ],
+)
+def test_frequencies_follow_the_distribution(temperature: float, filters: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(1500) * 2  # two vocabulary chunks
+    wanted = reference.sampling_distribution(logits, temperature, **filters).numpy()
+    if filters:
+        keep_likely(logits, temperature, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, **filters})
+    count = 20_000
+    rows = logits.expand(count, -1).contiguous()
+    tokens = draw(rows, torch.full((count,), temperature), uniforms(*counters(count, stream=3)))
+    counts = np.bincount(tokens, minlength=1500)
+    assert not counts[wanted == 0].any()
+    assert chi_square(counts, wanted) < 4
+    assert chi_square(counts, np.roll(wanted, 1)) > 4, "the test has no power"
+
+
+@pytest.mark.parametrize("vocabulary", [1009, 50257, 151936])
+def test_a_draw_depends_on_its_row_alone(vocabulary: int) -> None:
+    torch.manual_seed(vocabulary)
+    logits, temperatures = torch.randn(7, vocabulary), torch.tensor([1.0, 0.7, 0.0, 1.0, 2.0, 0.5, 1.0])
+    uniform = uniforms(*counters(7))
+    whole = draw(logits, temperatures, uniform)
+    assert whole[2] == logits[2].argmax()
+    for count in (1, 2, 3):
+        for number in THREADS:
+            with threads(number):
+                assert np.array_equal(draw(logits[-count:], temperatures[-count:], uniform[-count:]), whole[-count:])
+
+
+def test_the_ends_of_the_distribution() -> None:
+    ruled_out = -torch.inf
+    logits = torch.tensor(
+        [[ruled_out, 1.0, ruled_out, 1.0], [2.0, 5.0, 5.0, 1.0], [ruled_out] * 4, [0.0, torch.nan, 0, 0]]
+    )
+    ones, last = torch.ones(4), np.full(4, np.nextafter(1.0, 0.0))
+    assert draw(logits, ones, np.zeros(4)).tolist() == [1, 0, -1, -1]
+    assert draw(logits, ones, last).tolist() == [3, 3, -1, -1]
+    assert draw(logits[:3], torch.zeros(3), last[:3]).tolist() == [1, 1, -1]
+
+
+@pytest.mark.parametrize("case", range(40))
+def test_filters_keep_what_the_oracle_keeps(case: int) -> None:
+    rng = np.random.default_rng(case)
+    row = torch.from_numpy(rng.normal(size=200).astype(np.float32) * 2)
+    if case % 2:
+        row = (row * 2).round() / 2  # many ties
+    options = {
+        "top_k": int(rng.choice([0, 1, 5, 50, 500])),
+        "top_p": float(rng.choice([1.0, 0.9, 0.31, 1e-6])),
+        "min_p": float(rng.choice([0.0, 0.02, 0.37, 1.0])),
+    }
+    temperature = float(rng.choice([0.6, 1.0, 1.7]))
+    wanted = reference.sampling_distribution(row, temperature, **options) > 0
+    before = row.clone()
+    keep_likely(row, temperature, **options)
+    assert torch.equal(row > -torch.inf, wanted)
+    assert torch.equal(row[wanted], before[wanted]), "a kept logit has changed"
+
+
+def test_penalty_bias_and_exclusion() -> None:
+    torch.manual_seed(0)
+    row = torch.randn(50)
+    penalized = row.clone()
+    penalize_repetition(penalized, torch.tensor([3, 7, 8]), 1.5)
+    assert torch.allclose(penalized.double(), reference.penalize_repetition(row, {3, 7, 8}, 1.5), rtol=1e-6)
+    biased = row.clone()
+    add_bias(biased, {3: 2.5, 9: -torch.inf})
+    assert biased[3] == row[3] + 2.5
+    assert biased[9] == -torch.inf
+    rule_out(biased, (0, 1))
+    changed = {0, 1, 3, 9}
+    assert (biased[:2] == -torch.inf).all()
+    assert all(biased[i] == row[i] for i in range(50) if i not in changed)
