@@ -43,7 +43,7 @@ check: install
 	$(BIN)/ruff format --check .
 	rm -rf build/typing && mkdir -p build/typing/samebit
 	for package in $(PACKAGES); do ln -s $(CURDIR)/$$package build/typing/samebit/$$package; done
-	$(BIN)/mypy
+	cd build/typing && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml
 
 bench: install
 	$(BIN)/python benchmarks/rollout.py $(ARGS)
