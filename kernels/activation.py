@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from .cpu import activation as cpu
 from .cpu.jit import array
 
-_KINDS = {
+_KERNELS = {
     "silu": cpu.SILU,
     "swish": cpu.SILU,
     "gelu_pytorch_tanh": cpu.GELU_TANH,
     "gelu_new": cpu.GELU_TANH,
 }
 
-ACTIVATIONS = (*_KINDS, "gelu")
+ACTIVATIONS = (*_KERNELS, "gelu")
 """Activations that are exact, by their Hugging Face names."""
 
 
@@ -40,13 +40,13 @@ def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
     """
     if activation == "gelu":  # the erf form: torch's elementwise result does not vary (measured)
         return (F.gelu(gate.float()) * up.float()).to(gate.dtype)
-    if activation not in _KINDS:
+    if activation not in _KERNELS:
         raise ValueError(f"activation {activation!r} is not exact; allowed: {', '.join(ACTIVATIONS)}")
     gate, up = _rows(gate), _rows(up)
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        out: torch.Tensor = _Gated.apply(_KINDS[activation], gate, up)
+        out: torch.Tensor = _Gated.apply(_KERNELS[activation], gate, up)
         return out
-    return _forward(_KINDS[activation], gate, up)
+    return _forward(_KERNELS[activation], gate, up)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -67,11 +67,11 @@ def _row_stride(x: torch.Tensor) -> int:
     return x.stride(-2) if x.dim() > 1 else x.shape[-1]
 
 
-def _forward(kind: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _forward(kernels: cpu.GatedKernels, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype)
     width = gate.shape[-1]
-    cpu.forward(
-        gate.numel(), kind, _flat(gate), _flat(up), gate.numel() // width, width, _row_stride(gate),
+    kernels.forward(
+        gate.numel(), _flat(gate), _flat(up), gate.numel() // width, width, _row_stride(gate),
         _row_stride(up), array(out).reshape(-1),
     )  # fmt: skip
     return out
@@ -79,10 +79,10 @@ def _forward(kind: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kind: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, kernels: cpu.GatedKernels, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.kind = kind
-        return _forward(kind, gate, up)
+        ctx.kernels = kernels
+        return _forward(kernels, gate, up)
 
     @staticmethod
     @once_differentiable
@@ -91,8 +91,8 @@ class _Gated(torch.autograd.Function):
         grad_gate = torch.empty(gate.shape, dtype=gate.dtype)
         grad_up = torch.empty(up.shape, dtype=up.dtype)
         width = gate.shape[-1]
-        cpu.backward(
-            gate.numel(), ctx.kind, _flat(gate), _flat(up), array(grad.contiguous()).reshape(-1),
+        ctx.kernels.backward(
+            gate.numel(), _flat(gate), _flat(up), array(grad.contiguous()).reshape(-1),
             gate.numel() // width, width, _row_stride(gate), _row_stride(up), array(grad_gate).reshape(-1),
             array(grad_up).reshape(-1),
         )  # fmt: skip

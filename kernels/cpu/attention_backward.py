@@ -112,8 +112,8 @@ def _chunk_gradients(
         hi = min(count, token + 1 - base)
         shift = lse[row + token, kv_head * group + r % group]
         for at in range(0, hi, LANES):
-            scores_1(query, r * wide, wide, keys, at, KV_CHUNK, head_dim, p, at, KV_CHUNK)
-            scores_1(upstream, r * wide, wide, values, at, KV_CHUNK, head_dim, slope, at, KV_CHUNK)
+            scores_1(query, r * wide, wide, keys, at, KV_CHUNK, at, head_dim, p, at, KV_CHUNK)
+            scores_1(upstream, r * wide, wide, values, at, KV_CHUNK, at, head_dim, slope, at, KV_CHUNK)
         for j in range(KV_CHUNK):
             s = p[j] * scale
             bend = _ONE
@@ -125,7 +125,7 @@ def _chunk_gradients(
             p[j] = exp(s - shift) if seen else _ZERO
             slope[j] = p[j] * (slope[j] - delta[r]) * bend * scale if seen else _ZERO
         for d in range(0, wide, LANES):
-            accumulate_1(slope, 0, KV_CHUNK, key_rows, d, wide, hi, grad_query, r * wide + d, wide)
+            accumulate_1(slope, 0, KV_CHUNK, key_rows, d, wide, d, hi, grad_query, r * wide + d, wide)
         for j in range(lo, hi):
             for d in range(wide):
                 grad_values[j * wide + d] = fma(p[j], upstream[r * wide + d], grad_values[j * wide + d])

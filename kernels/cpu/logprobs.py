@@ -20,17 +20,17 @@ _LOWEST = np.float32(-np.inf)
 
 
 @njit(inline="always")
-def _row_max(logits: Any, row: int, lanes: Any) -> Any:
-    vocab = logits.shape[1]
+def _row_max(logits: Any, lanes: Any) -> Any:
+    vocab = len(logits)
     for lane in range(LANES):
         lanes[lane] = _LOWEST
     whole = vocab // LANES * LANES
     for i in range(0, whole, LANES):
         for lane in range(LANES):
-            x = logits[row, i + lane]
+            x = logits[i + lane]
             lanes[lane] = x if x > lanes[lane] else lanes[lane]
     for i in range(whole, vocab):
-        lanes[0] = logits[row, i] if logits[row, i] > lanes[0] else lanes[0]
+        lanes[0] = logits[i] if logits[i] > lanes[0] else lanes[0]
     peak = lanes[0]
     for lane in range(1, LANES):
         peak = lanes[lane] if lanes[lane] > peak else peak
@@ -38,16 +38,16 @@ def _row_max(logits: Any, row: int, lanes: Any) -> Any:
 
 
 @njit(inline="always")
-def _chunk_total(logits: Any, row: int, first: int, last: int, temperature: Any, peak: Any, lanes: Any) -> Any:
-    """Sum of exp(logits / temperature - peak) over first <= i < last."""
+def _chunk_total(logits: Any, temperature: Any, peak: Any, lanes: Any) -> Any:
+    """Sum of exp(logits / temperature - peak) over one chunk."""
     for lane in range(LANES):
         lanes[lane] = _ZERO
-    whole = first + (last - first) // LANES * LANES
-    for i in range(first, whole, LANES):
+    whole = len(logits) // LANES * LANES
+    for i in range(0, whole, LANES):
         for lane in range(LANES):
-            lanes[lane] = lanes[lane] + _weight(logits[row, i + lane], temperature, peak)
-    for i in range(whole, last):
-        lanes[i - whole] = lanes[i - whole] + _weight(logits[row, i], temperature, peak)
+            lanes[lane] = lanes[lane] + _weight(logits[i + lane], temperature, peak)
+    for i in range(whole, len(logits)):
+        lanes[i - whole] = lanes[i - whole] + _weight(logits[i], temperature, peak)
     total = _ZERO
     for lane in range(LANES):
         total = total + lanes[lane]
@@ -62,20 +62,19 @@ def _weight(logit: Any, temperature: Any, peak: Any) -> Any:
 
 
 @njit(inline="always")
-def _log_total(logits: Any, row: int, temperature: Any, lanes: Any) -> Any:
+def _log_total(logits: Any, temperature: Any, lanes: Any) -> Any:
     """(peak, log of the summed exponentials above it) of a row at a temperature; both float32."""
-    peak = _row_max(logits, row, lanes) / temperature
+    peak = _row_max(logits, lanes) / temperature
     total = 0.0
-    for first in range(0, logits.shape[1], VOCAB_CHUNK):
-        last = min(first + VOCAB_CHUNK, logits.shape[1])
-        total += np.float64(_chunk_total(logits, row, first, last, temperature, peak, lanes))
+    for first in range(0, len(logits), VOCAB_CHUNK):
+        total += np.float64(_chunk_total(logits[first : first + VOCAB_CHUNK], temperature, peak, lanes))
     return peak, np.float32(np.log(total))
 
 
 def _gather(logits: Any, tokens: Any, temperatures: Any, out: Any, peaks: Any, log_totals: Any) -> None:
     for row in prange(logits.shape[0]):
         lanes = np.empty(LANES, np.float32)
-        peak, log_total = _log_total(logits, row, temperatures[row], lanes)
+        peak, log_total = _log_total(logits[row], temperatures[row], lanes)
         peaks[row] = peak
         log_totals[row] = log_total
         out[row] = (logits[row, tokens[row]] / temperatures[row] - peak) - log_total
@@ -87,17 +86,19 @@ def _gather_backward(
     for row in prange(logits.shape[0]):
         scale = grad[row] / temperatures[row]
         shift = peaks[row] + log_totals[row]
-        for i in range(logits.shape[1]):
-            out[row, i] = -scale * exp(logits[row, i] / temperatures[row] - shift)
+        row_in, row_out, temperature = logits[row], out[row], temperatures[row]
+        for i in range(len(row_in)):
+            row_out[i] = -scale * exp(row_in[i] / temperature - shift)
         out[row, tokens[row]] += scale
 
 
 def _all(logits: Any, temperatures: Any, out: Any) -> None:
     for row in prange(logits.shape[0]):
         lanes = np.empty(LANES, np.float32)
-        peak, log_total = _log_total(logits, row, temperatures[row], lanes)
-        for i in range(logits.shape[1]):
-            out[row, i] = (logits[row, i] / temperatures[row] - peak) - log_total
+        peak, log_total = _log_total(logits[row], temperatures[row], lanes)
+        row_in, row_out, temperature = logits[row], out[row], temperatures[row]
+        for i in range(len(row_in)):
+            row_out[i] = (row_in[i] / temperature - peak) - log_total
 
 
 def _draw(logits: Any, temperatures: Any, uniforms: Any, out: Any) -> None:
@@ -109,24 +110,23 @@ def _draw(logits: Any, temperatures: Any, uniforms: Any, out: Any) -> None:
         lanes = np.empty(LANES, np.float32)
         out[row] = -1
         if temperatures[row] == _ZERO:
-            best = _row_max(logits, row, lanes)
+            best = _row_max(logits[row], lanes)
             for i in range(logits.shape[1] - 1, -1, -1):
                 if logits[row, i] == best and best > _LOWEST:
                     out[row] = i
         else:
-            out[row] = _draw_row(logits, row, temperatures[row], uniforms[row], lanes)
+            out[row] = _draw_row(logits[row], temperatures[row], uniforms[row], lanes)
 
 
 @njit(inline="always")
-def _draw_row(logits: Any, row: int, temperature: Any, uniform: float, lanes: Any) -> int:
-    vocab = logits.shape[1]
+def _draw_row(logits: Any, temperature: Any, uniform: float, lanes: Any) -> int:
+    vocab = len(logits)
     chunks = (vocab + VOCAB_CHUNK - 1) // VOCAB_CHUNK
     totals = np.empty(chunks, np.float32)
-    peak = _row_max(logits, row, lanes) / temperature
+    peak = _row_max(logits, lanes) / temperature
     total = 0.0
     for c in range(chunks):
-        first = c * VOCAB_CHUNK
-        totals[c] = _chunk_total(logits, row, first, min(first + VOCAB_CHUNK, vocab), temperature, peak, lanes)
+        totals[c] = _chunk_total(logits[c * VOCAB_CHUNK : (c + 1) * VOCAB_CHUNK], temperature, peak, lanes)
         total += np.float64(totals[c])
     if not total > 0.0:
         return -1
@@ -138,7 +138,7 @@ def _draw_row(logits: Any, row: int, temperature: Any, uniform: float, lanes: An
         c += 1
     chosen = -1
     for i in range(c * VOCAB_CHUNK, vocab):
-        weight = _weight(logits[row, i], temperature, peak)
+        weight = _weight(logits[i], temperature, peak)
         if weight > _ZERO:
             chosen = i
             passed += np.float64(weight)

@@ -13,17 +13,18 @@ _ONE = np.float32(1.0)
 
 
 @njit(inline="always")
-def _mean_square(x: Any, at: int, width: int, center: Any, lanes: Any) -> Any:
-    """Mean of (x - center)**2 over x[at : at + width]."""
+def _mean_square(x: Any, center: Any, lanes: Any) -> Any:
+    """Mean of (x - center)**2."""
+    width = len(x)
     for lane in range(LANES):
         lanes[lane] = _ZERO
     whole = width // LANES * LANES
     for i in range(0, whole, LANES):
         for lane in range(LANES):
-            value = widen(x[at + i + lane]) - center
+            value = widen(x[i + lane]) - center
             lanes[lane] = fma(value, value, lanes[lane])
     for i in range(whole, width):
-        value = widen(x[at + i]) - center
+        value = widen(x[i]) - center
         lanes[i - whole] = fma(value, value, lanes[i - whole])
     total = _ZERO
     for lane in range(LANES):
@@ -32,15 +33,16 @@ def _mean_square(x: Any, at: int, width: int, center: Any, lanes: Any) -> Any:
 
 
 @njit(inline="always")
-def _mean(x: Any, at: int, width: int, lanes: Any) -> Any:
+def _mean(x: Any, lanes: Any) -> Any:
+    width = len(x)
     for lane in range(LANES):
         lanes[lane] = _ZERO
     whole = width // LANES * LANES
     for i in range(0, whole, LANES):
         for lane in range(LANES):
-            lanes[lane] = lanes[lane] + widen(x[at + i + lane])
+            lanes[lane] = lanes[lane] + widen(x[i + lane])
     for i in range(whole, width):
-        lanes[i - whole] = lanes[i - whole] + widen(x[at + i])
+        lanes[i - whole] = lanes[i - whole] + widen(x[i])
     total = _ZERO
     for lane in range(LANES):
         total = total + lanes[lane]
@@ -50,11 +52,11 @@ def _mean(x: Any, at: int, width: int, lanes: Any) -> Any:
 def _rms_norm(x: Any, weight: Any, offset: Any, eps: Any, rows: int, width: int, out: Any, inverse: Any) -> None:
     for row in prange(rows):
         lanes = np.empty(LANES, np.float32)
-        at = row * width
-        scale = _ONE / np.sqrt(_mean_square(x, at, width, _ZERO, lanes) + eps)
+        row_in, row_out = x[row * width : (row + 1) * width], out[row * width : (row + 1) * width]
+        scale = _ONE / np.sqrt(_mean_square(row_in, _ZERO, lanes) + eps)
         inverse[row] = scale
         for i in range(width):
-            out[at + i] = narrow(widen(x[at + i]) * scale * (widen(weight[i]) + offset), out[at + i])
+            row_out[i] = narrow(widen(row_in[i]) * scale * (widen(weight[i]) + offset), row_out[i])
 
 
 def _layer_norm(
@@ -62,14 +64,14 @@ def _layer_norm(
 ) -> None:
     for row in prange(rows):
         lanes = np.empty(LANES, np.float32)
-        at = row * width
-        center = _mean(x, at, width, lanes)
-        scale = _ONE / np.sqrt(_mean_square(x, at, width, center, lanes) + eps)
+        row_in, row_out = x[row * width : (row + 1) * width], out[row * width : (row + 1) * width]
+        center = _mean(row_in, lanes)
+        scale = _ONE / np.sqrt(_mean_square(row_in, center, lanes) + eps)
         mean[row] = center
         inverse[row] = scale
         for i in range(width):
-            value = (widen(x[at + i]) - center) * scale
-            out[at + i] = narrow(fma(value, widen(weight[i]), widen(bias[i])), out[at + i])
+            value = (widen(row_in[i]) - center) * scale
+            row_out[i] = narrow(fma(value, widen(weight[i]), widen(bias[i])), row_out[i])
 
 
 rms_norm = RowKernel(_rms_norm)

@@ -11,15 +11,15 @@ from .numeric import fma, narrow, widen
 def _rotate(x: Any, row_width: int, heads: int, head_dim: int, cos: Any, sin: Any, sign: Any, out: Any) -> None:
     half = cos.shape[1]
     for row in prange(cos.shape[0]):
+        c, s = cos[row], sin[row]
         for head in range(heads):
             at = row * row_width + head * head_dim
+            low, high = x[at : at + half], x[at + half : at + 2 * half]
+            out_low, out_high = out[at : at + half], out[at + half : at + 2 * half]
             for i in range(half):
-                c = cos[row, i]
-                s = sign * sin[row, i]
-                x1 = widen(x[at + i])
-                x2 = widen(x[at + half + i])
-                out[at + i] = narrow(fma(x1, c, -(x2 * s)), out[at + i])
-                out[at + half + i] = narrow(fma(x2, c, x1 * s), out[at + half + i])
+                x1, x2, turn = widen(low[i]), widen(high[i]), sign * s[i]
+                out_low[i] = narrow(fma(x1, c[i], -(x2 * turn)), out_low[i])
+                out_high[i] = narrow(fma(x2, c[i], x1 * turn), out_high[i])
             for i in range(at + 2 * half, at + head_dim):
                 out[i] = x[i]
 

@@ -51,6 +51,14 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(function, [a, b, c])
 
 
+def _prefetch(builder: Any, pointer: Any) -> None:
+    """Ask for a cache line (a read, into the second-level cache, of data)."""
+    i32, address = ir.IntType(32), ir.IntType(8).as_pointer()
+    function_type = ir.FunctionType(ir.VoidType(), [address, i32, i32, i32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    builder.call(function, [builder.bitcast(pointer, address), i32(0), i32(2), i32(1)])
+
+
 def _accumulate(builder: Any, count: Any, initial: list[Any], step: Any) -> list[Any]:
     """``for i in range(count): accumulators = step(i, accumulators)``, the accumulators in registers."""
     i64 = count.type
@@ -80,8 +88,11 @@ def _accumulate(builder: Any, count: Any, initial: list[Any], step: Any) -> list
     return results
 
 
-def _multiply_accumulate(rows: int, from_zero: bool) -> Any:
-    """Micro-kernel: ``out[r, 0:16] (+)= sum over i < count of weight[r, i] * vectors[i, 0:16]``."""
+def _multiply_accumulate(rows: int, from_zero: bool, fetch: bool) -> Any:
+    """Micro-kernel: ``out[r, 0:16] (+)= sum over i < count of weight[r, i] * vectors[i, 0:16]``.
+
+    With ``fetch`` it also asks for the cache lines of as many vectors from ``ahead`` on.
+    """
 
     @intrinsic
     def kernel(
@@ -92,16 +103,17 @@ def _multiply_accumulate(rows: int, from_zero: bool) -> Any:
         vectors: Any,
         vectors_at: Any,
         vectors_stride: Any,
+        ahead: Any,
         count: Any,
         out: Any,
         out_at: Any,
         out_stride: Any,
     ) -> Any:
         i64 = types.int64
-        signature = types.void(weights, i64, i64, vectors, i64, i64, i64, out, i64, i64)
+        signature = types.void(weights, i64, i64, vectors, i64, i64, i64, i64, out, i64, i64)
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            weight, weight_at, weight_stride, vector, vector_at, vector_stride, n, target, at, stride = args
+            weight, weight_at, weight_stride, vector, vector_at, vector_stride, ahead_at, n, target, at, stride = args
             weight_rows = [
                 _pointer(
                     context, builder, weights, weight, builder.add(weight_at, builder.mul(weight_stride, n.type(r)))
@@ -113,9 +125,13 @@ def _multiply_accumulate(rows: int, from_zero: bool) -> Any:
                 for r in range(rows)
             ]
             base = _pointer(context, builder, vectors, vector, vector_at)
+            coming = _pointer(context, builder, vectors, vector, ahead_at)
 
             def step(index: Any, sums: list[Any]) -> list[Any]:
-                tile = _load_vector(builder, builder.gep(base, [builder.mul(index, vector_stride)]), vectors.dtype)
+                step_offset = builder.mul(index, vector_stride)
+                tile = _load_vector(builder, builder.gep(base, [step_offset]), vectors.dtype)
+                if fetch:
+                    _prefetch(builder, builder.gep(coming, [step_offset]))
                 return [
                     _fma(builder, _splat(builder, builder.load(builder.gep(row, [index]))), tile, total)
                     for row, total in zip(weight_rows, sums, strict=True)
@@ -132,9 +148,15 @@ def _multiply_accumulate(rows: int, from_zero: bool) -> Any:
     return kernel
 
 
-scores_1 = _multiply_accumulate(rows=1, from_zero=True)
-scores_2 = _multiply_accumulate(rows=2, from_zero=True)
-scores_4 = _multiply_accumulate(rows=4, from_zero=True)
-accumulate_1 = _multiply_accumulate(rows=1, from_zero=False)
-accumulate_2 = _multiply_accumulate(rows=2, from_zero=False)
-accumulate_4 = _multiply_accumulate(rows=4, from_zero=False)
+scores_1 = _multiply_accumulate(rows=1, from_zero=True, fetch=False)
+scores_2 = _multiply_accumulate(rows=2, from_zero=True, fetch=False)
+scores_4 = _multiply_accumulate(rows=4, from_zero=True, fetch=False)
+accumulate_1 = _multiply_accumulate(rows=1, from_zero=False, fetch=False)
+accumulate_2 = _multiply_accumulate(rows=2, from_zero=False, fetch=False)
+accumulate_4 = _multiply_accumulate(rows=4, from_zero=False, fetch=False)
+scores_1_fetching = _multiply_accumulate(rows=1, from_zero=True, fetch=True)
+scores_2_fetching = _multiply_accumulate(rows=2, from_zero=True, fetch=True)
+scores_4_fetching = _multiply_accumulate(rows=4, from_zero=True, fetch=True)
+accumulate_1_fetching = _multiply_accumulate(rows=1, from_zero=False, fetch=True)
+accumulate_2_fetching = _multiply_accumulate(rows=2, from_zero=False, fetch=True)
+accumulate_4_fetching = _multiply_accumulate(rows=4, from_zero=False, fetch=True)
