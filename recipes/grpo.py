@@ -4,7 +4,7 @@ Worker and trainer share one module. At every step each sampled token's log-prob
 compared with the one the trainer computes, bit by bit; the run stops with an error if one differs.
 
 What improves, honestly: the built-in model comes out of its warm-up able to work a sum out in writing, but in the
-habit of answering at once. GRPO mostly finds out that the working pays; it does not teach arithmetic.
+habit of answering at once. Most of the gain is that GRPO finds out that the working pays (recipes/README.md).
 """
 
 import sys

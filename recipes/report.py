@@ -67,7 +67,7 @@ def figure(rows: Sequence[Row], path: Path) -> None:
     for axes in (accuracy, share, mismatch, time):
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        axes.legend()
+        axes.legend(loc="lower right", fontsize="small")
     canvas.savefig(path, dpi=120)
     plt.close(canvas)
 
