@@ -1,0 +1,98 @@
+"""Alternating measurement: everybody runs once a round, and rounds on a disturbed machine are dropped.
+
+A fixed GEMM is timed before every turn. A round counts only if each of its calibrations is within
+`TOLERANCE` of the median of the whole run; figures are made of ratios within a round, so that what slows
+the machine for minutes cancels.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+TOLERANCE = 0.15
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and extremes of one figure over the rounds."""
+
+    value: float
+    min: float
+    max: float
+
+
+def spread(values: list[float]) -> Spread:
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+class Calibration:
+    """The machine's speed over time: a GEMM that has nothing to do with any contestant."""
+
+    def __init__(self, size: int = 512, repeats: int = 15) -> None:
+        self._a = torch.rand(size, size)
+        self._b = torch.rand(size, size)
+        self._repeats = repeats
+        self.seconds: list[float] = []
+        self._once()
+
+    def measure(self) -> float:
+        """Median seconds of one GEMM now; remembered."""
+        seconds = statistics.median(self._once() for _ in range(self._repeats))
+        self.seconds.append(seconds)
+        return seconds
+
+    def steady(self, seconds: float) -> bool:
+        return self.deviation(seconds) <= TOLERANCE
+
+    def deviation(self, seconds: float) -> float:
+        """How far this is from the median of the whole run, as a share of it."""
+        median = statistics.median(self.seconds)
+        return abs(seconds - median) / median
+
+    def _once(self) -> float:
+        began = time.perf_counter()
+        torch.mm(self._a, self._b)
+        return time.perf_counter() - began
+
+
+@dataclass
+class Round:
+    """Seconds of each contestant in one round, and the calibrations taken during it."""
+
+    number: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    calibrations: list[float] = field(default_factory=list)
+
+
+Turn = Callable[[int], float]
+"""A contestant's turn in the round of this number: run once, check the result, return the seconds."""
+
+
+def alternate(turns: dict[str, Turn], rounds: int, calibration: Calibration) -> list[Round]:
+    """Run everybody once a round; who begins changes from round to round."""
+    names = list(turns)
+    measured = []
+    for number in range(rounds):
+        result = Round(number)
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            gc.collect()
+            result.calibrations.append(calibration.measure())
+            result.seconds[name] = turns[name](number)
+        measured.append(result)
+    return measured
+
+
+def kept(rounds: list[Round], calibration: Calibration) -> list[Round]:
+    """The steady rounds; if there is none, the least disturbed one."""
+    steady = [one for one in rounds if all(calibration.steady(seconds) for seconds in one.calibrations)]
+    return steady or [min(rounds, key=lambda one: max(map(calibration.deviation, one.calibrations)))]
+
+
+def ratio(rounds: list[Round], over: str, under: str) -> Spread:
+    """Seconds of `over` per second of `under`, round by round."""
+    return spread([one.seconds[over] / one.seconds[under] for one in rounds])

@@ -1,0 +1,163 @@
+"""How far a decode step is from the least it can cost.
+
+The floor of a step is `F.linear` with the weights of every layer and of the head, bare, at as many rows as
+the step has, plus samebit's attention kernel on the step's own block tables and pages; nothing else. Floor
+and step alternate, so both see the same context lengths and the same machine.
+"""
+
+import copy
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from workload import Tokens, Workload
+
+from samebit.kernels import bind
+from samebit.kernels.attention import AttentionOptions, attention
+from samebit.kernels.context import ForwardContext
+from samebit.rollout import RolloutConfig, SamplingParams
+from samebit.rollout.cache import CacheManager
+from samebit.rollout.engine import Engine
+from samebit.rollout.request import Request, Sequence
+from samebit.rollout.runner import ModelRunner
+
+
+@dataclass
+class StepTimes:
+    """Seconds of each step of one rollout, and of the floor beneath each decode step.
+
+    prefill: steps with prompt tokens among their rows; decode: steps in which all sequences decode;
+    ramp_down: decode steps after the first sequence has finished.
+    """
+
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+    ramp_down: list[float] = field(default_factory=list)
+    gemm: list[float] = field(default_factory=list)
+    attention: list[float] = field(default_factory=list)
+
+    @property
+    def step_over_floor(self) -> float:
+        floors = [gemm + attend for gemm, attend in zip(self.gemm, self.attention, strict=True)]
+        return statistics.median(self.decode) / statistics.median(floors)
+
+    @property
+    def prefill_share(self) -> float:
+        return sum(self.prefill) / sum(self.prefill + self.decode + self.ramp_down)
+
+
+def medians(rollouts: list[StepTimes], kind: str) -> list[float]:
+    """Median seconds of this kind of step in each rollout."""
+    return [statistics.median(vars(one)[kind]) for one in rollouts]
+
+
+class Floor:
+    """The bare operations of a decode step of this model."""
+
+    def __init__(self, model: PreTrainedModel, runner: ModelRunner, rows: int) -> None:
+        config = model.config
+        dtype = model.lm_head.weight.dtype
+        self._runner = runner
+        self._layers = [
+            [module.weight for module in layer.modules() if isinstance(module, torch.nn.Linear)]
+            for layer in model.model.layers
+        ]
+        self._head = model.lm_head.weight
+        widths = {weight.shape[1] for layer in self._layers for weight in layer} | {self._head.shape[1]}
+        self._inputs = {width: torch.randn(rows, width).to(dtype) for width in widths}
+        self._q = torch.randn(rows, config.num_attention_heads, config.head_dim).to(dtype)
+        self._kv = torch.randn(rows, config.num_key_value_heads, config.head_dim).to(dtype)
+        self._scale = config.head_dim**-0.5
+
+    @torch.no_grad()
+    def measure(self, sequences: list[Sequence], block_tables: np.ndarray) -> tuple[float, float]:
+        """Seconds of the GEMMs and of attention for the next token of these sequences.
+
+        The keys that it writes go where the step that follows puts the real ones.
+        """
+        context = self._context(sequences, block_tables)
+        gemm = attend = 0.0
+        for number, weights in enumerate(self._layers):
+            began = time.perf_counter()
+            for weight in weights:
+                F.linear(self._inputs[weight.shape[1]], weight)
+            between = time.perf_counter()
+            attention(self._q, self._kv, self._kv, context, AttentionOptions(number, self._scale))
+            attend += time.perf_counter() - between
+            gemm += between - began
+        began = time.perf_counter()
+        F.linear(self._inputs[self._head.shape[1]], self._head)
+        return gemm + time.perf_counter() - began, attend
+
+    def _context(self, sequences: list[Sequence], block_tables: np.ndarray) -> ForwardContext:
+        count = len(sequences)
+        starts = np.array([sequence.num_computed for sequence in sequences], np.int32)
+        return ForwardContext(
+            positions=torch.from_numpy(starts.astype(np.int64)),
+            row_start=np.arange(count, dtype=np.int32),
+            lengths=np.ones(count, np.int32),
+            starts=starts,
+            table_rows=np.array([sequence.slot for sequence in sequences], np.int32),
+            block_tables=block_tables,
+            block_size=self._runner.block_size,
+            pages=self._runner.pages,
+        )
+
+
+class SteppedEngine:
+    """An engine without threads, stepped by hand."""
+
+    def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
+        config = RolloutConfig(max_num_seqs=workload.sequences)
+        self.workload = workload
+        self.model = bind(copy.deepcopy(model))
+        self.runner = ModelRunner(self.model, config)
+        max_len = workload.prompt_tokens + workload.new_tokens
+        self.cache = CacheManager(
+            num_blocks=workload.sequences * -(-max_len // config.block_size),
+            block_size=config.block_size,
+            max_num_seqs=workload.sequences,
+            max_model_len=max_len,
+        )
+        self.engine = Engine(self.runner, self.cache, config.max_num_batched_tokens)
+        self.floor = Floor(self.model, self.runner, workload.sequences)
+
+    def rollout(self, prompts: Tokens) -> StepTimes:
+        """One rollout of the workload, with the floor measured before each decode step."""
+        times = StepTimes()
+        self._add(prompts)
+        counters = self.engine.counters
+        while self.engine.has_work:
+            running = self.engine.scheduler.running
+            full = len(running) == self.workload.sequences and all(map(_decodes, running))
+            if full:
+                gemm, attend = self.floor.measure(running, self.cache.block_tables)
+                times.gemm.append(gemm)
+                times.attention.append(attend)
+            prompt_tokens = counters.prefill_tokens_computed
+            began = time.perf_counter()
+            self.engine.step()
+            seconds = time.perf_counter() - began
+            if counters.prefill_tokens_computed > prompt_tokens:
+                times.prefill.append(seconds)
+            else:
+                (times.decode if full else times.ramp_down).append(seconds)
+        return times
+
+    def _add(self, prompts: Tokens) -> None:
+        params = SamplingParams(
+            n=self.workload.samples, temperature=1.0, max_tokens=self.workload.new_tokens, ignore_eos=True
+        )
+        for number, prompt in enumerate(prompts):
+            ids = np.array(prompt, np.int64)
+            self.engine.add(
+                Request(f"prompt-{number}", ids, params, ordinal=number, max_new_tokens=self.workload.new_tokens)
+            )
+
+
+def _decodes(sequence: Sequence) -> bool:
+    return sequence.num_tokens - sequence.num_computed == 1

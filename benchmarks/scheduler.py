@@ -1,0 +1,108 @@
+"""Cost of a scheduling step with 64 sequences running, and how it grows with the number that wait.
+
+    python benchmarks/scheduler.py [--json FILE]
+
+A step is `Engine.step()` - schedule, table bookkeeping, commit - on a runner that computes nothing. An
+engine with few waiting requests and one with many take turns, step by step.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import results_file
+import table
+from alternate import Spread, spread
+
+from samebit.rollout import SamplingParams
+from samebit.rollout.cache import CacheManager
+from samebit.rollout.engine import Engine
+from samebit.rollout.request import Request
+from samebit.rollout.step import StepPlan, StepResult
+
+RUNNING = 64
+PROMPT = 256
+BLOCK = 16
+STEPS = 200
+"""Steps of each engine in one repetition."""
+
+
+class IdleRunner:
+    """Answers at once: token 0 for every row."""
+
+    vocab_size = 8
+    forward_seconds = 0.0
+    sampler_seconds = 0.0
+
+    def __init__(self) -> None:
+        self._results = {rows: _result(rows) for rows in range(RUNNING + 1)}
+
+    def bytes_per_block(self) -> int:
+        return 1
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        pass
+
+    def release_cache(self) -> None:
+        pass
+
+    def run(self, plan: StepPlan, block_tables: np.ndarray) -> StepResult:
+        return self._results[sum(item.samples for item in plan.items)]
+
+
+def _result(rows: int) -> StepResult:
+    zeros = np.zeros(rows, np.float32)
+    return StepResult(np.zeros(rows, np.int64), zeros, zeros, np.ones(rows, np.bool_))
+
+
+def loaded_engine(waiting: int, new_tokens: int) -> Engine:
+    """`RUNNING` sequences that decode for the next `new_tokens` steps, and `waiting` that find no room."""
+    max_len = PROMPT + new_tokens
+    cache = CacheManager(
+        num_blocks=RUNNING * -(-max_len // BLOCK), block_size=BLOCK, max_num_seqs=RUNNING, max_model_len=max_len
+    )
+    engine = Engine(IdleRunner(), cache, max_num_batched_tokens=RUNNING * PROMPT)
+    params = SamplingParams(max_tokens=new_tokens)
+    prompt = np.arange(PROMPT, dtype=np.int64) % IdleRunner.vocab_size
+    for number in range(RUNNING + waiting):
+        engine.add(Request(f"request-{number}", prompt, params, ordinal=number, max_new_tokens=new_tokens))
+    engine.step()
+    if len(engine.scheduler.running) != RUNNING or len(engine.scheduler.waiting) != waiting:
+        raise RuntimeError(f"{len(engine.scheduler.running)} running, {len(engine.scheduler.waiting)} waiting")
+    return engine
+
+
+def measure(few: int, many: int, repetitions: int) -> dict[str, Spread]:
+    """Medians of each repetition: microseconds of a step with `few` and `many` waiting, and their ratio."""
+    engines = {count: loaded_engine(count, (repetitions + 1) * STEPS + 2) for count in (few, many)}
+    medians: dict[int, list[float]] = {few: [], many: []}
+    for repetition in range(repetitions + 1):
+        seconds: dict[int, list[float]] = {few: [], many: []}
+        for _ in range(STEPS):
+            for count, engine in engines.items():
+                began = time.perf_counter()
+                engine.step()
+                seconds[count].append(time.perf_counter() - began)
+        if repetition > 0:  # the first one warms up
+            for count in engines:
+                medians[count].append(statistics.median(seconds[count]))
+    return {
+        "schedule_growth": spread([b / a for a, b in zip(medians[few], medians[many], strict=True)]),
+        **{f"schedule_us_{count}_waiting": spread([1e6 * s for s in medians[count]]) for count in engines},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    metrics = measure(few=100, many=20_000, repetitions=5)
+    table.show(metrics)
+    if args.json:
+        results_file.write(args.json, results_file.describe(running=RUNNING, steps=STEPS), metrics)
+
+
+if __name__ == "__main__":
+    main()

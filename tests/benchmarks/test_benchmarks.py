@@ -1,0 +1,98 @@
+"""The benchmarks run from end to end on a model of a few thousand parameters and write what README.md says."""
+
+import importlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+}
+
+
+class Scripts:
+    """The scripts' modules, imported as the scripts import them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return importlib.import_module(name)
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripts]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield Scripts()
+    for name in [path.stem for path in FOLDER.glob("*.py")]:
+        sys.modules.pop(name, None)
+
+
+def test_rollout_writes_every_figure(scripts: Scripts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(scripts.models.SHAPES, "5m", TINY)
+    monkeypatch.setattr(scripts.rollout, "Workload", lambda: scripts.workload.Workload(2, 3, 20, 24))
+    target, picture = tmp_path / "out.json", tmp_path / "out.png"
+    monkeypatch.setattr(sys, "argv", ["rollout.py", "--quick", "--json", str(target), "--plot", str(picture)])
+    scripts.rollout.main()
+    content = json.loads(target.read_text())
+    names = {"ratio_vs_hf_generate_5m", "exact_tax", "engine_overhead_share", "step_over_floor"}
+    if scripts.peers.continuous_available():
+        names.add("ratio_vs_hf_continuous_tuned_5m")
+    assert names <= set(content["metrics"])
+    for value in content["metrics"].values():
+        assert 0 < value["min"] <= value["value"] <= value["max"] < math.inf
+    assert {"device", "versions", "commit", "command", "threads", "omp_wait_policy"} <= set(content["meta"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_number_of_tokens_is_refused(scripts: Scripts) -> None:
+    work = scripts.workload.Workload(prompts=1, samples=2, prompt_tokens=4, new_tokens=3)
+    work.check("good", [[1, 2, 3], [1, 2, 4]], vocab_size=5)
+    for outputs in ([[1, 2, 3]], [[1, 2, 3], [1, 2]], [[1, 2, 3], [1, 2, 5]], [[1, 2, 3], [1, 2, 3]]):
+        with pytest.raises(RuntimeError, match="bad: "):
+            work.check("bad", outputs, vocab_size=5)
+
+
+def test_disturbed_rounds_are_dropped(scripts: Scripts) -> None:
+    alternate = scripts.alternate
+    calibration = alternate.Calibration(size=8, repeats=1)
+    calibration.seconds = [1.0, 1.1, 0.9, 1.2, 1.0, 1.0]
+    rounds = [
+        alternate.Round(0, {"a": 2.0, "b": 1.0}, [1.0, 1.1]),
+        alternate.Round(1, {"a": 9.0, "b": 1.0}, [0.9, 1.2]),
+        alternate.Round(2, {"a": 4.0, "b": 1.0}, [1.0, 1.0]),
+    ]
+    steady = alternate.kept(rounds, calibration)
+    assert [one.number for one in steady] == [0, 2]
+    assert alternate.ratio(steady, "a", "b") == alternate.Spread(3.0, 2.0, 4.0)
+    assert [one.number for one in alternate.kept(rounds[1:2], calibration)] == [1]
+
+
+def test_who_begins_changes(scripts: Scripts) -> None:
+    order: list[str] = []
+
+    def turn(name: str) -> Any:
+        return lambda number: order.append(f"{name}{number}") or 1.0
+
+    calibration = scripts.alternate.Calibration(size=8, repeats=1)
+    scripts.alternate.alternate({"a": turn("a"), "b": turn("b")}, 2, calibration)
+    assert order == ["a0", "b0", "b1", "a1"]
+    assert len(calibration.seconds) == 4
+
+
+def test_scheduler_figures(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts.scheduler, "STEPS", 20)
+    metrics = scripts.scheduler.measure(few=1, many=50, repetitions=2)
+    assert set(metrics) == {"schedule_growth", "schedule_us_1_waiting", "schedule_us_50_waiting"}
+    assert all(0 < value.min <= value.value <= value.max for value in metrics.values())
