@@ -1,0 +1,222 @@
+"""`samebit check`: is the promise kept for this model on this machine?
+
+The same seeded requests are generated under one schedule after the other. Every log-probability that a
+worker reports is compared with the training forward of the same bound model, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numba
+import torch
+from torch import nn
+
+from samebit.kernels import bind
+from samebit.kernels.binding import binding_of
+from samebit.rollout.check_gemm import check_gemm_rows
+from samebit.rollout.check_trainer import LAYOUTS, Layout, Sample, packed
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.loading import load_model
+from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.worker import RolloutWorker
+
+PROMPT_LENGTHS = (1, 2, 3, 63, 64, 65, 17, 130)
+LONGEST_PROMPT = 300
+NAN_DIFFERENCE = 3.4e38
+"""Reported for a difference that is not a number, which JSON can not hold."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report: under this condition, so many tokens were compared and so many differ."""
+
+    name: str
+    tokens: int
+    differing: int
+    max_abs_diff: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The requests that every schedule serves."""
+
+    prompts: list[list[int]]
+    new_tokens: int
+    max_model_len: int
+
+    def params(self, temperature: float = 1.0, prompt_logprobs: int | None = None) -> list[SamplingParams]:
+        """Seeded, so that every schedule must sample the same tokens; one request asks for two samples."""
+        return [
+            SamplingParams(
+                n=2 if index == 1 else 1,
+                temperature=temperature,
+                seed=index,
+                max_tokens=self.new_tokens,
+                ignore_eos=True,
+                prompt_logprobs=prompt_logprobs,
+            )
+            for index in range(len(self.prompts))
+        ]
+
+
+def check_model(folder: str | Path, dtype: str = "auto", new_tokens: int = 32, seed: int = 0) -> Iterator[Row]:
+    """Check the model in ``folder``; a row at a time, as they are found.
+
+    Raises:
+        ValueError: the model can not be loaded, bound, or checked.
+    """
+    loaded = load_model(folder, RolloutConfig(dtype=dtype), None)
+    model = bind(loaded.module)
+    check = _Check(model, _workload(model, loaded.max_model_len, new_tokens, seed))
+    yield Row("GEMM rows: any number of 16-row tiles, any threads", *check_gemm_rows(model))
+    yield from check.schedules()
+    yield from check.temperatures()
+    yield from check.layouts()
+    yield from check.reloaded()
+    yield check.repeats()
+
+
+def _workload(model: nn.Module, max_model_len: int, new_tokens: int, seed: int) -> Workload:
+    new_tokens = min(new_tokens, max_model_len // 2)
+    longest = max_model_len - new_tokens
+    rng = random.Random(seed)
+    vocab_size = binding_of(model).vocab_size
+    lengths = [*(length for length in PROMPT_LENGTHS if length < longest), min(longest, LONGEST_PROMPT)]
+    prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+    return Workload(prompts, new_tokens, max(lengths) + new_tokens)
+
+
+class _Check:
+    """Generates, compares, and remembers what the first schedule gave."""
+
+    def __init__(self, model: Any, workload: Workload) -> None:
+        self.model = model
+        self.workload = workload
+        self.first: list[RequestOutput] = []
+        self.repeated = (0, 0, 0.0)
+
+    def schedules(self) -> Iterator[Row]:
+        self.first = self._run()
+        yield self._row("many requests at once, whole prefill", self.first)
+        yield self._row("one request at a time", self._one_by_one(), first=self.first)
+        chunked: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 8}
+        yield self._row("chunked prefill, 24 tokens a step", self._run(**chunked), first=self.first)
+        for block_size in (4, 64):
+            yield self._row(f"KV blocks of {block_size} tokens", self._run(block_size=block_size), first=self.first)
+        chosen, outputs, preemptions = self._preempted()
+        yield self._row(f"preempted {preemptions} times", outputs, first=[self.first[index] for index in chosen])
+        most: int = numba.config.NUMBA_NUM_THREADS
+        for count in range(1, min(2, most) + 1):
+            note = "" if most > 1 else " (this machine allows no more)"
+            yield self._row(f"threads of the worker: {count}{note}", self._run(num_threads=count), first=self.first)
+
+    def temperatures(self) -> Iterator[Row]:
+        for temperature in (0.7, 0.0):
+            name = f"temperature {temperature}" if temperature else "greedy"
+            outputs = self._run(self.workload.params(temperature))
+            yield self._row(name, outputs, temperature=temperature or 1.0)
+
+    def layouts(self) -> Iterator[Row]:
+        for name, layout in LAYOUTS.items():
+            yield self._row(f"trainer: {name}", self.first, layout)
+        outputs = self._run(self.workload.params(prompt_logprobs=0), max_num_batched_tokens=24, max_num_seqs=8)
+        found = [torch.tensor((out.prompt_logprobs or [])[1:], dtype=torch.float32) for out in outputs]
+        expected = packed(
+            self.model, [Sample(out.prompt_token_ids[:1], out.prompt_token_ids[1:]) for out in outputs], 1.0
+        )
+        yield Row("log-probabilities of the prompts", *_compare(found, expected))
+
+    def reloaded(self) -> Iterator[Row]:
+        prompts, params = self.workload.prompts, self.workload.params()
+        with TemporaryDirectory(prefix="samebit-check-") as folder:
+            self.model.save_pretrained(folder)
+            with RolloutWorker(folder, config=self._config()) as worker:
+                outputs = worker.generate(prompts, params)
+                yield self._row("weights saved and loaded again", outputs, first=self.first)
+                worker.load_state_dict({name: tensor * 0.5 for name, tensor in self.model.state_dict().items()})
+                worker.receive_weights(folder)
+                outputs = worker.generate(prompts, params)
+                yield self._row("weights received from a folder", outputs, first=self.first)
+
+    def repeats(self) -> Row:
+        return Row("same seed, same samples under all of these", *self.repeated)
+
+    def _config(self, **changes: Any) -> RolloutConfig:
+        return RolloutConfig(max_model_len=self.workload.max_model_len, **changes)
+
+    def _run(self, params: list[SamplingParams] | None = None, **config: Any) -> list[RequestOutput]:
+        with RolloutWorker(self.model, config=self._config(**config)) as worker:
+            return worker.generate(self.workload.prompts, params or self.workload.params())
+
+    def _one_by_one(self) -> list[RequestOutput]:
+        with RolloutWorker(self.model, config=self._config()) as worker:
+            requests = zip(self.workload.prompts, self.workload.params(), strict=True)
+            return [worker.generate([prompt], params)[0] for prompt, params in requests]
+
+    def _preempted(self) -> tuple[list[int], list[RequestOutput], int]:
+        """Requests, outputs and preemptions of the first pool that is too small, leaving out long prompts at need."""
+        prompts, params = self.workload.prompts, self.workload.params()
+        by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        for kept, block_size, part in itertools.product(range(len(prompts), 1, -1), (4, 1), (2, 3)):
+            chosen = sorted(by_length[:kept])
+            needs = [-(-(len(prompts[index]) + self.workload.new_tokens) // block_size) for index in chosen]
+            config = self._config(block_size=block_size, num_blocks=max(*needs, sum(needs) // part))
+            with RolloutWorker(self.model, config=config) as worker:
+                outputs = worker.generate([prompts[i] for i in chosen], [params[i] for i in chosen])
+                preemptions = int(worker.stats()["preemptions"])
+            if preemptions:
+                return chosen, outputs, preemptions
+        raise ValueError("no pool was small enough to preempt a request: ask for more --tokens")
+
+    def _row(
+        self,
+        name: str,
+        outputs: list[RequestOutput],
+        layout: Layout = packed,
+        *,
+        temperature: float = 1.0,
+        first: list[RequestOutput] | None = None,
+    ) -> Row:
+        """Compare what was reported, at the sampling temperature and at 1, with the training forward.
+
+        `first`: the same requests under the first schedule, which must have given the same samples.
+        """
+        if first is not None:
+            self.repeated = _worst(self.repeated, _compare_samples(outputs, first))
+        samples = [Sample(out.prompt_token_ids, sample.token_ids) for out in outputs for sample in out.samples]
+        result = _compare(_reported(outputs), layout(self.model, samples, temperature))
+        if temperature != 1.0:
+            raw = [torch.tensor(sample.raw_logprobs) for out in outputs for sample in out.samples]
+            result = _worst(result, _compare(raw, layout(self.model, samples, 1.0)))
+        return Row(name, *result)
+
+
+def _reported(outputs: list[RequestOutput]) -> list[torch.Tensor]:
+    return [torch.tensor(sample.logprobs) for out in outputs for sample in out.samples]
+
+
+def _compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> tuple[int, int, float]:
+    """(tokens, how many differ in any bit or are not numbers, largest difference)."""
+    a, b = torch.cat(found), torch.cat(expected)
+    differing = (a.view(torch.int32) != b.view(torch.int32)) | a.isnan() | b.isnan()
+    worst = (a - b).abs().nan_to_num(nan=NAN_DIFFERENCE, posinf=NAN_DIFFERENCE).max() if len(a) else 0.0
+    return len(a), int(differing.sum()), float(worst)
+
+
+def _compare_samples(outputs: list[RequestOutput], first: list[RequestOutput]) -> tuple[int, int, float]:
+    """The same for two runs of the same requests, where other tokens are a difference too."""
+    tokens, differing, worst = _compare(_reported(outputs), _reported(first))
+    ids = [[token for out in run for sample in out.samples for token in sample.token_ids] for run in (outputs, first)]
+    return tokens, max(differing, sum(a != b for a, b in zip(*ids, strict=True))), worst
+
+
+def _worst(a: tuple[int, int, float], b: tuple[int, int, float]) -> tuple[int, int, float]:
+    return a[0] + b[0], a[1] + b[1], max(a[2], b[2])

@@ -1,0 +1,64 @@
+"""Does a GEMM give a row the same bits in any number of row tiles, on this machine and these shapes?
+
+Everything else in the exact forward is fixed by its source. The GEMM is torch's, and which of its kernels
+runs depends on the processor, the library, the number of rows and the number of threads; so it is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from samebit.kernels.linear import ROW_TILE
+
+MOST_ROWS = 320
+LARGE = 1 << 24
+"""Elements of a weight from which on only some numbers of rows are tried."""
+
+
+@torch.no_grad()
+def check_gemm_rows(model: nn.Module) -> tuple[int, int, float]:
+    """(rows compared, rows that differ, largest difference) over the shapes of the model's linear layers."""
+    layers = {module.weight.shape: module for module in model.modules() if isinstance(module, nn.Linear)}
+    rows, differing, worst = 0, 0, 0.0
+    threads = torch.get_num_threads()
+    try:
+        for layer in layers.values():
+            x = torch.randn(MOST_ROWS, layer.in_features, generator=torch.Generator().manual_seed(0))
+            x = x.to(layer.weight.dtype)
+            expected = torch.cat([F.linear(tile, layer.weight, layer.bias) for tile in x.split(ROW_TILE)])
+            for count in _thread_counts(threads):
+                torch.set_num_threads(count)
+                for found, wanted in _products(x, layer, expected):
+                    rows += len(found)
+                    differing += int((found != wanted).any(1).sum())
+                    worst = max(worst, float((found.float() - wanted.float()).abs().max()))
+    finally:
+        torch.set_num_threads(threads)
+    return rows, differing, worst
+
+
+def _thread_counts(most: int) -> list[int]:
+    return sorted({count for count in (1, 2, 3, 4, 8, most) if count <= most})
+
+
+def _products(x: torch.Tensor, layer: nn.Linear, expected: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Products of the first n rows, of the rows in another order, and of operands off their alignment."""
+    weight, bias = layer.weight, layer.bias
+    step = ROW_TILE if weight.numel() < LARGE else 4 * ROW_TILE
+    for count in sorted({ROW_TILE, 2 * ROW_TILE, 3 * ROW_TILE, *range(step, MOST_ROWS + 1, step)}):
+        yield F.linear(x[:count], weight, bias), expected[:count]
+    yield F.linear(x.flip(0), weight, bias).flip(0), expected
+    shifted = _misaligned(weight)
+    for count in (ROW_TILE, 5 * ROW_TILE):
+        yield F.linear(_misaligned(x[:count]), weight, bias), expected[:count]
+        yield F.linear(x[:count], shifted, bias), expected[:count]
+
+
+def _misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose first element is one element past an aligned address."""
+    copy = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    return copy.copy_(tensor)

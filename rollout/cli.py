@@ -1,0 +1,97 @@
+"""The console command `samebit`.
+
+What is heavy is imported by the subcommand that needs it, after the process has been set up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+FAILED, UNUSABLE = 1, 2
+"""Exit codes: a promise is broken; the command could not be carried out."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; the exit code. Without `argv` this is the process's own command line."""
+    arguments = _parser().parse_args(argv)
+    if argv is None:
+        _let_idle_threads_sleep()
+    code: int = arguments.run(arguments)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="samebit", description="An RL rollout engine that agrees with its trainer.")
+    commands = parser.add_subparsers(title="commands", required=True)
+    check = commands.add_parser(
+        "check",
+        help="compare rollout and trainer bit for bit on your model and machine",
+        description="Generates from random prompts under many schedules and compares each reported log-probability "
+        "with the training forward, bit for bit. Exit code 0: all equal; 1: some differ; 2: can not be checked.",
+    )
+    check.add_argument("model_dir", metavar="MODEL_DIR", help="a Hugging Face model folder; no tokenizer is needed")
+    check.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    check.add_argument("--tokens", type=_positive, default=32, metavar="N", help="new tokens a request (32)")
+    check.add_argument("--seed", type=_natural, default=0, metavar="N", help="of prompts and samples (0)")
+    check.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    check.set_defaults(run=_check)
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, got {number}")
+    return number
+
+
+def _let_idle_threads_sleep() -> None:
+    """OpenMP reads its environment when it is loaded: if that has happened, start over."""
+    if "OMP_WAIT_POLICY" in os.environ:
+        return
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    if "torch" in sys.modules:
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    from samebit.rollout.check import Row, check_model
+    from samebit.rollout.errors import NonFiniteLogitsError
+
+    logging.disable_progress_bar()
+    rows: list[Row] = []
+    if not arguments.json:
+        sys.stdout.write(f"{'':<52}{'tokens':>9}{'differing':>11}{'max |diff|':>12}\n")
+    try:
+        for row in check_model(arguments.model_dir, arguments.dtype, arguments.tokens, arguments.seed):
+            rows.append(row)
+            if not arguments.json:
+                sys.stdout.write(f"{row.name:<52}{row.tokens:>9,}{row.differing:>11,}{row.max_abs_diff:>12.3g}\n")
+                sys.stdout.flush()
+    except (ValueError, OSError, SafetensorError, NonFiniteLogitsError) as error:
+        sys.stderr.write(f"samebit check: {' '.join(str(error).split())}\n")
+        return UNUSABLE
+    ok = all(row.differing == 0 for row in rows)
+    if arguments.json:
+        sys.stdout.write(json.dumps({"ok": ok, "rows": [vars(row) for row in rows]}) + "\n")
+    else:
+        sys.stdout.write("every bit agrees\n" if ok else "NOT EXACT: see the rows with differing tokens\n")
+    return 0 if ok else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

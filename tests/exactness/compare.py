@@ -1,0 +1,57 @@
+"""Compare what a worker reports with what the trainer computes, bit for bit."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
+
+from .layouts import LAYOUTS, Scores, assert_same_bits
+
+
+def report_temperature(params: SamplingParams) -> float:
+    return params.temperature or 1.0
+
+
+def reported(outputs: Sequence[RequestOutput], field: str = "logprobs") -> Scores:
+    return [torch.tensor(getattr(sample, field), dtype=torch.float32) for out in outputs for sample in out.samples]
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
+    return [[sample.token_ids for sample in out.samples] for out in outputs]
+
+
+def trained(model: nn.Module, outputs: Sequence[RequestOutput], temperature: float, layout: str = "packed") -> Scores:
+    """The trainer's log-probabilities of the sampled tokens, in the order of `reported`."""
+    pairs = [(out, sample) for out in outputs for sample in out.samples]
+    if not pairs:
+        return []
+    with torch.no_grad():
+        scores = LAYOUTS[layout](model, [out.prompt_token_ids + s.token_ids for out, s in pairs], temperature)
+    return [row[len(row) - len(s.token_ids) :] for row, (_, s) in zip(scores, pairs, strict=True)]
+
+
+def assert_matches_trainer(
+    model: nn.Module, outputs: Sequence[RequestOutput], params: Sequence[SamplingParams], layout: str = "packed"
+) -> int:
+    """Both reported numbers of every token of every sample; the count of tokens."""
+    for temperature in {report_temperature(each) for each in params}:
+        group = [out for out, each in zip(outputs, params, strict=True) if report_temperature(each) == temperature]
+        assert_same_bits(reported(group), trained(model, group, temperature, layout))
+        if temperature != 1.0:
+            assert_same_bits(reported(group, "raw_logprobs"), trained(model, group, 1.0, layout))
+    return sum(len(row) for row in reported(outputs))
+
+
+def assert_same_samples(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
+    assert tokens_of(found) == tokens_of(expected)
+    assert_same_bits(reported(found), reported(expected))
+
+
+def run(
+    model: nn.Module, prompts: list[list[int]], params: list[SamplingParams], **config: object
+) -> tuple[list[RequestOutput], dict[str, float]]:
+    """Generate with a worker of this configuration; its outputs and its statistics."""
+    with RolloutWorker(model, config=RolloutConfig(**config)) as worker:
+        return worker.generate(prompts, params), worker.stats()

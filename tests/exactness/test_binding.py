@@ -1,0 +1,117 @@
+"""What `bind` refuses, by name and without a trace, and what a bound model does not do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from samebit.kernels import BindingError, bind, token_logprobs
+from samebit.kernels.binding import is_bound
+
+from .families import MAX_LEN, VOCAB, bound_model, make_model
+
+TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+EXPERTS = {**TINY, "num_key_value_heads": 1, "intermediate_size": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 25,
+    "long_factor": [2.0] * 25,
+    "original_max_position_embeddings": MAX_LEN // 2,
+}
+
+
+def of_family(name: str, **config: Any) -> Callable[[], nn.Module]:
+    classes = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    return lambda: classes[1](classes[0](**config))
+
+
+def llama_with(module: nn.Module, path: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = make_model("Llama")
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, module)
+        return model
+
+    return make
+
+
+class Adapter(nn.Linear):
+    """A linear layer with something more in its forward."""
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "sinks": (of_family("GptOss", **EXPERTS, head_dim=8), "attention sinks"),
+    "OPT": (of_family("OPT", **TINY), "OPT.*no known family; dropout"),
+    "experts": (of_family("Mixtral", **EXPERTS), "routed experts"),
+    "Bloom": (of_family("Bloom", vocab_size=50, hidden_size=16, n_layer=1, n_head=2), "Bloom.*no known family"),
+    "MPT": (of_family("Mpt", vocab_size=50, d_model=16, n_layers=1, n_heads=2), "Mpt.*no known family"),
+    "dynamic rotary": (
+        lambda: make_model("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        "dynamic rotary scaling",
+    ),
+    "longrope": (lambda: make_model("Phi3", rope_parameters=LONGROPE), "longrope rotary scaling"),
+    "dropout": (lambda: make_model("Qwen2", attention_dropout=0.1), r"attention_dropout=0\.1"),
+    "float16": (lambda: make_model("Llama").half(), "torch.float16"),
+    "float64": (lambda: make_model("Llama").double(), "torch.float64"),
+    "activation": (lambda: make_model("Llama", hidden_act="relu"), "activation 'relu'"),
+    "parallel residual": (lambda: make_model("StableLm", use_parallel_residual=True), "parallel residual"),
+    "qk LayerNorm": (lambda: make_model("StableLm", qk_layernorm=True), "qk_layernorm"),
+    "a wrapped layer": (
+        llama_with(Adapter(200, 320), "model.layers.1.self_attn.q_proj"),
+        r"layers\.1.*q_proj.*Adapter",
+    ),
+    "a wrapped head": (llama_with(Adapter(200, VOCAB), "lm_head"), "lm_head.*Adapter"),
+    "active dropout": (llama_with(nn.Dropout(0.1), "model.layers.0.resid_dropout"), "Dropout"),
+    "not Hugging Face": (lambda: nn.Linear(2, 2), "not a Hugging Face model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name_and_left_as_it_was(name: str) -> None:
+    make, message = REFUSED[name]
+    model = make()
+    before = {key: dict(module.__dict__) for key, module in model.named_modules()}
+    with pytest.raises(BindingError, match=message):
+        bind(model)
+    assert not is_bound(model)
+    assert {key: dict(module.__dict__) for key, module in model.named_modules()} == before
+
+
+def test_a_bound_model_refuses_what_it_would_get_wrong() -> None:
+    model, ids = bound_model("Llama"), torch.ones(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="keeps no Hugging Face cache"):
+        model(ids, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match="RolloutWorker"):
+        model.generate(ids, max_new_tokens=2)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(ids, output_attentions=True)
+    assert model(ids, use_cache=True).past_key_values is None
+
+
+def test_binding_twice() -> None:
+    model = bind(make_model("Llama"))
+    forwards = {name: module.forward for name, module in model.named_modules()}
+    assert bind(model) is model
+    assert {name: module.forward for name, module in model.named_modules()} == forwards
+    with pytest.raises(BindingError, match="already bound with exact=True"):
+        bind(model, exact=False)
+
+
+def test_binding_keeps_parameters_and_state_dict() -> None:
+    model = make_model("Gemma3")
+    before = {key: (id(value), value.clone()) for key, value in model.named_parameters()}
+    keys = list(model.state_dict())
+    bind(model)
+    assert list(model.state_dict()) == keys
+    for key, value in model.named_parameters():
+        assert id(value) == before[key][0]
+        assert torch.equal(value, before[key][1])
+
+
+def test_an_unbound_model_has_no_token_logprobs() -> None:
+    with pytest.raises(ValueError, match="not bound: call"):
+        token_logprobs(make_model("Llama"), torch.ones(1, 4, dtype=torch.int64))

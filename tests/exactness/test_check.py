@@ -1,0 +1,103 @@
+"""`samebit check`: what it prints, what it exits with, and that it can find a difference."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from samebit.rollout import check, cli
+
+from .families import make_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    make_model("Gemma3", torch.bfloat16).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_json_is_one_object_and_nothing_else(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", folder, "--json", "--tokens", "20", "--dtype", "float32"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    assert len({row["name"] for row in report["rows"]}) == len(report["rows"]) >= 18
+    for row in report["rows"]:
+        assert row.keys() == {"name", "tokens", "differing", "max_abs_diff"}
+        assert row["tokens"] > 50
+        assert row["differing"] == row["max_abs_diff"] == 0
+
+
+def test_a_table_for_people(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", folder, "--tokens", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "every bit agrees"
+    assert any(line.startswith("preempted") for line in lines)
+
+
+def test_another_formula_in_the_trainer_is_found(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def torchs_own(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        return (logits / temperature[:, None]).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+    monkeypatch.setattr(sys.modules["samebit.kernels.token_logprobs"], "logprobs_from_logits", torchs_own)
+    assert cli.main(["check", folder, "--json", "--tokens", "4"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    differing = {row["name"]: row["differing"] for row in report["rows"]}
+    assert report["ok"] is False
+    assert differing["trainer: packed"] > 0
+    assert differing["same seed, same samples under all of these"] == 0
+
+
+def test_another_sample_of_the_same_seed_is_found(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check._Check, "_one_by_one", lambda self: self._run(self.workload.params(temperature=0.5)))
+    differing = {row.name: row.differing for row in check.check_model(folder, new_tokens=4)}
+    assert differing["same seed, same samples under all of these"] > 0
+    assert differing["one request at a time"] > 0
+
+
+@pytest.mark.parametrize("broken", ["no such folder", "no weights", "cut off", "experts"])
+def test_what_can_not_be_checked_is_one_line(
+    broken: str, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = Path(folder) / "model.safetensors"
+    if broken == "no such folder":
+        folder = str(tmp_path / "nothing")
+    elif broken == "no weights":
+        weights.unlink()
+    elif broken == "cut off":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    else:
+        config = MixtralConfig(
+            vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, num_local_experts=2,
+        )  # fmt: skip
+        MixtralForCausalLM(config).save_pretrained(folder)
+    assert cli.main(["check", folder, "--json"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = [line for line in printed.err.splitlines() if line.startswith("samebit check: ")]
+    assert {"experts": "routed experts", "no weights": "no weights"}.get(broken, "") in line
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["check"], ["check", "x", "--tokens", "0"], ["check", "x", "--dtype", "int8"]]
+)
+def test_bad_arguments(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+
+
+def test_the_command_line_starts_over_with_sleeping_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP has read its environment by the time the command runs."""
+    started = []
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(os, "execv", lambda *arguments: started.append(arguments))
+    cli._let_idle_threads_sleep()
+    cli._let_idle_threads_sleep()
+    assert started == [(sys.executable, [sys.executable, *sys.orig_argv[1:]])]
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"

@@ -1,0 +1,136 @@
+"""The promise: what the worker reports is what the trainer computes, for every family, however it was scheduled."""
+
+import itertools
+from pathlib import Path
+
+import numba
+import pytest
+import torch
+
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+
+from .compare import assert_matches_trainer, assert_same_samples, reported, run, tokens_of
+from .families import DTYPES, FAMILIES, bound_model, make_model, token_ids
+from .layouts import LAYOUTS, alone, assert_same_bits
+
+PROMPTS = token_ids(1, 2, 3, 63, 64, 65, 100)
+NEW = 24
+PARAMS = [
+    SamplingParams(n=n, temperature=temperature, seed=seed, max_tokens=NEW, ignore_eos=True)
+    for seed, (n, temperature) in enumerate([(2, 1.0), (1, 0.7), (1, 0.0), (1, 1.0), (2, 0.7), (1, 1.0), (1, 0.7)])
+]
+CHUNKED = {"max_num_batched_tokens": 40, "max_num_seqs": 12}
+CROWDED = {"num_blocks": 12, "block_size": 16}
+THREADS = range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, dtype: torch.dtype) -> None:
+    model = bound_model(family, dtype)
+    whole, _ = run(model, PROMPTS, PARAMS)
+    assert assert_matches_trainer(model, whole, PARAMS, "left padded") == 9 * NEW
+    assert_matches_trainer(model, whole, PARAMS, "packed")
+    crowded, stats = run(model, PROMPTS, PARAMS, **CHUNKED, **CROWDED)
+    assert stats["preemptions"] > 0, "the pool was meant to be too small"
+    assert_same_samples(crowded, whole)
+    single, _ = run(model, PROMPTS[4:5], PARAMS[4:5], block_size=4)
+    assert_same_samples(single, whole[4:5])
+    spread = torch.cat(reported(whole)).std()
+    assert spread > 0.2, "logits this flat would hide a difference"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("change", ["block_size", "num_threads", "max_num_batched_tokens", "max_num_seqs"])
+def test_bits_do_not_depend_on_the_configuration(change: str, dtype: torch.dtype) -> None:
+    values = {
+        "block_size": (4, 16, 64, 256),
+        "num_threads": THREADS,
+        "max_num_batched_tokens": (64, 65, 100, 4096),
+        "max_num_seqs": (1, 3, 64),
+    }[change]
+    model = bound_model("Gemma2", dtype)
+    results = [run(model, PROMPTS, PARAMS, **{change: value})[0] for value in values]
+    for result in results:
+        assert_matches_trainer(model, result, PARAMS, "right padded")
+        assert_same_samples(result, results[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prompt_logprobs(layout: str) -> None:
+    model = bound_model("Qwen3")
+    params = [SamplingParams(max_tokens=1, prompt_logprobs=0, seed=1)] * len(PROMPTS)
+    outputs, _ = run(model, PROMPTS, params, **CHUNKED)
+    assert all(out.prompt_logprobs[0] is None for out in outputs)
+    with torch.no_grad():
+        expected = LAYOUTS[layout](model, PROMPTS)
+    assert_same_bits([torch.tensor(out.prompt_logprobs[1:], dtype=torch.float32) for out in outputs], expected)
+
+
+def test_processing_the_choice_leaves_the_report_alone() -> None:
+    model = bound_model("Llama")
+    options = [
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.7},
+        {"logit_bias": {7: 30.0}},
+        {"min_tokens": 5, "stop_token_ids": [7], "logit_bias": {7: 5.0}},
+        {"top_k": 3, "top_p": 0.9, "temperature": 0.7, "logprobs": 3},
+    ]
+    params = [SamplingParams(seed=3, max_tokens=12, **each) for each in options]
+    outputs, _ = run(model, PROMPTS, params)
+    assert_matches_trainer(model, outputs, params)
+    assert outputs[4].samples[0].token_ids == [7] * 12
+
+
+def test_a_seed_fixes_the_tokens_and_no_seed_does_not() -> None:
+    model = bound_model("Llama")
+    prompt, filler = PROMPTS[3], token_ids(5, 80, 33, 1, seed=9)
+    params = SamplingParams(n=3, seed=11, max_tokens=NEW, ignore_eos=True)
+    (first,), _ = run(model, [prompt], [params])
+    others = [SamplingParams(max_tokens=NEW, ignore_eos=True)] * len(filler)
+    for position, config in itertools.product((0, 2, 4), ({}, {**CHUNKED, **CROWDED})):
+        prompts = [*filler[:position], prompt, *filler[position:]]
+        outputs, _ = run(model, prompts, [*others[:position], params, *others[position:]], **config)
+        assert_same_samples(outputs[position : position + 1], [first])
+    assert len({tuple(sample.token_ids) for sample in first.samples}) == 3
+    unseeded, _ = run(model, [prompt] * 8, [SamplingParams(max_tokens=NEW, ignore_eos=True)] * 8)
+    assert len({tuple(samples[0]) for samples in tokens_of(unseeded)}) == 8
+    again, _ = run(model, [prompt] * 8, [SamplingParams(max_tokens=NEW, ignore_eos=True)] * 8)
+    assert_same_samples(again, unseeded)
+    reseeded, _ = run(model, [prompt] * 8, [SamplingParams(max_tokens=NEW, ignore_eos=True)] * 8, seed=1)
+    assert tokens_of(reseeded) != tokens_of(unseeded)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["Gemma3", "Phi3", "Olmo2"])
+def test_weights_that_went_through_a_folder(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = bound_model(family, dtype)
+    model.save_pretrained(tmp_path)
+    here, _ = run(model, PROMPTS, PARAMS)
+    with RolloutWorker(tmp_path) as worker:
+        assert_same_samples(worker.generate(PROMPTS, PARAMS), here)
+        worker.load_state_dict({name: tensor * 0.5 for name, tensor in model.state_dict().items()})
+        assert tokens_of(worker.generate(PROMPTS, PARAMS)) != tokens_of(here)
+        worker.receive_weights(tmp_path)
+        assert_same_samples(worker.generate(PROMPTS, PARAMS), here)
+        worker.sleep()
+        worker.wake_up()
+        assert_same_samples(worker.generate(PROMPTS, PARAMS), here)
+
+
+def test_a_step_of_the_optimizer_between_two_rollouts() -> None:
+    policy = make_model("Qwen3")
+    with RolloutWorker(policy, config=RolloutConfig(**CHUNKED)) as worker:
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.05)
+        before = None
+        for _ in range(3):
+            outputs = worker.generate(PROMPTS, PARAMS)
+            assert_matches_trainer(policy, outputs, PARAMS, "left padded")
+            assert tokens_of(outputs) != before
+            before = tokens_of(outputs)
+            torch.cat(alone(policy, PROMPTS)).mean().neg().backward()
+            with worker.weight_update():
+                optimizer.step()
+                optimizer.zero_grad()

@@ -1,0 +1,114 @@
+"""Random schedules, prompts, batch mixes and configurations: no token may differ, whatever happens on the way.
+
+SAMEBIT_SOAK_CASES sets the number of cases.
+"""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+
+from .compare import assert_matches_trainer, assert_same_samples
+from .families import DTYPES, FAMILIES, bound_model, token_ids
+from .layouts import LAYOUTS
+
+CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "25"))
+LENGTHS = (1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 90)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request, what happens right after it was submitted, and whether it is repeated alone at the end."""
+
+    prompt: list[int]
+    params: SamplingParams
+    event: str
+    repeat: bool
+
+
+@st.composite
+def wishes(draw: st.DrawFn) -> Wish:
+    new = draw(st.integers(1, 10))
+    seed = draw(st.one_of(st.none(), st.integers(0, 2**63 - 1)))
+    params = SamplingParams(
+        n=draw(st.sampled_from((1, 1, 1, 2, 3))),
+        temperature=draw(st.sampled_from((1.0, 0.7, 0.0))),
+        seed=seed,
+        max_tokens=new,
+        min_tokens=draw(st.integers(0, new)),
+        ignore_eos=draw(st.booleans()),
+        top_k=draw(st.sampled_from((0, 0, 1, 7))),
+        top_p=draw(st.sampled_from((1.0, 1.0, 0.8))),
+        min_p=draw(st.sampled_from((0.0, 0.0, 0.1))),
+        repetition_penalty=draw(st.sampled_from((1.0, 1.0, 1.3))),
+    )
+    (prompt,) = token_ids(draw(st.sampled_from(LENGTHS)), seed=draw(st.integers(0, 1000)))
+    event = draw(st.sampled_from(("", "", "", "sleep", "abort", "pause", "update")))
+    return Wish(prompt, params, event, seed is not None and draw(st.booleans()))
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> RolloutConfig:
+    block_size = draw(st.sampled_from((2, 4, 16, 64)))
+    max_num_seqs = draw(st.integers(1, 9))
+    fewest = -(-100 // block_size)  # what the longest request needs
+    return RolloutConfig(
+        block_size=block_size,
+        num_blocks=draw(st.integers(fewest, 3 * fewest)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=draw(st.integers(max_num_seqs, 130)),
+        seed=draw(st.integers(0, 5)),
+    )
+
+
+def disturb(worker: RolloutWorker, event: str, request_id: str) -> None:
+    if event == "sleep":
+        worker.sleep("kv_cache")
+        worker.wake_up()
+    elif event == "abort":
+        worker.abort(request_id)
+    elif event == "pause":
+        worker.pause()
+        worker.resume()
+    elif event == "update":
+        with worker.weight_update(in_flight="recompute"):
+            pass  # the same weights: what was cached must be computed again, to the same bits
+
+
+@pytest.mark.soak
+@settings(
+    max_examples=CASES,
+    deadline=None,
+    derandomize=CASES <= 25,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+@given(
+    family=st.sampled_from(FAMILIES),
+    dtype=st.sampled_from(DTYPES),
+    config=configs(),
+    asked=st.lists(wishes(), min_size=1, max_size=6),
+    layout=st.sampled_from(tuple(LAYOUTS)),
+)
+def test_no_token_differs(
+    family: str, dtype: torch.dtype, config: RolloutConfig, asked: list[Wish], layout: str
+) -> None:
+    model = bound_model(family, dtype)
+    with RolloutWorker(model, config=config) as worker:
+        handles = []
+        for wish in asked:
+            handles.append(worker.submit(wish.prompt, wish.params))
+            disturb(worker, wish.event, handles[-1].request_id)
+        outputs = [handle.result(timeout=60) for handle in handles]
+        repeated = [number for number, wish in enumerate(asked) if wish.repeat and wish.event != "abort"]
+        for number in repeated:
+            again = worker.generate([asked[number].prompt], asked[number].params)
+            assert_same_samples(again, [outputs[number]])
+    for output, wish in zip(outputs, asked, strict=True):
+        assert [s.finish_reason for s in output.samples].count("abort") == 0 or wish.event == "abort"
+    assert_matches_trainer(model, outputs, [wish.params for wish in asked], layout)
