@@ -64,6 +64,10 @@ class EmbeddingFacts:
     scale: float
 
 
+_READY_MASK = torch.empty(1, 1, 1, 1)
+"""Hugging Face passes a four-dimensional mask on as it is, instead of building one that nobody reads."""
+
+
 def attach(module: nn.Module, forward: Callable[..., Any], facts: Any = None) -> None:
     """Replace the forward of this instance."""
     module.__dict__["samebit"] = facts
@@ -83,7 +87,7 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         warnings.warn(
             "a bound model computes in the dtype of its parameters: autocast does not change it", stacklevel=2
         )
-    kwargs.update(position_ids=context.positions.view(ids.shape), use_cache=False)
+    kwargs.update(attention_mask=_READY_MASK, position_ids=context.positions.view(ids.shape), use_cache=False)
     with use_context(context), torch.autocast("cpu", enabled=False):
         return type(self).forward(self, *args, **kwargs)
 
@@ -149,7 +153,7 @@ def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 def attention_forward(
     self: Any, hidden_states: torch.Tensor, position_embeddings: RotaryTables, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """Self-attention; what remains of the arguments are Hugging Face's masks and caches, all None here."""
+    """Self-attention; what remains of the arguments are Hugging Face's mask and cache, which hold nothing here."""
     facts: AttentionFacts = self.samebit
     q, k, v = _queries_keys_values(self, facts, hidden_states)
     tables = position_embeddings

@@ -20,23 +20,12 @@ from numba import njit, prange
 
 from .jit import RowKernel
 from .numeric import LANES, exp, fma, narrow, tanh, widen
-from .simd import (
-    accumulate_1,
-    accumulate_1_fetching,
-    accumulate_2,
-    accumulate_2_fetching,
-    accumulate_4,
-    accumulate_4_fetching,
-    scores_1,
-    scores_1_fetching,
-    scores_2,
-    scores_2_fetching,
-    scores_4,
-    scores_4_fetching,
-)
+from .simd import multiply, multiply_add
 
 KV_CHUNK = 64
 """Tokens a softmax accumulator takes in at once. A constant of the arithmetic: changing it changes bits."""
+
+_VECTORS = KV_CHUNK // LANES
 
 QUERY_TILE = 64
 """Query tokens one work item covers; only a matter of speed."""
@@ -77,34 +66,47 @@ def _attend_tile(
     """Attention of ``count`` tokens from ``row`` on, for the query heads of one KV head."""
     rows = count * group
     query = np.empty(rows * head_dim, np.float32)
+    tokens = np.empty(rows, np.int64)
+    for r in range(rows):
+        tokens[r] = position + r // group
+        for d in range(head_dim):
+            query[r * head_dim + d] = widen(q[row + r // group, kv_head * group + r % group, d])
     acc = np.zeros(rows * head_dim, np.float32)
     sums = np.zeros(rows * LANES, np.float32)
     peaks = np.full(rows, _LOWEST, np.float32)
     s = np.zeros(4 * KV_CHUNK, np.float32)
     lanes = np.empty(LANES, np.float32)
-    small = np.empty(head_dim * LANES, pages.dtype)
-    for r in range(rows):
-        for d in range(head_dim):
-            query[r * head_dim + d] = widen(q[row + r // group, kv_head * group + r % group, d])
+    here = np.zeros((2, _VECTORS), np.int64)  # where the keys and the values of each vector of the chunk are
+    ahead = np.zeros((2, _VECTORS), np.int64)
+    steps = np.arange(0, KV_CHUNK, LANES)
+    small = block_size < LANES
+    copied = np.empty(2 * head_dim * KV_CHUNK if small else 0, pages.dtype)
+    source, key_stride = (copied, KV_CHUNK) if small else (pages, block_size)
     newest = position + count - 1
     begin = max(0, position - window + 1) // KV_CHUNK if window > 0 else 0
     for chunk in range(begin, newest // KV_CHUNK + 1):
         base = chunk * KV_CHUNK
+        if small:
+            _copy_chunk(pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base, newest, copied, here)
+        else:
+            _locate(block_tables, table, kv_head, kv_heads, head_dim, block_size, base, newest, here)
+            _locate(block_tables, table, kv_head, kv_heads, head_dim, block_size, base + KV_CHUNK, newest, ahead)
         r = 0
         while r < rows:
             many = 4 if r + 4 <= rows else (2 if r + 2 <= rows else 1)
-            lo, _ = _seen(position + r // group, base, window)
-            _, hi = _seen(position + (r + many - 1) // group, base, window)
+            lo, _ = _seen(tokens[r], base, window)
+            _, hi = _seen(tokens[r + many - 1], base, window)
             if lo < hi:
-                _score(query, r, many, pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base, lo, hi, newest, s, small)  # fmt: skip
+                fetch = r == 0 and not small  # the first rows ask for what the next chunk will need
+                _score(query, r, many, fetch, source, here[0], ahead[0], key_stride, head_dim, lo, hi, s)
                 for i in range(many):
-                    lo, hi = _seen(position + (r + i) // group, base, window)
+                    lo, hi = _seen(tokens[r + i], base, window)
                     if lo < hi:
                         row_s = s[i * KV_CHUNK : (i + 1) * KV_CHUNK]
                         row_sums = sums[(r + i) * LANES : (r + i + 1) * LANES]
                         row_acc = acc[(r + i) * head_dim : (r + i + 1) * head_dim]
                         peaks[r + i] = _absorb(row_s, lanes, lo, hi, scale, softcap, peaks[r + i], row_sums, row_acc)
-                _add_values(s, r, many, pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base, position, group, window, newest, acc)  # fmt: skip
+                _add_values(s, r, many, fetch, source, here[1], ahead[1], head_dim, base, tokens, window, acc, steps)
             r += many
     for r in range(rows):
         total = _ZERO
@@ -119,12 +121,6 @@ def _attend_tile(
 
 
 @njit(inline="always")
-def _page(block_tables: Any, table: int, token: int, newest: int, kv_head: int, kv_heads: int, block_size: int) -> int:
-    """Offset of the page that holds ``token`` (or the last one, beyond it) for a KV head, in half pages."""
-    return (block_tables[table, min(token, newest) // block_size] * kv_heads + kv_head) * 2
-
-
-@njit(inline="always")
 def _seen(token: int, base: int, window: int) -> Any:
     """The keys lo <= j < hi of the chunk at ``base`` that a token at this absolute position sees."""
     lo = max(0, token - window + 1 - base) if window > 0 else 0
@@ -132,55 +128,53 @@ def _seen(token: int, base: int, window: int) -> Any:
 
 
 @njit(inline="always")
+def _locate(
+    block_tables: Any, table: int, kv_head: int, kv_heads: int, head_dim: int, block_size: int, base: int,
+    newest: int, where: Any,
+) -> None:  # fmt: skip
+    """Offsets of the keys (``where[0]``) and values (``where[1]``) of each sixteen tokens from ``base`` on.
+
+    Beyond the newest token they are those of the newest: nobody reads them, they are only fetched.
+    """
+    half = head_dim * block_size
+    for c in range(_VECTORS):
+        token = min(base + c * LANES, newest // LANES * LANES)
+        inside = token % block_size
+        page = (np.int64(block_tables[table, token // block_size]) * kv_heads + kv_head) * 2 * half
+        where[0, c] = page + inside
+        where[1, c] = page + half + inside * head_dim
+
+
+@njit(inline="always")
+def _copy_chunk(
+    pages: Any, block_tables: Any, table: int, kv_head: int, kv_heads: int, head_dim: int, block_size: int, base: int,
+    newest: int, out: Any, where: Any,
+) -> None:  # fmt: skip
+    """A chunk from pages smaller than a vector, as keys [D, chunk] and values [chunk, D] in ``out``."""
+    half = head_dim * block_size
+    for j in range(min(KV_CHUNK, newest + 1 - base)):
+        inside = (base + j) % block_size
+        page = (np.int64(block_tables[table, (base + j) // block_size]) * kv_heads + kv_head) * 2 * half
+        for d in range(head_dim):
+            out[d * KV_CHUNK + j] = pages[page + d * block_size + inside]
+            out[(KV_CHUNK + j) * head_dim + d] = pages[page + half + inside * head_dim + d]
+    for c in range(_VECTORS):
+        where[0, c] = c * LANES
+        where[1, c] = (KV_CHUNK + c * LANES) * head_dim
+
+
+@njit(nogil=True, error_model="numpy")
 def _score(
-    query: Any, r: int, many: int, pages: Any, block_tables: Any, table: int, kv_head: int, kv_heads: int,
-    head_dim: int, block_size: int, base: int, lo: int, hi: int, newest: int, s: Any, small: Any,
+    query: Any, r: int, many: int, fetch: bool, source: Any, here: Any, ahead: Any, stride: int, head_dim: int,
+    lo: int, hi: int, s: Any,
 ) -> None:  # fmt: skip
     """s[i, lo:hi] = query[r + i] . keys of the chunk (rounded out to whole vectors), over the head in order."""
-    half = head_dim * block_size
-    for at in range(lo // LANES * LANES, hi, LANES):
-        if block_size >= LANES:
-            inside = (base + at) % block_size
-            first = _page(block_tables, table, base + at, newest, kv_head, kv_heads, block_size) * half + inside
-            ahead = _page(block_tables, table, base + at + KV_CHUNK, newest, kv_head, kv_heads, block_size) * half + inside
-            _score_vector(query, r * head_dim, many, r == 0, head_dim, pages, first, block_size, ahead, s, at)
-        else:
-            _gather_keys(pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base + at, hi - at, small)  # fmt: skip
-            _score_vector(query, r * head_dim, many, False, head_dim, small, 0, LANES, 0, s, at)
-
-
-@njit(inline="always")
-def _score_vector(
-    query: Any, query_at: int, many: int, fetch: bool, head_dim: int, keys: Any, first: int, stride: int, ahead: int,
-    s: Any, at: int,
-) -> None:  # fmt: skip
-    """Sixteen scores of each row; the first rows of a tile also fetch what the next chunk will need."""
-    if fetch:
-        if many == 4:
-            scores_4_fetching(query, query_at, head_dim, keys, first, stride, ahead, head_dim, s, at, KV_CHUNK)
-        elif many == 2:
-            scores_2_fetching(query, query_at, head_dim, keys, first, stride, ahead, head_dim, s, at, KV_CHUNK)
-        else:
-            scores_1_fetching(query, query_at, head_dim, keys, first, stride, ahead, head_dim, s, at, KV_CHUNK)
-    elif many == 4:
-        scores_4(query, query_at, head_dim, keys, first, stride, ahead, head_dim, s, at, KV_CHUNK)
-    elif many == 2:
-        scores_2(query, query_at, head_dim, keys, first, stride, ahead, head_dim, s, at, KV_CHUNK)
-    else:
-        scores_1(query, query_at, head_dim, keys, first, stride, ahead, head_dim, s, at, KV_CHUNK)
-
-
-@njit(inline="always")
-def _gather_keys(
-    pages: Any, block_tables: Any, table: int, kv_head: int, kv_heads: int, head_dim: int, block_size: int,
-    first: int, count: int, out: Any,
-) -> None:  # fmt: skip
-    """Up to sixteen keys from pages smaller than that, as one [D, 16] tile."""
-    for j in range(min(count, LANES)):
-        block = block_tables[table, (first + j) // block_size]
-        at = (block * kv_heads + kv_head) * 2 * head_dim * block_size + (first + j) % block_size
-        for d in range(head_dim):
-            out[d * LANES + j] = pages[at + d * block_size]
+    c = lo // LANES
+    end = (hi + LANES - 1) // LANES
+    while c < end:
+        columns = 4 if c + 4 <= end else (2 if c + 2 <= end else 1)
+        multiply(many, columns, fetch, query, r * head_dim, head_dim, source, 0, here[c:], 0, ahead[c:], stride, head_dim, s, c * LANES, KV_CHUNK)  # fmt: skip
+        c += columns
 
 
 @njit(inline="always")
@@ -228,73 +222,53 @@ def _absorb(s: Any, lanes: Any, lo: int, hi: int, scale: Any, softcap: Any, old:
 
 @njit(inline="always")
 def _add_values(
-    s: Any, r: int, many: int, pages: Any, block_tables: Any, table: int, kv_head: int, kv_heads: int,
-    head_dim: int, block_size: int, base: int, position: int, group: int, window: int, newest: int, acc: Any,
+    s: Any, r: int, many: int, fetch: bool, source: Any, here: Any, ahead: Any, head_dim: int, base: int, tokens: Any,
+    window: int, acc: Any, steps: Any,
 ) -> None:  # fmt: skip
     """acc[r + i] += s[i] . values: the keys that all rows see together, those before and after row by row.
 
     A key that a row does not see is left out, never multiplied by 0: its page may hold anything.
     """
-    lo, _ = _seen(position + (r + many - 1) // group, base, window)
-    _, hi = _seen(position + r // group, base, window)
+    lo, _ = _seen(tokens[r + many - 1], base, window)
+    _, hi = _seen(tokens[r], base, window)
     hi = max(lo, hi)
+    if window > 0:
+        for i in range(many):
+            first, last = _seen(tokens[r + i], base, window)
+            _values_of(s, i * KV_CHUNK, r + i, 1, False, source, here, ahead, head_dim, first, min(lo, last), acc, steps)
+    _values_of(s, 0, r, many, fetch, source, here, ahead, head_dim, lo, hi, acc, steps)
     for i in range(many):
-        first, last = _seen(position + (r + i) // group, base, window)
-        _values_of(s, i * KV_CHUNK, r + i, 1, pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base, first, min(lo, last), newest, acc)  # fmt: skip
-    _values_of(s, 0, r, many, pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base, lo, hi, newest, acc)  # fmt: skip
-    for i in range(many):
-        _, last = _seen(position + (r + i) // group, base, window)
-        _values_of(s, i * KV_CHUNK, r + i, 1, pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base, hi, last, newest, acc)  # fmt: skip
+        _, last = _seen(tokens[r + i], base, window)
+        if last > hi:
+            _values_of(s, i * KV_CHUNK, r + i, 1, False, source, here, ahead, head_dim, hi, last, acc, steps)
 
 
 @njit(nogil=True, error_model="numpy")
 def _values_of(
-    s: Any, s_at: int, r: int, many: int, pages: Any, block_tables: Any, table: int, kv_head: int, kv_heads: int,
-    head_dim: int, block_size: int, base: int, lo: int, hi: int, newest: int, acc: Any,
+    s: Any, s_at: int, r: int, many: int, fetch: bool, source: Any, here: Any, ahead: Any, head_dim: int, lo: int,
+    hi: int, acc: Any, steps: Any,
 ) -> None:  # fmt: skip
-    """acc[r + i] += sum over lo <= j < hi of s[i, j] * value[j], ascending, page by page."""
-    half = head_dim * block_size
+    """acc[r + i] += sum over lo <= j < hi of s[i, j] * value[j], ascending."""
     j = lo
     while j < hi:
-        inside = (base + j) % block_size
-        count = min(hi - j, block_size - inside)
-        page = _page(block_tables, table, base + j, newest, kv_head, kv_heads, block_size)
-        coming = _page(block_tables, table, base + j + KV_CHUNK, newest, kv_head, kv_heads, block_size)
-        first = (page + 1) * half + inside * head_dim
-        ahead = (coming + 1) * half + inside * head_dim
+        inside = j % LANES
+        count = min(hi - j, LANES - inside)
+        first = here[j // LANES] + inside * head_dim
+        coming = ahead[j // LANES] + inside * head_dim
         d = 0
         while d + LANES <= head_dim:
-            _accumulate_vector(s, s_at + j, many, r == 0, head_dim, pages, first + d, ahead + d, count, acc, r * head_dim + d)  # fmt: skip
-            d += LANES
+            left = (head_dim - d) // LANES
+            columns = 4 if left >= 4 else (2 if left >= 2 else 1)
+            multiply_add(many, columns, fetch, s, s_at + j, KV_CHUNK, source, first + d, steps, coming + d, steps, head_dim, count, acc, r * head_dim + d, head_dim)  # fmt: skip
+            d += columns * LANES
         while d < head_dim:
             for i in range(many):
                 total = acc[(r + i) * head_dim + d]
                 for k in range(count):
-                    total = fma(s[s_at + i * KV_CHUNK + j + k], widen(pages[first + k * head_dim + d]), total)
+                    total = fma(s[s_at + i * KV_CHUNK + j + k], widen(source[first + k * head_dim + d]), total)
                 acc[(r + i) * head_dim + d] = total
             d += 1
         j += count
-
-
-@njit(inline="always")
-def _accumulate_vector(
-    s: Any, s_at: int, many: int, fetch: bool, head_dim: int, values: Any, first: int, ahead: int, count: int,
-    acc: Any, at: int,
-) -> None:  # fmt: skip
-    """Sixteen elements of each row's output, over ``count`` values."""
-    if fetch:
-        if many == 4:
-            accumulate_4_fetching(s, s_at, KV_CHUNK, values, first, head_dim, ahead, count, acc, at, head_dim)
-        elif many == 2:
-            accumulate_2_fetching(s, s_at, KV_CHUNK, values, first, head_dim, ahead, count, acc, at, head_dim)
-        else:
-            accumulate_1_fetching(s, s_at, KV_CHUNK, values, first, head_dim, ahead, count, acc, at, head_dim)
-    elif many == 4:
-        accumulate_4(s, s_at, KV_CHUNK, values, first, head_dim, ahead, count, acc, at, head_dim)
-    elif many == 2:
-        accumulate_2(s, s_at, KV_CHUNK, values, first, head_dim, ahead, count, acc, at, head_dim)
-    else:
-        accumulate_1(s, s_at, KV_CHUNK, values, first, head_dim, ahead, count, acc, at, head_dim)
 
 
 def _write(k: Any, v: Any, block_of_row: Any, offset_of_row: Any, block_size: int, pages: Any) -> None:

@@ -88,59 +88,86 @@ def _accumulate(builder: Any, count: Any, initial: list[Any], step: Any) -> list
     return results
 
 
-def _multiply_accumulate(rows: int, from_zero: bool, fetch: bool) -> Any:
-    """Micro-kernel: ``out[r, 0:16] (+)= sum over i < count of weight[r, i] * vectors[i, 0:16]``.
+def _multiply_accumulate(from_zero: bool) -> Any:
+    """Micro-kernel: ``out[r, 16 c : 16 c + 16] (+)= sum over i < count of weight[r, i] * vector[c, i, 0:16]``.
 
-    With ``fetch`` it also asks for the cache lines of as many vectors from ``ahead`` on.
+    Vector (c, i) starts at element ``vectors_at + offsets[c] + i * vectors_stride``. ``rows`` and ``columns``
+    are 1, 2 or 4: the accumulators live in registers, and enough of them hide the latency of the multiply-adds.
+    With ``fetch`` it also asks for the cache lines of the vectors from ``ahead_at + ahead_offsets[c]`` on.
     """
 
     @intrinsic
     def kernel(
         typingctx: Any,
+        rows: Any,
+        columns: Any,
+        fetch: Any,
         weights: Any,
         weights_at: Any,
         weights_stride: Any,
         vectors: Any,
         vectors_at: Any,
+        offsets: Any,
+        ahead_at: Any,
+        ahead_offsets: Any,
         vectors_stride: Any,
-        ahead: Any,
         count: Any,
         out: Any,
         out_at: Any,
         out_stride: Any,
     ) -> Any:
         i64 = types.int64
-        signature = types.void(weights, i64, i64, vectors, i64, i64, i64, i64, out, i64, i64)
+        signature = types.void(
+            i64, i64, types.boolean, weights, i64, i64, vectors, i64, offsets, i64, ahead_offsets, i64, i64, out, i64, i64
+        )
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            weight, weight_at, weight_stride, vector, vector_at, vector_stride, ahead_at, n, target, at, stride = args
-            weight_rows = [
-                _pointer(
-                    context, builder, weights, weight, builder.add(weight_at, builder.mul(weight_stride, n.type(r)))
-                )
-                for r in range(rows)
-            ]
-            out_rows = [
-                _pointer(context, builder, out, target, builder.add(at, builder.mul(stride, n.type(r))))
-                for r in range(rows)
-            ]
-            base = _pointer(context, builder, vectors, vector, vector_at)
-            coming = _pointer(context, builder, vectors, vector, ahead_at)
+            many, wide, fetching, weight, weight_at, weight_stride, vector, first, starts, ahead, comings, *rest = args
+            stride, n, target, at, step = rest
+            index = many.type
 
-            def step(index: Any, sums: list[Any]) -> list[Any]:
-                step_offset = builder.mul(index, vector_stride)
-                tile = _load_vector(builder, builder.gep(base, [step_offset]), vectors.dtype)
-                if fetch:
-                    _prefetch(builder, builder.gep(coming, [step_offset]))
-                return [
-                    _fma(builder, _splat(builder, builder.load(builder.gep(row, [index]))), tile, total)
-                    for row, total in zip(weight_rows, sums, strict=True)
+            def element(array_type: Any, array: Any, base: Any, step: Any, i: int) -> Any:
+                return _pointer(context, builder, array_type, array, builder.add(base, builder.mul(step, index(i))))
+
+            def column_at(base: Any, table_type: Any, table: Any, column: int) -> Any:
+                offset = builder.load(_pointer(context, builder, table_type, table, index(column)))
+                return _pointer(context, builder, vectors, vector, builder.add(base, offset))
+
+            def emit(row_count: int, column_count: int, prefetching: bool) -> None:
+                weight_rows = [element(weights, weight, weight_at, weight_stride, r) for r in range(row_count)]
+                columns_here = range(column_count)
+                tiles = [column_at(first, offsets, starts, c) for c in columns_here]
+                coming = [column_at(ahead, ahead_offsets, comings, c) for c in columns_here if prefetching]
+                targets = [
+                    builder.gep(element(out, target, at, step, r), [index(LANES * c)])
+                    for r in range(row_count)
+                    for c in range(column_count)
                 ]
 
-            zero = ir.Constant(_VECTOR, [0.0] * LANES)
-            initial = [zero if from_zero else _load_vector(builder, row, types.float32) for row in out_rows]
-            for row, total in zip(out_rows, _accumulate(builder, n, initial, step), strict=True):
-                _store_vector(builder, total, row)
+                def body(i: Any, sums: list[Any]) -> list[Any]:
+                    moved = builder.mul(i, stride)
+                    loaded = [_load_vector(builder, builder.gep(tile, [moved]), vectors.dtype) for tile in tiles]
+                    for pointer in coming:
+                        _prefetch(builder, builder.gep(pointer, [moved]))
+                    factors = [_splat(builder, builder.load(builder.gep(row, [i]))) for row in weight_rows]
+                    pairs = [(factor, tile) for factor in factors for tile in loaded]
+                    return [_fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+
+                zero = ir.Constant(_VECTOR, [0.0] * LANES)
+                initial = [zero if from_zero else _load_vector(builder, p, types.float32) for p in targets]
+                for pointer, total in zip(targets, _accumulate(builder, n, initial, body), strict=True):
+                    _store_vector(builder, total, pointer)
+
+            for row_count in _COUNTS:
+                for column_count in _COUNTS:
+                    for prefetching in (False, True):
+                        shape = builder.and_(
+                            builder.icmp_signed("==", many, index(row_count)),
+                            builder.icmp_signed("==", wide, index(column_count)),
+                        )
+                        chosen = builder.icmp_signed("==", fetching, fetching.type(prefetching))
+                        with builder.if_then(builder.and_(shape, chosen)):
+                            emit(row_count, column_count, prefetching)
             return context.get_dummy_value()
 
         return signature, generate
@@ -148,15 +175,7 @@ def _multiply_accumulate(rows: int, from_zero: bool, fetch: bool) -> Any:
     return kernel
 
 
-scores_1 = _multiply_accumulate(rows=1, from_zero=True, fetch=False)
-scores_2 = _multiply_accumulate(rows=2, from_zero=True, fetch=False)
-scores_4 = _multiply_accumulate(rows=4, from_zero=True, fetch=False)
-accumulate_1 = _multiply_accumulate(rows=1, from_zero=False, fetch=False)
-accumulate_2 = _multiply_accumulate(rows=2, from_zero=False, fetch=False)
-accumulate_4 = _multiply_accumulate(rows=4, from_zero=False, fetch=False)
-scores_1_fetching = _multiply_accumulate(rows=1, from_zero=True, fetch=True)
-scores_2_fetching = _multiply_accumulate(rows=2, from_zero=True, fetch=True)
-scores_4_fetching = _multiply_accumulate(rows=4, from_zero=True, fetch=True)
-accumulate_1_fetching = _multiply_accumulate(rows=1, from_zero=False, fetch=True)
-accumulate_2_fetching = _multiply_accumulate(rows=2, from_zero=False, fetch=True)
-accumulate_4_fetching = _multiply_accumulate(rows=4, from_zero=False, fetch=True)
+_COUNTS = (1, 2, 4)
+
+multiply = _multiply_accumulate(from_zero=True)
+multiply_add = _multiply_accumulate(from_zero=False)
