@@ -85,9 +85,8 @@ def _attend(
     tokens, heads, _ = q.shape
     out = torch.empty_like(q) if context.covers_all_rows else torch.zeros_like(q)
     lse = torch.zeros(tokens, heads, dtype=torch.float32) if keep_lse else None
-    work = q.numel() * int((context.starts + context.lengths).max(initial=0))
     cpu.attend(
-        work, array(q), array(pages).reshape(-1), context.table_rows, context.block_tables, context.row_start,
+        array(q), array(pages).reshape(-1), context.table_rows, context.block_tables, context.row_start,
         context.lengths, context.starts, context.tiles, pages.shape[1], context.block_size, np.float32(options.scale),
         options.window, np.float32(options.softcap), array(out), _NO_LSE if lse is None else lse.numpy(), keep_lse,
         get_num_threads(),
@@ -115,7 +114,7 @@ class _Attention(torch.autograd.Function):
         grad_k = torch.zeros(ctx.kv_shape, dtype=torch.float32)
         grad_v = torch.zeros(ctx.kv_shape, dtype=torch.float32)
         cpu_backward.backward(
-            q.numel() * int(context.lengths.max(initial=0)), array(q.contiguous()), array(pages).reshape(-1),
+            array(q.contiguous()), array(pages).reshape(-1),
             context.table_rows, context.block_tables, context.row_start, context.lengths, context.block_size,
             np.float32(options.scale), options.window, np.float32(options.softcap), array(out), lse.numpy(), array(grad.contiguous()),
             grad_q.numpy(), grad_k.numpy(), grad_v.numpy(), get_num_threads(),

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from .jit import RowKernel
+from .jit import RowKernel, parallel_kernel
 from .numeric import LANES, exp, fma, narrow, tanh, widen
 from .simd import multiply, multiply_add
 
@@ -54,7 +54,7 @@ def _attend(
             )  # fmt: skip
 
 
-attend = RowKernel(_attend)
+attend = parallel_kernel(_attend)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -172,7 +172,7 @@ def _score(
     c = lo // LANES
     end = (hi + LANES - 1) // LANES
     while c < end:
-        columns = 4 if c + 4 <= end else (2 if c + 2 <= end else 1)
+        columns = 2 if c + 2 <= end else 1
         multiply(many, columns, fetch, query, r * head_dim, head_dim, source, 0, here[c:], 0, ahead[c:], stride, head_dim, s, c * LANES, KV_CHUNK)  # fmt: skip
         c += columns
 
@@ -257,8 +257,7 @@ def _values_of(
         coming = ahead[j // LANES] + inside * head_dim
         d = 0
         while d + LANES <= head_dim:
-            left = (head_dim - d) // LANES
-            columns = 4 if left >= 4 else (2 if left >= 2 else 1)
+            columns = 2 if d + 2 * LANES <= head_dim else 1
             multiply_add(many, columns, fetch, s, s_at + j, KV_CHUNK, source, first + d, steps, coming + d, steps, head_dim, count, acc, r * head_dim + d, head_dim)  # fmt: skip
             d += columns * LANES
         while d < head_dim:

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit, prange
 
 from .attention import KV_CHUNK
-from .jit import RowKernel
+from .jit import parallel_kernel
 from .numeric import LANES, exp, fma, tanh, widen
 from .simd import multiply, multiply_add
 
@@ -36,7 +36,7 @@ def _backward(
             )  # fmt: skip
 
 
-backward = RowKernel(_backward)
+backward = parallel_kernel(_backward)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -112,8 +112,9 @@ def _chunk_gradients(
         lo = max(0, token - window + 1 - base) if window > 0 else 0
         hi = min(count, token + 1 - base)
         shift = lse[row + token, kv_head * group + r % group]
-        multiply(1, 4, False, query, r * wide, wide, keys, 0, vectors, 0, vectors, KV_CHUNK, head_dim, p, 0, KV_CHUNK)
-        multiply(1, 4, False, upstream, r * wide, wide, values, 0, vectors, 0, vectors, KV_CHUNK, head_dim, slope, 0, KV_CHUNK)
+        for at in range(0, hi, 2 * LANES):
+            multiply(1, 2, False, query, r * wide, wide, keys, at, vectors, at, vectors, KV_CHUNK, head_dim, p, at, KV_CHUNK)  # fmt: skip
+            multiply(1, 2, False, upstream, r * wide, wide, values, at, vectors, at, vectors, KV_CHUNK, head_dim, slope, at, KV_CHUNK)  # fmt: skip
         for j in range(KV_CHUNK):
             s = p[j] * scale
             bend = _ONE

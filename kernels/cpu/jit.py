@@ -40,6 +40,15 @@ def _renamed(function: Callable[..., None], suffix: str) -> Callable[..., None]:
     return copy
 
 
+_OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy"}
+
+
+def parallel_kernel(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile a loop whose ``prange`` is always worth other threads, and which takes long to compile."""
+    compiled: Callable[..., None] = numba.njit(parallel=True, **_OPTIONS)(function)
+    return compiled
+
+
 class RowKernel:
     """One loop over independent rows, compiled twice: serial, and with its ``prange`` in parallel.
 
@@ -48,9 +57,8 @@ class RowKernel:
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
-        options = {"cache": True, "nogil": True, "error_model": "numpy"}
-        self._serial = numba.njit(**options)(function)
-        self._parallel = numba.njit(parallel=True, **options)(_renamed(function, "_parallel"))
+        self._serial = numba.njit(**_OPTIONS)(function)
+        self._parallel = numba.njit(parallel=True, **_OPTIONS)(_renamed(function, "_parallel"))
 
     def __call__(self, work: int, *args: Any) -> None:
         """Run on ``args``; ``work`` is the number of elements touched."""

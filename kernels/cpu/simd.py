@@ -19,6 +19,8 @@ LANES = 16
 _F32 = ir.FloatType()
 _VECTOR = ir.VectorType(_F32, LANES)
 _BITS = ir.VectorType(ir.IntType(32), LANES)
+_ROWS = (1, 2, 4)
+_COLUMNS = (1, 2)
 _HALF_BITS = ir.VectorType(ir.IntType(16), LANES)
 
 
@@ -91,8 +93,8 @@ def _accumulate(builder: Any, count: Any, initial: list[Any], step: Any) -> list
 def _multiply_accumulate(from_zero: bool) -> Any:
     """Micro-kernel: ``out[r, 16 c : 16 c + 16] (+)= sum over i < count of weight[r, i] * vector[c, i, 0:16]``.
 
-    Vector (c, i) starts at element ``vectors_at + offsets[c] + i * vectors_stride``. ``rows`` and ``columns``
-    are 1, 2 or 4: the accumulators live in registers, and enough of them hide the latency of the multiply-adds.
+    Vector (c, i) starts at element ``vectors_at + offsets[c] + i * vectors_stride``. ``rows`` is 1, 2 or 4,
+    ``columns`` 1 or 2: the accumulators live in registers, and enough of them hide the latency of the multiply-adds.
     With ``fetch`` it also asks for the cache lines of the vectors from ``ahead_at + ahead_offsets[c]`` on.
     """
 
@@ -158,8 +160,8 @@ def _multiply_accumulate(from_zero: bool) -> Any:
                 for pointer, total in zip(targets, _accumulate(builder, n, initial, body), strict=True):
                     _store_vector(builder, total, pointer)
 
-            for row_count in _COUNTS:
-                for column_count in _COUNTS:
+            for row_count in _ROWS:
+                for column_count in _COLUMNS:
                     for prefetching in (False, True):
                         shape = builder.and_(
                             builder.icmp_signed("==", many, index(row_count)),
@@ -174,8 +176,6 @@ def _multiply_accumulate(from_zero: bool) -> Any:
 
     return kernel
 
-
-_COUNTS = (1, 2, 4)
 
 multiply = _multiply_accumulate(from_zero=True)
 multiply_add = _multiply_accumulate(from_zero=False)
