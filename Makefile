@@ -1,5 +1,5 @@
 # Two commands: `make grpo` and `make test`. Both set up .venv when it is missing or out of date.
-#   make install TORCH_INDEX=https://download.pytorch.org/whl/cpu   the CPU build of torch where the default is CUDA
+#   make install TORCH_INDEX=<index url>   take torch from another index (its CPU or another CUDA build)
 #   make grpo SEEDS=3                                               seeds 0 to 2 in one figure
 #   make grpo ARGS="--steps 10"                                     any option of recipes/grpo.py
 #   make soak COUNT=2000                                            long hypothesis campaigns

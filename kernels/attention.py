@@ -114,9 +114,9 @@ class _Attention(torch.autograd.Function):
         grad_k = torch.zeros(ctx.kv_shape, dtype=torch.float32)
         grad_v = torch.zeros(ctx.kv_shape, dtype=torch.float32)
         cpu_backward.backward(
-            array(q.contiguous()), array(pages).reshape(-1),
-            context.table_rows, context.block_tables, context.row_start, context.lengths, context.block_size,
-            np.float32(options.scale), options.window, np.float32(options.softcap), array(out), lse.numpy(), array(grad.contiguous()),
-            grad_q.numpy(), grad_k.numpy(), grad_v.numpy(), get_num_threads(),
+            array(q.contiguous()), array(pages).reshape(-1), context.table_rows, context.block_tables,
+            context.row_start, context.lengths, context.block_size, np.float32(options.scale), options.window,
+            np.float32(options.softcap), array(out), lse.numpy(), array(grad.contiguous()), grad_q.numpy(),
+            grad_k.numpy(), grad_v.numpy(), get_num_threads(),
         )  # fmt: skip
         return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), None, None

@@ -186,7 +186,9 @@ class _Plan:
             head_dim=self.head_dim,
             fused=self.family.fused,
             qk_norm=self.family.qk_norm,
-            options=AttentionOptions(layer, scale, self._window(layer), self.facts.get("attn_logit_softcapping") or 0.0),
+            options=AttentionOptions(
+                layer, scale, self._window(layer), self.facts.get("attn_logit_softcapping") or 0.0
+            ),
         )
 
     def _window(self, layer: int) -> int:

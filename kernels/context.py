@@ -116,7 +116,6 @@ def training_context(
     Raises:
         ValueError: a mask that is not two-dimensional or that has holes.
     """
-    batch, width = shape
     valid = _valid_tokens(shape, attention_mask)
     if position_ids is None:
         positions = np.where(valid, np.cumsum(valid, axis=1) - 1, 0)

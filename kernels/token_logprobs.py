@@ -40,9 +40,7 @@ def token_logprobs(
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must be [B, T], got shape {tuple(input_ids.shape)}")
     if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocab_size:
-        raise ValueError(
-            f"input_ids must lie in [0, {vocab_size}), got {int(input_ids.min())}..{int(input_ids.max())}"
-        )
+        raise ValueError(f"input_ids must lie in [0, {vocab_size}), got {int(input_ids.min())}..{int(input_ids.max())}")
     batch, width = input_ids.shape
     layout = training_context((batch, width), attention_mask, position_ids)
     rows, predicts = _token_rows(layout)

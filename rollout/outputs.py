@@ -86,7 +86,10 @@ def _sample_output(sequence: Sequence, tokenizer: Tokenizer | None) -> SampleOut
 def _text(sequence: Sequence, token_ids: list[int], tokenizer: Tokenizer | None) -> str | None:
     if sequence.matcher is not None:
         return sequence.matcher.text
-    return None if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=True)
+    if tokenizer is None:
+        return None
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
+    return text
 
 
 def _spans(spans: list[list[int]]) -> list[Span]:

@@ -77,7 +77,9 @@ class ModelRunner:
     def _forward(self, context: ForwardContext, input_ids: torch.Tensor, keep: list[int]) -> torch.Tensor:
         """Float32 logits ``[len(keep), V]`` of these rows."""
         with use_context(context):
-            logits: torch.Tensor = self.model(input_ids=input_ids, logits_to_keep=torch.tensor(keep, dtype=torch.int64)).logits[0]
+            logits: torch.Tensor = self.model(
+                input_ids=input_ids, logits_to_keep=torch.tensor(keep, dtype=torch.int64)
+            ).logits[0]
         return logits
 
     def _batch(

@@ -10,13 +10,14 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
     """The one method that is asked of a tokenizer."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
+        """The text of a list of ids (transformers declares more, for lists of lists)."""
 
 
 def as_token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -68,4 +69,5 @@ class StopStringMatcher:
         self._context = self._decoded = len(self._tokens)
 
     def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=True)
+        text: str = self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=True)
+        return text

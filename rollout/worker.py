@@ -70,6 +70,6 @@ def _thread_setup(num_threads: int | None) -> Callable[[], None]:
 
 
 def _check_threads(num_threads: int | None) -> None:
-    most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    most: int = numba.config.NUMBA_NUM_THREADS
     if num_threads is not None and num_threads > most:
         raise ValueError(f"num_threads must be at most {most} (NUMBA_NUM_THREADS of this process), got {num_threads}")

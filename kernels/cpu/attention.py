@@ -35,8 +35,9 @@ _LOWEST = np.float32(-np.inf)
 
 
 def _attend(
-    q: Any, pages: Any, table_rows: Any, block_tables: Any, row_start: Any, lengths: Any, starts: Any, tiles: Any, kv_heads: int,
-    block_size: int, scale: Any, window: int, softcap: Any, out: Any, lse: Any, keep_lse: bool, threads: int,
+    q: Any, pages: Any, table_rows: Any, block_tables: Any, row_start: Any, lengths: Any, starts: Any, tiles: Any,
+    kv_heads: int, block_size: int, scale: Any, window: int, softcap: Any, out: Any, lse: Any, keep_lse: bool,
+    threads: int,
 ) -> None:  # fmt: skip
     head_dim = q.shape[2]
     group = q.shape[1] // kv_heads
@@ -173,7 +174,10 @@ def _score(
     end = (hi + LANES - 1) // LANES
     while c < end:
         columns = 2 if c + 2 <= end else 1
-        multiply(many, columns, fetch, query, r * head_dim, head_dim, source, 0, here[c:], 0, ahead[c:], stride, head_dim, s, c * LANES, KV_CHUNK)  # fmt: skip
+        multiply(
+            many, columns, fetch, query, r * head_dim, head_dim, source, 0, here[c:], 0, ahead[c:], stride, head_dim,
+            s, c * LANES, KV_CHUNK,
+        )  # fmt: skip
         c += columns
 
 
@@ -235,7 +239,9 @@ def _add_values(
     if window > 0:
         for i in range(many):
             first, last = _seen(tokens[r + i], base, window)
-            _values_of(s, i * KV_CHUNK, r + i, 1, False, source, here, ahead, head_dim, first, min(lo, last), acc, steps)
+            _values_of(
+                s, i * KV_CHUNK, r + i, 1, False, source, here, ahead, head_dim, first, min(lo, last), acc, steps
+            )
     _values_of(s, 0, r, many, fetch, source, here, ahead, head_dim, lo, hi, acc, steps)
     for i in range(many):
         _, last = _seen(tokens[r + i], base, window)
@@ -258,7 +264,10 @@ def _values_of(
         d = 0
         while d + LANES <= head_dim:
             columns = 2 if d + 2 * LANES <= head_dim else 1
-            multiply_add(many, columns, fetch, s, s_at + j, KV_CHUNK, source, first + d, steps, coming + d, steps, head_dim, count, acc, r * head_dim + d, head_dim)  # fmt: skip
+            multiply_add(
+                many, columns, fetch, s, s_at + j, KV_CHUNK, source, first + d, steps, coming + d, steps, head_dim,
+                count, acc, r * head_dim + d, head_dim,
+            )  # fmt: skip
             d += columns * LANES
         while d < head_dim:
             for i in range(many):

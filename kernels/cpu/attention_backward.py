@@ -20,8 +20,9 @@ _ONE = np.float32(1.0)
 
 
 def _backward(
-    q: Any, pages: Any, table_rows: Any, block_tables: Any, row_start: Any, lengths: Any, block_size: int, scale: Any, window: int,
-    softcap: Any, out: Any, lse: Any, grad: Any, grad_q: Any, grad_k: Any, grad_v: Any, threads: int,
+    q: Any, pages: Any, table_rows: Any, block_tables: Any, row_start: Any, lengths: Any, block_size: int,
+    scale: Any, window: int, softcap: Any, out: Any, lse: Any, grad: Any, grad_q: Any, grad_k: Any, grad_v: Any,
+    threads: int,
 ) -> None:  # fmt: skip
     kv_heads = grad_k.shape[1]
     items = len(lengths) * kv_heads
@@ -31,8 +32,8 @@ def _backward(
         if item < items:
             sequence = item // kv_heads
             _backward_head(
-                q, pages, block_tables, table_rows[sequence], row_start[sequence], lengths[sequence], item % kv_heads, kv_heads,
-                block_size, scale, window, softcap, out, lse, grad, grad_q, grad_k, grad_v,
+                q, pages, block_tables, table_rows[sequence], row_start[sequence], lengths[sequence], item % kv_heads,
+                kv_heads, block_size, scale, window, softcap, out, lse, grad, grad_q, grad_k, grad_v,
             )  # fmt: skip
 
 
@@ -113,8 +114,14 @@ def _chunk_gradients(
         hi = min(count, token + 1 - base)
         shift = lse[row + token, kv_head * group + r % group]
         for at in range(0, hi, 2 * LANES):
-            multiply(1, 2, False, query, r * wide, wide, keys, at, vectors, at, vectors, KV_CHUNK, head_dim, p, at, KV_CHUNK)  # fmt: skip
-            multiply(1, 2, False, upstream, r * wide, wide, values, at, vectors, at, vectors, KV_CHUNK, head_dim, slope, at, KV_CHUNK)  # fmt: skip
+            multiply(
+                1, 2, False, query, r * wide, wide, keys, at, vectors, at, vectors, KV_CHUNK, head_dim, p, at,
+                KV_CHUNK,
+            )  # fmt: skip
+            multiply(
+                1, 2, False, upstream, r * wide, wide, values, at, vectors, at, vectors, KV_CHUNK, head_dim, slope,
+                at, KV_CHUNK,
+            )  # fmt: skip
         for j in range(KV_CHUNK):
             s = p[j] * scale
             bend = _ONE
@@ -126,7 +133,10 @@ def _chunk_gradients(
             p[j] = exp(s - shift) if seen else _ZERO
             slope[j] = p[j] * (slope[j] - delta[r]) * bend * scale if seen else _ZERO
         for d in range(0, wide, LANES):
-            multiply_add(1, 1, False, slope, 0, KV_CHUNK, key_rows, d, vectors, d, vectors, wide, hi, grad_query, r * wide + d, wide)  # fmt: skip
+            multiply_add(
+                1, 1, False, slope, 0, KV_CHUNK, key_rows, d, vectors, d, vectors, wide, hi, grad_query,
+                r * wide + d, wide,
+            )  # fmt: skip
         for j in range(lo, hi):
             for d in range(wide):
                 grad_values[j * wide + d] = fma(p[j], upstream[r * wide + d], grad_values[j * wide + d])

@@ -104,7 +104,7 @@ def narrow(typingctx: Any, x: Any, like: Any) -> Any:
 
 
 @njit(inline="always")
-def exp(x: np.float32) -> np.float32:
+def exp(x: Any) -> Any:
     """e**x in float32, relative error below 1e-7; below -87 it stays at exp(-87); NaN stays NaN."""
     clamped = _EXP_LOWEST if x < _EXP_LOWEST else x
     clamped = _EXP_HIGHEST if clamped > _EXP_HIGHEST else clamped
@@ -122,7 +122,7 @@ def exp(x: np.float32) -> np.float32:
 
 
 @njit(inline="always")
-def tanh(x: np.float32) -> np.float32:
+def tanh(x: Any) -> Any:
     """Hyperbolic tangent in float32: a polynomial near zero, from ``exp`` elsewhere."""
     size = -x if x < _ZERO else x
     square = x * x
@@ -137,6 +137,6 @@ def tanh(x: np.float32) -> np.float32:
 
 
 @njit(inline="always")
-def sigmoid(x: np.float32) -> np.float32:
+def sigmoid(x: Any) -> Any:
     """1 / (1 + e**-x) in float32."""
     return _ONE / (_ONE + exp(-x))

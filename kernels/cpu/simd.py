@@ -120,7 +120,22 @@ def _multiply_accumulate(from_zero: bool) -> Any:
     ) -> Any:
         i64 = types.int64
         signature = types.void(
-            i64, i64, types.boolean, weights, i64, i64, vectors, i64, offsets, i64, ahead_offsets, i64, i64, out, i64, i64
+            i64,
+            i64,
+            types.boolean,
+            weights,
+            i64,
+            i64,
+            vectors,
+            i64,
+            offsets,
+            i64,
+            ahead_offsets,
+            i64,
+            i64,
+            out,
+            i64,
+            i64,
         )
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
