@@ -206,7 +206,7 @@ class _Plan:
             kind = parameters["rope_type"]
             compute = module.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
             arguments = {"layer_type": layer_type} if layer_type else {}
-            inverse, factor = compute(self.config, torch.device("cpu"), **arguments)
+            inverse, factor = compute(self.config, **arguments)
             frequencies[layer_type] = inverse.to(torch.float32)
             scaling[layer_type] = float(factor)
         return bound.RotaryFacts(frequencies, scaling)
