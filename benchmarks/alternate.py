@@ -1,7 +1,8 @@
 """Alternating measurement: everybody runs once a round, and rounds on a disturbed machine are dropped.
 
-A fixed GEMM is timed before every turn. A round counts only if each of its calibrations is within
-`TOLERANCE` of the median of the whole run; figures are made of ratios within a round, so that what slows
+A fixed GEMM is timed before every turn, and what other processes use is watched during it. A round counts
+only if each of its calibrations is within `TOLERANCE` of the median of the whole run and others had less
+than `NEIGHBOURS` of the machine in every turn; figures are made of ratios within a round, so that what slows
 the machine for minutes cancels.
 """
 
@@ -12,8 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from neighbours import Neighbours
 
 TOLERANCE = 0.15
+NEIGHBOURS = 0.1
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,12 @@ class Calibration:
 
 @dataclass
 class Round:
-    """Seconds of each contestant in one round, and the calibrations taken during it."""
+    """Seconds of each contestant in one round, and what the machine was like: calibrations, others' share."""
 
     number: int
     seconds: dict[str, float] = field(default_factory=dict)
     calibrations: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
 
 
 Turn = Callable[[int], float]
@@ -82,15 +86,21 @@ def alternate(turns: dict[str, Turn], rounds: int, calibration: Calibration) -> 
         for name in names[first:] + names[:first]:
             gc.collect()
             result.calibrations.append(calibration.measure())
+            neighbours = Neighbours()
             result.seconds[name] = turns[name](number)
+            result.others.append(neighbours.share())
         measured.append(result)
     return measured
 
 
 def kept(rounds: list[Round], calibration: Calibration) -> list[Round]:
     """The steady rounds; if there is none, the least disturbed one."""
-    steady = [one for one in rounds if all(calibration.steady(seconds) for seconds in one.calibrations)]
-    return steady or [min(rounds, key=lambda one: max(map(calibration.deviation, one.calibrations)))]
+    steady = [one for one in rounds if is_steady(one, calibration)]
+    return steady or [min(rounds, key=lambda one: max([*map(calibration.deviation, one.calibrations), *one.others]))]
+
+
+def is_steady(one: Round, calibration: Calibration) -> bool:
+    return all(map(calibration.steady, one.calibrations)) and all(share < NEIGHBOURS for share in one.others)
 
 
 def ratio(rounds: list[Round], over: str, under: str) -> Spread:

@@ -3,6 +3,8 @@
 import importlib
 import json
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +79,16 @@ def test_disturbed_rounds_are_dropped(scripts: Scripts) -> None:
     assert [one.number for one in steady] == [0, 2]
     assert alternate.ratio(steady, "a", "b") == alternate.Spread(3.0, 2.0, 4.0)
     assert [one.number for one in alternate.kept(rounds[1:2], calibration)] == [1]
+    rounds[2].others.append(0.5)
+    assert [one.number for one in alternate.kept(rounds, calibration)] == [0]
+
+
+def test_other_processes_are_seen(scripts: Scripts) -> None:
+    crowd = scripts.neighbours.Neighbours()
+    code = "import time; end = time.time() + 1\nwhile time.time() < end: pass"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    cores = os.cpu_count() or 1
+    assert crowd.share() > 0.5 / cores
 
 
 def test_who_begins_changes(scripts: Scripts) -> None:

@@ -1,0 +1,31 @@
+"""How much of the machine other processes used while something ran."""
+
+import os
+import time
+from pathlib import Path
+
+_STAT = Path("/proc/stat")
+_IDLE = (3, 4)
+"""Columns of /proc/stat that are not work: idle, and waiting for a disk."""
+
+
+class Neighbours:
+    """From its making on; where /proc/stat does not exist everybody else is idle."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._busy = _busy_seconds()
+        self._own = time.process_time()
+
+    def share(self) -> float:
+        """Share of all cores that went to others since then."""
+        others = _busy_seconds() - self._busy - (time.process_time() - self._own)
+        return max(0.0, others / ((time.perf_counter() - self._began) * (os.cpu_count() or 1)))
+
+
+def _busy_seconds() -> float:
+    """Seconds in which cores worked, for anybody, since the machine started (stolen time counts as work)."""
+    if not _STAT.exists():
+        return time.process_time()
+    columns = [int(column) for column in _STAT.read_text().splitlines()[0].split()[1:9]]
+    return sum(ticks for i, ticks in enumerate(columns) if i not in _IDLE) / os.sysconf("SC_CLK_TCK")
