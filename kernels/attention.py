@@ -71,6 +71,11 @@ def _pages_of_call(k: torch.Tensor, v: torch.Tensor, context: ForwardContext) ->
 
 
 def _write(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
+    if not k.dtype == v.dtype == pages.dtype:
+        raise TypeError(
+            f"keys are {k.dtype} and values {v.dtype}, but the KV pages are {pages.dtype}: "
+            "the model changed its dtype after the rollout worker was built"
+        )
     blocks, offsets = context.slots
     cpu.write_pages(
         2 * k.numel(), array(k.contiguous()), array(v.contiguous()), blocks, offsets, context.block_size,

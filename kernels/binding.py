@@ -47,8 +47,8 @@ def bind(model: Model, *, exact: bool = True) -> Model:
     """Give ``model`` the forward whose bits do not depend on the batch; binding twice changes nothing.
 
     The same module then serves trainer and rollout. It takes ``input_ids``, ``attention_mask`` (left or right
-    padded), ``position_ids`` (packed batches), ``logits_to_keep``; it gives float32 logits and keeps no
-    Hugging Face cache. Gradient checkpointing works as before.
+    padded), ``position_ids`` (packed batches), ``logits_to_keep``; it gives float32 logits (those
+    of torch's own head with ``exact=False``) and keeps no Hugging Face cache. Gradient checkpointing works as before.
 
     Args:
         model: a Hugging Face causal language model on the CPU, float32 or bfloat16.
@@ -62,6 +62,7 @@ def bind(model: Model, *, exact: bool = True) -> Model:
             left as it was.
     """
     if is_bound(model):
+        _check_tensors(model)
         if binding_of(model).exact != exact:
             raise BindingError(f"the model is already bound with exact={not exact}")
         return model
@@ -76,7 +77,7 @@ def bind(model: Model, *, exact: bool = True) -> Model:
     head: nn.Linear = model.get_submodule("lm_head")  # type: ignore[assignment]
     if exact:
         bound.attach(head, bound.head_forward)
-    layout = KVLayout(plan.layers, config.num_key_value_heads, plan.head_dim, head.weight.dtype)
+    layout = KVLayout(plan.layers, config.num_key_value_heads, plan.head_dim)
     model.__dict__["samebit"] = Binding(family=family, kv_layout=layout, vocab_size=head.weight.shape[0], exact=exact)
     return model
 

@@ -111,10 +111,10 @@ def training_context(
         shape: ``(B, T)``.
         attention_mask: ``[B, T]``, nonzero for tokens; each row one run of tokens, padded left or right.
         position_ids: ``[B, T]`` or ``[1, T]``. A new sequence starts wherever they do not go up by one
-            (packed batches). Without them positions count from 0 at each row's first token.
+            (packed batches), and it starts at 0. Without them positions count from 0 at each row's first token.
 
     Raises:
-        ValueError: a mask that is not two-dimensional or that has holes.
+        ValueError: shapes that do not match, a mask with holes, a sequence that does not start at position 0.
     """
     valid = _valid_tokens(shape, attention_mask)
     if position_ids is None:
@@ -128,6 +128,11 @@ def training_context(
     if position_ids is None and attention_mask is not None and bool((first.sum(1) > 1).any()):
         raise ValueError("attention_mask must mark one run of tokens a row; it has holes")
     row_start = np.flatnonzero(first.reshape(-1)).astype(np.int32)
+    if bool(positions.reshape(-1)[row_start].any()):
+        raise ValueError(
+            "position_ids: every sequence must start at position 0 at its first token (with left padding, pass "
+            "attention_mask alone, or attention_mask.cumsum(-1) - 1), as it does in the rollout"
+        )
     flat = valid.reshape(-1)
     sequence_of_row = np.cumsum(first.reshape(-1)) - 1
     lengths = np.bincount(sequence_of_row[flat], minlength=len(row_start)).astype(np.int32)

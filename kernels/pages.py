@@ -16,16 +16,12 @@ class KVLayout:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype
 
-    def bytes_per_block(self, block_size: int) -> int:
+    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one block over all layers, keys and values."""
-        return self.num_layers * self.num_kv_heads * 2 * self.head_dim * block_size * self.dtype.itemsize
+        return self.num_layers * self.num_kv_heads * 2 * self.head_dim * block_size * dtype.itemsize
 
-    def allocate(self, num_blocks: int, block_size: int) -> tuple[torch.Tensor, ...]:
+    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Zeroed pages for blocks 0 .. num_blocks, one tensor a layer."""
-        return tuple(self.layer_pages(num_blocks + 1, block_size).zero_() for _ in range(self.num_layers))
-
-    def layer_pages(self, blocks: int, block_size: int) -> torch.Tensor:
-        """Uninitialised pages of one layer."""
-        return torch.empty(blocks, self.num_kv_heads, 2, self.head_dim * block_size, dtype=self.dtype)
+        shape = (num_blocks + 1, self.num_kv_heads, 2, self.head_dim * block_size)
+        return tuple(torch.zeros(shape, dtype=dtype) for _ in range(self.num_layers))

@@ -38,6 +38,7 @@ class ModelRunner:
         self.model = model
         self.vocab_size = binding.vocab_size
         self.layout = binding.kv_layout
+        self.dtype = model.get_parameter("lm_head.weight").dtype
         self.block_size = config.block_size
         self.row_tile = ROW_TILE if config.exact else 1
         self.sampler = Sampler(config.seed, config.exact)
@@ -47,11 +48,11 @@ class ModelRunner:
 
     def bytes_per_block(self) -> int:
         """Bytes of one KV block over all layers."""
-        return self.layout.bytes_per_block(self.block_size)
+        return self.layout.bytes_per_block(self.block_size, self.dtype)
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Zeroed pages for blocks 0 .. num_blocks, block 0 being the null block."""
-        self.pages = self.layout.allocate(num_blocks, self.block_size)
+        self.pages = self.layout.allocate(num_blocks, self.block_size, self.dtype)
 
     def release_cache(self) -> None:
         """Give the pages back."""
@@ -80,7 +81,7 @@ class ModelRunner:
             logits: torch.Tensor = self.model(
                 input_ids=input_ids, logits_to_keep=torch.tensor(keep, dtype=torch.int64)
             ).logits[0]
-        return logits
+        return logits.float()  # already float32 but for exact=False
 
     def _batch(
         self, items: list[ScheduledSequence], block_tables: Ints

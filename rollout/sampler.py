@@ -16,7 +16,6 @@ from samebit.kernels import logprobs_from_logits
 from samebit.kernels import sampling as kernels
 from samebit.kernels.logprobs import log_softmax
 from samebit.rollout.request import Sequence
-from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.step import StepResult
 
 _UNSEEDED = 1 << 31
@@ -106,27 +105,17 @@ def _top_logprobs(
 
 def _processed(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """``logits`` itself when no row wants processing, else a copy with those rows processed."""
-    rows = [row for row, sequence in enumerate(sequences) if _wants_processing(sequence)]
+    rows = [
+        row
+        for row, sequence in enumerate(sequences)
+        if sequence.params.reshapes or sequence.num_new_tokens < sequence.params.min_tokens
+    ]
     if not rows:
         return logits
     copy = logits.clone()
     for row in rows:
         _process(copy[row], sequences[row])
     return copy
-
-
-def _wants_processing(sequence: Sequence) -> bool:
-    params = sequence.params
-    return (
-        _filters(params)
-        or params.repetition_penalty != 1.0
-        or bool(params.logit_bias)
-        or sequence.num_new_tokens < params.min_tokens
-    )
-
-
-def _filters(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def _process(row: torch.Tensor, sequence: Sequence) -> None:
@@ -139,5 +128,5 @@ def _process(row: torch.Tensor, sequence: Sequence) -> None:
         kernels.add_bias(row, params.logit_bias)
     if sequence.num_new_tokens < params.min_tokens:
         kernels.rule_out(row, sequence.request.eos_token_ids)
-    if params.temperature > 0 and _filters(params):
+    if params.temperature > 0 and params.filters:
         kernels.keep_likely(row, params.temperature, params.top_k, params.top_p, params.min_p)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 LOWEST_TEMPERATURE = 1e-4
 
@@ -73,6 +74,16 @@ class SamplingParams:
             self._int("prompt_logprobs", 0)
         self._number("repetition_penalty", 0.0, math.inf, above=True)
         self._own_copies()
+
+    @cached_property
+    def filters(self) -> bool:
+        """Whether top-k, top-p or min-p rule tokens out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @cached_property
+    def reshapes(self) -> bool:
+        """Whether the logits are changed before each choice (``min_tokens`` aside)."""
+        return self.filters or self.repetition_penalty != 1.0 or bool(self.logit_bias)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

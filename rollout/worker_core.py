@@ -244,6 +244,8 @@ class WorkerCore:
             self._set_asleep(weights=True)
         elif not keep_copy:
             self._weights.drop_spill()
+        elif not self._weights.spilled and self._state.incomplete is None:
+            raise WorkerStateError("sleep(level=1) can not keep the weights: they were discarded before")
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
         """Take the memory again, of everything or of `tags`; what is awake already stays as it is."""

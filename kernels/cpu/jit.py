@@ -70,7 +70,8 @@ class RowKernel:
 
 def array(tensor: torch.Tensor) -> Any:
     """A contiguous CPU tensor as the NumPy array that kernels take (bfloat16 as uint16), no copy."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
     return tensor.numpy()

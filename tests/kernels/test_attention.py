@@ -89,7 +89,7 @@ def through_pages(
     tables = np.full((len(LENGTHS) + 1, width), np.iinfo(np.int32).max, np.int32)
     for sequence, count in enumerate(blocks):
         tables[sequence + 1, :count] = [next(dealt) for _ in range(count)]
-    pages = KVLayout(1, shape.kv_heads, shape.head_dim, q.dtype).layer_pages(sum(blocks) + 1, block_size)
+    pages = KVLayout(1, shape.kv_heads, shape.head_dim).allocate(sum(blocks), block_size, q.dtype)[0]
     pages.fill_(torch.nan)
     offsets = np.cumsum((0, *LENGTHS))
     out = torch.empty_like(q)
