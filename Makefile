@@ -15,9 +15,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.samebit-installed
 PACKAGES := kernels recipes rollout weight_sync
 
-# Read when the OpenMP runtime loads, so before torch: idle threads sleep instead of spinning on a shared core,
-# and Numba shares one thread pool kind that several Python threads may call.
+# Read when the OpenMP runtime loads, so before torch: idle threads soon sleep instead of spinning on a shared core
+# (they spin just long enough for the gaps between the operations of a step), and Numba's thread pool is of the kind
+# that several Python threads may call.
 export OMP_WAIT_POLICY := passive
+export GOMP_SPINCOUNT := 4000
 export NUMBA_THREADING_LAYER := omp
 
 .PHONY: install grpo test soak check bench clean

@@ -29,6 +29,7 @@ def describe(**more: Any) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "unset"),
+        "gomp_spincount": os.environ.get("GOMP_SPINCOUNT", "unset"),
         "load_average": load_average(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         **more,

@@ -5,6 +5,9 @@
 README.md in this folder defines each number.
 """
 
+import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
+
+# isort: split
 import argparse
 from contextlib import ExitStack
 from dataclasses import dataclass, field

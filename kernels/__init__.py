@@ -5,6 +5,9 @@ prefix; a reduction over the sequence walks a grid anchored at position 0; train
 same functions.
 """
 
+from . import openmp  # noqa: F401  (before torch)
+
+# isort: split
 from .binding import BindingError, bind
 from .logprobs import logprobs_from_logits
 from .token_logprobs import token_logprobs

@@ -18,6 +18,9 @@ from .cpu import attention as cpu
 from .cpu import attention_backward as cpu_backward
 from .cpu.jit import array
 
+_SCATTER = 8
+"""Writing a key touches a cache line for each element: it weighs more than its number of elements."""
+
 _NO_LSE = np.empty((0, 0), np.float32)
 
 
@@ -78,7 +81,7 @@ def _write(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: Forwa
         )
     blocks, offsets = context.slots
     cpu.write_pages(
-        2 * k.numel(), array(k.contiguous()), array(v.contiguous()), blocks, offsets, context.block_size,
+        _SCATTER * k.numel(), array(k.contiguous()), array(v.contiguous()), blocks, offsets, context.block_size,
         array(pages).reshape(-1),
     )  # fmt: skip
 

@@ -7,6 +7,9 @@ What improves, honestly: the built-in model comes out of its warm-up able to wor
 habit of answering at once. Most of the gain is that GRPO finds out that the working pays (recipes/README.md).
 """
 
+import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
+
+# isort: split
 import sys
 from contextlib import closing
 from itertools import cycle, islice

@@ -1,5 +1,8 @@
 """Who runs when, on which memory: the rollout worker and what it is made of."""
 
+import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
+
+# isort: split
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import (
     ModelLoadError,

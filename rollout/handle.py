@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from samebit.kernels.openmp import release_idle_threads
 from samebit.rollout.outputs import RequestOutput, request_output
 from samebit.rollout.request import Request, Sequence
 from samebit.rollout.stopping import Tokenizer
@@ -53,12 +54,15 @@ class Delivery:
             self._changed.notify_all()
 
     def wait(self, timeout: float | None) -> bool:
+        if not self.done:
+            release_idle_threads()
         with self._changed:
             return self._changed.wait_for(lambda: self.done, timeout)
 
     def wait_for_tokens(self, sequences: list[Sequence], seen: list[int]) -> None:
         """Until a sequence has more tokens than `seen` says, or has finished, or all is done."""
         self._streams.add(self)
+        release_idle_threads()
         with self._changed:
             self._changed.wait_for(
                 lambda: (

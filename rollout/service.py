@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from samebit.kernels.openmp import release_idle_threads
 from samebit.rollout.engine import Engine
 from samebit.rollout.errors import RequestError, WorkerStateError
 from samebit.rollout.handle import Delivery
@@ -171,6 +172,7 @@ class GenerationService:
             self._wake.clear()
             while self._turn():
                 pass
+            release_idle_threads()
 
     def _turn(self) -> bool:
         """Take in the inbox and compute a step; whether there is more to do."""

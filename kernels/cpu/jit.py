@@ -1,8 +1,7 @@
 """How the Numba kernels are compiled and started.
 
-Invariants: OpenMP is Numba's threading layer (the others abort when two Python threads call kernels at
-once); ``fastmath`` is off; the GIL is released. A kernel is compiled at its first call for a dtype and
-kept in Numba's on-disk cache.
+Invariants: OpenMP is Numba's threading layer (see `openmp`); ``fastmath`` is off; the GIL is released. A
+kernel is compiled at its first call for a dtype and kept in Numba's on-disk cache.
 """
 
 import types
@@ -11,26 +10,11 @@ from typing import Any
 
 import numba
 import torch
-from numba.np.ufunc import omppool  # noqa: F401  (an ImportError here: no OpenMP runtime, install libgomp)
 
-_PARALLEL_WORK = 1 << 16
+from .. import openmp  # noqa: F401  (its import chooses the threading layer)
+
+_PARALLEL_WORK = 1 << 15
 """Elements below which waking the other threads costs more than they save."""
-
-
-def _require_openmp() -> None:
-    numba.config.THREADING_LAYER = "omp"
-    try:
-        running = numba.threading_layer()
-    except ValueError:  # no parallel kernel has run yet: the setting above decides
-        return
-    if running != "omp":
-        raise ImportError(
-            f"samebit needs Numba's 'omp' threading layer, but this process already runs {running!r}: "
-            "import samebit before other parallel Numba code, or set NUMBA_THREADING_LAYER=omp"
-        )
-
-
-_require_openmp()
 
 
 def _renamed(function: Callable[..., None], suffix: str) -> Callable[..., None]:

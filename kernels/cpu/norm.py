@@ -49,14 +49,26 @@ def _mean(x: Any, lanes: Any) -> Any:
     return total / np.float32(width)
 
 
+_PARTS = 16
+"""Pieces that the rows are cut into, so that scratch memory is allocated once a piece."""
+
+
 def _rms_norm(x: Any, weight: Any, offset: Any, eps: Any, rows: int, width: int, out: Any, inverse: Any) -> None:
-    for row in prange(rows):
+    for part in prange(_PARTS):
         lanes = np.empty(LANES, np.float32)
-        row_in, row_out = x[row * width : (row + 1) * width], out[row * width : (row + 1) * width]
-        scale = _ONE / np.sqrt(_mean_square(row_in, _ZERO, lanes) + eps)
-        inverse[row] = scale
-        for i in range(width):
-            row_out[i] = narrow(widen(row_in[i]) * scale * (widen(weight[i]) + offset), row_out[i])
+        for row in range(rows * part // _PARTS, rows * (part + 1) // _PARTS):
+            _rms_norm_row(
+                x[row * width : (row + 1) * width], weight, offset, eps, out[row * width : (row + 1) * width],
+                inverse[row : row + 1], lanes,
+            )  # fmt: skip
+
+
+@njit(inline="always")
+def _rms_norm_row(x: Any, weight: Any, offset: Any, eps: Any, out: Any, inverse: Any, lanes: Any) -> None:
+    scale = _ONE / np.sqrt(_mean_square(x, _ZERO, lanes) + eps)
+    inverse[0] = scale
+    for i in range(len(x)):
+        out[i] = narrow(widen(x[i]) * scale * (widen(weight[i]) + offset), out[i])
 
 
 def _layer_norm(
