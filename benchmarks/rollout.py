@@ -5,7 +5,7 @@
 README.md in this folder defines each number.
 """
 
-import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
+import samebit.kernels  # before torch: see samebit.kernels.openmp
 
 # isort: split
 import argparse

@@ -55,7 +55,15 @@ def attention(
 
     Returns:
         ``[T, H, D]``; zero for padding rows.
+
+    Raises:
+        ValueError: rows that are not the context's.
+        TypeError: pages of another dtype.
     """
+    if not q.shape[0] == k.shape[0] == v.shape[0] == len(context.positions):
+        raise ValueError(
+            f"q, k and v have {q.shape[0]}, {k.shape[0]} and {v.shape[0]} rows, the context {len(context.positions)}"
+        )
     if context.pages is not None:
         pages = context.pages[options.layer]
         _write(k, v, pages, context)

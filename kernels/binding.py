@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from . import bound_modules as bound
@@ -148,7 +149,7 @@ class _Plan:
         if kind == family.scaled_embedding:
             return bound.embedding_forward, bound.EmbeddingFacts(self.config.hidden_size**0.5)
         rowwise = self._rowwise(module)
-        if rowwise is None and not self._needs_no_binding(name, module):
+        if rowwise is None and not self._needs_no_binding(module):
             raise BindingError(f"{self.family.prefix}: {name} is a {kind}, which is not bound exactly")
         return rowwise if self.exact else None
 
@@ -165,10 +166,10 @@ class _Plan:
             return (bound.layer_norm_forward,)
         return None
 
-    def _needs_no_binding(self, name: str, module: nn.Module) -> bool:
+    def _needs_no_binding(self, module: nn.Module) -> bool:
         containers = [self.family.class_name(part) for part in ("ForCausalLM", "DecoderLayer")]
         idle = isinstance(module, nn.Dropout) and module.p == 0.0
-        activation = name.endswith((".act_fn", ".activation_fn"))  # the bound MLP computes it
+        activation = type(module) is type(ACT2FN[self.facts[self.family.activation]])  # the bound MLP computes it
         return (
             type(module).__name__ in containers
             or type(module) in (nn.ModuleList, nn.Embedding, nn.Identity)

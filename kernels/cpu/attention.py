@@ -48,8 +48,11 @@ def _attend(
         if item < items:
             sequence = tiles[item // kv_heads, 0]
             first = tiles[item // kv_heads, 1]
+            after = min(item + threads, items - 1)  # what this thread does next
+            coming = tiles[after // kv_heads, 0]
             _attend_tile(
                 q, pages, block_tables, table_rows[sequence], row_start[sequence] + first, starts[sequence] + first,
+                table_rows[coming], after % kv_heads, starts[coming],
                 min(QUERY_TILE, lengths[sequence] - first), item % kv_heads, kv_heads, group, head_dim,
                 block_size, scale, window, softcap, out, lse, keep_lse,
             )  # fmt: skip
@@ -60,7 +63,8 @@ attend = parallel_kernel(_attend)
 
 @njit(nogil=True, error_model="numpy")
 def _attend_tile(
-    q: Any, pages: Any, block_tables: Any, table: int, row: int, position: int, count: int, kv_head: int,
+    q: Any, pages: Any, block_tables: Any, table: int, row: int, position: int, next_table: int,
+    next_head: int, next_newest: int, count: int, kv_head: int,
     kv_heads: int, group: int, head_dim: int, block_size: int, scale: Any, window: int, softcap: Any, out: Any,
     lse: Any, keep_lse: bool,
 ) -> None:  # fmt: skip
@@ -91,7 +95,10 @@ def _attend_tile(
             _copy_chunk(pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base, newest, copied, here)
         else:
             _locate(block_tables, table, kv_head, kv_heads, head_dim, block_size, base, newest, here)
-            _locate(block_tables, table, kv_head, kv_heads, head_dim, block_size, base + KV_CHUNK, newest, ahead)
+            if base + KV_CHUNK <= newest:
+                _locate(block_tables, table, kv_head, kv_heads, head_dim, block_size, base + KV_CHUNK, newest, ahead)
+            else:
+                _locate(block_tables, next_table, next_head, kv_heads, head_dim, block_size, 0, next_newest, ahead)
         r = 0
         while r < rows:
             many = 4 if r + 4 <= rows else (2 if r + 2 <= rows else 1)

@@ -110,12 +110,21 @@ def _draw(logits: Any, temperatures: Any, uniforms: Any, out: Any) -> None:
         lanes = np.empty(LANES, np.float32)
         out[row] = -1
         if temperatures[row] == _ZERO:
-            best = _row_max(logits[row], lanes)
-            for i in range(logits.shape[1] - 1, -1, -1):
-                if logits[row, i] == best and best > _LOWEST:
-                    out[row] = i
+            out[row] = _likeliest(logits[row], lanes)
         else:
             out[row] = _draw_row(logits[row], temperatures[row], uniforms[row], lanes)
+
+
+@njit(inline="always")
+def _likeliest(logits: Any, lanes: Any) -> int:
+    best = _row_max(logits, lanes)
+    chosen = -1
+    for i in range(len(logits) - 1, -1, -1):
+        if np.isnan(logits[i]):
+            return -1
+        if logits[i] == best and best > _LOWEST:
+            chosen = i
+    return chosen
 
 
 @njit(inline="always")
@@ -137,13 +146,17 @@ def _draw_row(logits: Any, temperature: Any, uniform: float, lanes: Any) -> int:
         passed += np.float64(totals[c])
         c += 1
     chosen = -1
-    for i in range(c * VOCAB_CHUNK, vocab):
-        weight = _weight(logits[i], temperature, peak)
-        if weight > _ZERO:
-            chosen = i
-            passed += np.float64(weight)
-            if passed > target:
-                break
+    weights = np.empty(VOCAB_CHUNK, np.float32)
+    for first in range(c * VOCAB_CHUNK, vocab, VOCAB_CHUNK):
+        chunk = logits[first : first + VOCAB_CHUNK]
+        for i in range(len(chunk)):
+            weights[i] = _weight(chunk[i], temperature, peak)
+        for i in range(len(chunk)):
+            if weights[i] > _ZERO:
+                chosen = first + i
+                passed += np.float64(weights[i])
+                if passed > target:
+                    return chosen
     return chosen
 
 

@@ -115,3 +115,10 @@ def test_binding_keeps_parameters_and_state_dict() -> None:
 def test_an_unbound_model_has_no_token_logprobs() -> None:
     with pytest.raises(ValueError, match="not bound: call"):
         token_logprobs(make_model("Llama"), torch.ones(1, 4, dtype=torch.int64))
+
+
+def test_a_replaced_activation_is_refused() -> None:
+    model = make_model("Llama")
+    model.model.layers[0].mlp.act_fn = nn.Tanh()
+    with pytest.raises(BindingError, match=r"mlp\.act_fn is a Tanh"):
+        bind(model)

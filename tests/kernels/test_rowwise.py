@@ -1,7 +1,7 @@
 """Linear, norms, activations and rotary: near the oracle, their gradients too, and each row for itself."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -132,11 +132,8 @@ def test_rotary(head_dim: int, rotated: int, dtype: torch.dtype) -> None:
     assert_near(out, oracle, 8)  # an angle of 300 radians in float32
     assert_near(mine.grad, exact.grad, 8)
     for first, count in ((0, 1), (298, 2), (7, 3)):
-        positions = torch.arange(first, first + count)[None]
+        layout = replace(training_context((1, count), None, None), positions=torch.arange(first, first + count))
         for number in THREADS:
             with threads(number):
-                part = rotate(
-                    x[first : first + count],
-                    rotary_tables(frequencies, 1.25, training_context((1, count), None, positions)),
-                )
+                part = rotate(x[first : first + count], rotary_tables(frequencies, 1.25, layout))
             assert torch.equal(part, out[first : first + count])

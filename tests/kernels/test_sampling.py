@@ -147,3 +147,11 @@ def test_penalty_bias_and_exclusion() -> None:
     changed = {0, 1, 3, 9}
     assert (biased[:2] == -torch.inf).all()
     assert all(biased[i] == row[i] for i in range(50) if i not in changed)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_nan_draws_nothing(temperature: float) -> None:
+    logits = torch.tensor([[0.0, torch.nan, 0.0, 0.0], [0.0, 3.0, 0.0, 0.0]])
+    tokens = draw(logits, torch.full((2,), temperature), np.zeros(2))
+    assert tokens[0] == -1
+    assert tokens[1] >= 0
