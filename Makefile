@@ -19,7 +19,7 @@ PACKAGES := kernels recipes rollout weight_sync
 # (they spin just long enough for the gaps between the operations of a step), and Numba's thread pool is of the kind
 # that several Python threads may call.
 export OMP_WAIT_POLICY := passive
-export GOMP_SPINCOUNT := 20000
+export GOMP_SPINCOUNT := 4000
 export NUMBA_THREADING_LAYER := omp
 
 .PHONY: install grpo test soak check bench clean

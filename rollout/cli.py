@@ -61,7 +61,7 @@ def _let_idle_threads_sleep() -> None:
     if "OMP_WAIT_POLICY" in os.environ:
         return
     os.environ["OMP_WAIT_POLICY"] = "passive"
-    os.environ["GOMP_SPINCOUNT"] = "20000"  # long enough for the gaps between the operations of a step
+    os.environ["GOMP_SPINCOUNT"] = "4000"  # long enough for the gaps between the operations of a step
     if "torch" in sys.modules:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
