@@ -65,8 +65,9 @@ def loaded_engine(waiting: int, new_tokens: int) -> Engine:
     )
     engine = Engine(IdleRunner(), cache, max_num_batched_tokens=RUNNING * PROMPT)
     params = SamplingParams(max_tokens=new_tokens)
-    prompt = np.arange(PROMPT, dtype=np.int64) % IdleRunner.vocab_size
+    random = np.random.default_rng(0)
     for number in range(RUNNING + waiting):
+        prompt = random.integers(0, IdleRunner.vocab_size, PROMPT)
         engine.add(Request(f"request-{number}", prompt, params, ordinal=number, max_new_tokens=new_tokens))
     engine.step()
     if len(engine.scheduler.running) != RUNNING or len(engine.scheduler.waiting) != waiting:

@@ -38,6 +38,8 @@ class ForwardContext:
         table_rows: ``[S]`` row of ``block_tables`` that each sequence reads.
         block_tables: ``[rows, W]`` block of each ``block_size`` tokens; block 0 is nobody's.
         block_size: tokens a block.
+        write_from: ``[S]`` tokens of each sequence that are not written, because the pages have them already;
+            None for none.
         pages: one tensor a layer (see `samebit.kernels.pages.KVPages`), or None for a training call.
     """
 
@@ -49,6 +51,7 @@ class ForwardContext:
     block_tables: Ints
     block_size: int
     pages: tuple[torch.Tensor, ...] | None = None
+    write_from: Ints | None = None
 
     @cached_property
     def tiles(self) -> Ints:
@@ -61,7 +64,10 @@ class ForwardContext:
 
     @cached_property
     def slots(self) -> tuple[Ints, Ints]:
-        """``[T]`` block and offset in it that each row's key and value go to; (0, 0) for padding."""
+        """``[T]`` block and offset in it that each row's key and value go to.
+
+        (0, 0) for padding and for tokens that are not written.
+        """
         total = int(self.lengths.sum())
         sequence = np.repeat(np.arange(len(self.lengths)), self.lengths)
         within = np.arange(total) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
@@ -71,6 +77,9 @@ class ForwardContext:
         offsets = np.zeros(len(self.positions), np.int32)
         blocks[rows] = self.block_tables[self.table_rows[sequence], token // self.block_size]
         offsets[rows] = token % self.block_size
+        if self.write_from is not None:
+            kept = rows[token < self.write_from[sequence]]
+            blocks[kept] = offsets[kept] = 0
         return blocks, offsets
 
     @cached_property

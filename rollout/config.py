@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+EVICTION_POLICIES = ("lru", "ref_zero")
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 
 
@@ -25,6 +26,10 @@ class RolloutConfig:
     max_num_seqs: sequences (samples) that run at once.
     max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
     max_model_len: prompt and output together; None takes the model's own limit.
+    enable_prefix_caching: requests share the KV of the tokens they begin with, samples of one request the
+        whole prompt. No result depends on it.
+    eviction_policy: "lru" keeps the KV that nobody uses until its memory is needed, "ref_zero" only while
+        somebody uses it.
     dtype: "float32", "bfloat16" (or the torch dtypes), or "auto"/None for the checkpoint's own.
     num_threads: CPU threads of the generation thread; None leaves the process default.
     seed: base of the random numbers of requests that bring no seed.
@@ -38,6 +43,8 @@ class RolloutConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    eviction_policy: str = "lru"
     dtype: str | torch.dtype | None = None
     device: str = "cpu"
     num_threads: int | None = None
@@ -65,6 +72,11 @@ class RolloutConfig:
             self._positive_int("max_model_len")
             if self.max_model_len < 2:
                 raise ValueError("max_model_len must be at least 2 (one prompt token, one new), got 1")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
+        if self.eviction_policy not in EVICTION_POLICIES:
+            allowed = " or ".join(map(repr, EVICTION_POLICIES))
+            raise ValueError(f"eviction_policy must be {allowed}, got {self.eviction_policy!r}")
         if self.num_threads is not None:
             self._positive_int("num_threads")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:

@@ -4,7 +4,7 @@ Invariants
 ----------
 * Between two steps every known request is either waiting or running; a finished one is returned by the
   call that finished it, exactly once, and forgotten.
-* A row whose logits are not finite fails its own request and no other.
+* A row whose logits are not finite fails its own request and no other, and publishes nothing.
 * An exception from the runner leaves this engine unusable; the caller fails what is in flight.
 """
 
@@ -38,6 +38,19 @@ class EngineCounters:
     runner_seconds: float = 0.0
 
 
+class _Rows:
+    """A step's result as Python lists, which are read one row at a time."""
+
+    __slots__ = ("finite", "logprobs", "raw_logprobs", "tokens", "top")
+
+    def __init__(self, result: StepResult) -> None:
+        self.tokens: list[int] = result.token_ids.tolist()
+        self.logprobs: list[float] = result.logprobs.tolist()
+        self.raw_logprobs: list[float] = result.raw_logprobs.tolist()
+        self.finite: list[bool] = result.finite.tolist()
+        self.top = result.top_logprobs
+
+
 class Engine:
     def __init__(self, runner: Runner, cache: CacheManager, max_num_batched_tokens: int) -> None:
         self.runner = runner
@@ -60,8 +73,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        for sequence in request.sequences:
-            self.scheduler.add(sequence)
+        self.cache.track(request)
+        self.scheduler.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """End these requests with what they have; ids that are not known are finished already."""
@@ -78,6 +91,15 @@ class Engine:
     def preempt_all(self) -> None:
         """Drop the KV of every running sequence; they are recomputed by later steps."""
         self.scheduler.preempt_all()
+
+    def weights_changed(self, version: int) -> None:
+        """New weights: what they are called, and nothing that was computed under the old ones is hit again."""
+        self.clear_prefix_cache()
+        self.weight_version = version
+
+    def clear_prefix_cache(self) -> None:
+        """Nothing computed so far is hit again; running requests go on with what they have."""
+        self.scheduler.clear_index()
 
     def step(self) -> list[Request]:
         """Compute one step; the requests that ended with it."""
@@ -97,10 +119,7 @@ class Engine:
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
         self._keep_prompt_logprobs(result)
-        tokens = result.token_ids.tolist()
-        logprobs = result.logprobs.tolist()
-        raw_logprobs = result.raw_logprobs.tolist()
-        finite = result.finite.tolist()
+        rows = _Rows(result)
         version = self.weight_version
         ended: list[Sequence] = []
         row = decodes = 0
@@ -109,22 +128,31 @@ class Engine:
             sequence.mark_computed(item.start, item.length, version)
             if item.length == 1 and item.start >= sequence.num_prompt_tokens:
                 decodes += 1
-            if not item.samples:
-                continue
-            token = tokens[row]
-            if not finite[row]:
-                self._fail_row(sequence)
-            elif sequence.request.error is None:
-                sequence.append(token, logprobs[row], raw_logprobs[row], version)
-                if result.top_logprobs is not None and sequence.top_logprobs is not None:
-                    sequence.top_logprobs.append(result.top_logprobs[row] or {})
-                if end_of_sample(sequence, token):
-                    ended.append(sequence)
-            row += 1
+            if item.samples:
+                for sample in (sequence, *item.forks) if item.forks else (sequence,):
+                    if self._take_row(rows, row, sample, version):
+                        ended.append(sample)
+                    row += 1
+            if sequence.request.error is None:
+                self.scheduler.publish(sequence)
+                if item.forks:
+                    self.scheduler.fork(sequence, item.forks)
         self.counters.decode_tokens_computed += decodes
         self.counters.prefill_tokens_computed += plan.num_tokens - decodes
-        self.counters.output_tokens += row - finite.count(False)
+        self.counters.output_tokens += row - rows.finite.count(False)
         return self._collect(ended)
+
+    def _take_row(self, rows: _Rows, row: int, sequence: Sequence, version: int) -> bool:
+        """Append a row's token to its sequence; whether that ended it."""
+        if not rows.finite[row]:
+            self._fail_row(sequence)
+        if sequence.request.error is not None:
+            return False
+        token = rows.tokens[row]
+        sequence.append(token, rows.logprobs[row], rows.raw_logprobs[row], version)
+        if rows.top is not None and sequence.top_logprobs is not None:
+            sequence.top_logprobs.append(rows.top[row] or {})
+        return end_of_sample(sequence, token)
 
     def _collect(self, ended: list[Sequence]) -> list[Request]:
         """Retire what ended or failed in this step."""

@@ -21,6 +21,8 @@ class SampleOutput:
     finish_reason: "stop", "length" or "abort". stop_reason: the stop token id or stop string, None for
         the end-of-sequence token.
     text: decoded output, when the worker has a tokenizer.
+    num_cached_tokens: prompt tokens that were not computed for this sample: they were in the prefix cache,
+        or another sample of the request had computed them.
     """
 
     index: int
@@ -33,11 +35,17 @@ class SampleOutput:
     finish_reason: str
     stop_reason: int | str | None
     text: str | None
+    num_cached_tokens: int
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request. `prompt_logprobs[0]` is None: nothing comes before the first token."""
+    """A finished request.
+
+    num_cached_tokens: prompt tokens that its first sample found in the prefix cache.
+    prompt_logprobs: its first entry is None, since nothing comes before the first token.
+    events: what happened when, on the clock of `time.monotonic()`.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -46,6 +54,12 @@ class RequestOutput:
     prompt_logprobs: list[float | None] | None
     prompt_top_logprobs: list[dict[int, float] | None] | None
     events: list[RequestEvent]
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from being added to the first token of any sample; None if there was none."""
+        times = {event.name: event.time for event in reversed(self.events)}
+        return times["first_token"] - times["added"] if "first_token" in times else None
 
 
 def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
@@ -57,7 +71,7 @@ def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutp
         request_id=request.request_id,
         prompt_token_ids=request.prompt.tolist(),
         samples=[_sample_output(sequence, tokenizer) for sequence in request.sequences],
-        num_cached_tokens=0,
+        num_cached_tokens=first.num_cached_tokens or 0,
         prompt_logprobs=scores,
         prompt_top_logprobs=None if scores is None else first.prompt_top_logprobs,
         events=list(request.events),
@@ -80,6 +94,7 @@ def _sample_output(sequence: Sequence, tokenizer: Tokenizer | None) -> SampleOut
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
         text=_text(sequence, token_ids, tokenizer),
+        num_cached_tokens=sequence.num_cached_tokens or 0,
     )
 
 

@@ -6,6 +6,7 @@ Invariants
   `0 .. num_computed - 1` is in its blocks, and `num_computed < num_tokens` while it is unfinished.
 * Only the engine's thread writes. A reader in another thread that takes `finished` first, then
   `num_tokens`, then the buffers, sees whole tokens only.
+* KV below `write_from` is shared: it is read, and never written by this sequence.
 * `kv_spans` says under which weights each computed position was computed, `weight_spans` under which
   each token was sampled.
 """
@@ -15,13 +16,16 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.stopping import StopStringMatcher, Tokenizer
+
+if TYPE_CHECKING:
+    from samebit.rollout.cache.prefix_state import PrefixState
 
 Span = tuple[int, int, int]
 IntArray = npt.NDArray[np.int64]
@@ -48,7 +52,10 @@ class RequestEvent:
 
 
 class Request:
-    """What was asked for, and the n sequences that answer it."""
+    """What was asked for, and the n sequences that answer it.
+
+    `prompt_digests` are those of the prompt's full blocks, None while nobody has hashed it.
+    """
 
     def __init__(
         self,
@@ -60,6 +67,7 @@ class Request:
         max_new_tokens: int,
         eos_token_ids: tuple[int, ...] = (),
         tokenizer: Tokenizer | None = None,
+        prompt_digests: list[bytes] | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -70,6 +78,7 @@ class Request:
         self.eos_token_ids = tuple(dict.fromkeys((*ends, *params.stop_ids)))
         self.end_ids = frozenset(self.eos_token_ids)
         self.tokenizer = tokenizer
+        self.prompt_digests = prompt_digests
         self.arrival = time.monotonic()
         self.events = [RequestEvent("added", self.arrival)]
         self.started = False
@@ -82,29 +91,42 @@ class Request:
 
 
 class Sequence:
-    """One sample of a request. `slot` is its row in the block tables while it runs, -1 otherwise."""
+    """One sample of a request.
+
+    slot: its row in the block tables while it runs, -1 otherwise.
+    arrival: its place in the order in which sequences came to the scheduler.
+    siblings: samples that wait for this one to compute the prompt.
+    prefix: what the cache keeps for it, None without prefix caching.
+    num_cached_tokens: prompt tokens that were not computed for it, since others had been;
+        None before it first ran.
+    """
 
     __slots__ = (
+        "arrival",
         "finish_reason",
         "kv_spans",
         "logprobs",
         "matcher",
+        "num_cached_tokens",
         "num_computed",
         "num_prompt_tokens",
         "num_tokens",
         "params",
+        "prefix",
         "prompt_logprobs",
         "prompt_logprobs_wanted",
         "prompt_top_logprobs",
         "raw_logprobs",
         "request",
         "sample_index",
+        "siblings",
         "slot",
         "status",
         "stop_reason",
         "token_ids",
         "top_logprobs",
         "weight_spans",
+        "write_from",
     )
 
     def __init__(self, request: Request, sample_index: int) -> None:
@@ -117,6 +139,11 @@ class Sequence:
         self.num_prompt_tokens = length
         self.num_tokens = length
         self.num_computed = 0
+        self.write_from = 0
+        self.num_cached_tokens: int | None = None
+        self.arrival = 0
+        self.siblings: list[Sequence] = []
+        self.prefix: PrefixState | None = None
         self.slot = -1
         self.status = SequenceStatus.WAITING
         self.token_ids: IntArray = np.empty(length + room, np.int64)
@@ -164,14 +191,22 @@ class Sequence:
         extend_spans(self.weight_spans, index, index + 1, version)
         self.num_tokens = position + 1
 
+    def resume_at(self, start: int, *, write_from: int) -> None:
+        """Begin with the KV of `start` tokens that others have computed, in the epoch that is current."""
+        self.num_computed = start
+        self.write_from = write_from
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = min(start, self.num_prompt_tokens)
+
     def mark_computed(self, start: int, length: int, version: int) -> None:
         end = start + length
-        extend_spans(self.kv_spans, start, end, version)
+        extend_spans(self.kv_spans, start if self.kv_spans else 0, end, version)
         self.num_computed = end
 
     def forget_computed(self) -> None:
         """Back to the waiting state: the tokens stay, their KV is gone."""
         self.num_computed = 0
+        self.write_from = 0
         self.kv_spans = []
         self.status = SequenceStatus.WAITING
 

@@ -66,13 +66,23 @@ class ModelRunner:
         pieces = _prompt_pieces(plan.items, ends)
         keep = rows + [row for piece in pieces for row in piece.rows]
         began = time.perf_counter()
+        self._copy_blocks(plan.copies)
         logits = self._forward(context, input_ids, keep)
         forwarded = time.perf_counter()
-        result = self.sampler.sample(logits[: len(rows)], [item.sequence for item in sampled])
+        sequences = [sequence for item in sampled for sequence in (item.sequence, *item.forks)]
+        result = self.sampler.sample(_with_forks(logits[: len(rows)], sampled), sequences)
         result.prompt_logprobs = _prompt_logprobs(logits[len(rows) :], pieces)
         self.forward_seconds += forwarded - began
         self.sampler_seconds += time.perf_counter() - forwarded
         return result
+
+    @torch.no_grad()
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        if not copies or self.pages is None:
+            return
+        sources, targets = torch.tensor(copies).unbind(1)
+        for pages in self.pages:
+            pages[targets] = pages[sources]
 
     @torch.no_grad()
     def _forward(self, context: ForwardContext, input_ids: torch.Tensor, keep: list[int]) -> torch.Tensor:
@@ -107,8 +117,17 @@ class ModelRunner:
             block_tables=block_tables,
             block_size=self.block_size,
             pages=self.pages,
+            write_from=np.array([item.sequence.write_from for item in items], np.int32),
         )
         return context, torch.from_numpy(ids)[None], ends
+
+
+def _with_forks(logits: torch.Tensor, items: list[ScheduledSequence]) -> torch.Tensor:
+    """``[R, V]``: the row of each item, and again for each of its forks."""
+    if not any(item.forks for item in items):
+        return logits
+    repeats = torch.tensor([1 + len(item.forks) for item in items])
+    return logits.repeat_interleave(repeats, dim=0)
 
 
 class _PromptPiece:

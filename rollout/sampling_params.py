@@ -31,6 +31,7 @@ class SamplingParams:
     logprobs: also report this many of the most likely tokens at each position.
     prompt_logprobs: report the log-probability of each prompt token, and as many alternatives.
     logit_bias: token id -> value added to its logit before the choice.
+    cache_salt: requests with different salts (or one with and one without) share no cached tokens.
     """
 
     n: int = 1
@@ -48,6 +49,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         self._int("n", 1)
@@ -73,6 +75,8 @@ class SamplingParams:
         if self.prompt_logprobs is not None:
             self._int("prompt_logprobs", 0)
         self._number("repetition_penalty", 0.0, math.inf, above=True)
+        if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and self.cache_salt):
+            raise ValueError(f"cache_salt must be a non-empty string or None, got {self.cache_salt!r}")
         self._own_copies()
 
     @cached_property

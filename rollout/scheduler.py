@@ -2,23 +2,26 @@
 
 Invariants
 ----------
-* Cost: a step is O(running) plus the sequences it admits; never O(waiting), never O(pool). Removing a
-  waiting sequence is O(1).
+* Cost: a step is O(running) plus the sequences it admits or sends behind a leader; never O(waiting), never
+  O(pool), and never the length of what is cached.
 * `running` is in order of admission. Only its last sequence is ever preempted, so the first one always
   advances, and since admission is first come first served, nobody starves.
-* A preempted sequence keeps its tokens, loses its blocks, and goes to the head of the queue: the queue
-  is the order of arrival, preempted sequences first.
+* A preempted sequence keeps its tokens, loses its blocks, and waits again in order of arrival.
 * Every running sequence that is decoding is in every plan; prefills share what is left of the budget.
+* With prefix caching, one sample of a request computes the prompt, and the others wait behind it
+  (`siblings`) until they take their first token from the same logits. A sequence whose next block is being
+  computed by a running one waits for that block, and lets others pass.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import count
 
 from samebit.rollout.cache import CacheManager
-from samebit.rollout.request import Sequence, SequenceStatus
+from samebit.rollout.request import Request, Sequence, SequenceStatus
 from samebit.rollout.step import StepPlan
+from samebit.rollout.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -26,51 +29,83 @@ class Scheduler:
         self.cache = cache
         self.max_num_batched_tokens = max_num_batched_tokens
         self.running: list[Sequence] = []
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self.waiting = WaitingQueue()
+        self.num_unfinished = 0
         self.admission_open = True
         self.preemptions = 0
         self.waiting_looked_at = 0
+        self._arrivals = count()
 
     @property
     def has_work(self) -> bool:
         """Whether `schedule()` would find something to compute."""
-        return bool(self.running) or self._next_waiting() is not None
+        return bool(self.running) or self.waiting.head(self.admission_open) is not None
 
     @property
     def drained(self) -> bool:
         """Whether no request that has started is unfinished."""
-        if self.running:
-            return False
-        return not self.waiting or not next(iter(self.waiting)).request.started
+        return not self.running and not self.waiting.any_started
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting[sequence] = None
+    def add(self, request: Request) -> None:
+        first, *rest = request.sequences
+        for sequence in request.sequences:
+            sequence.arrival = next(self._arrivals)
+        self.num_unfinished += len(request.sequences)
+        self.waiting.push(first)
+        if self.cache.index is not None:
+            first.siblings = rest
+        else:
+            self._wait(rest)
 
     def retire(self, sequences: Iterable[Sequence]) -> None:
         """Forget finished or aborted sequences and take back what they own."""
         gone = set(sequences)
         for sequence in gone:
             if sequence.slot >= 0:
-                self.cache.release(sequence)
-            else:
-                self.waiting.pop(sequence, None)
+                self._wait(self.cache.release(sequence))
+        for sequence in gone:
+            self.waiting.discard(sequence)
+            self.cache.forget(sequence)
+            sequence.siblings = []  # they end with it
+        self.num_unfinished -= len(gone)
         self.running = [sequence for sequence in self.running if sequence not in gone]
 
     def schedule(self) -> StepPlan:
         plan = StepPlan()
+        self.cache.sweep()
         prefills = self._plan_decodes(plan)
         budget = self.max_num_batched_tokens - plan.num_tokens
         for sequence in prefills:
             if budget == 0:
                 return plan
-            budget -= _plan_chunk(plan, sequence, budget)
+            budget -= self._plan_chunk(plan, sequence, budget)
         self._admit(plan, budget)
+        plan.copies = self.cache.take_copies()
         return plan
+
+    def publish(self, sequence: Sequence) -> None:
+        """What a step computed for this sequence is there for others."""
+        self._wait(self.cache.publish(sequence))
+
+    def fork(self, leader: Sequence, samples: tuple[Sequence, ...]) -> None:
+        """The samples that took their first token from the leader's logits go on by themselves."""
+        going_on = [sample for sample in samples if not sample.finished]
+        self.cache.hold_tail(leader, going_on)
+        self._wait(going_on)
 
     def preempt_all(self) -> None:
         """Take the blocks of every running sequence; all of them are recomputed later."""
         while self.running:
             self._preempt_last()
+        self.cache.drop_tails()
+
+    def clear_index(self) -> None:
+        """Whatever is cached is never hit again; running sequences keep what they have."""
+        self._wait(self.cache.clear_index())
+
+    def _wait(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self.waiting.push(sequence)
 
     def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
         """Plan one token for each running decode, and return the running prefills.
@@ -79,15 +114,16 @@ class Scheduler:
         been planned yet.
         """
         prefills: list[Sequence] = []
-        grow, add = self.cache.grow, plan.add
+        append, add = self.cache.append, plan.add
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
             index += 1
-            start, total = sequence.num_computed, sequence.num_tokens
-            if not grow(sequence, total) and not self._make_room(sequence):
+            start = sequence.num_computed
+            todo = sequence.num_tokens - start
+            if not append(sequence, todo) and not self._make_room(sequence):
                 break
-            if total - start == 1:
+            if todo == 1 and not sequence.siblings:
                 add(sequence, start, 1, True)
             else:
                 prefills.append(sequence)
@@ -95,20 +131,19 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Preempt from the end until `sequence` has its blocks, or is the one preempted."""
-        while True:
-            victim = self._preempt_last()
-            if victim is sequence:
+        self.cache.drop_tails()
+        todo = sequence.num_tokens - sequence.num_computed
+        while not self.cache.append(sequence, todo):
+            if self._preempt_last() is sequence:
                 return False
-            if self.cache.grow(sequence, sequence.num_tokens):
-                return True
+        return True
 
     def _preempt_last(self) -> Sequence:
         victim = self.running.pop()
-        self.cache.release(victim)
+        woken = self.cache.release(victim)
         victim.forget_computed()
         victim.request.record("preempted", victim.sample_index)
-        self.waiting[victim] = None
-        self.waiting.move_to_end(victim, last=False)
+        self._wait([victim, *woken])
         self.preemptions += 1
         return victim
 
@@ -119,30 +154,54 @@ class Scheduler:
         preempted before the others have filled a block, and a victim is not taken back in the same step.
         """
         while budget > 0:
-            sequence = self._next_waiting()
+            sequence = self.waiting.head(self.admission_open)
             if sequence is None:
                 return
             self.waiting_looked_at += 1
-            if not self.cache.admit(sequence, sequence.num_tokens, headroom=len(self.running)):
+            if self._follows(sequence):
+                continue
+            if self.cache.admit(sequence, headroom=len(self.running)):
+                self._start(sequence)
+                budget -= self._plan_chunk(plan, sequence, budget)
+            elif self.running or not self.cache.drop_tails():
                 return
-            del self.waiting[sequence]
-            self.running.append(sequence)
-            sequence.status = SequenceStatus.RUNNING
-            sequence.request.started = True
-            sequence.request.record("scheduled", sequence.sample_index)
-            budget -= _plan_chunk(plan, sequence, budget)
 
-    def _next_waiting(self) -> Sequence | None:
-        """The head of the queue; while admission is closed, only if its request has started."""
-        if not self.waiting:
-            return None
-        head = next(iter(self.waiting))
-        return head if self.admission_open or head.request.started else None
+    def _follows(self, sequence: Sequence) -> bool:
+        """Send a waiting sequence behind the one that computes its next block, if there is one."""
+        leaders, awaited = self.cache.leaders, self.cache.awaited(sequence)
+        if leaders is None or awaited is None:
+            return False
+        self.waiting.discard(sequence)
+        leaders.follow(sequence, awaited)
+        return True
 
+    def _start(self, sequence: Sequence) -> None:
+        self.waiting.discard(sequence)
+        self.running.append(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        request = sequence.request
+        if not request.started:
+            request.started = True
+            self.waiting.started(request)
+        request.record("scheduled", sequence.sample_index)
 
-def _plan_chunk(plan: StepPlan, sequence: Sequence, budget: int) -> int:
-    """Plan as much of a prefill as the budget allows; the tokens planned."""
-    start, total = sequence.num_computed, sequence.num_tokens
-    length = min(total - start, budget)
-    plan.add(sequence, start, length, start + length == total)
-    return length
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
+        """Plan as much of a prefill as the budget allows; the tokens planned."""
+        start, total = sequence.num_computed, sequence.num_tokens
+        length = min(total - start, budget)
+        ends = start + length == total
+        plan.add(sequence, start, length, ends, self._forks(sequence) if ends and sequence.siblings else ())
+        return length
+
+    def _forks(self, sequence: Sequence) -> tuple[Sequence, ...]:
+        """The samples that take their first token from this prompt's logits.
+
+        None when weights changed while it was computed: the next sample then computes it again.
+        """
+        siblings, sequence.siblings = sequence.siblings, []
+        if self.cache.may_publish(sequence):
+            return tuple(siblings)
+        first, *rest = siblings
+        first.siblings = rest
+        self.waiting.push(first)
+        return ()

@@ -28,6 +28,7 @@ from samebit.rollout.engine import Engine
 from samebit.rollout.errors import RequestError, WorkerStateError
 from samebit.rollout.handle import Delivery
 from samebit.rollout.request import Request
+from samebit.rollout.stats import StatsLog
 from samebit.rollout.ticket_lock import TicketLock
 from samebit.rollout.worker_state import WorkerState, broken_error
 
@@ -55,6 +56,7 @@ class GenerationService:
         self._drain = threading.Condition()
         self._drain_signals = 0
         self._next_ordinal = 0
+        self._log = StatsLog(engine)
         self._thread = threading.Thread(target=self._main, name="samebit-generation", daemon=True)
         self._thread.start()
         self._at_exit = functools.partial(_stop_at_exit, weakref.ref(self))
@@ -181,6 +183,7 @@ class GenerationService:
             if not self.state.may_step:
                 return False
             self.deliver(self.engine.step())
+            self._log.after_step()
             for delivery in tuple(self._streams):
                 delivery.notify()
             if self._closures and self.engine.drained:

@@ -19,24 +19,30 @@ from samebit.rollout.request import Sequence
 class ScheduledSequence:
     """Compute positions `start .. start + length - 1` of a sequence.
 
-    `samples` is True when the chunk ends at the sequence's last known token: the next one is sampled.
+    `samples` is True when the chunk ends at the sequence's last known token: the next one is sampled, from
+    the same logits for this sequence and for each of `forks`.
     """
 
     sequence: Sequence
     start: int
     length: int
     samples: bool
+    forks: tuple[Sequence, ...] = ()
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """Decodes first, then running prefills, then newly admitted sequences."""
+    """Decodes first, then running prefills, then newly admitted sequences.
+
+    copies: (from, to) blocks whose KV is copied before anything is computed, all at once.
+    """
 
     items: list[ScheduledSequence] = field(default_factory=list)
     num_tokens: int = 0
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(self, sequence: Sequence, start: int, length: int, samples: bool) -> None:
-        self.items.append(ScheduledSequence(sequence, start, length, samples))
+    def add(self, sequence: Sequence, start: int, length: int, samples: bool, forks: tuple[Sequence, ...] = ()) -> None:
+        self.items.append(ScheduledSequence(sequence, start, length, samples, forks))
         self.num_tokens += length
 
 
@@ -57,7 +63,7 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """One entry for each item with `samples`, in the order of the plan (R of them).
+    """One entry for each sequence that samples: those of the items, each followed by its forks (R of them).
 
     logprobs: [R] at the sampling temperature; raw_logprobs: [R] at temperature 1.
     finite: [R], False where the logits held NaN or were not usable; that token is void.

@@ -66,7 +66,7 @@ class Transaction(AbstractContextManager["Transaction"]):
             if error is not None:
                 self._break_off(error)
             elif self._engine is not None:
-                self._engine.weight_version = self.version
+                self._engine.weights_changed(self.version)
                 if self.complete:
                     self._state.set_incomplete(None)
 
@@ -81,6 +81,8 @@ class Transaction(AbstractContextManager["Transaction"]):
         reason = f"an update broke off ({type(error).__name__}: {error})"
         self._state.set_incomplete(reason, error)
         self._service.fail_all(lambda: _incomplete_error(reason, error))
+        if self._engine is not None:
+            self._engine.clear_prefix_cache()
 
 
 class WeightUpdate(AbstractContextManager["WeightUpdate"]):

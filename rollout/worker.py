@@ -47,6 +47,8 @@ class RolloutWorker(WorkerCore):
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=loaded.max_model_len,
+            prefix_caching=self.config.enable_prefix_caching,
+            eviction_policy=self.config.eviction_policy,
         )
         super().__init__(
             Engine(runner, cache, self.config.max_num_batched_tokens),

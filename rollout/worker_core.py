@@ -25,6 +25,7 @@ from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.request import IntArray, Request
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.service import GenerationService
+from samebit.rollout.stats import worker_stats
 from samebit.rollout.stopping import Tokenizer
 from samebit.rollout.update import Transaction, WeightUpdate, check_update_args
 from samebit.rollout.validate import RequestLimits
@@ -121,10 +122,12 @@ class WorkerCore:
         self._service.check_thread()
         self._state.check_accepts_requests()
         checked: list[tuple[IntArray, SamplingParams, int]] = []
+        digests: list[list[bytes]] = []
         for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             try:
                 ids = self.limits.check_prompt(prompt)
                 checked.append((ids, wanted, self.limits.check_params(wanted, len(ids))))
+                digests.append(self._engine.cache.hash_prompt(ids, wanted.cache_salt))
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
@@ -140,6 +143,7 @@ class WorkerCore:
                     max_new_tokens=max_new,
                     eos_token_ids=self._eos_token_ids,
                     tokenizer=self.tokenizer,
+                    prompt_digests=digests[index],
                 )
                 for index, ((ids, wanted, max_new), request_id) in enumerate(zip(checked, request_ids, strict=True))
             ]
@@ -231,6 +235,7 @@ class WorkerCore:
                 'sleep("weights") would free the trainer\'s own parameters; on a shared module use sleep("kv_cache")'
             )
         with self._service.command() as engine:
+            engine.clear_prefix_cache()
             if "weights" in named:
                 self._sleep_weights(keep_copy=level == 1)
             if "kv_cache" in named and not self._state.kv_asleep:
@@ -266,6 +271,11 @@ class WorkerCore:
             if kv_cache is not None:
                 self._state.kv_asleep = kv_cache
 
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed so far is hit again. Running requests go on with the KV they have."""
+        with self._service.command() as engine:
+            engine.clear_prefix_cache()
+
     def pause(self) -> None:
         """Stand still between two steps until `resume()`; submissions are queued."""
         with self._service.command():
@@ -276,19 +286,8 @@ class WorkerCore:
             self._state.paused = False
 
     def stats(self) -> dict[str, float]:
-        """Counters and sizes, read without the lock."""
-        engine, scheduler = self._engine, self._engine.scheduler
-        return {
-            **vars(engine.counters),
-            "forward_seconds": engine.runner.forward_seconds,
-            "sampler_seconds": engine.runner.sampler_seconds,
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting) + self._service.num_unstarted,
-            "preemptions": scheduler.preemptions,
-            "blocks_total": engine.cache.pool.num_blocks,
-            "blocks_free": engine.cache.pool.num_free,
-            "weight_version": engine.weight_version,
-        }
+        """Counters and sizes, read without the lock; see docs/reference.md for each."""
+        return worker_stats(self._engine, self._service.num_unstarted)
 
     def close(self) -> None:
         """Stop; pending requests fail. Closing twice is fine."""

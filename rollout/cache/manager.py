@@ -5,83 +5,338 @@ Invariants
 * A sequence that runs has a slot, and blocks for all of its known tokens; one that does not run has
   neither.
 * Row `slot` of `block_tables` lists the blocks in order of position and is zero (the null block) after
-  them; a free slot's row is all zero.
-* Every call either does the whole of what it says or changes nothing.
+  them; a free slot's row is all zero. `tables_version` goes up whenever an entry that was set changes.
+* Every call either does the whole of what it says or changes nothing: a sequence that is not admitted
+  leaves even the order of eviction as it was.
+* A sequence writes to no block that others can see: hits are shared from the first block on, and what is
+  computed of them again (the last token of a cached prompt, whatever `prompt_logprobs` needs) is not
+  written (`Sequence.write_from`).
+* A block is published when its KV has been computed, and only by a sequence whose oldest KV is of the
+  current epoch. An owner of a block owns all blocks before it, so the owned hits of a match come first.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from samebit.rollout.cache.blocks import NULL_BLOCK, BlockPool
-from samebit.rollout.request import Sequence
+from samebit.rollout.cache.chain import ChainHasher, TokenChain
+from samebit.rollout.cache.index import CachedBlock, PrefixIndex, Tokens
+from samebit.rollout.cache.leaders import Leaders
+from samebit.rollout.cache.prefix_state import NEVER, PrefixState, PromptTail
+
+if TYPE_CHECKING:
+    from samebit.rollout.request import Request, Sequence
+
+SWEPT_PER_STEP = 64
+"""Entries of a cleared index that a step frees."""
+
+
+@dataclass
+class CacheCounters:
+    """Totals since the cache was built, of admissions that succeeded.
+
+    queries: sequences that looked their tokens up. hits: those that skipped some. tokens_skipped: how
+    many. lost_to_eviction: queries that stopped at a block which had been there and was evicted.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    tokens_skipped: int = 0
+    lost_to_eviction: int = 0
 
 
 class CacheManager:
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int) -> None:
+    """`prefix_caching=False` allocates nothing beyond pool and tables, and shares nothing."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        *,
+        prefix_caching: bool = True,
+        eviction_policy: str = "lru",
+    ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.block_tables = np.zeros((max_num_seqs, self.blocks_for(max_model_len)), dtype=np.int32)
+        self.tables_version = 0
+        self.counters = CacheCounters()
+        self.index = PrefixIndex(num_blocks, block_size) if prefix_caching else None
+        self.hasher = ChainHasher(block_size) if prefix_caching else None
+        self.leaders = Leaders() if prefix_caching else None
+        self._keeps_free_blocks = eviction_policy == "lru"
         self._owned: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._capacity = [0] * max_num_seqs
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._tails: dict[PromptTail, None] = {}
+        self._copies: list[tuple[int, int]] = []
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def can_admit(self, num_tokens: int, headroom: int) -> bool:
-        """Whether a slot and the blocks are free, with `headroom` blocks to spare for the others."""
-        return bool(self._free_slots) and self.blocks_for(num_tokens) + headroom <= self.pool.num_free
+    # -- before a sequence runs --------------------------------------------------------------------
 
-    def admit(self, sequence: Sequence, num_tokens: int, *, headroom: int = 0) -> bool:
-        """Give a sequence a slot and blocks for `num_tokens`."""
-        if not self.can_admit(num_tokens, headroom):
+    def hash_prompt(self, prompt: Tokens, cache_salt: str | None) -> list[bytes]:
+        """The digests of a prompt's full blocks (any thread may call it); none without prefix caching."""
+        if self.hasher is None:
+            return []
+        return self.hasher.extend(self.hasher.root(cache_salt), prompt)
+
+    def track(self, request: Request) -> None:
+        """Make a new request's sequences known."""
+        if self.hasher is None:
+            return
+        salt = request.params.cache_salt
+        if request.prompt_digests is None:
+            request.prompt_digests = self.hash_prompt(request.prompt, salt)
+        root = self.hasher.root(salt)
+        for sequence in request.sequences:
+            sequence.prefix = PrefixState(TokenChain(self.hasher, root, request.prompt_digests))
+
+    def awaited(self, sequence: Sequence) -> bytes | None:
+        """The block that a waiting sequence should wait for: a running one computes it, and it saves tokens."""
+        state = sequence.prefix
+        if state is None or self.leaders is None or sequence.prompt_logprobs_wanted:
+            return None
+        hits = len(self._match(sequence))
+        end = self.leaders.reach(state.chain, hits)
+        here = hits * self.block_size
+        if self._has_tail(state, hits):
+            here = sequence.num_prompt_tokens
+        return state.chain[end - 1] if min(end * self.block_size, sequence.num_tokens - 1) > here else None
+
+    def admit(self, sequence: Sequence, *, headroom: int = 0) -> bool:
+        """Give a waiting sequence a slot and blocks for its known tokens, with `headroom` blocks to spare.
+
+        Cached blocks are shared and `num_computed` says where it goes on.
+        """
+        match = self._match(sequence)
+        fresh = self.blocks_for(sequence.num_tokens) - len(match)
+        spare = self.pool.num_free - headroom
+        if not self._free_slots or fresh > spare or fresh + self._count_free(match) > spare:
             return False
-        sequence.slot = self._free_slots.pop()
-        self._extend(sequence.slot, self.blocks_for(num_tokens))
+        slot = sequence.slot = self._free_slots.pop()
+        owned = self._owned[slot]
+        for entry in match:
+            self.pool.claim(entry.block)
+            owned.append(entry.block)
+        self.block_tables[slot, : len(owned)] = owned
+        self.tables_version += 1
+        self._extend(slot, fresh)
+        self._resume(sequence, len(match))
         return True
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make a running sequence's blocks cover `num_tokens`."""
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence that waits, or never began to, goes away."""
+        if sequence.prefix is not None:
+            self._leave_tail(sequence.prefix)
+        if self.leaders is not None and sequence in self.leaders:
+            self.leaders.unfollow(sequence)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """(from, to) blocks that have to be copied before anything is computed."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    # -- while it runs -----------------------------------------------------------------------------
+
+    def append(self, sequence: Sequence, count: int) -> bool:
+        """Make a running sequence's blocks hold `count` tokens behind the computed ones."""
         slot = sequence.slot
+        num_tokens = sequence.num_computed + count
         if num_tokens <= self._capacity[slot]:
             return True
-        count = self.blocks_for(num_tokens) - len(self._owned[slot])
-        if count > self.pool.num_free:
+        missing = self.blocks_for(num_tokens) - len(self._owned[slot])
+        if missing > self.pool.num_free:
             return False
-        self._extend(slot, count)
+        self._extend(slot, missing)
         return True
 
-    def release(self, sequence: Sequence) -> None:
-        """Take back a running sequence's slot and blocks."""
+    def may_publish(self, sequence: Sequence) -> bool:
+        """Whether all of its KV belongs to the current epoch."""
+        return self.index is not None and sequence.prefix is not None and sequence.prefix.epoch == self.index.epoch
+
+    def publish(self, sequence: Sequence) -> list[Sequence]:
+        """Make the full blocks that a step has computed hittable; the followers that waited for them."""
+        state, index, leaders = sequence.prefix, self.index, self.leaders
+        full = sequence.num_computed // self.block_size
+        if state is None or index is None or leaders is None:
+            return []
+        if full <= state.num_published or state.epoch != index.epoch:
+            return []
+        woken: list[Sequence] = []
+        size, tokens = self.block_size, sequence.token_ids
+        state.chain.cover(tokens[: full * size])
+        for number in range(state.num_published, full):
+            digest = state.chain[number]
+            block = self._owned[sequence.slot][number]
+            first = index.publish(block, digest, tokens[number * size : (number + 1) * size])
+            if first != block and not self._replace(sequence.slot, number, first):
+                state.epoch = NEVER
+                return woken + leaders.resign(sequence)
+            woken += leaders.published(digest)
+        state.num_published = full
+        return woken
+
+    def hold_tail(self, leader: Sequence, samples: Items[Sequence]) -> None:
+        """Keep the last, partly filled block of a prompt for the other samples of the request."""
+        length = leader.num_prompt_tokens
+        if not samples or length % self.block_size == 0:
+            return
+        block = self._owned[leader.slot][length // self.block_size]
+        self.pool.claim(block)
+        tail = PromptTail(block, length, len(samples))
+        self._tails[tail] = None
+        for sample in samples:
+            if sample.prefix is not None:
+                sample.prefix.tail = tail
+
+    def release(self, sequence: Sequence) -> list[Sequence]:
+        """Take back a running sequence's slot and blocks; the followers that waited for it."""
         slot = sequence.slot
         owned = self._owned[slot]
-        self.pool.free(reversed(owned))
+        self._give_back(owned[::-1])
         self.block_tables[slot, : len(owned)] = NULL_BLOCK
+        self.tables_version += 1
         owned.clear()
         self._capacity[slot] = 0
         self._free_slots.append(slot)
         sequence.slot = -1
+        return [] if self.leaders is None else self.leaders.resign(sequence)
+
+    # -- the cache as a whole ----------------------------------------------------------------------
+
+    def clear_index(self) -> list[Sequence]:
+        """Nothing computed so far is ever hit again; blocks and running sequences stay. The followers."""
+        if self.index is None or self.leaders is None:
+            return []
+        self.drop_tails()
+        self.index.clear()
+        self.pool.forget_kept()
+        return self.leaders.resign_all()
+
+    def drop_tails(self) -> bool:
+        """Give up the prompt ends that are held; whether there were any."""
+        dropped, self._tails = self._tails, {}
+        for tail in dropped:
+            self._give_back([tail.block])
+        return bool(dropped)
+
+    def sweep(self) -> None:
+        """A step's share of freeing what `clear_index` left."""
+        if self.index is not None:
+            self.index.sweep(SWEPT_PER_STEP)
+            self.pool.sweep(SWEPT_PER_STEP)
 
     def owned_blocks(self, sequence: Sequence) -> list[int]:
         """A copy of the blocks of a running sequence, in order of position."""
         return list(self._owned[sequence.slot])
 
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _match(self, sequence: Sequence) -> list[CachedBlock]:
+        state = sequence.prefix
+        if state is None or self.index is None:
+            return []
+        state.chain.cover(sequence.token_ids[: sequence.num_tokens])
+        self.index.extend_match(state.match, state.chain, sequence.token_ids)
+        return state.match
+
+    def _count_free(self, match: list[CachedBlock]) -> int:
+        """How many of these are free, so that sharing them takes capacity: the last ones."""
+        return len(match) - bisect_left(match, True, key=lambda entry: self.pool.refcount(entry.block) == 0)
+
+    def _resume(self, sequence: Sequence, hits: int) -> None:
+        """Set where an admitted sequence goes on behind its shared blocks."""
+        state = sequence.prefix
+        if state is None or self.index is None or self.leaders is None:
+            return
+        shared = start = hits * self.block_size
+        if state.tail is not None and self._has_tail(state, hits):
+            self._copies.append((state.tail.block, self._owned[sequence.slot][hits]))
+            shared = start = sequence.num_prompt_tokens
+        start = 0 if sequence.prompt_logprobs_wanted else min(start, sequence.num_tokens - 1)
+        self._count(state.chain, hits, start)
+        self._leave_tail(state)
+        state.match = []
+        state.epoch = self.index.epoch
+        state.num_published = hits
+        sequence.resume_at(start, write_from=shared)
+        self.leaders.lead(sequence, [state.chain[number] for number in range(hits, len(state.chain))])
+
+    def _count(self, chain: TokenChain, hits: int, skipped: int) -> None:
+        counters = self.counters
+        counters.queries += 1
+        counters.hits += skipped > 0
+        counters.tokens_skipped += skipped
+        if self.index is not None and hits < len(chain):
+            counters.lost_to_eviction += self.index.was_evicted(chain[hits])
+
+    def _has_tail(self, state: PrefixState, hits: int) -> bool:
+        """Whether what follows these hits is an end of its prompt that is still held."""
+        tail = state.tail
+        return tail is not None and tail in self._tails and tail.prompt_length // self.block_size == hits
+
+    def _leave_tail(self, state: PrefixState) -> None:
+        tail, state.tail = state.tail, None
+        if tail is not None:
+            tail.users -= 1
+            if tail.users == 0 and tail in self._tails:
+                del self._tails[tail]
+                self._give_back([tail.block])
+
     def _extend(self, slot: int, count: int) -> None:
         owned = self._owned[slot]
-        blocks = self.pool.allocate(count)
+        blocks, evicted = self.pool.allocate(count)
+        if self.index is not None:
+            for block in evicted:
+                self.index.remove(block)
         self.block_tables[slot, len(owned) : len(owned) + count] = blocks
         owned.extend(blocks)
         self._capacity[slot] = len(owned) * self.block_size
 
+    def _replace(self, slot: int, number: int, block: int) -> bool:
+        """Use the block that was there first instead of an equal one, unless others read the latter."""
+        own = self._owned[slot][number]
+        if self.pool.refcount(own) > 1:
+            return False
+        self.pool.claim(block)
+        self._owned[slot][number] = self.block_tables[slot, number] = block
+        self.tables_version += 1
+        self._give_back([own])
+        return True
+
+    def _give_back(self, blocks: list[int]) -> None:
+        """Release blocks, in this order."""
+        if self.index is None:
+            self.pool.release(blocks)
+        elif self._keeps_free_blocks:
+            self.pool.release(blocks, self.index.by_block)
+        else:
+            self.pool.release(blocks)
+            for block in blocks:
+                if block in self.index.by_block and self.pool.refcount(block) == 0:
+                    self.index.remove(block)
+
     def check(self) -> None:
-        """Raise unless blocks, tables and slots agree."""
+        """Raise unless blocks, tables, slots, index and followers agree."""
         self.pool.check()
-        owned = [block for blocks in self._owned for block in blocks]
-        if len(set(owned)) != len(owned):
-            raise AssertionError("a block has two owners")
-        if len(owned) + self.pool.num_free != self.pool.num_blocks:
-            raise AssertionError(f"{len(owned)} owned + {self.pool.num_free} free != {self.pool.num_blocks}")
+        owners = np.zeros(self.pool.num_blocks + 1, np.int64)
+        for blocks in [*self._owned, *([tail.block] for tail in self._tails)]:
+            if len(set(blocks)) != len(blocks):
+                raise AssertionError("a sequence lists a block twice")
+            owners[blocks] += 1
+        counts = [self.pool.refcount(block) for block in range(self.pool.num_blocks + 1)]
+        if counts != owners.tolist():
+            raise AssertionError("refcounts are not the numbers of owners")
         for slot, blocks in enumerate(self._owned):
             row = self.block_tables[slot]
             if row[: len(blocks)].tolist() != blocks or row[len(blocks) :].any():
@@ -90,3 +345,16 @@ class CacheManager:
                 raise AssertionError(f"the capacity of slot {slot} is not that of its blocks")
             if blocks and slot in self._free_slots:
                 raise AssertionError(f"free slot {slot} owns blocks")
+        if self.leaders is not None:
+            self.leaders.check()
+        if self.index is not None:
+            self._check_index(self.index)
+
+    def _check_index(self, index: PrefixIndex) -> None:
+        if {entry.digest: entry for entry in index.by_block.values()} != index.by_digest:
+            raise AssertionError("the two maps of the index differ")
+        if any(not entry.stands or entry.epoch != index.epoch for entry in index.by_digest.values()):
+            raise AssertionError("an entry that is gone or of an old epoch can be hit")
+        free = {block for block in index.by_block if self.pool.refcount(block) == 0}
+        if len(free) != self.pool.num_kept:
+            raise AssertionError(f"{self.pool.num_kept} free blocks are kept, {len(free)} can be hit")

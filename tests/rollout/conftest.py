@@ -1,7 +1,8 @@
 """A runner that computes nothing but checks everything it is given, and factories over it.
 
 Its pages hold the token ids themselves, so a step can see whether every earlier position of a sequence
-is where the block table says; the next token is a hash of what it reads there.
+is where the block table says; the next token is a hash of what it reads there. Beside each token stands the
+oldest weight version that its KV depends on, so a step can see a hit on KV of other weights.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class FakeRunner:
         self.fail_with: Exception | None = None
         self.nan_ids: set[str] = set()
         self.salt = 0
+        self.current_version = lambda: 0
         self.entered = threading.Event()
         self.forward_seconds = 0.0
         self.sampler_seconds = 0.0
@@ -64,7 +66,7 @@ class FakeRunner:
 
     def allocate_cache(self, num_blocks: int) -> None:
         assert self.pages is None, "allocated twice"
-        self.pages = np.full((num_blocks + 1, self.block_size), EMPTY, np.int64)
+        self.pages = np.full((num_blocks + 1, self.block_size, 2), EMPTY, np.int64)
 
     def release_cache(self) -> None:
         assert self.pages is not None, "released twice"
@@ -80,6 +82,9 @@ class FakeRunner:
         self.plans.append(
             [(i.sequence.request.request_id, i.sequence.sample_index, i.start, i.length) for i in plan.items]
         )
+        if plan.copies:
+            sources, targets = np.array(plan.copies).T
+            self.pages[targets] = self.pages[sources]
         assert plan.num_tokens == sum(item.length for item in plan.items)
         tokens: list[int] = []
         finite: list[bool] = []
@@ -88,15 +93,21 @@ class FakeRunner:
             sequence = item.sequence
             end = item.start + item.length
             known = sequence.token_ids[:end].tolist()
-            self._write(block_tables[sequence.slot], item.start, known[item.start :])
-            assert self._read(block_tables[sequence.slot], end) == known, "a position is not where its block is"
+            table = block_tables[sequence.slot]
+            oldest = sequence.kv_spans[0][2] if sequence.kv_spans else self.current_version()
+            begin = max(item.start, sequence.write_from)
+            self._write(table, begin, known[begin:], oldest)
+            assert self._read(table, end, 0) == known, "a position is not where its block is"
+            assert set(self._read(table, end, 1)) == {oldest}, "KV that was computed under other weights"
             assert item.samples == (end == sequence.num_tokens)
             if sequence.prompt_logprobs_wanted:
                 last = min(end, sequence.num_prompt_tokens - 1)
                 values = -np.array(known + sequence.token_ids[end : end + 1].tolist(), np.float32)
                 scores.append(PromptLogprobs(sequence, item.start + 1, values[item.start + 1 : last + 1]))
-            if item.samples:
-                tokens.append(fake_token(known, sequence.sample_index, self.salt))
+            assert not item.forks or item.samples
+            for sample in (sequence, *item.forks) if item.samples else ():
+                assert sample.token_ids[: sample.num_tokens].tolist() == known
+                tokens.append(fake_token(known, sample.sample_index, self.salt))
                 finite.append(sequence.request.request_id not in self.nan_ids)
         ids = np.array(tokens, np.int64)
         return StepResult(
@@ -107,17 +118,17 @@ class FakeRunner:
             prompt_logprobs=scores,
         )
 
-    def _write(self, table: npt.NDArray[np.int32], start: int, values: list[int]) -> None:
+    def _write(self, table: npt.NDArray[np.int32], start: int, values: list[int], oldest: int) -> None:
         assert self.pages is not None
         for position, value in enumerate(values, start):
             block = table[position // self.block_size]
             assert block != 0, "a write to the null block"
-            self.pages[block, position % self.block_size] = value
+            self.pages[block, position % self.block_size] = value, oldest
 
-    def _read(self, table: npt.NDArray[np.int32], end: int) -> list[int]:
+    def _read(self, table: npt.NDArray[np.int32], end: int, what: int) -> list[int]:
         assert self.pages is not None
         positions = np.arange(end)
-        return self.pages[table[positions // self.block_size], positions % self.block_size].tolist()
+        return self.pages[table[positions // self.block_size], positions % self.block_size, what].tolist()
 
 
 def build_engine(
@@ -127,9 +138,20 @@ def build_engine(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 32,
     max_model_len: int = 64,
+    prefix_caching: bool = True,
+    eviction_policy: str = "lru",
 ) -> Engine:
-    cache = CacheManager(num_blocks, block_size, max_num_seqs, max_model_len)
-    return Engine(FakeRunner(block_size), cache, max_num_batched_tokens)
+    cache = CacheManager(
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        max_model_len,
+        prefix_caching=prefix_caching,
+        eviction_policy=eviction_policy,
+    )
+    engine = Engine(FakeRunner(block_size), cache, max_num_batched_tokens)
+    engine.runner.current_version = lambda: engine.weight_version
+    return engine
 
 
 def build_request(

@@ -12,7 +12,7 @@ from samebit.rollout.request import Request
 
 def test_the_pool_hands_out_each_block_once_and_never_the_null_block() -> None:
     pool = BlockPool(5)
-    taken = pool.allocate(3) + pool.allocate(2)
+    taken = pool.allocate(3)[0] + pool.allocate(2)[0]
     assert sorted(taken) == [1, 2, 3, 4, 5]
     assert NULL_BLOCK not in taken
     assert pool.num_free == 0
@@ -21,20 +21,57 @@ def test_the_pool_hands_out_each_block_once_and_never_the_null_block() -> None:
 
 def test_a_block_that_was_given_back_is_handed_out_again() -> None:
     pool = BlockPool(2)
-    first, second = pool.allocate(2)
-    pool.free([first])
-    assert pool.allocate(1) == [first]
-    pool.free([first, second])
+    first, second = pool.allocate(2)[0]
+    pool.release([first])
+    assert pool.allocate(1) == ([first], [])
+    pool.release([first, second])
     assert pool.num_free == 2
+    pool.check()
+
+
+def test_blank_blocks_are_taken_before_kept_ones_and_those_least_recently_released_first() -> None:
+    pool = BlockPool(5)
+    pool.allocate(4)
+    pool.release([2, 1, 3], hittable={1, 2, 3})
+    pool.release([4])
+    pool.claim(2)
+    pool.release([2], hittable={2})
+    assert (pool.num_free, pool.num_kept) == (5, 3)
+    assert [pool.allocate(1) for _ in range(5)] == [([4], []), ([5], []), ([1], [1]), ([3], [3]), ([2], [2])]
+    pool.check()
+
+
+def test_a_block_is_free_when_its_last_owner_is_gone() -> None:
+    pool = BlockPool(2)
+    (block,), _ = pool.allocate(1)
+    pool.claim(block)
+    pool.release([block], hittable={block})
+    assert (pool.refcount(block), pool.num_free) == (1, 1)
+    pool.release([block], hittable={block})
+    assert (pool.refcount(block), pool.num_free, pool.num_kept) == (0, 2, 1)
+    pool.check()
+
+
+def test_forgotten_blocks_are_taken_like_blank_ones() -> None:
+    pool = BlockPool(4)
+    pool.release(pool.allocate(3)[0], hittable={1, 2, 3})
+    pool.forget_kept()
+    assert (pool.num_kept, pool.num_free) == (0, 4)
+    pool.check()
+    pool.sweep(2)
+    pool.check()
+    taken, evicted = pool.allocate(4)
+    assert sorted(taken) == [1, 2, 3, 4]
+    assert evicted == []
     pool.check()
 
 
 @pytest.mark.parametrize("wrong", [[1, 1], [NULL_BLOCK], [3]])
 def test_giving_back_what_is_not_owned_raises(wrong: list[int]) -> None:
     pool = BlockPool(3)
-    assert pool.allocate(2) == [1, 2]
+    assert pool.allocate(2) == ([1, 2], [])
     with pytest.raises(RuntimeError, match="not owned"):
-        pool.free(wrong)
+        pool.release(wrong)
 
 
 def test_asking_for_more_than_is_free_takes_nothing() -> None:
@@ -46,15 +83,15 @@ def test_asking_for_more_than_is_free_takes_nothing() -> None:
 
 def test_admit_grow_and_release_keep_the_table(make_request: Callable[..., Request]) -> None:
     cache = CacheManager(num_blocks=4, block_size=4, max_num_seqs=2, max_model_len=16)
-    a, b = (make_request(name, [1]).sequences[0] for name in "ab")
-    assert cache.admit(a, 5)
-    assert cache.admit(b, 4)
+    a, b = (make_request(name, [1] * length).sequences[0] for name, length in (("a", 5), ("b", 4)))
+    assert cache.admit(a)
+    assert cache.admit(b)
     cache.check()
-    assert cache.grow(a, 8), "two blocks hold eight tokens already"
+    assert cache.append(a, 8), "two blocks hold eight tokens already"
     assert cache.pool.num_free == 1
-    assert cache.grow(a, 9)
+    assert cache.append(a, 9)
     assert cache.block_tables[a.slot].tolist() == [*cache.owned_blocks(a), 0]
-    assert not cache.grow(b, 5), "the pool is empty"
+    assert not cache.append(b, 5), "the pool is empty"
     assert len(cache.owned_blocks(b)) == 1
     slot = a.slot
     cache.release(a)
@@ -65,19 +102,19 @@ def test_admit_grow_and_release_keep_the_table(make_request: Callable[..., Reque
 
 def test_growing_is_all_or_nothing(make_request: Callable[..., Request]) -> None:
     cache = CacheManager(num_blocks=3, block_size=2, max_num_seqs=2, max_model_len=16)
-    sequence = make_request("a", [1]).sequences[0]
-    assert cache.admit(sequence, 2)
-    assert not cache.grow(sequence, 8)
+    sequence = make_request("a", [1, 2]).sequences[0]
+    assert cache.admit(sequence)
+    assert not cache.append(sequence, 8)
     assert cache.pool.num_free == 2
     cache.check()
 
 
 def test_admission_needs_a_slot_the_blocks_and_the_headroom(make_request: Callable[..., Request]) -> None:
     cache = CacheManager(num_blocks=3, block_size=2, max_num_seqs=1, max_model_len=6)
-    a, b = (make_request(name, [1]).sequences[0] for name in "ab")
-    assert not cache.admit(a, 7), "four blocks do not fit in three"
-    assert not cache.admit(a, 2, headroom=3)
-    assert cache.admit(a, 2, headroom=2)
-    assert not cache.admit(b, 2), "there is one slot"
+    a, b, long = (make_request(name, [1] * length).sequences[0] for name, length in (("a", 2), ("b", 2), ("c", 7)))
+    assert not cache.admit(long), "four blocks do not fit in three"
+    assert not cache.admit(a, headroom=3)
+    assert cache.admit(a, headroom=2)
+    assert not cache.admit(b), "there is one slot"
     assert b.slot == -1
     cache.check()

@@ -32,7 +32,7 @@ def test_an_output_carries_tokens_logprobs_versions_and_events(
     engine.add(make_request("a", [1, 2, 3], max_tokens=4, n=2))
     engine.step()
     engine.step()
-    engine.weight_version = 5
+    engine.weights_changed(5)
     (request,) = run(engine)
     output = request_output(request, None)
     assert (output.request_id, output.prompt_token_ids, output.num_cached_tokens) == ("a", [1, 2, 3], 0)
@@ -56,7 +56,7 @@ def test_recomputed_kv_is_recorded_under_the_new_weights(make_engine: Make, make
     engine.step()
     engine.step()
     engine.preempt_all()
-    engine.weight_version = 1
+    engine.weights_changed(1)
     (request,) = run(engine)
     sample = request_output(request, None).samples[0]
     assert sample.weight_versions == [(0, 2, 0), (2, 4, 1)]

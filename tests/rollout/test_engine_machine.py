@@ -1,23 +1,27 @@
-"""Random schedules against an oracle that computes each sample alone."""
+"""Random schedules against an oracle that computes each sample alone, with the prefix cache on and off."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from samebit.rollout.engine import Engine
-from samebit.rollout.request import Request, SequenceStatus
+from samebit.rollout.request import Request, Sequence, SequenceStatus
 
 MAX_LEN = 24
+STEPS = 40
 
 
-def test_any_schedule_gives_the_tokens_of_the_oracle(
+def run_machine(
     make_engine: Callable[..., Engine],
     make_request: Callable[..., Request],
     oracle: Callable[..., list[int]],
+    examples: int,
 ) -> None:
     class Machine(RuleBasedStateMachine):
         @initialize(
@@ -25,28 +29,61 @@ def test_any_schedule_gives_the_tokens_of_the_oracle(
             spare=st.integers(0, 12),
             max_num_seqs=st.integers(1, 5),
             budget=st.integers(5, 20),
+            prefix_caching=st.sampled_from([True, True, True, False]),
+            policy=st.sampled_from(["lru", "ref_zero"]),
         )
-        def build(self, block_size: int, spare: int, max_num_seqs: int, budget: int) -> None:
+        def build(
+            self, block_size: int, spare: int, max_num_seqs: int, budget: int, prefix_caching: bool, policy: str
+        ) -> None:
             self.engine = make_engine(
                 num_blocks=-(-MAX_LEN // block_size) + spare,
                 block_size=block_size,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=budget,
                 max_model_len=MAX_LEN,
+                prefix_caching=prefix_caching,
+                eviction_policy=policy,
             )
             self.added: dict[str, Request] = {}
             self.ended: list[str] = []
             self.aborted: set[str] = set()
 
         @rule(
-            prompt=st.lists(st.integers(0, 9), min_size=1, max_size=MAX_LEN - 1),
+            base=st.integers(0, 2),
+            shared=st.integers(0, MAX_LEN - 2),
+            own=st.lists(st.integers(0, 2), min_size=1, max_size=MAX_LEN - 1),
             new=st.integers(1, MAX_LEN),
-            n=st.integers(1, 3),
+            n=st.integers(1, 4),
             eos=st.sets(st.integers(0, 100), max_size=20),
+            salt=st.sampled_from([None, None, None, "a"]),
+            scored=st.sampled_from([None, None, None, 0]),
         )
-        def add(self, prompt: list[int], new: int, n: int, eos: set[int]) -> None:
+        def add(
+            self,
+            base: int,
+            shared: int,
+            own: list[int],
+            new: int,
+            n: int,
+            eos: set[int],
+            salt: str | None,
+            scored: int | None,
+        ) -> None:
+            prompt = ([base] * shared + own)[: MAX_LEN - 1]
+            self._add(prompt, new, n, eos, cache_salt=salt, prompt_logprobs=scored)
+
+        @rule(pick=st.integers(0, 50), sample=st.integers(0, 3), keep=st.integers(1, MAX_LEN), new=st.integers(1, 9))
+        def next_turn(self, pick: int, sample: int, keep: int, new: int) -> None:
+            """A prompt that goes on behind what an earlier request has sampled."""
+            if not self.added:
+                return
+            request = list(self.added.values())[pick % len(self.added)]
+            turn = request.sequences[sample % len(request.sequences)]
+            self._add([*turn.token_ids[: min(turn.num_tokens, keep, MAX_LEN - 2)].tolist(), 7], new, 1, set())
+
+        def _add(self, prompt: list[int], new: int, n: int, eos: set[int], **params: object) -> None:
             request = make_request(
-                str(len(self.added)), prompt, max_tokens=min(new, MAX_LEN - len(prompt)), n=n, eos=tuple(eos)
+                str(len(self.added)), prompt, max_tokens=min(new, MAX_LEN - len(prompt)), n=n, eos=tuple(eos), **params
             )
             self.added[request.request_id] = request
             self.engine.add(request)
@@ -67,6 +104,18 @@ def test_any_schedule_gives_the_tokens_of_the_oracle(
             self.engine.preempt_all()
             assert self.engine.cache.pool.num_free == self.engine.cache.pool.num_blocks
 
+        @rule(recompute=st.booleans())
+        def update_weights(self, recompute: bool) -> None:
+            """Running requests go on with the KV they have, or compute it again."""
+            if recompute:
+                self.engine.preempt_all()
+            self.engine.weights_changed(self.engine.weight_version + 1)
+            assert self.engine.cache.pool.num_kept == 0
+
+        @rule()
+        def reset(self) -> None:
+            self.engine.clear_prefix_cache()
+
         @rule()
         def flip_admission(self) -> None:
             self.engine.scheduler.admission_open = not self.engine.scheduler.admission_open
@@ -80,13 +129,39 @@ def test_any_schedule_gives_the_tokens_of_the_oracle(
                 return
             cache, scheduler = self.engine.cache, self.engine.scheduler
             cache.check()
-            for sequence in scheduler.running:
+            running = set(scheduler.running)
+            for request in self.added.values():
+                for sequence in request.sequences:
+                    self._check_place(sequence, sequence in running)
+            self._check_entries(scheduler.running)
+
+        def _check_place(self, sequence: Sequence, running: bool) -> None:
+            """Each unfinished sequence runs, waits, follows, or stands behind a sibling; in exactly one place."""
+            cache, scheduler = self.engine.cache, self.engine.scheduler
+            siblings = [s for other in sequence.request.sequences for s in other.siblings]
+            follows = cache.leaders is not None and sequence in cache.leaders
+            places = [running, sequence in scheduler.waiting, follows, siblings.count(sequence) == 1]
+            assert sum(places) == (not sequence.finished)
+            if running:
                 assert sequence.status is SequenceStatus.RUNNING
                 assert len(cache.owned_blocks(sequence)) * cache.block_size >= sequence.num_computed
-            for sequence in scheduler.waiting:
+            elif not sequence.finished:
                 assert (sequence.slot, sequence.num_computed) == (-1, 0)
-            owned = sum(len(cache.owned_blocks(sequence)) for sequence in scheduler.running)
-            assert owned + cache.pool.num_free == cache.pool.num_blocks
+
+        def _check_entries(self, running: list[Sequence]) -> None:
+            """What can be hit holds the tokens that the index says; a block has one digest at most."""
+            cache = self.engine.cache
+            if cache.index is None:
+                return
+            pages = self.engine.runner.pages
+            for block in cache.index.by_block:
+                assert pages[block, :, 0].tolist() == cache.index.tokens[block].tolist()
+                assert set(pages[block, :, 1].tolist()) == {self.engine.weight_version}, "KV of an old epoch"
+            for sequence in running:
+                for number, block in enumerate(cache.owned_blocks(sequence)):
+                    entry = cache.index.by_block.get(block)
+                    if entry is not None:
+                        assert entry.digest == sequence.prefix.chain[number]
 
         def teardown(self) -> None:
             if not hasattr(self, "engine"):
@@ -101,6 +176,8 @@ def test_any_schedule_gives_the_tokens_of_the_oracle(
             for request in self.added.values():
                 self._check(request)
             assert self.engine.cache.pool.num_free == self.engine.cache.pool.num_blocks
+            assert self.engine.scheduler.num_unfinished == 0
+            self.engine.cache.check()
 
         def _check(self, request: Request) -> None:
             for sequence in request.sequences:
@@ -110,13 +187,25 @@ def test_any_schedule_gives_the_tokens_of_the_oracle(
                 whole = alone[: stops[0] + 1] if stops else alone
                 if request.request_id in self.aborted:
                     assert got == whole[: len(got)]
-                else:
-                    assert got == whole
-                    assert sequence.finish_reason == ("stop" if stops else "length")
+                    continue
+                assert got == whole
+                assert sequence.finish_reason == ("stop" if stops else "length")
+                if sequence.prompt_logprobs is not None:
+                    assert sequence.prompt_logprobs[1:].tolist() == [-float(t) for t in request.prompt[1:]]
 
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+@pytest.mark.soak
+def test_any_schedule_gives_the_tokens_of_the_oracle(
+    make_engine: Callable[..., Engine],
+    make_request: Callable[..., Request],
+    oracle: Callable[..., list[int]],
+) -> None:
+    """Each case is a schedule of up to `STEPS` operations."""
+    run_machine(make_engine, make_request, oracle, int(os.environ.get("SAMEBIT_SOAK_CASES", "150")))

@@ -57,7 +57,9 @@ def test_the_last_admitted_is_preempted_and_goes_to_the_head_of_the_queue(
         before = engine.scheduler.preemptions
         finished += [request.request_id for request in engine.step()]
         if engine.scheduler.preemptions > before:
-            preempted_while_waiting.append(next(iter(engine.scheduler.waiting)).request.request_id)
+            head = engine.scheduler.waiting.head(admission_open=True)
+            assert head is not None
+            preempted_while_waiting.append(head.request.request_id)
     assert preempted_while_waiting
     assert preempted_while_waiting[0] == "b", "a and b run; b came last; c has not started"
     assert finished == ["a", "b", "c"]
@@ -106,10 +108,11 @@ def test_aborting_waiting_and_running_requests_frees_what_they_own(
     assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
 
 
+@pytest.mark.parametrize(("prefix_caching", "slots"), [(False, 2), (True, 1)])
 def test_closed_admission_lets_started_requests_finish_and_no_other_begin(
-    make_engine: Callable[..., Engine], make_request: Callable[..., Request]
+    make_engine: Callable[..., Engine], make_request: Callable[..., Request], prefix_caching: bool, slots: int
 ) -> None:
-    engine = make_engine(max_num_seqs=2)
+    engine = make_engine(max_num_seqs=slots, prefix_caching=prefix_caching)
     group = make_request("group", [1, 2], n=3, max_tokens=4)
     later = make_request("later", [5], max_tokens=2)
     engine.add(group)

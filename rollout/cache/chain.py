@@ -1,0 +1,76 @@
+"""What a block of tokens is called: a digest of its tokens and of all that come before them.
+
+Invariants
+----------
+* Equal digests mean equal tokens from position 0 on, under one salt. The key is this process's own, so
+  nobody can prepare two prompts that collide; a hit compares the tokens all the same.
+* Only full blocks have a digest, and each is computed once: a chain is kept and extended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+DIGEST_BYTES = 16
+_TOKEN = np.dtype(np.int32)
+
+
+class ChainHasher:
+    """Keyed BLAKE2b, 128 bits, chained over blocks of `block_size` tokens."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks_hashed = 0
+        self._key = os.urandom(DIGEST_BYTES)
+
+    def root(self, cache_salt: str | None) -> bytes:
+        """What the first block follows."""
+        salt = "" if cache_salt is None else cache_salt
+        return hashlib.blake2b(salt.encode(), key=self._key, digest_size=DIGEST_BYTES).digest()
+
+    def extend(self, parent: bytes, tokens: npt.NDArray[np.int64]) -> list[bytes]:
+        """The digests of the full blocks among `tokens`, which follow the block `parent`."""
+        width = self.block_size * _TOKEN.itemsize
+        data = tokens.astype(_TOKEN).tobytes()
+        key, blake2b = self._key, hashlib.blake2b
+        digests: list[bytes] = []
+        for at in range(0, len(data) - width + 1, width):
+            parent = blake2b(parent + data[at : at + width], key=key, digest_size=DIGEST_BYTES).digest()
+            digests.append(parent)
+        self.blocks_hashed += len(digests)
+        return digests
+
+
+class TokenChain:
+    """The digests of a sequence's full blocks, as far as they were needed.
+
+    Those of the prompt are shared by all samples of a request.
+    """
+
+    __slots__ = ("_hasher", "_own", "_prompt", "_root")
+
+    def __init__(self, hasher: ChainHasher, root: bytes, prompt_digests: list[bytes]) -> None:
+        self._hasher = hasher
+        self._root = root
+        self._prompt = prompt_digests
+        self._own: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self._prompt) + len(self._own)
+
+    def __getitem__(self, index: int) -> bytes:
+        split = len(self._prompt)
+        return self._prompt[index] if index < split else self._own[index - split]
+
+    def cover(self, tokens: npt.NDArray[np.int64]) -> None:
+        """Extend the chain to all full blocks of these tokens, the sequence's own from position 0 on."""
+        size = self._hasher.block_size
+        known = len(self)
+        full = len(tokens) // size
+        if full > known:
+            parent = self[known - 1] if known else self._root
+            self._own += self._hasher.extend(parent, tokens[known * size : full * size])

@@ -1,0 +1,97 @@
+"""Who computes a block that several need, and who waits for it.
+
+Invariants
+----------
+* A digest is led by a running sequence that will publish it; when that sequence stops leading for any
+  reason, whoever waits is handed back to the scheduler, and the first of them to be admitted leads.
+* A follower waits for one digest: the last block that it has in common with what is being computed. It
+  holds no memory meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from samebit.rollout.cache.chain import TokenChain
+
+if TYPE_CHECKING:
+    from samebit.rollout.request import Sequence
+
+
+class Leaders:
+    def __init__(self) -> None:
+        self.waits = 0
+        self._led: dict[bytes, Sequence] = {}
+        self._leading: dict[Sequence, dict[bytes, None]] = {}
+        self._followers: dict[bytes, dict[Sequence, None]] = {}
+        self._waits_for: dict[Sequence, bytes] = {}
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        """Whether it waits behind a leader."""
+        return sequence in self._waits_for
+
+    def lead(self, sequence: Sequence, digests: list[bytes]) -> None:
+        """`sequence` is going to compute and publish these blocks."""
+        led = {digest: None for digest in digests if digest not in self._led}
+        if led:
+            self._leading[sequence] = led
+            for digest in led:
+                self._led[digest] = sequence
+
+    def reach(self, chain: TokenChain, start: int) -> int:
+        """How many blocks of a chain there will be, when `start` are there already."""
+        led = self._led
+        end = start
+        while led and end < len(chain) and chain[end] in led:
+            end += 1
+        return end
+
+    def follow(self, sequence: Sequence, digest: bytes) -> None:
+        self.waits += 1
+        self._waits_for[sequence] = digest
+        self._followers.setdefault(digest, {})[sequence] = None
+
+    def unfollow(self, sequence: Sequence) -> None:
+        """A follower that goes away itself."""
+        digest = self._waits_for.pop(sequence)
+        followers = self._followers[digest]
+        del followers[sequence]
+        if not followers:
+            del self._followers[digest]
+
+    def published(self, digest: bytes) -> list[Sequence]:
+        """The block is there: the followers that waited for it."""
+        leader = self._led.pop(digest, None)
+        if leader is None:
+            return []
+        led = self._leading[leader]
+        del led[digest]
+        if not led:
+            del self._leading[leader]
+        return self._wake(digest)
+
+    def resign(self, sequence: Sequence) -> list[Sequence]:
+        """`sequence` will publish nothing more: the followers of what it led."""
+        woken: list[Sequence] = []
+        for digest in self._leading.pop(sequence, ()):
+            del self._led[digest]
+            woken += self._wake(digest)
+        return woken
+
+    def resign_all(self) -> list[Sequence]:
+        return [follower for leader in list(self._leading) for follower in self.resign(leader)]
+
+    def _wake(self, digest: bytes) -> list[Sequence]:
+        woken = list(self._followers.pop(digest, ()))
+        for sequence in woken:
+            del self._waits_for[sequence]
+        return woken
+
+    def check(self) -> None:
+        """Raise unless every follower waits for a block that somebody leads."""
+        for sequence, digest in self._waits_for.items():
+            if digest not in self._led or sequence not in self._followers[digest]:
+                raise AssertionError("a follower waits for a block that nobody computes")
+        led = {digest: leader for leader, digests in self._leading.items() for digest in digests}
+        if led != self._led:
+            raise AssertionError("the blocks led and their leaders differ")

@@ -1,0 +1,38 @@
+"""What the cache keeps for one sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from samebit.rollout.cache.chain import TokenChain
+from samebit.rollout.cache.index import CachedBlock
+
+NEVER = -1
+
+
+@dataclass(slots=True, eq=False)
+class PromptTail:
+    """The partly filled last block of a prompt, held until every sample of the request has its copy.
+
+    The sample that computed it goes on writing behind the prompt; what the prompt filled stays.
+    """
+
+    block: int
+    prompt_length: int
+    users: int
+
+
+@dataclass(slots=True, eq=False)
+class PrefixState:
+    """chain: what its blocks are called. match: the index entries that a waiting sequence begins with.
+
+    num_published: leading blocks that the index knows. epoch: that of the oldest live KV, `NEVER` for one
+    that must not publish. tail: what is left of the prompt behind its full blocks, for a sample that has
+    not begun.
+    """
+
+    chain: TokenChain
+    match: list[CachedBlock] = field(default_factory=list)
+    num_published: int = 0
+    epoch: int = NEVER
+    tail: PromptTail | None = None
