@@ -1,8 +1,8 @@
 """How far a decode step is from the least it can cost.
 
 The floor of a step is `F.linear` with the weights of every layer and of the head, bare, at as many rows as
-the step has, plus samebit's attention kernel on the step's own block tables and pages; nothing else. Floor
-and step alternate, so both see the same context lengths and the same machine.
+the step has, plus samebit's attention kernel at the step's context lengths on blocks that no two sequences
+share; nothing else. Floor and step alternate, so both see the same machine.
 """
 
 import copy
@@ -58,10 +58,13 @@ def medians(rollouts: list[StepTimes], kind: str) -> list[float]:
 class Floor:
     """The bare operations of a decode step of this model."""
 
-    def __init__(self, model: PreTrainedModel, runner: ModelRunner, rows: int) -> None:
+    def __init__(self, model: PreTrainedModel, runner: ModelRunner, rows: int, max_len: int) -> None:
         config = model.config
         dtype = model.lm_head.weight.dtype
-        self._runner = runner
+        width = -(-max_len // runner.block_size)
+        self._block_size = runner.block_size
+        self._tables = np.arange(1, rows * width + 1, dtype=np.int32).reshape(rows, width)
+        self._pages = runner.layout.allocate(rows * width, runner.block_size, runner.dtype)
         self._layers = [
             [module.weight for module in layer.modules() if isinstance(module, torch.nn.Linear)]
             for layer in model.model.layers
@@ -74,12 +77,9 @@ class Floor:
         self._scale = config.head_dim**-0.5
 
     @torch.no_grad()
-    def measure(self, sequences: list[Sequence], block_tables: np.ndarray) -> tuple[float, float]:
-        """Seconds of the GEMMs and of attention for the next token of these sequences.
-
-        The keys that it writes go where the step that follows puts the real ones.
-        """
-        context = self._context(sequences, block_tables)
+    def measure(self, sequences: list[Sequence]) -> tuple[float, float]:
+        """Seconds of the GEMMs and of attention for the next token of these sequences."""
+        context = self._context(sequences)
         gemm = attend = 0.0
         for number, weights in enumerate(self._layers):
             began = time.perf_counter()
@@ -93,7 +93,7 @@ class Floor:
         F.linear(self._inputs[self._head.shape[1]], self._head)
         return gemm + time.perf_counter() - began, attend
 
-    def _context(self, sequences: list[Sequence], block_tables: np.ndarray) -> ForwardContext:
+    def _context(self, sequences: list[Sequence]) -> ForwardContext:
         count = len(sequences)
         starts = np.array([sequence.num_computed for sequence in sequences], np.int32)
         return ForwardContext(
@@ -101,10 +101,10 @@ class Floor:
             row_start=np.arange(count, dtype=np.int32),
             lengths=np.ones(count, np.int32),
             starts=starts,
-            table_rows=np.array([sequence.slot for sequence in sequences], np.int32),
-            block_tables=block_tables,
-            block_size=self._runner.block_size,
-            pages=self._runner.pages,
+            table_rows=np.arange(count, dtype=np.int32),
+            block_tables=self._tables,
+            block_size=self._block_size,
+            pages=self._pages,
         )
 
 
@@ -124,7 +124,7 @@ class SteppedEngine:
             max_model_len=max_len,
         )
         self.engine = Engine(self.runner, self.cache, config.max_num_batched_tokens)
-        self.floor = Floor(self.model, self.runner, workload.sequences)
+        self.floor = Floor(self.model, self.runner, workload.sequences, max_len)
 
     def rollout(self, prompts: Tokens) -> StepTimes:
         """One rollout of the workload, with the floor measured before each decode step."""
@@ -135,7 +135,7 @@ class SteppedEngine:
             running = self.engine.scheduler.running
             full = len(running) == self.workload.sequences and all(map(_decodes, running))
             if full:
-                gemm, attend = self.floor.measure(running, self.cache.block_tables)
+                gemm, attend = self.floor.measure(running)
                 times.gemm.append(gemm)
                 times.attention.append(attend)
             prompt_tokens = counters.prefill_tokens_computed

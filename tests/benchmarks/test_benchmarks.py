@@ -108,3 +108,27 @@ def test_scheduler_figures(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) ->
     metrics = scripts.scheduler.measure(few=1, many=50, repetitions=2)
     assert set(metrics) == {"schedule_growth", "schedule_us_1_waiting", "schedule_us_50_waiting"}
     assert all(0 < value.min <= value.value <= value.max for value in metrics.values())
+
+
+def test_prefix_cache_figures(scripts: Scripts) -> None:
+    sizes = scripts.prefix_cache.Sizes(
+        requests=4, shared=40, own_mean=10, outputs=(2, 5), groups=2, samples=3, group_prompt=33, group_output=5,
+        conversations=2, turns=3, turn_input=5, turn_output=20, unshared_output=4,
+    )  # fmt: skip
+    model = scripts.models.build(TINY, scripts.models.DTYPES["fp32"], sizes.longest)
+    metrics = scripts.prefix_cache.measure(model, sizes, rounds=1)
+    assert set(metrics) == {
+        "speedup_over_ideal_out2", "requests_per_second_gain_out2", "speedup_over_ideal_out5",
+        "requests_per_second_gain_out5", "first_wave_hit_ratio", "group_prefill_ratio", "multi_turn_skip_ratio",
+        "no_share_ratio",
+    }  # fmt: skip
+    assert metrics["first_wave_hit_ratio"].value == 3 / 4
+    assert metrics["group_prefill_ratio"].value == 1
+    assert metrics["multi_turn_skip_ratio"].value == 1
+
+
+def test_cache_growth_figures(scripts: Scripts) -> None:
+    sizes = scripts.cache_growth.Sizes(small_pool=50, large_pool=200, prompt=640, evicted=20, repetitions=1)
+    metrics = scripts.cache_growth.measure(sizes)
+    assert set(metrics) == {"admission_ms_640", "eviction_growth", "clear_ms_200"}
+    assert all(value.min > 0 for value in metrics.values())
