@@ -20,6 +20,8 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding import binding_of
+from samebit.rollout.check_cache import CacheCheck
+from samebit.rollout.check_compare import Row, compare, compare_samples, reported, worst
 from samebit.rollout.check_gemm import check_gemm_rows
 from samebit.rollout.check_trainer import LAYOUTS, Layout, Sample, packed
 from samebit.rollout.config import RolloutConfig
@@ -30,18 +32,6 @@ from samebit.rollout.worker import RolloutWorker
 
 PROMPT_LENGTHS = (1, 2, 3, 63, 64, 65, 17, 130)
 LONGEST_PROMPT = 300
-NAN_DIFFERENCE = 3.4e38
-"""Reported for a difference that is not a number, which JSON can not hold."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the report: under this condition, so many tokens were compared and so many differ."""
-
-    name: str
-    tokens: int
-    differing: int
-    max_abs_diff: float
 
 
 @dataclass(frozen=True)
@@ -79,6 +69,7 @@ def check_model(folder: str | Path, dtype: str = "auto", new_tokens: int = 32, s
     yield Row("GEMM rows: any number of 16-row tiles, any threads", *check_gemm_rows(model))
     yield from check.schedules()
     yield from check.temperatures()
+    yield from check.prefix_cache()
     yield from check.layouts()
     yield from check.reloaded()
     yield check.repeats()
@@ -124,6 +115,11 @@ class _Check:
             outputs = self._run(self.workload.params(temperature))
             yield self._row(name, outputs, temperature=temperature or 1.0)
 
+    def prefix_cache(self) -> Iterator[Row]:
+        cache = CacheCheck(self.model, self.workload.max_model_len, self.workload.new_tokens)
+        for name, outputs, expected in cache.runs():
+            yield self._row(f"prefix cache: {name}", outputs, first=expected)
+
     def layouts(self) -> Iterator[Row]:
         for name, layout in LAYOUTS.items():
             yield self._row(f"trainer: {name}", self.first, layout)
@@ -132,7 +128,7 @@ class _Check:
         expected = packed(
             self.model, [Sample(out.prompt_token_ids[:1], out.prompt_token_ids[1:]) for out in outputs], 1.0
         )
-        yield Row("log-probabilities of the prompts", *_compare(found, expected))
+        yield Row("log-probabilities of the prompts", *compare(found, expected))
 
     def reloaded(self) -> Iterator[Row]:
         prompts, params = self.workload.prompts, self.workload.params()
@@ -142,9 +138,10 @@ class _Check:
                 outputs = worker.generate(prompts, params)
                 yield self._row("weights saved and loaded again", outputs, first=self.first)
                 worker.load_state_dict({name: tensor * 0.5 for name, tensor in self.model.state_dict().items()})
+                worker.generate(prompts, params)  # fills the prefix cache with what must not be hit afterwards
                 worker.receive_weights(folder)
                 outputs = worker.generate(prompts, params)
-                yield self._row("weights received from a folder", outputs, first=self.first)
+                yield self._row("weights W1 -> W2 -> W1, from a folder", outputs, first=self.first)
 
     def repeats(self) -> Row:
         return Row("same seed, same samples under all of these", *self.repeated)
@@ -190,33 +187,10 @@ class _Check:
         `first`: the same requests under the first schedule, which must have given the same samples.
         """
         if first is not None:
-            self.repeated = _worst(self.repeated, _compare_samples(outputs, first))
+            self.repeated = worst(self.repeated, compare_samples(outputs, first))
         samples = [Sample(out.prompt_token_ids, sample.token_ids) for out in outputs for sample in out.samples]
-        result = _compare(_reported(outputs), layout(self.model, samples, temperature))
+        result = compare(reported(outputs), layout(self.model, samples, temperature))
         if temperature != 1.0:
             raw = [torch.tensor(sample.raw_logprobs) for out in outputs for sample in out.samples]
-            result = _worst(result, _compare(raw, layout(self.model, samples, 1.0)))
+            result = worst(result, compare(raw, layout(self.model, samples, 1.0)))
         return Row(name, *result)
-
-
-def _reported(outputs: list[RequestOutput]) -> list[torch.Tensor]:
-    return [torch.tensor(sample.logprobs) for out in outputs for sample in out.samples]
-
-
-def _compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> tuple[int, int, float]:
-    """(tokens, how many differ in any bit or are not numbers, largest difference)."""
-    a, b = torch.cat(found), torch.cat(expected)
-    differing = (a.view(torch.int32) != b.view(torch.int32)) | a.isnan() | b.isnan()
-    worst = (a - b).abs().nan_to_num(nan=NAN_DIFFERENCE, posinf=NAN_DIFFERENCE).max() if len(a) else 0.0
-    return len(a), int(differing.sum()), float(worst)
-
-
-def _compare_samples(outputs: list[RequestOutput], first: list[RequestOutput]) -> tuple[int, int, float]:
-    """The same for two runs of the same requests, where other tokens are a difference too."""
-    tokens, differing, worst = _compare(_reported(outputs), _reported(first))
-    ids = [[token for out in run for sample in out.samples for token in sample.token_ids] for run in (outputs, first)]
-    return tokens, max(differing, sum(a != b for a, b in zip(*ids, strict=True))), worst
-
-
-def _worst(a: tuple[int, int, float], b: tuple[int, int, float]) -> tuple[int, int, float]:
-    return a[0] + b[0], a[1] + b[1], max(a[2], b[2])
