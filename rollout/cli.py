@@ -70,7 +70,8 @@ def _check(arguments: argparse.Namespace) -> int:
     from safetensors import SafetensorError
     from transformers.utils import logging
 
-    from samebit.rollout.check import Row, check_model
+    from samebit.rollout.check import check_model
+    from samebit.rollout.check_compare import Row
     from samebit.rollout.errors import NonFiniteLogitsError
 
     logging.disable_progress_bar()
