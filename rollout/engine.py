@@ -133,10 +133,9 @@ class Engine:
                     if self._take_row(rows, row, sample, version):
                         ended.append(sample)
                     row += 1
-            if sequence.request.error is None:
-                self.scheduler.publish(sequence)
-                if item.forks:
-                    self.scheduler.fork(sequence, item.forks)
+            self.scheduler.publish(item)
+            if item.forks and sequence.request.error is None:
+                self.scheduler.fork(sequence, item.forks)
         self.counters.decode_tokens_computed += decodes
         self.counters.prefill_tokens_computed += plan.num_tokens - decodes
         self.counters.output_tokens += row - rows.finite.count(False)

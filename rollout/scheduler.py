@@ -19,8 +19,9 @@ from collections.abc import Iterable
 from itertools import count
 
 from samebit.rollout.cache import CacheManager
+from samebit.rollout.cache.states import StateCache
 from samebit.rollout.request import Request, Sequence, SequenceStatus
-from samebit.rollout.step import StepPlan
+from samebit.rollout.step import ScheduledSequence, StepPlan
 from samebit.rollout.waiting import WaitingQueue
 
 
@@ -77,15 +78,20 @@ class Scheduler:
         budget = self.max_num_batched_tokens - plan.num_tokens
         for sequence in prefills:
             if budget == 0:
-                return plan
+                break
             budget -= self._plan_chunk(plan, sequence, budget)
         self._admit(plan, budget)
         plan.copies = self.cache.take_copies()
+        if self.cache.states is not None and plan.items:
+            self._plan_states(plan, self.cache.states)
         return plan
 
-    def publish(self, sequence: Sequence) -> None:
+    def publish(self, item: ScheduledSequence) -> None:
         """What a step computed for this sequence is there for others."""
-        self._wait(self.cache.publish(sequence))
+        if item.sequence.request.error is None:
+            self._wait(self.cache.publish(item.sequence))
+        if item.captures:
+            self.cache.keep_captures(item.sequence, item.captures)
 
     def fork(self, leader: Sequence, samples: tuple[Sequence, ...]) -> None:
         """The samples that took their first token from the leader's logits go on by themselves."""
@@ -168,12 +174,18 @@ class Scheduler:
 
     def _follows(self, sequence: Sequence) -> bool:
         """Send a waiting sequence behind the one that computes its next block, if there is one."""
-        leaders, awaited = self.cache.leaders, self.cache.awaited(sequence)
-        if leaders is None or awaited is None:
+        awaited = self.cache.awaited(sequence)
+        if awaited is None:
             return False
         self.waiting.discard(sequence)
-        leaders.follow(sequence, awaited)
+        self.cache.follow(sequence, awaited)
         return True
+
+    def _plan_states(self, plan: StepPlan, states: StateCache) -> None:
+        """Checkpoints to take on the way, now that it is known who waits for them."""
+        plan.moves = states.take_moves()
+        for item in plan.items:
+            item.captures = self.cache.plan_captures(item.sequence, item.start + item.length)
 
     def _start(self, sequence: Sequence) -> None:
         self.waiting.discard(sequence)

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from samebit.rollout.cache.states import StateMoves
 from samebit.rollout.request import Sequence
 
 
@@ -20,7 +21,8 @@ class ScheduledSequence:
     """Compute positions `start .. start + length - 1` of a sequence.
 
     `samples` is True when the chunk ends at the sequence's last known token: the next one is sampled, from
-    the same logits for this sequence and for each of `forks`.
+    the same logits for this sequence and for each of `forks`. captures: (position, checkpoint) of recurrent
+    states to keep; positions after `start` and up to the chunk's end.
     """
 
     sequence: Sequence
@@ -28,6 +30,7 @@ class ScheduledSequence:
     length: int
     samples: bool
     forks: tuple[Sequence, ...] = ()
+    captures: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -35,11 +38,13 @@ class StepPlan:
     """Decodes first, then running prefills, then newly admitted sequences.
 
     copies: (from, to) blocks whose KV is copied before anything is computed, all at once.
+    moves: what happens to recurrent states before anything is computed.
     """
 
     items: list[ScheduledSequence] = field(default_factory=list)
     num_tokens: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
+    moves: StateMoves = field(default_factory=StateMoves)
 
     def add(self, sequence: Sequence, start: int, length: int, samples: bool, forks: tuple[Sequence, ...] = ()) -> None:
         self.items.append(ScheduledSequence(sequence, start, length, samples, forks))

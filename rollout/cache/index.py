@@ -26,12 +26,16 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """An entry of the index. `stands` is False once the block was evicted."""
+    """An entry of the index.
+
+    stands: False once the block was evicted. had_checkpoint: there is, or was, a state for it.
+    """
 
     block: int
     digest: bytes
     epoch: int
     stands: bool = True
+    had_checkpoint: bool = False
 
 
 class PrefixIndex:

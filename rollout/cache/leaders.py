@@ -46,6 +46,10 @@ class Leaders:
             end += 1
         return end
 
+    def leader(self, digest: bytes) -> Sequence:
+        """Who computes this block; there is somebody."""
+        return self._led[digest]
+
     def follow(self, sequence: Sequence, digest: bytes) -> None:
         self.waits += 1
         self._waits_for[sequence] = digest

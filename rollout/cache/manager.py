@@ -11,6 +11,8 @@ Invariants
 * A sequence writes to no block that others can see: hits are shared from the first block on, and what is
   computed of them again (the last token of a cached prompt, whatever `prompt_logprobs` needs) is not
   written (`Sequence.write_from`).
+* With recurrent states (`states`), a sequence resumes at a checkpoint, and what follows in its match is
+  computed again for the state's sake. A checkpoint is of a published block, and goes with it.
 * A block is published when its KV has been computed, and only by a sequence whose oldest KV is of the
   current epoch. An owner of a block owns all blocks before it, so the owned hits of a match come first.
 """
@@ -29,6 +31,7 @@ from samebit.rollout.cache.chain import ChainHasher, TokenChain
 from samebit.rollout.cache.index import CachedBlock, PrefixIndex, Tokens
 from samebit.rollout.cache.leaders import Leaders
 from samebit.rollout.cache.prefix_state import NEVER, PrefixState, PromptTail
+from samebit.rollout.cache.states import StateCache
 
 if TYPE_CHECKING:
     from samebit.rollout.request import Request, Sequence
@@ -63,6 +66,7 @@ class CacheManager:
         *,
         prefix_caching: bool = True,
         eviction_policy: str = "lru",
+        states: StateCache | None = None,
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
@@ -72,6 +76,7 @@ class CacheManager:
         self.index = PrefixIndex(num_blocks, block_size) if prefix_caching else None
         self.hasher = ChainHasher(block_size) if prefix_caching else None
         self.leaders = Leaders() if prefix_caching else None
+        self.states = states if prefix_caching else None
         self._keeps_free_blocks = eviction_policy == "lru"
         self._owned: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._capacity = [0] * max_num_seqs
@@ -106,12 +111,27 @@ class CacheManager:
         state = sequence.prefix
         if state is None or self.leaders is None or sequence.prompt_logprobs_wanted:
             return None
-        hits = len(self._match(sequence))
-        end = self.leaders.reach(state.chain, hits)
-        here = hits * self.block_size
-        if self._has_tail(state, hits):
-            here = sequence.num_prompt_tokens
-        return state.chain[end - 1] if min(end * self.block_size, sequence.num_tokens - 1) > here else None
+        match = self._match(sequence)
+        end = self.leaders.reach(state.chain, len(match))
+        if self.states is not None:
+            end = min(end, (sequence.num_tokens - 1) // self.block_size) if self.states.num_checkpoints else 0
+        here, _ = self._resume_point(sequence, state, match)
+        if end <= len(match) or min(end * self.block_size, sequence.num_tokens - 1) <= here:
+            return None
+        return state.chain[end - 1]
+
+    def follow(self, sequence: Sequence, digest: bytes) -> None:
+        """Let a waiting sequence stand behind the one that computes this block, which takes a checkpoint there."""
+        state = sequence.prefix
+        if state is None or self.leaders is None:
+            raise RuntimeError("there are no leaders without prefix caching")
+        leader = self.leaders.leader(digest).prefix
+        if self.states is not None and leader is not None:
+            number = len(state.match)
+            while state.chain[number] != digest:
+                number += 1
+            leader.wanted.add((number + 1) * self.block_size)
+        self.leaders.follow(sequence, digest)
 
     def admit(self, sequence: Sequence, *, headroom: int = 0) -> bool:
         """Give a waiting sequence a slot and blocks for its known tokens, with `headroom` blocks to spare.
@@ -131,7 +151,7 @@ class CacheManager:
         self.block_tables[slot, : len(owned)] = owned
         self.tables_version += 1
         self._extend(slot, fresh)
-        self._resume(sequence, len(match))
+        self._resume(sequence, match)
         return True
 
     def forget(self, sequence: Sequence) -> None:
@@ -164,6 +184,26 @@ class CacheManager:
         """Whether all of its KV belongs to the current epoch."""
         return self.index is not None and sequence.prefix is not None and sequence.prefix.epoch == self.index.epoch
 
+    def plan_captures(self, sequence: Sequence, end: int) -> tuple[tuple[int, int], ...]:
+        """(position, checkpoint) of the states to keep while a step computes this sequence up to `end`."""
+        state = sequence.prefix
+        if self.states is None or state is None or not state.wanted:
+            return ()
+        reached = sorted(position for position in state.wanted if position <= end)
+        state.wanted.difference_update(reached)
+        taken = ((position, self.states.take()) for position in reached)
+        return tuple((position, checkpoint) for position, checkpoint in taken if checkpoint is not None)
+
+    def keep_captures(self, sequence: Sequence, captures: tuple[tuple[int, int], ...]) -> None:
+        """The states that a step has kept belong to the blocks that end there, if these were published."""
+        if self.states is None or self.index is None or sequence.prefix is None:
+            return
+        owned = self._owned[sequence.slot]
+        for position, checkpoint in captures:
+            number = position // self.block_size - 1
+            known = self.may_publish(sequence) and number < sequence.prefix.num_published
+            self.states.attach(self.index.by_block.get(owned[number]) if known else None, checkpoint)
+
     def publish(self, sequence: Sequence) -> list[Sequence]:
         """Make the full blocks that a step has computed hittable; the followers that waited for them."""
         state, index, leaders = sequence.prefix, self.index, self.leaders
@@ -187,13 +227,15 @@ class CacheManager:
         return woken
 
     def hold_tail(self, leader: Sequence, samples: Items[Sequence]) -> None:
-        """Keep the last, partly filled block of a prompt for the other samples of the request."""
+        """Keep the end of a prompt, its last block if that is partly filled, for the other samples of the request."""
         length = leader.num_prompt_tokens
-        if not samples or length % self.block_size == 0:
+        partly = length % self.block_size > 0
+        if not samples or not (partly or self.states):
             return
-        block = self._owned[leader.slot][length // self.block_size]
-        self.pool.claim(block)
-        tail = PromptTail(block, length, len(samples))
+        block = self._owned[leader.slot][length // self.block_size] if partly else NULL_BLOCK
+        if partly:
+            self.pool.claim(block)
+        tail = PromptTail(block, leader, length, len(samples))
         self._tails[tail] = None
         for sample in samples:
             if sample.prefix is not None:
@@ -202,6 +244,7 @@ class CacheManager:
     def release(self, sequence: Sequence) -> list[Sequence]:
         """Take back a running sequence's slot and blocks; the followers that waited for it."""
         slot = sequence.slot
+        self._save_state(sequence)
         owned = self._owned[slot]
         self._give_back(owned[::-1])
         self.block_tables[slot, : len(owned)] = NULL_BLOCK
@@ -221,13 +264,15 @@ class CacheManager:
         self.drop_tails()
         self.index.clear()
         self.pool.forget_kept()
+        if self.states is not None:
+            self.states.clear()
         return self.leaders.resign_all()
 
     def drop_tails(self) -> bool:
         """Give up the prompt ends that are held; whether there were any."""
         dropped, self._tails = self._tails, {}
         for tail in dropped:
-            self._give_back([tail.block])
+            self._let_go(tail)
         return bool(dropped)
 
     def sweep(self) -> None:
@@ -254,16 +299,17 @@ class CacheManager:
         """How many of these are free, so that sharing them takes capacity: the last ones."""
         return len(match) - bisect_left(match, True, key=lambda entry: self.pool.refcount(entry.block) == 0)
 
-    def _resume(self, sequence: Sequence, hits: int) -> None:
+    def _resume(self, sequence: Sequence, match: list[CachedBlock]) -> None:
         """Set where an admitted sequence goes on behind its shared blocks."""
         state = sequence.prefix
         if state is None or self.index is None or self.leaders is None:
             return
-        shared = start = hits * self.block_size
-        if state.tail is not None and self._has_tail(state, hits):
-            self._copies.append((state.tail.block, self._owned[sequence.slot][hits]))
-            shared = start = sequence.num_prompt_tokens
-        start = 0 if sequence.prompt_logprobs_wanted else min(start, sequence.num_tokens - 1)
+        hits, slot = len(match), sequence.slot
+        start, shared = self._resume_point(sequence, state, match)
+        if self._has_tail(state, hits) and state.tail is not None and state.tail.block != NULL_BLOCK:
+            self._copies.append((state.tail.block, self._owned[slot][hits]))
+        if self.states is not None:
+            self._resume_state(self.states, sequence, state, start)
         self._count(state.chain, hits, start)
         self._leave_tail(state)
         state.match = []
@@ -271,6 +317,29 @@ class CacheManager:
         state.num_published = hits
         sequence.resume_at(start, write_from=shared)
         self.leaders.lead(sequence, [state.chain[number] for number in range(hits, len(state.chain))])
+
+    def _resume_point(self, sequence: Sequence, state: PrefixState, match: list[CachedBlock]) -> tuple[int, int]:
+        """Where a sequence with this match goes on, and up to where its blocks have their KV."""
+        shared = start = len(match) * self.block_size
+        tail = state.tail
+        if tail is not None and self._has_tail(state, len(match)):
+            shared = start = tail.prompt_length
+        if self.states is not None and not (start == sequence.num_tokens - 1 and self._forks(state)):
+            start = self.states.deepest(match, sequence.num_tokens) * self.block_size
+        return 0 if sequence.prompt_logprobs_wanted else min(start, sequence.num_tokens - 1), shared
+
+    def _resume_state(self, states: StateCache, sequence: Sequence, state: PrefixState, start: int) -> None:
+        """Bring the live state of an admitted sequence to `start`, and note where it will take checkpoints."""
+        last = sequence.num_tokens - 1
+        if start == last and state.tail is not None and self._forks(state):
+            states.fork(state.tail.leader.slot, sequence.slot)
+        else:
+            if not sequence.prompt_logprobs_wanted:
+                states.count(state.match, start // self.block_size, sequence.num_tokens)
+            if start:
+                states.restore(state.match[start // self.block_size - 1], sequence.slot)
+        ends = {len(state.match), last // self.block_size, sequence.num_tokens // self.block_size}
+        state.wanted = {end * self.block_size for end in ends if end * self.block_size > start}
 
     def _count(self, chain: TokenChain, hits: int, skipped: int) -> None:
         counters = self.counters
@@ -285,20 +354,47 @@ class CacheManager:
         tail = state.tail
         return tail is not None and tail in self._tails and tail.prompt_length // self.block_size == hits
 
+    def _forks(self, state: PrefixState) -> bool:
+        """Whether the live state of the prompt's leader is still that of the prompt."""
+        leader = None if state.tail is None else state.tail.leader
+        return leader is not None and leader.slot >= 0 and leader.num_computed == leader.num_prompt_tokens
+
     def _leave_tail(self, state: PrefixState) -> None:
         tail, state.tail = state.tail, None
         if tail is not None:
             tail.users -= 1
             if tail.users == 0 and tail in self._tails:
                 del self._tails[tail]
-                self._give_back([tail.block])
+                self._let_go(tail)
+
+    def _let_go(self, tail: PromptTail) -> None:
+        if tail.block != NULL_BLOCK:
+            self._give_back([tail.block])
+
+    def _save_state(self, sequence: Sequence) -> None:
+        """Keep the state of a sequence that stops as of its last chunk boundary, if a published block ends there."""
+        if self.states is None or self.index is None or sequence.prefix is None or not self.may_publish(sequence):
+            return
+        position = sequence.num_computed // self.states.chunk * self.states.chunk
+        number, beyond = divmod(position, self.block_size)
+        if beyond or not 0 < number <= sequence.prefix.num_published or sequence.request.error is not None:
+            return
+        entry = self.index.by_block.get(self._owned[sequence.slot][number - 1])
+        if entry is not None:
+            self.states.save(sequence.slot, entry)
+
+    def _evict(self, block: int) -> None:
+        """A block leaves the index, and takes its checkpoint along."""
+        if self.index is not None:
+            self.index.remove(block)
+        if self.states is not None:
+            self.states.drop(block)
 
     def _extend(self, slot: int, count: int) -> None:
         owned = self._owned[slot]
         blocks, evicted = self.pool.allocate(count)
-        if self.index is not None:
-            for block in evicted:
-                self.index.remove(block)
+        for block in evicted:
+            self._evict(block)
         self.block_tables[slot, len(owned) : len(owned) + count] = blocks
         owned.extend(blocks)
         self._capacity[slot] = len(owned) * self.block_size
@@ -324,13 +420,13 @@ class CacheManager:
             self.pool.release(blocks)
             for block in blocks:
                 if block in self.index.by_block and self.pool.refcount(block) == 0:
-                    self.index.remove(block)
+                    self._evict(block)
 
     def check(self) -> None:
         """Raise unless blocks, tables, slots, index and followers agree."""
         self.pool.check()
         owners = np.zeros(self.pool.num_blocks + 1, np.int64)
-        for blocks in [*self._owned, *([tail.block] for tail in self._tails)]:
+        for blocks in [*self._owned, *([tail.block] for tail in self._tails if tail.block)]:
             if len(set(blocks)) != len(blocks):
                 raise AssertionError("a sequence lists a block twice")
             owners[blocks] += 1

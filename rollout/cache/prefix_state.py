@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from samebit.rollout.cache.chain import TokenChain
 from samebit.rollout.cache.index import CachedBlock
+
+if TYPE_CHECKING:
+    from samebit.rollout.request import Sequence
 
 NEVER = -1
 
 
 @dataclass(slots=True, eq=False)
 class PromptTail:
-    """The partly filled last block of a prompt, held until every sample of the request has its copy.
+    """What is left of a prompt behind its full blocks, until every sample of the request has its copy.
 
-    The sample that computed it goes on writing behind the prompt; what the prompt filled stays.
+    block: the partly filled one, or the null block. The sample that computed it goes on writing behind the
+    prompt; what the prompt filled stays. leader: that sample; its live state is the prompt's until it goes on.
     """
 
     block: int
+    leader: Sequence
     prompt_length: int
     users: int
 
@@ -28,7 +34,7 @@ class PrefixState:
 
     num_published: leading blocks that the index knows. epoch: that of the oldest live KV, `NEVER` for one
     that must not publish. tail: what is left of the prompt behind its full blocks, for a sample that has
-    not begun.
+    not begun. wanted: positions of which a checkpoint will be taken when they are computed.
     """
 
     chain: TokenChain
@@ -36,3 +42,4 @@ class PrefixState:
     num_published: int = 0
     epoch: int = NEVER
     tail: PromptTail | None = None
+    wanted: set[int] = field(default_factory=set)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,11 @@ import torch
 from torch import nn
 
 from samebit.rollout.cache import CacheManager
+from samebit.rollout.cache.states import StateCache, StateMoves
 from samebit.rollout.engine import Engine
 from samebit.rollout.request import Request
 from samebit.rollout.sampling_params import SamplingParams
-from samebit.rollout.step import PromptLogprobs, StepPlan, StepResult
+from samebit.rollout.step import PromptLogprobs, ScheduledSequence, StepPlan, StepResult
 from samebit.rollout.weights import WorkerWeights
 from samebit.rollout.worker_core import WorkerCore
 
@@ -42,14 +44,25 @@ def fake_continuation(prompt: list[int], sample: int, count: int, salt: int = 0)
     return tokens[len(prompt) :]
 
 
+@dataclass(frozen=True)
+class State:
+    """Stands for a recurrent state: the tokens that went in, and the oldest weights among those it saw."""
+
+    tokens: list[int]
+    oldest: int
+
+
 class FakeRunner:
     """`gate`: when set, each step takes one permit. `fail_with`: raised by the next step.
     `nan_ids`: requests whose rows come out as not finite."""
 
     vocab_size = VOCAB
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, states: StateCache | None = None) -> None:
         self.block_size = block_size
+        self.states = states
+        self.live: dict[int, State] = {}
+        self.checkpoints: dict[int, State] = {}
         self.pages: npt.NDArray[np.int64] | None = None
         self.plans: list[list[tuple[str, int, int, int]]] = []
         self.gate: threading.Semaphore | None = None
@@ -67,6 +80,7 @@ class FakeRunner:
     def allocate_cache(self, num_blocks: int) -> None:
         assert self.pages is None, "allocated twice"
         self.pages = np.full((num_blocks + 1, self.block_size, 2), EMPTY, np.int64)
+        self.live, self.checkpoints = {}, {}
 
     def release_cache(self) -> None:
         assert self.pages is not None, "released twice"
@@ -85,6 +99,7 @@ class FakeRunner:
         if plan.copies:
             sources, targets = np.array(plan.copies).T
             self.pages[targets] = self.pages[sources]
+        self._move(plan.moves)
         assert plan.num_tokens == sum(item.length for item in plan.items)
         tokens: list[int] = []
         finite: list[bool] = []
@@ -99,6 +114,8 @@ class FakeRunner:
             self._write(table, begin, known[begin:], oldest)
             assert self._read(table, end, 0) == known, "a position is not where its block is"
             assert set(self._read(table, end, 1)) == {oldest}, "KV that was computed under other weights"
+            if self.states is not None:
+                self._advance(item, known, oldest)
             assert item.samples == (end == sequence.num_tokens)
             if sequence.prompt_logprobs_wanted:
                 last = min(end, sequence.num_prompt_tokens - 1)
@@ -117,6 +134,26 @@ class FakeRunner:
             np.array(finite, bool),
             prompt_logprobs=scores,
         )
+
+    def _move(self, moves: StateMoves) -> None:
+        for slot, checkpoint in moves.saves:
+            state = self.live[slot]
+            boundary = len(state.tokens) // self.states.chunk * self.states.chunk
+            self.checkpoints[checkpoint] = State(state.tokens[:boundary], state.oldest)
+        for checkpoint, slot in moves.restores:
+            self.live[slot] = self.checkpoints[checkpoint]
+        for source, slot in moves.forks:
+            self.live[slot] = self.live[source]
+
+    def _advance(self, item: ScheduledSequence, known: list[int], oldest: int) -> None:
+        """The live state has taken in what comes before the chunk, under the same weights, and takes in the chunk."""
+        slot = item.sequence.slot
+        if item.start:
+            assert self.live[slot] == State(known[: item.start], oldest), "the state is not that of the tokens before"
+        self.live[slot] = State(known, oldest)
+        for position, checkpoint in item.captures:
+            assert item.start < position <= len(known)
+            self.checkpoints[checkpoint] = State(known[:position], oldest)
 
     def _write(self, table: npt.NDArray[np.int32], start: int, values: list[int], oldest: int) -> None:
         assert self.pages is not None
@@ -140,7 +177,11 @@ def build_engine(
     max_model_len: int = 64,
     prefix_caching: bool = True,
     eviction_policy: str = "lru",
+    chunk: int = 0,
+    num_checkpoints: int = 0,
 ) -> Engine:
+    """With a `chunk` the model has recurrent states on that grid."""
+    states = StateCache(num_checkpoints, chunk, block_size) if chunk else None
     cache = CacheManager(
         num_blocks,
         block_size,
@@ -148,8 +189,9 @@ def build_engine(
         max_model_len,
         prefix_caching=prefix_caching,
         eviction_policy=eviction_policy,
+        states=states,
     )
-    engine = Engine(FakeRunner(block_size), cache, max_num_batched_tokens)
+    engine = Engine(FakeRunner(block_size, states), cache, max_num_batched_tokens)
     engine.runner.current_version = lambda: engine.weight_version
     return engine
 

@@ -26,6 +26,8 @@ def run_machine(
     class Machine(RuleBasedStateMachine):
         @initialize(
             block_size=st.sampled_from([1, 2, 4, 8]),
+            chunks=st.sampled_from([0, 0, 1, 2]),
+            checkpoints=st.integers(0, 8),
             spare=st.integers(0, 12),
             max_num_seqs=st.integers(1, 5),
             budget=st.integers(5, 20),
@@ -33,8 +35,17 @@ def run_machine(
             policy=st.sampled_from(["lru", "ref_zero"]),
         )
         def build(
-            self, block_size: int, spare: int, max_num_seqs: int, budget: int, prefix_caching: bool, policy: str
+            self,
+            block_size: int,
+            chunks: int,
+            checkpoints: int,
+            spare: int,
+            max_num_seqs: int,
+            budget: int,
+            prefix_caching: bool,
+            policy: str,
         ) -> None:
+            """`chunks` of the recurrent state in a block; 0 for a model without one."""
             self.engine = make_engine(
                 num_blocks=-(-MAX_LEN // block_size) + spare,
                 block_size=block_size,
@@ -43,6 +54,8 @@ def run_machine(
                 max_model_len=MAX_LEN,
                 prefix_caching=prefix_caching,
                 eviction_policy=policy,
+                chunk=block_size // min(chunks, block_size) if chunks else 0,
+                num_checkpoints=checkpoints,
             )
             self.added: dict[str, Request] = {}
             self.ended: list[str] = []
@@ -162,6 +175,22 @@ def run_machine(
                     entry = cache.index.by_block.get(block)
                     if entry is not None:
                         assert entry.digest == sequence.prefix.chain[number]
+
+            self._check_checkpoints()
+
+        def _check_checkpoints(self) -> None:
+            """A checkpoint holds the tokens up to the end of its block, and none is lost."""
+            cache = self.engine.cache
+            if cache.states is None or cache.index is None:
+                return
+            cache.states.check()
+            saved = {checkpoint for _, checkpoint in cache.states.moves.saves}
+            for block, checkpoint in cache.states.by_block.items():
+                assert block in cache.index.by_block
+                if checkpoint not in saved:
+                    state = self.engine.runner.checkpoints[checkpoint]
+                    assert state.tokens[-cache.block_size :] == cache.index.tokens[block].tolist()
+                    assert state.oldest == self.engine.weight_version
 
         def teardown(self) -> None:
             if not hasattr(self, "engine"):

@@ -1,0 +1,139 @@
+"""Checkpoints of the recurrent state (Mamba layers): which block has one, and which slots they are in.
+
+Invariants
+----------
+* A checkpoint is the state after the last token of a published block. It dies with that block: when the
+  block leaves the index, or the index is cleared.
+* A checkpoint has one slot and a slot at most one checkpoint; the least recently used one gives way.
+* Slots are filled and read by the runner in the order of `StateMoves`, so nothing is read after it was
+  overwritten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from samebit.rollout.cache.index import CachedBlock
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass
+class StateMoves:
+    """What happens to states before anything is computed: all saves, then all restores, then all forks.
+
+    saves: (live slot, checkpoint) of sequences that have stopped: the state at their last chunk boundary.
+    restores: (checkpoint, live slot). forks: (live slot, live slot), the whole of it.
+    """
+
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    restores: list[tuple[int, int]] = field(default_factory=list)
+    forks: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class StateCounters:
+    """Totals. replayed_tokens: computed again behind a checkpoint although their KV was there.
+
+    misses: admissions whose KV match had no checkpoint at its end, because there never was one, or because
+    it was evicted.
+    """
+
+    restores: int = 0
+    forks: int = 0
+    replayed_tokens: int = 0
+    misses_no_checkpoint: int = 0
+    misses_evicted: int = 0
+
+
+class StateCache:
+    """`num_checkpoints` slots for states on a grid of `chunk` tokens; blocks are multiples of it."""
+
+    def __init__(self, num_checkpoints: int, chunk: int, block_size: int) -> None:
+        self.num_checkpoints = num_checkpoints
+        self.chunk = chunk
+        self.block_size = block_size
+        self.counters = StateCounters()
+        self.moves = StateMoves()
+        self._free = list(range(num_checkpoints - 1, -1, -1))
+        self.by_block: OrderedDict[int, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.by_block)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self.by_block
+
+    def deepest(self, match: list[CachedBlock], num_tokens: int) -> int:
+        """Blocks of a match up to its last checkpoint before the last of `num_tokens` tokens; 0 for none."""
+        deepest = min(len(match), (num_tokens - 1) // self.block_size)
+        while deepest and match[deepest - 1].block not in self.by_block:
+            deepest -= 1
+        return deepest
+
+    def count(self, match: list[CachedBlock], resumed: int, num_tokens: int) -> None:
+        """Note what an admission with this match lost, which resumed behind so many of its blocks."""
+        usable = match[resumed : (num_tokens - 1) // self.block_size]
+        self.counters.replayed_tokens += len(match[resumed:]) * self.block_size
+        if any(entry.had_checkpoint for entry in usable):
+            self.counters.misses_evicted += 1
+        elif usable:
+            self.counters.misses_no_checkpoint += 1
+
+    def restore(self, entry: CachedBlock, slot: int) -> None:
+        """An admitted sequence goes on behind this block."""
+        self.by_block.move_to_end(entry.block)
+        self.moves.restores.append((self.by_block[entry.block], slot))
+        self.counters.restores += 1
+
+    def fork(self, source: int, slot: int) -> None:
+        self.moves.forks.append((source, slot))
+        self.counters.forks += 1
+
+    def take(self) -> int | None:
+        """A slot for a new checkpoint; None when the budget holds none."""
+        if self._free:
+            return self._free.pop()
+        if not self.by_block:
+            return None
+        return self.by_block.popitem(last=False)[1]
+
+    def attach(self, entry: CachedBlock | None, checkpoint: int) -> None:
+        """The block of this entry has this checkpoint; without one, or if it has one already, the slot is free."""
+        if entry is None or entry.block in self.by_block:
+            self._free.append(checkpoint)
+        else:
+            self.by_block[entry.block] = checkpoint
+            entry.had_checkpoint = True
+
+    def save(self, slot: int, entry: CachedBlock) -> None:
+        """Keep the state that a stopping sequence has at its last chunk boundary, which this block ends at."""
+        checkpoint = None if entry.block in self.by_block else self.take()
+        if checkpoint is not None:
+            self.moves.saves.append((slot, checkpoint))
+            self.attach(entry, checkpoint)
+
+    def drop(self, block: int) -> None:
+        """A block leaves the index."""
+        checkpoint = self.by_block.pop(block, None)
+        if checkpoint is not None:
+            self._free.append(checkpoint)
+
+    def clear(self) -> None:
+        """Nothing is hit again; what was about to be saved is not."""
+        self._free += self.by_block.values()
+        self.by_block = OrderedDict()
+        self.moves.saves.clear()
+
+    def take_moves(self) -> StateMoves:
+        moves, self.moves = self.moves, StateMoves()
+        return moves
+
+    def check(self) -> None:
+        """Raise unless every slot is free or of one block."""
+        used = [*self._free, *self.by_block.values()]
+        if sorted(used) != list(range(self.num_checkpoints)):
+            raise AssertionError(f"checkpoint slots {sorted(used)} of {self.num_checkpoints} are accounted for")
