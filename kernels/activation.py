@@ -38,8 +38,8 @@ def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
     Raises:
         ValueError: for an activation that is not exact.
     """
-    if activation == "gelu":  # the erf form: torch's elementwise result does not vary (measured)
-        return (F.gelu(gate.float()) * up.float()).to(gate.dtype)
+    if activation == "gelu":  # the erf form: torch's result does not vary on contiguous rows (measured)
+        return (F.gelu(gate.float().contiguous()) * up.float()).to(gate.dtype)
     if activation not in _KERNELS:
         raise ValueError(f"activation {activation!r} is not exact; allowed: {', '.join(ACTIVATIONS)}")
     gate, up = _rows(gate), _rows(up)
@@ -47,6 +47,21 @@ def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
         out: torch.Tensor = _Gated.apply(_KERNELS[activation], gate, up)
         return out
     return _forward(_KERNELS[activation], gate, up)
+
+
+PLAIN_ACTIVATIONS = ("relu2",)
+"""Activations of MLPs without a gate."""
+
+
+def activated(activation: str, x: torch.Tensor) -> torch.Tensor:
+    """``activation(x)``; relu2 is ``max(x, 0) ** 2``: torch's, one IEEE product an element.
+
+    Raises:
+        ValueError: for an activation that is not exact.
+    """
+    if activation not in PLAIN_ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is not exact; allowed: {', '.join(PLAIN_ACTIVATIONS)}")
+    return F.relu(x).square()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

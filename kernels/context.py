@@ -11,14 +11,16 @@ Invariants:
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from .cpu.attention import KV_CHUNK, QUERY_TILE
+from .states import StateMemory
 
 TRAINING_BLOCK = KV_CHUNK
 """Block size of the pages of a training call: a page is a chunk."""
@@ -41,6 +43,10 @@ class ForwardContext:
         write_from: ``[S]`` tokens of each sequence that are not written, because the pages have them already;
             None for none.
         pages: one tensor a layer (see `samebit.kernels.pages.KVPages`), or None for a training call.
+        states: the memory of Mamba layers, slot ``table_rows[s]`` for sequence s; None where there are none, and for
+            a training call.
+        captures: ``[M, 3]`` (sequence, absolute position, checkpoint): keep the state of that sequence at that chunk
+            boundary, which this call reaches or passes, in that checkpoint of ``states``.
     """
 
     positions: torch.Tensor
@@ -52,6 +58,19 @@ class ForwardContext:
     block_size: int
     pages: tuple[torch.Tensor, ...] | None = None
     write_from: Ints | None = None
+    states: StateMemory | None = None
+    captures: Ints = field(default_factory=lambda: np.empty((0, 3), np.int32))
+
+    def __post_init__(self) -> None:
+        if len(self.captures):
+            sequence, position = self.captures[:, 0], self.captures[:, 1]
+            starts = self.starts[sequence]
+            reached = (starts < position) & (position <= starts + self.lengths[sequence])
+            if self.states is None or not bool(reached.all()):
+                raise ValueError(
+                    f"captures {self.captures.tolist()}: a context with states captures positions (the second number) "
+                    f"after the start {starts.tolist()} and up to the end of what a sequence computes"
+                )
 
     @cached_property
     def tiles(self) -> Ints:
@@ -83,6 +102,18 @@ class ForwardContext:
         return blocks, offsets
 
     @cached_property
+    def tokens_of_rows(self) -> tuple[Ints, Ints]:
+        """``[T]`` sequence of each row, and its place among the sequence's rows of this call; (-1, 0) for padding."""
+        sequences = np.full(len(self.positions), -1, np.int32)
+        within = np.zeros(len(self.positions), np.int32)
+        owner = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
+        place = np.arange(len(owner)) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
+        rows = self.row_start[owner] + place
+        sequences[rows] = owner
+        within[rows] = place
+        return sequences, within
+
+    @cached_property
     def covers_all_rows(self) -> bool:
         """True when no row is padding."""
         return int(self.lengths.sum()) == len(self.positions)
@@ -91,6 +122,51 @@ class ForwardContext:
     def num_blocks(self) -> int:
         """Blocks that the tables name, the null block included (training calls)."""
         return int(self.block_tables.max(initial=0)) + 1
+
+
+class LayoutMask(torch.Tensor):
+    """The attention mask of a bound decoder: masks nothing, carries the layout to the layers.
+
+    Hugging Face hands it on as it is. As an argument of the layers it survives gradient checkpointing: the
+    recomputation gets the same object, whatever call was made in between and in whichever thread it runs.
+    """
+
+    context: ForwardContext
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def of(context: ForwardContext, dimensions: int) -> "LayoutMask":
+        """A mask of this layout; four dimensions tell Hugging Face that it is ready for attention."""
+        mask = torch.zeros([1] * dimensions, dtype=torch.bool).as_subclass(LayoutMask)
+        mask.context = context
+        return mask
+
+    def detach(self) -> "LayoutMask":
+        """Itself: reentrant checkpointing detaches its arguments."""
+        return self
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> "LayoutMask":
+        """Itself."""
+        return self
+
+    def __getitem__(self, index: Any) -> "LayoutMask":
+        """Itself: Hugging Face cuts a two-dimensional mask to the tokens of the call."""
+        return self
+
+
+def layout_of(mask: torch.Tensor | None) -> ForwardContext:
+    """The layout that a layer's mask carries, else the installed one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    context = mask.context if isinstance(mask, LayoutMask) else installed_context()
+    if context is None:
+        raise ValueError(
+            "this layer's mask carries no layout: a bound layer runs only inside the model's forward (and "
+            "under gradient checkpointing this version of transformers drops the mask)"
+        )
+    return context
 
 
 _installed: ContextVar[ForwardContext | None] = ContextVar("samebit_forward_context", default=None)

@@ -126,3 +126,61 @@ def sampling_distribution(
     out = torch.zeros(len(probabilities), dtype=torch.float64)
     out[kept] = torch.tensor([probabilities[token] for token in kept], dtype=torch.float64)
     return out / out.sum()
+
+
+def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """silu of the depthwise causal convolution of one sequence; ``x``: ``[T, W]``, ``weight``: ``[W, 1, K]``."""
+    taps = weight.shape[-1]
+    padded = torch.nn.functional.pad(x.double(), (0, 0, taps - 1, 0))
+    out = torch.stack([(padded[t : t + taps] * weight[:, 0].double().T).sum(0) for t in range(len(x))])
+    return torch.nn.functional.silu(out if bias is None else out + bias.double())
+
+
+def ssm_scan(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    dt: torch.Tensor,
+    decay_rate: torch.Tensor,
+    dt_bias: torch.Tensor,
+    skip: torch.Tensor,
+    dt_limits: tuple[float, float] = (0.0, math.inf),
+) -> torch.Tensor:
+    """The Mamba2 recurrence ``S_t = exp(A dt_t) S + dt_t B_t x_t``, ``y_t = C_t S_t + D x_t`` of one sequence.
+
+    Args:
+        x: ``[T, H, P]``.
+        b: ``[T, G, N]``; head h reads group ``h // (H / G)``.
+        c: ``[T, G, N]``.
+        dt: ``[T, H]`` before bias and softplus.
+        decay_rate: ``[H]``, A.
+        dt_bias: ``[H]``.
+        skip: ``[H]``, D.
+        dt_limits: bounds of the time step.
+
+    Returns:
+        ``[T, H, P]``.
+    """
+    repeat = x.shape[1] // b.shape[1]
+    x, b, c = x.double(), b.double().repeat_interleave(repeat, 1), c.double().repeat_interleave(repeat, 1)
+    step = torch.nn.functional.softplus(dt.double() + dt_bias.double(), threshold=40).clamp(*dt_limits)
+    state = torch.zeros(x.shape[1], x.shape[2], b.shape[2], dtype=torch.float64)
+    out = []
+    for t in range(len(x)):
+        kept = (step[t] * decay_rate.double()).exp()[:, None, None] * state
+        state = kept + (step[t][:, None] * x[t])[:, :, None] * b[t][:, None, :]
+        out.append((state * c[t][:, None, :]).sum(-1) + skip.double()[:, None] * x[t])
+    return torch.stack(out)
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, groups: int = 1, gate_first: bool = True
+) -> torch.Tensor:
+    """RMSNorm of each of ``groups`` parts of the last axis, times silu(gate) before or after it."""
+    x, gate = x.double(), gate.double()
+    gate = gate / (1 + (-gate).exp())
+    x = x * gate if gate_first else x
+    parts = x.unflatten(-1, (groups, -1))
+    normed = (parts / (parts.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2) * weight.double()
+    gated_after: torch.Tensor = normed if gate_first else normed * gate
+    return gated_after

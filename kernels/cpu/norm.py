@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm on the CPU: one row at a time, sums in sixteen lanes added up in a fixed order."""
+"""RMSNorm, gated or not, and LayerNorm on the CPU: a row at a time, sums in sixteen lanes added up in a fixed order."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit, prange
 
 from .jit import RowKernel
-from .numeric import LANES, fma, narrow, widen
+from .numeric import LANES, fma, narrow, sigmoid, widen
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -86,5 +86,39 @@ def _layer_norm(
             row_out[i] = narrow(fma(value, widen(weight[i]), widen(bias[i])), row_out[i])
 
 
+def _gated_rms_norm(
+    x: Any, gate: Any, gate_stride: int, weight: Any, eps: Any, rows: int, width: int, groups: int, gate_first: bool,
+    out: Any,
+) -> None:  # fmt: skip
+    size = width // groups
+    for part in prange(_PARTS):
+        lanes = np.empty(LANES, np.float32)
+        scaled = np.empty(size, np.float32)
+        gates = np.empty(size, np.float32)
+        for row in range(rows * part // _PARTS, rows * (part + 1) // _PARTS):
+            for group in range(groups):
+                at = row * width + group * size
+                gate_at = row * gate_stride + group * size
+                _gated_rms_norm_part(
+                    x[at : at + size], gate[gate_at : gate_at + size], weight[group * size : (group + 1) * size], eps,
+                    gate_first, out[at : at + size], scaled, gates, lanes,
+                )  # fmt: skip
+
+
+@njit(inline="always")
+def _gated_rms_norm_part(
+    x: Any, gate: Any, weight: Any, eps: Any, gate_first: bool, out: Any, scaled: Any, gates: Any, lanes: Any
+) -> None:
+    for i in range(len(scaled)):
+        value = widen(gate[i])
+        gates[i] = value * sigmoid(value)
+        scaled[i] = widen(x[i]) * gates[i] if gate_first else widen(x[i])
+    scale = _ONE / np.sqrt(_mean_square(scaled, _ZERO, lanes) + eps)
+    for i in range(len(scaled)):
+        normed = scaled[i] * scale * widen(weight[i])
+        out[i] = narrow(normed if gate_first else normed * gates[i], out[i])
+
+
 rms_norm = RowKernel(_rms_norm)
 layer_norm = RowKernel(_layer_norm)
+gated_rms_norm = RowKernel(_gated_rms_norm)

@@ -34,6 +34,8 @@ _T1 = np.float32(2.06390887954e-2)
 _T2 = np.float32(-5.37397155531e-2)
 _T3 = np.float32(1.33314422036e-1)
 _T4 = np.float32(-3.33332819422e-1)
+_L3, _L5, _L7 = np.float32(1 / 3), np.float32(1 / 5), np.float32(1 / 7)
+_L9, _L11, _L13, _L15 = np.float32(1 / 9), np.float32(1 / 11), np.float32(1 / 13), np.float32(1 / 15)
 _TANH_SMALL = np.float32(0.625)
 _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
@@ -140,3 +142,25 @@ def tanh(x: Any) -> Any:
 def sigmoid(x: Any) -> Any:
     """1 / (1 + e**-x) in float32."""
     return _ONE / (_ONE + exp(-x))
+
+
+@njit(inline="always")
+def log1p(u: Any) -> Any:
+    """log(1 + u) in float32 for 0 <= u <= 1: twice the area tangent of u / (2 + u) as an odd polynomial."""
+    w = u / (_TWO + u)
+    square = w * w
+    p = fma(_L15, square, _L13)
+    p = fma(p, square, _L11)
+    p = fma(p, square, _L9)
+    p = fma(p, square, _L7)
+    p = fma(p, square, _L5)
+    p = fma(p, square, _L3)
+    return _TWO * fma(p * square, w, w)
+
+
+@njit(inline="always")
+def softplus(x: Any) -> Any:
+    """log(1 + e**x) in float32, relative error below 1e-6."""
+    size = -x if x < _ZERO else x
+    above = _ZERO if x < _ZERO else x
+    return above + log1p(exp(-size))

@@ -1,4 +1,4 @@
-"""Sixteen-lane micro-kernels of the attention loops, written as LLVM vectors.
+"""Sixteen-lane micro-kernels of the attention and state-space loops, written as LLVM vectors.
 
 Why not plain Numba loops: LLVM guards them with alias checks and spills the accumulators, which cost a
 factor of four. Every lane does the same scalar operations in the same order as a plain loop would: one
@@ -192,5 +192,79 @@ def _multiply_accumulate(from_zero: bool) -> Any:
     return kernel
 
 
+def _tile_multiply(from_zero: bool) -> Any:
+    """Micro-kernel on contiguous columns: ``out[r, 0 : 16 c] (+)= sum over i of weight[r, i] * vector[i, 0 : 16 c]``.
+
+    Vector i starts at element ``vectors_at + i * vectors_stride``; ``rows`` is 1, 2 or 4, ``columns`` (c) 1, 2 or 4.
+    With one row (decode waits for memory) it also asks for the cache lines of the vectors from ``ahead_at`` on.
+    """
+
+    @intrinsic
+    def kernel(
+        typingctx: Any,
+        rows: Any,
+        columns: Any,
+        weights: Any,
+        weights_at: Any,
+        weights_stride: Any,
+        vectors: Any,
+        vectors_at: Any,
+        ahead_at: Any,
+        vectors_stride: Any,
+        count: Any,
+        out: Any,
+        out_at: Any,
+        out_stride: Any,
+    ) -> Any:
+        i64 = types.int64
+        signature = types.void(i64, i64, weights, i64, i64, vectors, i64, i64, i64, i64, out, i64, i64)
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            many, wide, weight, weight_at, weight_stride, vector, vector_at, ahead, stride, n, target, at, step = args
+            index = many.type
+            tile = _pointer(context, builder, vectors, vector, vector_at)
+            coming = _pointer(context, builder, vectors, vector, ahead)
+
+            def row_of(array_type: Any, array: Any, base: Any, step: Any, r: int) -> Any:
+                return _pointer(context, builder, array_type, array, builder.add(base, builder.mul(step, index(r))))
+
+            def emit(row_count: int, column_count: int) -> None:
+                weight_rows = [row_of(weights, weight, weight_at, weight_stride, r) for r in range(row_count)]
+                lanes = [index(LANES * c) for c in range(column_count)]
+                out_rows = [row_of(out, target, at, step, r) for r in range(row_count)]
+                targets = [builder.gep(row, [lane]) for row in out_rows for lane in lanes]
+
+                def body(i: Any, sums: list[Any]) -> list[Any]:
+                    moved = builder.mul(i, stride)
+                    start = builder.gep(tile, [moved])
+                    for lane in lanes if row_count == 1 else []:
+                        _prefetch(builder, builder.gep(builder.gep(coming, [moved]), [lane]))
+                    loaded = [_load_vector(builder, builder.gep(start, [lane]), vectors.dtype) for lane in lanes]
+                    factors = [_splat(builder, builder.load(builder.gep(row, [i]))) for row in weight_rows]
+                    pairs = [(factor, columns) for factor in factors for columns in loaded]
+                    return [_fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+
+                zero = ir.Constant(_VECTOR, [0.0] * LANES)
+                initial = [zero if from_zero else _load_vector(builder, p, types.float32) for p in targets]
+                for pointer, total in zip(targets, _accumulate(builder, n, initial, body), strict=True):
+                    _store_vector(builder, total, pointer)
+
+            for row_count in _ROWS:
+                for column_count in (1, 2, 4):
+                    chosen = builder.and_(
+                        builder.icmp_signed("==", many, index(row_count)),
+                        builder.icmp_signed("==", wide, index(column_count)),
+                    )
+                    with builder.if_then(chosen):
+                        emit(row_count, column_count)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return kernel
+
+
 multiply = _multiply_accumulate(from_zero=True)
 multiply_add = _multiply_accumulate(from_zero=False)
+tile_multiply = _tile_multiply(from_zero=True)
+tile_multiply_add = _tile_multiply(from_zero=False)

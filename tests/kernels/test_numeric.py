@@ -17,6 +17,12 @@ def _all(x: np.ndarray, e: np.ndarray, t: np.ndarray, s: np.ndarray) -> None:
 
 
 @njit
+def _softplus(x: np.ndarray, out: np.ndarray) -> None:
+    for i in range(len(x)):
+        out[i] = numeric.softplus(x[i])
+
+
+@njit
 def _narrow(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(len(x)):
         out[i] = numeric.narrow(x[i], out[i])
@@ -44,6 +50,19 @@ def test_accuracy(points: np.ndarray) -> None:
     assert np.max(np.abs(exp / np.exp(x) - 1)) < 1e-7
     assert np.max(np.abs(tanh - np.tanh(x))) < 2e-7
     assert np.max(np.abs(sigmoid * (1 + np.exp(-x)) - 1)) < 3e-7
+
+
+def test_softplus_is_accurate_relative_to_itself(points: np.ndarray) -> None:
+    out = np.empty(len(points), np.float32)
+    _softplus(points, out)
+    x = points.astype(np.float64)
+    exact = np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+    assert np.max(np.abs(out / exact - 1)) < 4e-7
+    some = np.ascontiguousarray(points[::997])
+    alone = np.empty(1, np.float32)
+    for i in range(0, len(some), 7):
+        _softplus(some[i : i + 1], alone)
+        assert alone[0] == out[::997][i]
 
 
 def test_special_values() -> None:

@@ -10,7 +10,7 @@ from samebit.kernels import reference
 from samebit.kernels.activation import ACTIVATIONS, gated
 from samebit.kernels.context import training_context
 from samebit.kernels.linear import linear
-from samebit.kernels.norm import layer_norm, rms_norm
+from samebit.kernels.norm import GatedNormOptions, gated_rms_norm, layer_norm, rms_norm
 from samebit.kernels.rope import rotary_tables, rotate
 
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads
@@ -104,11 +104,34 @@ def test_values_and_gradients_are_near_the_oracle(name: str, dtype: torch.dtype)
         assert_near(x.grad, y.grad, 3)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
-def test_halves_of_a_fused_projection_are_taken_in_place(name: str) -> None:
-    both = torch.randn(2, 9, 2 * 101)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("width", [100, 101, 129, 500])
+def test_halves_of_a_fused_projection_give_the_bits_of_whole_tensors(name: str, width: int) -> None:
+    both = torch.randn(2, 9, 2 * width)
     gate, up = both.chunk(2, dim=-1)
     assert torch.equal(gated(name, gate, up), gated(name, gate.contiguous(), up.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize(("width", "groups"), [(100, 1), (258, 2), (1000, 8)])
+def test_gated_rms_norm(width: int, groups: int, gate_first: bool, dtype: torch.dtype) -> None:
+    options = GatedNormOptions(1e-5, groups, gate_first)
+    joined = torch.randn(64, 2 * width + 3).to(dtype)  # the gate is a part of a projection
+    x, gate, weight = torch.randn(64, width).to(dtype), joined[:, 3 : 3 + width], torch.randn(width).to(dtype)
+    mine, exact = leaves(x, gate, weight), leaves(x.double(), gate.double(), weight.double())
+    out = gated_rms_norm(*mine, options)
+    oracle = reference.gated_rms_norm(*exact, 1e-5, groups, gate_first)
+    assert_near(out, oracle, 2)
+    upstream = torch.randn(out.shape).to(dtype)
+    out.backward(upstream)
+    oracle.backward(upstream.double())
+    for a, b in zip(mine, exact, strict=True):
+        assert_near(a.grad, b.grad, 3)
+    for rows in (1, 2, 3, 7):
+        for number in THREADS:
+            with threads(number):
+                assert torch.equal(gated_rms_norm(x[-rows:], gate[-rows:], weight, options), out[-rows:])
 
 
 def test_an_inexact_activation_is_refused_by_name() -> None:

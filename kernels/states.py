@@ -1,0 +1,191 @@
+"""The memory of Mamba layers: what a slot holds, and checkpoints of it.
+
+A slot holds one sequence. Per layer, with ``b`` the last chunk boundary at or before the sequence's end:
+
+* ``state``: the float32 state as of ``b``, ``[H, N, P]``, P padded to whole vectors;
+* the tail, the tokens from ``b`` on: x after the convolution ``[H, chunk, P]``, B ``[tiles, chunk / 16, N, 16]`` (a
+  copy for each tile of heads), the time step and its running sum of decay ``[H, chunk]``;
+* ``window`` and ``edge``: the last K - 1 inputs of the convolution before the end, and before ``b``.
+
+A checkpoint is the state and the window at a chunk boundary. Nothing is cleared between two sequences: a call that
+starts at position 0 reads nothing of what its slot held.
+"""
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+
+from .cpu.jit import array
+from .cpu.numeric import LANES
+from .cpu.ssd import HEAD_TILE
+
+
+@dataclass(frozen=True)
+class SSMShape:
+    """Sizes of one Mamba2 layer: H heads of size P in G groups, state size N, K taps of the convolution."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    taps: int
+
+    @property
+    def inner(self) -> int:
+        """Width of x."""
+        return self.heads * self.head_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Width of what is convolved: x, B and C."""
+        return self.inner + 2 * self.groups * self.state_size
+
+    @property
+    def padded_dim(self) -> int:
+        """The head size in whole vectors."""
+        return -(-self.head_dim // LANES) * LANES
+
+    @property
+    def tiles(self) -> int:
+        """Work items of a sequence."""
+        return self.groups * -(-self.heads // self.groups // HEAD_TILE)
+
+
+@dataclass(frozen=True)
+class SSMOptions:
+    """What tells one Mamba layer from another.
+
+    Attributes:
+        layer: which part of the state memory is its own.
+        chunk: tokens a chunk.
+        groups: heads share B and C in this many groups.
+        state_size: N.
+        dt_limits: bounds of the time step.
+    """
+
+    layer: int
+    chunk: int
+    groups: int
+    state_size: int
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStates:
+    """The slots of one layer; the first axis of each tensor is the slot."""
+
+    state: torch.Tensor
+    tail_x: torch.Tensor
+    tail_b: torch.Tensor
+    tail_dt: torch.Tensor
+    tail_sums: torch.Tensor
+    window: torch.Tensor
+    edge: torch.Tensor
+
+    @cached_property
+    def scan_arrays(self) -> tuple[Any, ...]:
+        """State and tail as the flat arrays that the scan takes."""
+        parts = (self.state, self.tail_x, self.tail_b, self.tail_dt, self.tail_sums)
+        return tuple(array(part).reshape(-1) for part in parts)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCheckpoints:
+    """The checkpoints of one layer; the first axis of each tensor is the checkpoint."""
+
+    state: torch.Tensor
+    window: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class StateMemory:
+    """Slots and checkpoints of all Mamba layers of a model."""
+
+    layers: tuple[LayerStates, ...]
+    checkpoints: tuple[LayerCheckpoints, ...]
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Make ``target`` continue where ``source`` is."""
+        for layer in self.layers:
+            for tensor in _tensors(layer):
+                tensor[target] = tensor[source]
+
+    def take_checkpoint(self, slot: int, checkpoint: int) -> None:
+        """Keep the slot's last chunk boundary."""
+        for layer, kept in zip(self.layers, self.checkpoints, strict=True):
+            kept.state[checkpoint] = layer.state[slot]
+            kept.window[checkpoint] = layer.edge[slot]
+
+    def restore_checkpoint(self, checkpoint: int, slot: int) -> None:
+        """Put the slot at the boundary that the checkpoint was taken at; its tail is then empty."""
+        for layer, kept in zip(self.layers, self.checkpoints, strict=True):
+            layer.state[slot] = kept.state[checkpoint]
+            layer.window[slot] = kept.window[checkpoint]
+            layer.edge[slot] = kept.window[checkpoint]
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Shape of the state memory of a model: one Mamba layer after the other, all alike.
+
+    Attributes:
+        num_layers: Mamba layers.
+        shape: of each.
+        chunk: tokens a chunk (``bind(model, ssm_chunk=...)``).
+    """
+
+    num_layers: int
+    shape: SSMShape
+    chunk: int
+
+    def bytes_per_slot(self, dtype: torch.dtype) -> int:
+        """Bytes of one slot over all layers."""
+        return self.num_layers * _bytes(self._slots(1, dtype, "meta"))
+
+    def bytes_per_checkpoint(self, dtype: torch.dtype) -> int:
+        """Bytes of one checkpoint over all layers."""
+        return self.num_layers * _bytes(self._checkpoints(1, dtype, "meta"))
+
+    def allocate(self, num_slots: int, dtype: torch.dtype, num_checkpoints: int = 0) -> StateMemory:
+        """Zeroed slots 0 .. num_slots - 1 and checkpoints 0 .. num_checkpoints - 1; ``dtype``: of the model."""
+        return StateMemory(
+            layers=tuple(self._slots(num_slots, dtype, "cpu") for _ in range(self.num_layers)),
+            checkpoints=tuple(self._checkpoints(num_checkpoints, dtype, "cpu") for _ in range(self.num_layers)),
+        )
+
+    def _slots(self, count: int, dtype: torch.dtype, device: str) -> LayerStates:
+        shape, chunk = self.shape, self.chunk
+        heads, width = shape.heads, shape.padded_dim
+
+        def zeros(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.zeros(count, *sizes, dtype=dtype, device=device)
+
+        return LayerStates(
+            state=zeros(heads, shape.state_size, width, dtype=torch.float32),
+            tail_x=zeros(heads, chunk, width),
+            tail_b=zeros(shape.tiles, chunk // LANES, shape.state_size, LANES),
+            tail_dt=zeros(heads, chunk, dtype=torch.float32),
+            tail_sums=zeros(heads, chunk, dtype=torch.float64),
+            window=zeros(shape.taps - 1, shape.conv_width),
+            edge=zeros(shape.taps - 1, shape.conv_width),
+        )
+
+    def _checkpoints(self, count: int, dtype: torch.dtype, device: str) -> LayerCheckpoints:
+        shape = self.shape
+        return LayerCheckpoints(
+            state=torch.zeros(count, shape.heads, shape.state_size, shape.padded_dim, device=device),
+            window=torch.zeros(count, shape.taps - 1, shape.conv_width, dtype=dtype, device=device),
+        )
+
+
+Tensors = TypeVar("Tensors", LayerStates, LayerCheckpoints)
+
+
+def _tensors(part: Tensors) -> list[torch.Tensor]:
+    return [part.__dict__[field.name] for field in fields(part)]
+
+
+def _bytes(part: Tensors) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in _tensors(part))
