@@ -8,7 +8,8 @@ same functions.
 from . import openmp  # noqa: F401  (before torch)
 
 # isort: split
-from .binding import BindingError, bind
+from .binding import bind
+from .families import BindingError
 from .logprobs import logprobs_from_logits
 from .token_logprobs import token_logprobs
 

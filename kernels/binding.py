@@ -16,22 +16,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from . import bound_modules as bound
-from .activation import ACTIVATIONS
-from .attention import AttentionOptions
-from .families import FAMILIES, Family, inexact_features
+from .activation import ACTIVATIONS, PLAIN_ACTIVATIONS
+from .binding_plan import Plan
+from .families import FAMILIES, BindingError, Family, inexact_features
 from .pages import KVLayout
+from .states import StateLayout
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16)
-
-
-class BindingError(ValueError):
-    """The model can not be bound exactly; the message names every reason."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +37,15 @@ class Binding:
     kv_layout: KVLayout
     vocab_size: int
     exact: bool
+    state_layout: StateLayout | None = None
+
+    @property
+    def ssm_chunk(self) -> int | None:
+        """Tokens a chunk of its Mamba layers, which a block must be a multiple of; None without such layers."""
+        return None if self.state_layout is None else self.state_layout.chunk
 
 
-def bind(model: Model, *, exact: bool = True) -> Model:
+def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
     """Give ``model`` the forward whose bits do not depend on the batch; binding twice changes nothing.
 
     The same module then serves trainer and rollout. It takes ``input_ids``, ``attention_mask`` (left or right
@@ -53,6 +54,8 @@ def bind(model: Model, *, exact: bool = True) -> Model:
 
     Args:
         model: a Hugging Face causal language model on the CPU, float32 or bfloat16.
+        ssm_chunk: tokens a chunk of the Mamba layers' scan, where there are such layers: a power of two, at least 16.
+            It is part of the arithmetic, and it is recorded on the model: trainer and rollout can not differ.
         exact: False leaves norms, activations and GEMMs to torch. For measuring what exactness costs.
 
     Returns:
@@ -64,22 +67,29 @@ def bind(model: Model, *, exact: bool = True) -> Model:
     """
     if is_bound(model):
         _check_tensors(model)
-        if binding_of(model).exact != exact:
+        bound_before = binding_of(model)
+        if bound_before.exact != exact:
             raise BindingError(f"the model is already bound with exact={not exact}")
+        if bound_before.ssm_chunk not in (None, ssm_chunk):
+            raise BindingError(f"the model is already bound with ssm_chunk={bound_before.ssm_chunk}")
         return model
+    if ssm_chunk < 16 or ssm_chunk & (ssm_chunk - 1):
+        raise BindingError(f"ssm_chunk must be a power of two, at least 16, got {ssm_chunk}")
     family = _family_of(model)
     _check_tensors(model)
     config: Any = model.config
-    plan = _Plan(family, config, config.to_dict(), exact)
+    plan = Plan(family, config, config.to_dict(), ssm_chunk, exact)
     bindings = [(module, plan.binding_of(name, module)) for name, module in model.named_modules()]
+    bindings += plan.of_model(model)
     for module, attached in bindings:
         if attached is not None:
             bound.attach(module, *attached)
     head: nn.Linear = model.get_submodule("lm_head")  # type: ignore[assignment]
     if exact:
         bound.attach(head, bound.head_forward)
-    layout = KVLayout(plan.layers, config.num_key_value_heads, plan.head_dim)
-    model.__dict__["samebit"] = Binding(family=family, kv_layout=layout, vocab_size=head.weight.shape[0], exact=exact)
+    model.__dict__["samebit"] = Binding(
+        family, plan.kv_layout(), vocab_size=head.weight.shape[0], exact=exact, state_layout=plan.state_layout()
+    )
     return model
 
 
@@ -109,8 +119,10 @@ def _family_of(model: nn.Module) -> Family:
     family = FAMILIES.get(name)
     if family is None:
         reasons.insert(0, "it is of no known family")
-    elif config[family.activation] not in ACTIVATIONS:
-        reasons.append(f"activation {config[family.activation]!r} (exact: {', '.join(ACTIVATIONS)})")
+    else:
+        exact = PLAIN_ACTIVATIONS if family.mlp == "plain" else ACTIVATIONS
+        if config[family.activation] not in exact:
+            reasons.append(f"activation {config[family.activation]!r} (exact: {', '.join(exact)})")
     if family is None or reasons:
         raise BindingError(
             f"{name} can not be bound exactly: {'; '.join(reasons)}. Bound families: {', '.join(FAMILIES)}"
@@ -124,91 +136,3 @@ def _check_tensors(model: nn.Module) -> None:
             raise BindingError(f"{name} is {parameter.dtype}; exact on the CPU: float32, bfloat16")
         if parameter.device.type != "cpu":
             raise BindingError(f"{name} is on device {parameter.device}; only CPU kernels exist")
-
-
-class _Plan:
-    """Decides, module by module in the order of the traversal, which forward it gets."""
-
-    def __init__(self, family: Family, config: Any, facts: dict[str, Any], exact: bool) -> None:
-        self.family = family
-        self.config = config
-        self.facts = facts
-        self.exact = exact
-        self.head_dim: int = facts.get("head_dim") or config.hidden_size // config.num_attention_heads
-        self.layers = 0
-
-    def binding_of(self, name: str, module: nn.Module) -> tuple[Any, ...] | None:
-        """(forward, facts) for `attach`, or None for what needs none."""
-        family, kind = self.family, type(module).__name__
-        if kind in [family.class_name(part) for part in ("Model", "TextModel")]:
-            return (bound.decoder_forward,)
-        if kind == family.class_name("Attention"):
-            return bound.attention_forward, self._attention()
-        if kind == family.class_name("RotaryEmbedding"):
-            return bound.rotary_forward, self._rotary(module)
-        if kind == family.scaled_embedding:
-            return bound.embedding_forward, bound.EmbeddingFacts(self.config.hidden_size**0.5)
-        rowwise = self._rowwise(module)
-        if rowwise is None and not self._needs_no_binding(module):
-            raise BindingError(f"{self.family.prefix}: {name} is a {kind}, which is not bound exactly")
-        return rowwise if self.exact else None
-
-    def _rowwise(self, module: nn.Module) -> tuple[Any, ...] | None:
-        """Forwards of the modules that torch computes too, only with bits that depend on the batch."""
-        family, kind = self.family, type(module).__name__
-        if kind == family.class_name("MLP"):
-            return bound.mlp_forward, bound.MLPFacts(self.facts[family.activation], family.fused)
-        if kind == family.class_name("RMSNorm"):
-            return bound.rms_norm_forward, bound.NormFacts(vars(module)[family.norm_eps], family.norm_offset)
-        if type(module) is nn.Linear:
-            return (bound.linear_forward,)
-        if type(module) is nn.LayerNorm and module.weight is not None and module.bias is not None:
-            return (bound.layer_norm_forward,)
-        return None
-
-    def _needs_no_binding(self, module: nn.Module) -> bool:
-        containers = [self.family.class_name(part) for part in ("ForCausalLM", "DecoderLayer")]
-        idle = isinstance(module, nn.Dropout) and module.p == 0.0
-        activation = type(module) is type(ACT2FN[self.facts[self.family.activation]])  # the bound MLP computes it
-        return (
-            type(module).__name__ in containers
-            or type(module) in (nn.ModuleList, nn.Embedding, nn.Identity)
-            or idle
-            or activation
-        )
-
-    def _attention(self) -> bound.AttentionFacts:
-        layer = self.layers
-        self.layers += 1
-        scale = self.head_dim**-0.5
-        if self.facts.get("query_pre_attn_scalar"):
-            scale = self.facts["query_pre_attn_scalar"] ** -0.5
-        return bound.AttentionFacts(
-            kv_heads=self.config.num_key_value_heads,
-            head_dim=self.head_dim,
-            fused=self.family.fused,
-            qk_norm=self.family.qk_norm,
-            options=AttentionOptions(
-                layer, scale, self._window(layer), self.facts.get("attn_logit_softcapping") or 0.0
-            ),
-        )
-
-    def _window(self, layer: int) -> int:
-        window: int = self.facts.get("sliding_window") or 0
-        layer_types = self.facts.get("layer_types")
-        if layer_types is None:
-            return window
-        return window if layer_types[layer] == "sliding_attention" else 0
-
-    def _rotary(self, module: Any) -> bound.RotaryFacts:
-        frequencies, scaling = {}, {}
-        for layer_type in sorted(set(self.config.layer_types)) if self.family.rope_per_layer_type else [""]:
-            parameters = self.config.rope_parameters
-            parameters = parameters[layer_type] if layer_type else parameters
-            kind = parameters["rope_type"]
-            compute = module.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
-            arguments = {"layer_type": layer_type} if layer_type else {}
-            inverse, factor = compute(self.config, **arguments)
-            frequencies[layer_type] = inverse.to(torch.float32)
-            scaling[layer_type] = float(factor)
-        return bound.RotaryFacts(frequencies, scaling)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
-from .activation import gated
+from .activation import activated, gated
 from .attention import AttentionOptions, attention
-from .context import installed_context, training_context, use_context
+from .context import ForwardContext, LayoutMask, installed_context, layout_of, training_context, use_context
 from .linear import linear
 from .norm import layer_norm, rms_norm
 from .rope import RotaryTables, rotary_tables, rotate
@@ -31,14 +32,29 @@ class NormFacts:
 
 
 @dataclass(frozen=True)
+class DecoderFacts:
+    """Whether a decoder has attention layers, and whether it has recurrent ones."""
+
+    attends: bool
+    recurs: bool
+
+
+@dataclass(frozen=True)
 class AttentionFacts:
-    """Shapes and options of an attention module; `fused` and `qk_norm` as in `families.Family`."""
+    """Shapes and options of an attention module; `fused` and `qk_norm` as in `families.Family`.
+
+    Attributes:
+        key_multiplier: factor on the keys.
+        adapter: place in the lists of adapters that a shared attention adds to its projections; -1 for none.
+    """
 
     kv_heads: int
     head_dim: int
     fused: bool
     qk_norm: str
     options: AttentionOptions
+    key_multiplier: float = 1.0
+    adapter: int = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +67,19 @@ class RotaryFacts:
 
 @dataclass(frozen=True)
 class MLPFacts:
-    """Activation of a gated MLP and whether its two projections are one."""
+    """Activation of an MLP, the form of its projections (`families.Family.mlp`), and factors.
+
+    Attributes:
+        gate_multiplier: factor on the gate.
+        down_multiplier: factor on the result.
+        adapter: place in the list of adapters that a shared MLP adds to its first projection; -1 for none.
+    """
 
     activation: str
-    fused: bool
+    form: str
+    gate_multiplier: float = 1.0
+    down_multiplier: float = 1.0
+    adapter: int = -1
 
 
 @dataclass(frozen=True)
@@ -64,8 +89,8 @@ class EmbeddingFacts:
     scale: float
 
 
-_READY_MASK = torch.empty(1, 1, 1, 1)
-"""Hugging Face passes a four-dimensional mask on as it is, instead of building one that nobody reads."""
+_MAPS_MASKS = "linear_attention" in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+"""transformers that knows masks of recurrent layers drops a ready mask there, but takes one mask a kind of layer."""
 
 
 def attach(module: nn.Module, forward: Callable[..., Any], facts: Any = None) -> None:
@@ -87,8 +112,25 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         warnings.warn(
             "a bound model computes in the dtype of its parameters: autocast does not change it", stacklevel=2
         )
-    kwargs.update(attention_mask=_READY_MASK, position_ids=context.positions.view(ids.shape), use_cache=False)
+    mask = _mask(self.samebit, context)
+    kwargs.update(attention_mask=mask, position_ids=context.positions.view(ids.shape), use_cache=False)
     with use_context(context), torch.autocast("cpu", enabled=False):
+        return type(self).forward(self, *args, **kwargs)
+
+
+def _mask(facts: DecoderFacts, context: ForwardContext) -> LayoutMask | dict[str, LayoutMask]:
+    if not facts.attends:
+        return LayoutMask.of(context, dimensions=2)
+    mask = LayoutMask.of(context, dimensions=4)
+    return {"full_attention": mask, "linear_attention": mask} if facts.recurs and _MAPS_MASKS else mask
+
+
+def positions_forward(self: Any, *args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    """A causal language model that would drop ``position_ids`` on the way to its decoder (Mamba2)."""
+    if position_ids is None or installed_context() is not None:
+        return type(self).forward(self, *args, **kwargs)
+    ids = args[0] if args else kwargs["input_ids"]
+    with use_context(training_context(tuple(ids.shape), kwargs.get("attention_mask"), position_ids)):
         return type(self).forward(self, *args, **kwargs)
 
 
@@ -139,25 +181,45 @@ def rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer
     return rotary_tables(facts.frequencies[layer_type], facts.scaling[layer_type], context)
 
 
-def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """A gated MLP."""
+def mlp_forward(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """An MLP; what remains of the arguments is the layer number, which `bind` knows."""
     facts: MLPFacts = self.samebit
-    if facts.fused:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+    if facts.form == "plain":
+        out: torch.Tensor = self.down_proj(activated(facts.activation, self.up_proj(x)))
+        return out
+    if facts.form == "input_linear":
+        gate, up = self.input_linear(x).chunk(2, dim=-1)
+        out = self.output_linear(gated(facts.activation, gate, up))
+        return out
+    if facts.form == "fused":
+        joined = self.gate_up_proj(x)
+        joined = joined + self.gate_up_proj_adapter_list[facts.adapter](x) if facts.adapter >= 0 else joined
+        gate, up = joined.chunk(2, dim=-1)
     else:
         gate, up = self.gate_proj(x), self.up_proj(x)
-    down: torch.Tensor = self.down_proj(gated(facts.activation, gate, up))
-    return down
+    gate = gate if facts.gate_multiplier == 1.0 else gate * facts.gate_multiplier
+    out = self.down_proj(gated(facts.activation, gate, up))
+    return out if facts.down_multiplier == 1.0 else out * facts.down_multiplier
 
 
 def attention_forward(
-    self: Any, hidden_states: torch.Tensor, position_embeddings: RotaryTables, *args: Any, **kwargs: Any
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: RotaryTables | None = None,
+    attention_mask: torch.Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Self-attention; what remains of the arguments are Hugging Face's mask and cache, which hold nothing here."""
+    """Self-attention; what remains of the arguments are Hugging Face's cache and positions, which hold nothing here."""
     facts: AttentionFacts = self.samebit
     q, k, v = _queries_keys_values(self, facts, hidden_states)
-    tables = position_embeddings
-    out = attention(rotate(q, tables), rotate(k, tables), v, tables.context, facts.options)
+    k = k if facts.key_multiplier == 1.0 else k * facts.key_multiplier
+    if isinstance(position_embeddings, RotaryTables):
+        context = position_embeddings.context
+        q, k = rotate(q, position_embeddings), rotate(k, position_embeddings)
+    else:
+        context = layout_of(attention_mask)
+    out = attention(q, k, v, context, facts.options)
     projected: torch.Tensor = self.o_proj(out.view(*hidden_states.shape[:-1], -1))
     return projected, None
 
@@ -172,6 +234,10 @@ def _queries_keys_values(
         q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
     else:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    if facts.adapter >= 0:
+        q = q + self.linear_q_adapter_list[facts.adapter](x)
+        k = k + self.linear_k_adapter_list[facts.adapter](x)
+        v = v + self.linear_v_adapter_list[facts.adapter](x)
     if facts.qk_norm == "full":
         q, k = self.q_norm(q), self.k_norm(k)
     q, k, v = (part.reshape(-1, part.shape[-1] // facts.head_dim, facts.head_dim) for part in (q, k, v))

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 
+class BindingError(ValueError):
+    """The model can not be bound exactly; the message names every reason."""
+
+
 @dataclass(frozen=True)
 class Family:
     """One Hugging Face decoder family.
@@ -15,12 +19,17 @@ class Family:
     Attributes:
         prefix: of its class names.
         qk_norm: normalise queries and keys not at all, per head, or over all heads together.
-        fused: one ``qkv_proj`` and one ``gate_up_proj`` instead of separate ones.
+        fused: one ``qkv_proj`` instead of three.
+        mlp: its projections: a gate and one up, both in one ``gate_up_proj`` or ``input_linear``, or no gate (plain).
         norm_offset: added to the RMSNorm weight (Gemma stores weight - 1).
         norm_eps: the norm module's attribute that holds epsilon.
         scaled_embedding: class of an embedding that multiplies by sqrt(hidden_size), if any.
         activation: the config's name for the MLP activation.
         rope_per_layer_type: separate rotary frequencies for local and global layers.
+        mixer: what follows the prefix in the class name of the Mamba2 mixer, if any.
+        gated_norms: class names of the mixer's norm, over the versions of transformers.
+        dt_floor: the mixer's time step is at least the config's ``time_step_min``, not within ``time_step_limit``.
+        drops_positions: the causal language model does not hand ``position_ids`` on.
     """
 
     prefix: str
@@ -31,6 +40,11 @@ class Family:
     scaled_embedding: str = ""
     activation: str = "hidden_act"
     rope_per_layer_type: bool = False
+    mlp: Literal["separate", "fused", "input_linear", "plain"] = "separate"
+    mixer: str = ""
+    gated_norms: tuple[str, ...] = ()
+    dt_floor: bool = False
+    drops_positions: bool = False
 
     def class_name(self, part: str) -> str:
         """Hugging Face's name of one of the family's classes: 'Attention', 'MLP', ..."""
@@ -44,7 +58,7 @@ FAMILIES = {
         Family("Qwen2"),
         Family("Qwen3", qk_norm="head"),
         Family("Mistral"),
-        Family("Phi3", fused=True),
+        Family("Phi3", fused=True, mlp="fused"),
         Family(
             "Gemma2",
             norm_offset=1.0,
@@ -63,6 +77,30 @@ FAMILIES = {
         ),
         Family("Olmo2", qk_norm="full"),
         Family("StableLm"),
+        Family("Bamba", mixer="Mixer", gated_norms=("BambaRMSNormGated",)),
+        Family(
+            "GraniteMoeHybrid",
+            mlp="input_linear",
+            mixer="MambaLayer",
+            gated_norms=("GraniteMoeHybridRMSNormGated",),
+        ),
+        Family(
+            "NemotronH",
+            mlp="plain",
+            activation="mlp_hidden_act",
+            mixer="Mamba2Mixer",
+            gated_norms=("Zamba2RMSNormGated", "NemotronHRMSNormGated"),
+            dt_floor=True,
+        ),
+        Family("FalconH1", mixer="Mixer", gated_norms=("FalconH1RMSNormGated",)),
+        Family(
+            "Zamba2",
+            mlp="fused",
+            mixer="MambaMixer",
+            gated_norms=("Zamba2RMSNormGated",),
+            dt_floor=True,
+        ),
+        Family("Mamba2", mixer="Mixer", gated_norms=("MambaRMSNormGated",), drops_positions=True),
     )
 }
 """By the class name of the causal language model."""
@@ -91,7 +129,8 @@ def inexact_features(config: dict[str, Any], parameter_names: list[str]) -> list
         parameter_names: of the model's state dict.
     """
     found = [f"dropout ({name}={config[name]})" for name in _DROPOUTS if config.get(name)]
-    found += [f"routed experts ({name}={config[name]})" for name in _EXPERT_COUNTS if config.get(name)]
+    if "moe" in (config.get("layers_block_type") or ["moe"]):  # Nemotron-H counts experts even where no layer has any
+        found += [f"routed experts ({name}={config[name]})" for name in _EXPERT_COUNTS if config.get(name)]
     found += _rope_features(config)
     sinks = [name for name in parameter_names if name.endswith("sinks")]
     if sinks:
@@ -106,8 +145,8 @@ def inexact_features(config: dict[str, Any], parameter_names: list[str]) -> list
         found.append("parallel residual (use_parallel_residual)")
     if config.get("qk_layernorm"):
         found.append("per-head LayerNorm of queries and keys (qk_layernorm)")
-    if any(name.rpartition(".")[2] in ("A_log", "dt_bias") for name in parameter_names):
-        found.append("Mamba layers")
+    if config.get("mamba_ssm_cache_dtype", "float32") != "float32":
+        found.append(f"a state that is not float32 (mamba_ssm_cache_dtype={config['mamba_ssm_cache_dtype']})")
     if config.get("quantization_config"):
         found.append("quantized weights (quantization_config)")
     return found

@@ -63,20 +63,109 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
 
 FAMILIES = tuple(_OWN)
 
+_MIXER = {"mamba_n_heads": 10, "mamba_d_head": 40, "mamba_n_groups": 2, "mamba_d_state": 24}
+_GRANITE = {
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "layer_types": ["mamba", "attention"],
+    "shared_intermediate_size": 500,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+    **_MIXER,
+}
+_FALCON = {
+    **_MIXER,
+    "mamba_n_heads": 6,
+    "mamba_d_ssm": 240,
+    "head_dim": 50,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "mlp_multipliers": [0.9, 1.2],
+    "key_multiplier": 0.8,
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+    "attention_out_multiplier": 0.8,
+    "attention_in_multiplier": 1.1,
+    "ssm_in_multiplier": 0.9,
+    "ssm_out_multiplier": 1.1,
+}
+_ZAMBA = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "mamba", "hybrid", "hybrid"],
+    "num_mem_blocks": 2,
+    "mamba_d_state": 24,
+    "mamba_ngroups": 2,
+    "n_mamba_heads": 10,
+    "adapter_rank": 8,
+}
+
+_HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
+    "NemotronH": (
+        "NemotronH",
+        {
+            "head_dim": 50,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 40,
+            "n_groups": 2,
+            "ssm_state_size": 100,
+        },
+    ),
+    "NemotronH, one group, no convolution bias": (
+        "NemotronH",
+        {
+            "head_dim": 50,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "attention", "mlp"],
+            "mamba_num_heads": 9,
+            "mamba_head_dim": 24,
+            "n_groups": 1,
+            "ssm_state_size": 129,
+            "use_conv_bias": False,
+        },
+    ),
+    "Bamba": ("Bamba", {"attn_layer_indices": [1], **_MIXER}),
+    "GraniteMoeHybrid": ("GraniteMoeHybrid", _GRANITE),
+    "GraniteMoeHybrid, rotary": ("GraniteMoeHybrid", {**_GRANITE, "position_embedding_type": "rope"}),
+    "FalconH1": ("FalconH1", _FALCON),
+    "FalconH1, norm before gate": ("FalconH1", {**_FALCON, "mamba_rms_norm": True}),
+    "FalconH1, norm after gate": ("FalconH1", {**_FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "Zamba2": ("Zamba2", _ZAMBA),
+    "Zamba2, adapters, rotary": ("Zamba2", {**_ZAMBA, "use_shared_attention_adapter": True, "use_mem_rope": True}),
+    "Mamba2": (
+        "Mamba2",
+        {"num_heads": 10, "head_dim": 40, "n_groups": 2, "state_size": 24, "time_step_limit": (0.01, 0.2)},
+    ),
+}
+
+HYBRIDS = tuple(_HYBRID)
+"""Families with Mamba2 layers."""
+
+_NOT_OF_MAMBA2 = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+
 
 def _config_class(family: str) -> type:
     return getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    family, own = _OWN[name]
-    return _config_class(family)(**{**_COMMON, **own, **changes}, attn_implementation="eager")
+    family, own = {**_OWN, **_HYBRID}[name]
+    fields = {**_COMMON, **own, **changes}
+    if family == "Mamba2":
+        fields = {key: value for key, value in fields.items() if key not in _NOT_OF_MAMBA2}
+    return _config_class(family)(**fields, attn_implementation="eager")
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A new, unbound model in evaluation mode; always the same weights."""
     torch.manual_seed(0)
-    model = getattr(transformers, f"{_OWN[name][0]}ForCausalLM")(make_config(name, **changes))
+    config = make_config(name, **changes)
+    model = getattr(transformers, type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM")(
+        config
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -87,11 +176,11 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
 
 
 @cache
-def bound_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def bound_model(name: str, dtype: torch.dtype = torch.float32, ssm_chunk: int = 64) -> PreTrainedModel:
     """A bound model that tests share: they don't change it."""
     from samebit.kernels import bind
 
-    return bind(make_model(name, dtype))
+    return bind(make_model(name, dtype), ssm_chunk=ssm_chunk)
 
 
 def token_ids(*lengths: int, seed: int = 0) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """What `bind` refuses, by name and without a trace, and what a bound model does not do."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import transformers
 from torch import nn
 
 from samebit.kernels import BindingError, bind, token_logprobs
-from samebit.kernels.binding import is_bound
+from samebit.kernels.binding import binding_of, is_bound
+from samebit.kernels.context import training_context, use_context
 
 from .families import MAX_LEN, VOCAB, bound_model, make_model
 
@@ -39,6 +41,12 @@ def llama_with(module: nn.Module, path: str) -> Callable[[], nn.Module]:
     return make
 
 
+def hybrid_with(name: str, module: nn.Module) -> nn.Module:
+    model = make_model("NemotronH")
+    setattr(model.model.layers[0].mixer, name, module)
+    return model
+
+
 class Adapter(nn.Linear):
     """A linear layer with something more in its forward."""
 
@@ -66,6 +74,28 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a wrapped head": (llama_with(Adapter(200, VOCAB), "lm_head"), "lm_head.*Adapter"),
     "active dropout": (llama_with(nn.Dropout(0.1), "model.layers.0.resid_dropout"), "Dropout"),
+    "experts of Nemotron-H": (
+        lambda: make_model("NemotronH", layers_block_type=["mamba", "moe"], num_hidden_layers=2, n_routed_experts=2),
+        "routed experts",
+    ),
+    "experts of Granite": (
+        lambda: make_model("GraniteMoeHybrid", num_local_experts=2, num_experts_per_tok=1),
+        "num_local_experts=2",
+    ),
+    "a mixer's activation": (lambda: hybrid_with("act", nn.Tanh()), r"mixer\.act is a Tanh"),
+    "a mixer's norm": (lambda: hybrid_with("norm", nn.RMSNorm(240)), r"mixer\.norm is a RMSNorm"),
+    "a mixer's convolution": (
+        lambda: hybrid_with("conv1d", nn.Conv1d(440, 440, 4, groups=440)),
+        "not a depthwise causal",
+    ),
+    "adapters of other layers": (
+        lambda: make_model("Zamba2", layers_block_type=["mamba", "hybrid", "mamba", "hybrid"]),
+        r"layer 1 has no adapter of its own",
+    ),
+    "another state dtype": (
+        lambda: make_model("NemotronH", mamba_ssm_cache_dtype="bfloat16"),
+        "a state that is not float32",
+    ),
     "not Hugging Face": (lambda: nn.Linear(2, 2), "not a Hugging Face model"),
 }
 
@@ -99,6 +129,30 @@ def test_binding_twice() -> None:
     assert {name: module.forward for name, module in model.named_modules()} == forwards
     with pytest.raises(BindingError, match="already bound with exact=True"):
         bind(model, exact=False)
+
+
+@pytest.mark.parametrize("chunk", [0, 8, 48, 100])
+def test_a_chunk_is_a_power_of_two(chunk: int) -> None:
+    with pytest.raises(BindingError, match=f"power of two, at least 16, got {chunk}"):
+        bind(make_model("Bamba"), ssm_chunk=chunk)
+
+
+def test_the_chunk_is_recorded_and_stays() -> None:
+    model = bind(make_model("Bamba"), ssm_chunk=128)
+    assert binding_of(model).ssm_chunk == 128
+    assert bind(model, ssm_chunk=128) is model
+    with pytest.raises(BindingError, match="already bound with ssm_chunk=128"):
+        bind(model)
+    assert binding_of(bound_model("Llama")).ssm_chunk is None
+
+
+def test_a_hybrid_refuses_a_context_without_its_states() -> None:
+    model = bound_model("Bamba")
+    context = replace(
+        training_context((1, 4), None, None), pages=binding_of(model).kv_layout.allocate(1, 64, torch.float32)
+    )
+    with use_context(context), pytest.raises(ValueError, match=r"ForwardContext\(states=\.\.\.\)"):
+        model(torch.ones(1, 4, dtype=torch.int64))
 
 
 def test_binding_keeps_parameters_and_state_dict() -> None:
