@@ -30,7 +30,7 @@ class ChainHasher:
     def root(self, cache_salt: str | None) -> bytes:
         """What the first block follows."""
         salt = "" if cache_salt is None else cache_salt
-        return hashlib.blake2b(salt.encode(), key=self._key, digest_size=DIGEST_BYTES).digest()
+        return hashlib.blake2b(salt.encode(errors="surrogatepass"), key=self._key, digest_size=DIGEST_BYTES).digest()
 
     def extend(self, parent: bytes, tokens: npt.NDArray[np.int64]) -> list[bytes]:
         """The digests of the full blocks among `tokens`, which follow the block `parent`."""

@@ -76,11 +76,14 @@ class PrefixIndex:
         equal = (self.tokens[[entry.block for entry in entries]] == given).all(axis=1)
         return len(entries) if bool(equal.all()) else int(equal.argmin())
 
-    def publish(self, block: int, digest: bytes, tokens: Tokens) -> int:
-        """Make a block hittable; the block that has this content already when there is one, else `block`."""
+    def publish(self, block: int, digest: bytes, tokens: Tokens) -> int | None:
+        """Make a block hittable; the block that has this content already when there is one, else `block`.
+
+        None when the digest names other tokens: this block can not be hit.
+        """
         entry = self.by_digest.get(digest)
         if entry is not None:
-            return entry.block
+            return entry.block if np.array_equal(self.tokens[entry.block], tokens) else None
         entry = CachedBlock(block, digest, self.epoch)
         self.by_digest[digest] = self.by_block[block] = entry
         self.tokens[block] = tokens

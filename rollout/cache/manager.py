@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 SWEPT_PER_STEP = 64
 """Entries of a cleared index that a step frees."""
 
+SWEPT_PER_BLOCK = 3
+"""And those that a published block frees: as many as it may leave itself, so that they do not pile up."""
+
 
 @dataclass
 class CacheCounters:
@@ -219,23 +222,23 @@ class CacheManager:
             digest = state.chain[number]
             block = self._owned[sequence.slot][number]
             first = index.publish(block, digest, tokens[number * size : (number + 1) * size])
-            if first != block and not self._replace(sequence.slot, number, first):
+            if first != block and (first is None or not self._replace(sequence.slot, number, first)):
                 state.epoch = NEVER
                 return woken + leaders.resign(sequence)
             woken += leaders.published(digest)
+        index.sweep(SWEPT_PER_BLOCK * (full - state.num_published))
         state.num_published = full
         return woken
 
     def hold_tail(self, leader: Sequence, samples: Items[Sequence]) -> None:
-        """Keep the end of a prompt, its last block if that is partly filled, for the other samples of the request."""
-        length = leader.num_prompt_tokens
-        partly = length % self.block_size > 0
-        if not samples or not (partly or self.states):
+        """Keep the blocks of a prompt, the partly filled last one too, for the other samples of the request."""
+        if not samples:
             return
-        block = self._owned[leader.slot][length // self.block_size] if partly else NULL_BLOCK
-        if partly:
+        length = leader.num_prompt_tokens
+        blocks = self._owned[leader.slot][: self.blocks_for(length)]
+        for block in blocks:
             self.pool.claim(block)
-        tail = PromptTail(block, leader, length, len(samples))
+        tail = PromptTail(blocks, leader, length, len(samples))
         self._tails[tail] = None
         for sample in samples:
             if sample.prefix is not None:
@@ -269,10 +272,10 @@ class CacheManager:
         return self.leaders.resign_all()
 
     def drop_tails(self) -> bool:
-        """Give up the prompt ends that are held; whether there were any."""
+        """Give up the prompts that are held; whether there were any."""
         dropped, self._tails = self._tails, {}
         for tail in dropped:
-            self._let_go(tail)
+            self._give_back(tail.blocks[::-1])
         return bool(dropped)
 
     def sweep(self) -> None:
@@ -306,8 +309,8 @@ class CacheManager:
             return
         hits, slot = len(match), sequence.slot
         start, shared = self._resume_point(sequence, state, match)
-        if self._has_tail(state, hits) and state.tail is not None and state.tail.block != NULL_BLOCK:
-            self._copies.append((state.tail.block, self._owned[slot][hits]))
+        if self._has_tail(state, hits) and state.tail is not None and hits < len(state.tail.blocks):
+            self._copies.append((state.tail.blocks[hits], self._owned[slot][hits]))
         if self.states is not None:
             self._resume_state(self.states, sequence, state, start)
         self._count(state.chain, hits, start)
@@ -365,11 +368,7 @@ class CacheManager:
             tail.users -= 1
             if tail.users == 0 and tail in self._tails:
                 del self._tails[tail]
-                self._let_go(tail)
-
-    def _let_go(self, tail: PromptTail) -> None:
-        if tail.block != NULL_BLOCK:
-            self._give_back([tail.block])
+                self._give_back(tail.blocks[::-1])
 
     def _save_state(self, sequence: Sequence) -> None:
         """Keep the state of a sequence that stops as of its last chunk boundary, if a published block ends there."""
@@ -426,7 +425,7 @@ class CacheManager:
         """Raise unless blocks, tables, slots, index and followers agree."""
         self.pool.check()
         owners = np.zeros(self.pool.num_blocks + 1, np.int64)
-        for blocks in [*self._owned, *([tail.block] for tail in self._tails if tail.block)]:
+        for blocks in [*self._owned, *(tail.blocks for tail in self._tails)]:
             if len(set(blocks)) != len(blocks):
                 raise AssertionError("a sequence lists a block twice")
             owners[blocks] += 1

@@ -16,13 +16,14 @@ NEVER = -1
 
 @dataclass(slots=True, eq=False)
 class PromptTail:
-    """What is left of a prompt behind its full blocks, until every sample of the request has its copy.
+    """A prompt, held until every sample of the request has begun.
 
-    block: the partly filled one, or the null block. The sample that computed it goes on writing behind the
-    prompt; what the prompt filled stays. leader: that sample; its live state is the prompt's until it goes on.
+    blocks: all of them, so that a partly filled last one never outlives those before it. The sample that
+    computed the prompt goes on writing behind it; what the prompt filled stays. leader: that sample; its live
+    state is the prompt's until it goes on.
     """
 
-    block: int
+    blocks: list[int]
     leader: Sequence
     prompt_length: int
     users: int
@@ -33,8 +34,8 @@ class PrefixState:
     """chain: what its blocks are called. match: the index entries that a waiting sequence begins with.
 
     num_published: leading blocks that the index knows. epoch: that of the oldest live KV, `NEVER` for one
-    that must not publish. tail: what is left of the prompt behind its full blocks, for a sample that has
-    not begun. wanted: positions of which a checkpoint will be taken when they are computed.
+    that must not publish. tail: the prompt that another sample has computed, for one that has not
+    begun. wanted: positions of which a checkpoint will be taken when they are computed.
     """
 
     chain: TokenChain

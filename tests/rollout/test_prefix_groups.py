@@ -1,0 +1,358 @@
+"""Who computes what several requests begin with, and who waits: leaders, followers, groups of samples."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from samebit.rollout.cache import CacheManager
+from samebit.rollout.engine import Engine
+from samebit.rollout.errors import NonFiniteLogitsError
+from samebit.rollout.request import Request
+from samebit.rollout.sampling_params import SamplingParams
+
+Make = Callable[..., Engine]
+MakeRequest = Callable[..., Request]
+MakeWorker = Callable[..., tuple[Any, Any]]
+Oracle = Callable[..., list[int]]
+PREFIX = list(range(12))
+
+
+def finish(engine: Engine) -> list[Request]:
+    """Step until nothing is left to do."""
+    done: list[Request] = []
+    for _ in range(500):
+        engine.cache.check()
+        if not engine.has_work:
+            break
+        done += engine.step()
+    assert engine.scheduler.num_unfinished == 0, "somebody waits for ever"
+    assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
+    return done
+
+
+def outputs(request: Request) -> list[list[int]]:
+    return [sequence.output_ids.tolist() for sequence in request.sequences]
+
+
+def assert_right(oracle: Oracle, *requests: Request) -> None:
+    for request in requests:
+        alone = [oracle(request.prompt.tolist(), s.sample_index, request.max_new_tokens) for s in request.sequences]
+        assert outputs(request) == alone
+
+
+# -- leaders and followers -------------------------------------------------------------------------
+
+
+def test_of_two_in_one_step_the_first_computes_what_they_share(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle
+) -> None:
+    engine = make_engine()
+    a, b, other = (make_request(name, prompt, max_tokens=3) for name, prompt in _three())
+    for request in (a, b, other):
+        engine.add(request)
+    engine.step()
+    assert engine.runner.plans[0] == [("a", 0, 0, 14), ("other", 0, 0, 5)], "who does not conflict passes"
+    follower = b.sequences[0]
+    assert (follower.slot, follower.num_computed) == (-1, 0)
+    assert engine.cache.pool.num_blocks - engine.cache.pool.num_free == 6, "a follower holds nothing"
+    engine.step()
+    assert ("b", 0, 12, 1) in engine.runner.plans[1]
+    finish(engine)
+    assert_right(oracle, a, b, other)
+    assert (follower.num_cached_tokens, engine.cache.leaders.waits) == (12, 1)
+
+
+def _three() -> list[tuple[str, list[int]]]:
+    return [("a", [*PREFIX, 20, 21]), ("b", [*PREFIX, 30]), ("other", [50, 51, 52, 53, 54])]
+
+
+def test_a_follower_waits_for_the_block_and_not_for_the_request(make_engine: Make, make_request: MakeRequest) -> None:
+    """Under chunked prefill, and when it comes later: it goes on once the last shared block is there."""
+    engine = make_engine(max_num_batched_tokens=8)
+    engine.add(make_request("a", [*PREFIX, *range(60, 92)], max_tokens=9))
+    engine.step()
+    engine.add(make_request("b", [*PREFIX, 30], max_tokens=1))
+    engine.step()
+    assert [item[0] for item in engine.runner.plans[1]] == ["a"]
+    assert engine.scheduler.running[0].num_computed == 16
+    engine.add(make_request("c", [*PREFIX, 31], max_tokens=1))
+    for _ in range(8):
+        engine.step()
+    first = {name: start for plan in reversed(engine.runner.plans) for name, _, start, _ in plan}
+    assert (first["b"], first["c"]) == (12, 12)
+    finish(engine)
+
+
+def test_a_sequence_that_saves_nothing_does_not_wait(make_engine: Make, make_request: MakeRequest) -> None:
+    engine = make_engine(block_size=4)
+    engine.add(make_request("a", [1, 2, 3], max_tokens=2))
+    engine.add(make_request("b", [1, 2, 3], max_tokens=2))
+    engine.add(make_request("c", [7], max_tokens=2))
+    engine.add(make_request("d", [7], max_tokens=2))
+    engine.step()
+    assert [item[0] for item in engine.runner.plans[0]] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_an_aborted_leader_hands_over(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle, chunks: int
+) -> None:
+    engine = make_engine(max_num_batched_tokens=8, max_num_seqs=4)
+    names = ["a", "b", "c"]
+    requests = {name: make_request(name, [*PREFIX, *PREFIX, 40 + i], max_tokens=2) for i, name in enumerate(names)}
+    for request in requests.values():
+        engine.add(request)
+    for _ in range(chunks):
+        engine.step()
+    engine.abort(["a"])
+    engine.cache.check()
+    engine.step()
+    assert engine.runner.plans[-1][0][:3] == ("b", 0, 8 * chunks), "it goes on behind what the leader had published"
+    assert [item[0] for item in engine.runner.plans[-1]] == ["b"], "c follows b now"
+    finish(engine)
+    assert_right(oracle, requests["b"], requests["c"])
+
+
+def test_a_preempted_leader_hands_over(make_engine: Make, make_request: MakeRequest, oracle: Oracle) -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    a, b = (make_request(name, [*PREFIX, *PREFIX, last], max_tokens=2) for name, last in (("a", 1), ("b", 2)))
+    engine.add(a)
+    engine.add(b)
+    engine.step()
+    engine.preempt_all()
+    assert not engine.scheduler.running
+    assert all(request.sequences[0] in engine.scheduler.waiting for request in (a, b))
+    finish(engine)
+    assert_right(oracle, a, b)
+
+
+def test_a_follower_can_be_aborted(make_engine: Make, make_request: MakeRequest, oracle: Oracle) -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    a, b = (make_request(name, [*PREFIX, last], max_tokens=2, n=2) for name, last in (("a", 1), ("b", 2)))
+    engine.add(a)
+    engine.add(b)
+    engine.step()
+    assert engine.abort(["b"]) == [b]
+    engine.cache.check()
+    assert finish(engine) == [a]
+    assert_right(oracle, a)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_followers_go_on_when_weights_change_under_their_leader(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle, recompute: bool
+) -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    a, b = (make_request(name, [*PREFIX, last], max_tokens=2, n=2) for name, last in (("a", 1), ("b", 2)))
+    engine.add(a)
+    engine.add(b)
+    engine.step()
+    if recompute:
+        engine.preempt_all()
+    engine.weights_changed(1)
+    finish(engine)
+    assert_right(oracle, a, b)
+    assert [len(s.kv_spans) for s in a.sequences] == ([1, 1] if recompute else [2, 1])
+    assert [s.kv_spans for s in b.sequences] == [[[0, 14, 1]]] * 2
+
+
+def test_closed_admission_keeps_unstarted_followers_and_drains(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle
+) -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    a, b = (make_request(name, [*PREFIX, last], max_tokens=2, n=3) for name, last in (("a", 1), ("b", 2)))
+    engine.add(a)
+    engine.add(b)
+    engine.step()
+    engine.scheduler.admission_open = False
+    engine.preempt_all()
+    done: list[Request] = []
+    while engine.has_work:
+        done += engine.step()
+    assert done == [a]
+    assert engine.drained
+    engine.scheduler.admission_open = True
+    finish(engine)
+    assert_right(oracle, a, b)
+
+
+def test_an_update_that_waits_is_not_held_up_by_followers(make_worker: MakeWorker, oracle: Oracle) -> None:
+    worker, runner = make_worker(max_num_batched_tokens=8, max_num_seqs=2)
+    runner.gate = threading.Semaphore(1)
+    handles = [worker.submit([*PREFIX, last], SamplingParams(max_tokens=3, n=3)) for last in (1, 2)]
+    runner.entered.wait(20)
+    runner.gate.release(1000)
+    worker.receive_weights(dict(worker._weights.module.state_dict()), in_flight="wait")
+    for last, handle in zip((1, 2), handles, strict=True):
+        got = [sample.token_ids for sample in handle.result(timeout=20).samples]
+        assert got == [oracle([*PREFIX, last], index, 3) for index in range(3)]
+
+
+# -- groups of samples -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 8])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11, 12])
+def test_a_group_computes_its_prompt_once(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle, length: int, max_num_seqs: int, policy: str
+) -> None:
+    """The partly filled block is copied, the logits are used for all; also when the samples do not fit at once."""
+    engine = make_engine(max_num_seqs=max_num_seqs, eviction_policy=policy)
+    group = make_request("a", PREFIX[:length], n=5, max_tokens=7)
+    engine.add(group)
+    rows = []
+    while engine.has_work:
+        engine.step()
+        rows.append(len(engine.runner.plans[-1]))
+        engine.cache.check()
+    assert engine.counters.prefill_tokens_computed == length
+    assert engine.counters.decode_tokens_computed == 5 * 6
+    assert rows[0] == 1, "one row of prompt logits"
+    assert [sequence.num_cached_tokens for sequence in group.sequences] == [0] + [length] * 4
+    assert_right(oracle, group)
+    assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
+
+
+def test_a_group_computes_its_prompt_once_under_chunks_and_beside_others(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle
+) -> None:
+    engine = make_engine(max_num_batched_tokens=8, max_num_seqs=3)
+    groups = [make_request(str(i), [*PREFIX, *PREFIX[:i]], n=4, max_tokens=5) for i in range(4)]
+    for group in groups:
+        engine.add(group)
+    finish(engine)
+    assert_right(oracle, *groups)
+    assert engine.counters.prefill_tokens_computed == 12 + 0 + 1 + 2 + 3, "each token once, over all groups"
+
+
+def test_others_do_not_take_the_memory_of_a_prompt_whose_samples_wait(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle
+) -> None:
+    """The block that the first sample has filled is never left without those before it."""
+    engine = make_engine(num_blocks=9, max_num_seqs=2)
+    long = make_request("long", [90] * 5, max_tokens=27)
+    group = make_request("group", PREFIX[:6], n=3, max_tokens=6)
+    engine.add(long)
+    engine.add(group)
+    finish(engine)
+    assert_right(oracle, long, group)
+
+
+@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
+def test_a_match_made_before_an_eviction_is_not_used_after_it(make_request: MakeRequest, policy: str) -> None:
+    """A prompt's last block is held, filled and published; those before it must not go while it stands."""
+    cache = CacheManager(6, 4, 4, 32, eviction_policy=policy)
+    first, second = _tracked(cache, make_request("group", PREFIX[:6], n=2, max_tokens=4))
+    (waiting,) = _tracked(cache, make_request("waiting", [*PREFIX[:8], 90], max_tokens=1))
+    (other,) = _tracked(cache, make_request("other", [50] * 20, max_tokens=1))
+    assert cache.admit(first)
+    first.mark_computed(0, 6, 0)
+    cache.publish(first)
+    for token in (6, 7):
+        first.append(token, 0.0, 0.0, 0)
+    second.append(6, 0.0, 0.0, 0)
+    cache.hold_tail(first, [second])
+    assert cache.append(first, 2)
+    first.mark_computed(6, 2, 0)
+    cache.publish(first)
+    assert not cache.admit(waiting, headroom=100)
+    blocks = cache.owned_blocks(first)
+    cache.release(first)
+    assert not cache.admit(other), "two of six blocks are held for the second sample"
+    cache.check()
+    assert cache.admit(waiting)
+    assert cache.owned_blocks(waiting)[:2] == blocks
+    cache.forget(second)
+    cache.release(waiting)
+    cache.check()
+    assert cache.pool.num_free == 6
+
+
+def _tracked(cache: CacheManager, request: Request) -> list[Any]:
+    cache.track(request)
+    return request.sequences
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_samples_that_stop_at_their_first_token(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle, max_tokens: int
+) -> None:
+    ends = {oracle(PREFIX[:6], sample, 1)[0] for sample in (0, 2)}
+    engine = make_engine(max_num_seqs=2)
+    group = make_request("a", PREFIX[:6], n=4, max_tokens=max_tokens, eos=tuple(ends))
+    engine.add(group)
+    finish(engine)
+    assert [len(tokens) for tokens in outputs(group)] == [1, max_tokens, 1, max_tokens]
+    assert [s.finish_reason for s in group.sequences] == ["stop", "length"] * 2
+
+
+def test_nan_in_the_step_that_forks_fails_the_whole_group_and_publishes_nothing(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle
+) -> None:
+    engine = make_engine()
+    bad, good = make_request("bad", PREFIX, n=3, max_tokens=4), make_request("good", PREFIX, n=2, max_tokens=4)
+    engine.runner.nan_ids = {"bad"}
+    engine.add(bad)
+    engine.add(good)
+    assert engine.step() == [bad]
+    assert isinstance(bad.error, NonFiniteLogitsError)
+    assert len(engine.cache.index) == 0
+    assert finish(engine) == [good]
+    assert_right(oracle, good)
+
+
+def test_a_runner_that_raises_in_the_step_that_forks_fails_every_waiter(make_worker: MakeWorker) -> None:
+    worker, runner = make_worker()
+    runner.fail_with = RuntimeError("out of luck")
+    worker.pause()
+    handles = [worker.submit([*PREFIX, last], SamplingParams(n=3, max_tokens=2)) for last in (1, 2)]
+    worker.resume()
+    for handle in handles:
+        with pytest.raises(Exception, match="out of luck"):
+            handle.result(timeout=20)
+
+
+def test_weights_that_change_within_a_prompt_make_the_next_sample_compute_it(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle
+) -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    group = make_request("a", PREFIX, n=3, max_tokens=3)
+    engine.add(group)
+    engine.step()
+    engine.weights_changed(1)
+    finish(engine)
+    assert_right(oracle, group)
+    assert [[span[2] for span in s.kv_spans] for s in group.sequences] == [[0, 1], [1], [1]]
+
+
+def test_sleep_lets_go_of_held_prompts_and_nothing_is_lost(make_worker: MakeWorker, oracle: Oracle) -> None:
+    worker, runner = make_worker(max_num_seqs=1)
+    runner.gate = threading.Semaphore(3)
+    handle = worker.submit(PREFIX[:6], SamplingParams(n=3, max_tokens=8))
+    next(iter(handle))
+    sleeper = threading.Thread(target=worker.sleep, args=("kv_cache",))
+    sleeper.start()
+    runner.gate.release(1000)
+    sleeper.join(20)
+    stats = worker.stats()
+    assert (stats["blocks_free"], stats["blocks_cached"]) == (stats["blocks_total"], 0)
+    worker.wake_up()
+    got = [sample.token_ids for sample in handle.result(timeout=20).samples]
+    assert got == [oracle(PREFIX[:6], index, 8) for index in range(3)]
+
+
+def test_aborting_a_group_whose_prompt_is_held_frees_it(make_engine: Make, make_request: MakeRequest) -> None:
+    engine = make_engine(max_num_seqs=1)
+    group = make_request("a", PREFIX[:6], n=3, max_tokens=8)
+    engine.add(group)
+    for _ in range(4):
+        engine.step()
+    engine.abort(["a"])
+    engine.cache.check()
+    assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
+    assert engine.scheduler.num_unfinished == 0
