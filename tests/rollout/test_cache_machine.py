@@ -1,0 +1,277 @@
+"""Pool, index and manager, driven by random operations beside a dictionary model.
+
+After every operation the two agree in what can be hit, in the order in which it would be evicted, in how much is free
+and in where each running sequence goes on; and every token is where its block says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from samebit.rollout.cache import CacheManager
+from samebit.rollout.request import Request, Sequence
+
+from .cache_model import CacheModel, ModelSequence, Name
+
+MAX_LEN = 24
+STEPS = 60
+CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "150"))
+"""Each case is a run of up to `STEPS` operations, 35 on average: 3,000 cases are more than 100,000."""
+
+FREQUENCY = {
+    "add": 4,
+    "admit": 8,
+    "compute": 8,
+    "append": 5,
+    "fork": 4,
+    "release": 3,
+    "preempt": 1,
+    "forget": 1,
+    "drop_held": 1,
+    "clear": 1,
+    "sweep": 1,
+}
+KINDS = [kind for kind, times in FREQUENCY.items() for _ in range(times)]
+EMPTY = -1
+
+
+class Pair:
+    """A real sequence and its model."""
+
+    def __init__(self, real: Sequence, model: ModelSequence) -> None:
+        self.real = real
+        self.model = model
+        self.siblings: list[Pair] = []
+        self.epoch = 0
+
+    def add(self, tokens: list[int]) -> None:
+        for token in tokens:
+            self.real.append(token, 0.0, 0.0, 0)
+        self.model.tokens += tokens
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """`make_request` is set by the test. `pages` holds (token, epoch of the oldest KV) of each position."""
+
+    make_request: Callable[..., Request]
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4]),
+        num_blocks=st.integers(1, 20),
+        slots=st.integers(1, 4),
+        policy=st.sampled_from(["lru", "lru", "ref_zero"]),
+    )
+    def build(self, block_size: int, num_blocks: int, slots: int, policy: str) -> None:
+        self.cache = CacheManager(num_blocks, block_size, slots, 2 * MAX_LEN, eviction_policy=policy)
+        self.model = CacheModel(num_blocks, block_size, slots, policy)
+        self.pages = np.full((num_blocks + 1, block_size, 2), EMPTY)
+        self.waiting: list[Pair] = []
+        self.running: list[Pair] = []
+        self.digests: dict[Name, bytes] = {}
+        self.epoch = 0
+        self.seen: list[ModelSequence] = []
+
+    @rule(
+        kind=st.sampled_from(KINDS),
+        pick=st.integers(0, 50),
+        count=st.integers(0, MAX_LEN),
+        tokens=st.lists(st.integers(0, 1), min_size=3, max_size=6),
+    )
+    def operate(self, kind: str, pick: int, count: int, tokens: list[int]) -> None:
+        """One operation on the sequence picked, if it applies."""
+        if kind == "add":
+            self.add(pick, count, tokens)
+        elif kind == "admit" and self.waiting:
+            self.admit(self.waiting[pick % len(self.waiting)], headroom=count // 10)
+        elif kind == "forget" and self.waiting:
+            self.forget(self.waiting[pick % len(self.waiting)])
+        elif kind == "drop_held":
+            assert self.cache.drop_tails() == bool(self.model.held)
+            self.model.drop_all()
+        elif kind == "clear":
+            self.clear()
+        elif kind == "sweep":
+            self.cache.sweep()
+        elif self.running:
+            self.advance(self.running[pick % len(self.running)], kind, count, tokens)
+
+    def advance(self, pair: Pair, kind: str, count: int, tokens: list[int]) -> None:
+        if kind == "compute":
+            self.compute(pair, count)
+        elif kind == "append" and not pair.siblings:
+            self.append(pair, tokens[: 1 + count % len(tokens)])
+        elif kind == "fork":
+            self.fork(pair, tokens)
+        elif kind in ("release", "preempt"):
+            self.release(pair, kind == "preempt")
+
+    def add(self, pick: int, count: int, own: list[int]) -> None:
+        """A prompt that goes on behind part of an earlier sequence."""
+        stem = self.seen[pick % len(self.seen)].tokens[:count] if self.seen else []
+        prompt = (stem + own)[:MAX_LEN]
+        salt = "a" if pick % 8 == 0 else None
+        request = self.make_request(
+            str(len(self.seen)), prompt, max_tokens=4 * MAX_LEN, n=1 + pick % 3, cache_salt=salt
+        )
+        self.cache.track(request)
+        first, *rest = (Pair(real, ModelSequence(salt, list(prompt))) for real in request.sequences)
+        first.siblings = rest
+        self.waiting.append(first)
+        self.seen.append(first.model)
+
+    def admit(self, pair: Pair, headroom: int) -> None:
+        before = self._state()
+        admitted = self.cache.admit(pair.real, headroom=headroom)
+        assert admitted == self.model.admit(pair.model, headroom)
+        if not admitted:
+            assert self._state() == before, "a refusal changes nothing"
+            return
+        for source, target in self.cache.take_copies():
+            self.pages[target] = self.pages[source]
+        assert pair.real.num_computed == pair.model.computed < pair.real.num_tokens
+        pair.epoch = self.epoch
+        self.waiting.remove(pair)
+        self.running.append(pair)
+
+    def compute(self, pair: Pair, count: int) -> None:
+        """Some of the known tokens, or (0) all."""
+        real, start = pair.real, pair.real.num_computed
+        end = min(start + (count or MAX_LEN), real.num_tokens)
+        self._write(pair, max(start, real.write_from), end)
+        self._read(pair, end)
+        real.mark_computed(start, end - start, 0)
+        pair.model.computed = end
+        self.cache.publish(real)
+        self.model.publish(pair.model)
+
+    def append(self, pair: Pair, tokens: list[int]) -> None:
+        """One token or several, all or nothing."""
+        known = pair.real.num_tokens + len(tokens)
+        if known > 2 * MAX_LEN:
+            return
+        before = self._state()
+        appended = self.cache.append(pair.real, known - pair.real.num_computed)
+        assert appended == self.model.append(pair.model, known)
+        if appended:
+            pair.add(tokens)
+        else:
+            assert self._state() == before, "a refusal changes nothing"
+
+    def fork(self, pair: Pair, tokens: list[int]) -> None:
+        """When the prompt is there, the other samples take their first token and wait for a place."""
+        length = pair.real.num_prompt_tokens
+        if not pair.siblings:
+            return
+        self.compute(pair, 0)
+        samples, pair.siblings = pair.siblings, []
+        for sample, token in zip(samples, tokens, strict=False):
+            sample.add([token])
+        self.cache.hold_tail(pair.real, [sample.real for sample in samples])
+        self.model.hold(pair.model, length, [sample.model for sample in samples])
+        self.waiting += samples
+
+    def release(self, pair: Pair, preempt: bool) -> None:
+        self.running.remove(pair)
+        self.cache.release(pair.real)
+        self.model.release(pair.model)
+        if preempt:
+            pair.real.forget_computed()
+            self.waiting.append(pair)
+
+    def forget(self, pair: Pair) -> None:
+        self.waiting.remove(pair)
+        self.cache.forget(pair.real)
+        self.model.leave(pair.model)
+
+    def clear(self) -> None:
+        """What an update, a sleep and a reset do."""
+        self.cache.clear_index()
+        self.model.clear()
+        self.epoch += 1
+
+    # -- agreement ---------------------------------------------------------------------------------
+
+    @invariant()
+    def cache_and_model_agree(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        cache, model = self.cache, self.model
+        cache.check()
+        index = cache.index
+        assert cache.pool.num_free == model.free
+        assert index.by_digest.keys() == {self._digest(name) for name in model.named}
+        assert self._eviction_order() == [self._digest(block.name) for block in model.kept]
+        for (salt, tokens), block in model.named.items():
+            entry = index.by_digest[self._digest((salt, tokens))]
+            assert index.tokens[entry.block].tolist() == list(tokens[-cache.block_size :])
+            assert cache.pool.refcount(entry.block) == block.owners
+            assert (salt, tokens[: -cache.block_size]) in model.named or len(tokens) == cache.block_size, "no parent"
+        for pair in self.running:
+            assert len(cache.owned_blocks(pair.real)) == len(pair.model.blocks)
+            self._read(pair, pair.real.num_computed)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        while self.running:
+            self.release(self.running[0], preempt=False)
+        while self.waiting:
+            self.forget(self.waiting[0])
+        assert self.cache.pool.num_free == self.cache.pool.num_blocks, "nothing leaks"
+        self.cache_and_model_agree()
+
+    def _state(self) -> tuple[Any, ...]:
+        cache = self.cache
+        owned = [cache.owned_blocks(pair.real) for pair in self.running]
+        return cache.pool.num_free, self._eviction_order(), owned, cache.index.evictions, vars(cache.counters).copy()
+
+    def _eviction_order(self) -> list[bytes]:
+        return [self.cache.index.by_block[block].digest for block in self.cache.pool._kept]
+
+    def _digest(self, name: Name) -> bytes:
+        if name not in self.digests:
+            salt, tokens = name
+            self.digests[name] = self.cache.hash_prompt(np.array(tokens, np.int64), salt)[-1]
+        return self.digests[name]
+
+    def _write(self, pair: Pair, start: int, end: int) -> None:
+        blocks, size = self.cache.owned_blocks(pair.real), self.cache.block_size
+        for position in range(start, end):
+            block = blocks[position // size]
+            assert block not in self.cache.index.by_block, "a write to a block that can be hit"
+            self.pages[block, position % size] = pair.real.token_ids[position], pair.epoch
+
+    def _read(self, pair: Pair, end: int) -> None:
+        """Every position holds its own token, computed when this sequence's oldest one was."""
+        blocks, positions = np.array(self.cache.owned_blocks(pair.real), np.int64), np.arange(end)
+        found = self.pages[blocks[positions // self.cache.block_size], positions % self.cache.block_size]
+        assert found[:, 0].tolist() == pair.real.token_ids[:end].tolist()
+        assert set(found[:, 1].tolist()) <= {pair.epoch}
+
+
+@pytest.mark.soak
+def test_the_cache_is_the_model(make_request: Callable[..., Request]) -> None:
+    class Machine(CacheMachine):
+        pass
+
+    Machine.make_request = staticmethod(make_request)
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=CASES, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
