@@ -1,5 +1,7 @@
 """Random schedules, prompts, batch mixes and configurations: no token may differ, whatever happens on the way.
 
+Prompts extend a few common stems, so that with prefix caching most of them lead, follow, or hit.
+
 SAMEBIT_SOAK_CASES sets the number of cases.
 """
 
@@ -15,10 +17,11 @@ from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples
 from .families import DTYPES, FAMILIES, bound_model, token_ids
-from .layouts import LAYOUTS
+from .layouts import LAYOUTS, assert_same_bits
 
 CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "25"))
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 90)
+STEMS = token_ids(90, 90, seed=1)
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ def wishes(draw: st.DrawFn) -> Wish:
     new = draw(st.integers(1, 10))
     seed = draw(st.one_of(st.none(), st.integers(0, 2**63 - 1)))
     params = SamplingParams(
-        n=draw(st.sampled_from((1, 1, 1, 2, 3))),
+        n=draw(st.sampled_from((1, 1, 1, 2, 3, 4))),
         temperature=draw(st.sampled_from((1.0, 0.7, 0.0))),
         seed=seed,
         max_tokens=new,
@@ -46,9 +49,13 @@ def wishes(draw: st.DrawFn) -> Wish:
         top_p=draw(st.sampled_from((1.0, 1.0, 0.8))),
         min_p=draw(st.sampled_from((0.0, 0.0, 0.1))),
         repetition_penalty=draw(st.sampled_from((1.0, 1.0, 1.3))),
+        prompt_logprobs=draw(st.sampled_from((None, None, None, 0))),
+        cache_salt=draw(st.sampled_from((None, None, None, "salt"))),
     )
-    (prompt,) = token_ids(draw(st.sampled_from(LENGTHS)), seed=draw(st.integers(0, 1000)))
-    event = draw(st.sampled_from(("", "", "", "sleep", "abort", "pause", "update")))
+    length = draw(st.sampled_from(LENGTHS))
+    (own,) = token_ids(length, seed=draw(st.integers(0, 1000)))
+    prompt = (draw(st.sampled_from(STEMS))[: draw(st.integers(0, length))] + own)[:length]
+    event = draw(st.sampled_from(("", "", "", "", "sleep", "abort", "pause", "update", "keep", "reset")))
     return Wish(prompt, params, event, seed is not None and draw(st.booleans()))
 
 
@@ -62,6 +69,8 @@ def configs(draw: st.DrawFn) -> RolloutConfig:
         num_blocks=draw(st.integers(fewest, 3 * fewest)),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.integers(max_num_seqs, 130)),
+        enable_prefix_caching=draw(st.sampled_from((True, True, True, False))),
+        eviction_policy=draw(st.sampled_from(("lru", "ref_zero"))),
         seed=draw(st.integers(0, 5)),
     )
 
@@ -75,9 +84,11 @@ def disturb(worker: RolloutWorker, event: str, request_id: str) -> None:
     elif event == "pause":
         worker.pause()
         worker.resume()
-    elif event == "update":
-        with worker.weight_update(in_flight="recompute"):
-            pass  # the same weights: what was cached must be computed again, to the same bits
+    elif event == "reset":
+        worker.reset_prefix_cache()
+    elif event in ("update", "keep"):
+        with worker.weight_update(in_flight="keep" if event == "keep" else "recompute"):
+            pass  # the same weights: kept or computed again, the bits are the same
 
 
 @pytest.mark.soak
@@ -112,3 +123,7 @@ def test_no_token_differs(
     for output, wish in zip(outputs, asked, strict=True):
         assert [s.finish_reason for s in output.samples].count("abort") == 0 or wish.event == "abort"
     assert_matches_trainer(model, outputs, [wish.params for wish in asked], layout)
+    scored = [output for output in outputs if output.prompt_logprobs is not None and len(output.prompt_token_ids) > 1]
+    with torch.no_grad():
+        expected = LAYOUTS[layout](model, [output.prompt_token_ids for output in scored]) if scored else []
+    assert_same_bits([torch.tensor(output.prompt_logprobs[1:], dtype=torch.float32) for output in scored], expected)
