@@ -112,7 +112,7 @@ class SteppedEngine:
     """An engine without threads, stepped by hand."""
 
     def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
-        config = RolloutConfig(max_num_seqs=workload.sequences)
+        config = RolloutConfig(max_num_seqs=workload.sequences).with_block_size(None)
         self.workload = workload
         self.model = bind(copy.deepcopy(model))
         self.runner = ModelRunner(self.model, config)

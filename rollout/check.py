@@ -91,6 +91,9 @@ class _Check:
     def __init__(self, model: Any, workload: Workload) -> None:
         self.model = model
         self.workload = workload
+        chunk = binding_of(model).ssm_chunk
+        self.smallest_block = 4 if chunk is None else chunk
+        self.fewest_tokens = 1 if chunk is None else chunk
         self.first: list[RequestOutput] = []
         self.repeated = (0, 0, 0.0)
 
@@ -100,7 +103,7 @@ class _Check:
         yield self._row("one request at a time", self._one_by_one(), first=self.first)
         chunked: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 8}
         yield self._row("chunked prefill, 24 tokens a step", self._run(**chunked), first=self.first)
-        for block_size in (4, 64):
+        for block_size in (self.smallest_block, 64 if self.smallest_block < 64 else 2 * self.smallest_block):
             yield self._row(f"KV blocks of {block_size} tokens", self._run(block_size=block_size), first=self.first)
         chosen, outputs, preemptions = self._preempted()
         yield self._row(f"preempted {preemptions} times", outputs, first=[self.first[index] for index in chosen])
@@ -162,7 +165,9 @@ class _Check:
         """Requests, outputs and preemptions of the first pool that is too small, leaving out long prompts at need."""
         prompts, params = self.workload.prompts, self.workload.params()
         by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        for kept, block_size, part in itertools.product(range(len(prompts), 1, -1), (4, 1), (2, 3)):
+        for kept, block_size, part in itertools.product(
+            range(len(prompts), 1, -1), dict.fromkeys((self.smallest_block, self.fewest_tokens)), (2, 3)
+        ):
             chosen = sorted(by_length[:kept])
             needs = [-(-(len(prompts[index]) + self.workload.new_tokens) // block_size) for index in chosen]
             config = self._config(block_size=block_size, num_blocks=max(*needs, sum(needs) // part))

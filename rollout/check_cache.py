@@ -30,7 +30,8 @@ class CacheCheck:
         self._random = random.Random(max_model_len)
         self._vocab_size = binding_of(model).vocab_size
         self._length = max_model_len // 4
-        self._block = 16 if self._length > 40 else 1
+        chunk = binding_of(model).ssm_chunk
+        self._block = (16 if self._length > 40 else 1) if chunk is None else chunk
         self._config: dict[str, Any] = {"max_model_len": max_model_len, "block_size": self._block}
         self._new_tokens = min(new_tokens, self._length - 4)
 

@@ -6,21 +6,27 @@ allowed.
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EVICTION_POLICIES = ("lru", "ref_zero")
+DEFAULT_BLOCK_SIZE = 16
 DEFAULT_KV_CACHE_BYTES = 1 << 30
+DEFAULT_STATE_CACHE_BYTES = 1 << 28
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
     """How much memory a worker may use and how much it computes in one step.
 
-    block_size: tokens in a KV block, a power of two. No result depends on it.
+    block_size: tokens in a KV block, a power of two; None for 16, or for the SSM chunk of a model with Mamba
+        layers, which must divide it. No result depends on it.
     num_blocks, kv_cache_gb: the size of the KV pool, given in one of the two ways; by default enough for
         `max_num_seqs` sequences of `max_model_len` tokens, but at most 1 GiB.
     max_num_seqs: sequences (samples) that run at once.
@@ -30,6 +36,8 @@ class RolloutConfig:
         whole prompt. No result depends on it.
     eviction_policy: "lru" keeps the KV that nobody uses until its memory is needed, "ref_zero" only while
         somebody uses it.
+    state_cache_gb: memory for cached states of Mamba layers; None for a quarter of a GiB, 0 for none: then a
+        prefix that is hit saves memory only. Refused for models without such layers.
     dtype: "float32", "bfloat16" (or the torch dtypes), or "auto"/None for the checkpoint's own.
     num_threads: CPU threads of the generation thread; None leaves the process default.
     seed: base of the random numbers of requests that bring no seed.
@@ -37,7 +45,7 @@ class RolloutConfig:
         measuring it.
     """
 
-    block_size: int = 16
+    block_size: int | None = None
     num_blocks: int | None = None
     kv_cache_gb: float | None = None
     max_num_seqs: int = 64
@@ -45,6 +53,7 @@ class RolloutConfig:
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     eviction_policy: str = "lru"
+    state_cache_gb: float | None = None
     dtype: str | torch.dtype | None = None
     device: str = "cpu"
     num_threads: int | None = None
@@ -52,9 +61,10 @@ class RolloutConfig:
     exact: bool = True
 
     def __post_init__(self) -> None:
-        self._positive_int("block_size")
-        if self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+        if self.block_size is not None:
+            self._positive_int("block_size")
+            if self.block_size & (self.block_size - 1):
+                raise ValueError(f"block_size must be a power of two, got {self.block_size}")
         if self.num_blocks is not None and self.kv_cache_gb is not None:
             raise ValueError(f"give num_blocks or kv_cache_gb, not both (got {self.num_blocks} and {self.kv_cache_gb})")
         if self.num_blocks is not None:
@@ -77,6 +87,7 @@ class RolloutConfig:
         if self.eviction_policy not in EVICTION_POLICIES:
             allowed = " or ".join(map(repr, EVICTION_POLICIES))
             raise ValueError(f"eviction_policy must be {allowed}, got {self.eviction_policy!r}")
+        self._check_state_cache()
         if self.num_threads is not None:
             self._positive_int("num_threads")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
@@ -97,18 +108,61 @@ class RolloutConfig:
             return self.dtype
         raise ValueError(f"dtype must be 'auto', 'float32' or 'bfloat16', got {self.dtype!r}")
 
+    def with_block_size(self, ssm_chunk: int | None) -> RolloutConfig:
+        """The same with a block size that suits the model; `ssm_chunk` is None without Mamba layers."""
+        if self.block_size is None:
+            return replace(self, block_size=DEFAULT_BLOCK_SIZE if ssm_chunk is None else ssm_chunk)
+        if ssm_chunk is not None and self.block_size % ssm_chunk:
+            raise ValueError(
+                f"block_size must be a multiple of the model's SSM chunk ({ssm_chunk}), got {self.block_size}"
+            )
+        return self
+
+    def num_checkpoints(self, bytes_per_checkpoint: int) -> int:
+        """States of Mamba layers that are cached, when one takes so many bytes over all layers (0: no such layers)."""
+        if bytes_per_checkpoint == 0:
+            if self.state_cache_gb is not None:
+                raise ValueError(f"state_cache_gb={self.state_cache_gb}, but this model has no Mamba layers")
+            return 0
+        if not self.enable_prefix_caching:
+            return 0
+        if self.state_cache_gb is None:
+            return max(1, DEFAULT_STATE_CACHE_BYTES // bytes_per_checkpoint)
+        if self.state_cache_gb == 0:
+            logger.warning("state_cache_gb=0: no state is cached, so a prefix that is hit saves memory, not computing")
+            return 0
+        count = int(self.state_cache_gb * 2**30) // bytes_per_checkpoint
+        if count < 1:
+            needed = bytes_per_checkpoint / 2**30
+            raise ValueError(
+                f"state_cache_gb={self.state_cache_gb} does not hold one state of {bytes_per_checkpoint} bytes; "
+                f"at least {needed:.6f} are needed, or 0 for no cached states"
+            )
+        return count
+
     def pool_blocks(self, bytes_per_block: int, max_model_len: int) -> int:
         """Blocks in the KV pool of a model whose block takes `bytes_per_block` over all layers."""
+        if self.block_size is None:
+            raise ValueError("the block size is not decided yet: see with_block_size()")
         if self.num_blocks is not None:
             return self.num_blocks
         if self.kv_cache_gb is not None:
-            blocks = int(self.kv_cache_gb * 2**30) // bytes_per_block
+            blocks = int(self.kv_cache_gb * 2**30) // max(1, bytes_per_block)
             if blocks < 1:
                 raise ValueError(f"kv_cache_gb={self.kv_cache_gb} does not hold one block of {bytes_per_block} bytes")
             return blocks
         per_sequence = math.ceil(max_model_len / self.block_size)
-        affordable = max(DEFAULT_KV_CACHE_BYTES // bytes_per_block, per_sequence)
+        affordable = max(DEFAULT_KV_CACHE_BYTES // max(1, bytes_per_block), per_sequence)
         return min(self.max_num_seqs * per_sequence, affordable)
+
+    def _check_state_cache(self) -> None:
+        given = self.state_cache_gb
+        if given is None:
+            return
+        if given != 0 and not _positive_number(given):
+            raise ValueError(f"state_cache_gb must be a number of at least 0, got {given!r}")
+        if not self.enable_prefix_caching:
+            raise ValueError(f"state_cache_gb={given} needs enable_prefix_caching=True")
 
     def _positive_int(self, field: str) -> None:
         value = self.__dict__[field]

@@ -23,6 +23,8 @@ from samebit.kernels import logprobs_from_logits
 from samebit.kernels.binding import binding_of
 from samebit.kernels.context import ForwardContext, use_context
 from samebit.kernels.linear import ROW_TILE, padded_rows
+from samebit.kernels.states import StateMemory
+from samebit.rollout.cache.states import StateCache, StateMoves
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.sampler import Sampler, most_likely
 from samebit.rollout.step import PromptLogprobs, ScheduledSequence, StepPlan, StepResult
@@ -39,7 +41,13 @@ class ModelRunner:
         self.vocab_size = binding.vocab_size
         self.layout = binding.kv_layout
         self.dtype = model.get_parameter("lm_head.weight").dtype
+        if config.block_size is None:
+            raise ValueError("the block size is not decided yet: see RolloutConfig.with_block_size()")
         self.block_size = config.block_size
+        self.state_layout = binding.state_layout
+        self.num_slots = config.max_num_seqs
+        self.num_checkpoints = config.num_checkpoints(self.bytes_per_checkpoint())
+        self.states: StateMemory | None = None
         self.row_tile = ROW_TILE if config.exact else 1
         self.sampler = Sampler(config.seed, config.exact)
         self.pages: tuple[torch.Tensor, ...] | None = None
@@ -50,13 +58,29 @@ class ModelRunner:
         """Bytes of one KV block over all layers."""
         return self.layout.bytes_per_block(self.block_size, self.dtype)
 
+    def bytes_per_slot(self) -> int:
+        """Bytes of a running sequence's state over all Mamba layers; 0 without."""
+        return 0 if self.state_layout is None else self.state_layout.bytes_per_slot(self.dtype)
+
+    def bytes_per_checkpoint(self) -> int:
+        """Bytes of a cached state over all Mamba layers; 0 without."""
+        return 0 if self.state_layout is None else self.state_layout.bytes_per_checkpoint(self.dtype)
+
+    def state_cache(self) -> StateCache | None:
+        """The bookkeeping of the checkpoints; None without Mamba layers."""
+        if self.state_layout is None:
+            return None
+        return StateCache(self.num_checkpoints, self.state_layout.chunk, self.block_size)
+
     def allocate_cache(self, num_blocks: int) -> None:
-        """Zeroed pages for blocks 0 .. num_blocks, block 0 being the null block."""
+        """Zeroed pages for blocks 0 .. num_blocks, block 0 being the null block, and zeroed states."""
         self.pages = self.layout.allocate(num_blocks, self.block_size, self.dtype)
+        if self.state_layout is not None:
+            self.states = self.state_layout.allocate(self.num_slots, self.dtype, self.num_checkpoints)
 
     def release_cache(self) -> None:
-        """Give the pages back."""
-        self.pages = None
+        """Give pages and states back."""
+        self.pages = self.states = None
 
     def run(self, plan: StepPlan, block_tables: Ints) -> StepResult:
         """Compute the plan; row ``sequence.slot`` of ``block_tables`` lists a sequence's blocks."""
@@ -67,6 +91,7 @@ class ModelRunner:
         keep = rows + [row for piece in pieces for row in piece.rows]
         began = time.perf_counter()
         self._copy_blocks(plan.copies)
+        self._move_states(plan.moves)
         logits = self._forward(context, input_ids, keep)
         forwarded = time.perf_counter()
         sequences = [sequence for item in sampled for sequence in (item.sequence, *item.forks)]
@@ -83,6 +108,17 @@ class ModelRunner:
         sources, targets = torch.tensor(copies).unbind(1)
         for pages in self.pages:
             pages[targets] = pages[sources]
+
+    @torch.no_grad()
+    def _move_states(self, moves: StateMoves) -> None:
+        if self.states is None:
+            return
+        for slot, checkpoint in moves.saves:
+            self.states.take_checkpoint(slot, checkpoint)
+        for checkpoint, slot in moves.restores:
+            self.states.restore_checkpoint(checkpoint, slot)
+        for source, slot in moves.forks:
+            self.states.copy_slot(source, slot)
 
     @torch.no_grad()
     def _forward(self, context: ForwardContext, input_ids: torch.Tensor, keep: list[int]) -> torch.Tensor:
@@ -118,8 +154,16 @@ class ModelRunner:
             block_size=self.block_size,
             pages=self.pages,
             write_from=np.array([item.sequence.write_from for item in items], np.int32),
+            states=self.states,
+            captures=_captures(items),
         )
         return context, torch.from_numpy(ids)[None], ends
+
+
+def _captures(items: list[ScheduledSequence]) -> Ints:
+    """``[M, 3]`` (item, position, checkpoint)."""
+    rows = [(number, *capture) for number, item in enumerate(items) for capture in item.captures]
+    return np.array(rows, np.int32).reshape(-1, 3)
 
 
 def _with_forks(logits: torch.Tensor, items: list[ScheduledSequence]) -> torch.Tensor:

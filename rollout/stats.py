@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 
+from samebit.rollout.cache.states import StateCache
 from samebit.rollout.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,21 @@ def worker_stats(engine: Engine, num_unstarted: int = 0) -> dict[str, float]:
         "blocks_cached": 0 if index is None else len(index),
         "blocks_evictable": cache.pool.num_kept,
         "weight_version": engine.weight_version,
+        **(_state_stats(cache.states) if cache.states is not None else {}),
+    }
+
+
+def _state_stats(states: StateCache) -> dict[str, float]:
+    """Of a model with Mamba layers."""
+    counters = states.counters
+    return {
+        "states_used": len(states),
+        "states_total": states.num_checkpoints,
+        "state_restores": counters.restores,
+        "state_forks": counters.forks,
+        "state_tokens_replayed": counters.replayed_tokens,
+        "state_misses_no_checkpoint": counters.misses_no_checkpoint,
+        "state_misses_evicted": counters.misses_evicted,
     }
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from samebit.kernels import bind
+from samebit.kernels.binding import binding_of, is_bound
 from samebit.rollout.cache import CacheManager
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.engine import Engine
@@ -40,15 +41,17 @@ class RolloutWorker(WorkerCore):
         self.config = RolloutConfig() if config is None else config
         _check_threads(self.config.num_threads)
         loaded = load_model(model, self.config, tokenizer)
-        bind(loaded.module, exact=self.config.exact)
+        _bind(loaded.module, self.config.exact)
+        self.config = self.config.with_block_size(binding_of(loaded.module).ssm_chunk)
         runner = ModelRunner(loaded.module, self.config)
         cache = CacheManager(
             num_blocks=self.config.pool_blocks(runner.bytes_per_block(), loaded.max_model_len),
-            block_size=self.config.block_size,
+            block_size=runner.block_size,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=loaded.max_model_len,
             prefix_caching=self.config.enable_prefix_caching,
             eviction_policy=self.config.eviction_policy,
+            states=runner.state_cache(),
         )
         super().__init__(
             Engine(runner, cache, self.config.max_num_batched_tokens),
@@ -58,6 +61,15 @@ class RolloutWorker(WorkerCore):
             tokenizer=loaded.tokenizer,
             on_thread_start=_thread_setup(self.config.num_threads),
         )
+
+
+def _bind(module: nn.Module, exact: bool) -> None:
+    """A module that the trainer has bound keeps the SSM chunk that is recorded on it."""
+    recorded = binding_of(module).ssm_chunk if is_bound(module) else None
+    if recorded is None:
+        bind(module, exact=exact)
+    else:
+        bind(module, ssm_chunk=recorded, exact=exact)
 
 
 def _thread_setup(num_threads: int | None) -> Callable[[], None]:

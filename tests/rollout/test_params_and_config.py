@@ -112,13 +112,13 @@ def test_the_pool_is_given_in_one_way_only() -> None:
 
 def test_the_size_of_the_pool() -> None:
     gib = 2**30
-    assert RolloutConfig(num_blocks=7).pool_blocks(gib, 100) == 7
-    assert RolloutConfig(kv_cache_gb=0.5).pool_blocks(gib // 8, 100) == 4
-    assert RolloutConfig(max_num_seqs=3).pool_blocks(1024, 100) == 3 * 7
-    assert RolloutConfig().pool_blocks(gib // 16, 160) == 16, "capped at 1 GiB"
-    assert RolloutConfig().pool_blocks(gib, 160) == 10, "but one whole sequence always fits"
+    assert RolloutConfig(num_blocks=7).with_block_size(None).pool_blocks(gib, 100) == 7
+    assert RolloutConfig(kv_cache_gb=0.5).with_block_size(None).pool_blocks(gib // 8, 100) == 4
+    assert RolloutConfig(max_num_seqs=3).with_block_size(None).pool_blocks(1024, 100) == 3 * 7
+    assert RolloutConfig().with_block_size(None).pool_blocks(gib // 16, 160) == 16, "capped at 1 GiB"
+    assert RolloutConfig().with_block_size(None).pool_blocks(gib, 160) == 10, "but one whole sequence always fits"
     with pytest.raises(ValueError, match="does not hold one block"):
-        RolloutConfig(kv_cache_gb=0.5).pool_blocks(gib, 100)
+        RolloutConfig(kv_cache_gb=0.5).with_block_size(None).pool_blocks(gib, 100)
 
 
 def test_dtypes() -> None:
@@ -182,3 +182,34 @@ def test_the_longest_request_that_fits_is_accepted() -> None:
     assert LIMITS.check_params(SamplingParams(max_tokens=12), 5) == 12
     wide = RequestLimits(vocab_size=50, max_model_len=20, block_size=4, num_blocks=5, has_tokenizer=False)
     assert wide.check_params(SamplingParams(max_tokens=None), 5) == 15
+
+
+def test_the_block_size_suits_the_model() -> None:
+    assert RolloutConfig().with_block_size(None).block_size == 16
+    assert RolloutConfig().with_block_size(64).block_size == 64
+    assert RolloutConfig(block_size=128).with_block_size(64).block_size == 128
+    with pytest.raises(ValueError, match=r"multiple of the model's SSM chunk \(64\), got 32"):
+        RolloutConfig(block_size=32).with_block_size(64)
+
+
+def test_the_number_of_cached_states(caplog: pytest.LogCaptureFixture) -> None:
+    assert RolloutConfig(state_cache_gb=0.5).num_checkpoints(2**20) == 512
+    assert RolloutConfig().num_checkpoints(2**20) == 256
+    assert RolloutConfig().num_checkpoints(2**40) == 1
+    assert RolloutConfig(enable_prefix_caching=False).num_checkpoints(2**20) == 0
+    assert RolloutConfig().num_checkpoints(0) == 0
+    with pytest.raises(ValueError, match=r"state of 1048576 bytes; at least 0\.000977 are needed"):
+        RolloutConfig(state_cache_gb=0.0001).num_checkpoints(2**20)
+    with pytest.raises(ValueError, match="no Mamba layers"):
+        RolloutConfig(state_cache_gb=1).num_checkpoints(0)
+    assert not caplog.records
+    assert RolloutConfig(state_cache_gb=0).num_checkpoints(2**20) == 0
+    assert "saves memory, not computing" in caplog.text
+
+
+@pytest.mark.parametrize("bad", [{"state_cache_gb": -1}, {"state_cache_gb": "1"}, {"state_cache_gb": float("nan")}])
+def test_a_bad_budget_for_states(bad: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="state_cache_gb must be a number of at least 0"):
+        RolloutConfig(**bad)
+    with pytest.raises(ValueError, match="needs enable_prefix_caching"):
+        RolloutConfig(state_cache_gb=1, enable_prefix_caching=False)
