@@ -327,6 +327,7 @@ def test_an_update_in_place_empties_the_index(make_worker: MakeWorker, broken: b
             if broken:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
+        assert worker.stats()["blocks_cached"] == 0
         worker.receive_weights()
     assert worker.stats()["blocks_cached"] == 0
     assert worker.generate([PROMPT], few)[0].num_cached_tokens == 0
@@ -361,6 +362,15 @@ def test_cleared_entries_are_freed_as_fast_as_new_ones_come(make_request: MakeRe
         cache.sweep()
     assert cache.index._garbage == []
     cache.check()
+
+
+def test_later_steps_free_what_was_cleared(make_engine: Make, make_request: MakeRequest) -> None:
+    engine = make_engine()
+    run(engine, make_request("a", PROMPT, max_tokens=1))
+    engine.clear_prefix_cache()
+    assert (engine.cache.pool.num_kept, len(engine.cache.index._garbage)) == (0, 2)
+    run(engine, make_request("b", [1, 2], max_tokens=1))
+    assert (engine.cache.pool._forgotten, engine.cache.index._garbage) == ([], [])
 
 
 # -- cost, numbers, the off switch -----------------------------------------------------------------

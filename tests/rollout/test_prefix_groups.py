@@ -231,6 +231,32 @@ def test_a_group_computes_its_prompt_once_under_chunks_and_beside_others(
     assert engine.counters.prefill_tokens_computed == 12 + 0 + 1 + 2 + 3, "each token once, over all groups"
 
 
+def test_a_held_prompt_goes_before_a_running_request_does(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle
+) -> None:
+    engine = make_engine(num_blocks=5, max_num_seqs=2)
+    long = make_request("long", [90] * 5, max_tokens=12)
+    group = make_request("group", PREFIX[:6], n=2, max_tokens=2)
+    engine.add(long)
+    engine.add(group)
+    finish(engine)
+    assert_right(oracle, long, group)
+    assert engine.scheduler.preemptions == 0
+    assert group.sequences[1].num_cached_tokens == 4, (
+        "its full block is still there, the partly filled one was given up"
+    )
+
+
+def test_a_held_prompt_that_leaves_no_room_for_its_own_samples_is_given_up(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle
+) -> None:
+    engine = make_engine(num_blocks=2, max_num_seqs=1)
+    group = make_request("group", PREFIX[:6], n=3, max_tokens=3)
+    engine.add(group)
+    finish(engine)
+    assert_right(oracle, group)
+
+
 def test_others_do_not_take_the_memory_of_a_prompt_whose_samples_wait(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle
 ) -> None:
