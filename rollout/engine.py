@@ -108,7 +108,7 @@ class Engine:
         if not plan.items:
             return []
         planned = time.perf_counter()
-        result = self.runner.run(plan, self.cache.block_tables)
+        result = self.runner.run(plan, self.cache.tables.rows)
         ran = time.perf_counter()
         finished = self._commit(plan, result)
         counters = self.counters

@@ -159,7 +159,7 @@ class Scheduler:
         A newcomer leaves one free block for each sequence that runs already: it is not admitted only to be
         preempted before the others have filled a block, and a victim is not taken back in the same step.
         """
-        while budget > 0:
+        while budget > 0 and self.cache.tables.has_free_slot:
             sequence = self.waiting.head(self.admission_open)
             if sequence is None:
                 return

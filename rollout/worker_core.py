@@ -235,9 +235,9 @@ class WorkerCore:
                 'sleep("weights") would free the trainer\'s own parameters; on a shared module use sleep("kv_cache")'
             )
         with self._service.command() as engine:
-            engine.clear_prefix_cache()
             if "weights" in named:
                 self._sleep_weights(keep_copy=level == 1)
+            engine.clear_prefix_cache()
             if "kv_cache" in named and not self._state.kv_asleep:
                 engine.preempt_all()
                 engine.runner.release_cache()

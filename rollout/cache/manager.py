@@ -4,8 +4,6 @@ Invariants
 ----------
 * A sequence that runs has a slot, and blocks for all of its known tokens; one that does not run has
   neither.
-* Row `slot` of `block_tables` lists the blocks in order of position and is zero (the null block) after
-  them; a free slot's row is all zero. `tables_version` goes up whenever an entry that was set changes.
 * Every call either does the whole of what it says or changes nothing: a sequence that is not admitted
   leaves even the order of eviction as it was.
 * A sequence writes to no block that others can see: hits are shared from the first block on, and what is
@@ -26,12 +24,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from samebit.rollout.cache.blocks import NULL_BLOCK, BlockPool
+from samebit.rollout.cache.blocks import BlockPool
 from samebit.rollout.cache.chain import ChainHasher, TokenChain
 from samebit.rollout.cache.index import CachedBlock, PrefixIndex, Tokens
 from samebit.rollout.cache.leaders import Leaders
 from samebit.rollout.cache.prefix_state import NEVER, PrefixState, PromptTail
 from samebit.rollout.cache.states import StateCache
+from samebit.rollout.cache.tables import BlockTables
 
 if TYPE_CHECKING:
     from samebit.rollout.request import Request, Sequence
@@ -73,17 +72,13 @@ class CacheManager:
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
-        self.block_tables = np.zeros((max_num_seqs, self.blocks_for(max_model_len)), dtype=np.int32)
-        self.tables_version = 0
+        self.tables = BlockTables(max_num_seqs, self.blocks_for(max_model_len), block_size)
         self.counters = CacheCounters()
         self.index = PrefixIndex(num_blocks, block_size) if prefix_caching else None
         self.hasher = ChainHasher(block_size) if prefix_caching else None
         self.leaders = Leaders() if prefix_caching else None
         self.states = states if prefix_caching else None
         self._keeps_free_blocks = eviction_policy == "lru"
-        self._owned: list[list[int]] = [[] for _ in range(max_num_seqs)]
-        self._capacity = [0] * max_num_seqs
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._tails: dict[PromptTail, None] = {}
         self._copies: list[tuple[int, int]] = []
 
@@ -144,15 +139,12 @@ class CacheManager:
         match = self._match(sequence)
         fresh = self.blocks_for(sequence.num_tokens) - len(match)
         spare = self.pool.num_free - headroom
-        if not self._free_slots or fresh > spare or fresh + self._count_free(match) > spare:
+        if not self.tables.has_free_slot or fresh > spare or fresh + self._count_free(match) > spare:
             return False
-        slot = sequence.slot = self._free_slots.pop()
-        owned = self._owned[slot]
+        slot = sequence.slot = self.tables.take_slot()
         for entry in match:
             self.pool.claim(entry.block)
-            owned.append(entry.block)
-        self.block_tables[slot, : len(owned)] = owned
-        self.tables_version += 1
+        self.tables.extend(slot, [entry.block for entry in match])
         self._extend(slot, fresh)
         self._resume(sequence, match)
         return True
@@ -175,9 +167,9 @@ class CacheManager:
         """Make a running sequence's blocks hold `count` tokens behind the computed ones."""
         slot = sequence.slot
         num_tokens = sequence.num_computed + count
-        if num_tokens <= self._capacity[slot]:
+        if num_tokens <= self.tables.capacity(slot):
             return True
-        missing = self.blocks_for(num_tokens) - len(self._owned[slot])
+        missing = self.blocks_for(num_tokens) - len(self.tables.blocks(slot))
         if missing > self.pool.num_free:
             return False
         self._extend(slot, missing)
@@ -201,7 +193,7 @@ class CacheManager:
         """The states that a step has kept belong to the blocks that end there, if these were published."""
         if self.states is None or self.index is None or sequence.prefix is None:
             return
-        owned = self._owned[sequence.slot]
+        owned = self.tables.blocks(sequence.slot)
         for position, checkpoint in captures:
             number = position // self.block_size - 1
             known = self.may_publish(sequence) and number < sequence.prefix.num_published
@@ -220,7 +212,7 @@ class CacheManager:
         state.chain.cover(tokens[: full * size])
         for number in range(state.num_published, full):
             digest = state.chain[number]
-            block = self._owned[sequence.slot][number]
+            block = self.tables.blocks(sequence.slot)[number]
             first = index.publish(block, digest, tokens[number * size : (number + 1) * size])
             if first != block and (first is None or not self._replace(sequence.slot, number, first)):
                 state.epoch = NEVER
@@ -235,7 +227,7 @@ class CacheManager:
         if not samples:
             return
         length = leader.num_prompt_tokens
-        blocks = self._owned[leader.slot][: self.blocks_for(length)]
+        blocks = self.tables.blocks(leader.slot)[: self.blocks_for(length)]
         for block in blocks:
             self.pool.claim(block)
         tail = PromptTail(blocks, leader, length, len(samples))
@@ -248,13 +240,8 @@ class CacheManager:
         """Take back a running sequence's slot and blocks; the followers that waited for it."""
         slot = sequence.slot
         self._save_state(sequence)
-        owned = self._owned[slot]
-        self._give_back(owned[::-1])
-        self.block_tables[slot, : len(owned)] = NULL_BLOCK
-        self.tables_version += 1
-        owned.clear()
-        self._capacity[slot] = 0
-        self._free_slots.append(slot)
+        self._give_back(self.tables.blocks(slot)[::-1])
+        self.tables.give_back(slot)
         sequence.slot = -1
         return [] if self.leaders is None else self.leaders.resign(sequence)
 
@@ -286,7 +273,7 @@ class CacheManager:
 
     def owned_blocks(self, sequence: Sequence) -> list[int]:
         """A copy of the blocks of a running sequence, in order of position."""
-        return list(self._owned[sequence.slot])
+        return list(self.tables.blocks(sequence.slot))
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -310,7 +297,7 @@ class CacheManager:
         hits, slot = len(match), sequence.slot
         start, shared = self._resume_point(sequence, state, match)
         if self._has_tail(state, hits) and state.tail is not None and hits < len(state.tail.blocks):
-            self._copies.append((state.tail.blocks[hits], self._owned[slot][hits]))
+            self._copies.append((state.tail.blocks[hits], self.tables.blocks(slot)[hits]))
         if self.states is not None:
             self._resume_state(self.states, sequence, state, start)
         self._count(state.chain, hits, start)
@@ -378,7 +365,7 @@ class CacheManager:
         number, beyond = divmod(position, self.block_size)
         if beyond or not 0 < number <= sequence.prefix.num_published or sequence.request.error is not None:
             return
-        entry = self.index.by_block.get(self._owned[sequence.slot][number - 1])
+        entry = self.index.by_block.get(self.tables.blocks(sequence.slot)[number - 1])
         if entry is not None:
             self.states.save(sequence.slot, entry)
 
@@ -390,22 +377,18 @@ class CacheManager:
             self.states.drop(block)
 
     def _extend(self, slot: int, count: int) -> None:
-        owned = self._owned[slot]
         blocks, evicted = self.pool.allocate(count)
         for block in evicted:
             self._evict(block)
-        self.block_tables[slot, len(owned) : len(owned) + count] = blocks
-        owned.extend(blocks)
-        self._capacity[slot] = len(owned) * self.block_size
+        self.tables.extend(slot, blocks)
 
     def _replace(self, slot: int, number: int, block: int) -> bool:
         """Use the block that was there first instead of an equal one, unless others read the latter."""
-        own = self._owned[slot][number]
+        own = self.tables.blocks(slot)[number]
         if self.pool.refcount(own) > 1:
             return False
         self.pool.claim(block)
-        self._owned[slot][number] = self.block_tables[slot, number] = block
-        self.tables_version += 1
+        self.tables.replace(slot, number, block)
         self._give_back([own])
         return True
 
@@ -425,21 +408,14 @@ class CacheManager:
         """Raise unless blocks, tables, slots, index and followers agree."""
         self.pool.check()
         owners = np.zeros(self.pool.num_blocks + 1, np.int64)
-        for blocks in [*self._owned, *(tail.blocks for tail in self._tails)]:
+        for blocks in [*self.tables.all_blocks(), *(tail.blocks for tail in self._tails)]:
             if len(set(blocks)) != len(blocks):
                 raise AssertionError("a sequence lists a block twice")
             owners[blocks] += 1
         counts = [self.pool.refcount(block) for block in range(self.pool.num_blocks + 1)]
         if counts != owners.tolist():
             raise AssertionError("refcounts are not the numbers of owners")
-        for slot, blocks in enumerate(self._owned):
-            row = self.block_tables[slot]
-            if row[: len(blocks)].tolist() != blocks or row[len(blocks) :].any():
-                raise AssertionError(f"the table of slot {slot} is not its blocks")
-            if self._capacity[slot] != len(blocks) * self.block_size:
-                raise AssertionError(f"the capacity of slot {slot} is not that of its blocks")
-            if blocks and slot in self._free_slots:
-                raise AssertionError(f"free slot {slot} owns blocks")
+        self.tables.check()
         if self.leaders is not None:
             self.leaders.check()
         if self.index is not None:

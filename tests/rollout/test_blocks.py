@@ -90,13 +90,13 @@ def test_admit_grow_and_release_keep_the_table(make_request: Callable[..., Reque
     assert cache.append(a, 8), "two blocks hold eight tokens already"
     assert cache.pool.num_free == 1
     assert cache.append(a, 9)
-    assert cache.block_tables[a.slot].tolist() == [*cache.owned_blocks(a), 0]
+    assert cache.tables.rows[a.slot].tolist() == [*cache.owned_blocks(a), 0]
     assert not cache.append(b, 5), "the pool is empty"
     assert len(cache.owned_blocks(b)) == 1
     slot = a.slot
     cache.release(a)
     assert (a.slot, cache.pool.num_free) == (-1, 3)
-    assert not cache.block_tables[slot].any()
+    assert not cache.tables.rows[slot].any()
     cache.check()
 
 

@@ -174,8 +174,8 @@ class CacheMachine(RuleBasedStateMachine):
     def fork(self, pair: Pair, tokens: list[int]) -> None:
         """When the prompt is there, the other samples take their first token and wait for a place."""
         length = pair.real.num_prompt_tokens
-        if not pair.siblings:
-            return
+        if not pair.siblings or not self.cache.may_publish(pair.real):
+            return  # what was computed in an old epoch is not handed on
         self.compute(pair, 0)
         samples, pair.siblings = pair.siblings, []
         for sample, token in zip(samples, tokens, strict=False):

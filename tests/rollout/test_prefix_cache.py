@@ -107,13 +107,13 @@ def test_hits_on_free_blocks_take_capacity_and_a_refusal_changes_nothing(make_re
     order = list(cache.pool._kept)
     assert len(order) == 4
     wanted = tracked(cache, make_request("wanted", [*PROMPT[:8], *PROMPT[10:20]]))
-    before = (cache.counters.queries, cache.index.evictions, cache.block_tables.copy())
+    before = (cache.counters.queries, cache.index.evictions, cache.tables.rows.copy())
     for _ in range(2):
         assert not cache.admit(wanted), "two hits and three new blocks do not fit in four"
         assert (wanted.slot, wanted.num_cached_tokens, wanted.num_computed) == (-1, None, 0)
     assert list(cache.pool._kept) == order
     assert before[:2] == (cache.counters.queries, cache.index.evictions)
-    assert np.array_equal(before[2], cache.block_tables)
+    assert np.array_equal(before[2], cache.tables.rows)
     cache.check()
 
 

@@ -84,7 +84,7 @@ def test_a_step_looks_at_no_more_of_a_longer_queue(
     for _ in range(10):
         engine.step()
     assert len(engine.scheduler.waiting) == waiting
-    assert engine.scheduler.waiting_looked_at - before == 10, "the head of the queue, once a step"
+    assert engine.scheduler.waiting_looked_at - before <= 10, "at most the head of the queue, once a step"
 
 
 def test_aborting_waiting_and_running_requests_frees_what_they_own(
