@@ -9,7 +9,6 @@ Invariants
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
@@ -20,8 +19,6 @@ from samebit.rollout.service import GenerationService
 from samebit.rollout.weights import WorkerWeights
 from samebit.rollout.worker_state import WorkerState
 from samebit.weight_sync import SyncReport
-
-logger = logging.getLogger(__name__)
 
 IN_FLIGHT = ("keep", "recompute", "wait", "abort")
 
@@ -115,8 +112,6 @@ class WeightUpdate(AbstractContextManager["WeightUpdate"]):
             stack.push(self._transaction)
             seconds = time.monotonic() - self._began
             self.report = self._weights.accept_in_place(self._transaction.version, seconds)
-            if not self.report.changed:
-                logger.warning("weight update %d changed no parameter", self.report.version)
 
 
 def check_update_args(version: object, in_flight: object) -> None:

@@ -12,18 +12,23 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 import stat
 import tempfile
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from samebit.weight_sync import Manifest, NonFiniteWeightError, PreparedUpdate, SyncReport
+from samebit.weight_sync import Manifest, NonFiniteWeightError, PreparedUpdate, SyncReport, open_update
 from samebit.weight_sync.apply import first_non_finite
+from samebit.weight_sync.checksum import digest_of, hexadecimal, scan
 from samebit.weight_sync.manifest import live_tensors
+
+logger = logging.getLogger(__name__)
 
 SPILL_NAME = "weights.safetensors"
 
@@ -49,19 +54,37 @@ class WorkerWeights:
 
     # -- updates -----------------------------------------------------------------------------------
 
-    def write(self, update: PreparedUpdate, version: int) -> SyncReport:
+    def open(self, source: object, *, partial: bool, version: int) -> AbstractContextManager[PreparedUpdate]:
+        """An update from `source` that was checked; `version` is that of the weights now."""
+        return open_update(source, self.module, self.manifest, partial=partial, version=version)
+
+    def write(self, update: PreparedUpdate, version: int, *, verify: bool) -> SyncReport:
         """Copy a checked update in; on a shared module, what the trainer changed in place counts too."""
         in_place = self._changed_in_place()
-        report = update.write(self.module, version=version)
+        report = update.write(self.module, version=version, verify=verify)
         self._accept_marks()
         changed = (*in_place, *(name for name in report.changed if name not in in_place))
-        return SyncReport(report.version, report.tensors, report.bytes, report.seconds, changed, report.casts)
+        return _said(replace(report, changed=changed))
 
-    def accept_in_place(self, version: int, seconds: float) -> SyncReport:
-        """The trainer changed the shared parameters itself; report which, by their version counters."""
+    def accept_in_place(self, version: int, seconds: float, *, read: bool = False) -> SyncReport:
+        """The trainer changed the shared parameters itself; report which, by their version counters.
+
+        Nothing is read unless `read`, which adds the digest and checks that the values are finite.
+        """
+        digest = self._read() if read else None
         changed = self._changed_in_place()
         self._accept_marks()
-        return SyncReport(version, len(self.manifest.ties), 0, seconds, changed, ())
+        return _said(
+            SyncReport(version, len(self.manifest.ties), 0, seconds, changed, (), digest=digest, verified=read)
+        )
+
+    def _read(self) -> str:
+        tensors = live_tensors(self.module)
+        scans = {names[0]: scan(tensors[names[0]]) for names in self.manifest.ties}
+        bad = [name for name, found in scans.items() if not found.finite]
+        if bad:
+            raise NonFiniteWeightError(f"NaN or infinity in {', '.join(bad)}")
+        return hexadecimal(digest_of({name: found.digest for name, found in scans.items()}))
 
     def check_finite(self) -> None:
         bad = first_non_finite(live_tensors(self.module))
@@ -137,3 +160,10 @@ class WorkerWeights:
         if self._spill is None:
             raise RuntimeError("nothing was spilled")
         return load_file(Path(self._spill.name) / SPILL_NAME)
+
+
+def _said(report: SyncReport) -> SyncReport:
+    """An update that changed nothing is legal, and mostly a mistake."""
+    if not report.changed:
+        logger.warning("weight update %d changed no parameter", report.version)
+    return report

@@ -31,7 +31,7 @@ from samebit.rollout.update import Transaction, WeightUpdate, check_update_args
 from samebit.rollout.validate import RequestLimits
 from samebit.rollout.weights import WorkerWeights
 from samebit.rollout.worker_state import WorkerState
-from samebit.weight_sync import SyncReport, open_source, prepare_update
+from samebit.weight_sync import SyncReport
 
 TAGS = ("weights", "kv_cache")
 Worker = TypeVar("Worker", bound="WorkerCore")
@@ -166,24 +166,28 @@ class WorkerCore:
         version: int | None = None,
         in_flight: str = "keep",
         partial: bool = False,
+        verify: bool = False,
     ) -> SyncReport:
-        """New weights, from a dict of tensors, a module, or a folder of safetensors.
+        """New weights, from a dict of tensors, a module, a folder of safetensors, a `WeightStream`, or the
+        receiving end of a link to another process. Waits for the latter while generation goes on.
 
         `None` on a shared module says that the trainer has changed the parameters in place. The version
         goes up by one, or to `version`. `in_flight` says what becomes of the requests that have begun:
         "keep" goes on with the KV they have, "recompute" computes it again under the new weights, "wait"
-        lets them finish first, "abort" ends them with what they have.
+        lets them finish first, "abort" ends them with what they have. `partial` allows some tensors to be
+        missing, `verify` reads what was written back.
         """
         check_update_args(version, in_flight)
         if source is None:
-            return self._accept_in_place(version, in_flight, partial)
+            return self._accept_in_place(version, in_flight, partial, verify)
         self._service.check_thread()
         self._state.check_usable()
-        with open_source(source) as opened:
-            update = prepare_update(self._weights.manifest, opened, partial=partial)
-            with self._update(version, in_flight) as transaction:
-                report = self._weights.write(update, transaction.version)
-                transaction.complete = not partial
+        with (
+            self._weights.open(source, partial=partial, version=self.weight_version) as update,
+            self._update(version, in_flight) as transaction,
+        ):
+            report = self._weights.write(update, transaction.version, verify=verify)
+            transaction.complete = not partial
         return report
 
     def load_state_dict(self, state_dict: dict[str, object]) -> SyncReport:
@@ -200,7 +204,7 @@ class WorkerCore:
         self._need_shared("weight_update()")
         return WeightUpdate(self._update(version, in_flight), self._weights, self._state)
 
-    def _accept_in_place(self, version: int | None, in_flight: str, partial: bool) -> SyncReport:
+    def _accept_in_place(self, version: int | None, in_flight: str, partial: bool, verify: bool) -> SyncReport:
         self._need_shared("receive_weights() without a source")
         if partial:
             raise ValueError("partial=True needs a source: without one all parameters are taken as they are")
@@ -209,7 +213,7 @@ class WorkerCore:
             if self._state.incomplete is not None:
                 self._weights.check_finite()
             transaction.complete = True
-            return self._weights.accept_in_place(transaction.version, time.monotonic() - began)
+            return self._weights.accept_in_place(transaction.version, time.monotonic() - began, read=verify)
 
     def _update(self, version: int | None, in_flight: str) -> Transaction:
         return Transaction(self._service, self._state, version, in_flight)

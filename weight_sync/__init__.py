@@ -3,25 +3,42 @@
 Knows nothing of `samebit.rollout` or `samebit.kernels`.
 """
 
-from samebit.weight_sync.apply import PreparedUpdate, SyncReport, apply_weights, prepare_update
+from samebit.weight_sync.apply import PreparedUpdate
+from samebit.weight_sync.link import PeerLostError, ReceiverLink, SyncRefusedError, SyncTimeoutError
 from samebit.weight_sync.manifest import (
     Manifest,
     NonFiniteWeightError,
     TensorSpec,
     WeightMismatchError,
 )
+from samebit.weight_sync.report import SyncBrokenError, SyncReport, VerificationError
+from samebit.weight_sync.sender import SendReport, WeightSender
+from samebit.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from samebit.weight_sync.source import TensorSource, WeightSourceError, open_source
+from samebit.weight_sync.stream import WeightStream
+from samebit.weight_sync.update import apply_weights, open_update
 
 __all__ = [
     "Manifest",
     "NonFiniteWeightError",
+    "PeerLostError",
     "PreparedUpdate",
+    "ReceiverLink",
+    "SendReport",
+    "SharedMemoryReceiver",
+    "SharedMemorySender",
+    "SyncBrokenError",
+    "SyncRefusedError",
     "SyncReport",
+    "SyncTimeoutError",
     "TensorSource",
     "TensorSpec",
+    "VerificationError",
     "WeightMismatchError",
+    "WeightSender",
     "WeightSourceError",
+    "WeightStream",
     "apply_weights",
     "open_source",
-    "prepare_update",
+    "open_update",
 ]

@@ -1,11 +1,11 @@
-"""Checking an update as a whole, then writing it in place.
+"""Checking an update as a whole, then writing it in place: from sources that can be read twice.
 
 Invariants
 ----------
 * `prepare_update` writes nothing: it returns an update whose names, shapes, dtypes, ties and values
   (finite after the cast) have all been checked, or raises.
-* `PreparedUpdate.write` copies into the tensors the module already has; it allocates no parameter and
-  never touches `requires_grad`, `.grad` or the training mode.
+* `write` copies into the tensors the module already has; it allocates no parameter and never touches
+  `requires_grad`, `.grad` or the training mode.
 * "Nothing changed" is visible: `SyncReport.changed_tensors == 0`. Changed means changed bits.
 """
 
@@ -14,85 +14,83 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from samebit.weight_sync.checksum import copy_scanned, digest_of, hexadecimal, scan
 from samebit.weight_sync.manifest import (
     Manifest,
     NonFiniteWeightError,
     WeightMismatchError,
     live_tensors,
 )
-from samebit.weight_sync.source import TensorSource, open_source
+from samebit.weight_sync.report import SyncReport, VerificationError
+from samebit.weight_sync.source import TensorSource
 
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
-class SyncReport:
-    """What an update did. `bytes` counts the bytes written; `changed` names tensors whose bits moved."""
+class PreparedUpdate(Protocol):
+    """An update that fits the model. Nothing is written before `write`, which may be called once."""
 
-    version: int
-    tensors: int
-    bytes: int
-    seconds: float
-    changed: tuple[str, ...]
-    casts: tuple[str, ...]
-
-    @property
-    def changed_tensors(self) -> int:
-        return len(self.changed)
+    def write(self, module: nn.Module, *, version: int, verify: bool = False) -> SyncReport: ...
 
 
 @dataclass(frozen=True)
-class PreparedUpdate:
+class SourceUpdate:
     """A checked update. Valid while its source is open."""
 
     source: TensorSource
     names: tuple[str, ...]
     casts: tuple[str, ...]
 
-    def write(self, module: nn.Module, *, version: int) -> SyncReport:
+    def write(self, module: nn.Module, *, version: int, verify: bool = False) -> SyncReport:
         began = time.monotonic()
-        written = 0
-        changed: list[str] = []
         targets = live_tensors(module)
-        with torch.no_grad():
-            for name in self.names:
-                target = targets[name]
-                value = self.source.load(name).to(target.dtype)
-                if same_bits(target, value):
-                    continue
-                target.copy_(value)
-                written += value.numel() * value.element_size()
+        digests: dict[str, int] = {}
+        changed: list[str] = []
+        for name in self.names:
+            target = targets[name]
+            copied = copy_scanned(self.source.load(name).to(target.dtype), target)
+            digests[name] = copied.digest
+            if copied.changed:
                 changed.append(name)
-        seconds = time.monotonic() - began
-        return SyncReport(version, len(self.names), written, seconds, tuple(changed), self.casts)
+        if verify:
+            verify_digests(targets, digests)
+        return SyncReport(
+            version=version,
+            tensors=len(self.names),
+            bytes=sum(num_bytes(targets[name]) for name in changed),
+            seconds=time.monotonic() - began,
+            changed=tuple(changed),
+            casts=self.casts,
+            digest=hexadecimal(digest_of(digests)),
+            verified=verify,
+            dense_bytes=sum(num_bytes(targets[name]) for name in self.names),
+        )
 
 
-def prepare_update(manifest: Manifest, source: TensorSource, *, partial: bool) -> PreparedUpdate:
+def prepare_update(manifest: Manifest, source: TensorSource, *, partial: bool) -> SourceUpdate:
     """Check everything that can be checked without writing."""
     offered = source.specs()
     manifest.check(offered, partial=partial)
     _check_values(manifest, source, offered)
-    names = _one_name_per_tie(manifest, offered)
+    names = one_name_per_tie(manifest, offered)
     _check_ties(manifest, source, offered)
-    return PreparedUpdate(source, names, tuple(manifest.casts(offered)))
+    return SourceUpdate(source, names, tuple(manifest.casts(offered)))
 
 
-def apply_weights(
-    module: nn.Module,
-    source: object,
-    *,
-    partial: bool = False,
-    version: int = 0,
-    manifest: Manifest | None = None,
-) -> SyncReport:
-    """Check `source` against `module`, then copy it in. Raises before the first byte, or not at all."""
-    manifest = manifest or Manifest.of(module)
-    with open_source(source) as opened:
-        return prepare_update(manifest, opened, partial=partial).write(module, version=version)
+def verify_digests(targets: Mapping[str, Tensor], expected: Mapping[str, int]) -> None:
+    """Read the tensors back; raise `VerificationError` with the names of those that have another digest."""
+    wrong = [name for name, digest in expected.items() if scan(targets[name]).digest != digest]
+    if wrong:
+        raise VerificationError(f"read back, these weights are not what was written: {', '.join(wrong)}")
+
+
+def num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -105,18 +103,11 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """The name of a floating tensor with NaN or infinity in it, if there is one."""
-    for name, tensor in tensors.items():
-        if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor.detach()).all()):
-            return name
-    return None
+    return next((name for name, tensor in tensors.items() if not scan(tensor).finite), None)
 
 
 def _check_values(manifest: Manifest, source: TensorSource, offered: Mapping[str, object]) -> None:
-    bad = [
-        name
-        for name in offered
-        if first_non_finite({name: source.load(name).to(manifest.specs[name].dtype)}) is not None
-    ]
+    bad = [name for name in offered if not scan(source.load(name).to(manifest.specs[name].dtype)).finite]
     if bad:
         raise NonFiniteWeightError(
             "NaN or infinity in the offered weights (after the cast to the model's dtype), nothing "
@@ -138,6 +129,7 @@ def _check_ties(manifest: Manifest, source: TensorSource, offered: Mapping[str, 
         )
 
 
-def _one_name_per_tie(manifest: Manifest, offered: Mapping[str, object]) -> tuple[str, ...]:
+def one_name_per_tie(manifest: Manifest, offered: Mapping[str, object]) -> tuple[str, ...]:
+    """Of each tensor of the model, the first name that is offered."""
     chosen = [next((n for n in group if n in offered), None) for group in manifest.ties]
     return tuple(name for name in chosen if name is not None)

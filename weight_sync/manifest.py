@@ -11,6 +11,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,8 +37,12 @@ class TensorSpec:
     def of(cls, name: str, tensor: Tensor) -> TensorSpec:
         return cls(name, tuple(tensor.shape), tensor.dtype)
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def __str__(self) -> str:
-        return f"{list(self.shape)} {_dtype_name(self.dtype)}"
+        return f"{list(self.shape)} {dtype_name(self.dtype)}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class Manifest:
     def casts(self, offered: Mapping[str, TensorSpec]) -> list[str]:
         """`name: from -> to` for each offered tensor whose dtype is not the model's."""
         return [
-            f"{name}: {_dtype_name(spec.dtype)} -> {_dtype_name(self.specs[name].dtype)}"
+            f"{name}: {dtype_name(spec.dtype)} -> {dtype_name(self.specs[name].dtype)}"
             for name, spec in offered.items()
             if spec.dtype != self.specs[name].dtype
         ]
@@ -117,5 +122,5 @@ def _identity(tensor: Tensor) -> object:
     return (address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

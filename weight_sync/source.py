@@ -83,8 +83,8 @@ def open_source(source: object) -> TensorSource:
     if isinstance(source, Mapping):
         return TensorDict(_checked_dict(source))
     raise TypeError(
-        f"weights can come from a dict of tensors, an nn.Module or a folder with *.safetensors, "
-        f"not from {type(source).__name__}"
+        "weights can come from a dict of tensors, an nn.Module or a folder with *.safetensors, a WeightStream or "
+        f"the receiving end of a link, not from {type(source).__name__}"
     )
 
 

@@ -204,15 +204,15 @@ def test_a_copy_that_breaks_off_midway_leaves_the_weights_incomplete(
 ) -> None:
     worker, _ = make_worker()
     whole = {name: tensor + 1 for name, tensor in weights_of(worker).items() if name != "head.weight"}
-    real, calls = apply.same_bits, []
+    real, calls = apply.copy_scanned, []
 
-    def fails_at_the_second_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
-        calls.append(left)
+    def fails_at_the_second_tensor(source: torch.Tensor, target: torch.Tensor) -> Any:
+        calls.append(source)
         if len(calls) == 2:
             raise OSError("the disk went away")
-        return real(left, right)
+        return real(source, target)
 
-    monkeypatch.setattr(apply, "same_bits", fails_at_the_second_tensor)
+    monkeypatch.setattr(apply, "copy_scanned", fails_at_the_second_tensor)
     with pytest.raises(OSError, match="the disk went away"):
         worker.receive_weights(whole)
     assert torch.equal(worker._weights.module.scale, whole["scale"]), "a mixture by now"

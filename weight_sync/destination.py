@@ -1,0 +1,113 @@
+"""Where the pieces of an announced tensor go: straight into the model's memory.
+
+Invariants
+----------
+* A piece is read once: copied, cast if need be, scanned. Its values are finite as sent and after the cast.
+* Pieces of a whole tensor come in order and do not overlap; those of a delta lie inside the tensor.
+* Only a tensor whose memory is not contiguous goes through a copy of its own size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samebit.weight_sync.buckets import Kind, Record, encoded_digest
+from samebit.weight_sync.checksum import (
+    Bytes,
+    Lanes,
+    Scan,
+    add_digests,
+    copy_bytes,
+    in_place_bytes,
+    readable_bytes,
+    scan_bytes,
+    writable_bytes,
+)
+from samebit.weight_sync.delta import apply_encoded
+from samebit.weight_sync.manifest import NonFiniteWeightError, TensorSpec
+from samebit.weight_sync.report import SyncBrokenError
+
+
+class Destination:
+    """`sent_digest` and `digest` are of the tensor as it came and as it is now, once all of it came whole."""
+
+    def __init__(self, spec: TensorSpec, target: Tensor) -> None:
+        self.spec = spec
+        self.target = target
+        self.changed = False
+        self._staging = None if in_place_bytes(target) is not None else target.detach().contiguous().clone()
+        self._memory = writable_bytes(target if self._staging is None else self._staging)
+        self._lanes = Lanes.of(target.dtype)
+        self._sent_lanes = Lanes.of(spec.dtype)
+        self._received = 0
+        self._digests: list[int] = []
+        self._sent_digests: list[int] = []
+
+    @property
+    def whole(self) -> bool:
+        return self._received == self.spec.num_bytes
+
+    @property
+    def digest(self) -> int:
+        return add_digests(self._digests)
+
+    @property
+    def sent_digest(self) -> int:
+        return add_digests(self._sent_digests)
+
+    def put_record(self, record: Record) -> None:
+        """The next piece of the whole tensor. Raises `SyncBrokenError` if it is not that, or was damaged."""
+        if record.kind is not Kind.DENSE or record.offset != self._received or record.payload.size % _size(self.spec):
+            raise SyncBrokenError(f"a piece of {self.spec.name} that was not expected, at byte {record.offset}")
+        if self.put(record.offset, record.payload) != record.digest:
+            raise SyncBrokenError(f"wrong checksum of {self.spec.name} from byte {record.offset}")
+
+    def put_change(self, record: Record) -> None:
+        """A piece of a delta."""
+        offset, payload = record.offset, record.payload
+        if encoded_digest(payload) != record.digest:
+            raise SyncBrokenError(f"wrong checksum of a change of {self.spec.name} from byte {offset}")
+        if record.kind is Kind.DENSE:
+            self._memory[offset : offset + payload.size] = payload
+        else:
+            apply_encoded(record.kind, payload, self._memory[offset:], _size(self.spec))
+        self.changed = True
+
+    def put(self, offset: int, payload: Bytes) -> int:
+        """Write bytes of the announced dtype; their digest as they came."""
+        if self.spec.dtype == self.target.dtype:
+            digest = self._write(offset, payload).digest
+        else:
+            digest = self._cast(offset, payload)
+        self._sent_digests.append(digest)
+        self._received = offset + payload.size
+        return digest
+
+    def finish(self) -> None:
+        """All pieces are there."""
+        if not self.changed:
+            return
+        with torch.no_grad():
+            if self._staging is not None:
+                self.target.copy_(self._staging)
+            else:
+                torch.autograd.graph.increment_version(self.target)
+
+    def _write(self, offset: int, piece: Bytes) -> Scan:
+        written = copy_bytes(piece, self._memory[offset : offset + piece.size], self._lanes, offset=offset)
+        if not written.finite:
+            raise NonFiniteWeightError(f"{self.spec.name} holds NaN or infinity in the dtype of the model")
+        self.changed |= written.changed
+        self._digests.append(written.digest)
+        return written
+
+    def _cast(self, offset: int, payload: Bytes) -> int:
+        sent = scan_bytes(payload, self._sent_lanes, offset=offset)
+        value = torch.from_numpy(payload.copy()).view(self.spec.dtype).to(self.target.dtype)
+        self._write(offset // _size(self.spec) * self.target.element_size(), readable_bytes(value))
+        return sent.digest
+
+
+def _size(spec: TensorSpec) -> int:
+    return spec.dtype.itemsize

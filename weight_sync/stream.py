@@ -1,0 +1,92 @@
+"""Weights that come once: names, shapes and dtypes first, then each tensor in turn.
+
+Invariants
+----------
+* `specs` is known before the first tensor exists; `tensors()` may be called once, and yields exactly the
+  announced tensors, in any order, or raises.
+* One tensor is whole at a time: a sharded one is gathered when its turn comes, by all ranks that hold a
+  shard. So every one of these ranks has to go through `tensors()` or `exhaust()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from samebit.weight_sync.checksum import Lanes
+from samebit.weight_sync.manifest import TensorSpec, dtype_name, live_tensors
+from samebit.weight_sync.report import SyncBrokenError
+
+
+class WeightStream:
+    """`specs` announces what the iterable of (name, tensor) will give."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec], weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, spec in specs.items():
+            if not isinstance(name, str) or not isinstance(spec, TensorSpec) or spec.name != name:
+                raise TypeError(f"specs maps a name to the TensorSpec of that name, got {name!r}: {spec!r}")
+            Lanes.of(spec.dtype)
+        self.specs = dict(specs)
+        self.casts: tuple[str, ...] = ()
+        self._weights = iter(weights)
+        self._begun = False
+
+    @classmethod
+    def of(cls, weights: nn.Module | Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> WeightStream:
+        """Over a module (tied weights once) or a dict. `dtype`: what floating tensors are cast to, one at a time."""
+        tensors = dict(weights) if isinstance(weights, Mapping) else _untied(live_tensors(weights))
+        own = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
+        specs = {name: _cast_spec(spec, dtype) for name, spec in own.items()}
+        stream = cls(specs, ((name, _whole(tensor, specs[name].dtype)) for name, tensor in tensors.items()))
+        stream.casts = tuple(
+            f"{name}: {dtype_name(own[name].dtype)} -> {dtype_name(spec.dtype)}"
+            for name, spec in specs.items()
+            if spec.dtype != own[name].dtype
+        )
+        return stream
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Raises `SyncBrokenError` when a tensor is not what `specs` says."""
+        if self._begun:
+            raise RuntimeError("this stream was read already: make another for the next update")
+        self._begun = True
+        missing = dict(self.specs)
+        for name, tensor in self._weights:
+            spec = missing.pop(name, None)
+            if spec is None:
+                raise SyncBrokenError(f"the stream gave {name!r}, which was not announced or came before")
+            if TensorSpec.of(name, tensor) != spec:
+                raise SyncBrokenError(f"the stream gave {TensorSpec.of(name, tensor)} for {name}, not {spec}")
+            yield name, tensor
+        if missing:
+            raise SyncBrokenError(f"the stream ended without {', '.join(missing)}")
+
+    def exhaust(self) -> None:
+        """Go through what is left and drop it: the part of a rank that holds shards and sends nothing."""
+        self._begun = True
+        for _ in self._weights:
+            pass
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor as it travels; a collective when it is sharded."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.to(dtype)
+
+
+def _cast_spec(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
+    if dtype is None or not spec.dtype.is_floating_point:
+        return spec
+    return replace(spec, dtype=dtype)
+
+
+def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The first name of each tensor."""
+    first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
+    return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
