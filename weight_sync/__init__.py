@@ -4,6 +4,7 @@ Knows nothing of `samebit.rollout` or `samebit.kernels`.
 """
 
 from samebit.weight_sync.apply import PreparedUpdate
+from samebit.weight_sync.distributed import BroadcastReceiver, BroadcastSender
 from samebit.weight_sync.link import PeerLostError, ReceiverLink, SyncRefusedError, SyncTimeoutError
 from samebit.weight_sync.manifest import (
     Manifest,
@@ -19,6 +20,8 @@ from samebit.weight_sync.stream import WeightStream
 from samebit.weight_sync.update import apply_weights, open_update
 
 __all__ = [
+    "BroadcastReceiver",
+    "BroadcastSender",
     "Manifest",
     "NonFiniteWeightError",
     "PeerLostError",

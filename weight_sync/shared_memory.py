@@ -217,7 +217,14 @@ class SharedMemoryReceiver(ReceiverLink):
             message = self._receive()
             if message.get("kind") == "announce" and isinstance(message.get("sync"), int):
                 self._sync = message["sync"]
-                return Announcement.from_json(str(message.get("body")))
+                return self._parse(str(message.get("body")))
+
+    def _parse(self, body: str) -> Announcement:
+        try:
+            return Announcement.from_json(body)
+        except SyncBrokenError:
+            self.close()
+            raise
 
     def _connect(self) -> None:
         if self._channel is not None:

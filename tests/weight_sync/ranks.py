@@ -1,0 +1,203 @@
+"""One rank of a gloo group, run by test_distributed.py: `ranks.py FOLDER RANK`. Any wrong result raises.
+
+Ranks 0 and 1 train on shards, rank 2 receives; in the plain syncs rank 0 sends and 1 and 2 receive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from samebit.weight_sync import (
+    BroadcastReceiver,
+    BroadcastSender,
+    PeerLostError,
+    SyncBrokenError,
+    SyncRefusedError,
+    TensorSpec,
+    WeightMismatchError,
+    WeightStream,
+    apply_weights,
+)
+
+BUCKET = 4096
+WORLD = 3
+
+
+class Model(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(101, 129)
+        self.head = nn.Linear(129, 101, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers = nn.ModuleList(nn.Linear(100, 33) for _ in range(3))
+        self.one = nn.Parameter(torch.randn(1))
+
+
+def raises(kind: type[BaseException], says: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def check() -> Iterator[None]:
+        try:
+            yield
+        except kind as error:
+            assert says in str(error), f"expected {says!r}, got {error!r}"
+        else:
+            raise AssertionError(f"{kind.__name__} was not raised")
+
+    return check()
+
+
+def check_equal(model: nn.Module, other: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def plain_syncs(rank: int) -> None:
+    """Full, delta, a receiver without the base, refused by one, damaged at one, broken off by the sender."""
+    trainer, model = Model(1), Model(rank + 10)
+    link: Any = BroadcastSender(bucket_bytes=BUCKET, timeout=30) if rank == 0 else BroadcastReceiver(0, timeout=30)
+
+    def sync(version: int = 0, **options: Any) -> Any:
+        if rank == 0:
+            return link.send(trainer, **options)
+        report = apply_weights(model, link, version=version, verify=True)
+        check_equal(trainer, model)
+        return report
+
+    assert sync(delta=True).sent_bytes == sum(p.numel() * 4 for p in trainer.parameters())
+    with torch.no_grad():
+        trainer.one += 1
+        trainer.embed.weight[5, 7:50] *= 2
+    assert 0 < sync(delta=True).sent_bytes < 400
+
+    if rank == 2:
+        with torch.no_grad():
+            model.one += 1
+    full = sync(delta=True)
+    assert full.sent_bytes == full.dense_bytes, "one receiver had missed something, so all got all"
+
+    if rank == 0:
+        odd = {"one": torch.zeros(2)}
+        with raises(SyncRefusedError, "one: offered [2] float32, the model has [1] float32"):
+            link.send(odd)
+    else:
+        with raises(WeightMismatchError, "missing: embed.weight"):
+            apply_weights(model, link)
+
+    if rank == 0:
+        with raises(SyncBrokenError, "1 of 2 receivers failed: SyncBrokenError: wrong checksum"):
+            link.send(trainer)
+    else:
+        real = link.next_bucket
+        if rank == 2:
+            link.next_bucket = lambda: damaged(*real())
+        with raises(SyncBrokenError, "wrong checksum") if rank == 2 else contextlib.nullcontext():
+            apply_weights(model, link)
+        link.next_bucket = real
+
+    if rank == 0:
+        with raises(ZeroDivisionError, "in the gather"):
+            link.send(broken_stream(trainer))
+    else:
+        with raises(SyncBrokenError, "the sender broke off: ZeroDivisionError: in the gather"):
+            apply_weights(model, link)
+    sync()
+
+
+def damaged(header: Any, buffer: Any) -> tuple[Any, Any]:
+    buffer[100] ^= 1
+    return replace(header), buffer
+
+
+def broken_stream(model: nn.Module) -> WeightStream:
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            if name == "layers.2.weight":
+                raise ZeroDivisionError("in the gather")
+            yield name, tensor
+
+    return WeightStream({name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}, weights())
+
+
+def sharded_sync(rank: int) -> None:
+    """Ranks 0 and 1 hold shards; rank 0 sends to rank 2, tensor by tensor. A refusal leaves nobody waiting."""
+    pair = dist.new_group([0, 2])
+    mesh = DeviceMesh("cpu", [0, 1])
+    expected = Model(3)
+    if rank == 2:
+        model = Model(4)
+        end = BroadcastReceiver(0, pair, timeout=30)
+        with raises(WeightMismatchError, "8 unknown"):
+            apply_weights(nn.Linear(3, 3), end)
+        report = apply_weights(model, end, verify=True)
+        check_equal(expected, model)
+        assert report.tensors == 8
+        return
+    trainer = Model(3)
+    for layer in trainer.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(trainer, mesh=mesh)
+    assert trainer.layers[0].weight.to_local().shape[0] < 33
+    for refused in (True, False):
+        stream = WeightStream.of(trainer)
+        if rank == 1:
+            stream.exhaust()
+        else:
+            sender = BroadcastSender(pair, bucket_bytes=BUCKET, timeout=30)
+            with raises(SyncRefusedError, "unknown") if refused else contextlib.nullcontext():
+                sender.send(stream)
+
+
+def death_of_a_receiver(rank: int) -> None:
+    """Rank 2 is killed in the middle; the others hear of it in time, and the link refuses to go on."""
+    trainer, model = Model(1), Model(2)
+    began = time.monotonic()
+    if rank == 0:
+        with BroadcastSender(bucket_bytes=1024, timeout=10) as sender:
+            with raises(PeerLostError, "a rank of the group died or was late"):
+                sender.send(trainer)
+            with raises(PeerLostError, "make another"):
+                sender.send(trainer)
+    else:
+        link = BroadcastReceiver(0, timeout=10)
+        if rank == 2:
+            real, count = link.next_bucket, iter(range(100))
+            link.next_bucket = lambda: real() if next(count) < 20 else os.kill(os.getpid(), signal.SIGKILL)
+        with raises(PeerLostError, "a rank of the group died or was late"):
+            apply_weights(model, link)
+    assert time.monotonic() - began < 15
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    plain_syncs(rank)
+    sharded_sync(rank)
+    dist.barrier()
+    death_of_a_receiver(rank)
+    print("all went well", flush=True)
+    os._exit(0)  # the group is broken: its teardown would wait for the dead rank
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Weights from one rank of a `torch.distributed` group to all others, by broadcast.
+
+Invariants
+----------
+* Every rank of the group makes the same collectives in the same order, whatever goes wrong at one of them: a
+  receiver that failed goes on taking buckets until the last, and says so at the end.
+* A rank that dies or is late breaks the group, as it does for any collective. Nobody waits longer than the
+  timeout; the link refuses to be used again, and a new group is needed.
+* Buckets are filled and emptied on the host; on another `device` (NCCL) each is copied there to travel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from samebit.weight_sync.buckets import ALIGN, BucketHeader, Ending, check_bucket_bytes
+from samebit.weight_sync.checksum import Bytes
+from samebit.weight_sync.link import (
+    DEFAULT_TIMEOUT,
+    Announcement,
+    Answer,
+    Outcome,
+    PeerLostError,
+    ReceiverLink,
+    SenderLink,
+    check_timeout,
+)
+from samebit.weight_sync.report import SyncBrokenError
+from samebit.weight_sync.sender import WeightSender
+
+BROADCAST_BUCKET = 32 << 20
+_HEADER_WORDS = 5
+_MESSAGE_BYTES = 4096
+_LONGEST = 600
+_MOST_ANNOUNCED = 64 << 20
+Heard = TypeVar("Heard", Answer, Outcome)
+T = TypeVar("T")
+
+
+class BroadcastSender(WeightSender):
+    """Sends from this rank to all others of `group`, which holds nobody but them.
+
+    group: the default group if None. device: where the group's backend wants its tensors. timeout: the longest wait
+    for the others, in seconds.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        bucket_bytes: int = BROADCAST_BUCKET,
+        timeout: float = DEFAULT_TIMEOUT,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        super().__init__(_SenderEnd(_Collectives(group, dist.get_rank(), timeout, device), bucket_bytes))
+
+
+class BroadcastReceiver(ReceiverLink):
+    """A source for `receive_weights`: this rank's end of the `BroadcastSender` at global rank `sender`."""
+
+    def __init__(
+        self,
+        sender: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        if sender == dist.get_rank():
+            raise ValueError(f"sender must be another rank, and {sender} is this one")
+        self._group = _Collectives(group, sender, timeout, device)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._ended = True
+        self._closed = False
+
+    def listen(self) -> Announcement:
+        if self._closed:
+            raise PeerLostError("the link is closed")
+        sizes = self._group.broadcast(torch.empty(2, dtype=torch.int64))
+        announced, bucket_bytes = (int(size) for size in sizes)
+        if not 0 < announced <= _MOST_ANNOUNCED or not bucket_bytes > 0:
+            raise self._group.broken(f"an announcement of {announced} bytes and buckets of {bucket_bytes}")
+        text = self._group.broadcast(torch.empty(announced, dtype=torch.uint8))
+        if self._buffer.numel() != bucket_bytes:
+            self._buffer = torch.empty(bucket_bytes, dtype=torch.uint8)
+        return Announcement.from_json(text.numpy().tobytes())
+
+    def answer(self, answer: Answer) -> Answer:
+        decided = Answer.of_all(self._group.hear(answer, Answer))
+        self._ended = decided.refused is not None
+        return decided
+
+    def next_bucket(self) -> tuple[BucketHeader, Bytes]:
+        words = self._group.broadcast(torch.empty(_HEADER_WORDS, dtype=torch.int64))
+        header = _header(words)
+        if not 0 <= header.used <= self._buffer.numel():
+            raise self._group.broken(f"a bucket with {header.used} bytes")
+        self._group.broadcast(self._buffer[: _padded(header.used)])
+        self._ended = header.ending is not Ending.MORE
+        return header, self._buffer.numpy()
+
+    def finish(self, outcome: Outcome) -> None:
+        while not self._ended:
+            self.next_bucket()
+        self._group.hear(outcome, Outcome)
+
+    def close(self) -> None:
+        self._closed = True
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+class _SenderEnd(SenderLink):
+    """A bucket is on its way while the other is filled."""
+
+    def __init__(self, group: _Collectives, bucket_bytes: int) -> None:
+        self.bucket_bytes = check_bucket_bytes(bucket_bytes)
+        self._group = group
+        self._buckets: list[Tensor] = []
+        self._works: list[list[dist.Work]] = [[], []]
+        self._filling = 0
+        self._closed = False
+
+    def announce(self, announcement: Announcement) -> Answer:
+        if self._closed:
+            raise PeerLostError("the link is closed")
+        if not self._buckets:
+            self._buckets = [torch.empty(self.bucket_bytes, dtype=torch.uint8) for _ in self._works]
+        text = torch.frombuffer(bytearray(announcement.to_json().encode()), dtype=torch.uint8)
+        self._group.broadcast(torch.tensor([text.numel(), self.bucket_bytes]))
+        self._group.broadcast(text)
+        return Answer.of_all(self._group.hear(Answer(), Answer))
+
+    def free_bucket(self) -> Bytes:
+        self._filling = 1 - self._filling
+        self._wait(self._filling)
+        array: Bytes = self._buckets[self._filling].numpy()
+        return array
+
+    def publish(self, header: BucketHeader) -> None:
+        bucket = self._buckets[self._filling][: _padded(header.used)]
+        self._works[self._filling] = [self._group.start(_words(header)), self._group.start(bucket)]
+
+    def outcomes(self) -> list[Outcome]:
+        for number in range(len(self._works)):
+            self._wait(number)
+        return self._group.hear(Outcome(), Outcome)
+
+    def close(self) -> None:
+        self._closed = True
+        self._buckets = []
+
+    def _wait(self, number: int) -> None:
+        works, self._works[number] = self._works[number], []
+        for work in works:
+            self._group.wait(work)
+
+
+class _Collectives:
+    """The group, and what it does with host tensors within the timeout."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, sender: int, timeout: float, device: str | torch.device
+    ) -> None:
+        self._group = group
+        self._sender = sender
+        self._timeout = timedelta(seconds=check_timeout(timeout))
+        self._device = torch.device(device)
+        self._broken: str | None = None
+        self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if sender not in self._ranks:
+            raise ValueError(f"the sender, rank {sender}, is not in the group, which holds {self._ranks}")
+
+    def start(self, tensor: Tensor) -> dist.Work:
+        """Begin to broadcast a host tensor, which must not change until the work is done."""
+        return self._guarded(lambda: self._broadcast(tensor.to(self._device)))
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Broadcast into, or from, a host tensor; wait for it."""
+        wire = tensor.to(self._device)
+        self.wait(self._guarded(lambda: self._broadcast(wire)))
+        return tensor if wire is tensor else tensor.copy_(wire)
+
+    def hear(self, own: Heard, kind: type[Heard]) -> list[Heard]:
+        """What every receiver says; `own` is what this rank says."""
+        wire = _message(own.to_json()).to(self._device)
+        said = [torch.empty_like(wire) for _ in self._ranks]
+        work = self._guarded(lambda: dist.all_gather(said, wire, group=self._group, async_op=True))
+        self.wait(work)
+        texts = [bytes(message.cpu().numpy()).rstrip(b"\0") for message in said]
+        return [kind.from_json(text) for rank, text in zip(self._ranks, texts, strict=True) if rank != self._sender]
+
+    def wait(self, work: dist.Work) -> None:
+        self._guarded(lambda: work.wait(self._timeout))
+
+    def broken(self, why: str) -> SyncBrokenError:
+        self._broken = why
+        return SyncBrokenError(why)
+
+    def _broadcast(self, wire: Tensor) -> dist.Work:
+        work: dist.Work = dist.broadcast(wire, self._sender, group=self._group, async_op=True)
+        return work
+
+    def _guarded(self, act: Callable[[], T]) -> T:
+        """Once a collective has failed, the ranks no longer agree on which comes next."""
+        if self._broken is not None:
+            raise PeerLostError(f"the group is broken ({self._broken}): make another")
+        try:
+            return act()
+        except RuntimeError as error:
+            self._broken = str(error).splitlines()[0]
+            raise PeerLostError(f"a rank of the group died or was late: {self._broken}") from error
+
+
+def _words(header: BucketHeader) -> Tensor:
+    words = np.array([header.sequence, header.used, header.ending, header.total, header.seal], np.uint64)
+    return torch.from_numpy(words.view(np.int64))
+
+
+def _header(words: Tensor) -> BucketHeader:
+    sequence, used, ending, total, seal = (int(word) for word in words.numpy().view(np.uint64))
+    if ending not in list(Ending):
+        raise SyncBrokenError(f"a bucket header that is not valid: {words.tolist()}")
+    return BucketHeader(sequence, used, Ending(ending), total, seal)
+
+
+def _message(text: str) -> Tensor:
+    """JSON of bounded size, padded with zeros; a reason that is too long is cut."""
+    content = text.encode()
+    if len(content) > _MESSAGE_BYTES:
+        body = json.loads(text)
+        cut = {key: value[:_LONGEST] if isinstance(value, str) else value for key, value in body.items()}
+        content = json.dumps(cut).encode()
+    return torch.frombuffer(bytearray(content.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _padded(used: int) -> int:
+    return max(ALIGN, -(-used // ALIGN) * ALIGN)
