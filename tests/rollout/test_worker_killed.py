@@ -1,0 +1,129 @@
+"""kill -9 of either side at twenty points of a sync: nobody hangs, nothing stays behind, no mixture is served."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from samebit.rollout.errors import WorkerStateError
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, SyncBrokenError, apply_weights
+
+SCRIPT = Path(__file__).parents[1] / "weight_sync" / "dying.py"
+POINTS = 20
+SOON = 10.0
+"""Seconds; the timeout of the link is 20, so nobody waited for it."""
+
+MakeWorker = Callable[..., tuple[Any, Any]]
+
+
+class Dying:
+    """The process that forks; see dying.py."""
+
+    def __init__(self, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
+        )
+        assert self.line() == "ready"
+
+    def start(self, role: str, calls: int | None, address: str = "") -> None:
+        assert self._process.stdin is not None
+        print(json.dumps({"role": role, "calls": calls, "address": address}), file=self._process.stdin, flush=True)
+
+    def line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def dying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dying]:
+    forks = Dying(tmp_path_factory.mktemp("dying"))
+    yield forks
+    forks.close()
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(100, 129), nn.Linear(129, 33), nn.Embedding(7, 1000))
+
+
+def copy_of(worker: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker._weights.module.state_dict().items()}
+
+
+def points(calls: int) -> list[int]:
+    """Spread over the sync, the first call and the last among them."""
+    return [1 + round(number * (calls - 1) / (POINTS - 1)) for number in range(POINTS)]
+
+
+def test_a_sender_is_killed(make_worker: MakeWorker, dying: Dying) -> None:
+    worker, _ = make_worker()
+    worker._weights = type(worker._weights)(model(), shared=False)
+    names = set(os.listdir("/dev/shm"))
+    dying.start("sender", None)
+    with SharedMemoryReceiver(dying.line()) as end:
+        worker.receive_weights(end)
+    outcomes = [_killed_sender(worker, dying, point) for point in points(int(dying.line()))]
+    assert set(outcomes) == {"old", "incomplete", "new"}
+    assert set(os.listdir("/dev/shm")) <= names
+
+
+def _killed_sender(worker: Any, dying: Dying, point: int) -> str:
+    before = copy_of(worker)
+    dying.start("sender", point)
+    address = dying.line()
+    began = time.monotonic()
+    outcome = "new"
+    with SharedMemoryReceiver(address) as end:
+        try:
+            worker.receive_weights(end, verify=True)
+        except SyncBrokenError:
+            outcome = "old" if worker._state.incomplete is None else "incomplete"
+        while Path(address).parent.exists():
+            with pytest.raises(SyncBrokenError):
+                end.listen()  # which clears what a dead sender left
+            assert time.monotonic() - began < SOON
+    if outcome == "old":
+        assert all(torch.equal(tensor, before[name]) for name, tensor in copy_of(worker).items())
+    if outcome == "incomplete":
+        with pytest.raises(WorkerStateError, match="weights incomplete"):
+            worker.submit([1])
+        worker.receive_weights(model(), verify=True)
+    assert len(worker.generate([[1]], SamplingParams(max_tokens=2))) == 1
+    return outcome
+
+
+def test_a_receiver_is_killed(dying: Dying) -> None:
+    weights, target = model(), model()
+    names = set(os.listdir("/dev/shm"))
+    with SharedMemorySender(bucket_bytes=4096, timeout=20) as sender, ThreadPoolExecutor(1) as other:
+        dying.start("receiver", None, sender.address)
+        sender.send(weights)
+        for point in points(int(dying.line()))[:-1]:
+            began = time.monotonic()
+            dying.start("receiver", point, sender.address)
+            if point == 1:
+                continue
+            with pytest.raises(SyncBrokenError):
+                sender.send(weights)
+            assert time.monotonic() - began < SOON
+        with SharedMemoryReceiver(sender.address, timeout=20) as end:
+            received = other.submit(apply_weights, target, end)
+            assert sender.send(weights).sent_bytes > 0
+            received.result(20)
+    assert all(torch.equal(a, b) for a, b in zip(weights.parameters(), target.parameters(), strict=True))
+    assert set(os.listdir("/dev/shm")) <= names

@@ -1,0 +1,81 @@
+"""Forks processes that kill themselves (SIGKILL) in the middle of a sync; run by test_killed.py.
+
+Each line on stdin is JSON: `role`, `address` (of a receiver), `calls`: at which call of a function of
+samebit.weight_sync to die, or null to live and print how many there were. Answers a line each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, apply_weights
+
+BUCKET = 4096
+TIMEOUT = 20
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(100, 129), nn.Linear(129, 33), nn.Embedding(7, 1000))
+
+
+class Counter:
+    """Counts calls into the package, and kills the process at one of them."""
+
+    def __init__(self, last: int | None) -> None:
+        self.last = last
+        self.count = 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and "weight_sync" in frame.f_code.co_filename:
+            self.count += 1
+            if self.count == self.last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def say(line: str) -> None:
+    os.write(1, line.encode() + b"\n")
+
+
+def live(task: dict[str, Any]) -> None:
+    counter = Counter(task["calls"])
+    weights = model()
+    if task["role"] == "sender":
+        sender = SharedMemorySender(bucket_bytes=BUCKET, timeout=TIMEOUT)
+        say(sender.address)
+        sys.setprofile(counter)
+        sender.send(weights)
+    else:
+        end = SharedMemoryReceiver(task["address"], timeout=TIMEOUT)
+        sys.setprofile(counter)
+        apply_weights(weights, end)
+    sys.setprofile(None)
+    say(str(counter.count))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with SharedMemorySender(bucket_bytes=BUCKET) as sender, ThreadPoolExecutor(1) as other:
+        warm = other.submit(sender.send, model())  # the kernels are loaded once, not in every fork
+        with SharedMemoryReceiver(sender.address) as end:
+            apply_weights(model(), end)
+        warm.result()
+    say("ready")
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            live(json.loads(line))
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()
