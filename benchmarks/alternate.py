@@ -76,8 +76,13 @@ Turn = Callable[[int], float]
 """A contestant's turn in the round of this number: run once, check the result, return the seconds."""
 
 
-def alternate(turns: dict[str, Turn], rounds: int, calibration: Calibration) -> list[Round]:
-    """Run everybody once a round; who begins changes from round to round."""
+def alternate(
+    turns: dict[str, Turn],
+    rounds: int,
+    calibration: Calibration,
+    own_seconds: Callable[[], float] = time.process_time,
+) -> list[Round]:
+    """Run everybody once a round; who begins changes from round to round. `own_seconds`: CPU time of contestants."""
     names = list(turns)
     measured = []
     for number in range(rounds):
@@ -86,7 +91,7 @@ def alternate(turns: dict[str, Turn], rounds: int, calibration: Calibration) -> 
         for name in names[first:] + names[:first]:
             gc.collect()
             result.calibrations.append(calibration.measure())
-            neighbours = Neighbours()
+            neighbours = Neighbours(own_seconds)
             result.seconds[name] = turns[name](number)
             result.others.append(neighbours.share())
         measured.append(result)

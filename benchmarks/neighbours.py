@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
@@ -10,16 +11,17 @@ _IDLE = (3, 4)
 
 
 class Neighbours:
-    """From its making on; where /proc/stat does not exist everybody else is idle."""
+    """From its making on; where /proc/stat does not exist everybody else is idle. `own_seconds`: our CPU time."""
 
-    def __init__(self) -> None:
+    def __init__(self, own_seconds: Callable[[], float] = time.process_time) -> None:
+        self._own_seconds = own_seconds
         self._began = time.perf_counter()
         self._busy = _busy_seconds()
-        self._own = time.process_time()
+        self._own = own_seconds()
 
     def share(self) -> float:
         """Share of all cores that went to others since then."""
-        others = _busy_seconds() - self._busy - (time.process_time() - self._own)
+        others = _busy_seconds() - self._busy - (self._own_seconds() - self._own)
         return max(0.0, others / ((time.perf_counter() - self._began) * (os.cpu_count() or 1)))
 
 

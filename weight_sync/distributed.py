@@ -6,6 +6,7 @@ Invariants
   receiver that failed goes on taking buckets until the last, and says so at the end.
 * A rank that dies or is late breaks the group, as it does for any collective. Nobody waits longer than the
   timeout; the link refuses to be used again, and a new group is needed.
+* A bucket travels whole, its header in front: a receiver can wait for the next one while it empties this one.
 * Buckets are filled and emptied on the host; on another `device` (NCCL) each is copied there to travel.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -36,7 +38,7 @@ from samebit.weight_sync.link import (
 from samebit.weight_sync.report import SyncBrokenError
 from samebit.weight_sync.sender import WeightSender
 
-BROADCAST_BUCKET = 32 << 20
+BROADCAST_BUCKET = 4 << 20
 _HEADER_WORDS = 5
 _MESSAGE_BYTES = 4096
 _LONGEST = 600
@@ -77,7 +79,9 @@ class BroadcastReceiver(ReceiverLink):
         if sender == dist.get_rank():
             raise ValueError(f"sender must be another rank, and {sender} is this one")
         self._group = _Collectives(group, sender, timeout, device)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._frames: list[Tensor] = []
+        self._next = 0
+        self._coming: _Broadcast | None = None
         self._ended = True
         self._closed = False
 
@@ -89,8 +93,8 @@ class BroadcastReceiver(ReceiverLink):
         if not 0 < announced <= _MOST_ANNOUNCED or not bucket_bytes > 0:
             raise self._group.broken(f"an announcement of {announced} bytes and buckets of {bucket_bytes}")
         text = self._group.broadcast(torch.empty(announced, dtype=torch.uint8))
-        if self._buffer.numel() != bucket_bytes:
-            self._buffer = torch.empty(bucket_bytes, dtype=torch.uint8)
+        if not self._frames or self._frames[0].numel() != ALIGN + bucket_bytes:
+            self._frames = _new_frames(bucket_bytes)
         return Announcement.from_json(text.numpy().tobytes())
 
     def answer(self, answer: Answer) -> Answer:
@@ -99,13 +103,15 @@ class BroadcastReceiver(ReceiverLink):
         return decided
 
     def next_bucket(self) -> tuple[BucketHeader, Bytes]:
-        words = self._group.broadcast(torch.empty(_HEADER_WORDS, dtype=torch.int64))
-        header = _header(words)
-        if not 0 <= header.used <= self._buffer.numel():
-            raise self._group.broken(f"a bucket with {header.used} bytes")
-        self._group.broadcast(self._buffer[: _padded(header.used)])
+        work, self._coming = self._coming, None
+        self._group.wait(work or self._group.start(self._frames[self._next]))
+        frame = self._frames[self._next]
+        self._next = 1 - self._next
+        header = _header(frame[:ALIGN])
         self._ended = header.ending is not Ending.MORE
-        return header, self._buffer.numpy()
+        if not self._ended:
+            self._coming = self._group.start(self._frames[self._next])
+        return header, _payload(frame)
 
     def finish(self, outcome: Outcome) -> None:
         while not self._ended:
@@ -114,7 +120,7 @@ class BroadcastReceiver(ReceiverLink):
 
     def close(self) -> None:
         self._closed = True
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._frames = []
 
 
 class _SenderEnd(SenderLink):
@@ -123,16 +129,16 @@ class _SenderEnd(SenderLink):
     def __init__(self, group: _Collectives, bucket_bytes: int) -> None:
         self.bucket_bytes = check_bucket_bytes(bucket_bytes)
         self._group = group
-        self._buckets: list[Tensor] = []
-        self._works: list[list[dist.Work]] = [[], []]
+        self._frames: list[Tensor] = []
+        self._going: list[_Broadcast | None] = [None, None]
         self._filling = 0
         self._closed = False
 
     def announce(self, announcement: Announcement) -> Answer:
         if self._closed:
             raise PeerLostError("the link is closed")
-        if not self._buckets:
-            self._buckets = [torch.empty(self.bucket_bytes, dtype=torch.uint8) for _ in self._works]
+        if not self._frames:
+            self._frames = _new_frames(self.bucket_bytes)
         text = torch.frombuffer(bytearray(announcement.to_json().encode()), dtype=torch.uint8)
         self._group.broadcast(torch.tensor([text.numel(), self.bucket_bytes]))
         self._group.broadcast(text)
@@ -141,26 +147,35 @@ class _SenderEnd(SenderLink):
     def free_bucket(self) -> Bytes:
         self._filling = 1 - self._filling
         self._wait(self._filling)
-        array: Bytes = self._buckets[self._filling].numpy()
-        return array
+        return _payload(self._frames[self._filling])
 
     def publish(self, header: BucketHeader) -> None:
-        bucket = self._buckets[self._filling][: _padded(header.used)]
-        self._works[self._filling] = [self._group.start(_words(header)), self._group.start(bucket)]
+        frame = self._frames[self._filling]
+        frame[:ALIGN] = _words(header)
+        self._going[self._filling] = self._group.start(frame)
 
     def outcomes(self) -> list[Outcome]:
-        for number in range(len(self._works)):
+        for number in (1 - self._filling, self._filling):
             self._wait(number)
         return self._group.hear(Outcome(), Outcome)
 
     def close(self) -> None:
         self._closed = True
-        self._buckets = []
+        self._frames = []
 
     def _wait(self, number: int) -> None:
-        works, self._works[number] = self._works[number], []
-        for work in works:
-            self._group.wait(work)
+        going, self._going[number] = self._going[number], None
+        if going is not None:
+            self._group.wait(going)
+
+
+@dataclass(frozen=True)
+class _Broadcast:
+    """One that is under way: from or into `host`, by way of `wire`."""
+
+    host: Tensor
+    wire: Tensor
+    work: dist.Work
 
 
 class _Collectives:
@@ -178,35 +193,34 @@ class _Collectives:
         if sender not in self._ranks:
             raise ValueError(f"the sender, rank {sender}, is not in the group, which holds {self._ranks}")
 
-    def start(self, tensor: Tensor) -> dist.Work:
-        """Begin to broadcast a host tensor, which must not change until the work is done."""
-        return self._guarded(lambda: self._broadcast(tensor.to(self._device)))
+    def start(self, host: Tensor) -> _Broadcast:
+        """Begin to broadcast from, or into, a host tensor, which belongs to the group until `wait`."""
+        wire = host.to(self._device)
+        work = self._guarded(lambda: dist.broadcast(wire, self._sender, group=self._group, async_op=True))
+        return _Broadcast(host, wire, work)
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Broadcast into, or from, a host tensor; wait for it."""
-        wire = tensor.to(self._device)
-        self.wait(self._guarded(lambda: self._broadcast(wire)))
-        return tensor if wire is tensor else tensor.copy_(wire)
+    def wait(self, under_way: _Broadcast) -> None:
+        self._guarded(lambda: under_way.work.wait(self._timeout))
+        if under_way.wire is not under_way.host:
+            under_way.host.copy_(under_way.wire)
+
+    def broadcast(self, host: Tensor) -> Tensor:
+        """Broadcast from, or into, a host tensor, and wait for it."""
+        self.wait(self.start(host))
+        return host
 
     def hear(self, own: Heard, kind: type[Heard]) -> list[Heard]:
         """What every receiver says; `own` is what this rank says."""
         wire = _message(own.to_json()).to(self._device)
         said = [torch.empty_like(wire) for _ in self._ranks]
         work = self._guarded(lambda: dist.all_gather(said, wire, group=self._group, async_op=True))
-        self.wait(work)
+        self._guarded(lambda: work.wait(self._timeout))
         texts = [bytes(message.cpu().numpy()).rstrip(b"\0") for message in said]
         return [kind.from_json(text) for rank, text in zip(self._ranks, texts, strict=True) if rank != self._sender]
-
-    def wait(self, work: dist.Work) -> None:
-        self._guarded(lambda: work.wait(self._timeout))
 
     def broken(self, why: str) -> SyncBrokenError:
         self._broken = why
         return SyncBrokenError(why)
-
-    def _broadcast(self, wire: Tensor) -> dist.Work:
-        work: dist.Work = dist.broadcast(wire, self._sender, group=self._group, async_op=True)
-        return work
 
     def _guarded(self, act: Callable[[], T]) -> T:
         """Once a collective has failed, the ranks no longer agree on which comes next."""
@@ -219,15 +233,26 @@ class _Collectives:
             raise PeerLostError(f"a rank of the group died or was late: {self._broken}") from error
 
 
+def _new_frames(bucket_bytes: int) -> list[Tensor]:
+    """Two buckets, each with room for its header before it."""
+    return [torch.zeros(ALIGN + bucket_bytes, dtype=torch.uint8) for _ in range(2)]
+
+
+def _payload(frame: Tensor) -> Bytes:
+    array: Bytes = frame[ALIGN:].numpy()
+    return array
+
+
 def _words(header: BucketHeader) -> Tensor:
-    words = np.array([header.sequence, header.used, header.ending, header.total, header.seal], np.uint64)
-    return torch.from_numpy(words.view(np.int64))
+    words = np.zeros(ALIGN // 8, np.uint64)
+    words[:_HEADER_WORDS] = [header.sequence, header.used, header.ending, header.total, header.seal]
+    return torch.from_numpy(words.view(np.uint8))
 
 
-def _header(words: Tensor) -> BucketHeader:
-    sequence, used, ending, total, seal = (int(word) for word in words.numpy().view(np.uint64))
+def _header(frame: Tensor) -> BucketHeader:
+    sequence, used, ending, total, seal = (int(word) for word in frame.numpy().view(np.uint64)[:_HEADER_WORDS])
     if ending not in list(Ending):
-        raise SyncBrokenError(f"a bucket header that is not valid: {words.tolist()}")
+        raise SyncBrokenError(f"a bucket header that is not valid: ending {ending}")
     return BucketHeader(sequence, used, Ending(ending), total, seal)
 
 
@@ -239,7 +264,3 @@ def _message(text: str) -> Tensor:
         cut = {key: value[:_LONGEST] if isinstance(value, str) else value for key, value in body.items()}
         content = json.dumps(cut).encode()
     return torch.frombuffer(bytearray(content.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
-
-
-def _padded(used: int) -> int:
-    return max(ALIGN, -(-used // ALIGN) * ALIGN)

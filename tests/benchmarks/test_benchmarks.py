@@ -132,3 +132,31 @@ def test_cache_growth_figures(scripts: Scripts) -> None:
     metrics = scripts.cache_growth.measure(sizes)
     assert set(metrics) == {"admission_ms_640", "eviction_growth", "clear_ms_200"}
     assert all(value.min > 0 for value in metrics.values())
+
+
+def test_weight_sync_figures(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    command = [
+        sys.executable,
+        str(FOLDER / "weight_sync.py"),
+        "--megabytes",
+        "1",
+        "--rounds",
+        "1",
+        "--json",
+        str(target),
+    ]
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=120, capture_output=True)
+    metrics = json.loads(target.read_text())["metrics"]
+    names = {
+        "same_process_over_memcpy",
+        "shm_over_memcpy",
+        "gloo_over_broadcast",
+        "same_module_ms",
+        "delta_bytes_over_dense",
+        "sleep_wake_ms",
+        "peak_extra_buckets",
+    }
+    assert names <= set(metrics)
+    assert all(0 < value["min"] <= value["value"] <= value["max"] < math.inf for value in metrics.values())
+    assert metrics["delta_bytes_over_dense"]["value"] < 0.05

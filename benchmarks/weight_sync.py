@@ -1,0 +1,202 @@
+"""How fast weights get into a worker: each way beside a copy of the same bytes, and what a sleep costs.
+
+    python benchmarks/weight_sync.py [--megabytes 1024] [--rounds 7] [--json FILE]
+
+All updates go through `RolloutWorker.receive_weights`, and every one brings other values than the one before.
+README.md says what the figures are.
+"""
+
+import argparse
+import ctypes
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import results_file
+import table
+import torch
+from alternate import Calibration, Round, Spread, alternate, is_steady, kept, ratio, spread
+from torch import distributed as dist
+from torch import nn
+from weight_sync_peer import BUCKETS, Peer, broadcast_each, build, change, flat_bytes, peak, reset_peak
+
+from samebit.rollout import RolloutConfig, RolloutWorker
+from samebit.weight_sync import BroadcastReceiver, SharedMemoryReceiver, SyncReport, WeightStream
+
+CONFIG = RolloutConfig(max_num_seqs=4, max_model_len=64)
+
+
+class Trainer:
+    """The model in this process that is synced from, and a spare copy of it that memcpy writes to."""
+
+    def __init__(self, megabytes: int) -> None:
+        self.model = build(megabytes)
+        self.spare = [torch.zeros_like(parameter) for parameter in self.model.parameters()]
+
+    def memcpy(self, number: int) -> float:
+        """Bare memmove of all weights, tensor by tensor."""
+        pairs = [(s.data_ptr(), p.data_ptr(), p.nbytes) for s, p in zip(self.spare, self._parameters(), strict=True)]
+        began = time.perf_counter()
+        for target, source, size in pairs:
+            ctypes.memmove(target, source, size)
+        return time.perf_counter() - began
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+
+class Contest:
+    """Who is measured. Each turn checks that all weights have changed."""
+
+    def __init__(self, trainer: Trainer, worker: RolloutWorker, peer: Peer) -> None:
+        self.trainer = trainer
+        self.worker = worker
+        self.peer = peer
+        self.shm = SharedMemoryReceiver(peer.addresses["shm"])
+        self.gloo = BroadcastReceiver(0)
+        self._flat = flat_bytes(trainer.model)
+
+    def turns(self) -> dict[str, Callable[[int], float]]:
+        return {
+            "memcpy": self.trainer.memcpy,
+            "same_process": lambda _: self._local(WeightStream.of(self.trainer.model)),
+            "same_process_verified": lambda _: self._local(WeightStream.of(self.trainer.model), verify=True),
+            "same_process_checked_first": lambda _: self._local(self.trainer.model),
+            "shm": lambda _: self._remote("shm", self.shm),
+            "shm_verified": lambda _: self._remote("shm", self.shm, verify=True),
+            "broadcast": lambda _: self._bare("broadcast", lambda: broadcast_each(self.trainer.spare)),
+            "flat_broadcast": lambda _: self._bare("flat_broadcast", lambda: dist.broadcast(self._flat, 0)),
+            "gloo": lambda _: self._remote("gloo", self.gloo),
+        }
+
+    def _local(self, source: object, verify: bool = False) -> float:
+        change(self.trainer.model)
+        began = time.perf_counter()
+        report = self.worker.receive_weights(source, verify=verify)
+        seconds = time.perf_counter() - began
+        _check(report)
+        return seconds
+
+    def _remote(self, way: str, source: object, verify: bool = False) -> float:
+        self.peer.tell("next")
+        self.peer.answer()
+        began = time.perf_counter()
+        self.peer.tell(way)
+        report = self.worker.receive_weights(source, verify=verify)
+        seconds = time.perf_counter() - began
+        if self.peer.answer().digest != report.digest:
+            raise RuntimeError("what arrived is not what was sent")
+        _check(report)
+        return seconds
+
+    def _bare(self, command: str, take_part: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        self.peer.tell(command)
+        take_part()
+        seconds = time.perf_counter() - began
+        self.peer.answer()
+        return seconds
+
+
+def _check(report: SyncReport) -> None:
+    if report.changed_tensors != report.tensors:
+        raise RuntimeError(f"only {report.changed_tensors} of {report.tensors} tensors changed")
+
+
+def delta_share(contest: Contest) -> float:
+    """Bytes of a delta of one in a hundred of all elements over those of a full update."""
+    contest.peer.tell("shm", {"delta": True})
+    contest.worker.receive_weights(contest.shm)
+    contest.peer.answer()
+    contest.peer.tell("delta")
+    report = contest.worker.receive_weights(contest.shm, verify=True)
+    if not contest.peer.answer().delta:
+        raise RuntimeError("it went as a full update")
+    return report.sent_bytes / report.dense_bytes
+
+
+def peak_buckets(contest: Contest) -> float:
+    """Most memory that either process takes for its first update over a new link, in buckets."""
+    with SharedMemoryReceiver(contest.peer.addresses["memory"]) as end:
+        before = reset_peak()
+        contest.peer.tell("peak")
+        contest.worker.receive_weights(end)
+        grown = peak() - before
+        return max(grown, contest.peer.answer()) / BUCKETS["memory"]
+
+
+def sleep_and_wake(worker: RolloutWorker, trainer: Trainer) -> float:
+    """Milliseconds to release all memory without keeping a copy, and to take it again."""
+    began = time.perf_counter()
+    worker.sleep(level=2)
+    worker.wake_up()
+    milliseconds = 1e3 * (time.perf_counter() - began)
+    worker.receive_weights(trainer.model)
+    return milliseconds
+
+
+def same_module(trainer: Trainer) -> list[float]:
+    """Milliseconds of an update of a worker that runs on the trainer's own module."""
+    with RolloutWorker(trainer.model, config=CONFIG) as worker:
+        seconds = []
+        for _ in range(10):
+            change(trainer.model)
+            began = time.perf_counter()
+            _check(worker.receive_weights())
+            seconds.append(time.perf_counter() - began)
+    return [1e3 * second for second in seconds]
+
+
+def measure(megabytes: int, rounds: int) -> tuple[dict[str, Spread], dict[str, object]]:
+    trainer = Trainer(megabytes)
+    with tempfile.TemporaryDirectory(prefix="samebit-bench-") as folder:
+        store = Path(folder) / "store"
+        peer = Peer(megabytes, store)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=1, world_size=2)
+        trainer.model.save_pretrained(folder)
+        with RolloutWorker(folder, config=CONFIG) as worker:
+            peer.connect()
+            contest = Contest(trainer, worker, peer)
+            calibration = Calibration()
+            alternate(contest.turns(), 1, calibration)  # compiles and touches all memory
+            measured = alternate(contest.turns(), rounds, calibration, peer.own_seconds)
+            others = {
+                "delta_bytes_over_dense": [delta_share(contest)],
+                "peak_extra_buckets": [peak_buckets(contest)],
+                "sleep_wake_ms": [sleep_and_wake(worker, trainer) for _ in range(rounds)],
+                "same_module_ms": same_module(trainer),
+            }
+        peer.close()
+    dist.destroy_process_group()
+    good = kept(measured, calibration)
+    gigabytes = flat_bytes(trainer.model).numel() / 1e9
+    metrics = {**_speeds(good, gigabytes), **{name: spread(values) for name, values in others.items()}}
+    disturbed = sum(not is_steady(one, calibration) for one in measured)
+    return metrics, {"gigabytes": gigabytes, "rounds": rounds, "disturbed_rounds": disturbed, "buckets": BUCKETS}
+
+
+def _speeds(rounds: list[Round], gigabytes: float) -> dict[str, Spread]:
+    """Shares of the reference's speed, and gigabytes a second of everybody."""
+    names = list(rounds[0].seconds)
+    copies = [name for name in names if name.startswith(("same_process", "shm"))]
+    pairs = [(name, "memcpy") for name in copies] + [("gloo", "broadcast"), ("gloo", "flat_broadcast")]
+    shares = {f"{name}_over_{reference}": ratio(rounds, reference, name) for name, reference in pairs}
+    speeds = {name: spread([gigabytes / one.seconds[name] for one in rounds]) for name in names}
+    return shares | {f"gigabytes_per_second_{name}": speed for name, speed in speeds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=1024, help="size of the weights")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    metrics, meta = measure(args.megabytes, args.rounds)
+    table.show(metrics)
+    if args.json:
+        results_file.write(args.json, results_file.describe(**meta), metrics)
+
+
+if __name__ == "__main__":
+    main()
