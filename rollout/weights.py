@@ -72,8 +72,9 @@ class WorkerWeights:
         Nothing is read unless `read`, which adds the digest and checks that the values are finite.
         """
         digest = self._read() if read else None
-        changed = self._changed_in_place()
-        self._accept_marks()
+        marks = self._marks()
+        changed = tuple(name for name, mark in marks.items() if mark != self._seen_marks[name])
+        self._seen_marks = marks
         return _said(
             SyncReport(version, len(self.manifest.ties), 0, seconds, changed, (), digest=digest, verified=read)
         )
