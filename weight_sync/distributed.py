@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from samebit.weight_sync.buckets import ALIGN, BucketHeader, Ending, check_bucket_bytes
+from samebit.weight_sync.buckets import ALIGN, MIN_BUCKET, BucketHeader, Ending, check_bucket_bytes
 from samebit.weight_sync.checksum import Bytes
 from samebit.weight_sync.link import (
     DEFAULT_TIMEOUT,
@@ -38,7 +38,8 @@ from samebit.weight_sync.link import (
 from samebit.weight_sync.report import SyncBrokenError
 from samebit.weight_sync.sender import WeightSender
 
-BROADCAST_BUCKET = 4 << 20
+BROADCAST_BUCKET = 32 << 20
+_DELTA_BUCKET = 1 << 20
 _HEADER_WORDS = 5
 _MESSAGE_BYTES = 4096
 _LONGEST = 600
@@ -79,6 +80,8 @@ class BroadcastReceiver(ReceiverLink):
         if sender == dist.get_rank():
             raise ValueError(f"sender must be another rank, and {sender} is this one")
         self._group = _Collectives(group, sender, timeout, device)
+        self._bucket_bytes = 0
+        self._announced = Announcement({})
         self._frames: list[Tensor] = []
         self._next = 0
         self._coming: _Broadcast | None = None
@@ -93,13 +96,16 @@ class BroadcastReceiver(ReceiverLink):
         if not 0 < announced <= _MOST_ANNOUNCED or not bucket_bytes > 0:
             raise self._group.broken(f"an announcement of {announced} bytes and buckets of {bucket_bytes}")
         text = self._group.broadcast(torch.empty(announced, dtype=torch.uint8))
-        if not self._frames or self._frames[0].numel() != ALIGN + bucket_bytes:
-            self._frames = _new_frames(bucket_bytes)
-        return Announcement.from_json(text.numpy().tobytes())
+        self._bucket_bytes = bucket_bytes
+        self._announced = Announcement.from_json(text.numpy().tobytes())
+        return self._announced
 
     def answer(self, answer: Answer) -> Answer:
         decided = Answer.of_all(self._group.hear(answer, Answer))
         self._ended = decided.refused is not None
+        if not self._ended:
+            self._frames = _frames(self._frames, _needed(self._bucket_bytes, self._announced, decided))
+            self._next = 0
         return decided
 
     def next_bucket(self) -> tuple[BucketHeader, Bytes]:
@@ -127,7 +133,7 @@ class _SenderEnd(SenderLink):
     """A bucket is on its way while the other is filled."""
 
     def __init__(self, group: _Collectives, bucket_bytes: int) -> None:
-        self.bucket_bytes = check_bucket_bytes(bucket_bytes)
+        self.bucket_bytes = self._most = check_bucket_bytes(bucket_bytes)
         self._group = group
         self._frames: list[Tensor] = []
         self._going: list[_Broadcast | None] = [None, None]
@@ -137,12 +143,13 @@ class _SenderEnd(SenderLink):
     def announce(self, announcement: Announcement) -> Answer:
         if self._closed:
             raise PeerLostError("the link is closed")
-        if not self._frames:
-            self._frames = _new_frames(self.bucket_bytes)
         text = torch.frombuffer(bytearray(announcement.to_json().encode()), dtype=torch.uint8)
-        self._group.broadcast(torch.tensor([text.numel(), self.bucket_bytes]))
+        self._group.broadcast(torch.tensor([text.numel(), self._most]))
         self._group.broadcast(text)
-        return Answer.of_all(self._group.hear(Answer(), Answer))
+        decided = Answer.of_all(self._group.hear(Answer(), Answer))
+        self.bucket_bytes = _needed(self._most, announcement, decided)
+        self._frames = _frames(self._frames, self.bucket_bytes)
+        return decided
 
     def free_bucket(self) -> Bytes:
         self._filling = 1 - self._filling
@@ -233,8 +240,18 @@ class _Collectives:
             raise PeerLostError(f"a rank of the group died or was late: {self._broken}") from error
 
 
-def _new_frames(bucket_bytes: int) -> list[Tensor]:
-    """Two buckets, each with room for its header before it."""
+def _needed(most: int, announced: Announcement, decided: Answer) -> int:
+    """Bytes of a bucket of this sync, the same at every rank: no more than there is to send, little for a delta."""
+    if announced.base is not None and not decided.full:
+        return min(most, _DELTA_BUCKET)
+    records = sum(2 * ALIGN + spec.num_bytes for spec in announced.specs.values())
+    return min(most, max(MIN_BUCKET, -(-records // ALIGN) * ALIGN))
+
+
+def _frames(kept: list[Tensor], bucket_bytes: int) -> list[Tensor]:
+    """Two buckets, each with room for its header before it; those from before if they fit."""
+    if kept and kept[0].numel() == ALIGN + bucket_bytes:
+        return kept
     return [torch.zeros(ALIGN + bucket_bytes, dtype=torch.uint8) for _ in range(2)]
 
 

@@ -135,7 +135,7 @@ class _Closing:
 
 
 class SenderLink(_Closing, ABC):
-    """The trainer's end. `bucket_bytes` is the size of each of its two buckets."""
+    """The trainer's end. `bucket_bytes` is the size of each of the two buckets of a sync."""
 
     bucket_bytes: int
 
