@@ -34,7 +34,9 @@ from samebit.weight_sync import (
     WeightStream,
     receiver,
 )
-from samebit.weight_sync.buckets import BucketHeader, Ending
+from samebit.weight_sync.buckets import BucketHeader, BucketWriter, Ending
+from samebit.weight_sync.checksum import digest_of
+from samebit.weight_sync.link import Announcement
 
 MakeWorker = Callable[..., tuple[Any, Any]]
 FEW = SamplingParams(max_tokens=5)
@@ -341,6 +343,31 @@ def test_a_wrong_header_is_found(odd_worker: Any, pair: tuple[Any, Any], field: 
     assert isinstance(sending.result(), SyncBrokenError)
     assert assert_old_or_incomplete(odd_worker, before) == (number > 0)
     assert_recovers(odd_worker, sender, end)
+
+
+def test_damage_is_found_where_it_is(odd_worker: Any, pair: tuple[Any, Any]) -> None:
+    sender, end = pair
+    end.damage = flipped(7 * BUCKET + 500)
+    sending = Sending(sender, Odd())
+    with pytest.raises(SyncBrokenError, match=r"wrong checksum of turned from byte \d+"):
+        odd_worker.receive_weights(end)
+    sending.result()
+
+
+def test_an_end_that_comes_too_early_is_seen(make_worker: MakeWorker, pair: tuple[Any, Any]) -> None:
+    worker, _ = make_worker()
+    sender, end = pair
+
+    def lie() -> None:
+        sender.link.announce(Announcement({"proj.bias": TensorSpec("proj.bias", (5,), torch.float32)}))
+        nothing = BucketWriter(sender.link.free_bucket())
+        sender.link.publish(nothing.seal(0, Ending.LAST, digest_of({"proj.bias": 0})))
+
+    liar = threading.Thread(target=lie)
+    liar.start()
+    with pytest.raises(SyncBrokenError, match=r"ended without all of proj\.bias"):
+        worker.receive_weights(end, partial=True)
+    liar.join(20)
 
 
 def test_a_bucket_that_never_came_is_missed(odd_worker: Any, pair: tuple[Any, Any]) -> None:
