@@ -32,6 +32,8 @@ from samebit.rollout.worker import RolloutWorker
 
 PROMPT_LENGTHS = (1, 2, 3, 63, 64, 65, 17, 130)
 LONGEST_PROMPT = 300
+UNLIMITED_LEN = 512
+"""Length to check of a model whose config knows no limit."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def check_model(folder: str | Path, dtype: str = "auto", new_tokens: int = 32, s
     Raises:
         ValueError: the model can not be loaded, bound, or checked.
     """
-    loaded = load_model(folder, RolloutConfig(dtype=dtype), None)
+    loaded = load_model(folder, RolloutConfig(dtype=dtype), None, unlimited_len=UNLIMITED_LEN)
     model = bind(loaded.module)
     check = _Check(model, _workload(model, loaded.max_model_len, new_tokens, seed))
     yield Row("GEMM rows: any number of 16-row tiles, any threads", *check_gemm_rows(model))

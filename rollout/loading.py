@@ -38,7 +38,14 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
 
-def load_model(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Tokenizer | None) -> LoadedModel:
+def load_model(
+    model: str | Path | nn.Module,
+    config: RolloutConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    unlimited_len: int | None = None,
+) -> LoadedModel:
+    """`unlimited_len`: the length of a model whose config knows no limit (pure Mamba), without which that raises."""
     if isinstance(model, str | Path):
         folder = Path(model)
         module = _from_folder(folder, config)
@@ -57,7 +64,7 @@ def load_model(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: 
         module=module,
         shared=isinstance(model, nn.Module),
         tokenizer=tokenizer,
-        max_model_len=_max_model_len(module, config),
+        max_model_len=_max_model_len(module, config, unlimited_len),
         eos_token_ids=_eos_token_ids(module),
     )
 
@@ -125,12 +132,13 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def _max_model_len(module: PreTrainedModel, config: RolloutConfig) -> int:
+def _max_model_len(module: PreTrainedModel, config: RolloutConfig, unlimited_len: int | None) -> int:
     text_config = module.config.get_text_config()
     if not hasattr(text_config, "max_position_embeddings"):
-        if config.max_model_len is None:
+        length = config.max_model_len or unlimited_len
+        if length is None:
             raise ModelLoadError("the model's config has no max_position_embeddings: give max_model_len")
-        return config.max_model_len
+        return length
     limit = int(text_config.max_position_embeddings)
     if config.max_model_len is None:
         return limit

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from samebit.weight_sync.checkpoint_names import module_names
 from samebit.weight_sync.manifest import TensorSpec, live_tensors
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -74,12 +75,15 @@ class TensorSource(Protocol):
     ) -> None: ...
 
 
-def open_source(source: object) -> TensorSource:
-    """A source over a dict of tensors, a module, or a folder of safetensors."""
+def open_source(source: object, module: nn.Module | None = None) -> TensorSource:
+    """A source over a dict of tensors, a module, or a folder of safetensors.
+
+    The tensors of a folder are called as in `module`, where a checkpoint of it has other names.
+    """
     if isinstance(source, nn.Module):
         return TensorDict(live_tensors(source))
     if isinstance(source, str | Path):
-        return SafetensorsFolder(Path(source))
+        return SafetensorsFolder(Path(source), module)
     if isinstance(source, Mapping):
         return TensorDict(_checked_dict(source))
     raise TypeError(
@@ -126,30 +130,35 @@ class TensorDict:
 class SafetensorsFolder:
     """A folder with `*.safetensors`, whole or sharded by an index."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, module: nn.Module | None = None) -> None:
         if not folder.is_dir():
             raise WeightSourceError(f"no such folder: {folder}")
         self._files = _index_files(folder)
+        self._stored = {name: name for name in self._files}
+        if module is not None:
+            names = module_names(module, live_tensors(module), self._files)
+            self._stored = {name: stored for stored, name in names.items()}
         self._open: dict[Path, _SafeFile] = {}
 
     def specs(self) -> dict[str, TensorSpec]:
-        return {name: self._spec(name, path) for name, path in self._files.items()}
+        return {name: self._spec(name, stored, self._files[stored]) for name, stored in self._stored.items()}
 
     def load(self, name: str) -> Tensor:
-        path = self._files[name]
+        stored = self._stored[name]
+        path = self._files[stored]
         try:
-            return self._handle(path).get_tensor(name)
+            return self._handle(path).get_tensor(stored)
         except SafetensorError as error:
             raise WeightSourceError(f"can not read {name} from {path}: {error}") from error
 
-    def _spec(self, name: str, path: Path) -> TensorSpec:
+    def _spec(self, name: str, stored: str, path: Path) -> TensorSpec:
         try:
-            view = self._handle(path).get_slice(name)
+            view = self._handle(path).get_slice(stored)
         except SafetensorError as error:
-            raise WeightSourceError(f"{path} has no tensor {name}: {error}") from error
+            raise WeightSourceError(f"{path} has no tensor {stored}: {error}") from error
         code = view.get_dtype()
         if code not in _DTYPES:
-            raise WeightSourceError(f"{name} in {path} has dtype {code}, which is not supported")
+            raise WeightSourceError(f"{stored} in {path} has dtype {code}, which is not supported")
         return TensorSpec(name, tuple(view.get_shape()), _DTYPES[code])
 
     def _handle(self, path: Path) -> _SafeFile:

@@ -32,7 +32,7 @@ def open_update(
     elif isinstance(source, WeightStream):
         yield StreamUpdate(source, manifest, partial=partial)
     else:
-        with open_source(source) as opened:
+        with open_source(source, module) as opened:
             yield prepare_update(manifest, opened, partial=partial)
 
 
