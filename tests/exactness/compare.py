@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from samebit.kernels.binding import binding_of
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
 
 from .layouts import LAYOUTS, Scores, assert_same_bits
@@ -47,6 +48,12 @@ def assert_matches_trainer(
 def assert_same_samples(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
     assert tokens_of(found) == tokens_of(expected)
     assert_same_bits(reported(found), reported(expected))
+
+
+def budget(model: nn.Module, checkpoints: int) -> float:
+    """The `state_cache_gb` that holds so many states of a hybrid model."""
+    layout = binding_of(model).state_layout
+    return checkpoints * layout.bytes_per_checkpoint(model.get_parameter("lm_head.weight").dtype) / 2**30
 
 
 def run(

@@ -6,17 +6,18 @@ SAMEBIT_SOAK_CASES sets the number of cases.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedModel
 
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
-from .compare import assert_matches_trainer, assert_same_samples
-from .families import DTYPES, FAMILIES, bound_model, token_ids
+from .compare import assert_matches_trainer, assert_same_samples, budget
+from .families import DTYPES, FAMILIES, HYBRIDS, bound_model, token_ids
 from .layouts import LAYOUTS, assert_same_bits
 
 CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "25"))
@@ -60,8 +61,8 @@ def wishes(draw: st.DrawFn) -> Wish:
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> RolloutConfig:
-    block_size = draw(st.sampled_from((2, 4, 16, 64)))
+def configs(draw: st.DrawFn, block_sizes: tuple[int, ...] = (2, 4, 16, 64)) -> RolloutConfig:
+    block_size = draw(st.sampled_from(block_sizes))
     max_num_seqs = draw(st.integers(1, 9))
     fewest = -(-100 // block_size)  # what the longest request needs
     return RolloutConfig(
@@ -91,25 +92,49 @@ def disturb(worker: RolloutWorker, event: str, request_id: str) -> None:
             pass  # the same weights: kept or computed again, the bits are the same
 
 
-@pytest.mark.soak
-@settings(
+campaign = settings(
     max_examples=CASES,
     deadline=None,
     derandomize=CASES <= 25,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
+requests = st.lists(wishes(), min_size=1, max_size=6)
+layouts = st.sampled_from(tuple(LAYOUTS))
+
+
+@pytest.mark.soak
+@campaign
 @given(
-    family=st.sampled_from(FAMILIES),
-    dtype=st.sampled_from(DTYPES),
-    config=configs(),
-    asked=st.lists(wishes(), min_size=1, max_size=6),
-    layout=st.sampled_from(tuple(LAYOUTS)),
+    family=st.sampled_from(FAMILIES), dtype=st.sampled_from(DTYPES), config=configs(), asked=requests, layout=layouts
 )
 def test_no_token_differs(
     family: str, dtype: torch.dtype, config: RolloutConfig, asked: list[Wish], layout: str
 ) -> None:
-    model = bound_model(family, dtype)
+    check_schedule(bound_model(family, dtype), config, asked, layout)
+
+
+@pytest.mark.soak
+@campaign
+@given(
+    family=st.sampled_from(HYBRIDS),
+    dtype=st.sampled_from(DTYPES),
+    config=configs(block_sizes=(16, 32, 64)),
+    checkpoints=st.sampled_from((0, 1, 2, 50)),
+    asked=requests,
+    layout=layouts,
+)
+def test_no_token_differs_in_hybrids(
+    family: str, dtype: torch.dtype, config: RolloutConfig, checkpoints: int, asked: list[Wish], layout: str
+) -> None:
+    """Chunks of 16 tokens, so that short prompts have several."""
+    model = bound_model(family, dtype, ssm_chunk=16)
+    if config.enable_prefix_caching:
+        config = replace(config, state_cache_gb=budget(model, checkpoints))
+    check_schedule(model, replace(config, max_model_len=100), asked, layout)
+
+
+def check_schedule(model: PreTrainedModel, config: RolloutConfig, asked: list[Wish], layout: str) -> None:
     with RolloutWorker(model, config=config) as worker:
         handles = []
         for wish in asked:

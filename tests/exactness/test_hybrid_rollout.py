@@ -1,0 +1,133 @@
+"""Hybrid models in the worker: whatever the cache of states does, the bits are the trainer's."""
+
+import pytest
+import torch
+
+from samebit.kernels import bind
+from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
+
+from .compare import assert_matches_trainer, assert_same_samples, budget, run
+from .families import DTYPES, HYBRIDS, bound_model, make_model, token_ids
+
+MAX_LEN = 300
+STEM, OTHER = token_ids(200, 200, seed=5)
+PROMPTS = [STEM[:1], STEM[:2], STEM[:3], STEM[:4], STEM[:63], STEM[:64], STEM[:65], STEM[:130], OTHER[:100]]
+NEW = 40
+
+
+def params(count: int, n: int = 1) -> list[SamplingParams]:
+    return [SamplingParams(n=n, seed=seed, max_tokens=NEW, ignore_eos=True, temperature=0.7) for seed in range(count)]
+
+
+def uncached(model: torch.nn.Module, prompts: list[list[int]], wanted: list[SamplingParams]) -> list[RequestOutput]:
+    outputs, stats = run(model, prompts, wanted, enable_prefix_caching=False, max_model_len=MAX_LEN)
+    assert stats["prefill_tokens_skipped"] == 0
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((name, torch.float32) for name in HYBRIDS), *((n, torch.bfloat16) for n in HYBRIDS[:3])]
+)
+def test_cold_warm_and_next_turn(family: str, dtype: torch.dtype) -> None:
+    model = bound_model(family, dtype)
+    wanted = params(len(PROMPTS))
+    whole = uncached(model, PROMPTS, wanted)
+    assert_matches_trainer(model, whole, wanted)
+    with RolloutWorker(model, config=RolloutConfig(max_model_len=MAX_LEN, max_num_batched_tokens=70)) as worker:
+        assert_same_samples(worker.generate(PROMPTS, wanted), whole)
+        warm = worker.generate(PROMPTS, wanted)
+        assert_same_samples(warm, whole)
+        assert [out.num_cached_tokens for out in warm] == [0, 0, 0, 0, 0, 0, 64, 128, 64]
+        turns = [[*out.prompt_token_ids, *out.samples[0].token_ids, 7, 8] for out in whole]
+        outputs = worker.generate(turns, wanted)
+        assert_same_samples(outputs, uncached(model, turns, wanted))
+        assert [out.num_cached_tokens for out in outputs[-2:]] == [128, 128], "decode reached the end of a block"
+        stats = worker.stats()
+    assert stats["state_restores"] >= 6
+    assert 0 < stats["states_used"] <= stats["states_total"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seats", [12, 2])
+def test_a_group_forks_the_state_of_its_prompt(dtype: torch.dtype, seats: int) -> None:
+    """Also when not all samples run at once; prompts on and off the grid."""
+    model = bound_model("NemotronH", dtype)
+    prompts, wanted = [STEM[:100], STEM[:64], OTHER[:3]], params(3, n=4)
+    outputs, stats = run(model, prompts, wanted, max_model_len=MAX_LEN, max_num_seqs=seats)
+    assert_same_samples(outputs, uncached(model, prompts, wanted))
+    assert_matches_trainer(model, outputs, wanted)
+    assert stats["state_forks"] >= (9 if seats == 12 else 1)
+    if seats == 12:
+        assert stats["prefill_tokens_computed"] == 100 + 64 + 3
+
+
+@pytest.mark.parametrize("length", [100, 127, 128])
+def test_requests_that_arrive_together_share_down_to_the_grid(length: int) -> None:
+    """The first computes what they share and takes a checkpoint where the others leave it."""
+    model = bound_model("Bamba")
+    prompts = [[*STEM[:length], *OTHER[10 * index : 10 * index + 9]] for index in range(6)]
+    wanted = params(6)
+    outputs, _ = run(model, prompts, wanted, max_model_len=MAX_LEN)
+    grid = length // 64 * 64
+    assert [out.num_cached_tokens for out in outputs] == [0, *[grid] * 5]
+    assert_same_samples(outputs, uncached(model, prompts, wanted))
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1, 3])
+def test_states_or_blocks_are_evicted(checkpoints: int) -> None:
+    """Few states with all blocks, and few blocks; a hit without a state is counted by its cause."""
+    model = bound_model("FalconH1")
+    prompts, wanted = [STEM[:130], OTHER[:130], STEM[50:180], OTHER[50:180]], params(4)
+    whole = uncached(model, prompts, wanted)
+    for num_blocks in (100, 4):
+        config = RolloutConfig(
+            max_model_len=250, num_blocks=num_blocks, state_cache_gb=budget(model, checkpoints), max_num_seqs=3
+        )
+        with RolloutWorker(model, config=config) as worker:
+            for _ in range(3):
+                assert_same_samples(worker.generate(prompts, wanted), whole)
+            stats = worker.stats()
+        assert stats["states_used"] <= checkpoints
+        if num_blocks == 100:
+            missed = stats["state_misses_evicted"], stats["state_misses_no_checkpoint"]
+            assert missed[0] > 0 if checkpoints else missed[1] > 0
+            assert stats["state_tokens_replayed"] > 0
+        else:
+            assert stats["preemptions"] + stats["prefix_evictions"] > 0
+
+
+def test_weights_there_and_back() -> None:
+    model = bind(make_model("NemotronH", torch.float32))
+    wanted = params(len(PROMPTS))
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with RolloutWorker(model, config=RolloutConfig(max_model_len=MAX_LEN)) as worker:
+        whole = worker.generate(PROMPTS, wanted)
+        worker.load_state_dict({name: tensor * 0.5 for name, tensor in first.items()})
+        assert worker.stats()["states_used"] == 0
+        between = worker.generate(PROMPTS, wanted)
+        assert_matches_trainer(model, between, wanted)
+        worker.sleep("kv_cache")
+        worker.wake_up()
+        worker.load_state_dict(first)
+        assert_same_samples(worker.generate(PROMPTS, wanted), whole)
+    assert_matches_trainer(model, whole, wanted)
+
+
+@pytest.mark.parametrize("chunk", [16, 128])
+def test_other_chunks(chunk: int) -> None:
+    model = bound_model("NemotronH", torch.float32, ssm_chunk=chunk)
+    wanted = params(len(PROMPTS))
+    with RolloutWorker(model, config=RolloutConfig(max_model_len=MAX_LEN)) as worker:
+        assert worker.config.block_size == chunk
+        whole = worker.generate(PROMPTS, wanted)
+        assert_same_samples(worker.generate(PROMPTS, wanted), whole)
+    assert_matches_trainer(model, whole, wanted)
+
+
+def test_misuse_is_named() -> None:
+    with pytest.raises(ValueError, match=r"multiple of the model's SSM chunk \(64\), got 16"):
+        RolloutWorker(bound_model("Bamba"), config=RolloutConfig(block_size=16))
+    with pytest.raises(ValueError, match=r"does not hold one state of \d+ bytes"):
+        RolloutWorker(bound_model("Bamba"), config=RolloutConfig(state_cache_gb=1e-9))
+    with pytest.raises(ValueError, match="no Mamba layers"):
+        RolloutWorker(bound_model("Qwen3"), config=RolloutConfig(state_cache_gb=1.0))
