@@ -66,12 +66,16 @@ def activated(activation: str, x: torch.Tensor) -> torch.Tensor:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` itself if its last axis is contiguous and the others are evenly strided, else a copy."""
+    if x.is_contiguous():
+        return x
     uniform = x.dim() < 3 or all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
     return x if x.stride(-1) == 1 and uniform else x.contiguous()
 
 
 def _flat(x: torch.Tensor) -> Any:
     """The storage of evenly strided rows, from the first element on, as a flat array."""
+    if x.is_contiguous():
+        return array(x).reshape(-1)
     width = x.shape[-1]
     rows = x.numel() // width
     stride = _row_stride(x)
@@ -83,10 +87,10 @@ def _row_stride(x: torch.Tensor) -> int:
 
 
 def _forward(kernels: cpu.GatedKernels, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(gate.shape, dtype=gate.dtype)
-    width = gate.shape[-1]
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    width, size = gate.shape[-1], gate.numel()
     kernels.forward(
-        gate.numel(), _flat(gate), _flat(up), gate.numel() // width, width, _row_stride(gate),
+        size, _flat(gate), _flat(up), size // width, width, _row_stride(gate),
         _row_stride(up), array(out).reshape(-1),
     )  # fmt: skip
     return out

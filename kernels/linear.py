@@ -29,9 +29,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Returns:
         ``[..., N]`` in the same dtype.
     """
+    missing = -(x.numel() // x.shape[-1]) % ROW_TILE
+    if missing == 0 and x.dim() <= 3:
+        return F.linear(x.contiguous(), weight, bias)  # torch folds these into the same matrix product
     rows = x.reshape(-1, x.shape[-1])
-    missing = padded_rows(rows.shape[0]) - rows.shape[0]
-    if missing == 0:
-        return F.linear(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
     padded = F.linear(F.pad(rows, (0, 0, 0, missing)), weight, bias)
     return padded[: rows.shape[0]].view(*x.shape[:-1], weight.shape[0])

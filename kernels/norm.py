@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -110,15 +111,15 @@ class _GatedRMSNorm(torch.autograd.Function):
 
 def _rms_norm_forward(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, npt.NDArray[np.float32]]:
     x = x.contiguous()
     width = x.shape[-1]
     rows = x.numel() // width
     out = torch.empty_like(x)
-    inverse = torch.empty(rows, dtype=torch.float32)
+    inverse = np.empty(rows, np.float32)
     cpu.rms_norm(
         x.numel(), array(x).reshape(-1), array(weight), np.float32(offset), np.float32(eps), rows, width,
-        array(out).reshape(-1), inverse.numpy(),
+        array(out).reshape(-1), inverse,
     )  # fmt: skip
     return out, inverse
 
@@ -143,7 +144,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         out, inverse = _rms_norm_forward(x, weight, eps, offset)
-        ctx.save_for_backward(x, weight, inverse)
+        ctx.save_for_backward(x, weight, torch.from_numpy(inverse))
         ctx.offset = offset
         return out
 
