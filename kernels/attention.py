@@ -16,7 +16,9 @@ from torch.autograd.function import once_differentiable
 from .context import ForwardContext
 from .cpu import attention as cpu
 from .cpu import attention_backward as cpu_backward
+from .cpu import pages as cpu_pages
 from .cpu.jit import array
+from .rope import RotaryTables, rotate
 
 _SCATTER = 8
 """Writing a key touches a cache line for each element: it weighs more than its number of elements."""
@@ -60,10 +62,7 @@ def attention(
         ValueError: rows that are not the context's.
         TypeError: pages of another dtype.
     """
-    if not q.shape[0] == k.shape[0] == v.shape[0] == len(context.positions):
-        raise ValueError(
-            f"q, k and v have {q.shape[0]}, {k.shape[0]} and {v.shape[0]} rows, the context {len(context.positions)}"
-        )
+    _check_rows(q, k, v, context)
     if context.pages is not None:
         pages = context.pages[options.layer]
         _write(k, v, pages, context)
@@ -74,6 +73,29 @@ def attention(
     return _attend(q, _pages_of_call(k, v, context), context, options, keep_lse=False)[0]
 
 
+def attention_of_rotated(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: RotaryTables, options: AttentionOptions
+) -> torch.Tensor:
+    """`attention` of rotated queries and keys; in a rollout `rotate` happens on their way to the pages, same bits.
+
+    Arguments, result and errors are those of `attention`; ``tables``: the angles and the layout of the T rows.
+    """
+    context = tables.context
+    if context.pages is None:
+        return attention(rotate(q, tables), rotate(k, tables), v, context, options)
+    pages = context.pages[options.layer]
+    _check_rows(q, k, v, context)
+    _check_dtypes(k, v, pages)
+    q = q.contiguous()
+    rotated = torch.empty_like(q)
+    blocks, offsets = context.slots
+    cpu_pages.rotate_and_write(
+        q.numel() + _SCATTER * k.numel(), array(q), array(k.contiguous()), array(v.contiguous()), tables.cos.numpy(),
+        tables.sin.numpy(), blocks, offsets, context.block_size, array(pages).reshape(-1), array(rotated),
+    )  # fmt: skip
+    return _attend(rotated, pages, context, options, keep_lse=False)[0]
+
+
 def _pages_of_call(k: torch.Tensor, v: torch.Tensor, context: ForwardContext) -> torch.Tensor:
     _, kv_heads, head_dim = k.shape
     pages = torch.empty(context.num_blocks, kv_heads, 2, head_dim * context.block_size, dtype=k.dtype)
@@ -81,14 +103,25 @@ def _pages_of_call(k: torch.Tensor, v: torch.Tensor, context: ForwardContext) ->
     return pages
 
 
-def _write(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
+def _check_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext) -> None:
+    if not q.shape[0] == k.shape[0] == v.shape[0] == len(context.positions):
+        raise ValueError(
+            f"q, k and v have {q.shape[0]}, {k.shape[0]} and {v.shape[0]} rows, the context {len(context.positions)}"
+        )
+
+
+def _check_dtypes(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor) -> None:
     if not k.dtype == v.dtype == pages.dtype:
         raise TypeError(
             f"keys are {k.dtype} and values {v.dtype}, but the KV pages are {pages.dtype}: "
             "the model changed its dtype after the rollout worker was built"
         )
+
+
+def _write(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
+    _check_dtypes(k, v, pages)
     blocks, offsets = context.slots
-    cpu.write_pages(
+    cpu_pages.write_pages(
         _SCATTER * k.numel(), array(k.contiguous()), array(v.contiguous()), blocks, offsets, context.block_size,
         array(pages).reshape(-1),
     )  # fmt: skip

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from .activation import activated, gated
-from .attention import AttentionOptions, attention
+from .attention import AttentionOptions, attention, attention_of_rotated
 from .context import ForwardContext, LayoutMask, installed_context, layout_of, training_context, use_context
 from .linear import linear
 from .norm import layer_norm, rms_norm
-from .rope import RotaryTables, rotary_tables, rotate
+from .rope import RotaryTables, rotary_tables
 
 
 @dataclass(frozen=True)
@@ -215,11 +215,9 @@ def attention_forward(
     q, k, v = _queries_keys_values(self, facts, hidden_states)
     k = k if facts.key_multiplier == 1.0 else k * facts.key_multiplier
     if isinstance(position_embeddings, RotaryTables):
-        context = position_embeddings.context
-        q, k = rotate(q, position_embeddings), rotate(k, position_embeddings)
+        out = attention_of_rotated(q, k, v, position_embeddings, facts.options)
     else:
-        context = layout_of(attention_mask)
-    out = attention(q, k, v, context, facts.options)
+        out = attention(q, k, v, layout_of(attention_mask), facts.options)
     projected: torch.Tensor = self.o_proj(out.view(*hidden_states.shape[:-1], -1))
     return projected, None
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from .jit import RowKernel, parallel_kernel
+from .jit import parallel_kernel
 from .numeric import LANES, exp, fma, narrow, tanh, widen
 from .simd import multiply, multiply_add
 
@@ -284,19 +284,3 @@ def _values_of(
                 acc[(r + i) * head_dim + d] = total
             d += 1
         j += count
-
-
-def _write(k: Any, v: Any, block_of_row: Any, offset_of_row: Any, block_size: int, pages: Any) -> None:
-    kv_heads = k.shape[1]
-    head_dim = k.shape[2]
-    for row in prange(k.shape[0]):
-        for head in range(kv_heads):
-            keys = (block_of_row[row] * kv_heads + head) * 2 * head_dim * block_size + offset_of_row[row]
-            for d in range(head_dim):
-                pages[keys + d * block_size] = k[row, head, d]
-            values = ((block_of_row[row] * kv_heads + head) * 2 + 1) * head_dim * block_size
-            for d in range(head_dim):
-                pages[values + offset_of_row[row] * head_dim + d] = v[row, head, d]
-
-
-write_pages = RowKernel(_write)

@@ -1,16 +1,17 @@
 """Paged attention: near the oracle, the same bits by any route through the pages, gradients."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
 from samebit.kernels import reference
-from samebit.kernels.attention import AttentionOptions, attention
+from samebit.kernels.attention import AttentionOptions, attention, attention_of_rotated
 from samebit.kernels.context import ForwardContext, training_context
 from samebit.kernels.pages import KVLayout
+from samebit.kernels.rope import rotary_tables, rotate
 
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads
 
@@ -176,3 +177,20 @@ def test_gradients_are_near_the_oracle_and_equal_for_any_thread_count(shape: Sha
         assert_near(grad, x.grad, 8)
     for others in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotated", [3, 16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rotating_on_the_way_to_the_pages_changes_no_bit(shape: Shape, rotated: int, dtype: torch.dtype) -> None:
+    q, k, v = tensors(shape, dtype)
+    context = packed_context()
+    layout = KVLayout(1, shape.kv_heads, shape.head_dim)
+    apart, together = (layout.allocate(context.num_blocks, context.block_size, dtype)[0] for _ in range(2))
+    tables = rotary_tables(10000.0 ** (-torch.arange(rotated) / rotated), 1.25, replace(context, pages=(together,)))
+    expected = attention(rotate(q, tables), rotate(k, tables), v, replace(context, pages=(apart,)), shape.options)
+    for number in THREADS:
+        with threads(number):
+            together.zero_()
+            assert torch.equal(attention_of_rotated(q, k, v, tables, shape.options), expected)
+            assert torch.equal(together, apart)

@@ -140,6 +140,23 @@ def test_an_inexact_activation_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("width", [100, 129])
+def test_linear_bits_do_not_depend_on_the_shape_of_the_rows(width: int, biased: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, bias = (torch.randn(*shape).to(dtype) for shape in ((77, width), (77,)))
+    rows = torch.randn(48, 2 * width).to(dtype)[:, :width]
+    strided = rows.view(2, 24, width).transpose(0, 1)
+    for number in THREADS:
+        with threads(number):
+            expected = linear(rows, weight, bias if biased else None)
+            for x in (rows.contiguous(), rows[None], rows.view(3, 16, width), rows.view(2, 3, 8, width)):
+                assert torch.equal(linear(x, weight, bias if biased else None).reshape(48, 77), expected)
+            back = linear(strided, weight, bias if biased else None).transpose(0, 1)
+            assert torch.equal(back.reshape(48, 77), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "rotated"), [(32, 16), (50, 6), (80, 40), (128, 64)])
 def test_rotary(head_dim: int, rotated: int, dtype: torch.dtype) -> None:
     torch.manual_seed(head_dim)
