@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from samebit.kernels.linear import ROW_TILE
+from samebit.kernels.linear import ROW_TILE, linear
 
 MOST_ROWS = 320
 LARGE = 1 << 24
@@ -50,12 +50,12 @@ def _products(x: torch.Tensor, layer: nn.Linear, expected: torch.Tensor) -> Iter
     weight, bias = layer.weight, layer.bias
     step = ROW_TILE if weight.numel() < LARGE else 4 * ROW_TILE
     for count in sorted({ROW_TILE, 2 * ROW_TILE, 3 * ROW_TILE, *range(step, MOST_ROWS + 1, step)}):
-        yield F.linear(x[:count], weight, bias), expected[:count]
-    yield F.linear(x.flip(0), weight, bias).flip(0), expected
+        yield linear(x[:count], weight, bias), expected[:count]
+    yield linear(x.flip(0), weight, bias).flip(0), expected
     shifted = _misaligned(weight)
     for count in (ROW_TILE, 5 * ROW_TILE):
-        yield F.linear(_misaligned(x[:count]), weight, bias), expected[:count]
-        yield F.linear(x[:count], shifted, bias), expected[:count]
+        yield linear(_misaligned(x[:count]), weight, bias), expected[:count]
+        yield linear(x[:count], shifted, bias), expected[:count]
 
 
 def _misaligned(tensor: torch.Tensor) -> torch.Tensor:

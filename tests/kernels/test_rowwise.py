@@ -177,3 +177,14 @@ def test_rotary(head_dim: int, rotated: int, dtype: torch.dtype) -> None:
             with threads(number):
                 part = rotate(x[first : first + count], rotary_tables(frequencies, 1.25, layout))
             assert torch.equal(part, out[first : first + count])
+
+
+@pytest.mark.parametrize("width", [100, 129, 200])
+@pytest.mark.parametrize("outputs", [1, 4, 8, 15])
+def test_narrow_linear_bits_do_not_depend_on_the_address_of_the_rows(width: int, outputs: int) -> None:
+    x, weight = torch.randn(48, width), torch.randn(outputs, width)
+    shifted = torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+    expected = linear(x, weight)
+    assert torch.equal(linear(shifted, weight), expected)
+    assert torch.equal(linear(shifted[:16], weight), expected[:16])
+    assert torch.equal(linear(x[1:33], weight), expected[1:33]), "rows that begin inside of a tensor"
