@@ -2,12 +2,14 @@
 #   make install TORCH_INDEX=<index url>   take torch from another index (its CPU or another CUDA build)
 #   make grpo SEEDS=3                                               seeds 0 to 2 in one figure
 #   make grpo ARGS="--steps 10"                                     any option of recipes/grpo.py
+#   make grpo MODEL=hybrid                                          a model with Mamba layers, into runs/grpo-hybrid
 #   make soak COUNT=2000                                            long hypothesis campaigns
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 SEEDS ?= 1
+MODEL ?= dense
 COUNT ?= 500
 ARGS ?=
 
@@ -32,7 +34,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	touch $(STAMP)
 
 grpo: install
-	$(BIN)/python recipes/grpo.py --seeds $(SEEDS) $(ARGS)
+	$(BIN)/python recipes/grpo.py --seeds $(SEEDS) \
+		$(if $(filter-out dense,$(MODEL)),--architecture $(MODEL) --out runs/grpo-$(MODEL)) $(ARGS)
 
 test: install
 	$(BIN)/pytest $(ARGS)

@@ -95,7 +95,7 @@ def _warm_up(settings: Settings, seed: int, folder: Path) -> tuple[Row, ProblemS
     used = warmup.problems_needed(settings)
     sets = chain_sum.problem_sets(seed, used + settings.steps * settings.prompts, settings.held_out)
     tokenizer = tiny_model.build_tokenizer()
-    model = bind(tiny_model.build_model(tokenizer, seed))
+    model = bind(tiny_model.build_model(tokenizer, seed, settings.architecture))
     started = perf_counter()
     result = warmup.warm_up(model, tokenizer, sets.training[:used], settings, seed)
     seconds = perf_counter() - started

@@ -20,6 +20,7 @@ class Settings:
 
     model: Path | None = option(None, "local Hugging Face folder (model and tokenizer); skips the warm-up", type=Path)
     data: Path | None = option(None, "prompts: .parquet or .jsonl with the columns `prompt` and `answer`", type=Path)
+    architecture: str = option("dense", "shape of the built-in model", choices=("dense", "hybrid"))
     prompt_style: str = option("expression", "how chain_sum asks", choices=("expression", "question"))
     out: Path = option(Path("runs/grpo"), "where metrics, figure, TensorBoard events and models go", type=Path)
     seeds: int = option(1, "run the seeds 0 .. SEEDS-1, one after the other")
@@ -47,6 +48,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.data is not None and self.model is None:
             raise ValueError("--data needs --model: the built-in model's tokenizer knows arithmetic only")
+        if self.model is not None and self.architecture != "dense":
+            raise ValueError("--architecture is for the built-in model: --model brings its own")
         for name in ("seeds", "steps", "prompts", "max_tokens", "held_out", "eval_every", "warmup_cap"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")

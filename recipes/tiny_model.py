@@ -1,4 +1,4 @@
-"""The built-in policy: a character tokenizer and a Qwen3 of 0.6 M parameters, as Hugging Face folders."""
+"""The built-in policy: a character tokenizer and a Qwen3 of 0.6 M parameters, or a hybrid, as Hugging Face folders."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -20,6 +22,14 @@ from transformers import (
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = "0123456789+-=;[]"
+
+_MAMBA = {
+    "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -34,28 +44,30 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, **sizes: int) -> Qwen3ForCausalLM:
-    """A randomly initialised Qwen3 in float32; `sizes` replaces entries of its configuration."""
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, architecture: str = "dense", **sizes: int
+) -> PreTrainedModel:
+    """A randomly initialised model in float32; `sizes` replaces entries of its configuration.
+
+    "dense": a Qwen3. "hybrid": a Nemotron-H, two Mamba2 layers around an attention layer.
+    """
     torch.manual_seed(seed)
     shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
         "hidden_size": 128,
         "intermediate_size": 384,
-        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 256,
+        "initializer_range": 0.05,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
     }
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **{**shape, **sizes},
-    )
-    return Qwen3ForCausalLM(config)
+    if architecture == "hybrid":
+        return NemotronHForCausalLM(NemotronHConfig(**{**shape, **_MAMBA, **sizes}))
+    return Qwen3ForCausalLM(Qwen3Config(**{**shape, "num_hidden_layers": 3, "tie_word_embeddings": True, **sizes}))
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -22,8 +22,6 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from samebit.rollout.cache.blocks import BlockPool
 from samebit.rollout.cache.chain import ChainHasher, TokenChain
 from samebit.rollout.cache.index import CachedBlock, PrefixIndex, Tokens
@@ -271,6 +269,10 @@ class CacheManager:
             self.index.sweep(SWEPT_PER_STEP)
             self.pool.sweep(SWEPT_PER_STEP)
 
+    def held_blocks(self) -> list[list[int]]:
+        """The blocks of each prompt that is held."""
+        return [tail.blocks for tail in self._tails]
+
     def owned_blocks(self, sequence: Sequence) -> list[int]:
         """A copy of the blocks of a running sequence, in order of position."""
         return list(self.tables.blocks(sequence.slot))
@@ -403,29 +405,3 @@ class CacheManager:
             for block in blocks:
                 if block in self.index.by_block and self.pool.refcount(block) == 0:
                     self._evict(block)
-
-    def check(self) -> None:
-        """Raise unless blocks, tables, slots, index and followers agree."""
-        self.pool.check()
-        owners = np.zeros(self.pool.num_blocks + 1, np.int64)
-        for blocks in [*self.tables.all_blocks(), *(tail.blocks for tail in self._tails)]:
-            if len(set(blocks)) != len(blocks):
-                raise AssertionError("a sequence lists a block twice")
-            owners[blocks] += 1
-        counts = [self.pool.refcount(block) for block in range(self.pool.num_blocks + 1)]
-        if counts != owners.tolist():
-            raise AssertionError("refcounts are not the numbers of owners")
-        self.tables.check()
-        if self.leaders is not None:
-            self.leaders.check()
-        if self.index is not None:
-            self._check_index(self.index)
-
-    def _check_index(self, index: PrefixIndex) -> None:
-        if {entry.digest: entry for entry in index.by_block.values()} != index.by_digest:
-            raise AssertionError("the two maps of the index differ")
-        if any(not entry.stands or entry.epoch != index.epoch for entry in index.by_digest.values()):
-            raise AssertionError("an entry that is gone or of an old epoch can be hit")
-        free = {block for block in index.by_block if self.pool.refcount(block) == 0}
-        if len(free) != self.pool.num_kept:
-            raise AssertionError(f"{self.pool.num_kept} free blocks are kept, {len(free)} can be hit")

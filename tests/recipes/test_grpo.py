@@ -108,3 +108,13 @@ def test_own_model_and_own_prompts(out: Path, tmp_path: Path) -> None:
     assert rows[0]["val/problems"] == 2
     assert all(row["training/tokens_differing"] == 0 for row in rows[1:])
     assert not (tmp_path / "run" / "seed0" / "warm").exists()
+
+
+def test_a_hybrid_policy(tmp_path: Path) -> None:
+    """The same recipe on Mamba layers: zero difference at every step."""
+    rows = grpo.run(tiny(tmp_path, architecture="hybrid"))
+    steps = [row for row in rows if row["step"]]
+    assert len(steps) == STEPS
+    assert all(row["training/tokens_compared"] > 50 for row in steps)
+    assert {row["training/rollout_logprobs_diff_max"] for row in steps} == {0.0}
+    assert "nemotron_h" in (tmp_path / "seed0" / "policy" / "config.json").read_text()

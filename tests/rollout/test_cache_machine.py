@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from samebit.rollout.cache import CacheManager
+from samebit.rollout.cache.integrity import check_cache
 from samebit.rollout.request import Request, Sequence
 
 from .cache_model import CacheModel, ModelSequence, Name
@@ -210,7 +211,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         cache, model = self.cache, self.model
-        cache.check()
+        check_cache(cache)
         index = cache.index
         assert cache.pool.num_free == model.free
         assert index.by_digest.keys() == {self._digest(name) for name in model.named}

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from samebit.rollout.cache.integrity import check_cache
 from samebit.rollout.engine import Engine
 from samebit.rollout.request import Request, Sequence, SequenceStatus
 
@@ -141,7 +142,7 @@ def run_machine(
             if not hasattr(self, "engine"):
                 return
             cache, scheduler = self.engine.cache, self.engine.scheduler
-            cache.check()
+            check_cache(cache)
             running = set(scheduler.running)
             for request in self.added.values():
                 for sequence in request.sequences:
@@ -206,7 +207,7 @@ def run_machine(
                 self._check(request)
             assert self.engine.cache.pool.num_free == self.engine.cache.pool.num_blocks
             assert self.engine.scheduler.num_unfinished == 0
-            self.engine.cache.check()
+            check_cache(self.engine.cache)
 
         def _check(self, request: Request) -> None:
             for sequence in request.sequences:

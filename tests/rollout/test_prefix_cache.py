@@ -11,6 +11,7 @@ import torch
 
 from samebit.rollout.cache import CacheManager
 from samebit.rollout.cache.chain import ChainHasher, TokenChain
+from samebit.rollout.cache.integrity import check_cache
 from samebit.rollout.engine import Engine
 from samebit.rollout.request import Request, Sequence
 from samebit.rollout.sampling_params import SamplingParams
@@ -27,7 +28,7 @@ def run(engine: Engine, *requests: Request) -> None:
     for request in requests:
         engine.add(request)
     for _ in range(500):
-        engine.cache.check()
+        check_cache(engine.cache)
         if not engine.has_work:
             break
         engine.step()
@@ -114,7 +115,7 @@ def test_hits_on_free_blocks_take_capacity_and_a_refusal_changes_nothing(make_re
     assert list(cache.pool._kept) == order
     assert before[:2] == (cache.counters.queries, cache.index.evictions)
     assert np.array_equal(before[2], cache.tables.rows)
-    cache.check()
+    check_cache(cache)
 
 
 def test_its_own_hits_are_not_evicted_for_its_new_blocks(make_request: MakeRequest) -> None:
@@ -124,7 +125,7 @@ def test_its_own_hits_are_not_evicted_for_its_new_blocks(make_request: MakeReque
     wanted = tracked(cache, make_request("wanted", [*PROMPT[:8], *PROMPT[10:18]]))
     assert cache.admit(wanted)
     assert (wanted.num_computed, cache.index.evictions, len(set(cache.owned_blocks(wanted)))) == (8, 2, 4)
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_digest_that_agrees_with_other_tokens_is_no_hit_and_no_duplicate(
@@ -190,7 +191,7 @@ def test_a_second_copy_is_dropped_and_the_first_ones_entry_stays(
     assert (one[:2], len(engine.cache.index)) == (two[:2], 2)
     assert engine.cache.pool.num_free == 64 - 4
     engine.abort(["a"])
-    engine.cache.check()
+    check_cache(engine.cache)
     assert len(engine.cache.index) == 2
     run(engine)
     assert output(second) == oracle(PROMPT[:9], 0, 5)
@@ -212,7 +213,7 @@ def test_a_copy_that_others_read_is_kept(make_request: MakeRequest) -> None:
     cache.publish(leader)
     assert cache.owned_blocks(leader)[:2] == own, "the other sample is going to copy this block"
     assert not cache.may_publish(leader)
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_pass_that_fails_publishes_nothing(make_engine: Make, make_request: MakeRequest) -> None:
@@ -361,7 +362,7 @@ def test_cleared_entries_are_freed_as_fast_as_new_ones_come(make_request: MakeRe
     for _ in range(800):
         cache.sweep()
     assert cache.index._garbage == []
-    cache.check()
+    check_cache(cache)
 
 
 def test_later_steps_free_what_was_cleared(make_engine: Make, make_request: MakeRequest) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from samebit.rollout.cache import CacheManager
+from samebit.rollout.cache.integrity import check_cache
 from samebit.rollout.engine import Engine
 from samebit.rollout.errors import NonFiniteLogitsError
 from samebit.rollout.request import Request
@@ -25,7 +26,7 @@ def finish(engine: Engine) -> list[Request]:
     """Step until nothing is left to do."""
     done: list[Request] = []
     for _ in range(500):
-        engine.cache.check()
+        check_cache(engine.cache)
         if not engine.has_work:
             break
         done += engine.step()
@@ -109,7 +110,7 @@ def test_an_aborted_leader_hands_over(
     for _ in range(chunks):
         engine.step()
     engine.abort(["a"])
-    engine.cache.check()
+    check_cache(engine.cache)
     engine.step()
     assert engine.runner.plans[-1][0][:3] == ("b", 0, 8 * chunks), "it goes on behind what the leader had published"
     assert [item[0] for item in engine.runner.plans[-1]] == ["b"], "c follows b now"
@@ -137,7 +138,7 @@ def test_a_follower_can_be_aborted(make_engine: Make, make_request: MakeRequest,
     engine.add(b)
     engine.step()
     assert engine.abort(["b"]) == [b]
-    engine.cache.check()
+    check_cache(engine.cache)
     assert finish(engine) == [a]
     assert_right(oracle, a)
 
@@ -210,7 +211,7 @@ def test_a_group_computes_its_prompt_once(
     while engine.has_work:
         engine.step()
         rows.append(len(engine.runner.plans[-1]))
-        engine.cache.check()
+        check_cache(engine.cache)
     assert engine.counters.prefill_tokens_computed == length
     assert engine.counters.decode_tokens_computed == 5 * 6
     assert rows[0] == 1, "one row of prompt logits"
@@ -291,12 +292,12 @@ def test_a_match_made_before_an_eviction_is_not_used_after_it(make_request: Make
     blocks = cache.owned_blocks(first)
     cache.release(first)
     assert not cache.admit(other), "two of six blocks are held for the second sample"
-    cache.check()
+    check_cache(cache)
     assert cache.admit(waiting)
     assert cache.owned_blocks(waiting)[:2] == blocks
     cache.forget(second)
     cache.release(waiting)
-    cache.check()
+    check_cache(cache)
     assert cache.pool.num_free == 6
 
 
@@ -380,6 +381,6 @@ def test_aborting_a_group_whose_prompt_is_held_frees_it(make_engine: Make, make_
     for _ in range(4):
         engine.step()
     engine.abort(["a"])
-    engine.cache.check()
+    check_cache(engine.cache)
     assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
     assert engine.scheduler.num_unfinished == 0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from samebit.rollout.cache.integrity import check_cache
 from samebit.rollout.engine import Engine
 from samebit.rollout.request import Request
 
@@ -67,7 +68,7 @@ def test_the_last_admitted_is_preempted_and_goes_to_the_head_of_the_queue(
         assert request.sequences[0].output_ids.tolist() == oracle([index] * 7, 0, 10)
     assert "preempted" in [event.name for event in requests["b"].events]
     assert "preempted" not in [event.name for event in requests["a"].events]
-    engine.cache.check()
+    check_cache(engine.cache)
     assert engine.cache.pool.num_free == 6
 
 
@@ -100,7 +101,7 @@ def test_aborting_waiting_and_running_requests_frees_what_they_own(
     assert [request.sequences[0].finish_reason for request in aborted] == ["abort", "abort"]
     assert len(aborted[0].sequences[0].output_ids) == 1
     assert len(aborted[1].sequences[0].output_ids) == 0
-    engine.cache.check()
+    check_cache(engine.cache)
     done: list[str] = []
     while engine.has_work:
         done += [request.request_id for request in engine.step()]

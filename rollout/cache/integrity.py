@@ -1,0 +1,42 @@
+"""Do the parts of the cache agree? For tests: it costs as much as the pool is large."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from samebit.rollout.cache.index import PrefixIndex
+from samebit.rollout.cache.manager import CacheManager
+
+
+def check_cache(cache: CacheManager) -> None:
+    """Raise `AssertionError` unless blocks, tables, slots, index, checkpoints and followers agree."""
+    cache.pool.check()
+    cache.tables.check()
+    _check_owners(cache)
+    if cache.leaders is not None:
+        cache.leaders.check()
+    if cache.index is not None:
+        _check_index(cache, cache.index)
+    if cache.states is not None:
+        cache.states.check()
+
+
+def _check_owners(cache: CacheManager) -> None:
+    owners = np.zeros(cache.pool.num_blocks + 1, np.int64)
+    for blocks in [*cache.tables.all_blocks(), *cache.held_blocks()]:
+        if len(set(blocks)) != len(blocks):
+            raise AssertionError("a sequence lists a block twice")
+        owners[blocks] += 1
+    counts = [cache.pool.refcount(block) for block in range(cache.pool.num_blocks + 1)]
+    if counts != owners.tolist():
+        raise AssertionError("refcounts are not the numbers of owners")
+
+
+def _check_index(cache: CacheManager, index: PrefixIndex) -> None:
+    if {entry.digest: entry for entry in index.by_block.values()} != index.by_digest:
+        raise AssertionError("the two maps of the index differ")
+    if any(not entry.stands or entry.epoch != index.epoch for entry in index.by_digest.values()):
+        raise AssertionError("an entry that is gone or of an old epoch can be hit")
+    free = {block for block in index.by_block if cache.pool.refcount(block) == 0}
+    if len(free) != cache.pool.num_kept:
+        raise AssertionError(f"{cache.pool.num_kept} free blocks are kept, {len(free)} can be hit")
