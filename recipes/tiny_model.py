@@ -66,8 +66,10 @@ def build_model(
         "eos_token_id": tokenizer.eos_token_id,
     }
     if architecture == "hybrid":
-        return NemotronHForCausalLM(NemotronHConfig(**{**shape, **_MAMBA, **sizes}))
-    return Qwen3ForCausalLM(Qwen3Config(**{**shape, "num_hidden_layers": 3, "tie_word_embeddings": True, **sizes}))
+        hybrid: dict[str, Any] = {**shape, **_MAMBA, **sizes}
+        return NemotronHForCausalLM(NemotronHConfig(**hybrid))
+    dense: dict[str, Any] = {**shape, "num_hidden_layers": 3, "tie_word_embeddings": True, **sizes}
+    return Qwen3ForCausalLM(Qwen3Config(**dense))
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -57,7 +57,7 @@ class CacheCheck:
             turns = [
                 [*prompt, *out.samples[0].token_ids, *self._tokens(3)] for prompt, out in zip(first, cold, strict=True)
             ]
-            yield "second turn, on blocks that decode filled", self._hits(worker, turns), self._without(turns)
+            yield "second turn, blocks from decode", self._hits(worker, turns), self._without(turns)
 
     def _arriving_together(self) -> Iterator[Run]:
         stem = self._tokens(self._length - 4)
