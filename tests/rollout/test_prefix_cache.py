@@ -485,3 +485,23 @@ def test_switched_off_the_numbers_are_there_and_zero(make_worker: MakeWorker) ->
     stats = worker.stats()
     assert {stats[name] for name in stats if name.startswith("prefix_")} == {0}
     assert stats["leader_waits"] == stats["blocks_cached"] == stats["prefill_tokens_skipped"] == 0
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_what_a_preempted_request_finds_again_is_no_hit_of_its_prompt(
+    make_engine: Callable[..., Engine], make_request: MakeRequest, warm: bool
+) -> None:
+    """`num_cached_tokens` is what its first admission skipped."""
+    engine = make_engine()
+    if warm:
+        engine.add(make_request("before", PROMPT[:9], max_tokens=1))
+        engine.step()
+    request = make_request("a", PROMPT[:14], max_tokens=6)
+    engine.add(request)
+    engine.step()
+    engine.preempt_all()
+    skipped = engine.cache.counters.tokens_skipped
+    while engine.has_work:
+        engine.step()
+    assert engine.cache.counters.tokens_skipped > skipped, "it resumed on its own blocks"
+    assert request.sequences[0].num_cached_tokens == (8 if warm else 0)

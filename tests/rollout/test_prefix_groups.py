@@ -155,7 +155,6 @@ def test_followers_go_on_when_weights_change_under_their_leader(
     if recompute:
         engine.preempt_all()
     engine.weights_changed(1)
-    assert b.sequences[0] in engine.scheduler.waiting, "nobody will publish what it waited for"
     finish(engine)
     assert_right(oracle, a, b)
     assert [len(s.kv_spans) for s in a.sequences] == ([1, 1] if recompute else [2, 1])
