@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from samebit.rollout.cache.blocks import BlockPool
 from samebit.rollout.cache.chain import ChainHasher, TokenChain
+from samebit.rollout.cache.counters import CacheCounters
 from samebit.rollout.cache.index import CachedBlock, PrefixIndex, Tokens
 from samebit.rollout.cache.leaders import Leaders
 from samebit.rollout.cache.prefix_state import NEVER, PrefixState, PromptTail
@@ -38,20 +38,6 @@ SWEPT_PER_STEP = 64
 
 SWEPT_PER_BLOCK = 3
 """And those that a published block frees: as many as it may leave itself, so that they do not pile up."""
-
-
-@dataclass
-class CacheCounters:
-    """Totals since the cache was built, of admissions that succeeded.
-
-    queries: sequences that looked their tokens up. hits: those that skipped some. tokens_skipped: how
-    many. lost_to_eviction: queries that stopped at a block which had been there and was evicted.
-    """
-
-    queries: int = 0
-    hits: int = 0
-    tokens_skipped: int = 0
-    lost_to_eviction: int = 0
 
 
 class CacheManager:

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from samebit.rollout.cache.counters import StateCounters
 from samebit.rollout.cache.index import CachedBlock
 
 if TYPE_CHECKING:
@@ -32,21 +33,6 @@ class StateMoves:
     saves: list[tuple[int, int]] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)
     forks: list[tuple[int, int]] = field(default_factory=list)
-
-
-@dataclass
-class StateCounters:
-    """Totals. replayed_tokens: computed again behind a checkpoint although their KV was there.
-
-    misses: admissions whose KV match had no checkpoint at its end, because there never was one, or because
-    it was evicted.
-    """
-
-    restores: int = 0
-    forks: int = 0
-    replayed_tokens: int = 0
-    misses_no_checkpoint: int = 0
-    misses_evicted: int = 0
 
 
 class StateCache:

@@ -1,0 +1,34 @@
+"""What the cache counts. Totals only grow, and add up across workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class CacheCounters:
+    """Totals since the cache was built, of admissions that succeeded.
+
+    queries: sequences that looked their tokens up. hits: those that skipped some. tokens_skipped: how
+    many. lost_to_eviction: queries that stopped at a block which had been there and was evicted.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    tokens_skipped: int = 0
+    lost_to_eviction: int = 0
+
+
+@dataclass
+class StateCounters:
+    """Totals. replayed_tokens: computed again behind a checkpoint although their KV was there.
+
+    misses: admissions whose KV match had no checkpoint at its end, because there never was one, or because
+    it was evicted.
+    """
+
+    restores: int = 0
+    forks: int = 0
+    replayed_tokens: int = 0
+    misses_no_checkpoint: int = 0
+    misses_evicted: int = 0
