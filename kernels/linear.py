@@ -1,19 +1,33 @@
-"""Row-invariant linear layer.
+"""Row-invariant linear layer, with autograd.
 
 Contract: ``linear(x, w, b)[i]`` depends on ``x[i]`` alone, not on how many rows are multiplied with it nor
-on the number of threads. torch's GEMMs keep that promise only while every thread has at least four rows, so
-the rows are padded with zeros to a multiple of `ROW_TILE`. Measured, not proved: ``samebit check`` repeats
-the measurement with the shapes of your model on your machine. Gradients are torch's own.
+on the number of threads. In float32 the order of the sum is written out (`cpu.gemm`). Other dtypes are torch's, whose
+GEMMs keep that promise only while every thread has at least four rows, so the rows are padded with zeros to a multiple
+of `ROW_TILE`; measured, not proved: ``samebit check`` repeats the measurement with the shapes of your model on your
+machine. Gradients are torch's own.
 """
 
+from typing import Any
+
 import torch
+from numba import get_num_threads
 from torch.nn import functional as F
 
+from .cpu import gemm
+
 ROW_TILE = 16
-"""Rows of a GEMM are padded to a multiple of this."""
+"""Rows of torch's GEMMs are padded to a multiple of this."""
 
 FEWEST_OUTPUTS = 16
-"""With fewer outputs a row's bits depend on its address, and so on its place among the rows: zeros are added."""
+"""With fewer outputs a row's bits in torch's GEMMs depend on its address, so on its place: zeros are added."""
+
+_PRODUCTS_AN_ELEMENT = 16
+"""Products that take the time of one element of a row-wise kernel."""
+
+
+def row_tile(dtype: torch.dtype) -> int:
+    """Rows that a GEMM of this dtype is padded to a multiple of."""
+    return 1 if dtype == torch.float32 else ROW_TILE
 
 
 def padded_rows(rows: int, tile: int = ROW_TILE) -> int:
@@ -32,8 +46,59 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Returns:
         ``[..., N]`` in the same dtype.
     """
-    if weight.shape[0] < FEWEST_OUTPUTS:
-        return _narrow(x, weight, bias)
+    if not x.dtype == weight.dtype == torch.float32:
+        return _padded(x, weight, bias) if weight.shape[0] >= FEWEST_OUTPUTS else _narrow(x, weight, bias)
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        product: torch.Tensor = _Linear.apply(x, weight, bias)
+        return product
+    return _multiplied(x, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _multiplied(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (
+            grad @ weight if of_x else None,
+            rows.T @ x.reshape(-1, x.shape[-1]) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )
+
+
+def _multiplied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    outputs, inputs = weight.shape
+    if x.shape[-1] != inputs or (bias is not None and bias.shape != (outputs,)):
+        raise ValueError(
+            f"x is {list(x.shape)}, weight {list(weight.shape)}, bias {None if bias is None else list(bias.shape)}; "
+            "allowed: [..., K], [N, K] and [N] or None"
+        )
+    rows = _with_unit_stride(x if x.dim() == 2 else x.reshape(-1, inputs))
+    weight = _with_unit_stride(weight)
+    bias = None if bias is None else bias.contiguous()
+    count = rows.shape[0]
+    out = torch.empty(*x.shape[:-1], outputs)
+    gemm.multiply(
+        padded_rows(count) * outputs * inputs // _PRODUCTS_AN_ELEMENT, rows.data_ptr(), rows.stride(0),
+        weight.data_ptr(), weight.stride(0), 0 if bias is None else bias.data_ptr(), count, outputs, inputs,
+        out.data_ptr(), get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _with_unit_stride(rows: torch.Tensor) -> torch.Tensor:
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _padded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     missing = -(x.numel() // x.shape[-1]) % ROW_TILE
     if missing == 0 and x.dim() <= 3:
         return F.linear(x.contiguous(), weight, bias)  # torch folds these into the same matrix product

@@ -22,7 +22,7 @@ from torch import nn
 from samebit.kernels import logprobs_from_logits
 from samebit.kernels.binding import binding_of
 from samebit.kernels.context import ForwardContext, use_context
-from samebit.kernels.linear import ROW_TILE, padded_rows
+from samebit.kernels.linear import padded_rows, row_tile
 from samebit.kernels.states import StateMemory
 from samebit.rollout.cache.states import StateCache, StateMoves
 from samebit.rollout.config import RolloutConfig
@@ -48,7 +48,7 @@ class ModelRunner:
         self.num_slots = config.max_num_seqs
         self.num_checkpoints = config.num_checkpoints(self.bytes_per_checkpoint())
         self.states: StateMemory | None = None
-        self.row_tile = ROW_TILE if config.exact else 1
+        self.row_tile = row_tile(self.dtype) if config.exact else 1
         self.sampler = Sampler(config.seed, config.exact)
         self.pages: tuple[torch.Tensor, ...] | None = None
         self.forward_seconds = 0.0

@@ -9,85 +9,13 @@ Arrays are flat; positions in them are given as element offsets.
 
 from typing import Any
 
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 16
+from .vectors import LANES, accumulate, fma, load_vector, pointer_to, prefetch, splat, store_vector, zeros
 
-_F32 = ir.FloatType()
-_VECTOR = ir.VectorType(_F32, LANES)
-_BITS = ir.VectorType(ir.IntType(32), LANES)
 _ROWS = (1, 2, 4)
 _COLUMNS = (1, 2)
-_HALF_BITS = ir.VectorType(ir.IntType(16), LANES)
-
-
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
-    data = context.make_array(array_type)(context, builder, value=array).data
-    return builder.gep(data, [offset])
-
-
-def _load_vector(builder: Any, pointer: Any, dtype: Any) -> Any:
-    """Sixteen elements as float32; bfloat16 (uint16 bits) is widened."""
-    if dtype == types.float32:
-        return builder.load(builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
-    halves = builder.load(builder.bitcast(pointer, _HALF_BITS.as_pointer()), align=2)
-    shift = ir.Constant(_BITS, [16] * LANES)
-    return builder.bitcast(builder.shl(builder.zext(halves, _BITS), shift), _VECTOR)
-
-
-def _store_vector(builder: Any, value: Any, pointer: Any) -> None:
-    builder.store(value, builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
-
-
-def _splat(builder: Any, scalar: Any) -> Any:
-    lane0 = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.IntType(32)(0))
-    return builder.shuffle_vector(lane0, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_BITS, [0] * LANES))
-
-
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    function_type = ir.FunctionType(_VECTOR, [_VECTOR, _VECTOR, _VECTOR])
-    function = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fma.v{LANES}f32")
-    return builder.call(function, [a, b, c])
-
-
-def _prefetch(builder: Any, pointer: Any) -> None:
-    """Ask for a cache line (a read, into the second-level cache, of data)."""
-    i32, address = ir.IntType(32), ir.IntType(8).as_pointer()
-    function_type = ir.FunctionType(ir.VoidType(), [address, i32, i32, i32])
-    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-    builder.call(function, [builder.bitcast(pointer, address), i32(0), i32(2), i32(1)])
-
-
-def _accumulate(builder: Any, count: Any, initial: list[Any], step: Any) -> list[Any]:
-    """``for i in range(count): accumulators = step(i, accumulators)``, the accumulators in registers."""
-    i64 = count.type
-    entry = builder.block
-    body = builder.append_basic_block("simd.body")
-    done = builder.append_basic_block("simd.done")
-    builder.cbranch(builder.icmp_signed(">", count, i64(0)), body, done)
-    builder.position_at_end(body)
-    index = builder.phi(i64)
-    carried = [builder.phi(_VECTOR) for _ in initial]
-    updated = step(index, carried)
-    following = builder.add(index, i64(1))
-    index.add_incoming(i64(0), entry)
-    index.add_incoming(following, builder.block)
-    for phi, start, new in zip(carried, initial, updated, strict=True):
-        phi.add_incoming(start, entry)
-        phi.add_incoming(new, builder.block)
-    last = builder.block
-    builder.cbranch(builder.icmp_signed("<", following, count), body, done)
-    builder.position_at_end(done)
-    results = []
-    for start, new in zip(initial, updated, strict=True):
-        phi = builder.phi(_VECTOR)
-        phi.add_incoming(start, entry)
-        phi.add_incoming(new, last)
-        results.append(phi)
-    return results
 
 
 def _multiply_accumulate(from_zero: bool) -> Any:
@@ -144,11 +72,11 @@ def _multiply_accumulate(from_zero: bool) -> Any:
             index = many.type
 
             def element(array_type: Any, array: Any, base: Any, step: Any, i: int) -> Any:
-                return _pointer(context, builder, array_type, array, builder.add(base, builder.mul(step, index(i))))
+                return pointer_to(context, builder, array_type, array, builder.add(base, builder.mul(step, index(i))))
 
             def column_at(base: Any, table_type: Any, table: Any, column: int) -> Any:
-                offset = builder.load(_pointer(context, builder, table_type, table, index(column)))
-                return _pointer(context, builder, vectors, vector, builder.add(base, offset))
+                offset = builder.load(pointer_to(context, builder, table_type, table, index(column)))
+                return pointer_to(context, builder, vectors, vector, builder.add(base, offset))
 
             def emit(row_count: int, column_count: int, prefetching: bool) -> None:
                 weight_rows = [element(weights, weight, weight_at, weight_stride, r) for r in range(row_count)]
@@ -163,17 +91,16 @@ def _multiply_accumulate(from_zero: bool) -> Any:
 
                 def body(i: Any, sums: list[Any]) -> list[Any]:
                     moved = builder.mul(i, stride)
-                    loaded = [_load_vector(builder, builder.gep(tile, [moved]), vectors.dtype) for tile in tiles]
+                    loaded = [load_vector(builder, builder.gep(tile, [moved]), vectors.dtype) for tile in tiles]
                     for pointer in coming:
-                        _prefetch(builder, builder.gep(pointer, [moved]))
-                    factors = [_splat(builder, builder.load(builder.gep(row, [i]))) for row in weight_rows]
+                        prefetch(builder, builder.gep(pointer, [moved]))
+                    factors = [splat(builder, builder.load(builder.gep(row, [i]))) for row in weight_rows]
                     pairs = [(factor, tile) for factor in factors for tile in loaded]
-                    return [_fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+                    return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
-                zero = ir.Constant(_VECTOR, [0.0] * LANES)
-                initial = [zero if from_zero else _load_vector(builder, p, types.float32) for p in targets]
-                for pointer, total in zip(targets, _accumulate(builder, n, initial, body), strict=True):
-                    _store_vector(builder, total, pointer)
+                initial = [zeros() if from_zero else load_vector(builder, p, types.float32) for p in targets]
+                for pointer, total in zip(targets, accumulate(builder, n, initial, body), strict=True):
+                    store_vector(builder, total, pointer)
 
             for row_count in _ROWS:
                 for column_count in _COLUMNS:
@@ -222,11 +149,11 @@ def _tile_multiply(from_zero: bool) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             many, wide, weight, weight_at, weight_stride, vector, vector_at, ahead, stride, n, target, at, step = args
             index = many.type
-            tile = _pointer(context, builder, vectors, vector, vector_at)
-            coming = _pointer(context, builder, vectors, vector, ahead)
+            tile = pointer_to(context, builder, vectors, vector, vector_at)
+            coming = pointer_to(context, builder, vectors, vector, ahead)
 
             def row_of(array_type: Any, array: Any, base: Any, step: Any, r: int) -> Any:
-                return _pointer(context, builder, array_type, array, builder.add(base, builder.mul(step, index(r))))
+                return pointer_to(context, builder, array_type, array, builder.add(base, builder.mul(step, index(r))))
 
             def emit(row_count: int, column_count: int) -> None:
                 weight_rows = [row_of(weights, weight, weight_at, weight_stride, r) for r in range(row_count)]
@@ -238,16 +165,15 @@ def _tile_multiply(from_zero: bool) -> Any:
                     moved = builder.mul(i, stride)
                     start = builder.gep(tile, [moved])
                     for lane in lanes if row_count == 1 else []:
-                        _prefetch(builder, builder.gep(builder.gep(coming, [moved]), [lane]))
-                    loaded = [_load_vector(builder, builder.gep(start, [lane]), vectors.dtype) for lane in lanes]
-                    factors = [_splat(builder, builder.load(builder.gep(row, [i]))) for row in weight_rows]
+                        prefetch(builder, builder.gep(builder.gep(coming, [moved]), [lane]))
+                    loaded = [load_vector(builder, builder.gep(start, [lane]), vectors.dtype) for lane in lanes]
+                    factors = [splat(builder, builder.load(builder.gep(row, [i]))) for row in weight_rows]
                     pairs = [(factor, columns) for factor in factors for columns in loaded]
-                    return [_fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+                    return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
-                zero = ir.Constant(_VECTOR, [0.0] * LANES)
-                initial = [zero if from_zero else _load_vector(builder, p, types.float32) for p in targets]
-                for pointer, total in zip(targets, _accumulate(builder, n, initial, body), strict=True):
-                    _store_vector(builder, total, pointer)
+                initial = [zeros() if from_zero else load_vector(builder, p, types.float32) for p in targets]
+                for pointer, total in zip(targets, accumulate(builder, n, initial, body), strict=True):
+                    store_vector(builder, total, pointer)
 
             for row_count in _ROWS:
                 for column_count in (1, 2, 4):

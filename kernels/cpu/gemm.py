@@ -1,0 +1,143 @@
+"""Matrix product ``out = x @ weight.T + bias`` in float32 on the CPU.
+
+Invariants (the row rule):
+
+* An output is the sum, in order, of blocks of `SUM_BLOCK` inputs, each block one chain of fused multiply-adds from 0
+  ascending; then the bias. Nothing else enters its arithmetic: not the number of rows, not the threads, not where
+  the operands lie.
+* Every output is written by one work item; tiles of rows and outputs are only a matter of speed.
+
+A work item is a panel of up to `PANEL_ROWS` rows, transposed so that vectors run over rows, times a share of the
+outputs. Weights are read where they lie, each once a panel. Panels and micro-kernels: Goto & van de Geijn 2008.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from .jit import RowKernel
+from .memory import floats
+from .numeric import LANES
+from .simd_gemm import OUTPUTS, VECTORS, fetch, multiply_tile, transpose_tile
+
+SUM_BLOCK = 128
+"""Inputs of one chain. A constant of the arithmetic: changing it changes bits."""
+
+PANEL_ROWS = 64
+
+_DEPTH = 8 * SUM_BLOCK
+"""Inputs of a panel that are transposed at a time: it stays in the second-level cache."""
+
+_SHARE = 252
+"""Outputs whose sums are kept at a time; a whole number of tiles."""
+
+_TILE, _PAIR, _ = OUTPUTS
+_CACHE_LINE = 16
+_ZERO = np.float32(0.0)
+
+
+def _multiply(
+    x_address: int, x_stride: int, weight_address: int, weight_stride: int, bias_address: int, rows: int, outputs: int,
+    inputs: int, out_address: int, threads: int,
+) -> None:  # fmt: skip
+    """Rows of ``x`` and ``weight`` are a stride apart, those of ``out`` are contiguous; bias address 0 is no bias."""
+    x = floats(x_address, rows * x_stride)
+    weight = floats(weight_address, outputs * weight_stride)
+    bias = floats(bias_address, outputs if bias_address else 0)
+    out = floats(out_address, rows * outputs)
+    panels = (rows + PANEL_ROWS - 1) // PANEL_ROWS
+    parts = _parts(panels, outputs, threads)
+    share = (outputs + parts * _TILE - 1) // (parts * _TILE) * _TILE
+    for item in prange(panels * parts):
+        row = item % panels * PANEL_ROWS  # a thread's items: all panels of its share of the outputs
+        first = min(item // panels * share, outputs)
+        _multiply_panel(
+            x, row * x_stride, x_stride, min(PANEL_ROWS, rows - row), weight, weight_stride, bias,
+            first, min(first + share, outputs), inputs, out, row, outputs,
+        )  # fmt: skip
+
+
+multiply = RowKernel(_multiply)
+
+
+@njit(inline="always")
+def _parts(panels: int, outputs: int, threads: int) -> int:
+    """Into how many parts the outputs are shared out, so that few panels keep all threads at work."""
+    return 1 if panels >= 8 * threads else min(threads, (outputs + 4 * _TILE - 1) // (4 * _TILE))
+
+
+@njit(nogil=True, error_model="numpy")
+def _multiply_panel(
+    x: Any, x_at: int, x_stride: int, rows: int, weight: Any, weight_stride: int, bias: Any, first: int, last: int,
+    inputs: int, out: Any, row: int, out_stride: int,
+) -> None:  # fmt: skip
+    """Outputs ``first`` to ``last`` of the rows from ``row`` on."""
+    width = (rows + LANES - 1) // LANES * LANES
+    panel = np.empty(min(inputs, _DEPTH) * width, np.float32)
+    sums = np.empty(min(last - first, _SHARE) * width, np.float32)
+    for begin in range(first, last, _SHARE):
+        end = min(begin + _SHARE, last)
+        sums[: (end - begin) * width] = _ZERO
+        for depth in range(0, inputs, _DEPTH):
+            count = min(_DEPTH, inputs - depth)
+            if begin == first or inputs > _DEPTH:
+                _transpose_rows(x, x_at + depth, x_stride, rows, count, panel, width)
+            _add_products(panel, width, weight, weight_stride, depth, count, begin, end, last, sums)
+        _write(sums, width, bias, rows, begin, end, out, row * out_stride, out_stride)
+
+
+@njit(nogil=True, error_model="numpy")
+def _transpose_rows(x: Any, at: int, stride: int, rows: int, count: int, panel: Any, width: int) -> None:
+    """``panel[k, row] = x[row, k]`` for ``count`` inputs, rows beyond the last being 0."""
+    whole = count // LANES * LANES
+    for row in range(0, width, LANES):
+        if row + LANES <= rows:
+            for k in range(0, whole, LANES):
+                transpose_tile(x, at + row * stride + k, stride, panel, k * width + row, width)
+            for k in range(whole, count):
+                for lane in range(row, row + LANES):
+                    panel[k * width + lane] = x[at + lane * stride + k]
+        else:
+            for k in range(count):
+                for lane in range(row, row + LANES):
+                    panel[k * width + lane] = x[at + lane * stride + k] if lane < rows else _ZERO
+
+
+@njit(nogil=True, error_model="numpy")
+def _add_products(
+    panel: Any, width: int, weight: Any, weight_stride: int, depth: int, count: int, begin: int, end: int, last: int,
+    sums: Any,
+) -> None:  # fmt: skip
+    """``sums[output, row] +=`` the products of the panel's inputs from ``depth`` on, block after block."""
+    output = begin
+    while output < end:
+        many = _TILE if output + _TILE <= end else (_PAIR if output + _PAIR <= end else 1)
+        for coming in range(output + many, min(output + many + _TILE, last)):  # what the next tile reads
+            for k in range(0, count, _CACHE_LINE):
+                fetch(weight, coming * weight_stride + depth + k)
+        for k in range(0, count, SUM_BLOCK):
+            for lane in range(0, width, VECTORS * LANES):
+                multiply_tile(
+                    min(VECTORS, (width - lane) // LANES), many, panel, k * width + lane, width,
+                    weight, output * weight_stride + depth + k, weight_stride, min(SUM_BLOCK, count - k),
+                    sums, (output - begin) * width + lane,
+                )  # fmt: skip
+        output += many
+
+
+@njit(nogil=True, error_model="numpy")
+def _write(sums: Any, width: int, bias: Any, rows: int, begin: int, end: int, out: Any, at: int, stride: int) -> None:
+    """``out[row, output] = sums[output, row] + bias[output]``; an empty bias is none."""
+    if len(bias) > 0:
+        for output in range(begin, end):
+            for row in range(width):
+                sums[(output - begin) * width + row] += bias[output]
+    whole_rows = rows // LANES * LANES
+    whole = (end - begin) // LANES * LANES
+    for output in range(0, whole, LANES):
+        for row in range(0, whole_rows, LANES):
+            transpose_tile(sums, output * width + row, width, out, at + row * stride + begin + output, stride)
+    for row in range(rows):
+        for output in range(whole if row < whole_rows else 0, end - begin):
+            out[at + row * stride + begin + output] = sums[output * width + row]

@@ -1,0 +1,137 @@
+"""Micro-kernels of the matrix product, written as LLVM vectors (why: see `simd`).
+
+A panel holds rows of ``x`` transposed, ``panel[k, row]``, so that the lanes of a vector are rows and a weight is
+read where it lies, one scalar for all rows of the panel.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+from .vectors import LANES, accumulate, fma, load_vector, pointer_to, prefetch, splat, store_vector, zeros
+
+_FEATURES = cpu_target.target_context.codegen().magic_tuple()[-1].split(",")
+
+VECTORS = 4 if "+avx512f" in _FEATURES else 1
+"""Vectors of rows that a tile covers: as many as leave its accumulators in registers."""
+
+OUTPUTS = (6, 2, 1)
+"""Outputs that a tile may cover."""
+
+
+@intrinsic
+def multiply_tile(
+    typingctx: Any,
+    vectors: Any,
+    outputs: Any,
+    panel: Any,
+    panel_at: Any,
+    width: Any,
+    weights: Any,
+    weights_at: Any,
+    weights_stride: Any,
+    count: Any,
+    sums: Any,
+    sums_at: Any,
+) -> Any:
+    """``sums[j, 16 v + lane] += chain over i < count of weight[j, i] * panel[i, 16 v + lane]``, ascending from 0.
+
+    ``vectors`` (v) is 1 to `VECTORS`, ``outputs`` (j) one of `OUTPUTS`; rows of the panel and of the sums are
+    ``width`` apart, rows of the weight ``weights_stride``.
+    """
+    i64 = types.int64
+    signature = types.void(i64, i64, panel, i64, i64, weights, i64, i64, i64, sums, i64)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        many, wide, panel_array, panel_from, step, weight, weight_from, weight_step, n, sums_array, sums_from = args
+        index = many.type
+
+        def row_of(array_type: Any, array: Any, base: Any, stride: Any, row: int) -> Any:
+            return pointer_to(context, builder, array_type, array, builder.add(base, builder.mul(stride, index(row))))
+
+        def emit(vector_count: int, output_count: int) -> None:
+            rows = [row_of(weights, weight, weight_from, weight_step, j) for j in range(output_count)]
+            start = pointer_to(context, builder, panel, panel_array, panel_from)
+            lanes = [index(LANES * v) for v in range(vector_count)]
+            targets = [
+                builder.gep(row_of(sums, sums_array, sums_from, step, j), [lane])
+                for j in range(output_count)
+                for lane in lanes
+            ]
+
+            def body(i: Any, totals: list[Any]) -> list[Any]:
+                here = builder.gep(start, [builder.mul(i, step)])
+                loaded = [load_vector(builder, builder.gep(here, [lane]), types.float32) for lane in lanes]
+                factors = [splat(builder, builder.load(builder.gep(row, [i]))) for row in rows]
+                pairs = [(factor, vector) for factor in factors for vector in loaded]
+                return [fma(builder, *pair, total) for pair, total in zip(pairs, totals, strict=True)]
+
+            initial = [zeros() for _ in targets]
+            for target, chain in zip(targets, accumulate(builder, n, initial, body), strict=True):
+                so_far = load_vector(builder, target, types.float32)
+                store_vector(builder, builder.fadd(so_far, chain), target)
+
+        for vector_count in range(1, VECTORS + 1):
+            for output_count in OUTPUTS:
+                chosen = builder.and_(
+                    builder.icmp_signed("==", many, index(vector_count)),
+                    builder.icmp_signed("==", wide, index(output_count)),
+                )
+                with builder.if_then(chosen):
+                    emit(vector_count, output_count)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def transpose_tile(
+    typingctx: Any, source: Any, source_at: Any, source_stride: Any, target: Any, target_at: Any, target_stride: Any
+) -> Any:
+    """``target[j, i] = source[i, j]`` of sixteen rows and columns; rows are a stride apart on either side."""
+    i64 = types.int64
+    signature = types.void(source, i64, i64, target, i64, i64)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        from_array, first, step, to_array, target_first, target_step = args
+        index = first.type
+
+        def row_of(array_type: Any, array: Any, base: Any, stride: Any, row: int) -> Any:
+            return pointer_to(context, builder, array_type, array, builder.add(base, builder.mul(stride, index(row))))
+
+        rows = [load_vector(builder, row_of(source, from_array, first, step, i), types.float32) for i in range(LANES)]
+        distance = 1
+        while distance < LANES:  # swap the off-diagonal squares of this size
+            for i in (i for i in range(LANES) if not i & distance):
+                rows[i], rows[i + distance] = _swap_halves(builder, rows[i], rows[i + distance], distance)
+            distance *= 2
+        for i, row in enumerate(rows):
+            store_vector(builder, row, row_of(target, to_array, target_first, target_step, i))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _swap_halves(builder: Any, upper: Any, lower: Any, distance: int) -> tuple[Any, Any]:
+    """Two rows after lanes with the bit ``distance`` of the upper changed places with those without of the lower."""
+    mask = ir.VectorType(ir.IntType(32), LANES)
+    first = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+    second = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+    return (
+        builder.shuffle_vector(upper, lower, ir.Constant(mask, first)),
+        builder.shuffle_vector(upper, lower, ir.Constant(mask, second)),
+    )
+
+
+@intrinsic
+def fetch(typingctx: Any, array: Any, at: Any) -> Any:
+    """Ask for the cache line of ``array[at]``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        prefetch(builder, pointer_to(context, builder, array, *args))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate

@@ -1,0 +1,89 @@
+"""Vectors of sixteen float32 lanes in LLVM: what the micro-kernels are made of.
+
+Each function emits instructions at the builder's place. Arrays are flat; offsets count elements.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+LANES = 16
+
+VECTOR = ir.VectorType(ir.FloatType(), LANES)
+"""The type of a vector."""
+
+_BITS = ir.VectorType(ir.IntType(32), LANES)
+_HALF_BITS = ir.VectorType(ir.IntType(16), LANES)
+
+
+def pointer_to(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, value=array).data
+    return builder.gep(data, [offset])
+
+
+def load_vector(builder: Any, pointer: Any, dtype: Any) -> Any:
+    """Sixteen elements as float32; bfloat16 (uint16 bits) is widened."""
+    if dtype == types.float32:
+        return builder.load(builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
+    halves = builder.load(builder.bitcast(pointer, _HALF_BITS.as_pointer()), align=2)
+    shift = ir.Constant(_BITS, [16] * LANES)
+    return builder.bitcast(builder.shl(builder.zext(halves, _BITS), shift), VECTOR)
+
+
+def store_vector(builder: Any, value: Any, pointer: Any) -> None:
+    builder.store(value, builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
+
+
+def splat(builder: Any, scalar: Any) -> Any:
+    lane0 = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), scalar, ir.IntType(32)(0))
+    return builder.shuffle_vector(lane0, ir.Constant(VECTOR, ir.Undefined), ir.Constant(_BITS, [0] * LANES))
+
+
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    function_type = ir.FunctionType(VECTOR, [VECTOR, VECTOR, VECTOR])
+    function = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fma.v{LANES}f32")
+    return builder.call(function, [a, b, c])
+
+
+def prefetch(builder: Any, pointer: Any) -> None:
+    """Ask for a cache line (a read, into the second-level cache, of data)."""
+    i32, address = ir.IntType(32), ir.IntType(8).as_pointer()
+    function_type = ir.FunctionType(ir.VoidType(), [address, i32, i32, i32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    builder.call(function, [builder.bitcast(pointer, address), i32(0), i32(2), i32(1)])
+
+
+def accumulate(builder: Any, count: Any, initial: list[Any], step: Any) -> list[Any]:
+    """``for i in range(count): accumulators = step(i, accumulators)``, the accumulators in registers."""
+    i64 = count.type
+    entry = builder.block
+    body = builder.append_basic_block("simd.body")
+    done = builder.append_basic_block("simd.done")
+    builder.cbranch(builder.icmp_signed(">", count, i64(0)), body, done)
+    builder.position_at_end(body)
+    index = builder.phi(i64)
+    carried = [builder.phi(VECTOR) for _ in initial]
+    updated = step(index, carried)
+    following = builder.add(index, i64(1))
+    index.add_incoming(i64(0), entry)
+    index.add_incoming(following, builder.block)
+    for phi, start, new in zip(carried, initial, updated, strict=True):
+        phi.add_incoming(start, entry)
+        phi.add_incoming(new, builder.block)
+    last = builder.block
+    builder.cbranch(builder.icmp_signed("<", following, count), body, done)
+    builder.position_at_end(done)
+    results = []
+    for start, new in zip(initial, updated, strict=True):
+        phi = builder.phi(VECTOR)
+        phi.add_incoming(start, entry)
+        phi.add_incoming(new, last)
+        results.append(phi)
+    return results
+
+
+def zeros() -> Any:
+    """A vector of zeros."""
+    return ir.Constant(VECTOR, [0.0] * LANES)

@@ -1,0 +1,104 @@
+"""The linear layer: a row's bits are its own, whatever is multiplied beside it, wherever, and by how many threads."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from samebit.kernels.linear import linear
+
+from .helpers import DTYPES, THREADS, threads
+
+SHAPES = [(1, 1), (5, 7), (100, 129), (129, 100), (256, 256), (1000, 33), (2500, 300)]
+ROWS = (1, 2, 3, 7, 16, 17, 48, 64, 65, 130, 300)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_a_row_has_the_same_bits_among_any_number_of_rows(inputs: int, outputs: int, biased: bool) -> None:
+    torch.manual_seed(inputs)
+    x, weight = torch.randn(300, inputs), torch.randn(outputs, inputs)
+    bias = torch.randn(outputs) if biased else None
+    alone = torch.cat([linear(row, weight, bias) for row in x.split(1)])
+    for number in THREADS:
+        with threads(number):
+            for rows in ROWS:
+                assert torch.equal(linear(x[-rows:], weight, bias), alone[-rows:])
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_linear_is_near_the_float64_oracle(inputs: int, outputs: int) -> None:
+    torch.manual_seed(inputs)
+    x, weight, bias = torch.randn(70, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    oracle = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    assert (linear(x, weight, bias) - oracle).abs().max() < 4e-7 * inputs**0.5 * 4
+
+
+def test_operands_may_lie_anywhere() -> None:
+    torch.manual_seed(0)
+    joined, wide = torch.randn(37, 3, 2 * 129 + 1), torch.randn(2 * 77, 300)
+    x, weight = joined[..., 5 : 5 + 129], wide[::2, 3 : 3 + 129]
+    expected = linear(x.contiguous(), weight.contiguous())
+    assert torch.equal(linear(x, weight), expected)
+    assert torch.equal(linear(x.transpose(0, 1), weight), expected.transpose(0, 1))
+    assert torch.equal(linear(x, weight.T.contiguous().T), expected)
+    assert linear(x[:0], weight).shape == (0, 3, 77)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_near_the_float64_oracle(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(shape).to(dtype) for shape in ((3, 21, 100), (129, 100), (129,))]
+    mine = [value.clone().requires_grad_() for value in values]
+    exact = [value.double().requires_grad_() for value in values]
+    upstream = torch.randn(3, 21, 129).to(dtype)
+    linear(*mine).backward(upstream)
+    torch.nn.functional.linear(*exact).backward(upstream.double())
+    for a, b in zip(mine, exact, strict=True):
+        assert (a.grad - b.grad).norm() < {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype] * b.grad.norm()
+
+
+def test_only_the_gradients_that_are_asked_for() -> None:
+    x, weight = torch.randn(5, 8), torch.randn(20, 8, requires_grad=True)
+    linear(x, weight).sum().backward()
+    assert x.grad is None
+    assert torch.allclose(weight.grad, x.sum(0).expand(20, 8), atol=1e-5)
+    with torch.no_grad():
+        assert not linear(x, weight).requires_grad
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"x is \[2, 5\], weight \[3, 4\], bias None; allowed: \[\.\.\., K\], \[N, K\]"
+    ):
+        linear(torch.ones(2, 5), torch.ones(3, 4))
+    with pytest.raises(ValueError, match=r"bias \[4\]"):
+        linear(torch.ones(2, 4), torch.ones(3, 4), torch.ones(4))
+
+
+_DIGEST = """
+import hashlib, sys
+import samebit.kernels
+import torch
+from samebit.kernels.cpu.simd_gemm import VECTORS
+from samebit.kernels.linear import linear
+torch.manual_seed(0)
+out = linear(torch.randn(83, 300), torch.randn(129, 300), torch.randn(129))
+print(VECTORS, hashlib.sha256(out.numpy().tobytes()).hexdigest())
+"""
+
+
+def test_the_bits_do_not_depend_on_the_vectors_of_the_processor(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    out = linear(torch.randn(83, 300), torch.randn(129, 300), torch.randn(129))
+    environment = {
+        **os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "NUMBA_CACHE_DIR": str(tmp_path)
+    }  # fmt: skip
+    found = subprocess.run(
+        [sys.executable, "-c", _DIGEST], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["1", hashlib.sha256(out.numpy().tobytes()).hexdigest()]
