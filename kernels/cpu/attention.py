@@ -20,7 +20,7 @@ from numba import njit, prange
 
 from .jit import parallel_kernel
 from .numeric import LANES, exp, fma, narrow, tanh, widen
-from .simd import multiply, multiply_add
+from .simd_attention import add_values, greatest, score_chunk
 
 KV_CHUNK = 64
 """Tokens a softmax accumulator takes in at once. A constant of the arithmetic: changing it changes bits."""
@@ -42,19 +42,35 @@ def _attend(
     head_dim = q.shape[2]
     group = q.shape[1] // kv_heads
     items = tiles.shape[0] * kv_heads
-    share = (items + threads - 1) // threads
-    for slot in prange(share * threads):
-        item = (slot % share) * threads + slot // share  # a thread takes every threads-th item: even loads
-        if item < items:
-            sequence = tiles[item // kv_heads, 0]
-            first = tiles[item // kv_heads, 1]
-            after = min(item + threads, items - 1)  # what this thread does next
+    longest = 0
+    for sequence in range(len(lengths)):
+        longest = max(longest, min(QUERY_TILE, lengths[sequence]))
+    rows = longest * group
+    for thread in prange(threads):  # a thread takes every threads-th item: even loads
+        query, acc = np.empty(rows * head_dim, np.float32), np.empty(rows * head_dim, np.float32)
+        sums, peaks, tokens = np.empty(rows * LANES, np.float32), np.empty(rows, np.float32), np.empty(rows, np.int64)
+        s = np.zeros(4 * KV_CHUNK, np.float32)
+        places = np.zeros(4 * _VECTORS, np.int64)
+        keys, values, coming_keys, coming_values = (
+            places[:_VECTORS],
+            places[_VECTORS : 2 * _VECTORS],
+            places[2 * _VECTORS : 3 * _VECTORS],
+            places[3 * _VECTORS :],
+        )
+        copied = np.empty(2 * head_dim * KV_CHUNK if block_size < LANES else 0, pages.dtype)
+        for item in range(thread, items, threads):
+            tile, after = item // kv_heads, min(item + threads, items - 1)  # this, and what the thread does next
+            sequence, first = tiles[tile, 0], tiles[tile, 1]
             coming = tiles[after // kv_heads, 0]
+            last_table = -1
+            if tile > 0:
+                last_table = table_rows[tiles[tile - 1, 0]]
             _attend_tile(
                 q, pages, block_tables, table_rows[sequence], row_start[sequence] + first, starts[sequence] + first,
-                table_rows[coming], after % kv_heads, starts[coming],
+                last_table, table_rows[coming], after % kv_heads, starts[coming],
                 min(QUERY_TILE, lengths[sequence] - first), item % kv_heads, kv_heads, group, head_dim,
                 block_size, scale, window, softcap, out, lse, keep_lse,
+                query, acc, sums, peaks, tokens, s, keys, values, coming_keys, coming_values, copied,
             )  # fmt: skip
 
 
@@ -63,58 +79,63 @@ attend = parallel_kernel(_attend)
 
 @njit(nogil=True, error_model="numpy")
 def _attend_tile(
-    q: Any, pages: Any, block_tables: Any, table: int, row: int, position: int, next_table: int,
+    q: Any, pages: Any, block_tables: Any, table: int, row: int, position: int, last_table: int, next_table: int,
     next_head: int, next_newest: int, count: int, kv_head: int,
     kv_heads: int, group: int, head_dim: int, block_size: int, scale: Any, window: int, softcap: Any, out: Any,
-    lse: Any, keep_lse: bool,
+    lse: Any, keep_lse: bool, query: Any, acc: Any, sums: Any, peaks: Any, tokens: Any, s: Any, keys: Any, values: Any,
+    coming_keys: Any, coming_values: Any, copied: Any,
 ) -> None:  # fmt: skip
-    """Attention of ``count`` tokens from ``row`` on, for the query heads of one KV head."""
+    """Attention of ``count`` tokens from ``row`` on, for the query heads of one KV head.
+
+    Blocks that the sequence before has too (``last_table``, -1 for none) are cached: they are not fetched.
+    """
     rows = count * group
-    query = np.empty(rows * head_dim, np.float32)
-    tokens = np.empty(rows, np.int64)
     for r in range(rows):
         tokens[r] = position + r // group
+        peaks[r] = _LOWEST
         for d in range(head_dim):
             query[r * head_dim + d] = widen(q[row + r // group, kv_head * group + r % group, d])
-    acc = np.zeros(rows * head_dim, np.float32)
-    sums = np.zeros(rows * LANES, np.float32)
-    peaks = np.full(rows, _LOWEST, np.float32)
-    s = np.zeros(4 * KV_CHUNK, np.float32)
-    lanes = np.empty(LANES, np.float32)
-    here = np.zeros((2, _VECTORS), np.int64)  # where the keys and the values of each vector of the chunk are
-    ahead = np.zeros((2, _VECTORS), np.int64)
-    steps = np.arange(0, KV_CHUNK, LANES)
+    acc[: rows * head_dim] = _ZERO
+    sums[: rows * LANES] = _ZERO
     small = block_size < LANES
-    copied = np.empty(2 * head_dim * KV_CHUNK if small else 0, pages.dtype)
     source, key_stride = (copied, KV_CHUNK) if small else (pages, block_size)
     newest = position + count - 1
     begin = max(0, position - window + 1) // KV_CHUNK if window > 0 else 0
     for chunk in range(begin, newest // KV_CHUNK + 1):
         base = chunk * KV_CHUNK
+        cold = False
         if small:
-            _copy_chunk(pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base, newest, copied, here)
+            _copy_chunk(
+                pages, block_tables, table, kv_head, kv_heads, head_dim, block_size, base, newest, copied, keys, values
+            )
         else:
-            _locate(block_tables, table, kv_head, kv_heads, head_dim, block_size, base, newest, here)
+            _locate(block_tables, table, kv_head, kv_heads, head_dim, block_size, base, newest, keys, values)
             if base + KV_CHUNK <= newest:
-                _locate(block_tables, table, kv_head, kv_heads, head_dim, block_size, base + KV_CHUNK, newest, ahead)
+                after, head, last, at, reference = table, kv_head, newest, base + KV_CHUNK, last_table
             else:
-                _locate(block_tables, next_table, next_head, kv_heads, head_dim, block_size, 0, next_newest, ahead)
+                after, head, last, at = next_table, next_head, next_newest, 0
+                reference = last_table if next_table == table else table
+            _locate(block_tables, after, head, kv_heads, head_dim, block_size, at, last, coming_keys, coming_values)
+            block = at // block_size
+            cold = reference < 0 or block_tables[after, block] != block_tables[reference, block]
         r = 0
         while r < rows:
             many = 4 if r + 4 <= rows else (2 if r + 2 <= rows else 1)
             lo, _ = _seen(tokens[r], base, window)
             _, hi = _seen(tokens[r + many - 1], base, window)
             if lo < hi:
-                fetch = r == 0 and not small  # the first rows ask for what the next chunk will need
-                _score(query, r, many, fetch, source, here[0], ahead[0], key_stride, head_dim, lo, hi, s)
+                fetch = r == 0 and cold  # the first rows ask for what the next chunk will need
+                score_chunk(
+                    many, (hi + LANES - 1) // LANES, fetch, query, r * head_dim, head_dim, source, keys, coming_keys,
+                    key_stride, s, KV_CHUNK,
+                )  # fmt: skip
                 for i in range(many):
                     lo, hi = _seen(tokens[r + i], base, window)
                     if lo < hi:
-                        row_s = s[i * KV_CHUNK : (i + 1) * KV_CHUNK]
-                        row_sums = sums[(r + i) * LANES : (r + i + 1) * LANES]
-                        row_acc = acc[(r + i) * head_dim : (r + i + 1) * head_dim]
-                        peaks[r + i] = _absorb(row_s, lanes, lo, hi, scale, softcap, peaks[r + i], row_sums, row_acc)
-                _add_values(s, r, many, fetch, source, here[1], ahead[1], head_dim, base, tokens, window, acc, steps)
+                        peaks[r + i] = _absorb(
+                            s, i * KV_CHUNK, lo, hi, scale, softcap, peaks[r + i], sums, r + i, acc, head_dim
+                        )
+                _add_values(s, r, many, fetch, source, values, coming_values, head_dim, base, tokens, window, acc)
             r += many
     for r in range(rows):
         total = _ZERO
@@ -138,9 +159,9 @@ def _seen(token: int, base: int, window: int) -> Any:
 @njit(inline="always")
 def _locate(
     block_tables: Any, table: int, kv_head: int, kv_heads: int, head_dim: int, block_size: int, base: int,
-    newest: int, where: Any,
+    newest: int, keys: Any, values: Any,
 ) -> None:  # fmt: skip
-    """Offsets of the keys (``where[0]``) and values (``where[1]``) of each sixteen tokens from ``base`` on.
+    """Offsets of the keys and values of each sixteen tokens from ``base`` on.
 
     Beyond the newest token they are those of the newest: nobody reads them, they are only fetched.
     """
@@ -149,14 +170,14 @@ def _locate(
         token = min(base + c * LANES, newest // LANES * LANES)
         inside = token % block_size
         page = (np.int64(block_tables[table, token // block_size]) * kv_heads + kv_head) * 2 * half
-        where[0, c] = page + inside
-        where[1, c] = page + half + inside * head_dim
+        keys[c] = page + inside
+        values[c] = page + half + inside * head_dim
 
 
 @njit(inline="always")
 def _copy_chunk(
     pages: Any, block_tables: Any, table: int, kv_head: int, kv_heads: int, head_dim: int, block_size: int, base: int,
-    newest: int, out: Any, where: Any,
+    newest: int, out: Any, keys: Any, values: Any,
 ) -> None:  # fmt: skip
     """A chunk from pages smaller than a vector, as keys [D, chunk] and values [chunk, D] in ``out``."""
     half = head_dim * block_size
@@ -167,74 +188,53 @@ def _copy_chunk(
             out[d * KV_CHUNK + j] = pages[page + d * block_size + inside]
             out[(KV_CHUNK + j) * head_dim + d] = pages[page + half + inside * head_dim + d]
     for c in range(_VECTORS):
-        where[0, c] = c * LANES
-        where[1, c] = (KV_CHUNK + c * LANES) * head_dim
-
-
-@njit(nogil=True, error_model="numpy")
-def _score(
-    query: Any, r: int, many: int, fetch: bool, source: Any, here: Any, ahead: Any, stride: int, head_dim: int,
-    lo: int, hi: int, s: Any,
-) -> None:  # fmt: skip
-    """s[i, lo:hi] = query[r + i] . keys of the chunk (rounded out to whole vectors), over the head in order."""
-    c = lo // LANES
-    end = (hi + LANES - 1) // LANES
-    while c < end:
-        columns = 2 if c + 2 <= end else 1
-        multiply(
-            many, columns, fetch, query, r * head_dim, head_dim, source, 0, here[c:], 0, ahead[c:], stride, head_dim,
-            s, c * LANES, KV_CHUNK,
-        )  # fmt: skip
-        c += columns
+        keys[c] = c * LANES
+        values[c] = (KV_CHUNK + c * LANES) * head_dim
 
 
 @njit(inline="always")
-def _absorb(s: Any, lanes: Any, lo: int, hi: int, scale: Any, softcap: Any, old: Any, sums: Any, acc: Any) -> Any:
-    """Turn the scores s[lo:hi] of a row into weights against its maximum so far, ``old``; the new maximum.
+def _absorb(
+    s: Any, at: int, lo: int, hi: int, scale: Any, softcap: Any, old: Any, sums: Any, row: int, acc: Any, head_dim: int
+) -> Any:
+    """Turn the scores s[at + lo : at + hi] of a row into weights against its maximum so far, ``old``; the new maximum.
 
     The rest of the chunk gets weight 0; the row's partial sums and accumulator are rescaled.
     """
     for j in range(KV_CHUNK):
-        s[j] = s[j] * scale
+        s[at + j] = s[at + j] * scale
     if softcap > _ZERO:
         for j in range(KV_CHUNK):
-            s[j] = softcap * tanh(s[j] / softcap)
+            s[at + j] = softcap * tanh(s[at + j] / softcap)
     for j in range(lo):
-        s[j] = _LOWEST
+        s[at + j] = _LOWEST
     for j in range(hi, KV_CHUNK):
-        s[j] = _LOWEST
-    for lane in range(LANES):
-        best = s[lane]
-        for j in range(LANES, KV_CHUNK, LANES):
-            best = s[j + lane] if s[j + lane] > best else best
-        lanes[lane] = best
-    peak = old
-    for lane in range(LANES):
-        peak = lanes[lane] if lanes[lane] > peak else peak
+        s[at + j] = _LOWEST
+    best = greatest(s, at)
+    peak = best if best > old else old
     for j in range(KV_CHUNK):
-        s[j] = exp(s[j] - peak)
+        s[at + j] = exp(s[at + j] - peak)
     for j in range(lo):
-        s[j] = _ZERO
+        s[at + j] = _ZERO
     for j in range(hi, KV_CHUNK):
-        s[j] = _ZERO
+        s[at + j] = _ZERO
     if peak != old:
         shrink = exp(old - peak) if old > _LOWEST else _ZERO
         for lane in range(LANES):
-            sums[lane] = sums[lane] * shrink
-        for d in range(len(acc)):
-            acc[d] = acc[d] * shrink
+            sums[row * LANES + lane] = sums[row * LANES + lane] * shrink
+        for d in range(head_dim):
+            acc[row * head_dim + d] = acc[row * head_dim + d] * shrink
     for lane in range(LANES):
-        total = sums[lane]
+        total = sums[row * LANES + lane]
         for j in range(0, KV_CHUNK, LANES):
-            total = total + s[j + lane]
-        sums[lane] = total
+            total = total + s[at + j + lane]
+        sums[row * LANES + lane] = total
     return peak
 
 
 @njit(inline="always")
 def _add_values(
-    s: Any, r: int, many: int, fetch: bool, source: Any, here: Any, ahead: Any, head_dim: int, base: int, tokens: Any,
-    window: int, acc: Any, steps: Any,
+    s: Any, r: int, many: int, fetch: bool, source: Any, values: Any, coming: Any, head_dim: int, base: int,
+    tokens: Any, window: int, acc: Any,
 ) -> None:  # fmt: skip
     """acc[r + i] += s[i] . values: the keys that all rows see together, those before and after row by row.
 
@@ -246,41 +246,33 @@ def _add_values(
     if window > 0:
         for i in range(many):
             first, last = _seen(tokens[r + i], base, window)
-            _values_of(
-                s, i * KV_CHUNK, r + i, 1, False, source, here, ahead, head_dim, first, min(lo, last), acc, steps
-            )
-    _values_of(s, 0, r, many, fetch, source, here, ahead, head_dim, lo, hi, acc, steps)
+            _values_of(s, i, r, 1, False, source, values, coming, head_dim, first, min(lo, last), acc)
+    _values_of(s, 0, r, many, fetch, source, values, coming, head_dim, lo, hi, acc)
     for i in range(many):
         _, last = _seen(tokens[r + i], base, window)
         if last > hi:
-            _values_of(s, i * KV_CHUNK, r + i, 1, False, source, here, ahead, head_dim, hi, last, acc, steps)
+            _values_of(s, i, r, 1, False, source, values, coming, head_dim, hi, last, acc)
 
 
 @njit(nogil=True, error_model="numpy")
 def _values_of(
-    s: Any, s_at: int, r: int, many: int, fetch: bool, source: Any, here: Any, ahead: Any, head_dim: int, lo: int,
-    hi: int, acc: Any, steps: Any,
+    s: Any, i: int, r: int, many: int, fetch: bool, source: Any, values: Any, coming: Any, head_dim: int, lo: int,
+    hi: int, acc: Any,
 ) -> None:  # fmt: skip
-    """acc[r + i] += sum over lo <= j < hi of s[i, j] * value[j], ascending."""
-    j = lo
-    while j < hi:
-        inside = j % LANES
-        count = min(hi - j, LANES - inside)
-        first = here[j // LANES] + inside * head_dim
-        coming = ahead[j // LANES] + inside * head_dim
-        d = 0
-        while d + LANES <= head_dim:
-            columns = 2 if d + 2 * LANES <= head_dim else 1
-            multiply_add(
-                many, columns, fetch, s, s_at + j, KV_CHUNK, source, first + d, steps, coming + d, steps, head_dim,
-                count, acc, r * head_dim + d, head_dim,
-            )  # fmt: skip
-            d += columns * LANES
-        while d < head_dim:
-            for i in range(many):
-                total = acc[(r + i) * head_dim + d]
-                for k in range(count):
-                    total = fma(s[s_at + i * KV_CHUNK + j + k], widen(source[first + k * head_dim + d]), total)
-                acc[(r + i) * head_dim + d] = total
-            d += 1
-        j += count
+    """acc[r + i] += sum over lo <= j < hi of s[i, j] * value[j], ascending; also for the rows i + 1 to i + many - 1."""
+    d = 0
+    while d + LANES <= head_dim:
+        columns = 4 if d + 4 * LANES <= head_dim else (2 if d + 2 * LANES <= head_dim else 1)
+        add_values(
+            many, columns, fetch, s, i * KV_CHUNK, KV_CHUNK, lo, hi, source, values, coming, d, head_dim,
+            acc, (r + i) * head_dim + d,
+        )  # fmt: skip
+        d += columns * LANES
+    while d < head_dim:
+        for row in range(i, i + many):
+            total = acc[(r + row) * head_dim + d]
+            for j in range(lo, hi):
+                value = source[values[j // LANES] + j % LANES * head_dim + d]
+                total = fma(s[row * KV_CHUNK + j], widen(value), total)
+            acc[(r + row) * head_dim + d] = total
+        d += 1
