@@ -14,6 +14,7 @@ import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EVICTION_POLICIES = ("lru", "ref_zero")
+WHILE_ASLEEP = ("raise", "wait")
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 DEFAULT_STATE_CACHE_BYTES = 1 << 28
@@ -41,6 +42,8 @@ class RolloutConfig:
     dtype: "float32", "bfloat16" (or the torch dtypes), or "auto"/None for the checkpoint's own.
     num_threads: CPU threads of the generation thread; None leaves the process default.
     seed: base of the random numbers of requests that bring no seed.
+    while_asleep: what a request does that comes while the worker sleeps, or after its weights were discarded and before
+        others came: "raise" refuses it, "wait" queues it. (Those that came before always wait.)
     exact: True keeps the promise of bit-equal log-probabilities. False drops what exactness costs, for
         measuring it.
     """
@@ -58,6 +61,7 @@ class RolloutConfig:
     device: str = "cpu"
     num_threads: int | None = None
     seed: int = 0
+    while_asleep: str = "raise"
     exact: bool = True
 
     def __post_init__(self) -> None:
@@ -92,6 +96,9 @@ class RolloutConfig:
             self._positive_int("num_threads")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be an int from 0 to 2**63 - 1, got {self.seed!r}")
+        if self.while_asleep not in WHILE_ASLEEP:
+            allowed = " or ".join(map(repr, WHILE_ASLEEP))
+            raise ValueError(f"while_asleep must be {allowed}, got {self.while_asleep!r}")
         if not isinstance(self.exact, bool):
             raise ValueError(f"exact must be True or False, got {self.exact!r}")
         if self.device != "cpu":

@@ -130,7 +130,7 @@ class Engine:
                 decodes += 1
             if item.samples:
                 for sample in (sequence, *item.forks) if item.forks else (sequence,):
-                    if self._take_row(rows, row, sample, version):
+                    if self._take_row(rows, row, sample, sequence.oldest_kv):
                         ended.append(sample)
                     row += 1
             self.scheduler.publish(item)
@@ -141,14 +141,15 @@ class Engine:
         self.counters.output_tokens += row - rows.finite.count(False)
         return self._collect(ended)
 
-    def _take_row(self, rows: _Rows, row: int, sequence: Sequence, version: int) -> bool:
-        """Append a row's token to its sequence; whether that ended it."""
+    def _take_row(self, rows: _Rows, row: int, sequence: Sequence, context: int) -> bool:
+        """Append a row's token to its sequence; whether that ended it. `context`: the oldest weights behind its KV."""
         if not rows.finite[row]:
             self._fail_row(sequence)
         if sequence.request.error is not None:
             return False
         token = rows.tokens[row]
-        sequence.append(token, rows.logprobs[row], rows.raw_logprobs[row], version)
+        version = self.weight_version
+        sequence.append(token, rows.logprobs[row], rows.raw_logprobs[row], version=version, context=context)
         if rows.top is not None and sequence.top_logprobs is not None:
             sequence.top_logprobs.append(rows.top[row] or {})
         return end_of_sample(sequence, token)

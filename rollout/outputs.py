@@ -16,8 +16,11 @@ class SampleOutput:
         raw_logprobs: at temperature 1. All float32 values.
     top_logprobs: for each token the most likely alternatives, None when not asked for.
     weight_versions: `(start, end, version)` over `token_ids`: the weights each was sampled under.
+    context_versions: `(start, end, version)` over `token_ids`: the oldest weights behind the KV that each was
+        sampled from. Where it is the token's weight version, the trainer with these weights gives its
+        log-probability bit for bit; where it is older, the token attended to keys of other weights ("keep").
     kv_versions: `(start, end, version)` over prompt and output: the weights that the KV of each position
-        was computed under, last. More than one span means that an update came in between.
+        was computed under, last: also after a preemption, an update with "recompute", or a sleep.
     finish_reason: "stop", "length" or "abort". stop_reason: the stop token id or stop string, None for
         the end-of-sequence token.
     text: decoded output, when the worker has a tokenizer.
@@ -31,6 +34,7 @@ class SampleOutput:
     raw_logprobs: list[float]
     top_logprobs: list[dict[int, float]] | None
     weight_versions: list[Span]
+    context_versions: list[Span]
     kv_versions: list[Span]
     finish_reason: str
     stop_reason: int | str | None
@@ -90,6 +94,7 @@ def _sample_output(sequence: Sequence, tokenizer: Tokenizer | None) -> SampleOut
         raw_logprobs=sequence.raw_logprobs[:count].tolist(),
         top_logprobs=sequence.top_logprobs,
         weight_versions=_spans(sequence.weight_spans),
+        context_versions=_spans(sequence.context_spans),
         kv_versions=_spans(sequence.kv_spans),
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,

@@ -7,8 +7,8 @@ Invariants
 * Only the engine's thread writes. A reader in another thread that takes `finished` first, then
   `num_tokens`, then the buffers, sees whole tokens only.
 * KV below `write_from` is shared: it is read, and never written by this sequence.
-* `kv_spans` says under which weights each computed position was computed, `weight_spans` under which
-  each token was sampled.
+* `kv_spans` says under which weights each computed position was computed, `weight_spans` under which each token
+  was sampled, `context_spans` what the oldest weights behind the KV were that it was sampled from.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "context_spans",
         "finish_reason",
         "kv_spans",
         "logprobs",
@@ -153,6 +154,7 @@ class Sequence:
         self.top_logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.kv_spans: list[list[int]] = []
         self.weight_spans: list[list[int]] = []
+        self.context_spans: list[list[int]] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.matcher: StopStringMatcher | None = None
@@ -179,8 +181,13 @@ class Sequence:
         end = self.num_tokens
         return self.token_ids[self.num_prompt_tokens : end]
 
-    def append(self, token: int, logprob: float, raw_logprob: float, version: int) -> None:
-        """One sampled token, its log-probabilities, and the weights it was sampled under."""
+    @property
+    def oldest_kv(self) -> int:
+        """The oldest weights that a computed position depends on: those of the first one."""
+        return self.kv_spans[0][2]
+
+    def append(self, token: int, logprob: float, raw_logprob: float, *, version: int, context: int) -> None:
+        """One sampled token, its log-probabilities, the weights it was sampled under and the oldest of its KV's."""
         position = self.num_tokens
         index = position - self.num_prompt_tokens
         if index >= len(self.logprobs):
@@ -189,6 +196,7 @@ class Sequence:
         self.logprobs[index] = logprob
         self.raw_logprobs[index] = raw_logprob
         extend_spans(self.weight_spans, index, index + 1, version)
+        extend_spans(self.context_spans, index, index + 1, context)
         self.num_tokens = position + 1
 
     def resume_at(self, start: int, *, write_from: int) -> None:
@@ -199,9 +207,13 @@ class Sequence:
             self.num_cached_tokens = min(start, self.num_prompt_tokens)
 
     def mark_computed(self, start: int, length: int, version: int) -> None:
-        end = start + length
-        extend_spans(self.kv_spans, start if self.kv_spans else 0, end, version)
-        self.num_computed = end
+        """Positions `start .. start + length - 1` were computed; KV up to `write_from` was there before, from the
+        step in which this sequence was admitted."""
+        self.num_computed = start + length
+        known = self.kv_spans[-1][1] if self.kv_spans else 0
+        end = max(self.num_computed, self.write_from)
+        if end > known:
+            extend_spans(self.kv_spans, known, end, version)
 
     def forget_computed(self) -> None:
         """Back to the waiting state: the tokens stay, their KV is gone."""

@@ -59,6 +59,7 @@ class RolloutWorker(WorkerCore):
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
             tokenizer=loaded.tokenizer,
+            queue_while_asleep=self.config.while_asleep == "wait",
             on_thread_start=_thread_setup(self.config.num_threads),
         )
 

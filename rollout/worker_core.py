@@ -48,6 +48,7 @@ class WorkerCore:
         max_model_len: int,
         eos_token_ids: tuple[int, ...] = (),
         tokenizer: Tokenizer | None = None,
+        queue_while_asleep: bool = False,
         on_thread_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.tokenizer = tokenizer
@@ -61,7 +62,7 @@ class WorkerCore:
         self._engine = engine
         self._weights = weights
         self._eos_token_ids = eos_token_ids
-        self._state = WorkerState()
+        self._state = WorkerState(queue_while_asleep=queue_while_asleep)
         self._names = itertools.count()
         self._service = GenerationService(engine, self._state, on_thread_start)
         self._finalizer = weakref.finalize(self, self._service.request_stop)

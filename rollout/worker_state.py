@@ -1,5 +1,7 @@
 """What a worker may do now.
 
+Weights are incomplete without a cause when `sleep(level=2)` has discarded them, and with one when an update broke off.
+
 Invariant: flags change under the worker's lock; those that make submissions fail change under `mutex` too,
 so that a request is either refused, or queued before the change and dealt with by it.
 """
@@ -21,6 +23,7 @@ class WorkerState:
     incomplete: str | None = None
     broken: BaseException | None = None
     incomplete_cause: BaseException | None = None
+    queue_while_asleep: bool = False
     mutex: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -45,6 +48,8 @@ class WorkerState:
 
     def check_accepts_requests(self) -> None:
         self.check_usable()
+        if self.queue_while_asleep and self.incomplete_cause is None:
+            return
         if self.asleep:
             tags = [name for name, asleep in (("weights", self.weights_asleep), ("kv_cache", self.kv_asleep)) if asleep]
             raise WorkerStateError(f"the worker is asleep ({', '.join(tags)}); call wake_up() first")

@@ -250,7 +250,12 @@ def make_worker() -> Iterator[Callable[..., tuple[WorkerCore, FakeRunner]]]:
     built: list[tuple[WorkerCore, FakeRunner]] = []
 
     def make(
-        *, shared: bool = False, eos: tuple[int, ...] = (), tokenizer: object = None, **engine: int
+        *,
+        shared: bool = False,
+        eos: tuple[int, ...] = (),
+        tokenizer: object = None,
+        while_asleep: str = "raise",
+        **engine: int,
     ) -> tuple[WorkerCore, FakeRunner]:
         core = build_engine(**engine)
         runner = core.runner
@@ -260,6 +265,7 @@ def make_worker() -> Iterator[Callable[..., tuple[WorkerCore, FakeRunner]]]:
             max_model_len=engine.get("max_model_len", 64),
             eos_token_ids=eos,
             tokenizer=tokenizer,
+            queue_while_asleep=while_asleep == "wait",
         )
         built.append((worker, runner))
         return worker, runner

@@ -62,7 +62,7 @@ class Pair:
 
     def add(self, tokens: list[int]) -> None:
         for token in tokens:
-            self.real.append(token, 0.0, 0.0, 0)
+            self.real.append(token, 0.0, 0.0, version=0, context=0)
         self.model.tokens += tokens
 
 

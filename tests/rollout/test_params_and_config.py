@@ -92,6 +92,7 @@ def test_the_callers_later_changes_do_not_reach_in() -> None:
         ("max_model_len", 1),
         ("num_threads", 0),
         ("seed", -1),
+        ("while_asleep", "queue"),
         ("exact", 1),
         ("dtype", "int8"),
         ("dtype", torch.float16),

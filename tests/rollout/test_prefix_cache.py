@@ -205,7 +205,7 @@ def test_a_copy_that_others_read_is_kept(make_request: MakeRequest) -> None:
     cache.publish(leader)
     cache.hold_tail(leader, [sample])
     for token in (6, 7, 8):
-        leader.append(token, 0.0, 0.0, 0)
+        leader.append(token, 0.0, 0.0, version=0, context=0)
     computed(cache, tracked(cache, make_request("same", PROMPT[:8])))
     own = cache.owned_blocks(leader)
     assert cache.append(leader, 3)

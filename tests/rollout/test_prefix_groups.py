@@ -281,8 +281,8 @@ def test_a_match_made_before_an_eviction_is_not_used_after_it(make_request: Make
     first.mark_computed(0, 6, 0)
     cache.publish(first)
     for token in (6, 7):
-        first.append(token, 0.0, 0.0, 0)
-    second.append(6, 0.0, 0.0, 0)
+        first.append(token, 0.0, 0.0, version=0, context=0)
+    second.append(6, 0.0, 0.0, version=0, context=0)
     cache.hold_tail(first, [second])
     assert cache.append(first, 2)
     first.mark_computed(6, 2, 0)

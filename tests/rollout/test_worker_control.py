@@ -247,6 +247,7 @@ def test_keep_goes_on_with_the_kv_it_has(make_worker: MakeWorker, oracle: Oracle
     sample = handle.result(20).samples[0]
     assert sample.token_ids == oracle([1, 2, 3], 0, 40)
     assert sample.weight_versions == [(0, 4, 0), (4, 40, 1)]
+    assert sample.context_versions == [(0, 40, 0)], "the trainer can not compute those after the update"
     assert sample.kv_versions == [(0, 6, 0), (6, 42, 1)]
     assert late.result(20).samples[0].finish_reason == "length"
 
@@ -257,9 +258,31 @@ def test_recompute_computes_the_kv_again(make_worker: MakeWorker, oracle: Oracle
     sample = output.samples[0]
     assert sample.token_ids == oracle([1, 2, 3], 0, 40)
     assert sample.weight_versions == [(0, 4, 0), (4, 40, 1)]
-    assert sample.kv_versions == [(0, 42, 1)]
+    assert sample.context_versions == sample.weight_versions, "the trainer can compute all of them"
+    assert sample.kv_versions == [(0, 42, 1)], "computed again under the new weights"
     assert "preempted" in [event.name for event in output.events]
     assert worker.stats()["preemptions"] == 1
+
+
+def test_a_request_that_resumes_after_an_update_says_under_which_weights(
+    make_engine: Callable[..., Any], make_request: Callable[..., Any]
+) -> None:
+    """Preempted for its memory, or by a sleep: what was mixed before stays known as mixed."""
+    engine = make_engine()
+    request = make_request("r", [1, 2, 3], max_tokens=12, n=2)
+    engine.add(request)
+    for version in range(1, 4):
+        for _ in range(3):
+            engine.step()
+        if version == 2:
+            engine.preempt_all()
+        engine.weights_changed(version)
+    while engine.has_work:
+        engine.step()
+    for sequence in request.sequences:
+        assert sequence.weight_spans == [[0, 3, 0], [3, 6, 1], [6, 9, 2], [9, 12, 3]]
+        assert sequence.context_spans == [[0, 6, 0], [6, 12, 2]]
+        assert sequence.kv_spans == [[0, 11, 2], [11, 14, 3]]
 
 
 def test_abort_ends_what_has_begun(make_worker: MakeWorker) -> None:
@@ -410,6 +433,47 @@ def test_level_two_after_level_one_drops_the_copy(make_worker: MakeWorker) -> No
     worker.sleep("weights", level=2)
     worker.wake_up()
     with pytest.raises(WorkerStateError, match="discarded"):
+        worker.submit([1], FEW)
+
+
+@pytest.mark.parametrize("tags", [("weights",), ("kv_cache",), ("weights", "kv_cache")])
+@pytest.mark.parametrize("order", [("weights", "kv_cache"), ("kv_cache", "weights")])
+@pytest.mark.parametrize("level", [1, 2])
+def test_requests_that_come_during_sleep_wait_when_that_is_the_choice(
+    make_worker: MakeWorker, oracle: Oracle, tags: tuple[str, ...], order: tuple[str, ...], level: int
+) -> None:
+    """They run when everything is awake and, after level 2, when weights have come; waking KV first is allowed."""
+    if level == 2 and "weights" not in tags:
+        level = 1
+    worker, runner = make_worker(while_asleep="wait")
+    whole = weights_of(worker)
+    handle = start_long_request(worker, runner)
+    open_gate(runner)
+    worker.sleep(tags, level=level)
+    late = worker.submit([9, 9], FEW)
+    steps = worker.stats()["steps"]
+    for tag in order:
+        assert not late.done
+        worker.wake_up(tag)
+    if level == 2:
+        later = worker.submit([8], FEW)
+        with pytest.raises(TimeoutError):
+            later.result(0.05)
+        assert worker.stats()["steps"] == steps, "not a token before the weights"
+        worker.receive_weights(whole)
+        assert later.result(20).samples[0].token_ids == oracle([8], 0, 5)
+    assert late.result(20).samples[0].token_ids == oracle([9, 9], 0, 5)
+    assert handle.result(20).samples[0].token_ids == oracle([1, 2, 3], 0, 40)
+
+
+def test_an_update_that_broke_off_is_no_sleep(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker(shared=True, while_asleep="wait")
+    with pytest.raises(KeyError), worker.weight_update():
+        raise KeyError
+    with pytest.raises(WorkerStateError, match="weights incomplete"):
+        worker.submit([1], FEW)
+    worker.sleep("kv_cache")
+    with pytest.raises(WorkerStateError, match="asleep"):
         worker.submit([1], FEW)
 
 
