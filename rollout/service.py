@@ -5,6 +5,8 @@ Invariants
 * The engine is touched only under `lock`, by the generation thread or by a command.
 * Submissions and aborts need no lock: they go through the inbox, in order, and the thread takes them in
   before its next step.
+* With work to do the thread is always in the lock's queue or holds it: between two steps no commander gets two
+  commands in, and no command waits for two steps.
 * Every delivery in `_live` ends: with its request, with the error that broke the thread, or with
   "closed". The thread's one broad `except` is that boundary.
 * The thread has ended before the interpreter is torn down: a kernel that runs on then aborts the process.
@@ -172,23 +174,23 @@ class GenerationService:
         while not self.state.closed:
             self._wake.wait()
             self._wake.clear()
-            while self._turn():
-                pass
+            with self.lock:
+                while self._turn():
+                    self.lock.requeue()
             release_idle_threads()
 
     def _turn(self) -> bool:
-        """Take in the inbox and compute a step; whether there is more to do."""
-        with self.lock:
-            self._take_inbox()
-            if not self.state.may_step:
-                return False
-            self.deliver(self.engine.step())
-            self._log.after_step()
-            for delivery in tuple(self._streams):
-                delivery.notify()
-            if self._closures and self.engine.drained:
-                self._signal_drain()
-            return self.engine.has_work
+        """Under the lock: take in the inbox and compute a step; whether there is more to do."""
+        self._take_inbox()
+        if not self.state.may_step:
+            return False
+        self.deliver(self.engine.step())
+        self._log.after_step()
+        for delivery in tuple(self._streams):
+            delivery.notify()
+        if self._closures and self.engine.drained:
+            self._signal_drain()
+        return self.engine.has_work
 
     def _take_inbox(self) -> None:
         while self._inbox:

@@ -4,6 +4,7 @@ Invariants
 ----------
 * `release` hands the lock to the first in the queue; nobody can overtake, so a holder that releases and
   asks again stands behind everyone who was waiting.
+* `requeue` gives it up and asks again in one act: nobody who asks later comes first.
 * A thread that holds it and asks again gets an error, never a deadlock.
 """
 
@@ -36,8 +37,34 @@ class TicketLock:
             if self._holder is None:
                 self._holder = me
                 return
-            ticket = _Ticket(me)
-            self._queue.append(ticket)
+            ticket = self._take_ticket()
+        self._wait(ticket)
+
+    def requeue(self) -> None:
+        """Let everyone who waits go first, then hold it again."""
+        with self._mutex:
+            self._check_holder()
+            if not self._queue:
+                return
+            ticket = self._take_ticket()
+            self._pass_on()
+        self._wait(ticket)
+
+    def release(self) -> None:
+        with self._mutex:
+            self._check_holder()
+            self._pass_on()
+
+    def _check_holder(self) -> None:
+        if self._holder != threading.get_ident():
+            raise RuntimeError("this thread does not hold the lock")
+
+    def _take_ticket(self) -> _Ticket:
+        ticket = _Ticket(threading.get_ident())
+        self._queue.append(ticket)
+        return ticket
+
+    def _wait(self, ticket: _Ticket) -> None:
         got_it = False
         try:
             ticket.gate.acquire()
@@ -45,12 +72,6 @@ class TicketLock:
         finally:
             if not got_it:
                 self._withdraw(ticket)
-
-    def release(self) -> None:
-        with self._mutex:
-            if self._holder != threading.get_ident():
-                raise RuntimeError("this thread does not hold the lock")
-            self._pass_on()
 
     def _pass_on(self) -> None:
         if not self._queue:

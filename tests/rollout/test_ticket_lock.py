@@ -61,6 +61,32 @@ def test_a_thread_that_comes_back_stands_behind_those_who_wait() -> None:
     assert all(sorted(turns[i : i + 4]) == [0, 1, 2, 3] for i in range(4, 500, 4))
 
 
+def test_one_that_requeues_stands_behind_those_who_wait_and_before_those_who_come() -> None:
+    lock = TicketLock()
+    order: list[str] = []
+
+    def take(name: str) -> None:
+        with lock:
+            order.append(name)
+            if name == "waits":
+                late.start()
+                wait_until_queued(lock, 2)
+
+    waits, late = (threading.Thread(target=take, args=(name,)) for name in ("waits", "late"))
+    with lock:
+        lock.requeue()
+        assert lock.held_by_me, "nobody waits"
+        waits.start()
+        wait_until_queued(lock, 1)
+        lock.requeue()
+        order.append("requeued")
+    for thread in (waits, late):
+        thread.join(20)
+    assert order == ["waits", "requeued", "late"]
+    with pytest.raises(RuntimeError, match="does not hold"):
+        lock.requeue()
+
+
 def test_asking_twice_raises_and_does_not_hang() -> None:
     lock = TicketLock()
     with lock:
