@@ -11,7 +11,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numba
@@ -21,9 +20,10 @@ from torch import nn
 from samebit.kernels import bind
 from samebit.kernels.binding import binding_of
 from samebit.rollout.check_cache import CacheCheck
-from samebit.rollout.check_compare import Row, compare, compare_samples, reported, worst
+from samebit.rollout.check_compare import Difference, Row, compare, compare_samples, reported, worst
 from samebit.rollout.check_gemm import check_gemm_rows
 from samebit.rollout.check_trainer import LAYOUTS, Layout, Sample, packed
+from samebit.rollout.check_weights import WeightsCheck
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.loading import load_model
 from samebit.rollout.outputs import RequestOutput
@@ -73,7 +73,7 @@ def check_model(folder: str | Path, dtype: str = "auto", new_tokens: int = 32, s
     yield from check.temperatures()
     yield from check.prefix_cache()
     yield from check.layouts()
-    yield from check.reloaded()
+    yield from check.weights()
     yield check.repeats()
 
 
@@ -135,18 +135,10 @@ class _Check:
         )
         yield Row("log-probabilities of the prompts", *compare(found, expected))
 
-    def reloaded(self) -> Iterator[Row]:
-        prompts, params = self.workload.prompts, self.workload.params()
-        with TemporaryDirectory(prefix="samebit-check-") as folder:
-            self.model.save_pretrained(folder)
-            with RolloutWorker(folder, config=self._config()) as worker:
-                outputs = worker.generate(prompts, params)
-                yield self._row("weights saved and loaded again", outputs, first=self.first)
-                worker.load_state_dict({name: tensor * 0.5 for name, tensor in self.model.state_dict().items()})
-                worker.generate(prompts, params)  # fills the prefix cache with what must not be hit afterwards
-                worker.receive_weights(folder)
-                outputs = worker.generate(prompts, params)
-                yield self._row("weights W1 -> W2 -> W1, from a folder", outputs, first=self.first)
+    def weights(self) -> Iterator[Row]:
+        requests = self.workload.prompts, self.workload.params()
+        for run in WeightsCheck(self.model, requests, self.first, self.workload.max_model_len).runs():
+            yield self._row(run.name, run.outputs, first=run.first, beside=run.beside)
 
     def repeats(self) -> Row:
         return Row("same seed, same samples under all of these", *self.repeated)
@@ -188,15 +180,19 @@ class _Check:
         *,
         temperature: float = 1.0,
         first: list[RequestOutput] | None = None,
+        beside: Difference = (0, 0, 0.0),
     ) -> Row:
         """Compare what was reported, at the sampling temperature and at 1, with the training forward.
 
-        `first`: the same requests under the first schedule, which must have given the same samples.
+        `first`: the same requests under the first schedule, which must have given the same samples. `beside`: what
+        else was compared under this condition.
         """
         if first is not None:
             self.repeated = worst(self.repeated, compare_samples(outputs, first))
         samples = [Sample(out.prompt_token_ids, sample.token_ids) for out in outputs for sample in out.samples]
-        result = compare(reported(outputs), layout(self.model, samples, temperature))
+        result = beside
+        if samples:
+            result = worst(result, compare(reported(outputs), layout(self.model, samples, temperature)))
         if temperature != 1.0:
             raw = [torch.tensor(sample.raw_logprobs) for out in outputs for sample in out.samples]
             result = worst(result, compare(raw, layout(self.model, samples, 1.0)))

@@ -15,6 +15,12 @@ from .families import make_model
 
 
 @pytest.fixture
+def no_weights_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that are about other rows."""
+    monkeypatch.setattr(check._Check, "weights", lambda self: iter(()))
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> str:
     make_model("Gemma3", torch.bfloat16).save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
@@ -24,13 +30,19 @@ def test_json_is_one_object_and_nothing_else(folder: str, capsys: pytest.Capture
     assert cli.main(["check", folder, "--json", "--tokens", "20", "--dtype", "float32"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True
-    assert len({row["name"] for row in report["rows"]}) == len(report["rows"]) >= 18
+    names = [row["name"] for row in report["rows"]]
+    assert len(set(names)) == len(names) >= 38
+    weights = [name for name in names if name.startswith(("weights", "slept", "delta"))]
+    assert len(weights) == 12
+    assert "slept and woken 100 times" in weights
+    assert "delta against dense, 50 optimizer steps" in weights
     for row in report["rows"]:
         assert row.keys() == {"name", "tokens", "differing", "max_abs_diff"}
         assert row["tokens"] > 50
         assert row["differing"] == row["max_abs_diff"] == 0
 
 
+@pytest.mark.usefixtures("no_weights_part")
 def test_a_table_for_people(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", folder, "--tokens", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -38,6 +50,7 @@ def test_a_table_for_people(folder: str, capsys: pytest.CaptureFixture[str]) -> 
     assert any(line.startswith("preempted") for line in lines)
 
 
+@pytest.mark.usefixtures("no_weights_part")
 def test_another_formula_in_the_trainer_is_found(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,6 +66,7 @@ def test_another_formula_in_the_trainer_is_found(
     assert differing["same seed, same samples under all of these"] == 0
 
 
+@pytest.mark.usefixtures("no_weights_part")
 def test_another_sample_of_the_same_seed_is_found(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check._Check, "_one_by_one", lambda self: self._run(self.workload.params(temperature=0.5)))
     differing = {row.name: row.differing for row in check.check_model(folder, new_tokens=4)}
