@@ -243,6 +243,20 @@ def test_what_attends_to_old_keys_is_not_published(make_engine: Make, make_reque
     assert len(engine.cache.index) == 6
 
 
+def test_keys_that_were_shared_before_an_update_keep_its_version(make_engine: Make, make_request: MakeRequest) -> None:
+    """A prompt that is computed again for its scores writes no shared block, so their KV stays the old one."""
+    engine = make_engine(max_num_batched_tokens=6)
+    run(engine, make_request("a", PROMPT[:16], max_tokens=1))
+    scored = make_request("b", [*PROMPT[:16], 7], max_tokens=8, prompt_logprobs=0)
+    engine.add(scored)
+    engine.step()
+    assert (scored.sequences[0].num_computed, scored.sequences[0].write_from) == (6, 16)
+    engine.weights_changed(1)
+    run(engine)
+    assert scored.sequences[0].kv_spans == [[0, 16, 0], [16, 24, 1]]
+    assert scored.sequences[0].context_spans == [[0, 8, 0]]
+
+
 # -- eviction --------------------------------------------------------------------------------------
 
 
