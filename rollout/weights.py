@@ -6,7 +6,7 @@ Invariants
   tensors are spilled.
 * On a shared module nothing is ever reallocated: the trainer's optimizer holds the same tensors.
 * Sleeping frees parameters and persistent buffers; every other buffer stays. Waking at level 1 restores
-  the same bits in the same memory layout.
+  the same bits in the same memory layout, or raises: the copy is checksummed.
 * No locks here: the caller holds the worker's.
 """
 
@@ -23,9 +23,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from samebit.weight_sync import Manifest, NonFiniteWeightError, PreparedUpdate, SyncReport, open_update
+from samebit.weight_sync import (
+    Manifest,
+    NonFiniteWeightError,
+    PreparedUpdate,
+    SyncReport,
+    VerificationError,
+    open_update,
+)
 from samebit.weight_sync.apply import first_non_finite
-from samebit.weight_sync.checksum import digest_of, hexadecimal, scan
+from samebit.weight_sync.checksum import copy_scanned, digest_of, hexadecimal, scan
 from samebit.weight_sync.manifest import live_tensors
 
 logger = logging.getLogger(__name__)
@@ -35,12 +42,18 @@ SPILL_NAME = "weights.safetensors"
 
 @dataclass(frozen=True)
 class _Layout:
-    """What is needed to allocate a tensor again: `shape` and `stride` as it lay in memory."""
+    """What is needed to allocate a tensor again: `shape` and `stride` as it lay in memory; `digest` of its copy."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    digest: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, kept: bool) -> _Layout:
+        digest = scan(tensor).digest if kept else None
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, digest)
 
 
 class WorkerWeights:
@@ -121,24 +134,32 @@ class WorkerWeights:
         firsts = {names[0]: tensors[names[0]].detach() for names in self.manifest.ties}
         if keep_copy:
             self._write_spill(firsts)
-        self._layouts = {name: _Layout(tuple(t.shape), t.stride(), t.dtype, t.device) for name, t in firsts.items()}
+        self._layouts = {name: _Layout.of(tensor, kept=keep_copy) for name, tensor in firsts.items()}
         for tensor in tensors.values():
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def restore(self) -> bool:
-        """Allocate again; True when the bits came back, False when the values are undefined."""
+        """Allocate again; True when the bits came back, False when the values are undefined.
+
+        Raises:
+            VerificationError: the copy is damaged; the memory is there, its values are undefined.
+        """
         kept = self._read_spill() if self.spilled else {}
         tensors = live_tensors(self.module)
+        damaged: list[str] = []
         for names in self.manifest.ties:
             layout = self._layouts[names[0]]
             fresh = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
             if names[0] in kept:
-                fresh.copy_(kept.pop(names[0]))
+                copied = copy_scanned(kept.pop(names[0]), fresh)
+                damaged += [names[0]] if copied.digest != layout.digest else []
             for name in names:
                 tensors[name].data = fresh
         self._layouts = {}
         complete = self.spilled
         self.drop_spill()
+        if damaged:
+            raise VerificationError(f"the copy of the weights that slept is damaged: {', '.join(damaged)}")
         return complete
 
     def drop_spill(self) -> None:

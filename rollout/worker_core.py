@@ -31,7 +31,7 @@ from samebit.rollout.update import Transaction, WeightUpdate, check_update_args
 from samebit.rollout.validate import RequestLimits
 from samebit.rollout.weights import WorkerWeights
 from samebit.rollout.worker_state import WorkerState
-from samebit.weight_sync import SyncReport
+from samebit.weight_sync import SyncReport, VerificationError
 
 TAGS = ("weights", "kv_cache")
 Worker = TypeVar("Worker", bound="WorkerCore")
@@ -258,16 +258,28 @@ class WorkerCore:
             raise WorkerStateError("sleep(level=1) can not keep the weights: they were discarded before")
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
-        """Take the memory again, of everything or of `tags`; what is awake already stays as it is."""
+        """Take the memory again, of everything or of `tags`; what is awake already stays as it is.
+
+        Raises:
+            VerificationError: the copy of the weights was damaged meanwhile; a full update is needed.
+        """
         named = _check_tags(TAGS if tags is None else tags)
         with self._service.command() as engine:
             if "weights" in named and self._state.weights_asleep:
-                if not self._weights.restore() and self._state.incomplete is None:
-                    self._state.set_incomplete("they were discarded by sleep(level=2)")
-                self._set_asleep(weights=False)
+                self._wake_weights()
             if "kv_cache" in named and self._state.kv_asleep:
                 engine.runner.allocate_cache(engine.cache.pool.num_blocks)
                 self._set_asleep(kv_cache=False)
+
+    def _wake_weights(self) -> None:
+        try:
+            if not self._weights.restore() and self._state.incomplete is None:
+                self._state.set_incomplete("they were discarded by sleep(level=2)")
+        except VerificationError as error:
+            self._state.set_incomplete(str(error), error)
+            self._set_asleep(weights=False)
+            raise
+        self._set_asleep(weights=False)
 
     def _set_asleep(self, *, weights: bool | None = None, kv_cache: bool | None = None) -> None:
         with self._state.mutex:

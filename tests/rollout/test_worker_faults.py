@@ -1,0 +1,122 @@
+"""No room, and damaged memory: a clear error, no mixture, and a worker that recovers with a full sync."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from samebit.rollout.errors import WorkerStateError
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.weights import SPILL_NAME
+from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, SyncTimeoutError, VerificationError
+
+MakeWorker = Callable[..., tuple[Any, Any]]
+FEW = SamplingParams(max_tokens=5)
+LIMIT = 1 << 16
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """Files of this process may not grow beyond `LIMIT` bytes: what a full disk or /dev/shm does to them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def larger(worker: Any) -> nn.Module:
+    """Give the worker weights of more than `LIMIT` bytes."""
+    module = nn.Sequential(nn.Linear(1000, 129), nn.Linear(129, 100))
+    worker._weights = type(worker._weights)(module, shared=False)
+    return module
+
+
+def copies(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def same(module: nn.Module, expected: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, expected[name]) for name, tensor in module.state_dict().items())
+
+
+def test_a_full_shared_memory_ends_the_sync_on_both_sides_and_the_next_one_works(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker()
+    module = larger(worker)
+    before = copies(module)
+    trainer = nn.Sequential(nn.Linear(1000, 129), nn.Linear(129, 100))
+    with (
+        SharedMemorySender(bucket_bytes=1 << 20, timeout=20) as sender,
+        SharedMemoryReceiver(sender.address, timeout=0.5) as end,
+    ):
+        with no_room(), pytest.raises(OSError, match="no room for 2097152 bytes of shared memory"):
+            sender.send(trainer)
+        with pytest.raises(SyncTimeoutError):
+            worker.receive_weights(end)
+        assert same(module, before)
+        assert len(worker.generate([[1]], FEW)) == 1
+        sending = threading.Thread(target=sender.send, args=(trainer,))
+        sending.start()
+        assert worker.receive_weights(end, verify=True).version == 1
+        sending.join(20)
+    assert same(module, copies(trainer))
+    assert len(worker.generate([[1]], FEW)) == 1
+
+
+def test_no_room_for_the_copy_of_weights_that_are_to_sleep(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker()
+    module = larger(worker)
+    before = copies(module)
+    with no_room(), pytest.raises((OSError, SafetensorError), match=r"[Tt]oo large"):
+        worker.sleep("weights")
+    assert same(module, before), "nothing was released"
+    assert worker._weights._spill is None
+    assert len(worker.generate([[1]], FEW)) == 1
+    worker.sleep("weights")
+    worker.wake_up()
+    assert same(module, before)
+
+
+@pytest.mark.parametrize("place", [-1, -1000, -400_000])
+def test_a_flipped_bit_in_the_copy_of_sleeping_weights(make_worker: MakeWorker, place: int) -> None:
+    worker, _ = make_worker(while_asleep="wait")
+    module = larger(worker)
+    whole = copies(module)
+    worker.sleep()
+    file = Path(worker._weights._spill.name) / SPILL_NAME
+    content = bytearray(file.read_bytes())
+    content[place] ^= 4
+    file.write_bytes(content)
+    with pytest.raises(VerificationError, match="copy of the weights that slept is damaged"):
+        worker.wake_up()
+    worker.wake_up()
+    with pytest.raises(WorkerStateError, match="weights incomplete: the copy"):
+        worker.generate([[1]], FEW)
+    worker.receive_weights(whole)
+    assert same(module, whole)
+    assert len(worker.generate([[1]], FEW)) == 1
+
+
+def test_a_copy_of_sleeping_weights_that_is_gone(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker()
+    whole = copies(larger(worker))
+    worker.sleep("weights")
+    (Path(worker._weights._spill.name) / SPILL_NAME).unlink()
+    with pytest.raises(FileNotFoundError):
+        worker.wake_up()
+    with pytest.raises(WorkerStateError, match="asleep"):
+        worker.submit([1], FEW)
+    worker.sleep("weights", level=2)
+    worker.wake_up()
+    worker.receive_weights(whole)
+    assert len(worker.generate([[1]], FEW)) == 1
