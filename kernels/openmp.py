@@ -17,8 +17,17 @@ from pathlib import Path
 import numba
 from numba.np.ufunc import omppool  # noqa: F401  (an ImportError here: no OpenMP runtime, install libgomp)
 
+ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "4000", "NUMBA_THREADING_LAYER": "omp"}
+"""Read when OpenMP and Numba are loaded: idle threads soon sleep, after a spin that is long enough for the gaps between
+the operations of a step; Numba's thread pool is of the kind that several Python threads may call."""
+
 _MAPS = Path("/proc/self/maps")
 _PAUSE_SOFT = 1
+
+
+def process_environment(num_threads: int) -> dict[str, str]:
+    """What a process that computes with so many threads needs in its environment before it loads torch."""
+    return {**ENVIRONMENT, "OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
 
 
 def require_openmp() -> None:

@@ -8,6 +8,7 @@ from samebit.rollout.errors import (
     ModelLoadError,
     NonFiniteLogitsError,
     RequestError,
+    WorkerLostError,
     WorkerStateError,
 )
 from samebit.rollout.handle import RequestHandle, StreamChunk
@@ -28,5 +29,6 @@ __all__ = [
     "SampleOutput",
     "SamplingParams",
     "StreamChunk",
+    "WorkerLostError",
     "WorkerStateError",
 ]

@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from samebit.kernels.openmp import ENVIRONMENT
+
 FAILED, UNUSABLE = 1, 2
 """Exit codes: a promise is broken; the command could not be carried out."""
 
@@ -60,8 +62,7 @@ def _let_idle_threads_sleep() -> None:
     """OpenMP reads its environment when it is loaded: if that has happened, start over."""
     if "OMP_WAIT_POLICY" in os.environ:
         return
-    os.environ["OMP_WAIT_POLICY"] = "passive"
-    os.environ["GOMP_SPINCOUNT"] = "4000"  # long enough for the gaps between the operations of a step
+    os.environ.update(ENVIRONMENT)
     if "torch" in sys.modules:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 

@@ -14,6 +14,10 @@ class WorkerStateError(RuntimeError):
     """
 
 
+class WorkerLostError(WorkerStateError):
+    """The process that the worker ran in died or does not answer; what it was generating is lost."""
+
+
 class NonFiniteLogitsError(RuntimeError):
     """The model gave NaN or infinite logits for this request; the other requests are not concerned."""
 

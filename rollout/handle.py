@@ -9,8 +9,10 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from samebit.kernels.openmp import release_idle_threads
@@ -39,6 +41,7 @@ class Delivery:
         self.done = False
         self._streams = streams
         self._changed = threading.Condition()
+        self._callbacks: list[Callable[[], None]] = []
 
     def finish(self, error: Exception | None = None) -> None:
         """The request ended; the first call counts."""
@@ -47,6 +50,17 @@ class Delivery:
                 self.error = error
                 self.done = True
             self._changed.notify_all()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call it once, in the thread that ends the request, or here if that has happened. It must not wait."""
+        with self._changed:
+            if not self.done:
+                self._callbacks.append(callback)
+                return
+        callback()
 
     def notify(self) -> None:
         """A step went by: let streams look for new tokens."""
@@ -114,6 +128,20 @@ class RequestHandle:
             self._output = request_output(self._delivery.request, self._tokenizer)
         return self._output
 
+    async def result_async(self) -> RequestOutput:
+        """`result()` for asyncio: the event loop goes on meanwhile. Cancelling it cancels the request."""
+        if not self._delivery.done:
+            self._check_thread()
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        self._delivery.when_done(lambda: _wake(loop, ended))
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self.result()
+
     def __iter__(self) -> Iterator[StreamChunk]:
         """New tokens as they come, from the first one, over all samples; ends with the request."""
         delivery = self._delivery
@@ -141,6 +169,12 @@ class RequestHandle:
                 raise delivery.error
         finally:
             delivery.stop_streaming()
+
+
+def _wake(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+    """From another thread. In a loop that was closed meanwhile (RuntimeError) nobody waits any more."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(ended.set)
 
 
 def _new_tokens(sequence: Sequence, seen: int) -> StreamChunk:

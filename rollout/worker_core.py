@@ -79,6 +79,21 @@ class WorkerCore:
         A bad prompt raises before anything is submitted. If a request fails, the rest of this call is
         aborted and its error is raised.
         """
+        handles = self.submit_all(prompts, params)
+        results: list[RequestOutput] = []
+        try:
+            results.extend(handle.result() for handle in handles)
+        finally:
+            if len(results) < len(handles):
+                self._service.abort(handle.request_id for handle in handles)
+        return results
+
+    def submit_all(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> list[RequestHandle]:
+        """Queue prompts, all or none; the handles are in their order."""
         if not isinstance(prompts, list | tuple):
             raise RequestError(f"prompts must be a list of token id lists, got {type(prompts).__name__}")
         if isinstance(params, list | tuple):
@@ -87,14 +102,7 @@ class WorkerCore:
                 raise RequestError(f"{len(prompts)} prompts, but {len(each)} params")
         else:
             each = [SamplingParams() if params is None else params] * len(prompts)
-        handles = self._submit(prompts, each, [None] * len(prompts))
-        results: list[RequestOutput] = []
-        try:
-            results.extend(handle.result() for handle in handles)
-        finally:
-            if len(results) < len(handles):
-                self._service.abort(handle.request_id for handle in handles)
-        return results
+        return self._submit(prompts, each, [None] * len(prompts))
 
     def submit(
         self,
@@ -305,6 +313,14 @@ class WorkerCore:
     def stats(self) -> dict[str, float]:
         """Counters and sizes, read without the lock; see docs/reference.md for each."""
         return worker_stats(self._engine, self._service.num_unstarted)
+
+    def trouble(self) -> str | None:
+        """Why a request would be refused now; None if it would not."""
+        try:
+            self._state.check_accepts_requests()
+        except WorkerStateError as error:
+            return str(error)
+        return None
 
     def close(self) -> None:
         """Stop; pending requests fail. Closing twice is fine."""

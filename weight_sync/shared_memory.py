@@ -102,6 +102,8 @@ class _SenderEnd(SenderLink):
         return [self._outcome]
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends a wait for a receiver, which closing alone does not
         self._hang_up()
         self._listener.close()
         self._folder.cleanup()
@@ -121,11 +123,13 @@ class _SenderEnd(SenderLink):
                 self._channel.send_descriptor(memory.descriptor)
 
     def _accept(self, deadline: float) -> Channel:
-        self._listener.settimeout(max(0.001, deadline - time.monotonic()))
         try:
+            self._listener.settimeout(max(0.001, deadline - time.monotonic()))
             connected, _ = self._listener.accept()
         except TimeoutError as error:
             raise SyncTimeoutError(f"no receiver connected to {self.address} in {self._timeout:g} seconds") from error
+        except OSError as error:
+            raise PeerLostError("the link was closed before a receiver connected") from error
         return Channel(connected, self._timeout)
 
     def _next(self) -> dict[str, Any]:
@@ -154,9 +158,9 @@ class _SenderEnd(SenderLink):
         return self._channel
 
     def _hang_up(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
 
 class SharedMemoryReceiver(ReceiverLink):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import threading
 import weakref
@@ -122,6 +123,42 @@ def test_cancel_gives_what_there_is(make_worker: MakeWorker, oracle: Oracle) -> 
         tokens += chunk.token_ids
     assert tokens == sample.token_ids
     assert worker.stats()["requests_aborted"] == 1
+
+
+def test_results_can_be_awaited(make_worker: MakeWorker, oracle: Oracle) -> None:
+    worker, runner = make_worker()
+    runner.gate = threading.Semaphore(0)
+    first, second = worker.submit_all([[1], [2]], FEW)
+
+    async def both() -> list[Any]:
+        waiting = [asyncio.ensure_future(handle.result_async()) for handle in (second, first, second)]
+        await asyncio.sleep(0)
+        runner.gate.release(10)
+        return await asyncio.gather(*waiting)
+
+    outputs = asyncio.run(both())
+    assert [output.samples[0].token_ids for output in outputs] == [oracle([i], 0, 5) for i in (2, 1, 2)]
+    assert asyncio.run(first.result_async()) is first.result(0), "a result that is there already"
+
+
+def test_an_await_that_is_cancelled_cancels_the_request(make_worker: MakeWorker) -> None:
+    worker, runner = make_worker()
+    runner.gate = threading.Semaphore(0)
+    handle = worker.submit([1], SamplingParams(max_tokens=50))
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(handle.result_async(), 0.05))
+    runner.gate.release(3)
+    assert handle.result(20).samples[0].finish_reason == "abort"
+
+
+def test_a_failed_request_raises_where_it_is_awaited(make_worker: MakeWorker) -> None:
+    worker, runner = make_worker()
+    runner.nan_ids = {"bad"}
+    with pytest.raises(NonFiniteLogitsError, match="NaN"):
+        asyncio.run(worker.submit([1], FEW, request_id="bad").result_async())
+    assert worker.trouble() is None
+    worker.close()
+    assert worker.trouble() == "the worker is closed"
 
 
 def test_abort_by_id_reaches_waiting_requests_while_paused(make_worker: MakeWorker) -> None:

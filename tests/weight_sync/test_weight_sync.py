@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 from samebit.weight_sync import (
     Manifest,
     NonFiniteWeightError,
+    PeerLostError,
+    SharedMemorySender,
     TensorSpec,
     WeightMismatchError,
     WeightSourceError,
@@ -270,3 +274,17 @@ def test_one_name_in_two_files_is_refused(tmp_path: Path) -> None:
         save_file({"x": torch.zeros(1)}, tmp_path / file)
     with pytest.raises(WeightSourceError, match=r"x is in both a\.safetensors and b\.safetensors"):
         open_source(tmp_path)
+
+
+# -- a link ----------------------------------------------------------------------------------------
+
+
+def test_a_sender_that_waits_for_a_receiver_ends_when_it_is_closed() -> None:
+    sender = SharedMemorySender(timeout=60)
+    closing = threading.Timer(0.1, sender.close)
+    closing.start()
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="closed before a receiver connected"):
+        sender.send(Model())
+    assert time.monotonic() - began < 2
+    closing.join()

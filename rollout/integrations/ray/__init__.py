@@ -1,0 +1,31 @@
+"""A rollout worker in a process of its own, as an actor of Ray.
+
+worker = RayWorker.start("path/to/model", num_cpus=2)
+outputs = worker.generate(prompts, SamplingParams(max_tokens=64))
+worker.receive_weights(policy)  # through shared memory
+"""
+
+try:
+    import ray  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "ray":
+        raise
+    raise ImportError("samebit.rollout.integrations.ray needs Ray: pip install 'samebit[ray]'") from error
+
+from samebit.rollout.integrations.ray.actor import Health, RolloutActor
+from samebit.rollout.integrations.ray.calls import lost_worker, wait_for, wait_for_async
+from samebit.rollout.integrations.ray.links import BroadcastFrom, SharedMemoryAt
+from samebit.rollout.integrations.ray.worker import RayRequestHandle, RayWorker, start_actor
+
+__all__ = [
+    "BroadcastFrom",
+    "Health",
+    "RayRequestHandle",
+    "RayWorker",
+    "RolloutActor",
+    "SharedMemoryAt",
+    "lost_worker",
+    "start_actor",
+    "wait_for",
+    "wait_for_async",
+]
