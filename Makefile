@@ -3,6 +3,7 @@
 #   make grpo SEEDS=3                                               seeds 0 to 2 in one figure
 #   make grpo ARGS="--steps 10"                                     any option of recipes/grpo.py
 #   make grpo MODEL=hybrid                                          a model with Mamba layers, into runs/grpo-hybrid
+#   make grpo-async                                                 one step off policy, the worker in its own process
 #   make soak COUNT=2000                                            long hypothesis campaigns
 
 PYTHON ?= python3
@@ -24,7 +25,7 @@ export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 4000
 export NUMBA_THREADING_LAYER := omp
 
-.PHONY: install grpo test soak check bench clean
+.PHONY: install grpo grpo-async test soak check bench clean
 
 install: $(STAMP)
 
@@ -36,6 +37,10 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 grpo: install
 	$(BIN)/python recipes/grpo.py --seeds $(SEEDS) \
 		$(if $(filter-out dense,$(MODEL)),--architecture $(MODEL) --out runs/grpo-$(MODEL)) $(ARGS)
+
+grpo-async: install
+	$(BIN)/python recipes/grpo_async.py --seeds $(SEEDS) \
+		$(if $(filter-out dense,$(MODEL)),--architecture $(MODEL) --out runs/grpo-async-$(MODEL)) $(ARGS)
 
 test: install
 	$(BIN)/pytest $(ARGS)

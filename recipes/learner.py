@@ -1,4 +1,4 @@
-"""One GRPO step of the trainer, on the module that the worker generates with."""
+"""One GRPO step of the trainer, on samples of its own weights or of those one update ago."""
 
 from collections.abc import Iterator, Sequence
 from time import perf_counter
@@ -9,59 +9,81 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from samebit.kernels import token_logprobs
 from samebit.recipes.grpo_loss import grpo_loss
+from samebit.recipes.importance import Importance
 from samebit.recipes.metrics import Row
-from samebit.recipes.mismatch import Mismatch
+from samebit.recipes.mismatch import Mismatch, MismatchError
+from samebit.recipes.previous import PreviousPolicy
 from samebit.recipes.settings import Settings
+from samebit.recipes.sync import Update
 from samebit.recipes.tiny_model import pad_id
 from samebit.recipes.trajectory import Batch, Trajectory, micro_batches
-from samebit.rollout import RolloutWorker
 
 RAMP = 5
 
 
 class Learner:
-    """Owns the optimizer. Every sampled token is compared with the rollout before a weight changes."""
+    """Owns the optimizer. Every sampled token is compared with the rollout before a weight changes.
+
+    previous: needed where a batch may hold tokens that were sampled before the last update.
+    """
 
     def __init__(
-        self, policy: PreTrainedModel, worker: RolloutWorker, tokenizer: PreTrainedTokenizerFast, settings: Settings
+        self,
+        policy: PreTrainedModel,
+        update: Update,
+        tokenizer: PreTrainedTokenizerFast,
+        settings: Settings,
+        previous: PreviousPolicy | None = None,
     ) -> None:
         self.policy = policy
-        self.worker = worker
-        self.tokenizer = tokenizer
+        self.version = 0
         self.settings = settings
         self.optimizer = torch.optim.AdamW(policy.parameters(), settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self._bring_worker_along = update
+        self._pad_id = pad_id(tokenizer)
+        self._previous = previous
 
     def step(self, step: int, rows: Sequence[Trajectory]) -> Row:
         """Compare, learn, update the weights; the step's metrics. Nothing is updated if a token differs."""
-        mismatch = Mismatch()
+        mismatch, importance = Mismatch(), Importance()
+        version = self.version
+        ages = [version - sampled_under for row in rows for sampled_under in row.versions]
         started = perf_counter()
         self._compare_only([row for row in rows if row.advantage == 0.0], mismatch)
         compared = perf_counter()
-        loss = self._backward([row for row in rows if row.advantage != 0.0], mismatch)
+        loss = self._backward([row for row in rows if row.advantage != 0.0], mismatch, importance)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.grad_norm)
-        if not mismatch.differing:
-            self._update(step)
+        learned = perf_counter()
+        synced = {} if mismatch.differing else self._update(step)
+        ended = perf_counter()
         return {
+            "weight_version": version,
+            "staleness/mean": sum(ages) / len(ages),
+            "staleness/max": max(ages),
             **mismatch.metrics(),
             "actor/loss": loss,
             "actor/grad_norm": grad_norm.item(),
             "actor/lr": self.optimizer.param_groups[0]["lr"],
+            **importance.metrics(),
+            **synced,
             "perf/time_logprobs": compared - started,
-            "perf/time_train": perf_counter() - compared,
+            "perf/time_train": ended - compared,
+            "perf/time_update": ended - learned,
         }
 
     def _compare_only(self, rows: Sequence[Trajectory], mismatch: Mismatch) -> None:
         """Rows whose group agrees have no gradient; their log-probabilities are compared all the same."""
         with torch.no_grad():
             for batch in self._batches(rows):
-                mismatch.add(batch, self._logprobs(batch))
+                self._compare(batch, self._logprobs(batch), mismatch)
 
-    def _backward(self, rows: Sequence[Trajectory], mismatch: Mismatch) -> float:
+    def _backward(self, rows: Sequence[Trajectory], mismatch: Mismatch, importance: Importance) -> float:
         tokens = sum(len(row.sampled_ids) for row in rows)
         total = 0.0
         for batch in self._batches(rows):
             logprobs = self._logprobs(batch)
-            mismatch.add(batch, logprobs)
+            self._compare(batch, logprobs, mismatch)
+            importance.add(batch, logprobs, self.settings.clip)
             loss = grpo_loss(
                 logprobs, batch.rollout_logprobs, batch.advantages, batch.sampled, tokens, self.settings.clip
             )
@@ -69,15 +91,28 @@ class Learner:
             total += loss.item()
         return total
 
-    def _update(self, step: int) -> None:
+    def _compare(self, batch: Batch, logprobs: Tensor, mismatch: Mismatch) -> None:
+        """Each token with the trainer's number under the weights that it was sampled under."""
+        for version in batch.versions[batch.sampled].unique().tolist():
+            if version == self.version:
+                mismatch.add(batch, logprobs, version)
+            elif self._previous is not None:
+                mismatch.add(batch, self._previous.logprobs(batch, version, self.settings.temperature), version)
+            else:
+                raise MismatchError(f"a token was sampled under version {version}, the trainer has {self.version}")
+
+    def _update(self, step: int) -> Row:
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.lr * min(1.0, step / RAMP)
-        with self.worker.weight_update():
-            self.optimizer.step()
+        if self._previous is not None:
+            self._previous.keep(self.policy, self.version)
+        report = self._bring_worker_along(self.optimizer.step)
+        self.version = report.version
         self.optimizer.zero_grad()
+        return {"sync/changed_tensors": report.changed_tensors, "sync/sent_bytes": report.sent_bytes}
 
     def _batches(self, rows: Sequence[Trajectory]) -> Iterator[Batch]:
-        return micro_batches(rows, self.settings.micro_batch_tokens, pad_id(self.tokenizer))
+        return micro_batches(rows, self.settings.micro_batch_tokens, self._pad_id)
 
     def _logprobs(self, batch: Batch) -> Tensor:
         return token_logprobs(

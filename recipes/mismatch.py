@@ -22,10 +22,12 @@ class Mismatch:
     logprobs_diff_max: float = 0.0
     probs_diff_max: float = 0.0
 
-    def add(self, batch: Batch, trainer_logprobs: Tensor) -> None:
-        """Compare the sampled tokens of one batch; `trainer_logprobs` is [B, T-1]."""
-        rollout = batch.rollout_logprobs[batch.sampled]
-        trainer = trainer_logprobs.detach()[batch.sampled]
+    def add(self, batch: Batch, trainer_logprobs: Tensor, version: int) -> None:
+        """Compare the tokens of one batch that were sampled under this version of the weights, under which the
+        `trainer_logprobs`, [B, T-1], were computed too."""
+        compared = batch.sampled & (batch.versions == version)
+        rollout = batch.rollout_logprobs[compared]
+        trainer = trainer_logprobs.detach()[compared]
         self.tokens += rollout.numel()
         self.differing += int(
             (rollout.view(torch.int32) != trainer.view(torch.int32)).logical_or(rollout.isnan()).sum()

@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-TIMES = {"perf/time_generate": "rollout", "perf/time_train": "training", "perf/time_logprobs": "log-probabilities only"}
+TRAINING = {"perf/time_train": "training", "perf/time_logprobs": "log-probabilities only"}
 DIFF = "training/rollout_logprobs_diff_max"
 
 
@@ -50,26 +50,48 @@ def differing(rows: Sequence[Row]) -> str:
 
 
 def figure(rows: Sequence[Row], path: Path) -> None:
-    """Accuracy, share of samples with working, mismatch and time; one line a seed."""
-    canvas, ((accuracy, share), (mismatch, time)) = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
-    _lines(accuracy, rows, "val/accuracy", "greedy, held out", marker="o")
-    _lines(accuracy, rows, "reward/mean", "sampled, training", linestyle=":")
-    accuracy.set(title="Accuracy", ylim=(0, 1.04))
-    _lines(share, rows, "val/share_with_working", "greedy, held out", marker="o")
-    _lines(share, rows, "reward/share_with_working", "sampled, training", linestyle=":")
-    share.set(title="Share of answers with working", ylim=(0, 1.04))
-    _lines(mismatch, rows, DIFF, "largest in the step")
-    mismatch.set(title=f"|rollout logprob - trainer logprob|: {differing(rows)}")
-    if not any(row[DIFF] for row in rows if DIFF in row):
-        mismatch.set_ylim(-1e-6, 1e-6)
-    _times(time, rows)
-    time.set(title="Seconds a step (mean of the seeds)")
-    for axes in (accuracy, share, mismatch, time):
+    """Accuracy, share of samples with working, mismatch and time, and how far off policy; one line a seed."""
+    panels = [_accuracy, _working, _mismatch, _times]
+    if any(row.get("staleness/max", 0) for row in rows):
+        panels += [_staleness, _clipping]
+    canvas, grid = plt.subplots(len(panels) // 2, 2, figsize=(11, 3.5 * len(panels) // 2), layout="constrained")
+    for axes, draw in zip(grid.flat, panels, strict=True):
+        draw(axes, rows)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right", fontsize="small")
+        axes.legend(loc="best", fontsize="small")
     canvas.savefig(path, dpi=120)
     plt.close(canvas)
+
+
+def _accuracy(axes: Axes, rows: Sequence[Row]) -> None:
+    _lines(axes, rows, "val/accuracy", "greedy, held out", marker="o")
+    _lines(axes, rows, "reward/mean", "sampled, training", linestyle=":")
+    axes.set(title="Accuracy", ylim=(0, 1.04))
+
+
+def _working(axes: Axes, rows: Sequence[Row]) -> None:
+    _lines(axes, rows, "val/share_with_working", "greedy, held out", marker="o")
+    _lines(axes, rows, "reward/share_with_working", "sampled, training", linestyle=":")
+    axes.set(title="Share of answers with working", ylim=(0, 1.04))
+
+
+def _mismatch(axes: Axes, rows: Sequence[Row]) -> None:
+    _lines(axes, rows, DIFF, "largest in the step")
+    axes.set(title=f"|rollout logprob - trainer logprob|: {differing(rows)}")
+    if not any(row[DIFF] for row in rows if DIFF in row):
+        axes.set_ylim(-1e-6, 1e-6)
+
+
+def _staleness(axes: Axes, rows: Sequence[Row]) -> None:
+    _lines(axes, rows, "staleness/mean", "mean of the step's tokens")
+    axes.set(title="Updates between sampling a token and learning from it", ylim=(0, 1.04))
+
+
+def _clipping(axes: Axes, rows: Sequence[Row]) -> None:
+    _lines(axes, rows, "actor/pg_clipfrac", "tokens clipped")
+    _lines(axes, rows, "actor/ppo_kl", "KL(rollout, trainer)", linestyle=":")
+    axes.set(title="Off policy: share of tokens clipped, KL divergence")
 
 
 def _cells(row: Row, since: Sequence[Row]) -> list[str]:
@@ -99,12 +121,22 @@ def _lines(axes: Axes, rows: Sequence[Row], name: str, label: str, marker: str =
 
 
 def _times(axes: Axes, rows: Sequence[Row]) -> None:
+    """What the trainer waits for at the bottom; a rollout that runs beside it as a line of its own."""
+    overlapped = any("perf/time_wait" in row for row in rows)
+    first = {"perf/time_wait": "waiting for samples"} if overlapped else {"perf/time_generate": "rollout"}
     steps = sorted({int(row["step"]) for row in rows if "perf/time_generate" in row})
     bottom = [0.0] * len(steps)
-    for name, label in TIMES.items():
-        means = [_mean([row[name] for row in rows if row["step"] == step]) for step in steps]
+    for name, label in {**first, **TRAINING}.items():
+        means = _means(rows, name, steps)
         axes.bar(steps, means, bottom=bottom, label=label)
         bottom = [low + mean for low, mean in zip(bottom, means, strict=True)]
+    if overlapped:
+        axes.plot(steps, _means(rows, "perf/time_generate", steps), "k.", label="rollout, beside it")
+    axes.set(title="Seconds a step (mean of the seeds)")
+
+
+def _means(rows: Sequence[Row], name: str, steps: Sequence[int]) -> list[float]:
+    return [_mean([row[name] for row in rows if row["step"] == step]) for step in steps]
 
 
 def _mean(values: Sequence[float]) -> float:

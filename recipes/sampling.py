@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from samebit.recipes.grpo_loss import group_advantages
 from samebit.recipes.metrics import Row
 from samebit.recipes.problem import Problem, reward, shows_working
+from samebit.recipes.sync import Worker
 from samebit.recipes.trajectory import Trajectory
-from samebit.rollout import RequestOutput, RolloutWorker, SampleOutput, SamplingParams
+from samebit.rollout import RequestOutput, SampleOutput, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Scored:
         """Every sample with its group advantage."""
         advantages = group_advantages(self.rewards_PG).tolist()
         return [
-            Trajectory(output.prompt_token_ids, sample.token_ids, sample.logprobs, advantage)
+            Trajectory(output.prompt_token_ids, sample.token_ids, sample.logprobs, advantage, _versions(sample))
             for output, group in zip(self.outputs, advantages, strict=True)
             for sample, advantage in zip(output.samples, group, strict=True)
         ]
@@ -57,7 +58,7 @@ class Scored:
 
 
 def sample(
-    worker: RolloutWorker, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], params: SamplingParams
+    worker: Worker, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], params: SamplingParams
 ) -> Scored:
     """Generate for every problem and score the text."""
     prompts = [tokenizer(problem.prompt).input_ids for problem in problems]
@@ -71,9 +72,7 @@ def sample(
     return Scored(outputs, torch.tensor(rewards), seconds)
 
 
-def evaluate(
-    worker: RolloutWorker, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], max_tokens: int
-) -> Row:
+def evaluate(worker: Worker, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], max_tokens: int) -> Row:
     """Greedy accuracy on held-out problems, and how many of the answers show working."""
     scored = sample(worker, tokenizer, problems, SamplingParams(temperature=0.0, max_tokens=max_tokens))
     return {
@@ -82,6 +81,11 @@ def evaluate(
         "val/problems": len(problems),
         "perf/time_evaluate": scored.seconds,
     }
+
+
+def _versions(sample: SampleOutput) -> list[int]:
+    """Of the weights, token by token."""
+    return [version for start, end, version in sample.weight_versions for _ in range(start, end)]
 
 
 def _text(answer: SampleOutput) -> str:

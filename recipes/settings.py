@@ -1,11 +1,13 @@
-"""Every setting of the GRPO recipe, and the command line made from them."""
+"""Every setting of the GRPO recipes, and the command lines made from them."""
 
 import argparse
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+AnySettings = TypeVar("AnySettings", bound="Settings")
 
 
 def option(default: Any, text: str, **extra: Any) -> Any:
@@ -16,7 +18,7 @@ def option(default: Any, text: str, **extra: Any) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """The defaults are the ones whose result recipes/README.md reports."""
+    """Those of both recipes. The defaults are the ones whose result recipes/README.md reports."""
 
     model: Path | None = option(None, "local Hugging Face folder (model and tokenizer); skips the warm-up", type=Path)
     data: Path | None = option(None, "prompts: .parquet or .jsonl with the columns `prompt` and `answer`", type=Path)
@@ -61,18 +63,43 @@ class Settings:
             raise ValueError("--temperature must be positive: greedy samples of one prompt are all equal")
 
 
-def parse(arguments: Sequence[str] | None = None) -> Settings:
+@dataclass(frozen=True)
+class OnPolicy(Settings):
+    """Of recipes/grpo.py."""
+
+    sync: str = option(
+        "shared",
+        "how the worker gets the weights: it runs on the trainer's module, or on a copy, or on one in another process "
+        "that is fed through shared memory",
+        choices=("shared", "copy", "shm"),
+    )
+
+
+@dataclass(frozen=True)
+class OffPolicy(Settings):
+    """Of recipes/grpo_async.py."""
+
+    out: Path = option(Path("runs/grpo-async"), "where metrics, figure, TensorBoard events and models go", type=Path)
+    in_flight: str = option(
+        "recompute",
+        "what an update does to a batch that is being sampled: go on with the new weights, KV computed again, or wait "
+        "until it is finished",
+        choices=("recompute", "wait"),
+    )
+
+
+def parse(kind: type[AnySettings], program: str, arguments: Sequence[str] | None = None) -> AnySettings:
     """Settings from the command line; an unknown or impossible option ends the program with the reason."""
     parser = argparse.ArgumentParser(
-        prog="recipes/grpo.py",
+        prog=program,
         description="GRPO whose rollout log-probabilities are bit for bit the trainer's",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    for spec in dataclasses.fields(Settings):
+    for spec in dataclasses.fields(kind):
         parser.add_argument("--" + spec.name.replace("_", "-"), default=spec.default, **spec.metadata)
     values = vars(parser.parse_args(arguments))
     try:
-        return Settings(**values)
+        return kind(**values)
     except ValueError as error:
         parser.error(str(error))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from samebit.recipes import grpo, report
-from samebit.recipes.settings import Settings
+from samebit.recipes.settings import OnPolicy
 
 STEPS = 2
 EVERY_STEP = {
@@ -33,7 +33,7 @@ EVERY_STEP = {
 EVALUATION = {"val/accuracy", "val/share_with_working", "val/problems"}
 
 
-def tiny(out: Path, **changes: object) -> Settings:
+def tiny(out: Path, **changes: object) -> OnPolicy:
     values = {
         "out": out,
         "steps": STEPS,
@@ -48,7 +48,7 @@ def tiny(out: Path, **changes: object) -> Settings:
         "kv_cache_gb": 0.05,
         "lr": 1e-3,
     }
-    return Settings(**{**values, **changes})
+    return OnPolicy(**{**values, **changes})
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """The claim's own check: one bit in one token is found, reported, and stops the update."""
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from samebit.recipes.learner import Learner
 from samebit.recipes.mismatch import Mismatch, MismatchError, require_none
 from samebit.recipes.settings import Settings
 from samebit.recipes.trajectory import Batch, Trajectory, collate
+from samebit.weight_sync import SyncReport
 
 
 def one_row(logprobs: list[float]) -> Batch:
@@ -21,7 +22,7 @@ def one_row(logprobs: list[float]) -> Batch:
 
 def test_equal_bits_are_no_mismatch() -> None:
     mismatch = Mismatch()
-    mismatch.add(one_row([-0.5, -1.5]), torch.tensor([[9.0, -0.5, -1.5]]))
+    mismatch.add(one_row([-0.5, -1.5]), torch.tensor([[9.0, -0.5, -1.5]]), 0)
     assert mismatch == Mismatch(tokens=2)
     require_none(1, mismatch.metrics())
 
@@ -29,7 +30,7 @@ def test_equal_bits_are_no_mismatch() -> None:
 @pytest.mark.parametrize("other", [float(np.nextafter(np.float32(-1.5), np.float32(0))), -3.0, math.nan])
 def test_any_other_bit_is_one(other: float) -> None:
     mismatch = Mismatch()
-    mismatch.add(one_row([-0.5, -1.5]), torch.tensor([[9.0, -0.5, other]]))
+    mismatch.add(one_row([-0.5, -1.5]), torch.tensor([[9.0, -0.5, other]]), 0)
     assert (mismatch.tokens, mismatch.differing) == (2, 1)
     with pytest.raises(MismatchError, match="step 7: 1 of 2 sampled tokens"):
         require_none(7, mismatch.metrics())
@@ -37,26 +38,38 @@ def test_any_other_bit_is_one(other: float) -> None:
 
 def test_nan_on_both_sides_is_one() -> None:
     mismatch = Mismatch()
-    mismatch.add(one_row([math.nan]), torch.tensor([[0.0, math.nan]]))
+    mismatch.add(one_row([math.nan]), torch.tensor([[0.0, math.nan]]), 0)
     assert mismatch.differing == 1
 
 
 def test_sizes_of_the_difference() -> None:
     mismatch = Mismatch()
-    mismatch.add(one_row([math.log(0.5), math.log(0.25)]), torch.tensor([[0.0, math.log(0.25), math.log(0.25)]]))
+    mismatch.add(one_row([math.log(0.5), math.log(0.25)]), torch.tensor([[0.0, math.log(0.25), math.log(0.25)]]), 0)
     assert mismatch.logprobs_diff_max == pytest.approx(math.log(2))
     assert mismatch.probs_diff_max == pytest.approx(0.25)
 
 
-class RecordingWorker:
-    """Stands in for the rollout worker: counts the updates."""
+def test_only_tokens_of_that_version_are_compared() -> None:
+    mismatch = Mismatch()
+    batch = collate([Trajectory([1], [3, 3], [-0.5, -1.5], versions=[4, 5])], pad_id=0)
+    mismatch.add(batch, torch.tensor([[9.0, -1.5]]), 5)
+    assert mismatch == Mismatch(tokens=1)
+    mismatch.add(batch, torch.tensor([[-0.5, 9.0]]), 4)
+    assert mismatch == Mismatch(tokens=2)
+    mismatch.add(batch, torch.tensor([[9.0, 9.0]]), 4)
+    assert (mismatch.tokens, mismatch.differing) == (3, 1)
+
+
+class RecordingUpdate:
+    """Stands in for a worker: counts the updates."""
 
     def __init__(self) -> None:
         self.updates = 0
 
-    def weight_update(self) -> AbstractContextManager[None]:
+    def __call__(self, change: Callable[[], object]) -> SyncReport:
         self.updates += 1
-        return torch.no_grad()
+        change()
+        return SyncReport(self.updates, tensors=1, bytes=0, seconds=0.0, changed=("weight",), casts=())
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -68,13 +81,13 @@ def test_the_learner_updates_only_when_every_token_agrees(flip: bool) -> None:
     logprobs = token_logprobs(policy, torch.tensor([prompt + sampled]))[0, 2:].tolist()
     wrong = [float(np.nextafter(np.float32(logprobs[0]), np.float32(0))), *logprobs[1:]]
     rows = [
-        Trajectory(prompt, sampled, logprobs, 1.0),
-        Trajectory(prompt, sampled, logprobs, -0.5),
-        Trajectory(prompt, sampled, wrong if flip else logprobs, 0.0),
+        Trajectory(prompt, sampled, logprobs, 1.0, [0, 0, 0]),
+        Trajectory(prompt, sampled, logprobs, -0.5, [0, 0, 0]),
+        Trajectory(prompt, sampled, wrong if flip else logprobs, 0.0, [0, 0, 0]),
     ]
-    worker = RecordingWorker()
-    row = Learner(policy, worker, tokenizer, Settings()).step(1, rows)
+    update = RecordingUpdate()
+    row = Learner(policy, update, tokenizer, Settings()).step(1, rows)
     assert row["training/tokens_compared"] == 9
     assert row["training/tokens_differing"] == int(flip)
-    assert worker.updates == int(not flip)
+    assert update.updates == int(not flip)
     assert torch.equal(before, policy.lm_head.weight) == flip

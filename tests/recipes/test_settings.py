@@ -4,16 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from samebit.recipes.settings import Settings, parse
+from samebit.recipes.settings import OffPolicy, OnPolicy, parse
 
 
 def test_no_arguments_are_the_defaults() -> None:
-    assert parse([]) == Settings()
+    assert parse(OnPolicy, "grpo.py", []) == OnPolicy()
+    assert parse(OffPolicy, "grpo_async.py", []) == OffPolicy()
 
 
 def test_given_options_arrive_with_their_types() -> None:
-    settings = parse(["--model", "m", "--data", "d.jsonl", "--steps", "3", "--lr", "1e-3", "--out", "runs/x"])
-    assert settings == Settings(model=Path("m"), data=Path("d.jsonl"), steps=3, lr=1e-3, out=Path("runs/x"))
+    given = ["--model", "m", "--data", "d.jsonl", "--steps", "3", "--lr", "1e-3", "--out", "runs/x"]
+    common = {"model": Path("m"), "data": Path("d.jsonl"), "steps": 3, "lr": 1e-3, "out": Path("runs/x")}
+    assert parse(OnPolicy, "grpo.py", [*given, "--sync", "shm"]) == OnPolicy(**common, sync="shm")
+    assert parse(OffPolicy, "grpo_async.py", [*given, "--in-flight", "wait"]) == OffPolicy(**common, in_flight="wait")
 
 
 @pytest.mark.parametrize(
@@ -27,12 +30,14 @@ def test_given_options_arrive_with_their_types() -> None:
         (["--data", "d.jsonl"], "--data needs --model"),
         (["--prompt-style", "question"], "needs --model"),
         (["--prompt-style", "poem"], "invalid choice"),
+        (["--sync", "post"], "invalid choice"),
+        (["--in-flight", "wait"], "unrecognized arguments"),
     ],
 )
 def test_bad_options_end_with_the_reason(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse(arguments)
+        parse(OnPolicy, "grpo.py", arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err

@@ -1,0 +1,140 @@
+"""What the recipes have in common: policies and problems of each seed, where the results go, what is shown."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from time import perf_counter
+
+from rich.console import Console
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from samebit.kernels import bind
+from samebit.recipes import chain_sum, prompt_file, report, tiny_model, warmup
+from samebit.recipes.metrics import MetricsLog, Row
+from samebit.recipes.mismatch import MismatchError, require_none
+from samebit.recipes.problem import Problem, ProblemSets
+from samebit.recipes.sampling import evaluate
+from samebit.recipes.settings import Settings
+from samebit.recipes.sync import Worker
+from samebit.rollout import RolloutConfig, SamplingParams, WorkerLostError
+
+
+@dataclass(frozen=True)
+class Seed:
+    """A run of one seed at its beginning. `policy` is bound; `folder` holds it as it is now, with its tokenizer."""
+
+    settings: Settings
+    seed: int
+    policy: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    folder: Path
+    problems: ProblemSets
+    log: MetricsLog
+    warmup_row: Row
+
+    @property
+    def config(self) -> RolloutConfig:
+        return RolloutConfig(
+            kv_cache_gb=self.settings.kv_cache_gb,
+            max_num_seqs=self.settings.max_num_seqs,
+            max_num_batched_tokens=self.settings.max_num_batched_tokens,
+            seed=self.seed,
+        )
+
+    @property
+    def params(self) -> SamplingParams:
+        """Of the groups that are learned from."""
+        settings = self.settings
+        return SamplingParams(n=settings.samples, temperature=settings.temperature, max_tokens=settings.max_tokens)
+
+    def batches(self) -> Iterator[list[Problem]]:
+        """The problems of each step."""
+        prompts = cycle(self.problems.training)
+        while True:
+            yield list(islice(prompts, self.settings.prompts))
+
+    def evaluated(self, worker: Worker) -> Row:
+        """The policy on the held-out problems."""
+        return evaluate(worker, self.tokenizer, self.problems.held_out, self.settings.max_tokens)
+
+    def before(self, worker: Worker) -> None:
+        """Log step 0."""
+        self.log.write(self.seed, 0, {**self.warmup_row, **self.evaluated(worker)})
+
+    def steps(self) -> "tqdm[int]":
+        """The steps from 1, with a progress bar."""
+        steps = range(1, self.settings.steps + 1)
+        return tqdm(steps, desc=f"seed {self.seed} GRPO", unit="step", mininterval=1.0)
+
+    def after(self, step: int, row: Row, worker: Worker) -> None:
+        """Evaluate where it is time to, log the step, refuse it if a token differed."""
+        if step % self.settings.eval_every == 0 or step == self.settings.steps:
+            row = {**row, **self.evaluated(worker)}
+        self.log.write(self.seed, step, row)
+        require_none(step, row)
+
+
+Train = Callable[[Seed], None]
+
+
+def main(settings: Settings, train: Train) -> None:
+    """Run all seeds, then show the table, the figure and the verdict on the log-probabilities."""
+    transformers_logging.disable_progress_bar()
+    try:
+        rows = run(settings, train)
+    except (MismatchError, WorkerLostError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    console = Console()
+    console.print(report.table(rows))
+    console.print(report.verdict(rows), highlight=False)
+    console.print(f"metrics.jsonl, reward.png and tensorboard/ are in {settings.out}", highlight=False)
+
+
+def run(settings: Settings, train: Train) -> list[Row]:
+    """All seeds one after the other; the rows of metrics.jsonl."""
+    with MetricsLog(settings.out) as log:
+        for number in range(settings.seeds):
+            with _seed(settings, number, log) as seed:
+                train(seed)
+    report.figure(log.rows, settings.out / "reward.png")
+    return log.rows
+
+
+@contextmanager
+def _seed(settings: Settings, number: int, log: MetricsLog) -> Iterator[Seed]:
+    """Get a policy and its problems; save it after it was trained."""
+    out = settings.out / f"seed{number}"
+    folder = settings.model or out / "warm"
+    if settings.model is None:
+        row, sets = _warm_up(settings, number, folder)
+    else:
+        row, sets = {}, _problem_sets(settings, number)
+    policy, tokenizer = tiny_model.load(folder)
+    yield Seed(settings, number, bind(policy), tokenizer, folder, sets, log, row)
+    tiny_model.save(policy, tokenizer, out / "policy")
+
+
+def _warm_up(settings: Settings, seed: int, folder: Path) -> tuple[Row, ProblemSets]:
+    """Build the built-in model, warm it up, save it to `folder`; what is left of the problems."""
+    used = warmup.problems_needed(settings)
+    sets = chain_sum.problem_sets(seed, used + settings.steps * settings.prompts, settings.held_out)
+    tokenizer = tiny_model.build_tokenizer()
+    model = bind(tiny_model.build_model(tokenizer, seed, settings.architecture))
+    started = perf_counter()
+    result = warmup.warm_up(model, tokenizer, sets.training[:used], settings, seed)
+    seconds = perf_counter() - started
+    tiny_model.save(model, tokenizer, folder)
+    row: Row = {"warmup/steps": result.steps, "warmup/loss": result.loss, "perf/time_warmup": seconds}
+    return row, ProblemSets(sets.training[used:], sets.held_out)
+
+
+def _problem_sets(settings: Settings, seed: int) -> ProblemSets:
+    """The problems for a model that is not warmed up here."""
+    if settings.data is not None:
+        return prompt_file.problem_sets(settings.data, seed, settings.held_out)
+    return chain_sum.problem_sets(seed, settings.steps * settings.prompts, settings.held_out, settings.prompt_style)

@@ -1,0 +1,42 @@
+"""How far the trainer's policy has moved from the one that sampled: exactly nowhere when it is on policy."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samebit.recipes.metrics import Row
+from samebit.recipes.trajectory import Batch
+
+
+@dataclass
+class Importance:
+    """Running figures over the sampled tokens that are learned from."""
+
+    tokens: int = 0
+    ratio_sum: float = 0.0
+    ratio_max: float = 0.0
+    clipped: int = 0
+    kl_sum: float = 0.0
+
+    def add(self, batch: Batch, logprobs: Tensor, clip: float) -> None:
+        """`logprobs`: the trainer's now, [B, T-1]."""
+        log_ratio = (logprobs.detach() - batch.rollout_logprobs)[batch.sampled]
+        ratio = log_ratio.exp()
+        advantages = batch.advantages[:, None].expand_as(batch.sampled)[batch.sampled]
+        self.tokens += ratio.numel()
+        self.ratio_sum += ratio.sum().item()
+        self.ratio_max = max(self.ratio_max, ratio.max().item())
+        self.clipped += int(torch.where(advantages > 0, ratio > 1 + clip, ratio < 1 - clip).sum())
+        self.kl_sum += (ratio - 1 - log_ratio).sum().item()
+
+    def metrics(self) -> Row:
+        """Under the names that RL trainers use; nothing where no sample had an advantage."""
+        if not self.tokens:
+            return {}
+        return {
+            "actor/ratio_mean": self.ratio_sum / self.tokens,
+            "actor/ratio_max": self.ratio_max,
+            "actor/pg_clipfrac": self.clipped / self.tokens,
+            "actor/ppo_kl": self.kl_sum / self.tokens,
+        }
