@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import results_file
 import table
@@ -19,6 +20,7 @@ import torch
 from alternate import Calibration, Round, Spread, alternate, is_steady, kept, ratio, spread
 from torch import distributed as dist
 from torch import nn
+from weight_sync_delta import delta_shares
 from weight_sync_peer import BUCKETS, Peer, broadcast_each, build, change, flat_bytes, peak, reset_peak
 
 from samebit.rollout import RolloutConfig, RolloutWorker
@@ -148,7 +150,18 @@ def same_module(trainer: Trainer) -> list[float]:
     return [1e3 * second for second in seconds]
 
 
-def measure(megabytes: int, rounds: int) -> tuple[dict[str, Spread], dict[str, object]]:
+def delta_curve(steps: int, warmup: int, folder: Path) -> dict[str, Spread]:
+    """Shares of real GRPO steps, by learning rate: all bytes of the steps, and the extremes of a step."""
+    named = {
+        f"delta_bytes_over_dense_lr{rate:.0e}": shares for rate, shares in delta_shares(steps, warmup, folder).items()
+    }
+    figures = {name: Spread(fmean(shares), min(shares), max(shares)) for name, shares in named.items()}
+    return {"delta_bytes_over_dense": figures["delta_bytes_over_dense_lr1e-05"], **figures}
+
+
+def measure(megabytes: int, rounds: int, steps: int, warmup: int) -> tuple[dict[str, Spread], dict[str, object]]:
+    with tempfile.TemporaryDirectory(prefix="samebit-bench-") as folder:
+        deltas = delta_curve(steps, warmup, Path(folder))
     trainer = Trainer(megabytes)
     with tempfile.TemporaryDirectory(prefix="samebit-bench-") as folder:
         store = Path(folder) / "store"
@@ -162,7 +175,7 @@ def measure(megabytes: int, rounds: int) -> tuple[dict[str, Spread], dict[str, o
             alternate(contest.turns(), 1, calibration)  # compiles and touches all memory
             measured = alternate(contest.turns(), rounds, calibration, peer.own_seconds)
             others = {
-                "delta_bytes_over_dense": [delta_share(contest)],
+                "delta_bytes_over_dense_one_percent": [delta_share(contest)],
                 "peak_extra_buckets": [peak_buckets(contest)],
                 "sleep_wake_ms": [sleep_and_wake(worker, trainer) for _ in range(rounds)],
                 "same_module_ms": same_module(trainer),
@@ -171,9 +184,15 @@ def measure(megabytes: int, rounds: int) -> tuple[dict[str, Spread], dict[str, o
     dist.destroy_process_group()
     good = kept(measured, calibration)
     gigabytes = flat_bytes(trainer.model).numel() / 1e9
-    metrics = {**_speeds(good, gigabytes), **{name: spread(values) for name, values in others.items()}}
+    metrics = {**_speeds(good, gigabytes), **{name: spread(values) for name, values in others.items()}, **deltas}
     disturbed = sum(not is_steady(one, calibration) for one in measured)
-    return metrics, {"gigabytes": gigabytes, "rounds": rounds, "disturbed_rounds": disturbed, "buckets": BUCKETS}
+    return metrics, {
+        "gigabytes": gigabytes,
+        "rounds": rounds,
+        "grpo_steps": steps,
+        "disturbed_rounds": disturbed,
+        "buckets": BUCKETS,
+    }
 
 
 def _speeds(rounds: list[Round], gigabytes: float) -> dict[str, Spread]:
@@ -190,9 +209,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1024, help="size of the weights")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=50, help="GRPO steps of each point of the delta curve")
+    parser.add_argument("--warmup", type=int, default=500, help="most supervised steps before them")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
-    metrics, meta = measure(args.megabytes, args.rounds)
+    metrics, meta = measure(args.megabytes, args.rounds, args.steps, args.warmup)
     table.show(metrics)
     if args.json:
         results_file.write(args.json, results_file.describe(**meta), metrics)

@@ -63,8 +63,8 @@ def broadcast_each(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def flat_bytes(model: torch.nn.Module) -> torch.Tensor:
-    """A buffer with as many bytes as the model has."""
-    return torch.zeros(sum(p.numel() * p.element_size() for p in model.parameters()), dtype=torch.uint8)
+    """A buffer with as many bytes as the model has. (Memory of zeros would be one page as long as it is only read.)"""
+    return torch.ones(sum(p.numel() * p.element_size() for p in model.parameters()), dtype=torch.uint8)
 
 
 def reset_peak() -> int:

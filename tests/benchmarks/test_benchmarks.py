@@ -143,6 +143,10 @@ def test_weight_sync_figures(tmp_path: Path) -> None:
         "1",
         "--rounds",
         "1",
+        "--steps",
+        "2",
+        "--warmup",
+        "40",
         "--json",
         str(target),
     ]
@@ -159,4 +163,7 @@ def test_weight_sync_figures(tmp_path: Path) -> None:
     }
     assert names <= set(metrics)
     assert all(0 < value["min"] <= value["value"] <= value["max"] < math.inf for value in metrics.values())
-    assert metrics["delta_bytes_over_dense"]["value"] < 0.05
+    assert metrics["delta_bytes_over_dense_one_percent"]["value"] < 0.05
+    curve = [metrics[f"delta_bytes_over_dense_lr{rate}"]["value"] for rate in ("1e-06", "1e-05", "1e-04")]
+    assert curve == sorted(curve)
+    assert curve[1] == metrics["delta_bytes_over_dense"]["value"] < 0.3
