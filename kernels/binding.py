@@ -41,7 +41,7 @@ class Binding:
 
     @property
     def ssm_chunk(self) -> int | None:
-        """Tokens a chunk of its Mamba layers, which a block must be a multiple of; None without such layers."""
+        """The grid of its Mamba layers' states, which a block must be a multiple of; None without such layers."""
         return None if self.state_layout is None else self.state_layout.chunk
 
 
@@ -54,7 +54,8 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
 
     Args:
         model: a Hugging Face causal language model on the CPU, float32 or bfloat16.
-        ssm_chunk: tokens a chunk of the Mamba layers' scan, where there are such layers: a power of two, at least 16.
+        ssm_chunk: the grid of the Mamba layers' states in tokens, where there are such layers: a power of two, at
+            least 16, that divides the rollout's block size. It changes no bit.
             It is part of the arithmetic, and it is recorded on the model: trainer and rollout can not differ.
         exact: False leaves norms, activations and GEMMs to torch. For measuring what exactness costs.
 

@@ -67,8 +67,8 @@ def _convolve(
     if states is not None and options is not None and context.states is not None:
         cpu.move_windows(
             len(context.lengths) * windows[0].numel(), *strided_rows(x), context.row_start, context.lengths,
-            context.starts, context.table_rows, options.chunk, array(windows), array(states.edge), context.captures,
-            array(context.states.checkpoints[options.layer].window),
+            context.starts, context.table_rows, context.block_size, array(windows), array(states.block_window),
+            context.captures, array(context.states.checkpoints[options.layer].window),
         )  # fmt: skip
     return out
 

@@ -2,7 +2,8 @@
 
 Contract: chunks are anchored at position 0 of each sequence, and a row is the chunked-scan formula on its chunk's tail
 up to itself, in prefill, mixed batches, decode and training alike (see `samebit.kernels.cpu.ssd`). A decode step
-costs one row: it reads the state as of the chunk boundary, which is written once a chunk.
+costs one row: it reads the state as of the chunk boundary, which is written once a chunk. The chunk of the arithmetic
+is a constant; `ssm_chunk` is the grid on which states are kept, and changes no bit.
 """
 
 from typing import Any
@@ -71,9 +72,6 @@ def _scan(
     inner = xbc.shape[1] - 2 * options.groups * options.state_size
     empty = torch.empty if context.covers_all_rows else torch.zeros
     out = empty(xbc.shape[0], inner, dtype=xbc.dtype)
-    none = array(xbc.new_empty(0))
-    memory: tuple[Any, ...] = (_NO_FLOATS, none, none, _NO_FLOATS, _NO_DOUBLES)
-    captured = _NO_FLOATS
     if len(context.captures) and bool((context.captures[:, 1] % options.chunk).any()):
         raise ValueError(f"captures {context.captures.tolist()} must lie on chunk boundaries (chunk {options.chunk})")
     if context.states is not None:
@@ -83,14 +81,17 @@ def _scan(
                 f"x is {xbc.dtype}, but the states are {layer.tail_x.dtype}: "
                 "the model changed its dtype after the rollout worker was built"
             )
-        memory = layer.scan_arrays
-        captured = array(context.states.checkpoints[options.layer].state).reshape(-1)
+        memory, captured = layer.scan_arrays, context.states.checkpoints[options.layer].scan_array
+    else:
+        none = array(xbc.new_empty(0))
+        memory, captured = (_NO_FLOATS, _NO_FLOATS, none, _NO_FLOATS, _NO_FLOATS, _NO_DOUBLES), _NO_FLOATS
     low, high = options.dt_limits
+    keeps = context.states is not None
     cpu.scan(
         array(xbc.contiguous()), *strided_rows(dt), array(decay_rate), array(dt_bias),
         array(skip), np.float32(low), np.float32(high), context.row_start, context.lengths,
-        context.starts, context.table_rows, inner // heads, options.groups, options.state_size, options.chunk,
-        context.states is not None, *memory, context.captures, captured, array(out), get_num_threads(),
+        context.starts, context.table_rows, inner // heads, options.groups, options.state_size, keeps,
+        context.block_size if keeps else 0, *memory, context.captures, captured, array(out), get_num_threads(),
     )  # fmt: skip
     return out
 

@@ -1,13 +1,16 @@
 """The memory of Mamba layers: what a slot holds, and checkpoints of it.
 
-A slot holds one sequence. Per layer, with ``b`` the last chunk boundary at or before the sequence's end:
+A slot holds one sequence. Per layer, with ``b`` the last boundary of the scan's chunks (`SCAN_CHUNK` tokens) at or
+before the sequence's end:
 
 * ``state``: the float32 state as of ``b``, ``[H, N, P]``, P padded to whole vectors;
-* the tail, the tokens from ``b`` on: x after the convolution ``[H, chunk, P]``, B ``[tiles, chunk / 16, N, 16]`` (a
-  copy for each tile of heads), the time step and its running sum of decay ``[H, chunk]``;
-* ``window`` and ``edge``: the last K - 1 inputs of the convolution before the end, and before ``b``.
+* the tail, the tokens from ``b`` on: x after the convolution ``[H, chunk, P]``, B ``[tiles, chunk, N]`` in float32 (a
+  copy for each tile of heads; N in whole vectors), the time step and its running sum of decay ``[H, chunk]``;
+* ``window``: the last K - 1 inputs of the convolution before the end;
+* ``block_state`` and ``block_window``: both as of the last *block* boundary, for a checkpoint of it when the sequence
+  stops later.
 
-A checkpoint is the state and the window at a chunk boundary. Nothing is cleared between two sequences: a call that
+A checkpoint is the state and the window at a block boundary. Nothing is cleared between two sequences: a call that
 starts at position 0 reads nothing of what its slot held.
 """
 
@@ -19,7 +22,7 @@ import torch
 
 from .cpu.jit import array
 from .cpu.numeric import LANES
-from .cpu.ssd import HEAD_TILE
+from .cpu.ssd import HEAD_TILE, SCAN_CHUNK
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class SSMShape:
         return -(-self.head_dim // LANES) * LANES
 
     @property
+    def padded_state(self) -> int:
+        """The state size in whole vectors."""
+        return -(-self.state_size // LANES) * LANES
+
+    @property
     def tiles(self) -> int:
         """Work items of a sequence."""
         return self.groups * -(-self.heads // self.groups // HEAD_TILE)
@@ -59,7 +67,7 @@ class SSMOptions:
 
     Attributes:
         layer: which part of the state memory is its own.
-        chunk: tokens a chunk.
+        chunk: of the grid that states are kept on (``ssm_chunk``).
         groups: heads share B and C in this many groups.
         state_size: N.
         dt_limits: bounds of the time step.
@@ -77,17 +85,18 @@ class LayerStates:
     """The slots of one layer; the first axis of each tensor is the slot."""
 
     state: torch.Tensor
+    block_state: torch.Tensor
     tail_x: torch.Tensor
     tail_b: torch.Tensor
     tail_dt: torch.Tensor
     tail_sums: torch.Tensor
     window: torch.Tensor
-    edge: torch.Tensor
+    block_window: torch.Tensor
 
     @cached_property
     def scan_arrays(self) -> tuple[Any, ...]:
-        """State and tail as the flat arrays that the scan takes."""
-        parts = (self.state, self.tail_x, self.tail_b, self.tail_dt, self.tail_sums)
+        """States and tail as the flat arrays that the scan takes."""
+        parts = (self.state, self.block_state, self.tail_x, self.tail_b, self.tail_dt, self.tail_sums)
         return tuple(array(part).reshape(-1) for part in parts)
 
 
@@ -97,6 +106,11 @@ class LayerCheckpoints:
 
     state: torch.Tensor
     window: torch.Tensor
+
+    @cached_property
+    def scan_array(self) -> Any:
+        """The states as the flat array that the scan takes."""
+        return array(self.state).reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,17 +127,16 @@ class StateMemory:
                 tensor[target] = tensor[source]
 
     def take_checkpoint(self, slot: int, checkpoint: int) -> None:
-        """Keep the slot's last chunk boundary."""
+        """Keep the slot's last block boundary."""
         for layer, kept in zip(self.layers, self.checkpoints, strict=True):
-            kept.state[checkpoint] = layer.state[slot]
-            kept.window[checkpoint] = layer.edge[slot]
+            kept.state[checkpoint] = layer.block_state[slot]
+            kept.window[checkpoint] = layer.block_window[slot]
 
     def restore_checkpoint(self, checkpoint: int, slot: int) -> None:
         """Put the slot at the boundary that the checkpoint was taken at; its tail is then empty."""
         for layer, kept in zip(self.layers, self.checkpoints, strict=True):
-            layer.state[slot] = kept.state[checkpoint]
-            layer.window[slot] = kept.window[checkpoint]
-            layer.edge[slot] = kept.window[checkpoint]
+            layer.state[slot] = layer.block_state[slot] = kept.state[checkpoint]
+            layer.window[slot] = layer.block_window[slot] = kept.window[checkpoint]
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,7 @@ class StateLayout:
     Attributes:
         num_layers: Mamba layers.
         shape: of each.
-        chunk: tokens a chunk (``bind(model, ssm_chunk=...)``).
+        chunk: of the grid that states are kept on (``bind(model, ssm_chunk=...)``); a block is a multiple of it.
     """
 
     num_layers: int
@@ -156,7 +169,7 @@ class StateLayout:
         )
 
     def _slots(self, count: int, dtype: torch.dtype, device: str) -> LayerStates:
-        shape, chunk = self.shape, self.chunk
+        shape, chunk = self.shape, SCAN_CHUNK
         heads, width = shape.heads, shape.padded_dim
 
         def zeros(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -164,12 +177,13 @@ class StateLayout:
 
         return LayerStates(
             state=zeros(heads, shape.state_size, width, dtype=torch.float32),
+            block_state=zeros(heads, shape.state_size, width, dtype=torch.float32),
             tail_x=zeros(heads, chunk, width),
-            tail_b=zeros(shape.tiles, chunk // LANES, shape.state_size, LANES),
+            tail_b=zeros(shape.tiles, chunk, shape.padded_state, dtype=torch.float32),
             tail_dt=zeros(heads, chunk, dtype=torch.float32),
             tail_sums=zeros(heads, chunk, dtype=torch.float64),
             window=zeros(shape.taps - 1, shape.conv_width),
-            edge=zeros(shape.taps - 1, shape.conv_width),
+            block_window=zeros(shape.taps - 1, shape.conv_width),
         )
 
     def _checkpoints(self, count: int, dtype: torch.dtype, device: str) -> LayerCheckpoints:

@@ -70,7 +70,7 @@ class ModelRunner:
         """The bookkeeping of the checkpoints; None without Mamba layers."""
         if self.state_layout is None:
             return None
-        return StateCache(self.num_checkpoints, self.state_layout.chunk, self.block_size)
+        return StateCache(self.num_checkpoints, self.block_size)
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Zeroed pages for blocks 0 .. num_blocks, block 0 being the null block, and zeroed states."""

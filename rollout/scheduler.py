@@ -76,10 +76,10 @@ class Scheduler:
         self.cache.sweep()
         prefills = self._plan_decodes(plan)
         budget = self.max_num_batched_tokens - plan.num_tokens
-        for sequence in prefills:
+        for number, sequence in enumerate(prefills, 1):
             if budget == 0:
                 break
-            budget -= self._plan_chunk(plan, sequence, budget)
+            budget -= self._plan_chunk(plan, sequence, budget, shared=number < len(prefills))
         self._admit(plan, budget)
         plan.copies = self.cache.take_copies()
         if self.cache.states is not None and plan.items:
@@ -197,10 +197,16 @@ class Scheduler:
             self.waiting.started(request)
         request.record("scheduled", sequence.sample_index)
 
-    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
-        """Plan as much of a prefill as the budget allows; the tokens planned."""
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int, shared: bool = False) -> int:
+        """Plan as much of a prefill as the budget allows; the tokens planned.
+
+        When others take what is left (`shared`), a model with states ends it on the grid.
+        """
         start, total = sequence.num_computed, sequence.num_tokens
         length = min(total - start, budget)
+        beyond = (start + length) % self.cache.block_size
+        if shared and self.cache.states is not None and start + length < total and beyond < length:
+            length -= beyond
         ends = start + length == total
         plan.add(sequence, start, length, ends, self._forks(sequence) if ends and sequence.siblings else ())
         return length

@@ -54,6 +54,7 @@ def _state_stats(states: StateCache) -> dict[str, float]:
         "state_tokens_replayed": counters.replayed_tokens,
         "state_misses_no_checkpoint": counters.misses_no_checkpoint,
         "state_misses_evicted": counters.misses_evicted,
+        "state_misses_diverged": counters.misses_diverged,
     }
 
 

@@ -60,18 +60,18 @@ def _add(weight: Any, source: Any, acc: Any) -> None:
 
 
 def _move_windows(
-    x: Any, stride: int, row_start: Any, lengths: Any, starts: Any, slots: Any, chunk: int, windows: Any, edges: Any,
-    captures: Any, captured: Any,
+    x: Any, stride: int, row_start: Any, lengths: Any, starts: Any, slots: Any, grid: int, windows: Any,
+    block_windows: Any, captures: Any, captured: Any,
 ) -> None:  # fmt: skip
-    """After a call: the inputs before its end, before its last chunk boundary, and where captures want them."""
+    """After a call: the inputs before its end, before its last block boundary, and where captures want them."""
     for s in prange(len(lengths)):
         row, length, start, slot = row_start[s], lengths[s], starts[s], slots[s]
         for c in range(len(captures)):
             if captures[c, 0] == s:
                 _window_at(x, stride, row, captures[c, 1] - start, windows[slot], captured[captures[c, 2]])
-        boundary = (start + length) // chunk * chunk
+        boundary = (start + length) // grid * grid
         if boundary > start:
-            _window_at(x, stride, row, boundary - start, windows[slot], edges[slot])
+            _window_at(x, stride, row, boundary - start, windows[slot], block_windows[slot])
         _window_at(x, stride, row, length, windows[slot], windows[slot])
 
 

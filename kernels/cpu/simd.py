@@ -14,6 +14,9 @@ from numba.extending import intrinsic
 
 from .vectors import LANES, accumulate, fma, load_vector, pointer_to, prefetch, splat, store_vector, zeros
 
+FETCH_AHEAD = 1024
+"""Elements between what `tile_multiply` reads and what it asks for meanwhile (4 KiB in float32)."""
+
 _ROWS = (1, 2, 4)
 _COLUMNS = (1, 2)
 
@@ -123,7 +126,7 @@ def _tile_multiply(from_zero: bool) -> Any:
     """Micro-kernel on contiguous columns: ``out[r, 0 : 16 c] (+)= sum over i of weight[r, i] * vector[i, 0 : 16 c]``.
 
     Vector i starts at element ``vectors_at + i * vectors_stride``; ``rows`` is 1, 2 or 4, ``columns`` (c) 1, 2 or 4.
-    With one row (decode waits for memory) it also asks for the cache lines of the vectors from ``ahead_at`` on.
+    ``tile_multiply`` of one row (decode waits for memory) also asks for what lies `FETCH_AHEAD` elements further on.
     """
 
     @intrinsic
@@ -136,7 +139,6 @@ def _tile_multiply(from_zero: bool) -> Any:
         weights_stride: Any,
         vectors: Any,
         vectors_at: Any,
-        ahead_at: Any,
         vectors_stride: Any,
         count: Any,
         out: Any,
@@ -144,13 +146,12 @@ def _tile_multiply(from_zero: bool) -> Any:
         out_stride: Any,
     ) -> Any:
         i64 = types.int64
-        signature = types.void(i64, i64, weights, i64, i64, vectors, i64, i64, i64, i64, out, i64, i64)
+        signature = types.void(i64, i64, weights, i64, i64, vectors, i64, i64, i64, out, i64, i64)
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            many, wide, weight, weight_at, weight_stride, vector, vector_at, ahead, stride, n, target, at, step = args
+            many, wide, weight, weight_at, weight_stride, vector, vector_at, stride, n, target, at, step = args
             index = many.type
             tile = pointer_to(context, builder, vectors, vector, vector_at)
-            coming = pointer_to(context, builder, vectors, vector, ahead)
 
             def row_of(array_type: Any, array: Any, base: Any, step: Any, r: int) -> Any:
                 return pointer_to(context, builder, array_type, array, builder.add(base, builder.mul(step, index(r))))
@@ -164,8 +165,8 @@ def _tile_multiply(from_zero: bool) -> Any:
                 def body(i: Any, sums: list[Any]) -> list[Any]:
                     moved = builder.mul(i, stride)
                     start = builder.gep(tile, [moved])
-                    for lane in lanes if row_count == 1 else []:
-                        prefetch(builder, builder.gep(builder.gep(coming, [moved]), [lane]))
+                    for lane in lanes if from_zero and row_count == 1 else []:
+                        prefetch(builder, builder.gep(start, [builder.add(lane, index(FETCH_AHEAD))]))
                     loaded = [load_vector(builder, builder.gep(start, [lane]), vectors.dtype) for lane in lanes]
                     factors = [splat(builder, builder.load(builder.gep(row, [i]))) for row in weight_rows]
                     pairs = [(factor, columns) for factor in factors for columns in loaded]

@@ -23,12 +23,13 @@ class CacheCounters:
 class StateCounters:
     """Totals. replayed_tokens: computed again behind a checkpoint although their KV was there.
 
-    misses: admissions whose KV match had no checkpoint at its end, because there never was one, or because
-    it was evicted.
+    misses: admissions whose KV match had no checkpoint at its end. It was evicted; or they leave a cached chain inside
+    the next block, where nobody had known that a state would be wanted; or there never was one for another reason.
     """
 
     restores: int = 0
     forks: int = 0
     replayed_tokens: int = 0
-    misses_no_checkpoint: int = 0
     misses_evicted: int = 0
+    misses_diverged: int = 0
+    misses_no_checkpoint: int = 0

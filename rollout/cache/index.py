@@ -28,12 +28,15 @@ Tokens = npt.NDArray[np.int64]
 class CachedBlock:
     """An entry of the index.
 
+    parent: the entry of the block before it; None for a first one. children: entries that follow it.
     stands: False once the block was evicted. had_checkpoint: there is, or was, a state for it.
     """
 
     block: int
     digest: bytes
     epoch: int
+    parent: CachedBlock | None = None
+    children: int = 0
     stands: bool = True
     had_checkpoint: bool = False
 
@@ -76,15 +79,19 @@ class PrefixIndex:
         equal = (self.tokens[[entry.block for entry in entries]] == given).all(axis=1)
         return len(entries) if bool(equal.all()) else int(equal.argmin())
 
-    def publish(self, block: int, digest: bytes, tokens: Tokens) -> int | None:
+    def publish(self, block: int, digest: bytes, tokens: Tokens, previous: int | None) -> int | None:
         """Make a block hittable; the block that has this content already when there is one, else `block`.
 
-        None when the digest names other tokens: this block can not be hit.
+        `previous` is the block before it, None for a first one. None is returned when the digest names other tokens:
+        this block can not be hit.
         """
         entry = self.by_digest.get(digest)
         if entry is not None:
             return entry.block if np.array_equal(self.tokens[entry.block], tokens) else None
-        entry = CachedBlock(block, digest, self.epoch)
+        parent = None if previous is None else self.by_block[previous]
+        if parent is not None:
+            parent.children += 1
+        entry = CachedBlock(block, digest, self.epoch, parent)
         self.by_digest[digest] = self.by_block[block] = entry
         self.tokens[block] = tokens
         return block
@@ -94,6 +101,9 @@ class PrefixIndex:
         entry = self.by_block.pop(block)
         del self.by_digest[entry.digest]
         entry.stands = False
+        if entry.parent is not None:
+            entry.parent.children -= 1
+            entry.parent = None
         self.evictions += 1
         self._evicted[entry.digest] = None
         if len(self._evicted) > self._remembered:

@@ -29,6 +29,7 @@ from samebit.rollout.cache.leaders import Leaders
 from samebit.rollout.cache.prefix_state import NEVER, PrefixState, PromptTail
 from samebit.rollout.cache.states import StateCache
 from samebit.rollout.cache.tables import BlockTables
+from samebit.rollout.cache.waiting_chains import WaitingChains
 
 if TYPE_CHECKING:
     from samebit.rollout.request import Request, Sequence
@@ -62,6 +63,7 @@ class CacheManager:
         self.hasher = ChainHasher(block_size) if prefix_caching else None
         self.leaders = Leaders() if prefix_caching else None
         self.states = states if prefix_caching else None
+        self.waiting = WaitingChains()
         self._keeps_free_blocks = eviction_policy == "lru"
         self._tails: dict[PromptTail, None] = {}
         self._copies: list[tuple[int, int]] = []
@@ -87,6 +89,10 @@ class CacheManager:
         root = self.hasher.root(salt)
         for sequence in request.sequences:
             sequence.prefix = PrefixState(TokenChain(self.hasher, root, request.prompt_digests))
+        first = request.sequences[0].prefix
+        if first is not None and self.states is not None and self.states.num_checkpoints:
+            first.announced = request.prompt_digests[: (len(request.prompt) - 1) // self.block_size]
+            self.waiting.announce(first.announced)
 
     def awaited(self, sequence: Sequence) -> bytes | None:
         """The block that a waiting sequence should wait for: a running one computes it, and it saves tokens."""
@@ -137,6 +143,7 @@ class CacheManager:
         """A sequence that waits, or never began to, goes away."""
         if sequence.prefix is not None:
             self._leave_tail(sequence.prefix)
+            self._withdraw(sequence.prefix)
         if self.leaders is not None and sequence in self.leaders:
             self.leaders.unfollow(sequence)
 
@@ -166,11 +173,12 @@ class CacheManager:
     def plan_captures(self, sequence: Sequence, end: int) -> tuple[tuple[int, int], ...]:
         """(position, checkpoint) of the states to keep while a step computes this sequence up to `end`."""
         state = sequence.prefix
-        if self.states is None or state is None or not state.wanted:
+        if self.states is None or state is None or not self.states.num_checkpoints or not self.may_publish(sequence):
             return ()
-        reached = sorted(position for position in state.wanted if position <= end)
-        state.wanted.difference_update(reached)
-        taken = ((position, self.states.take()) for position in reached)
+        reached = {position for position in state.wanted if position <= end}
+        state.wanted -= reached
+        reached |= self._left_by_waiting(state.chain, sequence.num_computed, end)
+        taken = ((position, self.states.take()) for position in sorted(reached))
         return tuple((position, checkpoint) for position, checkpoint in taken if checkpoint is not None)
 
     def keep_captures(self, sequence: Sequence, captures: tuple[tuple[int, int], ...]) -> None:
@@ -197,7 +205,8 @@ class CacheManager:
         for number in range(state.num_published, full):
             digest = state.chain[number]
             block = self.tables.blocks(sequence.slot)[number]
-            first = index.publish(block, digest, tokens[number * size : (number + 1) * size])
+            previous = self.tables.blocks(sequence.slot)[number - 1] if number else None
+            first = index.publish(block, digest, tokens[number * size : (number + 1) * size], previous)
             if first != block and (first is None or not self._replace(sequence.slot, number, first)):
                 state.epoch = NEVER
                 return woken + leaders.resign(sequence)
@@ -290,6 +299,7 @@ class CacheManager:
             self._resume_state(self.states, sequence, state, start)
         self._count(state.chain, hits, start)
         self._leave_tail(state)
+        self._withdraw(state)
         state.match = []
         state.epoch = self.index.epoch
         state.num_published = hits
@@ -319,6 +329,20 @@ class CacheManager:
         ends = {len(state.match), last // self.block_size, sequence.num_tokens // self.block_size}
         state.wanted = {end * self.block_size for end in ends if end * self.block_size > start}
 
+    def _left_by_waiting(self, chain: TokenChain, start: int, end: int) -> set[int]:
+        """The block boundaries after `start`, up to `end`, at which a waiting prompt leaves this chain."""
+        size = self.block_size
+        if not self.waiting:
+            return set()
+        ends = range(start // size, min(end // size, len(chain)))
+        following = (chain[number + 1] if number + 1 < len(chain) else None for number in ends)
+        pairs = zip(ends, following, strict=True)
+        return {(number + 1) * size for number, after in pairs if self.waiting.leave(chain[number], after)}
+
+    def _withdraw(self, state: PrefixState) -> None:
+        self.waiting.withdraw(state.announced)
+        state.announced = []
+
     def _count(self, chain: TokenChain, hits: int, skipped: int) -> None:
         counters = self.counters
         counters.queries += 1
@@ -346,12 +370,11 @@ class CacheManager:
                 self._give_back(tail.blocks[::-1])
 
     def _save_state(self, sequence: Sequence) -> None:
-        """Keep the state of a sequence that stops as of its last chunk boundary, if a published block ends there."""
+        """Keep the state of a sequence that stops as of its last block boundary, if that block is published."""
         if self.states is None or self.index is None or sequence.prefix is None or not self.may_publish(sequence):
             return
-        position = sequence.num_computed // self.states.chunk * self.states.chunk
-        number, beyond = divmod(position, self.block_size)
-        if beyond or not 0 < number <= sequence.prefix.num_published or sequence.request.error is not None:
+        number = sequence.num_computed // self.block_size
+        if not 0 < number <= sequence.prefix.num_published or sequence.request.error is not None:
             return
         entry = self.index.by_block.get(self.tables.blocks(sequence.slot)[number - 1])
         if entry is not None:

@@ -35,7 +35,8 @@ class PrefixState:
 
     num_published: leading blocks that the index knows. epoch: that of the oldest live KV, `NEVER` for one
     that must not publish. tail: the prompt that another sample has computed, for one that has not
-    begun. wanted: positions of which a checkpoint will be taken when they are computed.
+    begun. wanted: positions of which a checkpoint will be taken when they are computed. announced: blocks of its
+    prompt that are counted among those that wait.
     """
 
     chain: TokenChain
@@ -44,3 +45,4 @@ class PrefixState:
     epoch: int = NEVER
     tail: PromptTail | None = None
     wanted: set[int] = field(default_factory=set)
+    announced: list[bytes] = field(default_factory=list)

@@ -13,20 +13,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from samebit.rollout.cache.counters import StateCounters
 from samebit.rollout.cache.index import CachedBlock
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
 class StateMoves:
     """What happens to states before anything is computed: all saves, then all restores, then all forks.
 
-    saves: (live slot, checkpoint) of sequences that have stopped: the state at their last chunk boundary.
+    saves: (live slot, checkpoint) of sequences that have stopped: the state at their last block boundary.
     restores: (checkpoint, live slot). forks: (live slot, live slot), the whole of it.
     """
 
@@ -36,11 +32,10 @@ class StateMoves:
 
 
 class StateCache:
-    """`num_checkpoints` slots for states on a grid of `chunk` tokens; blocks are multiples of it."""
+    """`num_checkpoints` slots for states as of block boundaries."""
 
-    def __init__(self, num_checkpoints: int, chunk: int, block_size: int) -> None:
+    def __init__(self, num_checkpoints: int, block_size: int) -> None:
         self.num_checkpoints = num_checkpoints
-        self.chunk = chunk
         self.block_size = block_size
         self.counters = StateCounters()
         self.moves = StateMoves()
@@ -66,6 +61,8 @@ class StateCache:
         self.counters.replayed_tokens += len(match[resumed:]) * self.block_size
         if any(entry.had_checkpoint for entry in usable):
             self.counters.misses_evicted += 1
+        elif usable and self.num_checkpoints and match[-1].children:
+            self.counters.misses_diverged += 1
         elif usable:
             self.counters.misses_no_checkpoint += 1
 
@@ -96,7 +93,7 @@ class StateCache:
             entry.had_checkpoint = True
 
     def save(self, slot: int, entry: CachedBlock) -> None:
-        """Keep the state that a stopping sequence has at its last chunk boundary, which this block ends at."""
+        """Keep the state that a stopping sequence has as of its last block boundary, which this block ends at."""
         checkpoint = None if entry.block in self.by_block else self.take()
         if checkpoint is not None:
             self.moves.saves.append((slot, checkpoint))

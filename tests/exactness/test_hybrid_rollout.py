@@ -13,6 +13,7 @@ MAX_LEN = 300
 STEM, OTHER = token_ids(200, 200, seed=5)
 PROMPTS = [STEM[:1], STEM[:2], STEM[:3], STEM[:4], STEM[:63], STEM[:64], STEM[:65], STEM[:130], OTHER[:100]]
 NEW = 40
+CAUSES = ("evicted", "diverged", "no_checkpoint")
 
 
 def params(count: int, n: int = 1) -> list[SamplingParams]:
@@ -71,6 +72,44 @@ def test_requests_that_arrive_together_share_down_to_the_grid(length: int) -> No
     grid = length // 64 * 64
     assert [out.num_cached_tokens for out in outputs] == [0, *[grid] * 5]
     assert_same_samples(outputs, uncached(model, prompts, wanted))
+
+
+def test_a_request_that_waits_behind_others_finds_a_state_where_it_leaves_a_chain() -> None:
+    """One runs at a time, so the third is not at the head of the queue while the first is computed."""
+    model = bound_model("Bamba")
+    prompts, wanted = [STEM[:200], OTHER[:70], [*STEM[:140], *OTHER[:9]], STEM[:64]], params(4)
+    outputs, stats = run(model, prompts, wanted, max_model_len=MAX_LEN, max_num_seqs=1)
+    assert [out.num_cached_tokens for out in outputs] == [0, 0, 128, 0], "a state before its last token: none"
+    assert_same_samples(outputs, uncached(model, prompts, wanted))
+    assert stats["state_tokens_replayed"] == 64  # the last, whose KV is all there
+    assert stats["state_misses_no_checkpoint"] == stats["state_misses_evicted"] == stats["state_misses_diverged"] == 0
+
+
+def test_misses_are_counted_by_cause() -> None:
+    model = bound_model("Bamba")
+    first, second, third = STEM[:200], [*STEM[:140], *OTHER[:9]], [*STEM[:140], *OTHER[20:29]]
+    expected = uncached(model, [second, third], params(2))
+    config = RolloutConfig(max_model_len=MAX_LEN, state_cache_gb=budget(model, 3))
+    with RolloutWorker(model, config=config) as worker:
+
+        def ask(prompt: list[int], seed: int = 0) -> tuple[RequestOutput, dict[str, float]]:
+            before = worker.stats()
+            (out,) = worker.generate([prompt], params(seed + 1)[seed])
+            causes = {name: worker.stats()[f"state_misses_{name}"] - before[f"state_misses_{name}"] for name in CAUSES}
+            return out, {name: count for name, count in causes.items() if count}
+
+        assert ask(first)[1] == {}
+        out, causes = ask(second)
+        assert (out.num_cached_tokens, causes) == (0, {"diverged": 1}), "the first's states lie behind the fork"
+        assert_same_samples([out], expected[:1])
+        out, causes = ask(third, 1)
+        assert (out.num_cached_tokens, causes) == (128, {}), "the second took a state where it left the first"
+        assert_same_samples([out], expected[1:])
+        for number in range(3):
+            ask(OTHER[number : number + 100])
+        out, causes = ask(second)
+        assert (out.num_cached_tokens, causes) == (0, {"evicted": 1})
+        assert_same_samples([out], expected[:1])
 
 
 @pytest.mark.parametrize("checkpoints", [0, 1, 3])

@@ -138,7 +138,7 @@ class FakeRunner:
     def _move(self, moves: StateMoves) -> None:
         for slot, checkpoint in moves.saves:
             state = self.live[slot]
-            boundary = len(state.tokens) // self.states.chunk * self.states.chunk
+            boundary = len(state.tokens) // self.block_size * self.block_size
             self.checkpoints[checkpoint] = State(state.tokens[:boundary], state.oldest)
         for checkpoint, slot in moves.restores:
             self.live[slot] = self.checkpoints[checkpoint]
@@ -177,11 +177,11 @@ def build_engine(
     max_model_len: int = 64,
     prefix_caching: bool = True,
     eviction_policy: str = "lru",
-    chunk: int = 0,
+    recurrent: bool = False,
     num_checkpoints: int = 0,
 ) -> Engine:
-    """With a `chunk` the model has recurrent states on that grid."""
-    states = StateCache(num_checkpoints, chunk, block_size) if chunk else None
+    """`recurrent`: the model has states too."""
+    states = StateCache(num_checkpoints, block_size) if recurrent else None
     cache = CacheManager(
         num_blocks,
         block_size,

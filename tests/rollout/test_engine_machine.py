@@ -27,7 +27,7 @@ def run_machine(
     class Machine(RuleBasedStateMachine):
         @initialize(
             block_size=st.sampled_from([1, 2, 4, 8]),
-            chunks=st.sampled_from([0, 0, 1, 2]),
+            recurrent=st.booleans(),
             checkpoints=st.integers(0, 8),
             spare=st.integers(0, 12),
             max_num_seqs=st.integers(1, 5),
@@ -38,7 +38,7 @@ def run_machine(
         def build(
             self,
             block_size: int,
-            chunks: int,
+            recurrent: bool,
             checkpoints: int,
             spare: int,
             max_num_seqs: int,
@@ -46,7 +46,6 @@ def run_machine(
             prefix_caching: bool,
             policy: str,
         ) -> None:
-            """`chunks` of the recurrent state in a block; 0 for a model without one."""
             self.engine = make_engine(
                 num_blocks=-(-MAX_LEN // block_size) + spare,
                 block_size=block_size,
@@ -55,7 +54,7 @@ def run_machine(
                 max_model_len=MAX_LEN,
                 prefix_caching=prefix_caching,
                 eviction_policy=policy,
-                chunk=block_size // min(chunks, block_size) if chunks else 0,
+                recurrent=recurrent,
                 num_checkpoints=checkpoints,
             )
             self.added: dict[str, Request] = {}

@@ -1,0 +1,132 @@
+"""Micro-kernels of the state-space scan: scores of a token, and the state's step over a chunk.
+
+As in `simd`: arrays are flat, positions are element offsets, each lane does the operations of a plain loop in order.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .vectors import LANES, accumulate, fma, load_vector, pointer_to, splat, store_vector, zeros
+
+
+def _sum_of_lanes(builder: Any, vector: Any) -> Any:
+    """Halves added to halves: lane i to lane i + 8, then 4, 2, 1."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        lanes = ir.VectorType(ir.IntType(32), width)
+        undefined = ir.Constant(vector.type, ir.Undefined)
+        halves = [
+            builder.shuffle_vector(vector, undefined, ir.Constant(lanes, list(range(first, first + width))))
+            for first in (0, width)
+        ]
+        vector = builder.fadd(*halves)
+    return builder.extract_element(vector, ir.IntType(32)(0))
+
+
+@intrinsic
+def dots(
+    typingctx: Any, query: Any, query_at: Any, keys: Any, keys_at: Any, keys_stride: Any, count: Any, width: Any,
+    out: Any, out_at: Any,
+) -> Any:  # fmt: skip
+    """``out[s] = sum over n of query[n] keys[s, n]`` for s < count: sixteen partial sums, then the lanes.
+
+    ``width`` is a multiple of 16. Four keys at a time share the loads of the query.
+    """
+    i64 = types.int64
+    signature = types.void(query, i64, keys, i64, i64, i64, i64, out, i64)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        reads, reads_at, matrix, first, stride, many, wide, target, target_at = args
+        index = many.type
+        vectors = builder.lshr(wide, index(4))
+        start = pointer_to(context, builder, query, reads, reads_at)
+        rows = pointer_to(context, builder, keys, matrix, first)
+        results = pointer_to(context, builder, out, target, target_at)
+        done = cgutils.alloca_once(builder, index)
+        builder.store(index(0), done)
+
+        def some(together: int) -> None:
+            """While so many keys are left."""
+            check, body, after = (builder.append_basic_block(f"dots.{name}") for name in ("check", "body", "after"))
+            builder.branch(check)
+            builder.position_at_end(check)
+            here = builder.load(done)
+            following = builder.add(here, index(together))
+            builder.cbranch(builder.icmp_signed("<=", following, many), body, after)
+            builder.position_at_end(body)
+            places = [builder.add(here, index(k)) for k in range(together)]
+            pointers = [builder.gep(rows, [builder.mul(place, stride)]) for place in places]
+
+            def step(i: Any, sums: list[Any]) -> list[Any]:
+                lane = builder.mul(i, index(LANES))
+                read = load_vector(builder, builder.gep(start, [lane]), query.dtype)
+                loaded = [load_vector(builder, builder.gep(pointer, [lane]), keys.dtype) for pointer in pointers]
+                return [fma(builder, read, key, total) for key, total in zip(loaded, sums, strict=True)]
+
+            totals = accumulate(builder, vectors, [zeros()] * together, step)
+            for place, total in zip(places, totals, strict=True):
+                builder.store(_sum_of_lanes(builder, total), builder.gep(results, [place]))
+            builder.store(following, done)
+            builder.branch(check)
+            builder.position_at_end(after)
+
+        some(4)
+        some(1)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def tile_move(
+    typingctx: Any, rows: Any, columns: Any, factor: Any, weights: Any, weights_at: Any, weights_stride: Any,
+    vectors: Any, vectors_at: Any, vectors_stride: Any, count: Any, out: Any, out_at: Any, out_stride: Any,
+) -> Any:  # fmt: skip
+    """``out[r, 0 : 16 c] = factor out + sum over i of weights[i, r] * vector[i, 0 : 16 c]``, i ascending.
+
+    Weight (i, r) is at ``weights_at + i * weights_stride + r``; ``rows`` is 1, 2 or 4, ``columns`` (c) 1, 2 or 4.
+    """
+    i64 = types.int64
+    signature = types.void(i64, i64, types.float32, weights, i64, i64, vectors, i64, i64, i64, out, i64, i64)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        many, wide, scale, weight, weight_at, weight_stride, vector, vector_at, stride, n, target, at, step = args
+        index = many.type
+        factors_at = pointer_to(context, builder, weights, weight, weight_at)
+        tile = pointer_to(context, builder, vectors, vector, vector_at)
+        start = pointer_to(context, builder, out, target, at)
+
+        def emit(row_count: int, column_count: int) -> None:
+            lanes = [index(LANES * c) for c in range(column_count)]
+            out_rows = [builder.gep(start, [builder.mul(step, index(r))]) for r in range(row_count)]
+            targets = [builder.gep(row, [lane]) for row in out_rows for lane in lanes]
+
+            def body(i: Any, sums: list[Any]) -> list[Any]:
+                row = builder.gep(tile, [builder.mul(i, stride)])
+                loaded = [load_vector(builder, builder.gep(row, [lane]), vectors.dtype) for lane in lanes]
+                here = builder.gep(factors_at, [builder.mul(i, weight_stride)])
+                factors = [splat(builder, builder.load(builder.gep(here, [index(r)]))) for r in range(row_count)]
+                pairs = [(factor, column) for factor in factors for column in loaded]
+                return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+
+            kept = splat(builder, scale)
+            initial = [builder.fmul(load_vector(builder, pointer, types.float32), kept) for pointer in targets]
+            for pointer, total in zip(targets, accumulate(builder, n, initial, body), strict=True):
+                store_vector(builder, total, pointer)
+
+        for row_count in (1, 2, 4):
+            for column_count in (1, 2, 4):
+                chosen = builder.and_(
+                    builder.icmp_signed("==", many, index(row_count)),
+                    builder.icmp_signed("==", wide, index(column_count)),
+                )
+                with builder.if_then(chosen):
+                    emit(row_count, column_count)
+        return context.get_dummy_value()
+
+    return signature, generate
