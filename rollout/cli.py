@@ -41,6 +41,21 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--seed", type=_natural, default=0, metavar="N", help="of prompts and samples (0)")
     check.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     check.set_defaults(run=_check)
+    bench = commands.add_parser(
+        "bench",
+        help="measure your model on your machine, or print what a sequence takes of memory",
+        description="Generates from random prompts, all at once, and prints output tokens per second and the time to "
+        "the first token: median and extremes of three rounds. Exit code 2: the model can not be measured.",
+    )
+    bench.add_argument("model_dir", metavar="MODEL_DIR", help="a Hugging Face model folder; no tokenizer is needed")
+    bench.add_argument("--memory", action="store_true", help="bytes of a KV block and of states; nothing is computed")
+    bench.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    bench.add_argument("--requests", type=_positive, default=16, metavar="N", help="requests at once (16)")
+    bench.add_argument("--prompt", type=_positive, default=128, metavar="N", help="tokens a prompt (128)")
+    bench.add_argument("--tokens", type=_positive, default=64, metavar="N", help="new tokens a request (64)")
+    bench.add_argument("--seed", type=_natural, default=0, metavar="N", help="of prompts (0)")
+    bench.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -94,6 +109,33 @@ def _check(arguments: argparse.Namespace) -> int:
     else:
         sys.stdout.write("every bit agrees\n" if ok else "NOT EXACT: see the rows with differing tokens\n")
     return 0 if ok else FAILED
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    from samebit.rollout.bench import Load, memory_figures, speed_figures
+    from samebit.rollout.errors import NonFiniteLogitsError
+
+    logging.disable_progress_bar()
+    load = Load(arguments.requests, arguments.prompt, arguments.tokens, arguments.seed)
+    try:
+        if arguments.memory:
+            figures = memory_figures(arguments.model_dir, arguments.dtype)
+        else:
+            figures = speed_figures(arguments.model_dir, load, arguments.dtype)
+    except (ValueError, OSError, SafetensorError, NonFiniteLogitsError) as error:
+        sys.stderr.write(f"samebit bench: {' '.join(str(error).split())}\n")
+        return UNUSABLE
+    if arguments.json:
+        metrics = {one.name: {"value": one.value, "min": one.min, "max": one.max} for one in figures}
+        sys.stdout.write(json.dumps({"meta": {} if arguments.memory else vars(load), "metrics": metrics}) + "\n")
+        return 0
+    for one in figures:
+        extremes = "" if one.min == one.max else f"  ({one.min:,.0f} to {one.max:,.0f})"
+        sys.stdout.write(f"{one.name.replace('_', ' '):<28}{one.value:>14,.0f} {one.unit}{extremes}\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,81 @@
+"""`samebit bench`: its bytes are those allocated and those of the documented formula; its speed is measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from samebit.kernels.binding import binding_of
+from samebit.rollout import RolloutConfig, RolloutWorker, cli
+
+from .families import bound_model, make_model
+
+
+def figures(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
+    assert cli.main(["bench", "--json", *arguments]) == 0
+    return {name: one["value"] for name, one in json.loads(capsys.readouterr().out)["metrics"].items()}
+
+
+def formula(name: str, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of a checkpoint and of a running sequence, as docs/prefix-cache.md has them."""
+    layout = binding_of(bound_model(name, dtype)).state_layout
+    shape, layers, w = layout.shape, layout.num_layers, dtype.itemsize
+    heads, p, n, groups, taps = shape.heads, shape.head_dim, shape.state_size, shape.groups, shape.taps
+    wide, deep = -(-p // 16) * 16, -(-n // 16) * 16
+    convolved = heads * p + 2 * groups * n
+    tiles = groups * -(-heads // groups // 4)
+    checkpoint = layers * (4 * heads * n * wide + w * (taps - 1) * convolved)
+    return checkpoint, 2 * checkpoint + layers * (16 * w * heads * wide + 64 * deep * tiles + 192 * heads)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["NemotronH", "FalconH1", "Mamba2", "Qwen3"])
+def test_memory_is_that_of_the_formula_and_of_a_worker(
+    name: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(name, getattr(torch, dtype)).save_pretrained(tmp_path)
+    shown = figures(["--memory", str(tmp_path)], capsys)
+    config = RolloutConfig(num_blocks=7, max_num_seqs=3, max_model_len=100)
+    with RolloutWorker(str(tmp_path), config=config) as worker:
+        runner = worker._engine.runner
+        assert sum(page.nbytes for page in runner.pages) == 8 * shown[f"kv_block_of_{runner.block_size}_tokens"]
+        if runner.states is None:
+            assert shown["state_of_a_sequence"] == shown["state_of_a_checkpoint"] == 0
+            return
+        slots, checkpoints = (
+            sum(tensor.nbytes for layer in part for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor))
+            for part in (runner.states.layers, runner.states.checkpoints)
+        )
+    assert slots == 3 * shown["state_of_a_sequence"]
+    assert checkpoints == worker.stats()["states_total"] * shown["state_of_a_checkpoint"]
+    assert (shown["state_of_a_checkpoint"], shown["state_of_a_sequence"]) == formula(name, getattr(torch, dtype))
+
+
+def test_speed_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model("NemotronH").save_pretrained(tmp_path)
+    load = ["--requests", "3", "--prompt", "5", "--tokens", "4"]
+    shown = figures([str(tmp_path), *load], capsys)
+    assert shown.keys() == {"output_tokens_per_second", "time_to_first_token"}
+    assert all(value > 0 for value in shown.values())
+    assert cli.main(["bench", str(tmp_path), *load]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_memory_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model("Mamba2").save_pretrained(tmp_path)
+    assert cli.main(["bench", "--memory", str(tmp_path)]) == 0
+    names = [line.rsplit(maxsplit=2)[0].strip() for line in capsys.readouterr().out.splitlines()]
+    assert names == ["kv block of 64 tokens", "state of a sequence", "state of a checkpoint"]
+
+
+@pytest.mark.parametrize("arguments", [["--prompt", "400"], ["--memory", "--dtype", "bfloat16"]])
+def test_what_can_not_be_measured_is_one_line(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "--prompt" in arguments:
+        make_model("NemotronH").save_pretrained(tmp_path)
+    assert cli.main(["bench", str(tmp_path), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert [line for line in printed.err.splitlines() if line.startswith("samebit bench: ")]
