@@ -1,9 +1,9 @@
-"""The models that are measured: Qwen3, randomly initialised, by shape."""
+"""The models that are measured: Qwen3 and Nemotron-H, randomly initialised, by shape."""
 
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import NemotronHConfig, NemotronHForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 SHAPES: dict[str, dict[str, Any]] = {
     "5m": {
@@ -28,6 +28,22 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+HYBRID: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "layers_block_type": ["mamba", "mlp", "mamba", "mlp", "attention", "mlp", "mamba", "mlp", "mamba", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "n_groups": 1,
+    "ssm_state_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
+"""A small Nemotron-H: heads and state of the size that the large ones have."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -39,6 +55,16 @@ def build(shape: dict[str, Any], dtype: torch.dtype, max_tokens: int) -> Qwen3Fo
     )
     config._attn_implementation = "sdpa"
     return Qwen3ForCausalLM(config).to(dtype).eval()
+
+
+def build_hybrid(shape: dict[str, Any], max_tokens: int) -> NemotronHForCausalLM:
+    """The same for a Nemotron-H, in float32."""
+    torch.manual_seed(0)
+    config = NemotronHConfig(
+        **shape, max_position_embeddings=max_tokens, bos_token_id=None, eos_token_id=None, pad_token_id=0
+    )
+    config._attn_implementation = "sdpa"
+    return NemotronHForCausalLM(config).eval()
 
 
 def num_parameters(model: torch.nn.Module) -> int:

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -125,6 +127,50 @@ def test_prefix_cache_figures(scripts: Scripts) -> None:
     assert metrics["first_wave_hit_ratio"].value == 3 / 4
     assert metrics["group_prefill_ratio"].value == 1
     assert metrics["multi_turn_skip_ratio"].value == 1
+
+
+def test_hybrid_figures(scripts: Scripts) -> None:
+    shape = {
+        **scripts.models.HYBRID, "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "mamba_num_heads": 3,
+        "mamba_head_dim": 20, "ssm_state_size": 17, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    }  # fmt: skip
+    sizes = scripts.hybrid.Sizes(
+        conversations=2, turns=3, first_prompt=70, turn_input=5, turn_output=70, requests=4, shared=100, own=3
+    )
+    steps = scripts.decode_step.Sizes(scripts.decode_step.SSMShape(3, 20, 1, 17, 4), 1, (1, 2), 1)
+    model = scripts.models.build_hybrid(shape, sizes.longest)
+    metrics = scripts.hybrid.measure(model, sizes, scripts.workload.Workload(2, 3, 20, 24), steps, rounds=1)
+    assert set(metrics) == {
+        "exact_over_recurrent_1", "exact_over_recurrent_2", "exact_over_recurrent_1_scan_alone",
+        "exact_over_recurrent_2_scan_alone", "multi_turn_computed_over_ideal", "multi_turn_ttft_gain",
+        "multi_turn_ttft_ms", "first_wave_hit_ratio_unaligned", "ratio_vs_hf_generate_hybrid",
+        "tokens_per_second_samebit_hybrid", "tokens_per_second_hf_generate_hybrid",
+    }  # fmt: skip
+    assert all(0 < value.min <= value.value <= value.max < math.inf for value in metrics.values())
+    assert metrics["first_wave_hit_ratio_unaligned"].value == 3 / 4
+    assert metrics["multi_turn_computed_over_ideal"].value == 1
+
+
+@pytest.mark.parametrize(("head_dim", "groups"), [(24, 1), (64, 2), (129, 4)])
+def test_the_recurrent_peer_computes_the_recurrence(scripts: Scripts, head_dim: int, groups: int) -> None:
+    """In float32, beside the float64 oracle."""
+    from samebit.kernels.reference import ssm_scan
+
+    shape = scripts.decode_step.SSMShape(4, head_dim, groups, 33, 4)
+    peer = scripts.recurrent.Recurrence.empty(shape, 2)
+    torch.manual_seed(0)
+    tokens, sizes = 9, [shape.inner, groups * 33, groups * 33]
+    xbc, dt = torch.randn(tokens, 2, sum(sizes)), torch.randn(tokens, 2, 4)
+    rate, bias, skip = -torch.rand(4), torch.randn(4), torch.randn(4)
+    slots = np.array([1, 0], np.int32)
+    found = torch.stack([peer.step(xbc[t], dt[t], rate, bias, skip, slots) for t in range(tokens)])
+    for row in range(2):
+        x, b, c = (
+            part.unflatten(-1, (count, -1))
+            for part, count in zip(xbc[:, row].split(sizes, -1), (4, groups, groups), strict=True)
+        )
+        expected = ssm_scan(x, b, c, dt[:, row], rate, bias, skip, (0.0, math.inf)).flatten(1)
+        torch.testing.assert_close(found[:, row], expected.float(), rtol=1e-4, atol=1e-4)
 
 
 def test_cache_growth_figures(scripts: Scripts) -> None:

@@ -1,0 +1,195 @@
+"""What hybrid models cost and gain: the exact decode step, the cache of states, and samebit beside Hugging Face.
+
+    python benchmarks/hybrid.py [--json FILE] [--rounds N] [--quick]
+
+README.md in this folder defines each number.
+"""
+
+import samebit.kernels
+
+# isort: split
+import argparse
+import statistics
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import decode_step
+import models
+import results_file
+import table
+from alternate import Calibration, Spread, Turn, alternate, kept, ratio, spread
+from ours import samebit
+from peers import hf_generate
+from prefix_cache import Prompts
+from transformers import PreTrainedModel
+from workload import Run, Tokens, Workload
+
+from samebit.kernels.states import SSMShape
+from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is computed; tokens unless it says otherwise."""
+
+    conversations: int = 16
+    turns: int = 6
+    first_prompt: int = 200
+    turn_input: int = 40
+    turn_output: int = 200
+    requests: int = 64
+    shared: int = 1000
+    own: int = 30
+
+    @property
+    def longest(self) -> int:
+        talk = self.first_prompt + self.turns * (self.turn_input + self.turn_output)
+        return max(talk, self.shared + self.own + self.turn_output)
+
+
+class Talks:
+    """Conversations on a worker with the cache, the last turn beside a worker without it."""
+
+    def __init__(self, model: PreTrainedModel, sizes: Sizes, stack: ExitStack) -> None:
+        self.sizes = sizes
+        self.prompts = Prompts(model.config.vocab_size)
+        self.on, self.off = (stack.enter_context(_worker(model, sizes, enabled)) for enabled in (True, False))
+        for worker in (self.on, self.off):
+            worker.generate([self.prompts.tokens(70), self.prompts.tokens(3)], _params(8))
+
+    def measure(self, rounds: int, calibration: Calibration) -> dict[str, Spread]:
+        """Prompt tokens computed over the fewest possible, and the gain in the last turn's time to first token."""
+        computed: list[float] = []
+        before: dict[int, float] = {}
+        ideal: dict[int, int] = {}
+        asked: dict[int, Tokens] = {}
+
+        def with_cache(number: int) -> float:
+            outputs = self.on.generate(asked[number], _params(self.sizes.turn_output))
+            done = self.on.stats()["prefill_tokens_computed"] - before[number]
+            computed.append(done / ideal[number])
+            return _first_token(outputs)
+
+        def turn(name: str) -> Turn:
+            def once(number: int) -> float:
+                if number not in asked:
+                    before[number] = self.on.stats()["prefill_tokens_computed"]
+                    asked[number], ideal[number] = self._all_but_the_last()
+                if name == "on":
+                    return with_cache(number)
+                return _first_token(self.off.generate(asked[number], _params(1)))
+
+            return once
+
+        steady = kept(alternate({name: turn(name) for name in ("on", "off")}, rounds, calibration), calibration)
+        return {
+            "multi_turn_computed_over_ideal": spread(computed),
+            "multi_turn_ttft_gain": ratio(steady, "off", "on"),
+            "multi_turn_ttft_ms": spread([1e3 * one.seconds["on"] for one in steady]),
+        }
+
+    def _all_but_the_last(self) -> tuple[Tokens, int]:
+        """The prompts of the last turn, and the fewest prompt tokens that all turns have to compute."""
+        sizes, block = self.sizes, self.on.config.block_size
+        talks = [self.prompts.tokens(sizes.first_prompt) for _ in range(sizes.conversations)]
+        ideal = sum(map(len, talks))
+        for _ in range(sizes.turns - 1):
+            outputs = self.on.generate(talks, _params(sizes.turn_output))
+            talks = [[*talk, *out.samples[0].token_ids] for talk, out in zip(talks, outputs, strict=True)]
+            known = sum((len(talk) - 1) // block * block for talk in talks)  # the last token has no KV yet
+            talks = [[*talk, *self.prompts.tokens(sizes.turn_input)] for talk in talks]
+            ideal += sum(map(len, talks)) - known
+        return talks, ideal
+
+
+def _worker(model: PreTrainedModel, sizes: Sizes, enabled: bool) -> RolloutWorker:
+    config = RolloutConfig(max_model_len=sizes.longest, enable_prefix_caching=enabled)
+    return RolloutWorker(model, config=config)
+
+
+def _params(output: int) -> SamplingParams:
+    return SamplingParams(max_tokens=output, ignore_eos=True)
+
+
+def _first_token(outputs: list[RequestOutput]) -> float:
+    """Mean seconds to the first token."""
+    return statistics.mean(out.time_to_first_token or 0.0 for out in outputs)
+
+
+def first_wave(model: PreTrainedModel, sizes: Sizes) -> dict[str, Spread]:
+    """Share of the requests that arrive together, at a cold cache, and skip what they share down to the grid."""
+    prompts = Prompts(model.config.vocab_size)
+    shared = prompts.tokens(sizes.shared)
+    with _worker(model, sizes, True) as worker:
+        outputs = worker.generate([[*shared, *prompts.tokens(sizes.own)] for _ in range(sizes.requests)], _params(1))
+        grid = sizes.shared // worker.config.block_size * worker.config.block_size
+    skipped = sum(out.num_cached_tokens == grid for out in outputs)
+    return {"first_wave_hit_ratio_unaligned": spread([skipped / len(outputs)])}
+
+
+def beside_hugging_face(
+    model: PreTrainedModel, workload: Workload, rounds: int, calibration: Calibration
+) -> dict[str, Spread]:
+    """Output tokens per second, prefill included."""
+    vocab_size = model.config.vocab_size
+
+    def turn(name: str, run: Run) -> Turn:
+        run(workload.make_prompts(vocab_size, seed=10**6)[:2], 8)
+
+        def once(number: int) -> float:
+            seconds, outputs = run(workload.make_prompts(vocab_size, seed=number), workload.new_tokens)
+            workload.check(name, outputs, vocab_size)
+            return seconds
+
+        return once
+
+    with samebit(model, workload, exact=True) as (run, _):
+        turns = {"samebit": turn("samebit", run), "hf_generate": turn("hf_generate", hf_generate(model, workload))}
+        steady = kept(alternate(turns, rounds, calibration), calibration)
+    speeds = {
+        f"tokens_per_second_{name}_hybrid": spread([workload.output_tokens / one.seconds[name] for one in steady])
+        for name in turns
+    }
+    return {"ratio_vs_hf_generate_hybrid": ratio(steady, "hf_generate", "samebit"), **speeds}
+
+
+def measure(
+    model: PreTrainedModel, sizes: Sizes, workload: Workload, steps: decode_step.Sizes, rounds: int
+) -> dict[str, Spread]:
+    calibration = Calibration()
+    metrics = decode_step.measure(steps, calibration)
+    metrics |= beside_hugging_face(model, workload, rounds, calibration)
+    metrics |= first_wave(model, sizes)
+    with ExitStack() as stack:
+        metrics |= Talks(model, sizes, stack).measure(rounds, calibration)
+    return metrics
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each comparison (default 3)")
+    parser.add_argument("--quick", action="store_true", help="one round of everything")
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+    sizes, workload, shape = Sizes(), Workload(), models.HYBRID
+    steps = decode_step.Sizes(
+        SSMShape(shape["mamba_num_heads"], shape["mamba_head_dim"], shape["n_groups"], shape["ssm_state_size"], taps=4)
+    )
+    model = models.build_hybrid(shape, sizes.longest)
+    load_before = results_file.load_average()
+    rounds = 1 if args.quick else args.rounds
+    metrics = measure(model, sizes, workload, replace(steps, rounds=2) if args.quick else steps, rounds)
+    table.show(metrics)
+    if args.json:
+        meta = results_file.describe(
+            workload=vars(workload), sizes=vars(sizes), model=shape, parameters=models.num_parameters(model),
+            load_before=load_before,
+        )  # fmt: skip
+        results_file.write(args.json, meta, metrics)
+
+
+if __name__ == "__main__":
+    main()

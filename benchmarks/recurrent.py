@@ -1,0 +1,160 @@
+"""The peer of the exact decode step: the plain Mamba2 recurrence, one token a sequence, in the same style.
+
+The layout of the state, the vectors, the prefetch and the threads are those of `samebit.kernels.cpu.ssd`. What differs
+is the algorithm: the state of every head is read and written for every token, in one pass, and there is no tail. A
+thread takes neighbouring heads.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numba import get_num_threads, njit, prange, types
+from numba.extending import intrinsic
+
+from samebit.kernels.cpu import numeric
+from samebit.kernels.cpu.jit import array, parallel_kernel, strided_rows
+from samebit.kernels.cpu.numeric import exp, narrow, softplus, widen
+from samebit.kernels.cpu.simd import FETCH_AHEAD
+from samebit.kernels.cpu.vectors import (
+    LANES,
+    accumulate,
+    fma,
+    load_vector,
+    pointer_to,
+    prefetch,
+    splat,
+    store_vector,
+    zeros,
+)
+from samebit.kernels.states import SSMShape
+
+
+@intrinsic
+def _advance(
+    typingctx: Any, columns: Any, decay: Any, inputs: Any, keys: Any, queries: Any, count: Any, state: Any,
+    state_at: Any, stride: Any, out: Any,
+) -> Any:  # fmt: skip
+    """``S[n] = decay S[n] + keys[n] inputs;  out = sum over n of queries[n] S[n]`` on 16, 32 or 64 columns."""
+    i64 = types.int64
+    signature = types.void(i64, types.float32, inputs, keys, queries, i64, state, i64, i64, out)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide, factor, x, b, c, n, matrix, at, step, target = args
+        index = wide.type
+        _, _, x_type, b_type, c_type, _, state_type, _, _, out_type = signature.args
+        start = pointer_to(context, builder, state_type, matrix, at)
+        b_at = pointer_to(context, builder, b_type, b, index(0))
+        c_at = pointer_to(context, builder, c_type, c, index(0))
+
+        def emit(column_count: int) -> None:
+            lanes = [index(LANES * place) for place in range(column_count)]
+            fed = [load_vector(builder, pointer_to(context, builder, x_type, x, lane), types.float32) for lane in lanes]
+            kept = splat(builder, factor)
+
+            def body(i: Any, sums: list[Any]) -> list[Any]:
+                row = builder.gep(start, [builder.mul(i, step)])
+                key, query = (splat(builder, builder.load(builder.gep(part, [i]))) for part in (b_at, c_at))
+                totals = []
+                for lane, inputs_here, total in zip(lanes, fed, sums, strict=True):
+                    place = builder.gep(row, [lane])
+                    prefetch(builder, builder.gep(place, [index(FETCH_AHEAD)]))
+                    old = load_vector(builder, place, types.float32)
+                    new = fma(builder, key, inputs_here, builder.fmul(old, kept))
+                    store_vector(builder, new, place)
+                    totals.append(fma(builder, query, new, total))
+                return totals
+
+            for lane, total in zip(lanes, accumulate(builder, n, [zeros()] * column_count, body), strict=True):
+                store_vector(builder, total, pointer_to(context, builder, out_type, target, lane))
+
+        for column_count in (1, 2, 4):
+            with builder.if_then(builder.icmp_signed("==", wide, index(column_count))):
+                emit(column_count)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _step(
+    xbc: Any, dt: Any, dt_stride: int, decay_rate: Any, dt_bias: Any, skip: Any, slots: Any, head_dim: int,
+    groups: int, state_size: int, states: Any, out: Any, threads: int,
+) -> None:  # fmt: skip
+    heads = len(decay_rate)
+    items = len(slots) * heads
+    share = (items + threads - 1) // threads
+    for thread in prange(threads):
+        x = np.empty(-(-head_dim // LANES) * LANES, np.float32)
+        total = np.empty(len(x), np.float32)
+        keys, queries = np.empty(state_size, np.float32), np.empty(state_size, np.float32)
+        for item in range(thread * share, min(items, (thread + 1) * share)):
+            _head(
+                xbc[item // heads], dt[item // heads * dt_stride + item % heads], decay_rate, dt_bias, skip,
+                item % heads, slots[item // heads], head_dim, groups, state_size, states, x, keys, queries, total,
+                out[item // heads],
+            )  # fmt: skip
+
+
+@njit(nogil=True, error_model="numpy")
+def _head(
+    xbc: Any, dt: Any, decay_rate: Any, dt_bias: Any, skip: Any, head: int, slot: int, head_dim: int, groups: int,
+    state_size: int, states: Any, x: Any, keys: Any, queries: Any, total: Any, out: Any,
+) -> None:  # fmt: skip
+    heads, wide = len(decay_rate), len(x)
+    inner = heads * head_dim
+    group = head // (heads // groups)
+    step = softplus(widen(dt) + dt_bias[head])
+    source = xbc[head * head_dim : (head + 1) * head_dim]
+    for p in range(head_dim):
+        x[p] = widen(source[p]) * step
+    for p in range(head_dim, wide):
+        x[p] = 0
+    for n in range(state_size):
+        keys[n] = widen(xbc[inner + group * state_size + n])
+        queries[n] = widen(xbc[inner + (groups + group) * state_size + n])
+    at = (slot * heads + head) * state_size * wide
+    decay = exp(step * decay_rate[head])
+    v = 0
+    while v < wide:
+        left = (wide - v) // LANES
+        columns = 4 if left >= 4 else (2 if left >= 2 else 1)
+        _advance(columns, decay, x[v:], keys, queries, state_size, states, at + v, wide, total[v:])
+        v += columns * LANES
+    result = out[head * head_dim : (head + 1) * head_dim]
+    for p in range(head_dim):
+        result[p] = narrow(numeric.fma(skip[head], widen(source[p]), total[p]), result[p])
+
+
+_kernel = parallel_kernel(_step)
+
+
+@dataclass(frozen=True, eq=False)
+class Recurrence:
+    """The states ``[slots, H, N, P]`` of one layer, P in whole vectors, and a step of some of them."""
+
+    shape: SSMShape
+    states: torch.Tensor
+
+    @classmethod
+    def empty(cls, shape: SSMShape, slots: int) -> "Recurrence":
+        return cls(shape, torch.zeros(slots, shape.heads, shape.state_size, shape.padded_dim))
+
+    def step(
+        self,
+        xbc: torch.Tensor,
+        dt: torch.Tensor,
+        decay_rate: torch.Tensor,
+        dt_bias: torch.Tensor,
+        skip: torch.Tensor,
+        slots: Any,
+    ) -> torch.Tensor:
+        """One token of each sequence: the arguments of `samebit.kernels.ssd.scan`, row s being that of ``slots[s]``."""
+        shape = self.shape
+        out = torch.empty(len(xbc), shape.inner, dtype=xbc.dtype)
+        _kernel(
+            array(xbc.contiguous()), *strided_rows(dt), array(decay_rate), array(dt_bias), array(skip), slots,
+            shape.head_dim, shape.groups, shape.state_size, array(self.states).reshape(-1), array(out),
+            get_num_threads(),
+        )  # fmt: skip
+        return out
