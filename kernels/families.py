@@ -108,6 +108,12 @@ FAMILIES = {
 EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary scalings whose frequencies are fixed by the config alone."""
 
+_LAYER_TYPES = {
+    True: ("mamba", "attention", "full_attention", "mlp", "moe", "hybrid"),
+    False: ("full_attention", "sliding_attention"),
+}
+"""Of models with Mamba layers, and of others."""
+
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _DROPOUTS = (
     "attention_dropout",
@@ -131,7 +137,7 @@ def inexact_features(config: dict[str, Any], parameter_names: list[str]) -> list
     found = [f"dropout ({name}={config[name]})" for name in _DROPOUTS if config.get(name)]
     if "moe" in (config.get("layers_block_type") or ["moe"]):  # Nemotron-H counts experts even where no layer has any
         found += [f"routed experts ({name}={config[name]})" for name in _EXPERT_COUNTS if config.get(name)]
-    found += _rope_features(config)
+    found += _layer_features(config) + _rope_features(config)
     sinks = [name for name in parameter_names if name.endswith("sinks")]
     if sinks:
         found.append(f"attention sinks ({sinks[0]})")
@@ -150,6 +156,13 @@ def inexact_features(config: dict[str, Any], parameter_names: list[str]) -> list
     if config.get("quantization_config"):
         found.append("quantized weights (quantization_config)")
     return found
+
+
+def _layer_features(config: dict[str, Any]) -> list[str]:
+    """Layers that Hugging Face may take for attention although the config calls them something else."""
+    kinds = {*(config.get("layer_types") or ()), *(config.get("layers_block_type") or ())}
+    known = _LAYER_TYPES[not kinds.isdisjoint(("mamba", "hybrid"))]
+    return [f"layers of type {kind!r} (known: {', '.join(known)})" for kind in sorted(kinds - {*known})]
 
 
 def _rope_features(config: dict[str, Any]) -> list[str]:

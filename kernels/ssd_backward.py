@@ -12,6 +12,9 @@ from torch.nn import functional as F
 from .context import ForwardContext
 from .states import SSMOptions
 
+GRADIENT_CHUNK = 64
+"""Tokens a chunk here. Gradients agree with the recurrence to rounding, so this need not be the scan's own chunk."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
@@ -66,7 +69,7 @@ def scan_gradients(
     step = F.softplus(raw).clamp(*options.dt_limits).unflatten(-1, split)
     upstream = grad.float().unflatten(-1, (*split, -1))
     rate = decay_rate.view(split)
-    sums_of = _chunks(x, b, c, step, upstream, rate, context, options.chunk)
+    sums_of = _chunks(x, b, c, step, upstream, rate, context, GRADIENT_CHUNK)
     found = _Gradients(
         x=upstream * skip.view(*split, 1) * (torch.from_numpy(context.tokens_of_rows[0]) >= 0).view(-1, 1, 1, 1),
         b=torch.zeros_like(b), c=torch.zeros_like(c), step=torch.zeros_like(step), rate=torch.zeros_like(rate),

@@ -92,6 +92,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: make_model("Zamba2", layers_block_type=["mamba", "hybrid", "mamba", "hybrid"]),
         r"layer 1 has no adapter of its own",
     ),
+    "a layer of another kind": (
+        lambda: make_model("GraniteMoeHybrid", layer_types=["mamba", "linear_attention"]),
+        r"layers of type 'linear_attention' \(known: mamba, attention",
+    ),
+    "chunked attention": (
+        lambda: make_model("Qwen3", layer_types=["full_attention", "chunked_attention"]),
+        "layers of type 'chunked_attention'",
+    ),
     "another state dtype": (
         lambda: make_model("NemotronH", mamba_ssm_cache_dtype="bfloat16"),
         "a state that is not float32",

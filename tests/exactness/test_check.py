@@ -11,7 +11,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from samebit.rollout import check, cli
 
-from .families import make_model
+from .families import DTYPES, FAMILIES, HYBRIDS, make_model
 
 
 @pytest.fixture
@@ -72,6 +72,20 @@ def test_another_sample_of_the_same_seed_is_found(folder: str, monkeypatch: pyte
     differing = {row.name: row.differing for row in check.check_model(folder, new_tokens=4)}
     assert differing["same seed, same samples under all of these"] > 0
     assert differing["one request at a time"] > 0
+
+
+EVERY = [(name, dtype) for name in (*FAMILIES, *HYBRIDS) for dtype in DTYPES]
+FEW = [("NemotronH", torch.bfloat16), ("Mamba2", torch.float32)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "dtype"), EVERY if "SAMEBIT_SOAK_CASES" in os.environ else FEW)
+def test_every_family_passes(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """All families under `make soak`, two otherwise."""
+    make_model(name, dtype).save_pretrained(tmp_path)
+    rows = list(check.check_model(tmp_path, new_tokens=16))
+    assert len(rows) >= 25
+    assert [row.name for row in rows if row.differing or not row.tokens] == []
 
 
 @pytest.mark.parametrize("broken", ["no such folder", "no weights", "cut off", "experts"])

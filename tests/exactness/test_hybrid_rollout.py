@@ -1,10 +1,14 @@
 """Hybrid models in the worker: whatever the cache of states does, the bits are the trainer's."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from samebit.kernels import bind
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.errors import ModelLoadError
 
 from .compare import assert_matches_trainer, assert_same_samples, budget, run
 from .families import DTYPES, HYBRIDS, bound_model, make_model, token_ids
@@ -13,6 +17,7 @@ MAX_LEN = 300
 STEM, OTHER = token_ids(200, 200, seed=5)
 PROMPTS = [STEM[:1], STEM[:2], STEM[:3], STEM[:4], STEM[:63], STEM[:64], STEM[:65], STEM[:130], OTHER[:100]]
 NEW = 40
+SIX = ("NemotronH", "Bamba", "GraniteMoeHybrid", "FalconH1", "Zamba2", "Mamba2")
 CAUSES = ("evicted", "diverged", "no_checkpoint")
 
 
@@ -27,7 +32,7 @@ def uncached(model: torch.nn.Module, prompts: list[list[int]], wanted: list[Samp
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*((name, torch.float32) for name in HYBRIDS), *((n, torch.bfloat16) for n in HYBRIDS[:3])]
+    ("family", "dtype"), [*((name, torch.float32) for name in HYBRIDS), *((name, torch.bfloat16) for name in SIX)]
 )
 def test_cold_warm_and_next_turn(family: str, dtype: torch.dtype) -> None:
     model = bound_model(family, dtype)
@@ -152,7 +157,7 @@ def test_weights_there_and_back() -> None:
     assert_matches_trainer(model, whole, wanted)
 
 
-@pytest.mark.parametrize("chunk", [16, 128])
+@pytest.mark.parametrize("chunk", [16, 128, 256])
 def test_other_chunks(chunk: int) -> None:
     model = bound_model("NemotronH", torch.float32, ssm_chunk=chunk)
     wanted = params(len(PROMPTS))
@@ -161,6 +166,60 @@ def test_other_chunks(chunk: int) -> None:
         whole = worker.generate(PROMPTS, wanted)
         assert_same_samples(worker.generate(PROMPTS, wanted), whole)
     assert_matches_trainer(model, whole, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_hits_at_every_offset(block_size: int, dtype: torch.dtype) -> None:
+    """The prompts leave a cached one on the block grid, on the state grid alone, off both, in the window behind it."""
+    model = bound_model("NemotronH", dtype)
+    shared = (64, 128, 192, 100, 129, 130, 131)
+    prompts = [[*STEM[:length], *OTHER[length : length + own]] for length in shared for own in (1, 2, 30)]
+    wanted = params(len(prompts))
+    whole = uncached(model, prompts, wanted)
+    config = RolloutConfig(max_model_len=MAX_LEN, block_size=block_size, state_cache_gb=budget(model, 100))
+    with RolloutWorker(model, config=config) as worker:
+        worker.generate([STEM], params(1))
+        first = [worker.generate([prompt], own)[0] for prompt, own in zip(prompts, wanted, strict=True)]
+        again = worker.generate(prompts, wanted)
+    assert_same_samples(first, whole)
+    assert_same_samples(again, whole)
+    assert [out.num_cached_tokens for out in again] == [
+        (len(prompt) - 1) // block_size * block_size for prompt in prompts
+    ]
+
+
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_a_finished_sequence_leaves_a_state_at_its_last_block(block_size: int) -> None:
+    """Also when it has gone on for more than a chunk behind the block: the next turn resumes there."""
+    model = bound_model("Bamba")
+    config = RolloutConfig(max_model_len=MAX_LEN, block_size=block_size)
+    with RolloutWorker(model, config=config) as worker:
+        (out,) = worker.generate([STEM[:100]], SamplingParams(max_tokens=111, ignore_eos=True))  # 210 computed
+        turn = [*STEM[:100], *out.samples[0].token_ids, 5]
+        (following,) = worker.generate([turn], params(1))
+    assert following.num_cached_tokens == 210 // block_size * block_size
+    assert_same_samples([following], uncached(model, [turn], params(1)))
+
+
+def test_no_budget_for_states_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = bound_model("Mamba2")
+    with RolloutWorker(model, config=RolloutConfig(max_model_len=MAX_LEN, state_cache_gb=0)) as worker:
+        for _ in range(2):
+            worker.generate(PROMPTS, params(len(PROMPTS)))
+        stats = worker.stats()
+    assert [record.levelname for record in caplog.records if "state_cache_gb=0" in record.message] == ["WARNING"]
+    assert stats["states_total"] == stats["states_used"] == stats["prefill_tokens_skipped"] == 0
+    assert stats["state_misses_no_checkpoint"] > 0
+
+
+def test_a_checkpoint_without_its_convolution_bias_is_refused(tmp_path: Path) -> None:
+    make_model("NemotronH").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    missing = next(name for name in weights if name.endswith("conv1d.bias"))
+    save_file({name: tensor for name, tensor in weights.items() if name != missing}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"conv1d\.bias"):
+        RolloutWorker(str(tmp_path))
 
 
 def test_misuse_is_named() -> None:
