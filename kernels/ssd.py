@@ -68,10 +68,11 @@ def _scan(
     context: ForwardContext,
     options: SSMOptions,
 ) -> torch.Tensor:
-    heads = len(decay_rate)
-    inner = xbc.shape[1] - 2 * options.groups * options.state_size
+    rates = array(decay_rate)
+    rows, width = xbc.shape
+    inner = width - 2 * options.groups * options.state_size
     empty = torch.empty if context.covers_all_rows else torch.zeros
-    out = empty(xbc.shape[0], inner, dtype=xbc.dtype)
+    out = empty(rows, inner, dtype=xbc.dtype)
     if len(context.captures) and bool((context.captures[:, 1] % options.chunk).any()):
         raise ValueError(f"captures {context.captures.tolist()} must lie on chunk boundaries (chunk {options.chunk})")
     if context.states is not None:
@@ -88,9 +89,9 @@ def _scan(
     low, high = options.dt_limits
     keeps = context.states is not None
     cpu.scan(
-        array(xbc.contiguous()), *strided_rows(dt), array(decay_rate), array(dt_bias),
-        array(skip), np.float32(low), np.float32(high), context.row_start, context.lengths,
-        context.starts, context.table_rows, inner // heads, options.groups, options.state_size, keeps,
+        array(xbc.contiguous()), *strided_rows(dt), rates, array(dt_bias),
+        array(skip), float(low), float(high), context.row_start, context.lengths,
+        context.starts, context.table_rows, inner // len(rates), options.groups, options.state_size, keeps,
         context.block_size if keeps else 0, *memory, context.captures, captured, array(out), get_num_threads(),
     )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .vectors import LANES, accumulate, fma, load_vector, pointer_to, splat, store_vector, zeros
+from .vectors import LANES, accumulate, fma, load_vector, pointer_to, prefetch, splat, store_vector, zeros
 
 
 def _sum_of_lanes(builder: Any, vector: Any) -> Any:
@@ -85,17 +85,19 @@ def dots(
 @intrinsic
 def tile_move(
     typingctx: Any, rows: Any, columns: Any, factor: Any, weights: Any, weights_at: Any, weights_stride: Any,
-    vectors: Any, vectors_at: Any, vectors_stride: Any, count: Any, out: Any, out_at: Any, out_stride: Any,
+    vectors: Any, vectors_at: Any, vectors_stride: Any, count: Any, out: Any, out_at: Any, out_stride: Any, ahead: Any,
 ) -> Any:  # fmt: skip
     """``out[r, 0 : 16 c] = factor out + sum over i of weights[i, r] * vector[i, 0 : 16 c]``, i ascending.
 
-    Weight (i, r) is at ``weights_at + i * weights_stride + r``; ``rows`` is 1, 2 or 4, ``columns`` (c) 1, 2 or 4.
+    Weight (i, r) is at ``weights_at + i * weights_stride + r``; ``rows`` is 1, 2 or 4, ``columns`` (c) 1, 2 or 4. What
+    lies ``ahead`` elements behind ``out`` is asked for meanwhile.
     """
     i64 = types.int64
-    signature = types.void(i64, i64, types.float32, weights, i64, i64, vectors, i64, i64, i64, out, i64, i64)
+    signature = types.void(i64, i64, types.float32, weights, i64, i64, vectors, i64, i64, i64, out, i64, i64, i64)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        many, wide, scale, weight, weight_at, weight_stride, vector, vector_at, stride, n, target, at, step = args
+        many, wide, scale, weight, weight_at, weight_stride, vector, vector_at, stride, n, *rest = args
+        target, at, step, distance = rest
         index = many.type
         factors_at = pointer_to(context, builder, weights, weight, weight_at)
         tile = pointer_to(context, builder, vectors, vector, vector_at)
@@ -114,6 +116,8 @@ def tile_move(
                 pairs = [(factor, column) for factor in factors for column in loaded]
                 return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
+            for pointer in targets:
+                prefetch(builder, builder.gep(pointer, [distance]))
             kept = splat(builder, scale)
             initial = [builder.fmul(load_vector(builder, pointer, types.float32), kept) for pointer in targets]
             for pointer, total in zip(targets, accumulate(builder, n, initial, body), strict=True):

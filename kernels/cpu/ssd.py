@@ -45,6 +45,7 @@ def _scan(
     captured: Any, out: Any, threads: int,
 ) -> None:  # fmt: skip
     heads = len(decay_rate)
+    low, high = np.float32(dt_low), np.float32(dt_high)
     group_heads = heads // groups
     tiles = (group_heads + HEAD_TILE - 1) // HEAD_TILE
     items = len(lengths) * groups * tiles
@@ -78,7 +79,7 @@ def _scan(
             tile_at = slot * groups * tiles + tile if keeps else 0
             count = min(HEAD_TILE, (group + 1) * group_heads - first)
             _scan_tile(
-                xbc, dt, dt_stride, decay_rate, dt_bias, skip, dt_low, dt_high, row_start[sequence], lengths[sequence],
+                xbc, dt, dt_stride, decay_rate, dt_bias, skip, low, high, row_start[sequence], lengths[sequence],
                 starts[sequence], sequence, group, first, count, heads, head_dim, wide, groups, state_size, deep, at,
                 tile_at, grid, state, block_states, x, b, steps, sums, captures, captured, queries, scores, weights,
                 acc, fed, out,
@@ -253,14 +254,14 @@ def _move(
             target[p] = widen(source[p]) * decay
     factor = exp(np.float32(last))
     n = 0
-    while n < state_size:
+    while n < state_size:  # meanwhile the next head's state is asked for
         rows = _block(state_size - n)
         v = 0
         while v < wide:
             columns = _block((wide - v) // LANES)
             tile_move(
                 rows, columns, factor, b, b_at + n, deep, fed, v, wide, SCAN_CHUNK, state, state_at + n * wide + v,
-                wide,
+                wide, state_size * wide,
             )  # fmt: skip
             v += columns * LANES
         n += rows
