@@ -37,6 +37,7 @@ HYBRID: dict[str, Any] = {
     "mamba_head_dim": 64,
     "n_groups": 1,
     "ssm_state_size": 128,
+    "chunk_size": 16,  # of Hugging Face alone
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 32,
