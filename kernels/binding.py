@@ -27,6 +27,8 @@ from .states import StateLayout
 Model = TypeVar("Model", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_DEVICES = ("cpu", "meta")
+"""Parameters on "meta" get their memory later: ranks of a sharded model that do not load it start that way."""
 
 
 @dataclass(frozen=True)
@@ -135,5 +137,5 @@ def _check_tensors(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dtype not in _DTYPES:
             raise BindingError(f"{name} is {parameter.dtype}; exact on the CPU: float32, bfloat16")
-        if parameter.device.type != "cpu":
+        if parameter.device.type not in _DEVICES:
             raise BindingError(f"{name} is on device {parameter.device}; only CPU kernels exist")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from .context import ForwardContext
 from .cpu import conv as cpu
-from .cpu.jit import array, strided_rows
+from .cpu.jit import array, parameter_array, strided_rows
 from .states import SSMOptions
 
 
@@ -61,8 +61,8 @@ def _convolve(
     out = torch.empty(x.shape, dtype=x.dtype)
     taps = weight[:, 0, :].detach().t().to(torch.float32).contiguous()
     cpu.convolve(
-        x.numel() * len(taps), *strided_rows(x), array(taps), array(bias.float()), *context.tokens_of_rows,
-        context.starts, context.table_rows, array(windows), array(out),
+        x.numel() * len(taps), *strided_rows(x), parameter_array(taps), parameter_array(bias.float()),
+        *context.tokens_of_rows, context.starts, context.table_rows, array(windows), array(out),
     )  # fmt: skip
     if states is not None and options is not None and context.states is not None:
         cpu.move_windows(

@@ -1,4 +1,4 @@
-"""The one formula for log-probabilities: log-softmax of the unprocessed logits divided by the temperature.
+"""The one formula for log-probabilities: log-softmax of the unprocessed logits divided by the temperature; and entropy.
 
 Contract: float32, a fixed order over the vocabulary, a row depends on that row alone. The sampler reports
 these numbers and the trainer differentiates them; there is no second formula.
@@ -30,18 +30,44 @@ def logprobs_from_logits(
     """
     if token_ids.shape != logits.shape[:-1]:
         raise ValueError(f"token_ids must have shape {tuple(logits.shape[:-1])}, got {tuple(token_ids.shape)}")
-    rows = logits.reshape(-1, logits.shape[-1]).float()
+    rows, temperatures = _rows(logits, temperature)
     tokens = token_ids.reshape(-1)
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= rows.shape[1]):
         raise ValueError(f"token_ids must lie in [0, {rows.shape[1]}), got {int(tokens.min())}..{int(tokens.max())}")
-    temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(token_ids.shape).reshape(-1)
-    if not bool((temperatures > 0).all()):
-        raise ValueError(f"temperature must be positive, got {temperature!r}")
     if torch.is_grad_enabled() and rows.requires_grad:
         out: torch.Tensor = _Gather.apply(rows, tokens, temperatures)
     else:
         out = _gather(rows, tokens, temperatures)[0]
     return out.view(token_ids.shape)
+
+
+def entropy_from_logits(logits: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """Entropy of the distribution of each row, differentiable in ``logits``.
+
+    Args:
+        logits: ``[..., V]``; anything but float32 is widened first.
+        temperature: a positive number, or a tensor that broadcasts to ``[...]``.
+
+    Returns:
+        ``[...]`` float32, in nats.
+
+    Raises:
+        ValueError: a temperature that is not positive.
+    """
+    rows, temperatures = _rows(logits, temperature)
+    if torch.is_grad_enabled() and rows.requires_grad:
+        out: torch.Tensor = _Entropy.apply(rows, temperatures)
+    else:
+        out = _entropy(rows, temperatures)[0]
+    return out.view(logits.shape[:-1])
+
+
+def _rows(logits: torch.Tensor, temperature: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[R, V]`` and ``[R]``, both float32."""
+    temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(logits.shape[:-1]).reshape(-1)
+    if not bool((temperatures > 0).all()):
+        raise ValueError(f"temperature must be positive, got {temperature!r}")
+    return logits.reshape(-1, logits.shape[-1]).float(), temperatures
 
 
 def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -86,3 +112,32 @@ class _Gather(torch.autograd.Function):
             out.numpy(),
         )  # fmt: skip
         return out, None, None
+
+
+def _entropy(logits: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out, peaks, log_totals = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind(0)
+    cpu.entropy(
+        logits.numel(), logits.detach().contiguous().numpy(), temperatures.contiguous().numpy(), out.numpy(),
+        peaks.numpy(), log_totals.numpy(),
+    )  # fmt: skip
+    return out, peaks, log_totals
+
+
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        out, peaks, log_totals = _entropy(logits, temperatures)
+        ctx.save_for_backward(logits, temperatures, out, peaks, log_totals)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, temperatures, entropies, peaks, log_totals = ctx.saved_tensors
+        out = torch.empty(logits.shape, dtype=torch.float32)
+        cpu.entropy_backward(
+            logits.numel(), logits.contiguous().numpy(), temperatures.contiguous().numpy(),
+            entropies.contiguous().numpy(), peaks.numpy(), log_totals.numpy(), grad.float().contiguous().numpy(),
+            out.numpy(),
+        )  # fmt: skip
+        return out, None

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .cpu import norm as cpu
-from .cpu.jit import array, strided_rows
+from .cpu.jit import array, parameter_array, strided_rows
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -72,8 +72,8 @@ def _gated_rms_norm_forward(
     rows, width = x.shape
     out = torch.empty_like(x)
     cpu.gated_rms_norm(
-        x.numel(), array(x.contiguous()).reshape(-1), *strided_rows(gate), array(weight), np.float32(options.eps),
-        rows, width, options.groups, options.gate_first, array(out).reshape(-1),
+        x.numel(), array(x.contiguous()).reshape(-1), *strided_rows(gate), parameter_array(weight),
+        np.float32(options.eps), rows, width, options.groups, options.gate_first, array(out).reshape(-1),
     )  # fmt: skip
     return out
 
@@ -118,7 +118,7 @@ def _rms_norm_forward(
     out = torch.empty_like(x)
     inverse = np.empty(rows, np.float32)
     cpu.rms_norm(
-        x.numel(), array(x).reshape(-1), array(weight), np.float32(offset), np.float32(eps), rows, width,
+        x.numel(), array(x).reshape(-1), parameter_array(weight), np.float32(offset), np.float32(eps), rows, width,
         array(out).reshape(-1), inverse,
     )  # fmt: skip
     return out, inverse
@@ -134,7 +134,7 @@ def _layer_norm_forward(
     mean = torch.empty(rows, dtype=torch.float32)
     inverse = torch.empty(rows, dtype=torch.float32)
     cpu.layer_norm(
-        x.numel(), array(x).reshape(-1), array(weight), array(bias), np.float32(eps), rows, width,
+        x.numel(), array(x).reshape(-1), parameter_array(weight), parameter_array(bias), np.float32(eps), rows, width,
         array(out).reshape(-1), mean.numpy(), inverse.numpy(),
     )  # fmt: skip
     return out, mean, inverse

@@ -96,6 +96,13 @@ def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float |
     return scaled.log_softmax(-1).gather(-1, token_ids[..., None])[..., 0]
 
 
+def entropy(logits: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """Entropy in nats of the softmax of ``logits / temperature``; ``logits``: ``[..., V]``."""
+    scaled = logits.double() / torch.as_tensor(temperature, dtype=torch.float64).expand(logits.shape[:-1])[..., None]
+    logprobs = scaled.log_softmax(-1)
+    return -torch.where(scaled == -math.inf, 0.0, logprobs.exp() * logprobs).sum(-1)
+
+
 def penalize_repetition(logits: torch.Tensor, seen: set[int], penalty: float) -> torch.Tensor:
     """The logits ``[V]`` of tokens seen so far, divided by the penalty if positive, else multiplied."""
     out = logits.double().clone()

@@ -4,7 +4,6 @@ Contract: angles are float32 products of a position and a frequency computed fro
 from a module's buffer (``.to(bfloat16)`` truncates those); the rotation runs in float32 and rounds once.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,12 @@ from .cpu import rope as cpu
 from .cpu.jit import array
 
 
-@dataclass(frozen=True, eq=False)
 class RotaryTables:
     """What a bound rotary module hands to the layers: the angles of one forward call, and its layout.
 
     Riding on an argument of the layer, the layout survives gradient checkpointing: the recomputation gets
-    the same object, whatever forward call was made in between and in whichever thread it runs.
+    the same object, whatever forward call was made in between and in whichever thread it runs. No dataclass: FSDP2
+    casts the tensors of those to the dtype it computes in, and angles stay float32.
 
     Attributes:
         cos: ``[T, R]`` float32, scaled by the model's attention scaling.
@@ -29,9 +28,12 @@ class RotaryTables:
         context: the layout of the T rows.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
-    context: ForwardContext
+    __slots__ = ("context", "cos", "sin")
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext) -> None:
+        self.cos = cos
+        self.sin = sin
+        self.context = context
 
 
 def rotary_tables(inverse_frequencies: torch.Tensor, scaling: float, context: ForwardContext) -> RotaryTables:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .context import ForwardContext
 from .cpu import ssd as cpu
-from .cpu.jit import array, strided_rows
+from .cpu.jit import array, parameter_array, strided_rows
 from .ssd_backward import scan_gradients
 from .states import SSMOptions
 
@@ -68,7 +68,7 @@ def _scan(
     context: ForwardContext,
     options: SSMOptions,
 ) -> torch.Tensor:
-    rates = array(decay_rate)
+    rates = parameter_array(decay_rate)
     rows, width = xbc.shape
     inner = width - 2 * options.groups * options.state_size
     empty = torch.empty if context.covers_all_rows else torch.zeros
@@ -89,8 +89,8 @@ def _scan(
     low, high = options.dt_limits
     keeps = context.states is not None
     cpu.scan(
-        array(xbc.contiguous()), *strided_rows(dt), rates, array(dt_bias),
-        array(skip), float(low), float(high), context.row_start, context.lengths,
+        array(xbc.contiguous()), *strided_rows(dt), rates, parameter_array(dt_bias),
+        parameter_array(skip), float(low), float(high), context.row_start, context.lengths,
         context.starts, context.table_rows, inner // len(rates), options.groups, options.state_size, keeps,
         context.block_size if keeps else 0, *memory, context.captures, captured, array(out), get_num_threads(),
     )  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 
 from .. import openmp  # noqa: F401  (its import chooses the threading layer)
@@ -59,6 +60,18 @@ def array(tensor: torch.Tensor) -> Any:
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
     return tensor.numpy()
+
+
+def parameter_array(tensor: torch.Tensor) -> Any:
+    """As `array`, for what may be a view of a parameter.
+
+    ``Tensor.numpy()`` marks the storage as one that can not be resized, for good, and FSDP2 frees the storage of
+    gathered parameters by resizing it; through DLPack there is no mark.
+    """
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return np.from_dlpack(tensor)
 
 
 def strided_rows(tensor: torch.Tensor) -> tuple[Any, int]:

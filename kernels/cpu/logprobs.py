@@ -101,6 +101,57 @@ def _all(logits: Any, temperatures: Any, out: Any) -> None:
             row_out[i] = (row_in[i] / temperature - peak) - log_total
 
 
+@njit(inline="always")
+def _chunk_entropy(logits: Any, temperature: Any, peak: Any, log_total: Any, lanes: Any) -> Any:
+    """Sum of -p log p over one chunk."""
+    for lane in range(LANES):
+        lanes[lane] = _ZERO
+    whole = len(logits) // LANES * LANES
+    for i in range(0, whole, LANES):
+        for lane in range(LANES):
+            lanes[lane] = lanes[lane] + _surprise(logits[i + lane], temperature, peak, log_total)
+    for i in range(whole, len(logits)):
+        lanes[i - whole] = lanes[i - whole] + _surprise(logits[i], temperature, peak, log_total)
+    total = _ZERO
+    for lane in range(LANES):
+        total = total + lanes[lane]
+    return total
+
+
+@njit(inline="always")
+def _surprise(logit: Any, temperature: Any, peak: Any, log_total: Any) -> Any:
+    """-p log p of one token; exactly 0 for one that was ruled out (-inf)."""
+    logprob = (logit / temperature - peak) - log_total
+    value = -logprob * exp(logprob)
+    return _ZERO if logit == _LOWEST else value
+
+
+def _entropy(logits: Any, temperatures: Any, out: Any, peaks: Any, log_totals: Any) -> None:
+    for row in prange(logits.shape[0]):
+        lanes = np.empty(LANES, np.float32)
+        row_in, temperature = logits[row], temperatures[row]
+        peak, log_total = _log_total(row_in, temperature, lanes)
+        total = 0.0
+        for first in range(0, len(row_in), VOCAB_CHUNK):
+            chunk = row_in[first : first + VOCAB_CHUNK]
+            total += np.float64(_chunk_entropy(chunk, temperature, peak, log_total, lanes))
+        peaks[row] = peak
+        log_totals[row] = log_total
+        out[row] = np.float32(total)
+
+
+def _entropy_backward(
+    logits: Any, temperatures: Any, entropies: Any, peaks: Any, log_totals: Any, grad: Any, out: Any
+) -> None:
+    for row in prange(logits.shape[0]):
+        scale = -grad[row] / temperatures[row]
+        row_in, row_out, temperature, entropy = logits[row], out[row], temperatures[row], entropies[row]
+        for i in range(len(row_in)):
+            logprob = (row_in[i] / temperature - peaks[row]) - log_totals[row]
+            value = scale * exp(logprob) * (logprob + entropy)
+            row_out[i] = _ZERO if row_in[i] == _LOWEST else value
+
+
 def _draw(logits: Any, temperatures: Any, uniforms: Any, out: Any) -> None:
     """Inverse-CDF sampling: the first token whose cumulated weight exceeds uniform * total; greedy at 0.
 
@@ -163,4 +214,6 @@ def _draw_row(logits: Any, temperature: Any, uniform: float, lanes: Any) -> int:
 gather = RowKernel(_gather)
 gather_backward = RowKernel(_gather_backward)
 log_softmax = RowKernel(_all)
+entropy = RowKernel(_entropy)
+entropy_backward = RowKernel(_entropy_backward)
 draw = RowKernel(_draw)

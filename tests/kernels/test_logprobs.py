@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from samebit.kernels import logprobs_from_logits, reference
-from samebit.kernels.logprobs import log_softmax
+from samebit.kernels.logprobs import entropy_from_logits, log_softmax
 
 from .helpers import THREADS, assert_near, leaves, threads
 
@@ -40,6 +40,42 @@ def test_gradients_are_near_the_oracle(vocabulary: int) -> None:
     out.backward(upstream)
     reference.logprobs(exact, tokens, temperatures).backward(upstream.double())
     assert_near(mine.grad, exact.grad)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_entropy_is_near_the_oracle_and_each_row_is_for_itself(vocabulary: int) -> None:
+    logits, _, temperatures = rows(vocabulary)
+    whole = entropy_from_logits(logits, temperatures)
+    assert_near(whole, reference.entropy(logits, temperatures))
+    for count in (1, 2, 3, 7):
+        for number in THREADS:
+            with threads(number):
+                part = slice(9 - count, 9)
+                assert torch.equal(entropy_from_logits(logits[part], temperatures[part]), whole[part])
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_gradients_of_entropy_are_near_the_oracle(vocabulary: int) -> None:
+    logits, _, temperatures = rows(vocabulary, 3)
+    (mine,), (exact,) = leaves(logits), leaves(logits.double())
+    upstream = torch.randn(3)
+    out = entropy_from_logits(mine, temperatures)
+    assert torch.equal(out.detach(), entropy_from_logits(logits, temperatures))
+    out.backward(upstream)
+    reference.entropy(exact, temperatures).backward(upstream.double())
+    assert_near(mine.grad, exact.grad, factor=2)
+
+
+def test_entropy_of_ruled_out_tokens_and_flat_rows() -> None:
+    logits = torch.tensor([[0.0, 0.0, -torch.inf, 0.0], [1e4, 0.0, 0.0, 0.0], [torch.nan, 0.0, 0.0, 0.0]])
+    (leaf,) = leaves(logits)
+    got = entropy_from_logits(leaf, 0.5)
+    assert_near(got[:2].detach(), torch.tensor([3.0, 1.0]).log())
+    assert got[2].isnan(), "a NaN logit must not be hidden"
+    got[0].backward()
+    assert torch.equal(leaf.grad[0, 2], torch.tensor(0.0))
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        entropy_from_logits(logits, 0.0)
 
 
 def test_the_fast_and_the_slow_call_are_one_formula() -> None:

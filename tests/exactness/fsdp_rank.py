@@ -1,0 +1,110 @@
+"""One rank of an FSDP2 group, run by test_fsdp.py: `fsdp_rank.py FOLDER RANK WORLD`. Any difference raises.
+
+Per case: a bound model, sharded as trainers shard it (every layer, an untied embedding and head, the root), gives
+the log-probabilities and, in float32, the gradients of the same model in one piece in the dtype that is computed in.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from samebit.kernels import bind, token_logprobs
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 1009,
+    "hidden_size": 100,
+    "intermediate_size": 129,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 320,
+}
+LENGTHS = (1, 7, 130)
+
+
+def build(*, tied: bool, device: str = "cpu") -> Qwen3ForCausalLM:
+    torch.manual_seed(3)
+    with torch.device(device):
+        return Qwen3ForCausalLM(Qwen3Config(**CONFIG, tie_word_embeddings=tied))
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Sequences of `LENGTHS`, padded on the right."""
+    torch.manual_seed(5)
+    width = max(LENGTHS)
+    mask = (torch.arange(width)[None, :] < torch.tensor(LENGTHS)[:, None]).long()
+    return {"input_ids": torch.randint(CONFIG["vocab_size"], mask.shape) * mask, "attention_mask": mask}
+
+
+def shard(model: Qwen3ForCausalLM, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    units: list[nn.Module] = list(model.model.layers)
+    if not model.config.tie_word_embeddings:
+        units += [model.model.embed_tokens, model.lm_head]
+    for unit in (*units, model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def sharded(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: bool) -> Qwen3ForCausalLM:
+    """Bound before its weights are there on the ranks that do not load them."""
+    whole = build(tied=tied)
+    model = build(tied=tied, device="cpu" if tied or dist.get_rank() == 0 else "meta")
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    bind(model)
+    shard(model, mesh, dtype)
+    if dist.get_rank() != 0:
+        model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole.state_dict(), options=options)
+    return model.train()
+
+
+def check(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: bool) -> None:
+    whole, model = (
+        bind(build(tied=tied).to(dtype)),
+        sharded(mesh, dtype, tied=tied, checkpointing=checkpointing),
+    )
+    inputs = batch()
+    expected = token_logprobs(whole, **inputs, temperature=0.7)
+    got = token_logprobs(model, **inputs, temperature=0.7)
+    assert torch.equal(got, expected), (got - expected).abs().max()
+    with torch.no_grad():
+        assert torch.equal(token_logprobs(model, **inputs, temperature=0.7), expected)
+    expected.sum().backward()
+    got.sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
+        mine = ours.grad.full_tensor()
+        assert mine.dtype == torch.float32, name
+        if dtype == torch.float32 and dist.get_world_size() == 1:
+            assert torch.equal(mine, theirs.grad), name
+        else:  # each rank adds its own, rounded
+            near = torch.nn.functional.cosine_similarity(mine.flatten(), theirs.grad.float().flatten(), dim=0)
+            assert near > 0.999, (name, near)
+
+
+def main(folder: Path, rank: int, world: int) -> None:
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    mesh = dist.init_device_mesh("cpu", (world,))
+    for dtype, tied, checkpointing in product((torch.float32, torch.bfloat16), (True, False), (True, False)):
+        check(mesh, dtype, tied=tied, checkpointing=checkpointing)
+    dist.destroy_process_group()
+    sys.stdout.write("all went well\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
