@@ -314,6 +314,10 @@ class WorkerCore:
         """Counters and sizes, read without the lock; see docs/reference.md for each."""
         return worker_stats(self._engine, self._service.num_unstarted)
 
+    def check_usable(self) -> None:
+        """Raise `WorkerStateError` if the worker is closed or broken, with what broke it as the cause."""
+        self._state.check_usable()
+
     def trouble(self) -> str | None:
         """Why a request would be refused now; None if it would not."""
         try:

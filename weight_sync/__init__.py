@@ -4,7 +4,7 @@ Knows nothing of `samebit.rollout` or `samebit.kernels`.
 """
 
 from samebit.weight_sync.apply import PreparedUpdate
-from samebit.weight_sync.distributed import BroadcastReceiver, BroadcastSender
+from samebit.weight_sync.distributed import BroadcastReceiver, BroadcastSender, gloo_group, listening_store
 from samebit.weight_sync.link import PeerLostError, ReceiverLink, SyncRefusedError, SyncTimeoutError
 from samebit.weight_sync.manifest import (
     Manifest,
@@ -42,6 +42,8 @@ __all__ = [
     "WeightSourceError",
     "WeightStream",
     "apply_weights",
+    "gloo_group",
+    "listening_store",
     "open_source",
     "open_update",
 ]

@@ -13,15 +13,17 @@ Invariants
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from samebit.weight_sync.buckets import ALIGN, MIN_BUCKET, BucketHeader, Ending, check_bucket_bytes
 from samebit.weight_sync.checksum import Bytes
@@ -44,8 +46,22 @@ _HEADER_WORDS = 5
 _MESSAGE_BYTES = 4096
 _LONGEST = 600
 _MOST_ANNOUNCED = 64 << 20
+Group = dist.ProcessGroup | dist.ProcessGroupGloo
 Heard = TypeVar("Heard", Answer, Outcome)
 T = TypeVar("T")
+
+
+def listening_store(host: str) -> TCPStore:
+    """Where the ranks of a new group find each other: a port of this machine, on this address alone."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def gloo_group(store: Store, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) -> dist.ProcessGroupGloo:
+    """A group of processes that need not be of one `torch.distributed` world. Waits for all of them."""
+    return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=check_timeout(timeout)))
 
 
 class BroadcastSender(WeightSender):
@@ -57,28 +73,29 @@ class BroadcastSender(WeightSender):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: Group | None = None,
         *,
         bucket_bytes: int = BROADCAST_BUCKET,
         timeout: float = DEFAULT_TIMEOUT,
         device: str | torch.device = "cpu",
     ) -> None:
-        super().__init__(_SenderEnd(_Collectives(group, dist.get_rank(), timeout, device), bucket_bytes))
+        super().__init__(_SenderEnd(_Collectives(group, None, timeout, device), bucket_bytes))
 
 
 class BroadcastReceiver(ReceiverLink):
-    """A source for `receive_weights`: this rank's end of the `BroadcastSender` at global rank `sender`."""
+    """A source for `receive_weights`: this rank's end of the `BroadcastSender` at rank `sender`.
+
+    sender: its global rank; in a group of its own (`gloo_group`), its rank there.
+    """
 
     def __init__(
         self,
         sender: int,
-        group: dist.ProcessGroup | None = None,
+        group: Group | None = None,
         *,
         timeout: float = DEFAULT_TIMEOUT,
         device: str | torch.device = "cpu",
     ) -> None:
-        if sender == dist.get_rank():
-            raise ValueError(f"sender must be another rank, and {sender} is this one")
         self._group = _Collectives(group, sender, timeout, device)
         self._bucket_bytes = 0
         self._announced = Announcement({})
@@ -188,22 +205,28 @@ class _Broadcast:
 class _Collectives:
     """The group, and what it does with host tensors within the timeout."""
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, sender: int, timeout: float, device: str | torch.device
-    ) -> None:
-        self._group = group
-        self._sender = sender
+    def __init__(self, group: Group | None, sender: int | None, timeout: float, device: str | torch.device) -> None:
+        """`sender`: None for this rank itself, else another."""
+        found = dist.group.WORLD if group is None else group
+        if found is None:
+            raise ValueError("there is no default group: call torch.distributed.init_process_group, or give a group")
+        self._group: Any = found
         self._timeout = timedelta(seconds=check_timeout(timeout))
         self._device = torch.device(device)
         self._broken: str | None = None
-        self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        if sender not in self._ranks:
-            raise ValueError(f"the sender, rank {sender}, is not in the group, which holds {self._ranks}")
+        ranks = _ranks(found)
+        if sender is not None and sender not in ranks:
+            raise ValueError(f"the sender, rank {sender}, is not in the group, which holds {ranks}")
+        self._root = found.rank() if sender is None else ranks.index(sender)
+        if sender is not None and self._root == found.rank():
+            raise ValueError(f"sender must be another rank, and {sender} is this one")
 
     def start(self, host: Tensor) -> _Broadcast:
         """Begin to broadcast from, or into, a host tensor, which belongs to the group until `wait`."""
         wire = host.to(self._device)
-        work = self._guarded(lambda: dist.broadcast(wire, self._sender, group=self._group, async_op=True))
+        options = dist.BroadcastOptions()
+        options.rootRank = self._root
+        work: dist.Work = self._guarded(lambda: self._group.broadcast([wire], options))
         return _Broadcast(host, wire, work)
 
     def wait(self, under_way: _Broadcast) -> None:
@@ -219,11 +242,11 @@ class _Collectives:
     def hear(self, own: Heard, kind: type[Heard]) -> list[Heard]:
         """What every receiver says; `own` is what this rank says."""
         wire = _message(own.to_json()).to(self._device)
-        said = [torch.empty_like(wire) for _ in self._ranks]
-        work = self._guarded(lambda: dist.all_gather(said, wire, group=self._group, async_op=True))
+        said = [torch.empty_like(wire) for _ in range(self._group.size())]
+        work: dist.Work = self._guarded(lambda: self._group.allgather([said], [wire]))
         self._guarded(lambda: work.wait(self._timeout))
         texts = [bytes(message.cpu().numpy()).rstrip(b"\0") for message in said]
-        return [kind.from_json(text) for rank, text in zip(self._ranks, texts, strict=True) if rank != self._sender]
+        return [kind.from_json(text) for rank, text in enumerate(texts) if rank != self._root]
 
     def broken(self, why: str) -> SyncBrokenError:
         self._broken = why
@@ -238,6 +261,13 @@ class _Collectives:
         except RuntimeError as error:
             self._broken = str(error).splitlines()[0]
             raise PeerLostError(f"a rank of the group died or was late: {self._broken}") from error
+
+
+def _ranks(group: Group) -> list[int]:
+    """Global ranks, by the rank in the group; those themselves where the group is not of a world."""
+    if isinstance(group, dist.ProcessGroupGloo):
+        return list(range(group.size()))
+    return dist.get_process_group_ranks(group)
 
 
 def _needed(most: int, announced: Announcement, decided: Answer) -> int:

@@ -14,11 +14,12 @@ except ModuleNotFoundError as error:
 
 from samebit.rollout.integrations.ray.actor import Health, RolloutActor
 from samebit.rollout.integrations.ray.calls import lost_worker, wait_for, wait_for_async
-from samebit.rollout.integrations.ray.links import BroadcastFrom, SharedMemoryAt
+from samebit.rollout.integrations.ray.links import BroadcastFrom, BroadcastGroup, SharedMemoryAt
 from samebit.rollout.integrations.ray.worker import RayRequestHandle, RayWorker, start_actor
 
 __all__ = [
     "BroadcastFrom",
+    "BroadcastGroup",
     "Health",
     "RayRequestHandle",
     "RayWorker",

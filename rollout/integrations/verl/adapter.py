@@ -1,0 +1,77 @@
+"""The trainer's end of a rollout server: weights and memory. verl makes one in every trainer process, and one beside
+each server that has resources of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import ray
+from verl.workers.rollout.base import BaseRollout
+
+from samebit.rollout.integrations.ray import BroadcastGroup, RayWorker, wait_for_async
+from samebit.rollout.integrations.verl.names import server_name
+from samebit.weight_sync import SyncReport, WeightStream
+
+
+class SamebitRollout(BaseRollout):
+    """A rank of the trainer has a server of its own. `device_mesh` is None beside a STANDALONE server."""
+
+    is_leader_rank = True
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
+        super().__init__(config, model_config, device_mesh)
+        self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
+        self._found: Any = None
+        self._client: RayWorker | None = None
+
+    async def resume(self, tags: list[str]) -> None:
+        await wait_for_async(self._server.wake_up.remote(tags=tags))
+
+    async def release(self) -> None:
+        await wait_for_async(self._server.sleep.remote())
+
+    async def update_weights(
+        self,
+        weights: WeightStream | BroadcastGroup,
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        peft_config: Any = None,
+        base_sync_done: bool = True,
+    ) -> None:
+        """Send all weights to the server, or tell it where they come from. Its prefix cache is cleared with the switch.
+
+        weights: of `SamebitEngine`, through shared memory; or the group of `SamebitCheckpointEngine`.
+        """
+        if peft_config is not None or not base_sync_done:
+            raise ValueError("samebit serves no adapters: train without LoRA")
+        report = await self._update(weights, wire_format)
+        if global_steps is not None:
+            await wait_for_async(self._server.set_global_steps.remote(report.version, global_steps))
+
+    async def _update(self, weights: object, wire_format: str) -> SyncReport:
+        if isinstance(weights, WeightStream):
+            return await asyncio.to_thread(self._worker.receive_weights, weights)
+        if isinstance(weights, BroadcastGroup):
+            report: SyncReport = await wait_for_async(self._server.receive_weights.remote(weights))
+            return report
+        raise TypeError(
+            "samebit takes weights from its own engine (model.fused_kernel_options.impl_backend=samebit) and, for "
+            "servers with resources of their own, over its own transport (rollout.checkpoint_engine.backend=samebit); "
+            f"got a {type(weights).__name__} as {wire_format!r}"
+        )
+
+    @property
+    def _server(self) -> Any:
+        """Found when it is first needed: verl starts the server after this object."""
+        if self._found is None:
+            self._found = ray.get_actor(server_name(self.replica_rank))
+        return self._found
+
+    @property
+    def _worker(self) -> RayWorker:
+        if self._client is None:
+            self._client = RayWorker(self._server)
+        return self._client

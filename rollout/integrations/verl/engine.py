@@ -1,0 +1,123 @@
+"""verl's FSDP engine with samebit's forward and log-probabilities.
+
+It is in use where `model.fused_kernel_options.impl_backend` is "samebit"; verl then leaves the model's class alone and
+reads `log_probs` and `entropy` from the model's output. On a CPU the class also serves other models, since verl has no
+engine for that device.
+
+Invariants
+----------
+* Trainer and rollout worker bind the model the same way; what would change its arithmetic is refused by name.
+* Autocast is off: parameters and inputs are in the dtype that FSDP2's mixed precision asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from verl.utils import tensordict_utils
+from verl.utils.device import get_device_name
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from samebit.kernels import bind
+from samebit.rollout.integrations.verl.scoring import give_scores
+from samebit.weight_sync import WeightStream
+
+BACKEND = "samebit"
+STRATEGIES = ("fsdp", "fsdp2")
+
+
+class SamebitEngine(FSDPEngineWithLMHead):
+    """Actor and reference policy."""
+
+    _autocast_dtype: torch.dtype
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        self.exact = is_asked_for(model_config)
+        if self.exact:
+            check_exact(model_config, engine_config)
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _build_module(self) -> nn.Module:
+        if self.exact:
+            # The bound model has an attention of its own, and flash-attention, verl's default, may not be there.
+            self.model_config.hf_config._attn_implementation = "sdpa"
+        module: nn.Module = super()._build_module()
+        return give_scores(bind(module)) if self.exact else module
+
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        with _without_pinned_memory(self.engine_config):
+            sharded: nn.Module = super()._build_fsdp_module(module)
+        if self.exact:
+            self._computes_in: torch.dtype = self._autocast_dtype
+            self._autocast_dtype = torch.float32  # for verl this means: no autocast
+        return sharded
+
+    def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        inputs, output_args = super().prepare_model_inputs(micro_batch)
+        if self.exact:
+            wanted = tensordict_utils.get_non_tensor_data(micro_batch, key="calculate_entropy", default=False)
+            inputs["with_entropy"] = bool(wanted)
+        return inputs, output_args
+
+    def get_per_tensor_param(self, **options: Any) -> tuple[Any, Any]:
+        """For the rollout: a `WeightStream` in the dtype of the forward, each tensor gathered when its turn comes."""
+        if not self.exact:
+            return super().get_per_tensor_param(**options)  # type: ignore[no-any-return]
+        return WeightStream.of(self.module, dtype=self._computes_in), None
+
+
+def register() -> None:
+    """Make verl use it: for every FSDP model on a CPU, and on NVIDIA GPUs instead of its own, which it behaves like
+    where samebit is not asked for."""
+    if SamebitEngine not in EngineRegistry._engines["language_model"]["fsdp2"].values():
+        as_engine = EngineRegistry.register
+        as_engine("language_model", list(STRATEGIES), device="cpu")(SamebitEngine)
+        as_engine("language_model", list(STRATEGIES), device="cuda", vendor="nvidia")(SamebitEngine)
+
+
+def is_asked_for(model_config: Any) -> bool:
+    """Whether the model's log-probabilities shall be samebit's."""
+    options = model_config.fused_kernel_options or {}
+    return options.get("impl_backend") == BACKEND
+
+
+def check_exact(model_config: Any, engine_config: Any) -> None:
+    """Raise for every option under which the bits would not be samebit's.
+
+    Raises:
+        ValueError: all of them, by name.
+    """
+    refused = {
+        "model.use_fused_kernels=False": not model_config.use_fused_kernels,
+        "model.use_liger=True": model_config.use_liger,
+        "model.lora_rank > 0": model_config.lora_rank > 0,
+        "model.tiled_mlp.enabled=True": bool(model_config.tiled_mlp.get("enabled")),
+        "strategy=fsdp (use fsdp2)": engine_config.strategy != "fsdp2",
+        "ulysses_sequence_parallel_size > 1": engine_config.ulysses_sequence_parallel_size > 1,
+        "qat.enable=True": bool(engine_config.qat and engine_config.qat.enable),
+        "mixed_precision.param_dtype=fp16": _is_half(engine_config.mixed_precision),
+        f"a device that is not the CPU ({get_device_name()})": get_device_name() != "cpu",
+    }
+    found = [option for option, present in refused.items() if present]
+    if found:
+        raise ValueError(f"fused_kernel_options.impl_backend=samebit can not be exact with {'; '.join(found)}")
+
+
+def _is_half(mixed_precision: Any) -> bool:
+    return (mixed_precision or {}).get("param_dtype") in ("fp16", "float16", "half")
+
+
+@contextmanager
+def _without_pinned_memory(engine_config: Any) -> Iterator[None]:
+    """A reference policy is wrapped like an actor: verl offloads it to pinned memory, which needs an accelerator."""
+    forward_only = engine_config.forward_only
+    engine_config.forward_only = forward_only and get_device_name() != "cpu"
+    try:
+        yield
+    finally:
+        engine_config.forward_only = forward_only

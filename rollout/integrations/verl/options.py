@@ -1,0 +1,162 @@
+"""verl's rollout options, as samebit understands them.
+
+Invariant: an option is honoured, refused by name, or named once in a warning; none is dropped silently.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from samebit.rollout.config import RolloutConfig
+from samebit.weight_sync.link import DEFAULT_TIMEOUT, check_timeout
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+
+WORKER_OPTIONS = ("block_size", "num_blocks", "kv_cache_gb", "eviction_policy", "state_cache_gb", "num_threads")
+"""Of `rollout.custom`: fields of `RolloutConfig` that verl has no option for."""
+
+SERVER_OPTIONS = ("num_cpus", "sync_timeout")
+"""Of `rollout.custom`: cores that Ray reserves for a server; the longest wait in a weight update, in seconds."""
+
+_NOT_HONOURED = {
+    "gpu_memory_utilization": 0.5,
+    "standalone_gpu_memory_utilization": None,
+    "enforce_eager": False,
+    "cudagraph_capture_sizes": None,
+    "enable_chunked_prefill": True,
+    "logprobs_mode": "processed_logprobs",
+    "scheduling_policy": "fcfs",
+    "multi_stage_wake_up": False,
+    "layered_summon": False,
+    "load_format": "dummy",
+    "limit_images": None,
+    "skip_tokenizer_init": True,
+    "full_determinism": False,
+    "disable_log_stats": True,
+}
+"""Options for which samebit has no use, with verl's defaults; another value is named in a warning."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What one server is started with.
+
+    frees_memory: `sleep` and `release_kv_cache` release memory (verl's `free_cache_engine`).
+    """
+
+    model: str
+    worker: RolloutConfig
+    prompt_length: int
+    response_length: int
+    repetition_penalty: float
+    ignore_eos: bool
+    frees_memory: bool
+    num_cpus: int
+    sync_timeout: float
+
+
+def server_options(rollout: Any, model_path: str, replica_rank: int) -> ServerOptions:
+    """From verl's `RolloutConfig`.
+
+    Raises:
+        ValueError: options that samebit refuses, and unknown ones in `rollout.custom`, by name.
+    """
+    _refuse(rollout)
+    custom = _custom(rollout.custom)
+    _warn_about_the_rest(rollout)
+    worker = RolloutConfig(
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        max_model_len=rollout.max_model_len,
+        enable_prefix_caching=rollout.enable_prefix_caching,
+        dtype=_dtype(rollout.dtype),
+        seed=rollout.seed + replica_rank,
+        **{name: custom[name] for name in WORKER_OPTIONS if name in custom},
+    )
+    num_cpus = custom.get("num_cpus", 1)
+    if isinstance(num_cpus, bool) or not isinstance(num_cpus, int) or num_cpus < 1:
+        raise ValueError(f"rollout.custom.num_cpus must be an int of at least 1, got {num_cpus!r}")
+    return ServerOptions(
+        model=model_path,
+        worker=worker,
+        prompt_length=rollout.prompt_length,
+        response_length=rollout.response_length,
+        repetition_penalty=rollout.repetition_penalty,
+        ignore_eos=rollout.ignore_eos,
+        frees_memory=rollout.free_cache_engine,
+        num_cpus=num_cpus,
+        sync_timeout=check_timeout(custom.get("sync_timeout", DEFAULT_TIMEOUT)),
+    )
+
+
+def check_trainer(rollout_dtype: str, model: Mapping[str, Any], mixed_precision: Mapping[str, Any] | None) -> None:
+    """Raise unless the trainer's log-probabilities are samebit's, in the dtype of the rollout.
+
+    Args:
+        rollout_dtype: verl's `rollout.dtype`.
+        model: verl's options of the model.
+        mixed_precision: of the actor's `fsdp_config`; None for verl's default, bfloat16.
+
+    Raises:
+        ValueError: what would have to be set.
+    """
+    backend = (model.get("fused_kernel_options") or {}).get("impl_backend")
+    if backend != "samebit" or not model.get("use_fused_kernels"):
+        raise ValueError(
+            "rollout.name=samebit needs the trainer to compute log-probabilities as the rollout does: set "
+            "actor_rollout_ref.model.use_fused_kernels=True and "
+            f"actor_rollout_ref.model.fused_kernel_options.impl_backend=samebit (it is {backend!r})"
+        )
+    trained = (mixed_precision or {}).get("param_dtype", "bf16")
+    if DTYPES.get(str(trained)) != _dtype(rollout_dtype):
+        raise ValueError(
+            f"the trainer computes in {trained} (actor.fsdp_config.mixed_precision.param_dtype), the rollout in "
+            f"{rollout_dtype} (rollout.dtype): both must be bfloat16 or both float32"
+        )
+
+
+def _refuse(rollout: Any) -> None:
+    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size")
+    refused = [
+        f"{name}={vars(rollout)[name]} (a server is one process: 1; for more servers, more GPUs)"
+        for name in sizes
+        if vars(rollout)[name] > 1
+    ]
+    refused += [f"quantization={rollout.quantization}"] if rollout.quantization else []
+    refused += ["qat.enable=True"] if rollout.qat and rollout.qat.get("enable") else []
+    refused += ["mtp.enable_rollout=True"] if rollout.mtp and rollout.mtp.enable_rollout else []
+    refused += ["enable_rollout_routing_replay=True"] if rollout.enable_rollout_routing_replay else []
+    if refused:
+        raise ValueError(
+            f"rollout.name=samebit does not go with {'; '.join(f'rollout.{option}' for option in refused)}"
+        )
+
+
+def _custom(custom: Mapping[str, Any] | None) -> dict[str, Any]:
+    given = dict(custom or {})
+    allowed = (*WORKER_OPTIONS, *SERVER_OPTIONS)
+    unknown = [name for name in given if name not in allowed]
+    if unknown:
+        raise ValueError(
+            f"unknown in rollout.custom: {', '.join(map(str, unknown))}; samebit knows {', '.join(allowed)}"
+        )
+    return given
+
+
+def _dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise ValueError(f"rollout.dtype must be one of {', '.join(DTYPES)} with rollout.name=samebit, got {name!r}")
+    return DTYPES[name]
+
+
+def _warn_about_the_rest(rollout: Any) -> None:
+    given = [f"{name}={vars(rollout)[name]}" for name, usual in _NOT_HONOURED.items() if vars(rollout)[name] != usual]
+    given += [f"engine_kwargs.{name}" for name, kwargs in rollout.engine_kwargs.items() if kwargs]
+    given += ["prometheus.enable=True"] if rollout.prometheus.enable else []
+    if given:
+        logger.warning("rollout.name=samebit has no use for: %s", ", ".join(f"rollout.{option}" for option in given))

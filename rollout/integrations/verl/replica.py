@@ -1,0 +1,90 @@
+"""A rollout replica of verl: one server, started and driven from the process of the trainer's loop.
+
+Invariant: a server that died or broke is known here within a second; `check_servers` raises the cause.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+from weakref import WeakSet
+
+import ray
+from omegaconf import OmegaConf
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.workers.rollout.replica import RolloutReplica
+
+from samebit.rollout.errors import WorkerLostError
+from samebit.rollout.integrations.ray import start_actor, wait_for, wait_for_async
+from samebit.rollout.integrations.verl import checkpoint
+from samebit.rollout.integrations.verl.names import server_name
+from samebit.rollout.integrations.verl.options import check_trainer, server_options
+from samebit.rollout.integrations.verl.replacements import replace_trainer_functions
+from samebit.rollout.integrations.verl.server import SamebitServer
+
+logger = logging.getLogger(__name__)
+
+_launched: WeakSet[SamebitReplica] = WeakSet()
+"""The replicas of this process, for the functions of verl that have no way to them."""
+
+
+class SamebitReplica(RolloutReplica):
+    """See `RolloutReplica`; `sleep`, `abort_all_requests` and the like are its own, they call the server."""
+
+    def __init__(self, replica_rank: int, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(replica_rank, config, model_config, *args, **kwargs)
+        replace_trainer_functions()
+        checkpoint.register()
+        self.options = server_options(self.config, model_config["path"], replica_rank)
+        if not (self.is_reward_model or self.is_teacher_model):
+            check_trainer(self.config.dtype, model_config, _mixed_precision(config))
+        self.failure: Exception | None = None
+
+    async def launch_servers(self) -> None:
+        """Start the server on the machine of its worker."""
+        node = await self.workers[0].__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+        kind = "reward" if self.is_reward_model else "teacher" if self.is_teacher_model else ""
+        name = server_name(self.replica_rank, kind=kind, suffix=self.name_suffix)
+        server = start_actor(
+            SamebitServer,
+            num_cpus=self.options.num_cpus,
+            num_threads=self.options.worker.num_threads,
+            name=name,
+            max_concurrency=self.max_concurrency,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+        )
+        await wait_for_async(server.load.remote(self.options, self.rollout_mode))
+        self.servers = [server]
+        self._server_handle = server
+        self._server_address = name
+        threading.Thread(target=self._watch, name=f"{name}-watch", daemon=True).start()
+        _launched.add(self)
+
+    def _watch(self) -> None:
+        try:
+            wait_for(self._server_handle.watch.remote())
+        except Exception as error:
+            self.failure = error
+            logger.error("%s: %s", self._server_address, error)
+
+
+def check_servers() -> None:
+    """Raise if a server of this process died or broke."""
+    for replica in _launched:
+        if replica.failure is not None:
+            raise WorkerLostError(f"{replica.server_address} is lost: {replica.failure}") from replica.failure
+
+
+def server_metrics() -> dict[str, float]:
+    """The servers' counters, summed, under verl's kind of names."""
+    totals: dict[str, float] = {}
+    for stats in ray.get([replica.server_handle.stats.remote() for replica in _launched]):
+        for name, value in stats.items():
+            totals[f"samebit/{name}"] = totals.get(f"samebit/{name}", 0.0) + value
+    return totals
+
+
+def _mixed_precision(rollout_config: Any) -> Any:
+    """Of the actor, whose options stand beside the rollout's."""
+    return OmegaConf.select(rollout_config, "..actor.fsdp_config.mixed_precision")
