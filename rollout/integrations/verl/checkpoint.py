@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry, CheckpointEngineWorker
 
 from samebit.rollout.integrations.ray import BroadcastGroup
 from samebit.rollout.integrations.verl.plugin import NAME
@@ -84,6 +84,14 @@ class SamebitCheckpointEngine(CheckpointEngine):
         if self._place is None:
             raise RuntimeError("receive_weights before init_process_group")
         return self._place
+
+
+class SamebitCheckpointWorker(CheckpointEngineWorker):
+    """verl's worker beside a server, in a process that has to know the backend first."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        register()
+        super().__init__(*args, **kwargs)
 
 
 def register() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from samebit.rollout.config import RolloutConfig
@@ -47,8 +48,10 @@ class ServerOptions:
     """What one server is started with.
 
     frees_memory: `sleep` and `release_kv_cache` release memory (verl's `free_cache_engine`).
+    traces: where profiles go, None for a server that is not profiled.
     """
 
+    name: str
     model: str
     worker: RolloutConfig
     prompt_length: int
@@ -58,10 +61,11 @@ class ServerOptions:
     frees_memory: bool
     num_cpus: int
     sync_timeout: float
+    traces: Path | None
 
 
-def server_options(rollout: Any, model_path: str, replica_rank: int) -> ServerOptions:
-    """From verl's `RolloutConfig`.
+def server_options(rollout: Any, model_path: str, replica_rank: int, name: str) -> ServerOptions:
+    """From verl's `RolloutConfig`. `name`: of the server.
 
     Raises:
         ValueError: options that samebit refuses, and unknown ones in `rollout.custom`, by name.
@@ -82,6 +86,7 @@ def server_options(rollout: Any, model_path: str, replica_rank: int) -> ServerOp
     if isinstance(num_cpus, bool) or not isinstance(num_cpus, int) or num_cpus < 1:
         raise ValueError(f"rollout.custom.num_cpus must be an int of at least 1, got {num_cpus!r}")
     return ServerOptions(
+        name=name,
         model=model_path,
         worker=worker,
         prompt_length=rollout.prompt_length,
@@ -91,6 +96,7 @@ def server_options(rollout: Any, model_path: str, replica_rank: int) -> ServerOp
         frees_memory=rollout.free_cache_engine,
         num_cpus=num_cpus,
         sync_timeout=check_timeout(custom.get("sync_timeout", DEFAULT_TIMEOUT)),
+        traces=_traces(rollout.profiler, replica_rank),
     )
 
 
@@ -146,6 +152,15 @@ def _custom(custom: Mapping[str, Any] | None) -> dict[str, Any]:
             f"unknown in rollout.custom: {', '.join(map(str, unknown))}; samebit knows {', '.join(allowed)}"
         )
     return given
+
+
+def _traces(profiler: Any, replica_rank: int) -> Path | None:
+    """Where the traces of this server go, if `rollout.profiler` wants any."""
+    if profiler is None or not profiler.enable or not (profiler.all_ranks or replica_rank in (profiler.ranks or ())):
+        return None
+    if profiler.tool != "torch":
+        raise ValueError(f"samebit's servers are profiled with rollout.profiler.tool=torch, not {profiler.tool!r}")
+    return Path(profiler.save_path)
 
 
 def _dtype(name: str) -> str:

@@ -36,6 +36,12 @@ def replace_trainer_functions() -> None:
     _replace(PPOTrainer, "_compute_metrics", _with_server_metrics)
 
 
+def compares_logprobs(config: Any) -> bool:
+    """Whether the trainer computes the log-probabilities of what was sampled itself, and knows the rollout's."""
+    bypass = (config.algorithm.get("rollout_correction") or {}).get("bypass_mode", False)
+    return bool(config.actor_rollout_ref.rollout.calculate_log_probs and not bypass)
+
+
 def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     original = vars(owner)[name]
     if _MARK not in vars(original):
@@ -70,10 +76,13 @@ def _check_servers_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_server_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
-    def compute(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def compute(self: Any, batch: Any, metrics: Any, timing_raw: Any, global_steps: int, epoch: int) -> None:
+        from samebit.rollout.integrations.verl.metrics import on_policy
         from samebit.rollout.integrations.verl.replica import server_metrics
 
-        original(self, batch, metrics, *args, **kwargs)
+        original(self, batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         metrics.update(server_metrics())
+        if compares_logprobs(self.config):
+            metrics.update(on_policy(batch, global_steps))
 
     return compute

@@ -13,11 +13,13 @@ from weakref import WeakSet
 import ray
 from omegaconf import OmegaConf
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.single_controller.ray import RayClassWithInitArgs
 from verl.workers.rollout.replica import RolloutReplica
 
 from samebit.rollout.errors import WorkerLostError
 from samebit.rollout.integrations.ray import start_actor, wait_for, wait_for_async
 from samebit.rollout.integrations.verl import checkpoint
+from samebit.rollout.integrations.verl.metrics import of_servers
 from samebit.rollout.integrations.verl.names import server_name
 from samebit.rollout.integrations.verl.options import check_trainer, server_options
 from samebit.rollout.integrations.verl.replacements import replace_trainer_functions
@@ -36,16 +38,27 @@ class SamebitReplica(RolloutReplica):
         super().__init__(replica_rank, config, model_config, *args, **kwargs)
         replace_trainer_functions()
         checkpoint.register()
-        self.options = server_options(self.config, model_config["path"], replica_rank)
+        kind = "reward" if self.is_reward_model else "teacher" if self.is_teacher_model else ""
+        name = server_name(replica_rank, kind=kind, suffix=self.name_suffix)
+        self.options = server_options(self.config, model_config["path"], replica_rank, name)
         if not (self.is_reward_model or self.is_teacher_model):
             check_trainer(self.config.dtype, model_config, _mixed_precision(config))
         self.failure: Exception | None = None
+        self.seen: dict[str, float] = {}
+
+    def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
+        """The worker beside a server with resources of its own."""
+        return RayClassWithInitArgs(
+            cls=ray.remote(checkpoint.SamebitCheckpointWorker),
+            rollout_config=self.config,
+            model_config=self.model_config,
+            replica_rank=self.replica_rank,
+        )
 
     async def launch_servers(self) -> None:
         """Start the server on the machine of its worker."""
         node = await self.workers[0].__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
-        kind = "reward" if self.is_reward_model else "teacher" if self.is_teacher_model else ""
-        name = server_name(self.replica_rank, kind=kind, suffix=self.name_suffix)
+        name = self.options.name
         server = start_actor(
             SamebitServer,
             num_cpus=self.options.num_cpus,
@@ -77,12 +90,12 @@ def check_servers() -> None:
 
 
 def server_metrics() -> dict[str, float]:
-    """The servers' counters, summed, under verl's kind of names."""
-    totals: dict[str, float] = {}
-    for stats in ray.get([replica.server_handle.stats.remote() for replica in _launched]):
-        for name, value in stats.items():
-            totals[f"samebit/{name}"] = totals.get(f"samebit/{name}", 0.0) + value
-    return totals
+    """What the servers did since the last call, under verl's kind of names."""
+    replicas = list(_launched)
+    before = [replica.seen for replica in replicas]
+    for replica, stats in zip(replicas, ray.get([r.server_handle.stats.remote() for r in replicas]), strict=True):
+        replica.seen = stats
+    return of_servers(before, [replica.seen for replica in replicas])
 
 
 def _mixed_precision(rollout_config: Any) -> Any:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
@@ -23,14 +26,18 @@ from transformers import AutoTokenizer
 from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
-from samebit.rollout.errors import RequestError, WorkerStateError
+from samebit.rollout.errors import ModelLoadError, RequestError
 from samebit.rollout.integrations.ray.links import BroadcastGroup, Sources
 from samebit.rollout.integrations.verl import requests
 from samebit.rollout.integrations.verl.gate import Gate
 from samebit.rollout.integrations.verl.options import ServerOptions
+from samebit.rollout.integrations.verl.profiling import Tracing
+from samebit.rollout.loading import TOKENIZER_FILES
 from samebit.rollout.worker import RolloutWorker
 from samebit.rollout.worker_core import TAGS
 from samebit.weight_sync import SyncReport
+
+logger = logging.getLogger(__name__)
 
 MOST_COMMANDS = 32
 WATCH_SECONDS = 0.5
@@ -43,13 +50,14 @@ class SamebitServer:
     def __init__(self) -> None:
         self._options: ServerOptions
         self._mode: RolloutMode
+        self._tracing: Tracing
         self._threads = ThreadPoolExecutor(MOST_COMMANDS, "samebit-command")
         self._sources = Sources()
         self._gate = Gate()
         self._steps = {0: 0}
         self._numbers = itertools.count()
         self._busy = Busy()
-        self._sync = {"sync_seconds": 0.0, "sync_bytes": 0.0, "syncs": 0.0}
+        self._counted = dict.fromkeys(("syncs", "sync_seconds", "sync_bytes", "released_bytes"), 0.0)
         self._worker: RolloutWorker
         self._eos: tuple[int, ...]
 
@@ -57,10 +65,13 @@ class SamebitServer:
         """Build the worker. Apart from `__init__` so that its errors reach the caller as they are."""
         self._options = options
         self._mode = mode
+        self._tracing = Tracing(options.traces, options.name)
         self._worker = await self._in_thread(self._build)
 
     def _build(self) -> RolloutWorker:
         folder = copy_to_local(self._options.model)
+        if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+            raise ModelLoadError(f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}), and verl needs one")
         tokenizer = AutoTokenizer.from_pretrained(folder)
         self._eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         return RolloutWorker(folder, config=self._options.worker, tokenizer=tokenizer)
@@ -129,9 +140,9 @@ class SamebitServer:
             raise
         if isinstance(source, BroadcastGroup):
             self._sources.forget(source)
-        self._sync["sync_seconds"] += time.monotonic() - began
-        self._sync["sync_bytes"] += report.sent_bytes
-        self._sync["syncs"] += 1
+        self._counted["sync_seconds"] += time.monotonic() - began
+        self._counted["sync_bytes"] += report.sent_bytes
+        self._counted["syncs"] += 1
         return report
 
     async def set_global_steps(self, version: int, global_steps: int) -> None:
@@ -149,7 +160,7 @@ class SamebitServer:
         if not self._options.frees_memory or self._mode == RolloutMode.STANDALONE:
             return
         level = 2 if self._mode == RolloutMode.HYBRID else 1
-        await self._in_thread(lambda: self._worker.sleep(TAGS, level))
+        await self._release(lambda: self._worker.sleep(TAGS, level))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         if self._mode != RolloutMode.STANDALONE:
@@ -160,17 +171,23 @@ class SamebitServer:
 
     async def release_kv_cache(self) -> None:
         if self._options.frees_memory:
-            await self._in_thread(lambda: self._worker.sleep("kv_cache"))
+            await self._release(lambda: self._worker.sleep("kv_cache"))
 
     async def resume_kv_cache(self) -> None:
         if self._options.frees_memory:
             await self._in_thread(lambda: self._worker.wake_up("kv_cache"))
 
+    async def _release(self, sleep: Callable[[], None]) -> None:
+        before = _resident_bytes()
+        await self._in_thread(sleep)
+        self._counted["released_bytes"] += max(0, before - _resident_bytes())
+
     # -- state -------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, float]:
-        """The worker's counters, and how long requests ran and weights came, in seconds."""
-        return {**self._worker.stats(), **self._sync, "generation_seconds": self._busy.seconds}
+        """The worker's counters; how long there were requests, and weights came, in seconds; bytes that came and that
+        the process gave back to the system."""
+        return {**self._worker.stats(), **self._counted, "generation_seconds": self._busy.seconds}
 
     async def watch(self) -> None:
         """Never returns; raises what broke the worker."""
@@ -178,14 +195,28 @@ class SamebitServer:
             await asyncio.sleep(WATCH_SECONDS)
             self._worker.check_usable()
 
-    async def start_profile(self, **kwargs: Any) -> None:
-        raise WorkerStateError("not there yet")
+    async def close(self) -> None:
+        """Stop the worker; the process stays until the actor is ended."""
+        await self._in_thread(self._worker.close)
+        self._sources.close()
+        self._threads.shutdown()
+
+    async def start_profile(self, **labels: Any) -> None:
+        """Begin a trace, if `rollout.profiler` asks for one of this server. labels: verl's name of what is profiled."""
+        self._tracing.start()
 
     async def stop_profile(self) -> None:
-        raise WorkerStateError("not there yet")
+        path = self._tracing.stop()
+        if path is not None:
+            logger.info("trace of %s: %s", self._options.name, path)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+def _resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Busy:

@@ -1,0 +1,90 @@
+"""Starts verl's trainer as a user would, and reads what it logged."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from samebit.kernels.openmp import process_environment
+
+HERE = Path(__file__).parent
+
+_ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on the loopback interface alone
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VERL_LOGGING_LEVEL": "WARN",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of verl.
+
+    data: what `task.build` wrote. out: where its log and metrics go. options: of verl, by their dotted names.
+    """
+
+    data: Path
+    out: Path
+    options: Mapping[str, object] = field(default_factory=dict)
+    config: str = "tiny"
+    num_threads: int = 1
+
+    @property
+    def log(self) -> Path:
+        """Everything that its processes say."""
+        return self.out / "log.txt"
+
+    def command(self) -> list[str]:
+        """verl's own entry, with the configuration of this folder."""
+        data = self.data.resolve()
+        options = {
+            "data.train_files": data / "train.parquet",
+            "data.val_files": data / "test.parquet",
+            "actor_rollout_ref.model.path": data / "model",
+            "reward.custom_reward_function.path": HERE / "reward.py",
+            **self.options,
+        }
+        entry = [sys.executable, "-m", "verl.trainer.main_ppo", f"--config-path={HERE}", f"--config-name={self.config}"]
+        return entry + [f"++{name}={_written(value)}" for name, value in options.items()]
+
+    def environment(self) -> dict[str, str]:
+        """Of all its processes."""
+        own = process_environment(self.num_threads) | _ENVIRONMENT
+        own["VERL_FILE_LOGGER_PATH"] = str(self.out.resolve() / "metrics.jsonl")
+        inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        return inherited | own
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """In a session of its own, so that all its processes can be ended together."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            return subprocess.Popen(
+                self.command(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment(),
+                cwd=self.out,
+                start_new_session=True,
+            )
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The metrics of each training step, in order."""
+        return [row for row in self.rows() if "training/global_step" in row]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Everything that was logged, with its `step`."""
+        path = self.out / "metrics.jsonl"
+        entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [{"step": entry["step"], **entry["data"]} for entry in entries]
+
+
+def _written(value: object) -> str:
+    """As Hydra reads it."""
+    return json.dumps(value) if isinstance(value, bool | list) or value is None else str(value)

@@ -1,0 +1,10 @@
+"""The reward that verl's reward workers load: 1 if the number after the working is right, else 0."""
+
+from typing import Any
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> float:
+    """`solution_str`: the completion, ended by itself or cut off at its longest."""
+    return float(solution_str.removesuffix("<eos>").rpartition("]")[2] == ground_truth)

@@ -1,0 +1,55 @@
+"""The files of a tiny run: a model with a chat template, and chain_sum of reasoning-gym as verl's parquet."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from samebit.kernels import bind
+from samebit.recipes import chain_sum, tiny_model, warmup
+from samebit.recipes.problem import Problem, ProblemSets
+from samebit.recipes.settings import Settings
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+SEED = 0
+
+
+def build(folder: Path, *, training: int, held_out: int, warm: bool, **sizes: int) -> None:
+    """Write `model/`, `train.parquet` and `test.parquet`, unless they are there.
+
+    warm: teach the model the task first, as recipes/grpo.py does; else its weights are random. sizes: entries of its
+    configuration.
+    """
+    if (folder / "test.parquet").exists():
+        return
+    settings = Settings(held_out=held_out)
+    used = warmup.problems_needed(settings) if warm else 0
+    sets = chain_sum.problem_sets(SEED, used + training, held_out)
+    _save_model(folder / "model", sets.training[:used], settings, **sizes)
+    save_problems(ProblemSets(sets.training[used:], sets.held_out), folder)
+
+
+def _save_model(folder: Path, problems: Sequence[Problem], settings: Settings, **sizes: int) -> None:
+    tokenizer = tiny_model.build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    model = tiny_model.build_model(tokenizer, SEED, **sizes)
+    if problems:
+        warmup.warm_up(bind(model), tokenizer, problems, settings, SEED)
+    tiny_model.save(model, tokenizer, folder)
+
+
+def save_problems(sets: ProblemSets, folder: Path) -> None:
+    """In the columns that verl reads."""
+    for name, problems in (("train", sets.training), ("test", sets.held_out)):
+        rows = [
+            {
+                "data_source": "chain_sum",
+                "prompt": [{"role": "user", "content": problem.prompt}],
+                "ability": "arithmetic",
+                "reward_model": {"style": "rule", "ground_truth": problem.answer},
+                "extra_info": {"index": index},
+            }
+            for index, problem in enumerate(problems)
+        ]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
