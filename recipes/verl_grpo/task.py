@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -15,7 +16,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SEED = 0
 
 
-def build(folder: Path, *, training: int, held_out: int, warm: bool, **sizes: int) -> None:
+def build(folder: Path, *, training: int, held_out: int, warm: bool, **sizes: Any) -> None:
     """Write `model/`, `train.parquet` and `test.parquet`, unless they are there.
 
     warm: teach the model the task first, as recipes/grpo.py does; else its weights are random. sizes: entries of its
@@ -30,7 +31,7 @@ def build(folder: Path, *, training: int, held_out: int, warm: bool, **sizes: in
     save_problems(ProblemSets(sets.training[used:], sets.held_out), folder)
 
 
-def _save_model(folder: Path, problems: Sequence[Problem], settings: Settings, **sizes: int) -> None:
+def _save_model(folder: Path, problems: Sequence[Problem], settings: Settings, **sizes: Any) -> None:
     tokenizer = tiny_model.build_tokenizer()
     tokenizer.chat_template = TEMPLATE
     model = tiny_model.build_model(tokenizer, SEED, **sizes)
