@@ -4,6 +4,8 @@
 #   make grpo ARGS="--steps 10"                                     any option of recipes/grpo.py
 #   make grpo MODEL=hybrid                                          a model with Mamba layers, into runs/grpo-hybrid
 #   make grpo-async                                                 one step off policy, the worker in its own process
+#   make verl-grpo                                                  GRPO in verl, with samebit as its rollout
+#   make verl-matrix                                                verl's mismatch over many kinds of runs; takes an hour
 #   make soak COUNT=2000                                            long hypothesis campaigns
 
 PYTHON ?= python3
@@ -25,7 +27,7 @@ export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 4000
 export NUMBA_THREADING_LAYER := omp
 
-.PHONY: install grpo grpo-async test soak check bench clean
+.PHONY: install grpo grpo-async verl-grpo verl-matrix test soak check bench clean
 
 install: $(STAMP)
 
@@ -41,6 +43,12 @@ grpo: install
 grpo-async: install
 	$(BIN)/python recipes/grpo_async.py --seeds $(SEEDS) \
 		$(if $(filter-out dense,$(MODEL)),--architecture $(MODEL) --out runs/grpo-async-$(MODEL)) $(ARGS)
+
+verl-grpo: install
+	$(BIN)/python recipes/verl_grpo/run.py $(ARGS)
+
+verl-matrix: install
+	$(BIN)/python recipes/verl_grpo/matrix.py $(ARGS)
 
 test: install
 	$(BIN)/pytest $(ARGS)

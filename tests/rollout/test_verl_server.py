@@ -213,7 +213,7 @@ def test_a_trace_is_written_when_verl_profiles(folder: Path, tmp_path: Path) -> 
         await server.generate([1, 5], dict(PARAMS), "a")
         await server.stop_profile()
         (path,) = tmp_path.glob("server-*.json")
-        assert any("linear" in event.get("name", "") for event in json.loads(path.read_text())["traceEvents"])
+        assert any("embedding" in event.get("name", "") for event in json.loads(path.read_text())["traceEvents"])
 
     serve(folder, check, traces=tmp_path)
 

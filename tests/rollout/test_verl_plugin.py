@@ -1,0 +1,255 @@
+"""What the plugin tells verl, how it fails, and whether verl still has what it replaces."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
+from verl.plugin.platform import PlatformRegistry, get_platform
+from verl.utils import distributed
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.workers.config import RolloutConfig as VerlRolloutConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
+
+from samebit.recipes import verl_grpo
+from samebit.rollout import RolloutConfig, WorkerLostError
+from samebit.rollout.integrations.verl import checkpoint, engine, plugin, replacements, replica
+from samebit.rollout.integrations.verl.adapter import SamebitRollout
+from samebit.rollout.integrations.verl.gate import Gate
+from samebit.rollout.integrations.verl.metrics import of_servers
+from samebit.rollout.integrations.verl.options import check_trainer, server_options
+from samebit.rollout.integrations.verl.server import SamebitServer
+
+CONFIGS = Path(str(inspect.getfile(verl_grpo))).parent
+MODEL = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "samebit"}}
+
+
+def options(**changes: Any) -> Any:
+    """verl's, as its own yaml file has them where that matters."""
+    usual = {"name": "samebit", "tensor_model_parallel_size": 1, "max_num_seqs": 256, "dtype": "float32"}
+    return VerlRolloutConfig(**{**usual, **changes})
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd="/",
+    )
+
+
+def test_verl_knows_samebit() -> None:
+    assert get_rollout_class("samebit", "async") is SamebitRollout
+    assert get_rollout_replica_class("samebit") is replica.SamebitReplica
+    assert PlatformRegistry.get("cpu") is not None
+    assert get_platform().device_name == "cpu"
+    engine.register()
+    checkpoint.register()
+    assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is engine.SamebitEngine
+    assert CheckpointEngineRegistry.get("samebit") is checkpoint.SamebitCheckpointEngine
+    plugin.register()  # again
+
+
+def test_a_failure_to_load_is_seen() -> None:
+    """verl hides the exception of a plugin; the log does not."""
+    broken = "import sys; sys.modules['samebit.rollout.integrations.verl.platform'] = None"
+    hidden = "try: import samebit.rollout.integrations.verl\nexcept ImportError: print('hidden')"
+    done = python(f"{broken}\n{hidden}", VERL_USE_EXTERNAL_PLUGINS="none")
+    assert "hidden" in done.stdout
+    assert "samebit's plugin for verl failed to load" in done.stderr
+
+
+def test_an_unknown_version_of_verl_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        plugin._check_version("0.9.1")
+        assert not caplog.records
+        plugin._check_version("7.1")
+    assert "made for verl 0.9.1, and this is verl 7.1" in caplog.text
+
+
+def test_the_plugin_is_light() -> None:
+    code = "import sys, samebit.rollout; assert not {'torch', 'numba', 'transformers'} & set(sys.modules)"
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_verl_still_has_what_is_replaced() -> None:
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    replacements.replace_trainer_functions()
+    replacements.replace_trainer_functions()
+    expected = {
+        distributed.initialize_global_process_group_ray: ["timeout_second", "backend"],
+        ReplayBuffer._sync_metadata_from_transfer_queue: ["self"],
+        PPOTrainer._compute_metrics: ["self", "batch", "metrics", "timing_raw", "global_steps", "epoch"],
+    }
+    for function, parameters in expected.items():
+        assert list(inspect.signature(function).parameters) == parameters
+        assert not hasattr(function.__wrapped__, "__wrapped__"), "it was replaced once"
+        assert function.__name__ in (replacements.__doc__ or ""), "the list of replacements names it"
+    listed = [line for line in (replacements.__doc__ or "").splitlines() if line.startswith("* `")]
+    assert len(listed) == len(expected)
+
+
+def test_the_server_has_every_method_that_verl_calls() -> None:
+    called = [name for name in vars(RolloutReplica) if f"server.{name}.remote" in inspect.getsource(RolloutReplica)]
+    assert len(called) >= 9
+    for name in ("generate", *called):
+        assert inspect.iscoroutinefunction(vars(SamebitServer)[name]), name
+
+
+def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+    given = options(
+        max_num_seqs=32,
+        max_num_batched_tokens=16,
+        max_model_len=200,
+        enable_prefix_caching=False,
+        seed=5,
+        custom={"block_size": 32, "num_threads": 1, "num_cpus": 2, "sync_timeout": 9},
+        gpu_memory_utilization=0.7,
+        enforce_eager=True,
+        engine_kwargs={"vllm": {"x": 1}},
+    )
+    with caplog.at_level(logging.WARNING):
+        made = server_options(given, "folder", 3, "server")
+    assert made.worker == RolloutConfig(
+        max_num_seqs=32,
+        max_num_batched_tokens=32,
+        max_model_len=200,
+        enable_prefix_caching=False,
+        dtype="float32",
+        seed=8,
+        block_size=32,
+        num_threads=1,
+    )
+    assert (made.num_cpus, made.sync_timeout, made.response_length, made.traces) == (2, 9.0, 512, None)
+    for name in ("gpu_memory_utilization=0.7", "enforce_eager=True", "engine_kwargs.vllm"):
+        assert f"rollout.{name}" in caplog.text
+
+
+def test_usual_options_need_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), initialize_config_dir(str(CONFIGS), version_base=None):
+        rollout = compose("tiny").actor_rollout_ref.rollout
+        server_options(omega_conf_to_dataclass(rollout), "folder", 0, "server")
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"custom": {"blocksize": 16}}, "unknown in rollout.custom: blocksize; samebit knows block_size"),
+        ({"custom": {"block_size": 5}}, "block_size must be a power of two"),
+        ({"custom": {"num_cpus": 0}}, "rollout.custom.num_cpus"),
+        ({"custom": {"sync_timeout": -1}}, "timeout must be a positive number"),
+        ({"tensor_model_parallel_size": 2}, "rollout.tensor_model_parallel_size=2"),
+        ({"quantization": "fp8"}, "rollout.quantization=fp8"),
+        ({"dtype": "float16"}, "rollout.dtype must be one of"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        server_options(options(**changes), "folder", 0, "server")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "model", "precision", "says"),
+    [
+        ("float32", {}, {"param_dtype": "fp32"}, "impl_backend=samebit"),
+        ("float32", {**MODEL, "use_fused_kernels": False}, {"param_dtype": "fp32"}, "use_fused_kernels=True"),
+        ("float32", MODEL, None, "computes in bf16"),
+        ("bfloat16", MODEL, {"param_dtype": "fp32"}, "computes in fp32"),
+    ],
+)
+def test_a_trainer_that_would_differ_is_refused(
+    dtype: str, model: Mapping[str, Any], precision: Mapping[str, Any] | None, says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_trainer(dtype, model, precision)
+    check_trainer("float32", MODEL, {"param_dtype": "fp32"})
+    check_trainer("bfloat16", MODEL, None)
+
+
+def test_dead_servers_stop_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    fine, dead = (SimpleNamespace(failure=cause, server_address="a") for cause in (None, RuntimeError("why it died")))
+    monkeypatch.setattr(replica, "_launched", [fine])
+    replica.check_servers()
+    monkeypatch.setattr(replica, "_launched", [fine, dead])
+    with pytest.raises(WorkerLostError, match="a is lost: why it died"):
+        replica.check_servers()
+
+
+def test_counters_of_servers_are_summed_and_counted_from_the_last_step() -> None:
+    before = [{"requests_finished": 3.0, "blocks_free": 9.0}, {}]
+    now = [
+        {"requests_finished": 5.0, "blocks_free": 7.0, "prefill_tokens_skipped": 3.0, "prefill_tokens_computed": 1.0},
+        {"requests_finished": 1.0, "blocks_free": 7.0},
+    ]
+    found = of_servers(before, now)
+    assert found["samebit/requests_finished"] == 3.0
+    assert found["samebit/blocks_free"] == 14.0
+    assert found["samebit/prefix_hit_rate"] == 0.75
+
+
+def test_nobody_is_inside_a_closed_gate() -> None:
+    async def check() -> None:
+        gate = Gate()
+        assert await gate.enter("a")
+        assert await gate.enter("b")
+        aborted: list[str] = []
+        closing = asyncio.create_task(gate.close(reject=False, abort=aborted.extend))
+        await asyncio.sleep(0)
+        assert aborted == ["a", "b"]
+        gate.leave("a")
+        await asyncio.sleep(0)
+        assert not closing.done()
+        gate.leave("b")
+        assert await closing == ["a", "b"]
+        late = asyncio.create_task(gate.enter("c"))
+        await asyncio.sleep(0)
+        gate.open()
+        assert await late
+        gate.leave("c")
+
+    asyncio.run(asyncio.wait_for(check(), 5))
+
+
+def test_where_ranks_meet_for_an_update() -> None:
+    made = checkpoint.SamebitCheckpointEngine.build_topology(2, 3, [{"host": "h", "port": 1}, {}, {}, {}, {}])
+    trainer, servers = made
+    assert trainer == {"rank": [0, -1], "size": [4, 4], "host": ["h", "h"], "port": [1, 1]}
+    assert servers == {"rank": [1, 2, 3], "size": [4] * 3, "host": ["h"] * 3, "port": [1] * 3}
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b_8gpu"])
+def test_the_configuration_for_gpus_is_one_that_verl_accepts(name: str) -> None:
+    with initialize_config_dir(str(CONFIGS), version_base=None):
+        config = compose(name)
+    validate_config(config=config, use_reference_policy=False, use_critic=False)
+    OmegaConf.resolve(config.actor_rollout_ref)
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    made = server_options(rollout, config.actor_rollout_ref.model.path, 0, "server")
+    actor = config.actor_rollout_ref.actor
+    check_trainer(rollout.dtype, config.actor_rollout_ref.model, actor.fsdp_config.mixed_precision)
+    assert config.trainer.n_gpus_per_node == 8
+    assert made.worker.dtype == "bfloat16"
