@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -29,6 +30,15 @@ COLUMNS = {
     "rollout_corr/rollout_rs_token_k1_min": "k1 min",
     "samebit/on_policy/tokens_differing": "tokens that differ",
 }
+PARTS = (
+    "samebit/generation_seconds",
+    "timing_s/old_log_prob",
+    "timing_s/update_actor",
+    "timing_s/update_weights",
+)
+WIDTH = 140
+"""Of the table, also where the output is no terminal."""
+
 MISMATCH = (
     "training/rollout_probs_diff_max",
     "rollout_corr/rollout_rs_token_k1_max",
@@ -41,9 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="recipes/verl_grpo/run.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=16, help="GRPO steps")
     parser.add_argument("--out", type=Path, default=Path("runs/verl-grpo"), help="where everything goes")
+    parser.add_argument("--compare", action="store_true", help="run again with Hugging Face's generate as rollout")
     parser.add_argument("options", nargs="*", help="any option of verl, as NAME=VALUE")
     given = parser.parse_args(arguments)
-    console = Console()
+    console = Console(width=max(Console().width, WIDTH))
     data = given.out / "data"
     data.mkdir(parents=True, exist_ok=True)
     task.build(data, training=4096, held_out=64, warm=True)
@@ -56,6 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: verl ended with {code}; the cause is at the end of {run.log}")
     console.print(table(run.steps()))
     figure(run, given.out / "verl-grpo.png")
+    if given.compare:
+        options["actor_rollout_ref.rollout.custom.generate_with"] = "huggingface"
+        other = Run(data, given.out / "huggingface", options)
+        console.print("the same with Hugging Face's generate", highlight=False)
+        if follow(other, console) != 0:
+            sys.exit(f"error: the cause is at the end of {other.log}")
+        console.print(comparison(run.steps(), other.steps()))
     worst = max(abs(row[name]) for row in run.steps() for name in MISMATCH)
     console.print(f"largest mismatch of {len(run.steps())} steps: {worst}; metrics and figure are in {given.out}")
     if worst != 0.0:
@@ -84,7 +102,16 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     """A line a step."""
     made = Table(*COLUMNS.values())
     for row in rows:
-        made.add_row(*(f"{row[name]:.4g}" if name in row else "" for name in COLUMNS))
+        made.add_row(*(f"{row[name] + 0.0:.4g}" if name in row else "" for name in COLUMNS))
+    return made
+
+
+def comparison(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> Table:
+    """Medians of a step's parts, without the first step, in which things are started and compiled."""
+    made = Table("median seconds a step", "samebit", "Hugging Face generate", "times")
+    for name in ("timing_s/step", *PARTS):
+        here, there = (median(row[name] for row in rows[1:]) for rows in (ours, theirs))
+        made.add_row(COLUMNS[name], f"{here:.3f}", f"{there:.3f}", f"{there / here:.2f}")
     return made
 
 
@@ -102,9 +129,7 @@ def figure(run: Run, path: Path) -> None:
         left.plot(*zip(*val, strict=True), "o", label="validation")
     left.set(title="reward", xlabel="step", ylim=(0, 1))
     left.legend()
-    parts = [name for name in COLUMNS if name.startswith("timing_s/") and name != "timing_s/step"]
-    parts.insert(0, "samebit/generation_seconds")
-    middle.stackplot(steps, *([row[name] for row in rows] for name in parts), labels=[COLUMNS[name] for name in parts])
+    middle.stackplot(steps, *([row[name] for row in rows] for name in PARTS), labels=[COLUMNS[name] for name in PARTS])
     middle.set(title="seconds a step", xlabel="step")
     middle.legend(fontsize="small")
     for name in MISMATCH:

@@ -12,7 +12,7 @@ from samebit.recipes import chain_sum, tiny_model, warmup
 from samebit.recipes.problem import Problem, ProblemSets
 from samebit.recipes.settings import Settings
 
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SEED = 0
 
 

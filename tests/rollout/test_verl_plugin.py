@@ -161,6 +161,7 @@ def test_usual_options_need_no_warning(caplog: pytest.LogCaptureFixture) -> None
         ({"custom": {"blocksize": 16}}, "unknown in rollout.custom: blocksize; samebit knows block_size"),
         ({"custom": {"block_size": 5}}, "block_size must be a power of two"),
         ({"custom": {"num_cpus": 0}}, "rollout.custom.num_cpus"),
+        ({"custom": {"generate_with": "magic"}}, "rollout.custom.generate_with"),
         ({"custom": {"sync_timeout": -1}}, "timeout must be a positive number"),
         ({"tensor_model_parallel_size": 2}, "rollout.tensor_model_parallel_size=2"),
         ({"quantization": "fp8"}, "rollout.quantization=fp8"),

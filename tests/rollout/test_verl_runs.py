@@ -88,7 +88,7 @@ def test_a_run_in_which_trainer_and_rollout_share_their_resources(data: Path, tm
         assert row["samebit/on_policy/tokens"] > 16
         assert row["samebit/on_policy/tokens_differing"] == 0
         assert row["samebit/requests_finished"] >= 16
-        assert row["samebit/syncs"] == 1
+        assert row["samebit/syncs"] >= 1
         assert row["samebit/released_bytes"] > 0
     assert any(name.startswith("val-core/chain_sum") for name in steps[-1])
 

@@ -218,6 +218,28 @@ def test_a_trace_is_written_when_verl_profiles(folder: Path, tmp_path: Path) -> 
     serve(folder, check, traces=tmp_path)
 
 
+def test_hugging_face_can_generate_for_a_comparison(folder: Path) -> None:
+    model, _ = tiny_model.load(folder)
+
+    async def check(server: SamebitServer) -> None:
+        ask = [server.generate([1, 5, 6][:length], {**PARAMS, "temperature": 0}, "a") for length in (1, 2, 3)]
+        outputs = await asyncio.gather(*ask)
+        assert [len(out.token_ids) for out in outputs] == [12] * 3
+        with SharedMemorySender(timeout=30) as sender:
+            sent = asyncio.create_task(asyncio.to_thread(sender.send, model))
+            report = await server.receive_weights(SharedMemoryAt(sender.address))
+            await sent
+        await server.set_global_steps(report.version, 4)
+        again = await server.generate([1, 5], {**PARAMS, "temperature": 0}, "b")
+        assert again.token_ids == outputs[1].token_ids
+        assert torch.allclose(torch.tensor(again.log_probs), torch.tensor(outputs[1].log_probs), atol=1e-4)
+        assert again.extra_fields["global_steps"] == 4
+        with pytest.raises(RequestError, match="alone"):
+            await server.generate([1, 5], {**PARAMS, "repetition_penalty": 2.0}, "c")
+
+    serve(folder, check, generate_with="huggingface")
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "extra", "says"),
     [

@@ -21,8 +21,12 @@ DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp3
 WORKER_OPTIONS = ("block_size", "num_blocks", "kv_cache_gb", "eviction_policy", "state_cache_gb", "num_threads")
 """Of `rollout.custom`: fields of `RolloutConfig` that verl has no option for."""
 
-SERVER_OPTIONS = ("num_cpus", "sync_timeout")
-"""Of `rollout.custom`: cores that Ray reserves for a server; the longest wait in a weight update, in seconds."""
+SERVER_OPTIONS = ("num_cpus", "sync_timeout", "generate_with")
+"""Of `rollout.custom`: cores that Ray reserves for a server; the longest wait in a weight update, in seconds; whose
+generation it is."""
+
+GENERATORS = ("samebit", "huggingface")
+"""The second is for comparing step times with, and not exact."""
 
 _NOT_HONOURED = {
     "gpu_memory_utilization": 0.5,
@@ -62,6 +66,7 @@ class ServerOptions:
     num_cpus: int
     sync_timeout: float
     traces: Path | None
+    generate_with: str = "samebit"
 
 
 def server_options(rollout: Any, model_path: str, replica_rank: int, name: str) -> ServerOptions:
@@ -85,6 +90,9 @@ def server_options(rollout: Any, model_path: str, replica_rank: int, name: str) 
     num_cpus = custom.get("num_cpus", 1)
     if isinstance(num_cpus, bool) or not isinstance(num_cpus, int) or num_cpus < 1:
         raise ValueError(f"rollout.custom.num_cpus must be an int of at least 1, got {num_cpus!r}")
+    generate_with = custom.get("generate_with", "samebit")
+    if generate_with not in GENERATORS:
+        raise ValueError(f"rollout.custom.generate_with must be one of {', '.join(GENERATORS)}, got {generate_with!r}")
     return ServerOptions(
         name=name,
         model=model_path,
@@ -97,6 +105,7 @@ def server_options(rollout: Any, model_path: str, replica_rank: int, name: str) 
         num_cpus=num_cpus,
         sync_timeout=check_timeout(custom.get("sync_timeout", DEFAULT_TIMEOUT)),
         traces=_traces(rollout.profiler, replica_rank),
+        generate_with=generate_with,
     )
 
 

@@ -29,6 +29,7 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from samebit.rollout.errors import ModelLoadError, RequestError
 from samebit.rollout.integrations.ray.links import BroadcastGroup, Sources
 from samebit.rollout.integrations.verl import requests
+from samebit.rollout.integrations.verl.baseline import HuggingFaceWorker
 from samebit.rollout.integrations.verl.gate import Gate
 from samebit.rollout.integrations.verl.options import ServerOptions
 from samebit.rollout.integrations.verl.profiling import Tracing
@@ -58,7 +59,7 @@ class SamebitServer:
         self._numbers = itertools.count()
         self._busy = Busy()
         self._counted = dict.fromkeys(("syncs", "sync_seconds", "sync_bytes", "released_bytes"), 0.0)
-        self._worker: RolloutWorker
+        self._worker: RolloutWorker | HuggingFaceWorker
         self._eos: tuple[int, ...]
 
     async def load(self, options: ServerOptions, mode: RolloutMode) -> None:
@@ -68,12 +69,14 @@ class SamebitServer:
         self._tracing = Tracing(options.traces, options.name)
         self._worker = await self._in_thread(self._build)
 
-    def _build(self) -> RolloutWorker:
+    def _build(self) -> RolloutWorker | HuggingFaceWorker:
         folder = copy_to_local(self._options.model)
         if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
             raise ModelLoadError(f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}), and verl needs one")
         tokenizer = AutoTokenizer.from_pretrained(folder)
         self._eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        if self._options.generate_with == "huggingface":
+            return HuggingFaceWorker(folder, self._options.worker, tokenizer)
         return RolloutWorker(folder, config=self._options.worker, tokenizer=tokenizer)
 
     # -- requests ----------------------------------------------------------------------------------
