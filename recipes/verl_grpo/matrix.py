@@ -5,6 +5,9 @@ so that it can be interrupted and taken up again.
 """
 
 import argparse
+import os
+import signal
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -113,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/verl-matrix"), help="what was run")
     parser.add_argument("--only", nargs="*", default=[], help="names of runs, or parts of them; all if none are given")
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     console = Console()
     data = given.out / "data"
     data.mkdir(parents=True, exist_ok=True)
@@ -143,9 +147,13 @@ def settings(steps: int) -> Options:
 
 
 def run(run: Run) -> None:
-    """Let it run to its end, whatever that is."""
+    """Let it run to its end, whatever that is; if this program is ended, so is the run."""
     process = run.start()
-    code = process.wait()
+    try:
+        code = process.wait()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
     (run.out / "exit").write_text(str(code))
 
 
