@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from samebit.rollout.engine import Engine
 from samebit.rollout.errors import RequestError, WorkerStateError
+from samebit.rollout.free_memory import return_free_memory
 from samebit.rollout.handle import RequestHandle
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.request import IntArray, Request
@@ -255,6 +256,7 @@ class WorkerCore:
                 engine.preempt_all()
                 engine.runner.release_cache()
                 self._set_asleep(kv_cache=True)
+            return_free_memory()
 
     def _sleep_weights(self, *, keep_copy: bool) -> None:
         if not self._state.weights_asleep:

@@ -1,0 +1,106 @@
+"""Released means released: resident memory falls by what was put to sleep, and comes back with the same bits."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.cache.integrity import check_cache
+
+from .compare import assert_same_samples
+from .families import make_model, token_ids
+
+PROMPTS = token_ids(3, 70, 150)
+PARAMS = [SamplingParams(seed=seed, max_tokens=8, ignore_eos=True, n=2) for seed in range(3)]
+ORDERS = [("weights", "kv_cache"), ("kv_cache", "weights")]
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+
+
+def resident() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def size_of(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def cache_tensors(worker: RolloutWorker) -> list[torch.Tensor]:
+    runner = worker._engine.runner
+    layers = [] if runner.states is None else [*runner.states.layers, *runner.states.checkpoints]
+    return [*runner.pages, *(t for layer in layers for t in vars(layer).values() if isinstance(t, torch.Tensor))]
+
+
+def touch(worker: RolloutWorker) -> None:
+    """Memory that nobody wrote is not resident."""
+    for tensor in cache_tensors(worker):
+        tensor.fill_(0)
+    worker.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("family", ["Qwen3", "NemotronH"])
+def test_resident_memory_falls_by_what_sleeps(family: str, order: tuple[str, str], level: int, tmp_path: Path) -> None:
+    """Weights are many tensors of a few hundred kilobytes, where an allocator likes to keep what was freed."""
+    model = make_model(family, torch.float32, hidden_size=400, intermediate_size=800)
+    model.save_pretrained(tmp_path)
+    states = {"state_cache_gb": 0.01} if family == "NemotronH" else {}
+    config = RolloutConfig(max_model_len=256, kv_cache_gb=0.03, max_num_seqs=8, **states)
+    with RolloutWorker(tmp_path, config=config) as worker:
+        whole = worker.generate(PROMPTS, PARAMS)
+        touch(worker)
+        sizes = {"weights": size_of(list(model.state_dict().values())), "kv_cache": size_of(cache_tensors(worker))}
+        for tag in order:
+            assert sizes[tag] > 5e6
+            before = resident()
+            worker.sleep(tag, level=level if tag == "weights" else 1)
+            assert before - resident() > 0.9 * sizes[tag], f"{tag}: of {sizes[tag]} bytes"
+        for tag in order:
+            worker.wake_up(tag)
+            check_cache(worker._engine.cache)
+            stats = worker.stats()
+            assert stats["blocks_cached"] == stats.get("states_used", 0) == 0
+            assert stats["blocks_free"] == stats["blocks_total"]
+        if level == 2:
+            worker.receive_weights(model)
+        again = worker.generate(PROMPTS, PARAMS)
+        assert_same_samples(again, whole)
+        assert [out.num_cached_tokens for out in again] == [0, 0, 0], "nothing from before is hit"
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "NemotronH"])
+def test_sleeping_by_tag_again_and_again_while_requests_run_and_wait(family: str, tmp_path: Path) -> None:
+    """Preempted, resumed, none lost, and not a bit changed."""
+    model = make_model(family, torch.float32)
+    model.save_pretrained(tmp_path)
+    prompts = PROMPTS * 3
+    params = [SamplingParams(seed=seed, max_tokens=30, ignore_eos=True) for seed in range(len(prompts))]
+    with RolloutWorker(tmp_path, config=RolloutConfig(max_model_len=256)) as worker:
+        whole = worker.generate(prompts, params)
+    config = RolloutConfig(max_model_len=256, max_num_seqs=3, max_num_batched_tokens=100)
+    with RolloutWorker(tmp_path, config=config) as worker:
+        handles = [worker.submit(prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)]
+        cycles = 0
+        while not all(handle.done for handle in handles):
+            slept, woken = ORDERS[cycles & 1], ORDERS[cycles >> 1 & 1]
+            level = 1 + (cycles >> 2 & 1)
+            for tag in slept[: 1 + cycles % 3]:
+                for _ in range(2):
+                    worker.sleep(tag, level=level if tag == "weights" else 1)
+            for tag in woken:
+                worker.wake_up(tag)
+            if worker._state.incomplete:
+                worker.receive_weights(model, in_flight="recompute")
+            cycles += 1
+            steps = worker.stats()["steps"]
+            while worker.stats()["steps"] < steps + 3 and worker._engine.has_work:
+                handles[0]._delivery.wait(0.001)
+        outputs = [handle.result(60) for handle in handles]
+        assert cycles > 8
+        assert worker.stats()["preemptions"] > 0
+    assert_same_samples(outputs, whole)
