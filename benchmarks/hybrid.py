@@ -159,7 +159,7 @@ def measure(
 ) -> dict[str, Spread]:
     calibration = Calibration()
     metrics = decode_step.measure(steps, calibration)
-    metrics |= beside_hugging_face(model, workload, rounds, calibration)
+    metrics |= beside_hugging_face(model, workload, max(1, rounds - 2), calibration)  # a round takes over a minute
     metrics |= first_wave(model, sizes)
     with ExitStack() as stack:
         metrics |= Talks(model, sizes, stack).measure(rounds, calibration)
