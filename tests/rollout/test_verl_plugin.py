@@ -38,6 +38,7 @@ from samebit.rollout.integrations.verl.options import check_trainer, server_opti
 from samebit.rollout.integrations.verl.server import SamebitServer
 
 CONFIGS = Path(str(inspect.getfile(verl_grpo))).parent
+FOLDER = {"path": "folder", "tokenizer_path": None}
 MODEL = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "samebit"}}
 
 
@@ -132,7 +133,7 @@ def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
         engine_kwargs={"vllm": {"x": 1}},
     )
     with caplog.at_level(logging.WARNING):
-        made = server_options(given, "folder", 3, "server")
+        made = server_options(given, FOLDER, 3, "server")
     assert made.worker == RolloutConfig(
         max_num_seqs=32,
         max_num_batched_tokens=32,
@@ -151,7 +152,7 @@ def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
 def test_usual_options_need_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), initialize_config_dir(str(CONFIGS), version_base=None):
         rollout = compose("tiny").actor_rollout_ref.rollout
-        server_options(omega_conf_to_dataclass(rollout), "folder", 0, "server")
+        server_options(omega_conf_to_dataclass(rollout), FOLDER, 0, "server")
     assert not caplog.text
 
 
@@ -170,7 +171,7 @@ def test_usual_options_need_no_warning(caplog: pytest.LogCaptureFixture) -> None
 )
 def test_wrong_options_are_refused_by_name(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        server_options(options(**changes), "folder", 0, "server")
+        server_options(options(**changes), FOLDER, 0, "server")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_the_configuration_for_gpus_is_one_that_verl_accepts(name: str) -> None:
     validate_config(config=config, use_reference_policy=False, use_critic=False)
     OmegaConf.resolve(config.actor_rollout_ref)
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-    made = server_options(rollout, config.actor_rollout_ref.model.path, 0, "server")
+    made = server_options(rollout, config.actor_rollout_ref.model, 0, "server")
     actor = config.actor_rollout_ref.actor
     check_trainer(rollout.dtype, config.actor_rollout_ref.model, actor.fsdp_config.mixed_precision)
     assert config.trainer.n_gpus_per_node == 8

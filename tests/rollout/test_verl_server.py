@@ -29,6 +29,7 @@ PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1
 OPTIONS = ServerOptions(
     name="server",
     model="",
+    tokenizer="",
     worker=RolloutConfig(dtype="float32", max_num_seqs=8, block_size=16),
     prompt_length=20,
     response_length=12,
@@ -52,7 +53,7 @@ def serve(
 
     async def main() -> None:
         server = SamebitServer()
-        await server.load(replace(OPTIONS, model=str(folder), **options), mode)
+        await server.load(replace(OPTIONS, **{"model": str(folder), "tokenizer": str(folder), **options}), mode)
         try:
             await asyncio.wait_for(check(server), 60)
         finally:
@@ -271,3 +272,8 @@ def test_a_folder_without_tokenizer_is_named(folder: Path, tmp_path: Path) -> No
 
     with pytest.raises(ValueError, match="no tokenizer"):
         serve(tmp_path, check)
+
+    async def fine(server: SamebitServer) -> None:
+        assert (await server.generate([1, 5], dict(PARAMS), "a")).stop_reason == "completed"
+
+    serve(tmp_path, fine, tokenizer=str(folder))

@@ -57,6 +57,7 @@ class ServerOptions:
 
     name: str
     model: str
+    tokenizer: str
     worker: RolloutConfig
     prompt_length: int
     response_length: int
@@ -69,8 +70,8 @@ class ServerOptions:
     generate_with: str = "samebit"
 
 
-def server_options(rollout: Any, model_path: str, replica_rank: int, name: str) -> ServerOptions:
-    """From verl's `RolloutConfig`. `name`: of the server.
+def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, name: str) -> ServerOptions:
+    """From verl's `RolloutConfig` and its options of the model. `name`: of the server.
 
     Raises:
         ValueError: options that samebit refuses, and unknown ones in `rollout.custom`, by name.
@@ -95,7 +96,8 @@ def server_options(rollout: Any, model_path: str, replica_rank: int, name: str) 
         raise ValueError(f"rollout.custom.generate_with must be one of {', '.join(GENERATORS)}, got {generate_with!r}")
     return ServerOptions(
         name=name,
-        model=model_path,
+        model=model["path"],
+        tokenizer=model.get("tokenizer_path") or model["path"],
         worker=worker,
         prompt_length=rollout.prompt_length,
         response_length=rollout.response_length,

@@ -40,7 +40,7 @@ class SamebitReplica(RolloutReplica):
         checkpoint.register()
         kind = "reward" if self.is_reward_model else "teacher" if self.is_teacher_model else ""
         name = server_name(replica_rank, kind=kind, suffix=self.name_suffix)
-        self.options = server_options(self.config, model_config["path"], replica_rank, name)
+        self.options = server_options(self.config, model_config, replica_rank, name)
         if not (self.is_reward_model or self.is_teacher_model):
             check_trainer(self.config.dtype, model_config, _mixed_precision(config))
         self.failure: Exception | None = None

@@ -72,6 +72,7 @@ def turned_away(step: int) -> dict[str, Any]:
 
 
 def _steps(sample: SampleOutput, steps: Mapping[int, int]) -> tuple[int, int]:
-    """Of the first and the last token; the newest where there is none."""
-    versions = [version for _, _, version in sample.weight_versions] or [max(steps)]
-    return steps[versions[0]], steps[versions[-1]]
+    """Of the first and the last token; the newest where there is none, and for weights that no step is known of yet."""
+    newest = max(steps)
+    versions = [version for _, _, version in sample.weight_versions] or [newest]
+    return steps.get(versions[0], steps[newest]), steps.get(versions[-1], steps[newest])

@@ -70,10 +70,10 @@ class SamebitServer:
         self._worker = await self._in_thread(self._build)
 
     def _build(self) -> RolloutWorker | HuggingFaceWorker:
-        folder = copy_to_local(self._options.model)
-        if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
-            raise ModelLoadError(f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}), and verl needs one")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        folder, words = copy_to_local(self._options.model), copy_to_local(self._options.tokenizer)
+        if not any((Path(words) / name).is_file() for name in TOKENIZER_FILES):
+            raise ModelLoadError(f"{words} has no tokenizer ({', '.join(TOKENIZER_FILES)}), and verl needs one")
+        tokenizer = AutoTokenizer.from_pretrained(words)
         self._eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         if self._options.generate_with == "huggingface":
             return HuggingFaceWorker(folder, self._options.worker, tokenizer)
