@@ -159,6 +159,7 @@ class HuggingFaceWorker:
             top_logprobs=None,
             weight_versions=[(0, length, self.weight_version)],
             kv_versions=[],
+            context_versions=[],
             finish_reason="stop" if ended else "length",
             stop_reason=None,
             text=None,
