@@ -1,13 +1,15 @@
 """The recipe from end to end, two steps of it, on the real engine."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from samebit.recipes import grpo, report
-from samebit.recipes.settings import OnPolicy
 
+Tiny = Callable[..., Any]
 STEPS = 2
 EVERY_STEP = {
     "seed",
@@ -33,26 +35,8 @@ EVERY_STEP = {
 EVALUATION = {"val/accuracy", "val/share_with_working", "val/problems"}
 
 
-def tiny(out: Path, **changes: object) -> OnPolicy:
-    values = {
-        "out": out,
-        "steps": STEPS,
-        "prompts": 4,
-        "samples": 4,
-        "max_tokens": 12,
-        "held_out": 8,
-        "eval_every": 2,
-        "warmup_cap": 2,
-        "warmup_mixed": 1,
-        "max_num_seqs": 32,
-        "kv_cache_gb": 0.05,
-        "lr": 1e-3,
-    }
-    return OnPolicy(**{**values, **changes})
-
-
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grpo")
     grpo.run(tiny(folder, seeds=2))
     return folder
@@ -99,7 +83,7 @@ def test_the_report_is_of_these_rows(out: Path) -> None:
     assert report.verdict(rows) == (f"max |rollout logprob - trainer logprob| = 0.0: 0 of {tokens:,} tokens differ")
 
 
-def test_own_model_and_own_prompts(out: Path, tmp_path: Path) -> None:
+def test_own_model_and_own_prompts(tiny: Tiny, out: Path, tmp_path: Path) -> None:
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(10)))
     rows = grpo.run(tiny(tmp_path / "run", model=out / "seed0" / "policy", data=data, temperature=0.7))
@@ -110,7 +94,7 @@ def test_own_model_and_own_prompts(out: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "seed0" / "warm").exists()
 
 
-def test_a_hybrid_policy(tmp_path: Path) -> None:
+def test_a_hybrid_policy(tiny: Tiny, tmp_path: Path) -> None:
     """The same recipe on Mamba layers: zero difference at every step."""
     rows = grpo.run(tiny(tmp_path, architecture="hybrid"))
     steps = [row for row in rows if row["step"]]

@@ -1,6 +1,7 @@
 """The recipe in two processes: tokens of two versions of the weights, each with its own version's bits."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +16,17 @@ from samebit.recipes.previous import PreviousPolicy
 from samebit.recipes.settings import OffPolicy
 from samebit.recipes.trajectory import Trajectory, collate
 
+Tiny = Callable[..., Any]
 STEPS = 5
 
 
-def tiny(out: Path, **changes: Any) -> OffPolicy:
-    values: dict[str, Any] = {
-        "steps": STEPS,
-        "prompts": 8,
-        "samples": 8,
-        "max_tokens": 40,
-        "held_out": 8,
-        "eval_every": 5,
-        "warmup_cap": 2,
-        "warmup_mixed": 1,
-        "max_num_seqs": 16,
-        "kv_cache_gb": 0.05,
-        "lr": 1e-3,
-    }
-    return OffPolicy(out=out, **{**values, **changes})
-
-
-def test_every_token_has_the_bits_of_its_own_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_token_has_the_bits_of_its_own_version(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ray")
     monkeypatch.setattr(sampling, "reward", lambda text, finished, problem: len(set(text)) / 10)
-    rows = grpo_async.run(tiny(tmp_path))
+    more = {"steps": STEPS, "prompts": 8, "samples": 8, "max_tokens": 40, "eval_every": STEPS, "max_num_seqs": 16}
+    rows = grpo_async.run(tiny(tmp_path, OffPolicy, **more))
     steps = [row for row in rows if row["step"]]
     assert [row["weight_version"] for row in steps] == list(range(STEPS))
     assert all(row["training/tokens_compared"] > 64 for row in steps)

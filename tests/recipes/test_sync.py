@@ -1,6 +1,6 @@
 """`--sync`: however the weights get to the worker, a run is the same bit for bit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,29 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from samebit.recipes import grpo, sampling
-from samebit.recipes.settings import OnPolicy
 
 pytest.importorskip("ray")
 
+Tiny = Callable[..., Any]
 STEPS = 4
 DEPENDS_ON_THE_CLOCK = ("perf/", "sync/sent_bytes")
-
-
-def tiny(out: Path, **changes: Any) -> OnPolicy:
-    values: dict[str, Any] = {
-        "steps": STEPS,
-        "prompts": 4,
-        "samples": 4,
-        "max_tokens": 12,
-        "held_out": 8,
-        "eval_every": 2,
-        "warmup_cap": 2,
-        "warmup_mixed": 1,
-        "max_num_seqs": 32,
-        "kv_cache_gb": 0.05,
-        "lr": 1e-3,
-    }
-    return OnPolicy(out=out, **{**values, **changes})
 
 
 def without_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -47,15 +30,17 @@ def rewarded() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+def shared(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
     folder = tmp_path_factory.mktemp("shared")
-    return folder, grpo.run(tiny(folder))
+    return folder, grpo.run(tiny(folder, steps=STEPS))
 
 
 @pytest.mark.parametrize("way", ["copy", "shm"])
-def test_a_run_is_the_same_bit_for_bit(way: str, shared: tuple[Path, list[dict[str, float]]], tmp_path: Path) -> None:
+def test_a_run_is_the_same_bit_for_bit(
+    tiny: Tiny, way: str, shared: tuple[Path, list[dict[str, float]]], tmp_path: Path
+) -> None:
     folder, expected = shared
-    rows = grpo.run(tiny(tmp_path, sync=way))
+    rows = grpo.run(tiny(tmp_path, steps=STEPS, sync=way))
     assert without_times(rows) == without_times(expected)
     steps = [row for row in rows if row["step"]]
     assert [row["weight_version"] for row in steps] == list(range(STEPS))

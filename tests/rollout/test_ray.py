@@ -66,18 +66,15 @@ def tiny(seed: int) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Ray on the loopback interface alone, with nothing that outlives the tests."""
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as folder:
-        patch.setenv("RAY_AUTH_TOKEN", "of-the-tests")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
+    """Ray with nothing that outlives the tests; see tests/conftest.py."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as temporary:
         ray.init(
             num_cpus=4,
             include_dashboard=False,
             object_store_memory=80 << 20,
             log_to_driver=False,
             configure_logging=False,
-            _temp_dir=folder,
+            _temp_dir=temporary,
         )
         yield
         ray.shutdown()
