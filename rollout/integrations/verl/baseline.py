@@ -103,12 +103,12 @@ class HuggingFaceWorker:
         self._thread.shutdown()
 
     def _next_batch(self) -> None:
+        if not self._waiting:
+            return  # an earlier batch took it along
         time.sleep(GATHER_SECONDS)
         with self._mutex:
             batch = [one for one in self._waiting if one.params == self._waiting[0].params][: self._config.max_num_seqs]
             self._waiting = [one for one in self._waiting if one not in batch]
-        if not batch:
-            return
         try:
             outputs = self._generate(batch)
         except Exception as error:
