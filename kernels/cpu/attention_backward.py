@@ -13,7 +13,7 @@ from numba import njit, prange
 from .attention import KV_CHUNK
 from .jit import parallel_kernel
 from .numeric import LANES, exp, fma, tanh, widen
-from .simd import multiply, multiply_add
+from .simd import tile_multiply, tile_multiply_add
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -107,21 +107,14 @@ def _chunk_gradients(
 ) -> None:  # fmt: skip
     p = np.zeros(KV_CHUNK, np.float32)
     slope = np.zeros(KV_CHUNK, np.float32)
-    vectors = np.arange(0, KV_CHUNK, LANES)
     for r in range(first_row, last_row):
         token = r // group
         lo = max(0, token - window + 1 - base) if window > 0 else 0
         hi = min(count, token + 1 - base)
         shift = lse[row + token, kv_head * group + r % group]
         for at in range(0, hi, 2 * LANES):
-            multiply(
-                1, 2, False, query, r * wide, wide, keys, at, vectors, at, vectors, KV_CHUNK, head_dim, p, at,
-                KV_CHUNK,
-            )  # fmt: skip
-            multiply(
-                1, 2, False, upstream, r * wide, wide, values, at, vectors, at, vectors, KV_CHUNK, head_dim, slope,
-                at, KV_CHUNK,
-            )  # fmt: skip
+            tile_multiply(1, 2, query, r * wide, wide, keys, at, KV_CHUNK, head_dim, p, at, KV_CHUNK)
+            tile_multiply(1, 2, upstream, r * wide, wide, values, at, KV_CHUNK, head_dim, slope, at, KV_CHUNK)
         for j in range(KV_CHUNK):
             s = p[j] * scale
             bend = _ONE
@@ -133,10 +126,7 @@ def _chunk_gradients(
             p[j] = exp(s - shift) if seen else _ZERO
             slope[j] = p[j] * (slope[j] - delta[r]) * bend * scale if seen else _ZERO
         for d in range(0, wide, LANES):
-            multiply_add(
-                1, 1, False, slope, 0, KV_CHUNK, key_rows, d, vectors, d, vectors, wide, hi, grad_query,
-                r * wide + d, wide,
-            )  # fmt: skip
+            tile_multiply_add(1, 1, slope, 0, KV_CHUNK, key_rows, d, wide, hi, grad_query, r * wide + d, wide)
         for j in range(lo, hi):
             for d in range(wide):
                 grad_values[j * wide + d] = fma(p[j], upstream[r * wide + d], grad_values[j * wide + d])

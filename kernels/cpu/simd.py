@@ -1,4 +1,4 @@
-"""Sixteen-lane micro-kernels of the attention and state-space loops, written as LLVM vectors.
+"""Sixteen-lane products of small tiles, for the state-space scan and attention's gradients, as LLVM vectors.
 
 Why not plain Numba loops: LLVM guards them with alias checks and spills the accumulators, which cost a
 factor of four. Every lane does the same scalar operations in the same order as a plain loop would: one
@@ -18,108 +18,7 @@ FETCH_AHEAD = 1024
 """Elements between what `tile_multiply` reads and what it asks for meanwhile (4 KiB in float32)."""
 
 _ROWS = (1, 2, 4)
-_COLUMNS = (1, 2)
-
-
-def _multiply_accumulate(from_zero: bool) -> Any:
-    """Micro-kernel: ``out[r, 16 c : 16 c + 16] (+)= sum over i < count of weight[r, i] * vector[c, i, 0:16]``.
-
-    Vector (c, i) starts at element ``vectors_at + offsets[c] + i * vectors_stride``. ``rows`` is 1, 2 or 4,
-    ``columns`` 1 or 2: the accumulators live in registers, and enough of them hide the latency of the multiply-adds.
-    With ``fetch`` it also asks for the cache lines of the vectors from ``ahead_at + ahead_offsets[c]`` on.
-    """
-
-    @intrinsic
-    def kernel(
-        typingctx: Any,
-        rows: Any,
-        columns: Any,
-        fetch: Any,
-        weights: Any,
-        weights_at: Any,
-        weights_stride: Any,
-        vectors: Any,
-        vectors_at: Any,
-        offsets: Any,
-        ahead_at: Any,
-        ahead_offsets: Any,
-        vectors_stride: Any,
-        count: Any,
-        out: Any,
-        out_at: Any,
-        out_stride: Any,
-    ) -> Any:
-        i64 = types.int64
-        signature = types.void(
-            i64,
-            i64,
-            types.boolean,
-            weights,
-            i64,
-            i64,
-            vectors,
-            i64,
-            offsets,
-            i64,
-            ahead_offsets,
-            i64,
-            i64,
-            out,
-            i64,
-            i64,
-        )
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            many, wide, fetching, weight, weight_at, weight_stride, vector, first, starts, ahead, comings, *rest = args
-            stride, n, target, at, step = rest
-            index = many.type
-
-            def element(array_type: Any, array: Any, base: Any, step: Any, i: int) -> Any:
-                return pointer_to(context, builder, array_type, array, builder.add(base, builder.mul(step, index(i))))
-
-            def column_at(base: Any, table_type: Any, table: Any, column: int) -> Any:
-                offset = builder.load(pointer_to(context, builder, table_type, table, index(column)))
-                return pointer_to(context, builder, vectors, vector, builder.add(base, offset))
-
-            def emit(row_count: int, column_count: int, prefetching: bool) -> None:
-                weight_rows = [element(weights, weight, weight_at, weight_stride, r) for r in range(row_count)]
-                columns_here = range(column_count)
-                tiles = [column_at(first, offsets, starts, c) for c in columns_here]
-                coming = [column_at(ahead, ahead_offsets, comings, c) for c in columns_here if prefetching]
-                targets = [
-                    builder.gep(element(out, target, at, step, r), [index(LANES * c)])
-                    for r in range(row_count)
-                    for c in range(column_count)
-                ]
-
-                def body(i: Any, sums: list[Any]) -> list[Any]:
-                    moved = builder.mul(i, stride)
-                    loaded = [load_vector(builder, builder.gep(tile, [moved]), vectors.dtype) for tile in tiles]
-                    for pointer in coming:
-                        prefetch(builder, builder.gep(pointer, [moved]))
-                    factors = [splat(builder, builder.load(builder.gep(row, [i]))) for row in weight_rows]
-                    pairs = [(factor, tile) for factor in factors for tile in loaded]
-                    return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
-
-                initial = [zeros() if from_zero else load_vector(builder, p, types.float32) for p in targets]
-                for pointer, total in zip(targets, accumulate(builder, n, initial, body), strict=True):
-                    store_vector(builder, total, pointer)
-
-            for row_count in _ROWS:
-                for column_count in _COLUMNS:
-                    for prefetching in (False, True):
-                        shape = builder.and_(
-                            builder.icmp_signed("==", many, index(row_count)),
-                            builder.icmp_signed("==", wide, index(column_count)),
-                        )
-                        chosen = builder.icmp_signed("==", fetching, fetching.type(prefetching))
-                        with builder.if_then(builder.and_(shape, chosen)):
-                            emit(row_count, column_count, prefetching)
-            return context.get_dummy_value()
-
-        return signature, generate
-
-    return kernel
+_COLUMNS = (1, 2, 4)
 
 
 def _tile_multiply(from_zero: bool) -> Any:
@@ -177,7 +76,7 @@ def _tile_multiply(from_zero: bool) -> Any:
                     store_vector(builder, total, pointer)
 
             for row_count in _ROWS:
-                for column_count in (1, 2, 4):
+                for column_count in _COLUMNS:
                     chosen = builder.and_(
                         builder.icmp_signed("==", many, index(row_count)),
                         builder.icmp_signed("==", wide, index(column_count)),
@@ -191,7 +90,5 @@ def _tile_multiply(from_zero: bool) -> Any:
     return kernel
 
 
-multiply = _multiply_accumulate(from_zero=True)
-multiply_add = _multiply_accumulate(from_zero=False)
 tile_multiply = _tile_multiply(from_zero=True)
 tile_multiply_add = _tile_multiply(from_zero=False)
