@@ -23,7 +23,7 @@ def check_cache(cache: CacheManager) -> None:
 
 def _check_owners(cache: CacheManager) -> None:
     owners = np.zeros(cache.pool.num_blocks + 1, np.int64)
-    for blocks in [*cache.tables.all_blocks(), *cache.held_blocks()]:
+    for blocks in [*cache.tables.all_blocks(), *cache.tails.blocks()]:
         if len(set(blocks)) != len(blocks):
             raise AssertionError("a sequence lists a block twice")
         owners[blocks] += 1

@@ -26,9 +26,10 @@ from samebit.rollout.cache.chain import ChainHasher, TokenChain
 from samebit.rollout.cache.counters import CacheCounters
 from samebit.rollout.cache.index import CachedBlock, PrefixIndex, Tokens
 from samebit.rollout.cache.leaders import Leaders
-from samebit.rollout.cache.prefix_state import NEVER, PrefixState, PromptTail
+from samebit.rollout.cache.prefix_state import NEVER, PrefixState
 from samebit.rollout.cache.states import StateCache
 from samebit.rollout.cache.tables import BlockTables
+from samebit.rollout.cache.tails import PromptTail, PromptTails
 from samebit.rollout.cache.waiting_chains import WaitingChains
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class CacheManager:
         self.states = states if prefix_caching else None
         self.waiting = WaitingChains()
         self._keeps_free_blocks = eviction_policy == "lru"
-        self._tails: dict[PromptTail, None] = {}
+        self.tails = PromptTails(self._give_back)
         self._copies: list[tuple[int, int]] = []
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -142,7 +143,7 @@ class CacheManager:
     def forget(self, sequence: Sequence) -> None:
         """A sequence that waits, or never began to, goes away."""
         if sequence.prefix is not None:
-            self._leave_tail(sequence.prefix)
+            self.tails.leave(sequence.prefix)
             self._withdraw(sequence.prefix)
         if self.leaders is not None and sequence in self.leaders:
             self.leaders.unfollow(sequence)
@@ -224,7 +225,7 @@ class CacheManager:
         for block in blocks:
             self.pool.claim(block)
         tail = PromptTail(blocks, leader, length, len(samples))
-        self._tails[tail] = None
+        self.tails.hold(tail)
         for sample in samples:
             if sample.prefix is not None:
                 sample.prefix.tail = tail
@@ -253,20 +254,13 @@ class CacheManager:
 
     def drop_tails(self) -> bool:
         """Give up the prompts that are held; whether there were any."""
-        dropped, self._tails = self._tails, {}
-        for tail in dropped:
-            self._give_back(tail.blocks[::-1])
-        return bool(dropped)
+        return self.tails.drop()
 
     def sweep(self) -> None:
         """A step's share of freeing what `clear_index` left."""
         if self.index is not None:
             self.index.sweep(SWEPT_PER_STEP)
             self.pool.sweep(SWEPT_PER_STEP)
-
-    def held_blocks(self) -> list[list[int]]:
-        """The blocks of each prompt that is held."""
-        return [tail.blocks for tail in self._tails]
 
     def owned_blocks(self, sequence: Sequence) -> list[int]:
         """A copy of the blocks of a running sequence, in order of position."""
@@ -293,12 +287,13 @@ class CacheManager:
             return
         hits, slot = len(match), sequence.slot
         start, shared = self._resume_point(sequence, state, match)
-        if self._has_tail(state, hits) and state.tail is not None and hits < len(state.tail.blocks):
-            self._copies.append((state.tail.blocks[hits], self.tables.blocks(slot)[hits]))
+        tail = self.tails.following(state, hits, self.block_size)
+        if tail is not None and hits < len(tail.blocks):
+            self._copies.append((tail.blocks[hits], self.tables.blocks(slot)[hits]))
         if self.states is not None:
             self._resume_state(self.states, sequence, state, start)
         self._count(state.chain, hits, start)
-        self._leave_tail(state)
+        self.tails.leave(state)
         self._withdraw(state)
         state.match = []
         state.epoch = self.index.epoch
@@ -309,17 +304,18 @@ class CacheManager:
     def _resume_point(self, sequence: Sequence, state: PrefixState, match: list[CachedBlock]) -> tuple[int, int]:
         """Where a sequence with this match goes on, and up to where its blocks have their KV."""
         shared = start = len(match) * self.block_size
-        tail = state.tail
-        if tail is not None and self._has_tail(state, len(match)):
-            shared = start = tail.prompt_length
-        if self.states is not None and not (start == sequence.num_tokens - 1 and self._forks(state)):
+        missing_end = self.tails.following(state, len(match), self.block_size)
+        if missing_end is not None:
+            shared = start = missing_end.prompt_length
+        forks = state.tail is not None and state.tail.has_live_state and start == sequence.num_tokens - 1
+        if self.states is not None and not forks:
             start = self.states.deepest(match, sequence.num_tokens) * self.block_size
         return 0 if sequence.prompt_logprobs_wanted else min(start, sequence.num_tokens - 1), shared
 
     def _resume_state(self, states: StateCache, sequence: Sequence, state: PrefixState, start: int) -> None:
         """Bring the live state of an admitted sequence to `start`, and note where it will take checkpoints."""
         last = sequence.num_tokens - 1
-        if start == last and state.tail is not None and self._forks(state):
+        if start == last and state.tail is not None and state.tail.has_live_state:
             states.fork(state.tail.leader.slot, sequence.slot)
         else:
             if not sequence.prompt_logprobs_wanted:
@@ -350,24 +346,6 @@ class CacheManager:
         counters.tokens_skipped += skipped
         if self.index is not None and hits < len(chain):
             counters.lost_to_eviction += self.index.was_evicted(chain[hits])
-
-    def _has_tail(self, state: PrefixState, hits: int) -> bool:
-        """Whether what follows these hits is an end of its prompt that is still held."""
-        tail = state.tail
-        return tail is not None and tail in self._tails and tail.prompt_length // self.block_size == hits
-
-    def _forks(self, state: PrefixState) -> bool:
-        """Whether the live state of the prompt's leader is still that of the prompt."""
-        leader = None if state.tail is None else state.tail.leader
-        return leader is not None and leader.slot >= 0 and leader.num_computed == leader.num_prompt_tokens
-
-    def _leave_tail(self, state: PrefixState) -> None:
-        tail, state.tail = state.tail, None
-        if tail is not None:
-            tail.users -= 1
-            if tail.users == 0 and tail in self._tails:
-                del self._tails[tail]
-                self._give_back(tail.blocks[::-1])
 
     def _save_state(self, sequence: Sequence) -> None:
         """Keep the state of a sequence that stops as of its last block boundary, if that block is published."""

@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from samebit.rollout.cache.chain import TokenChain
 from samebit.rollout.cache.index import CachedBlock
-
-if TYPE_CHECKING:
-    from samebit.rollout.request import Sequence
+from samebit.rollout.cache.tails import PromptTail
 
 NEVER = -1
-
-
-@dataclass(slots=True, eq=False)
-class PromptTail:
-    """A prompt, held until every sample of the request has begun.
-
-    blocks: all of them, so that a partly filled last one never outlives those before it. The sample that
-    computed the prompt goes on writing behind it; what the prompt filled stays. leader: that sample; its live
-    state is the prompt's until it goes on.
-    """
-
-    blocks: list[int]
-    leader: Sequence
-    prompt_length: int
-    users: int
 
 
 @dataclass(slots=True, eq=False)
