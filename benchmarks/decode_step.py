@@ -81,7 +81,7 @@ class Layers:
         for options, recurrence in zip(self.options, self.recurrences, strict=True):
             convolved = causal_conv(self.x[token], self.taps, self.bias, context, options)
             began = time.perf_counter()
-            out = recurrence.step(convolved, self.dt[token], *self.parameters, self.slots)
+            out = recurrence.step(convolved, self.dt[token], *self.parameters, context.layout[3])
             seconds[0] += time.perf_counter() - began
         return out
 

@@ -14,7 +14,8 @@ from numba import get_num_threads, njit, prange, types
 from numba.extending import intrinsic
 
 from samebit.kernels.cpu import numeric
-from samebit.kernels.cpu.jit import array, parallel_kernel, strided_rows
+from samebit.kernels.cpu.jit import RowKernel
+from samebit.kernels.cpu.memory import NO_END, elements, floats, integers, kind_of, with_unit_stride
 from samebit.kernels.cpu.numeric import exp, narrow, softplus, widen
 from samebit.kernels.cpu.simd import FETCH_AHEAD
 from samebit.kernels.cpu.vectors import (
@@ -28,6 +29,7 @@ from samebit.kernels.cpu.vectors import (
     store_vector,
     zeros,
 )
+from samebit.kernels.ssd import WORK_AN_ELEMENT
 from samebit.kernels.states import SSMShape
 
 
@@ -78,22 +80,39 @@ def _advance(
 
 
 def _step(
-    xbc: Any, dt: Any, dt_stride: int, decay_rate: Any, dt_bias: Any, skip: Any, slots: Any, head_dim: int,
-    groups: int, state_size: int, states: Any, out: Any, threads: int,
+    xbc_at: int, xbc_stride: int, dt_at: int, dt_stride: int, rate_at: int, bias_at: int, skip_at: int, slots_at: int,
+    sequences: int, heads: int, head_dim: int, groups: int, state_size: int, states_at: int, out_at: int,
+    threads: int, kind: Any,
 ) -> None:  # fmt: skip
-    heads = len(decay_rate)
-    items = len(slots) * heads
+    items = sequences * heads
     share = (items + threads - 1) // threads
     for thread in prange(threads):
-        x = np.empty(-(-head_dim // LANES) * LANES, np.float32)
-        total = np.empty(len(x), np.float32)
-        keys, queries = np.empty(state_size, np.float32), np.empty(state_size, np.float32)
-        for item in range(thread * share, min(items, (thread + 1) * share)):
-            _head(
-                xbc[item // heads], dt[item // heads * dt_stride + item % heads], decay_rate, dt_bias, skip,
-                item % heads, slots[item // heads], head_dim, groups, state_size, states, x, keys, queries, total,
-                out[item // heads],
-            )  # fmt: skip
+        _step_part(
+            thread * share, min(items, (thread + 1) * share), xbc_at, xbc_stride, dt_at, dt_stride, rate_at, bias_at,
+            skip_at, slots_at, sequences, heads, head_dim, groups, state_size, states_at, out_at, kind,
+        )  # fmt: skip
+
+
+@njit(nogil=True, error_model="numpy")
+def _step_part(
+    begin: int, end: int, xbc_at: int, xbc_stride: int, dt_at: int, dt_stride: int, rate_at: int, bias_at: int,
+    skip_at: int, slots_at: int, sequences: int, heads: int, head_dim: int, groups: int, state_size: int,
+    states_at: int, out_at: int, kind: Any,
+) -> None:  # fmt: skip
+    xbc, dt, out = elements(xbc_at, NO_END, kind), elements(dt_at, NO_END, kind), elements(out_at, NO_END, kind)
+    decay_rate, dt_bias, skip = floats(rate_at, heads), floats(bias_at, heads), floats(skip_at, heads)
+    slots, states = integers(slots_at, sequences), floats(states_at, NO_END)
+    inner, shared = heads * head_dim, groups * state_size
+    x = np.empty(-(-head_dim // LANES) * LANES, np.float32)
+    total = np.empty(len(x), np.float32)
+    keys, queries = np.empty(state_size, np.float32), np.empty(state_size, np.float32)
+    for item in range(begin, end):
+        row, head = item // heads, item % heads
+        _head(
+            xbc[row * xbc_stride : row * xbc_stride + inner + 2 * shared], dt[row * dt_stride + head], decay_rate,
+            dt_bias, skip, head, slots[row], head_dim, groups, state_size, states, x, keys, queries, total,
+            out[row * inner : (row + 1) * inner],
+        )  # fmt: skip
 
 
 @njit(nogil=True, error_model="numpy")
@@ -126,7 +145,7 @@ def _head(
         result[p] = narrow(numeric.fma(skip[head], widen(source[p]), total[p]), result[p])
 
 
-_kernel = parallel_kernel(_step)
+_kernel = RowKernel(_step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,14 +166,18 @@ class Recurrence:
         decay_rate: torch.Tensor,
         dt_bias: torch.Tensor,
         skip: torch.Tensor,
-        slots: Any,
+        slots: torch.Tensor,
     ) -> torch.Tensor:
         """One token of each sequence: the arguments of `samebit.kernels.ssd.scan`, row s being that of ``slots[s]``."""
         shape = self.shape
-        out = torch.empty(len(xbc), shape.inner, dtype=xbc.dtype)
+        rows, heads = len(xbc), shape.heads
+        xbc, dt = with_unit_stride(xbc), with_unit_stride(dt)
+        decay_rate, dt_bias, skip = decay_rate.contiguous(), dt_bias.contiguous(), skip.contiguous()
+        out = torch.empty(rows, shape.inner, dtype=xbc.dtype)
         _kernel(
-            array(xbc.contiguous()), *strided_rows(dt), array(decay_rate), array(dt_bias), array(skip), slots,
-            shape.head_dim, shape.groups, shape.state_size, array(self.states).reshape(-1), array(out),
-            get_num_threads(),
+            int(rows * shape.inner * shape.state_size * WORK_AN_ELEMENT), xbc.data_ptr(), xbc.stride(0), dt.data_ptr(),
+            dt.stride(0), decay_rate.data_ptr(), dt_bias.data_ptr(), skip.data_ptr(), slots.data_ptr(), rows, heads,
+            shape.head_dim, shape.groups, shape.state_size, self.states.data_ptr(), out.data_ptr(),
+            get_num_threads(), kind_of(xbc.dtype),
         )  # fmt: skip
         return out

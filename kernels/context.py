@@ -114,6 +114,21 @@ class ForwardContext:
         return sequences, within
 
     @cached_property
+    def layout(self) -> torch.Tensor:
+        """``[4, S]`` int32: first row, length, start and table row of each sequence, for what takes addresses."""
+        return torch.from_numpy(np.array([self.row_start, self.lengths, self.starts, self.table_rows], np.int32))
+
+    @cached_property
+    def row_table(self) -> torch.Tensor:
+        """``[2, T]`` int32: `tokens_of_rows`, likewise."""
+        return torch.from_numpy(np.array(self.tokens_of_rows, np.int32))
+
+    @cached_property
+    def captured(self) -> torch.Tensor:
+        """``[M, 3]`` int32: the captures, likewise."""
+        return torch.from_numpy(np.ascontiguousarray(self.captures, np.int32))
+
+    @cached_property
     def covers_all_rows(self) -> bool:
         """True when no row is padding."""
         return int(self.lengths.sum()) == len(self.positions)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from .context import ForwardContext
 from .cpu import conv as cpu
-from .cpu.jit import array, parameter_array, strided_rows
+from .cpu.memory import kind_of, with_unit_stride
 from .states import SSMOptions
 
 
@@ -37,7 +37,7 @@ def causal_conv(
     """
     if x.shape[0] != len(context.positions):
         raise ValueError(f"x has {x.shape[0]} rows, the context {len(context.positions)}")
-    bias = torch.zeros(len(weight), dtype=weight.dtype) if bias is None else bias
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
     if context.states is None and torch.is_grad_enabled():
         out: torch.Tensor = _CausalConv.apply(x, weight, bias, context)
         return out
@@ -51,25 +51,28 @@ def _convolve(
     context: ForwardContext,
     options: SSMOptions | None,
 ) -> torch.Tensor:
-    states = context.states.layers[options.layer] if context.states is not None and options is not None else None
-    windows = x.new_empty(0, weight.shape[-1] - 1, x.shape[1]) if states is None else states.window
-    if windows.dtype != x.dtype:
-        raise TypeError(
-            f"the convolution's input is {x.dtype}, but the states are {windows.dtype}: "
-            "the model changed its dtype after the rollout worker was built"
-        )
-    out = torch.empty(x.shape, dtype=x.dtype)
-    taps = weight[:, 0, :].detach().t().to(torch.float32).contiguous()
+    rows, width = x.shape
+    x = with_unit_stride(x)
+    weight, bias = weight.contiguous(), bias.contiguous()
+    taps = weight.shape[-1]
+    out = torch.empty(rows, width, dtype=x.dtype)
+    windows, block_windows, captures, kept, grid = 0, 0, 0, 0, 0
+    if context.states is not None and options is not None:
+        layer = context.states.layers[options.layer]
+        if layer.window.dtype != x.dtype:
+            raise TypeError(
+                f"the convolution's input is {x.dtype}, but the states are {layer.window.dtype}: "
+                "the model changed its dtype after the rollout worker was built"
+            )
+        windows, block_windows = layer.window.data_ptr(), layer.block_window.data_ptr()
+        captures, grid = len(context.captures), context.block_size
+        kept = context.states.checkpoints[options.layer].window.data_ptr()
     cpu.convolve(
-        x.numel() * len(taps), *strided_rows(x), parameter_array(taps), parameter_array(bias.float()),
-        *context.tokens_of_rows, context.starts, context.table_rows, array(windows), array(out),
+        x.numel() * taps, x.data_ptr(), x.stride(0), weight.data_ptr(), bias.data_ptr(), rows, width, taps,
+        context.row_table.data_ptr(), context.layout.data_ptr(), len(context.lengths), grid, windows, block_windows,
+        context.captured.data_ptr(), captures, kept, out.data_ptr(), kind_of(x.dtype), kind_of(weight.dtype),
+        kind_of(bias.dtype),
     )  # fmt: skip
-    if states is not None and options is not None and context.states is not None:
-        cpu.move_windows(
-            len(context.lengths) * windows[0].numel(), *strided_rows(x), context.row_start, context.lengths,
-            context.starts, context.table_rows, context.block_size, array(windows), array(states.block_window),
-            context.captures, array(context.states.checkpoints[options.layer].window),
-        )  # fmt: skip
     return out
 
 

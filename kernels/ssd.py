@@ -8,16 +8,15 @@ is a constant; `ssm_chunk` is the grid on which states are kept, and changes no 
 
 from typing import Any
 
-import numpy as np
 import torch
 from numba import get_num_threads
 from torch.autograd.function import once_differentiable
 
 from .context import ForwardContext
 from .cpu import ssd as cpu
-from .cpu.jit import array, parameter_array, strided_rows
+from .cpu.memory import kind_of, with_unit_stride
 from .ssd_backward import scan_gradients
-from .states import SSMOptions
+from .states import LayerStates, SSMOptions
 
 
 def scan(
@@ -45,18 +44,23 @@ def scan(
 
     Raises:
         ValueError: rows that are not the context's.
-        TypeError: states of another dtype.
+        TypeError: inputs of other dtypes, or states of another than xbc.
     """
     if not xbc.shape[0] == dt.shape[0] == len(context.positions):
         raise ValueError(f"xbc and dt have {xbc.shape[0]} and {dt.shape[0]} rows, the context {len(context.positions)}")
+    if not (xbc.dtype == dt.dtype and decay_rate.dtype == dt_bias.dtype == skip.dtype == torch.float32):
+        given = [str(part.dtype) for part in (xbc, dt, decay_rate, dt_bias, skip)]
+        raise TypeError(f"xbc, dt, decay_rate, dt_bias, skip are {given}; allowed: two alike, then three float32")
     if context.states is None and torch.is_grad_enabled():
         out: torch.Tensor = _Scan.apply(xbc, dt, decay_rate, dt_bias, skip, context, options)
         return out
     return _scan(xbc, dt, decay_rate, dt_bias, skip, context, options)
 
 
-_NO_FLOATS = np.empty(0, np.float32)
-_NO_DOUBLES = np.empty(0, np.float64)
+WORK_AN_ELEMENT = 1 / 8
+"""Elements of a row-wise kernel that take the time of one element of the state."""
+
+_NO_MEMORY: tuple[int, ...] = (0,) * 6
 
 
 def _scan(
@@ -68,33 +72,35 @@ def _scan(
     context: ForwardContext,
     options: SSMOptions,
 ) -> torch.Tensor:
-    rates = parameter_array(decay_rate)
     rows, width = xbc.shape
-    inner = width - 2 * options.groups * options.state_size
-    empty = torch.empty if context.covers_all_rows else torch.zeros
-    out = empty(rows, inner, dtype=xbc.dtype)
-    if len(context.captures) and bool((context.captures[:, 1] % options.chunk).any()):
-        raise ValueError(f"captures {context.captures.tolist()} must lie on chunk boundaries (chunk {options.chunk})")
+    heads, size = decay_rate.shape[0], options.state_size
+    inner = width - 2 * options.groups * size
+    decay_rate, dt_bias, skip = decay_rate.contiguous(), dt_bias.contiguous(), skip.contiguous()
+    xbc, dt = with_unit_stride(xbc), with_unit_stride(dt)
+    out = (torch.empty if context.covers_all_rows else torch.zeros)(rows, inner, dtype=xbc.dtype)
+    memory, captures, kept, grid = _NO_MEMORY, 0, 0, 0
     if context.states is not None:
         layer = context.states.layers[options.layer]
-        if layer.tail_x.dtype != xbc.dtype:
-            raise TypeError(
-                f"x is {xbc.dtype}, but the states are {layer.tail_x.dtype}: "
-                "the model changed its dtype after the rollout worker was built"
-            )
-        memory, captured = layer.scan_arrays, context.states.checkpoints[options.layer].scan_array
-    else:
-        none = array(xbc.new_empty(0))
-        memory, captured = (_NO_FLOATS, _NO_FLOATS, none, _NO_FLOATS, _NO_FLOATS, _NO_DOUBLES), _NO_FLOATS
-    low, high = options.dt_limits
-    keeps = context.states is not None
+        _check_memory(xbc, layer, context, options)
+        memory, captures, grid = layer.addresses, len(context.captures), context.block_size
+        kept = context.states.checkpoints[options.layer].state.data_ptr()
     cpu.scan(
-        array(xbc.contiguous()), *strided_rows(dt), rates, parameter_array(dt_bias),
-        parameter_array(skip), float(low), float(high), context.row_start, context.lengths,
-        context.starts, context.table_rows, inner // len(rates), options.groups, options.state_size, keeps,
-        context.block_size if keeps else 0, *memory, context.captures, captured, array(out), get_num_threads(),
+        int(rows * inner * size * WORK_AN_ELEMENT), xbc.data_ptr(), xbc.stride(0), dt.data_ptr(), dt.stride(0),
+        decay_rate.data_ptr(), dt_bias.data_ptr(), skip.data_ptr(), *options.dt_limits, context.layout.data_ptr(),
+        len(context.lengths), heads, inner // heads, options.groups, size, grid, *memory,
+        context.captured.data_ptr(), captures, kept, out.data_ptr(), get_num_threads(), kind_of(xbc.dtype),
     )  # fmt: skip
     return out
+
+
+def _check_memory(xbc: torch.Tensor, layer: LayerStates, context: ForwardContext, options: SSMOptions) -> None:
+    if layer.tail_x.dtype != xbc.dtype:
+        raise TypeError(
+            f"x is {xbc.dtype}, but the states are {layer.tail_x.dtype}: "
+            "the model changed its dtype after the rollout worker was built"
+        )
+    if len(context.captures) and bool((context.captures[:, 1] % options.chunk).any()):
+        raise ValueError(f"captures {context.captures.tolist()} must lie on chunk boundaries (chunk {options.chunk})")
 
 
 class _Scan(torch.autograd.Function):

@@ -16,11 +16,10 @@ starts at position 0 reads nothing of what its slot held.
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from .cpu.jit import array
 from .cpu.numeric import LANES
 from .cpu.ssd import HEAD_TILE, SCAN_CHUNK
 
@@ -94,10 +93,10 @@ class LayerStates:
     block_window: torch.Tensor
 
     @cached_property
-    def scan_arrays(self) -> tuple[Any, ...]:
-        """States and tail as the flat arrays that the scan takes."""
+    def addresses(self) -> tuple[int, ...]:
+        """Of states and tail, as the scan takes them."""
         parts = (self.state, self.block_state, self.tail_x, self.tail_b, self.tail_dt, self.tail_sums)
-        return tuple(array(part).reshape(-1) for part in parts)
+        return tuple(part.data_ptr() for part in parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,11 +105,6 @@ class LayerCheckpoints:
 
     state: torch.Tensor
     window: torch.Tensor
-
-    @cached_property
-    def scan_array(self) -> Any:
-        """The states as the flat array that the scan takes."""
-        return array(self.state).reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)

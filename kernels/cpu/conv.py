@@ -10,47 +10,91 @@ import numpy as np
 from numba import njit, prange
 
 from .jit import RowKernel
+from .memory import NO_END, elements, integers
 from .numeric import fma, narrow, sigmoid, widen
 
 _PARTS = 16
 """Pieces that the rows are cut into, so that scratch memory is allocated once a piece."""
 
 
-def _conv(
-    x: Any, stride: int, weight: Any, bias: Any, sequence_of_row: Any, within: Any, starts: Any, slots: Any,
+def _convolve(
+    x_at: int, stride: int, weight_at: int, bias_at: int, rows: int, width: int, taps: int, rows_at: int,
+    layout_at: int, sequences: int, grid: int, windows_at: int, block_windows_at: int, captures_at: int,
+    num_captures: int, captured_at: int, out_at: int, kind: Any, weight_kind: Any, bias_kind: Any,
+) -> None:  # fmt: skip
+    """Addresses, sizes and strides; then the windows move on.
+
+    ``rows``: the sequence of each row and its place in it. ``layout``: first row, length, start and slot, each of all
+    sequences. ``grid``: the window as of the last multiple of so many tokens is kept in ``block_windows``; 0 for a
+    call without memory. ``captures``: (sequence, position, checkpoint).
+    """
+    filters = np.empty((taps + 1, width), np.float32)
+    _spread(elements(weight_at, width * taps, weight_kind), filters)
+    _spread(elements(bias_at, width, bias_kind), filters[taps:])
+    parts = min(_PARTS, rows)
+    for part in prange(parts):
+        _conv_rows(
+            rows * part // parts, rows * (part + 1) // parts, elements(x_at, NO_END, kind), stride, filters,
+            integers(rows_at, 2 * rows), rows, integers(layout_at, 4 * sequences), sequences,
+            elements(windows_at, NO_END, kind), elements(out_at, rows * width, kind),
+        )  # fmt: skip
+    for sequence in prange(sequences if grid else 0):
+        _move_windows(
+            sequence, elements(x_at, NO_END, kind), stride, width, taps - 1, integers(layout_at, 4 * sequences),
+            sequences, grid, elements(windows_at, NO_END, kind), elements(block_windows_at, NO_END, kind),
+            integers(captures_at, 3 * num_captures), elements(captured_at, NO_END, kind),
+        )  # fmt: skip
+
+
+convolve = RowKernel(_convolve)
+
+
+@njit(nogil=True, error_model="numpy")
+def _spread(weight: Any, filters: Any) -> None:
+    """``filters[k, c] = weight[c, k]``."""
+    width = filters.shape[1]
+    taps = len(weight) // width
+    for k in range(taps):
+        for c in range(width):
+            filters[k, c] = widen(weight[c * taps + k])
+
+
+@njit(nogil=True, error_model="numpy")
+def _conv_rows(
+    first: int, last: int, x: Any, stride: int, filters: Any, rows: Any, num_rows: int, layout: Any, sequences: int,
     windows: Any, out: Any,
 ) -> None:  # fmt: skip
-    rows, width = out.shape
-    for part in prange(_PARTS):
-        acc = np.empty(width, np.float32)
-        for row in range(rows * part // _PARTS, rows * (part + 1) // _PARTS):
-            sequence = sequence_of_row[row]
-            result = out[row]
-            if sequence < 0:
-                for c in range(width):
-                    result[c] = 0
-            else:
-                _conv_row(x, stride, weight, bias, row, within[row], starts[sequence], slots[sequence], windows, acc)
-                for c in range(width):
-                    result[c] = narrow(acc[c] * sigmoid(acc[c]), result[c])
+    width = filters.shape[1]
+    acc = np.empty(width, np.float32)
+    for row in range(first, last):
+        sequence = rows[row]
+        result = out[row * width : (row + 1) * width]
+        if sequence < 0:
+            for c in range(width):
+                result[c] = 0
+        else:
+            start, slot = layout[2 * sequences + sequence], layout[3 * sequences + sequence]
+            _conv_row(x, stride, filters, row, rows[num_rows + row], start, slot, windows, acc)
+            for c in range(width):
+                result[c] = narrow(acc[c] * sigmoid(acc[c]), result[c])
 
 
 @njit(inline="always")
 def _conv_row(
-    x: Any, stride: int, weight: Any, bias: Any, row: int, within: int, start: int, slot: int, windows: Any, acc: Any
+    x: Any, stride: int, filters: Any, row: int, within: int, start: int, slot: int, windows: Any, acc: Any
 ) -> None:
     """The row before its activation, in ``acc``."""
-    taps = len(weight)
-    width = len(acc)
+    taps, width = filters.shape[0] - 1, len(acc)
     for c in range(width):
-        acc[c] = bias[c]
+        acc[c] = filters[taps, c]
     for k in range(taps):
         offset = within - (taps - 1) + k
         if offset >= 0:
             source = (row - (taps - 1) + k) * stride
-            _add(weight[k], x[source : source + width], acc)
+            _add(filters[k], x[source : source + width], acc)
         elif start + offset >= 0:
-            _add(weight[k], windows[slot, taps - 1 + offset], acc)
+            source = (slot * (taps - 1) + taps - 1 + offset) * width
+            _add(filters[k], windows[source : source + width], acc)
 
 
 @njit(inline="always")
@@ -59,31 +103,33 @@ def _add(weight: Any, source: Any, acc: Any) -> None:
         acc[c] = fma(weight[c], widen(source[c]), acc[c])
 
 
+@njit(nogil=True, error_model="numpy")
 def _move_windows(
-    x: Any, stride: int, row_start: Any, lengths: Any, starts: Any, slots: Any, grid: int, windows: Any,
+    sequence: int, x: Any, stride: int, width: int, size: int, layout: Any, sequences: int, grid: int, windows: Any,
     block_windows: Any, captures: Any, captured: Any,
 ) -> None:  # fmt: skip
     """After a call: the inputs before its end, before its last block boundary, and where captures want them."""
-    for s in prange(len(lengths)):
-        row, length, start, slot = row_start[s], lengths[s], starts[s], slots[s]
-        for c in range(len(captures)):
-            if captures[c, 0] == s:
-                _window_at(x, stride, row, captures[c, 1] - start, windows[slot], captured[captures[c, 2]])
-        boundary = (start + length) // grid * grid
-        if boundary > start:
-            _window_at(x, stride, row, boundary - start, windows[slot], block_windows[slot])
-        _window_at(x, stride, row, length, windows[slot], windows[slot])
+    row, length = layout[sequence], layout[sequences + sequence]
+    start, slot = layout[2 * sequences + sequence], layout[3 * sequences + sequence]
+    held = size * width
+    window = windows[slot * held : (slot + 1) * held]
+    for c in range(0, len(captures), 3):
+        if captures[c] == sequence:
+            kept = captured[captures[c + 2] * held : (captures[c + 2] + 1) * held]
+            _window_at(x, stride, row, captures[c + 1] - start, width, size, window, kept)
+    boundary = (start + length) // grid * grid
+    if boundary > start:
+        _window_at(
+            x, stride, row, boundary - start, width, size, window, block_windows[slot * held : (slot + 1) * held]
+        )
+    _window_at(x, stride, row, length, width, size, window, window)
 
 
 @njit(inline="always")
-def _window_at(x: Any, stride: int, row: int, offset: int, before: Any, target: Any) -> None:
+def _window_at(x: Any, stride: int, row: int, offset: int, width: int, size: int, before: Any, target: Any) -> None:
     """The last inputs before row ``row + offset``; ascending, so that ``target`` may be ``before``."""
-    size, width = before.shape
     for j in range(size):
         place = offset - size + j
+        source = (row + place) * stride if place >= 0 else (size + place) * width
         for c in range(width):
-            target[j, c] = x[(row + place) * stride + c] if place >= 0 else before[size + place, c]
-
-
-convolve = RowKernel(_conv)
-move_windows = RowKernel(_move_windows)
+            target[j * width + c] = x[source + c] if place >= 0 else before[source + c]

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from .jit import parallel_kernel
+from .jit import RowKernel
+from .memory import NO_END, doubles, elements, floats, integers
 from .numeric import LANES, exp, fma, narrow, softplus, widen
 from .simd import tile_multiply, tile_multiply_add
 from .simd_ssd import dots, tile_move
@@ -32,76 +33,98 @@ from .simd_ssd import dots, tile_move
 SCAN_CHUNK = LANES
 """Tokens between two moves of the state; a constant of the arithmetic."""
 
-HEAD_TILE = 4
+HEAD_TILE = 8
 """Heads of one group that share a copy of the group's B and its scores; only a matter of speed."""
 
 _ZERO = np.float32(0.0)
 
 
 def _scan(
-    xbc: Any, dt: Any, dt_stride: int, decay_rate: Any, dt_bias: Any, skip: Any, dt_low: Any, dt_high: Any,
-    row_start: Any, lengths: Any, starts: Any, slots: Any, head_dim: int, groups: int, state_size: int, keeps: bool,
-    grid: int, states: Any, block_states: Any, tail_x: Any, tail_b: Any, tail_dt: Any, tail_sums: Any, captures: Any,
-    captured: Any, out: Any, threads: int,
+    xbc_at: int, xbc_stride: int, dt_at: int, dt_stride: int, rate_at: int, bias_at: int, skip_at: int, dt_low: float,
+    dt_high: float, layout_at: int, sequences: int, heads: int, head_dim: int, groups: int, state_size: int, grid: int,
+    states_at: int, block_states_at: int, tail_x_at: int, tail_b_at: int, tail_dt_at: int, tail_sums_at: int,
+    captures_at: int, num_captures: int, captured_at: int, out_at: int, threads: int, kind: Any,
 ) -> None:  # fmt: skip
-    heads = len(decay_rate)
+    """Addresses, sizes and strides. ``layout``: first row, length, start and slot, each of all sequences.
+
+    ``grid``: the state as of the last multiple of so many tokens is kept in ``block_states``; 0 for a call without
+    memory. ``captures``: (sequence, position, checkpoint).
+    """
+    tiles = (heads // groups + HEAD_TILE - 1) // HEAD_TILE
+    parts = min(threads, sequences * groups * tiles)
+    for part in prange(parts):
+        _scan_part(
+            part, parts, xbc_at, xbc_stride, dt_at, dt_stride, rate_at, bias_at, skip_at, dt_low, dt_high, layout_at,
+            sequences, heads, head_dim, groups, state_size, grid, states_at, block_states_at, tail_x_at, tail_b_at,
+            tail_dt_at, tail_sums_at, captures_at, num_captures, captured_at, out_at, kind,
+        )  # fmt: skip
+
+
+scan = RowKernel(_scan)
+
+
+@njit(nogil=True, error_model="numpy")
+def _scan_part(
+    part: int, parts: int, xbc_at: int, xbc_stride: int, dt_at: int, dt_stride: int, rate_at: int, bias_at: int,
+    skip_at: int, dt_low: float, dt_high: float, layout_at: int, sequences: int, heads: int, head_dim: int,
+    groups: int, state_size: int, grid: int, states_at: int, block_states_at: int, tail_x_at: int, tail_b_at: int,
+    tail_dt_at: int, tail_sums_at: int, captures_at: int, num_captures: int, captured_at: int, out_at: int, kind: Any,
+) -> None:  # fmt: skip
+    """The items that begin within the part's share of the rows."""
+    xbc, dt, out = elements(xbc_at, NO_END, kind), elements(dt_at, NO_END, kind), elements(out_at, NO_END, kind)
+    decay_rate, dt_bias, skip = floats(rate_at, heads), floats(bias_at, heads), floats(skip_at, heads)
     low, high = np.float32(dt_low), np.float32(dt_high)
+    row_start, lengths = integers(layout_at, sequences), integers(layout_at + 4 * sequences, sequences)
+    starts, slots = integers(layout_at + 8 * sequences, sequences), integers(layout_at + 12 * sequences, sequences)
+    captures, captured = integers(captures_at, 3 * num_captures), floats(captured_at, NO_END)
     group_heads = heads // groups
     tiles = (group_heads + HEAD_TILE - 1) // HEAD_TILE
-    items = len(lengths) * groups * tiles
+    items = sequences * groups * tiles
     total = lengths.sum() * groups * tiles
     wide = (head_dim + LANES - 1) // LANES * LANES
     deep = (state_size + LANES - 1) // LANES * LANES
+    keeps = grid > 0
     own = 0 if keeps else min(HEAD_TILE, group_heads)
-    for thread in prange(threads):
-        queries = np.empty(SCAN_CHUNK * deep, np.float32)
-        scores = np.empty(SCAN_CHUNK * SCAN_CHUNK, np.float32)
-        weights = np.empty(4 * SCAN_CHUNK, np.float32)
-        acc = np.empty(4 * wide, np.float32)
-        fed = np.empty(SCAN_CHUNK * wide, np.float32)
-        state = states if keeps else np.empty(own * state_size * wide, np.float32)
-        x = tail_x if keeps else np.empty(own * SCAN_CHUNK * wide, tail_x.dtype)
-        b = tail_b if keeps else np.empty(SCAN_CHUNK * deep, np.float32)
-        steps = tail_dt if keeps else np.empty(own * SCAN_CHUNK, np.float32)
-        sums = tail_sums if keeps else np.empty(own * SCAN_CHUNK, np.float64)
-        before = 0  # rows of the items so far
-        for item in range(items):
-            sequence = item // (groups * tiles)
-            tile = item % (groups * tiles)
-            mine = before * threads // total == thread
-            before += lengths[sequence]
-            if not mine:
-                continue
-            group = tile // tiles
-            first = group * group_heads + tile % tiles * HEAD_TILE
-            slot = slots[sequence]
-            at = slot * heads + first if keeps else 0
-            tile_at = slot * groups * tiles + tile if keeps else 0
-            count = min(HEAD_TILE, (group + 1) * group_heads - first)
-            _scan_tile(
-                xbc, dt, dt_stride, decay_rate, dt_bias, skip, low, high, row_start[sequence], lengths[sequence],
-                starts[sequence], sequence, group, first, count, heads, head_dim, wide, groups, state_size, deep, at,
-                tile_at, grid, state, block_states, x, b, steps, sums, captures, captured, queries, scores, weights,
-                acc, fed, out,
-            )  # fmt: skip
-
-
-scan = parallel_kernel(_scan)
+    state = floats(states_at, NO_END) if keeps else np.empty(own * state_size * wide, np.float32)
+    block_state = floats(block_states_at, NO_END)
+    x = elements(tail_x_at, NO_END, kind) if keeps else np.empty(own * SCAN_CHUNK * wide, xbc.dtype)
+    b = floats(tail_b_at, NO_END) if keeps else np.empty(SCAN_CHUNK * deep, np.float32)
+    steps = floats(tail_dt_at, NO_END) if keeps else np.empty(own * SCAN_CHUNK, np.float32)
+    sums = doubles(tail_sums_at, NO_END) if keeps else np.empty(own * SCAN_CHUNK, np.float64)
+    scratch = np.empty(SCAN_CHUNK * (deep + wide) + 4 * wide + (SCAN_CHUNK + 4) * SCAN_CHUNK, np.float32)
+    before = 0  # rows of the items so far
+    for item in range(items):
+        sequence = item // (groups * tiles)
+        tile = item % (groups * tiles)
+        mine = before * parts // total == part
+        before += lengths[sequence]
+        if not mine:
+            continue
+        group = tile // tiles
+        first = group * group_heads + tile % tiles * HEAD_TILE
+        count = min(HEAD_TILE, (group + 1) * group_heads - first)
+        at = slots[sequence] * heads + first if keeps else 0
+        tile_at = slots[sequence] * groups * tiles + tile if keeps else 0
+        _scan_tile(
+            xbc, xbc_stride, dt, dt_stride, decay_rate, dt_bias, skip, low, high, row_start[sequence],
+            lengths[sequence], starts[sequence], sequence, group, first, count, heads, head_dim, wide, groups,
+            state_size, deep, at, tile_at, grid, state, block_state, x, b, steps, sums, captures, captured, scratch,
+            out,
+        )  # fmt: skip
 
 
 @njit(nogil=True, error_model="numpy")
 def _scan_tile(
-    xbc: Any, dt: Any, dt_stride: int, decay_rate: Any, dt_bias: Any, skip: Any, dt_low: Any, dt_high: Any,
-    row: int, length: int, start: int, sequence: int, group: int, first: int, count: int, heads: int, head_dim: int,
-    wide: int, groups: int, state_size: int, deep: int, at: int, tile_at: int, grid: int, state: Any,
-    block_states: Any, x: Any, b: Any, steps: Any, sums: Any, captures: Any, captured: Any, queries: Any, scores: Any,
-    weights: Any, acc: Any, fed: Any, out: Any,
+    xbc: Any, xbc_stride: int, dt: Any, dt_stride: int, decay_rate: Any, dt_bias: Any, skip: Any, dt_low: Any,
+    dt_high: Any, row: int, length: int, start: int, sequence: int, group: int, first: int, count: int, heads: int,
+    head_dim: int, wide: int, groups: int, state_size: int, deep: int, at: int, tile_at: int, grid: int, state: Any,
+    block_state: Any, x: Any, b: Any, steps: Any, sums: Any, captures: Any, captured: Any, scratch: Any, out: Any,
 ) -> None:  # fmt: skip
-    """One sequence's tokens of the call, for ``count`` heads from ``first`` on; head ``at`` of the memory is the first.
-
-    ``grid``: the state as of the last multiple of so many tokens is kept in ``block_states``; 0 for a call without
-    memory.
-    """
+    """One sequence's tokens of the call, for ``count`` heads from ``first`` on (head ``at`` of the memory)."""
+    queries, rest = scratch[: SCAN_CHUNK * deep], scratch[SCAN_CHUNK * deep :]
+    fed, rest = rest[: SCAN_CHUNK * wide], rest[SCAN_CHUNK * wide :]
+    acc, rest = rest[: 4 * wide], rest[4 * wide :]
+    scores, weights = rest[: SCAN_CHUNK * SCAN_CHUNK], rest[SCAN_CHUNK * SCAN_CHUNK :]
     size = state_size * wide
     b_at = tile_at * SCAN_CHUNK * deep
     if start == 0:
@@ -111,17 +134,17 @@ def _scan_tile(
         inside = (start + done) % SCAN_CHUNK
         many = min(SCAN_CHUNK - inside, length - done)
         _append(
-            xbc, dt, dt_stride, decay_rate, dt_bias, dt_low, dt_high, row + done, inside, many, group, first, count,
-            heads, head_dim, wide, groups, state_size, deep, x, b, b_at, steps, sums, at, queries,
+            xbc, xbc_stride, dt, dt_stride, decay_rate, dt_bias, dt_low, dt_high, row + done, inside, many, group,
+            first, count, heads, head_dim, wide, groups, state_size, deep, x, b, b_at, steps, sums, at, queries,
         )  # fmt: skip
         for j in range(many):
             dots(queries, j * deep, b, b_at, deep, inside + j + 1, deep, scores, j * SCAN_CHUNK)
         done += many
         for h in range(count):
             _head_rows(
-                queries, scores, row + done - many, inside, many, first + h, head_dim, wide, state_size, deep, state,
-                (at + h) * size, x, (at + h) * SCAN_CHUNK * wide, steps, sums, (at + h) * SCAN_CHUNK, skip[first + h],
-                weights, acc, out,
+                queries, scores, row + done - many, inside, many, first + h, heads, head_dim, wide, state_size, deep,
+                state, (at + h) * size, x, (at + h) * SCAN_CHUNK * wide, steps, sums, (at + h) * SCAN_CHUNK,
+                skip[first + h], weights, acc, out,
             )  # fmt: skip
             if inside + many == SCAN_CHUNK:
                 _move(
@@ -131,24 +154,24 @@ def _scan_tile(
         if grid > 0 and inside + many == SCAN_CHUNK:
             whole = state[at * size : (at + count) * size]
             if (start + length) // grid * grid == start + done:
-                block_states[at * size : (at + count) * size] = whole
-            for c in range(len(captures)):
-                if captures[c, 0] == sequence and captures[c, 1] == start + done:
-                    target = (captures[c, 2] * heads + first) * size
+                block_state[at * size : (at + count) * size] = whole
+            for c in range(0, len(captures), 3):
+                if captures[c] == sequence and captures[c + 1] == start + done:
+                    target = (captures[c + 2] * heads + first) * size
                     captured[target : target + count * size] = whole
 
 
 @njit(nogil=True, error_model="numpy")
 def _append(
-    xbc: Any, dt: Any, dt_stride: int, decay_rate: Any, dt_bias: Any, dt_low: Any, dt_high: Any, row: int,
-    inside: int, many: int, group: int, first: int, count: int, heads: int, head_dim: int, wide: int, groups: int,
-    state_size: int, deep: int, x: Any, b: Any, b_at: int, steps: Any, sums: Any, at: int, queries: Any,
+    xbc: Any, xbc_stride: int, dt: Any, dt_stride: int, decay_rate: Any, dt_bias: Any, dt_low: Any, dt_high: Any,
+    row: int, inside: int, many: int, group: int, first: int, count: int, heads: int, head_dim: int, wide: int,
+    groups: int, state_size: int, deep: int, x: Any, b: Any, b_at: int, steps: Any, sums: Any, at: int, queries: Any,
 ) -> None:  # fmt: skip
     """Put ``many`` tokens into the tail from ``inside`` on; their C go to ``queries`` [many, N]."""
     inner = heads * head_dim
     for j in range(many):
         token = inside + j
-        inputs = xbc[row + j]
+        inputs = xbc[(row + j) * xbc_stride : (row + j) * xbc_stride + inner + 2 * groups * state_size]
         for h in range(count):
             place = (at + h) * SCAN_CHUNK + token
             target = x[place * wide : (place + 1) * wide]
@@ -189,9 +212,9 @@ def _block(left: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def _head_rows(
-    queries: Any, scores: Any, row: int, inside: int, many: int, head: int, head_dim: int, wide: int, state_size: int,
-    deep: int, state: Any, state_at: int, x: Any, x_at: int, steps: Any, sums: Any, steps_at: int, skip: Any,
-    weights: Any, acc: Any, out: Any,
+    queries: Any, scores: Any, row: int, inside: int, many: int, head: int, heads: int, head_dim: int, wide: int,
+    state_size: int, deep: int, state: Any, state_at: int, x: Any, x_at: int, steps: Any, sums: Any, steps_at: int,
+    skip: Any, weights: Any, acc: Any, out: Any,
 ) -> None:  # fmt: skip
     """The rows of one head."""
     j = 0
@@ -225,7 +248,8 @@ def _head_rows(
         for i in range(rows):
             source = x[x_at + (inside + j + i) * wide : x_at + (inside + j + i + 1) * wide]
             total = acc[i * wide : (i + 1) * wide]
-            result = out[row + j + i, head * head_dim : (head + 1) * head_dim]
+            place = ((row + j + i) * heads + head) * head_dim
+            result = out[place : place + head_dim]
             for p in range(head_dim):
                 result[p] = narrow(fma(skip, widen(source[p]), total[p]), result[p])
         j += rows

@@ -24,7 +24,7 @@ def formula(name: str, dtype: torch.dtype) -> tuple[int, int]:
     heads, p, n, groups, taps = shape.heads, shape.head_dim, shape.state_size, shape.groups, shape.taps
     wide, deep = -(-p // 16) * 16, -(-n // 16) * 16
     convolved = heads * p + 2 * groups * n
-    tiles = groups * -(-heads // groups // 4)
+    tiles = groups * -(-heads // groups // 8)
     checkpoint = layers * (4 * heads * n * wide + w * (taps - 1) * convolved)
     return checkpoint, 2 * checkpoint + layers * (16 * w * heads * wide + 64 * deep * tiles + 192 * heads)
 

@@ -269,6 +269,8 @@ def test_what_does_not_fit_is_named() -> None:
     layer = layer_of(case, torch.float32)
     with pytest.raises(ValueError, match="rows, the context 3"):
         layer.run(packed_context((3,)), case.options)
+    with pytest.raises(TypeError, match="then three float32"):
+        replace(layer, dt=layer.dt.bfloat16()).run(packed_context(), case.options)
     states = memory(case, torch.bfloat16, 1)
     context = step_context([sum(LENGTHS)], [0], [0], states)
     with pytest.raises(TypeError, match="changed its dtype"):
