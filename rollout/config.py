@@ -125,6 +125,11 @@ class RolloutConfig:
             )
         return self
 
+    @property
+    def num_held_states(self) -> int:
+        """Prompts whose live state is kept for samples that begin later."""
+        return max(1, self.max_num_seqs // 4) if self.enable_prefix_caching else 0
+
     def num_checkpoints(self, bytes_per_checkpoint: int) -> int:
         """States of Mamba layers that are cached, when one takes so many bytes over all layers (0: no such layers)."""
         if bytes_per_checkpoint == 0:

@@ -45,7 +45,7 @@ class ModelRunner:
             raise ValueError("the block size is not decided yet: see RolloutConfig.with_block_size()")
         self.block_size = config.block_size
         self.state_layout = binding.state_layout
-        self.num_slots = config.max_num_seqs
+        self.held_slots = range(config.max_num_seqs, config.max_num_seqs + config.num_held_states)
         self.num_checkpoints = config.num_checkpoints(self.bytes_per_checkpoint())
         self.states: StateMemory | None = None
         self.row_tile = row_tile(self.dtype) if config.exact else 1
@@ -70,13 +70,13 @@ class ModelRunner:
         """The bookkeeping of the checkpoints; None without Mamba layers."""
         if self.state_layout is None:
             return None
-        return StateCache(self.num_checkpoints, self.block_size)
+        return StateCache(self.num_checkpoints, self.block_size, self.held_slots)
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Zeroed pages for blocks 0 .. num_blocks, block 0 being the null block, and zeroed states."""
         self.pages = self.layout.allocate(num_blocks, self.block_size, self.dtype)
         if self.state_layout is not None:
-            self.states = self.state_layout.allocate(self.num_slots, self.dtype, self.num_checkpoints)
+            self.states = self.state_layout.allocate(self.held_slots.stop, self.dtype, self.num_checkpoints)
 
     def release_cache(self) -> None:
         """Give pages and states back."""
@@ -115,6 +115,8 @@ class ModelRunner:
             return
         for slot, checkpoint in moves.saves:
             self.states.take_checkpoint(slot, checkpoint)
+        for source, slot in moves.holds:
+            self.states.copy_slot(source, slot)
         for checkpoint, slot in moves.restores:
             self.states.restore_checkpoint(checkpoint, slot)
         for source, slot in moves.forks:

@@ -51,6 +51,7 @@ def _state_stats(states: StateCache) -> dict[str, float]:
         "states_total": states.num_checkpoints,
         "state_restores": counters.restores,
         "state_forks": counters.forks,
+        "state_holds": counters.holds,
         "state_tokens_replayed": counters.replayed_tokens,
         "state_misses_no_checkpoint": counters.misses_no_checkpoint,
         "state_misses_evicted": counters.misses_evicted,

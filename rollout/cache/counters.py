@@ -21,7 +21,8 @@ class CacheCounters:
 
 @dataclass
 class StateCounters:
-    """Totals. replayed_tokens: computed again behind a checkpoint although their KV was there.
+    """Totals. replayed_tokens: computed again behind a checkpoint although their KV was there. holds: prompts whose
+    state was kept for samples that begin later.
 
     misses: admissions whose KV match had no checkpoint at its end. It was evicted; or they leave a cached chain inside
     the next block, where nobody had known that a state would be wanted; or there never was one for another reason.
@@ -29,6 +30,7 @@ class StateCounters:
 
     restores: int = 0
     forks: int = 0
+    holds: int = 0
     replayed_tokens: int = 0
     misses_evicted: int = 0
     misses_diverged: int = 0

@@ -18,7 +18,7 @@ def check_cache(cache: CacheManager) -> None:
     if cache.index is not None:
         _check_index(cache, cache.index)
     if cache.states is not None:
-        cache.states.check()
+        cache.states.check(cache.tails.state_slots())
 
 
 def _check_owners(cache: CacheManager) -> None:

@@ -66,7 +66,7 @@ class CacheManager:
         self.states = states if prefix_caching else None
         self.waiting = WaitingChains()
         self._keeps_free_blocks = eviction_policy == "lru"
-        self.tails = PromptTails(self._give_back)
+        self.tails = PromptTails(self._give_back, self.states)
         self._copies: list[tuple[int, int]] = []
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -307,7 +307,7 @@ class CacheManager:
         missing_end = self.tails.following(state, len(match), self.block_size)
         if missing_end is not None:
             shared = start = missing_end.prompt_length
-        forks = state.tail is not None and state.tail.has_live_state and start == sequence.num_tokens - 1
+        forks = state.tail is not None and state.tail.state_slot is not None and start == sequence.num_tokens - 1
         if self.states is not None and not forks:
             start = self.states.deepest(match, sequence.num_tokens) * self.block_size
         return 0 if sequence.prompt_logprobs_wanted else min(start, sequence.num_tokens - 1), shared
@@ -315,8 +315,9 @@ class CacheManager:
     def _resume_state(self, states: StateCache, sequence: Sequence, state: PrefixState, start: int) -> None:
         """Bring the live state of an admitted sequence to `start`, and note where it will take checkpoints."""
         last = sequence.num_tokens - 1
-        if start == last and state.tail is not None and state.tail.has_live_state:
-            states.fork(state.tail.leader.slot, sequence.slot)
+        source = None if state.tail is None else state.tail.state_slot
+        if start == last and source is not None:
+            states.fork(source, sequence.slot)
         else:
             if not sequence.prompt_logprobs_wanted:
                 states.count(state.match, start // self.block_size, sequence.num_tokens)

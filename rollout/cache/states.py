@@ -1,5 +1,7 @@
 """Checkpoints of the recurrent state (Mamba layers): which block has one, and which slots they are in.
 
+Beside them the slots that keep the whole live state of a prompt, for samples that begin later.
+
 Invariants
 ----------
 * A checkpoint is the state after the last token of a published block. It dies with that block: when the
@@ -20,27 +22,30 @@ from samebit.rollout.cache.index import CachedBlock
 
 @dataclass
 class StateMoves:
-    """What happens to states before anything is computed: all saves, then all restores, then all forks.
+    """What happens to states before anything is computed: all saves, holds, restores, forks, in this order.
 
     saves: (live slot, checkpoint) of sequences that have stopped: the state at their last block boundary.
-    restores: (checkpoint, live slot). forks: (live slot, live slot), the whole of it.
+    restores: (checkpoint, live slot). holds and forks: (live slot, live slot), the whole of it.
     """
 
     saves: list[tuple[int, int]] = field(default_factory=list)
+    holds: list[tuple[int, int]] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)
     forks: list[tuple[int, int]] = field(default_factory=list)
 
 
 class StateCache:
-    """`num_checkpoints` slots for states as of block boundaries."""
+    """`num_checkpoints` slots for states as of block boundaries; live slots `held_slots` for prompts."""
 
-    def __init__(self, num_checkpoints: int, block_size: int) -> None:
+    def __init__(self, num_checkpoints: int, block_size: int, held_slots: range) -> None:
         self.num_checkpoints = num_checkpoints
         self.block_size = block_size
         self.counters = StateCounters()
         self.moves = StateMoves()
         self._free = list(range(num_checkpoints - 1, -1, -1))
         self.by_block: OrderedDict[int, int] = OrderedDict()
+        self.held_slots = held_slots
+        self._free_held = list(reversed(held_slots))
 
     def __len__(self) -> int:
         return len(self.by_block)
@@ -76,6 +81,20 @@ class StateCache:
         self.moves.forks.append((source, slot))
         self.counters.forks += 1
 
+    def hold(self, slot: int) -> int | None:
+        """Keep the whole state of a live slot; where, or None when there is no slot left for it."""
+        if not self._free_held:
+            return None
+        held = self._free_held.pop()
+        self.moves.holds.append((slot, held))
+        self.counters.holds += 1
+        return held
+
+    def let_go(self, held: int) -> None:
+        """The state of a prompt is no longer wanted, not even if it was still to be copied."""
+        self.moves.holds = [move for move in self.moves.holds if move[1] != held]
+        self._free_held.append(held)
+
     def take(self) -> int | None:
         """A slot for a new checkpoint; None when the budget holds none."""
         if self._free:
@@ -110,13 +129,16 @@ class StateCache:
         self._free += self.by_block.values()
         self.by_block = OrderedDict()
         self.moves.saves.clear()
+        self.moves.holds.clear()
 
     def take_moves(self) -> StateMoves:
         moves, self.moves = self.moves, StateMoves()
         return moves
 
-    def check(self) -> None:
-        """Raise unless every slot is free or of one block."""
+    def check(self, held: list[int]) -> None:
+        """Raise unless every slot is free, or of one block or one prompt (`held`)."""
+        if sorted([*self._free_held, *held]) != list(self.held_slots):
+            raise AssertionError(f"held slots {held} and free {self._free_held} of {self.held_slots}")
         used = [*self._free, *self.by_block.values()]
         if sorted(used) != list(range(self.num_checkpoints)):
             raise AssertionError(f"checkpoint slots {sorted(used)} of {self.num_checkpoints} are accounted for")

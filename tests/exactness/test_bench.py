@@ -47,7 +47,7 @@ def test_memory_is_that_of_the_formula_and_of_a_worker(
             sum(tensor.nbytes for layer in part for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor))
             for part in (runner.states.layers, runner.states.checkpoints)
         )
-    assert slots == 3 * shown["state_of_a_sequence"]
+    assert slots == (3 + config.num_held_states) * shown["state_of_a_sequence"]
     assert checkpoints == worker.stats()["states_total"] * shown["state_of_a_checkpoint"]
     assert (shown["state_of_a_checkpoint"], shown["state_of_a_sequence"]) == formula(name, getattr(torch, dtype))
 

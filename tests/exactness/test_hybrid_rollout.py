@@ -67,6 +67,19 @@ def test_a_group_forks_the_state_of_its_prompt(dtype: torch.dtype, seats: int) -
         assert stats["prefill_tokens_computed"] == 100 + 64 + 3
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [100, 64, 3])
+def test_samples_without_a_seat_fork_the_prompt_s_state_when_they_get_one(length: int, dtype: torch.dtype) -> None:
+    """One prefill, whatever the number of seats: nothing of the prompt is computed again."""
+    model = bound_model("NemotronH", dtype)
+    prompts, wanted = [STEM[:length]], params(1, n=8)
+    outputs, stats = run(model, prompts, wanted, max_model_len=MAX_LEN, max_num_seqs=2)
+    assert_same_samples(outputs, uncached(model, prompts, wanted))
+    assert_matches_trainer(model, outputs, wanted)
+    assert (stats["prefill_tokens_computed"], stats["state_tokens_replayed"]) == (length, 0)
+    assert (stats["state_holds"], stats["state_forks"], stats["state_restores"]) == (1, 7, 0)
+
+
 @pytest.mark.parametrize("length", [100, 127, 128])
 def test_requests_that_arrive_together_share_down_to_the_grid(length: int) -> None:
     """The first computes what they share and takes a checkpoint where the others leave it."""

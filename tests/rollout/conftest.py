@@ -140,6 +140,8 @@ class FakeRunner:
             state = self.live[slot]
             boundary = len(state.tokens) // self.block_size * self.block_size
             self.checkpoints[checkpoint] = State(state.tokens[:boundary], state.oldest)
+        for source, slot in moves.holds:
+            self.live[slot] = self.live[source]
         for checkpoint, slot in moves.restores:
             self.live[slot] = self.checkpoints[checkpoint]
         for source, slot in moves.forks:
@@ -179,9 +181,12 @@ def build_engine(
     eviction_policy: str = "lru",
     recurrent: bool = False,
     num_checkpoints: int = 0,
+    num_held: int = 0,
 ) -> Engine:
     """`recurrent`: the model has states too."""
-    states = StateCache(num_checkpoints, block_size) if recurrent else None
+    states = (
+        StateCache(num_checkpoints, block_size, range(max_num_seqs, max_num_seqs + num_held)) if recurrent else None
+    )
     cache = CacheManager(
         num_blocks,
         block_size,

@@ -29,6 +29,7 @@ def run_machine(
             block_size=st.sampled_from([1, 2, 4, 8]),
             recurrent=st.booleans(),
             checkpoints=st.integers(0, 8),
+            held=st.integers(0, 2),
             spare=st.integers(0, 12),
             max_num_seqs=st.integers(1, 5),
             budget=st.integers(5, 20),
@@ -40,6 +41,7 @@ def run_machine(
             block_size: int,
             recurrent: bool,
             checkpoints: int,
+            held: int,
             spare: int,
             max_num_seqs: int,
             budget: int,
@@ -56,6 +58,7 @@ def run_machine(
                 eviction_policy=policy,
                 recurrent=recurrent,
                 num_checkpoints=checkpoints,
+                num_held=held,
             )
             self.added: dict[str, Request] = {}
             self.ended: list[str] = []
@@ -183,7 +186,7 @@ def run_machine(
             cache = self.engine.cache
             if cache.states is None or cache.index is None:
                 return
-            cache.states.check()
+            cache.states.check(cache.tails.state_slots())
             saved = {checkpoint for _, checkpoint in cache.states.moves.saves}
             for block, checkpoint in cache.states.by_block.items():
                 assert block in cache.index.by_block
