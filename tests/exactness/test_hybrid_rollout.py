@@ -170,9 +170,10 @@ def test_weights_there_and_back() -> None:
     assert_matches_trainer(model, whole, wanted)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [16, 128, 256])
-def test_other_chunks(chunk: int) -> None:
-    model = bound_model("NemotronH", torch.float32, ssm_chunk=chunk)
+def test_other_chunks(chunk: int, dtype: torch.dtype) -> None:
+    model = bound_model("NemotronH", dtype, ssm_chunk=chunk)
     wanted = params(len(PROMPTS))
     with RolloutWorker(model, config=RolloutConfig(max_model_len=MAX_LEN)) as worker:
         assert worker.config.block_size == chunk

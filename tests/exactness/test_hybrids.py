@@ -47,9 +47,10 @@ def test_steps_give_the_training_bits(family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("chunk", [16, 128, 256])
-@pytest.mark.parametrize("family", ["NemotronH", "Zamba2"])
-def test_other_chunks(family: str, chunk: int) -> None:
-    model = bound_model(family, torch.float32, chunk)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_other_chunks(family: str, dtype: torch.dtype, chunk: int) -> None:
+    model = bound_model(family, dtype, chunk)
     with torch.no_grad():
         expected = LAYOUTS["packed"](model, SEQUENCES)
     for route in ("token by token", "chunks"):
