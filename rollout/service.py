@@ -5,8 +5,7 @@ Invariants
 * The engine is touched only under `lock`, by the generation thread or by a command.
 * Submissions and aborts need no lock: they go through the inbox, in order, and the thread takes them in
   before its next step.
-* With work to do the thread is always in the lock's queue or holds it: between two steps no commander gets two
-  commands in, and no command waits for two steps.
+* Between two commands there is a step, as long as there is work: a command that ends leaves the lock to the thread.
 * Every delivery in `_live` ends: with its request, with the error that broke the thread, or with
   "closed". The thread's one broad `except` is that boundary.
 * The thread has ended before the interpreter is torn down: a kernel that runs on then aborts the process.
@@ -48,7 +47,7 @@ class GenerationService:
     def __init__(self, engine: Engine, state: WorkerState, on_start: Callable[[], None]) -> None:
         self.engine = engine
         self.state = state
-        self.lock = TicketLock()
+        self.lock = TicketLock(self._owes_a_turn)
         self._on_start = on_start
         self._inbox: deque[Request | _Abort] = deque()
         self._live: dict[str, Delivery] = {}
@@ -101,7 +100,6 @@ class GenerationService:
                 yield self.engine
             finally:
                 self._signal_drain()
-                self._wake.set()
 
     @contextmanager
     def drained_command(self) -> Iterator[Engine]:
@@ -123,7 +121,6 @@ class GenerationService:
         finally:
             with self.lock:
                 self._close_admission(-1)
-            self._wake.set()
 
     def deliver(self, finished: Iterable[Request]) -> None:
         """Hand ended requests to their callers."""
@@ -174,13 +171,16 @@ class GenerationService:
         while not self.state.closed:
             self._wake.wait()
             self._wake.clear()
-            with self.lock:
-                while self._turn():
-                    self.lock.requeue()
+            while self._turn():
+                pass
             release_idle_threads()
 
     def _turn(self) -> bool:
-        """Under the lock: take in the inbox and compute a step; whether there is more to do."""
+        with self.lock.generation():
+            return self._step()
+
+    def _step(self) -> bool:
+        """Take in the inbox and compute a step; whether there is more to do."""
         self._take_inbox()
         if not self.state.may_step:
             return False
@@ -200,8 +200,15 @@ class GenerationService:
             else:
                 self.engine.add(entry)
 
+    def _owes_a_turn(self) -> bool:
+        """Whether a step is due after the command that is ending; then the thread is on its way."""
+        due = self.state.may_step and (self.engine.has_work or bool(self._inbox))
+        if due:
+            self._wake.set()
+        return due
+
     def _end(self, error: BaseException | None) -> None:
-        with self.lock:
+        with self.lock.generation():
             with self.state.mutex:
                 self.state.broken = error
             self._fail_deliveries(lambda: _end_error(error))

@@ -1,10 +1,11 @@
-"""A fair lock: whoever asks first gets it first.
+"""The lock between commands and the generation thread: a step between any two commands.
 
 Invariants
 ----------
-* `release` hands the lock to the first in the queue; nobody can overtake, so a holder that releases and
-  asks again stands behind everyone who was waiting.
-* `requeue` gives it up and asks again in one act: nobody who asks later comes first.
+* Commands get it in the order in which they asked; nobody overtakes.
+* A command that gives it back leaves it to generation, whether that asks already or not, as long as there is work:
+  `owed()` says so, asked by whoever holds the lock. With no work it goes to the next command.
+* Generation gives it back to the command that has waited longest.
 * A thread that holds it and asks again gets an error, never a deadlock.
 """
 
@@ -12,13 +13,24 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 
 class TicketLock:
-    def __init__(self) -> None:
+    """`with lock:` is a command's turn, `with lock.generation():` a turn of generation, which is one thread.
+
+    owed: whether generation wants a turn now. Once it has said yes, generation must come: nobody else gets the lock
+    before.
+    """
+
+    def __init__(self, owed: Callable[[], bool]) -> None:
+        self._owed = owed
         self._mutex = threading.Lock()
-        self._queue: deque[_Ticket] = deque()
+        self._queue: deque[Ticket] = deque()
+        self._first: Ticket | None = None
+        self._reserved = False
         self._holder: int | None = None
 
     @property
@@ -27,44 +39,78 @@ class TicketLock:
 
     @property
     def num_waiting(self) -> int:
+        """Commands in the queue."""
         return len(self._queue)
 
     def acquire(self) -> None:
-        me = threading.get_ident()
+        """For a command."""
+        ticket = Ticket(threading.get_ident())
         with self._mutex:
-            if self._holder == me:
-                raise RuntimeError("this thread holds the lock already")
-            if self._holder is None:
-                self._holder = me
-                return
-            ticket = self._take_ticket()
-        self._wait(ticket)
-
-    def requeue(self) -> None:
-        """Let everyone who waits go first, then hold it again."""
-        with self._mutex:
-            self._check_holder()
-            if not self._queue:
-                return
-            ticket = self._take_ticket()
-            self._pass_on()
+            self._check_not_holder()
+            if self._holder is None and not self._reserved:
+                self._give(ticket)
+            else:
+                self._stand_in_line(ticket)
         self._wait(ticket)
 
     def release(self) -> None:
+        """By a command."""
         with self._mutex:
             self._check_holder()
             self._pass_on()
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Before every command that waits; after it, the next of them."""
+        ticket = Ticket(threading.get_ident())
+        with self._mutex:
+            self._check_not_holder()
+            if self._holder is None:
+                self._give(ticket)
+            else:
+                self._first = ticket
+        self._wait(ticket)
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._give_to_next()
 
     def _check_holder(self) -> None:
         if self._holder != threading.get_ident():
             raise RuntimeError("this thread does not hold the lock")
 
-    def _take_ticket(self) -> _Ticket:
-        ticket = _Ticket(threading.get_ident())
-        self._queue.append(ticket)
-        return ticket
+    def _check_not_holder(self) -> None:
+        if self._holder == threading.get_ident():
+            raise RuntimeError("this thread holds the lock already")
 
-    def _wait(self, ticket: _Ticket) -> None:
+    def _pass_on(self) -> None:
+        """A command is done."""
+        if self._first is not None:
+            self._give(self._first)
+        elif self._owed():
+            self._holder = None
+            self._reserved = True
+        else:
+            self._give_to_next()
+
+    def _stand_in_line(self, ticket: Ticket) -> None:
+        self._queue.append(ticket)
+
+    def _give_to_next(self) -> None:
+        if self._queue:
+            self._give(self._queue.popleft())
+        else:
+            self._holder = None
+
+    def _give(self, ticket: Ticket) -> None:
+        """The one place where somebody gets the lock."""
+        self._first = None
+        self._reserved = False
+        self._holder = ticket.owner
+        ticket.gate.release()
+
+    def _wait(self, ticket: Ticket) -> None:
         got_it = False
         try:
             ticket.gate.acquire()
@@ -73,15 +119,7 @@ class TicketLock:
             if not got_it:
                 self._withdraw(ticket)
 
-    def _pass_on(self) -> None:
-        if not self._queue:
-            self._holder = None
-            return
-        ticket = self._queue.popleft()
-        self._holder = ticket.owner
-        ticket.gate.release()
-
-    def _withdraw(self, ticket: _Ticket) -> None:
+    def _withdraw(self, ticket: Ticket) -> None:
         """The wait was interrupted (Ctrl-C): leave the queue, or pass on a lock that came meanwhile."""
         with self._mutex:
             if ticket in self._queue:
@@ -102,7 +140,7 @@ class TicketLock:
         self.release()
 
 
-class _Ticket:
+class Ticket:
     """A place in the queue; `gate` opens when the lock is handed over."""
 
     __slots__ = ("gate", "owner")

@@ -46,7 +46,7 @@ LOAD = 12
 """Requests in flight."""
 WEIGHTS = 4
 MAX_LEN = 192
-PATIENCE = 120 + 0.2 * COMMANDS * CASES
+PATIENCE = 300 + 0.5 * COMMANDS * CASES
 """Seconds after which whoever still runs is stuck."""
 STEMS = token_ids(150, 150, 150, seed=3)
 REFUSALS = (

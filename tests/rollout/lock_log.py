@@ -2,80 +2,69 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-GENERATION = "generation"
+from samebit.rollout.ticket_lock import Ticket, TicketLock
 
 
 @dataclass
 class Wait:
-    """A stay in the queue: what went before, as counted when it began and when it ended.
+    """A command's stay in the queue.
 
-    queued: commands that stood before it; commands: those that came in between; steps: those that were under way or
-    came in between.
+    queued: the commands that stood before it; commands: those that came in before it; turns: those of generation, with
+    the one that was under way.
     """
 
-    owner: int
     queued: int
-    steps: int
+    turns: int
     commands: int = 0
 
 
-class LockLog(deque[Any]):
-    """The queue of a `TicketLock`, which changes it under its own mutex only; so the order is the true one."""
+class LockLog(TicketLock):
+    """Takes the place of a worker's lock, and looks on under the lock's own mutex; so the order is the true one."""
 
     def __init__(self, worker: Any) -> None:
-        super().__init__()
-        service = worker._service
-        self._lock = service.lock
-        self._generation = service._thread.ident
-        self._engine = service.engine
-        self._state = service.state
-        self._waiting: dict[int, Wait] = {}
+        self._service = worker._service
+        super().__init__(self._service._owes_a_turn)
+        self._waiting: dict[Ticket, Wait] = {}
+        self._turn_due = False
         self.waits: list[Wait] = []
-        self.turns: list[object] = []
-        self.left_with_work = 0
-        with self._lock:
-            assert not self._lock._queue, "attach the log before there is load"
-            self._lock._queue = self
+        self.commands = 0
+        self.turns_due = 0
+        self.turns_skipped = 0
+        with self._service.lock:
+            assert not self._service.engine.has_work, "attach the log before there is load"
+            self._service.lock = self
 
-    def append(self, ticket: Any) -> None:
-        if ticket.owner != self._generation:
-            queued = sum(other.owner != self._generation for other in self)
-            self._waiting[ticket.owner] = Wait(ticket.owner, queued, int(self._lock._holder == self._generation))
-        super().append(ticket)
+    def _stand_in_line(self, ticket: Ticket) -> None:
+        self._waiting[ticket] = Wait(len(self._queue), int(self._holder == self._service._thread.ident))
+        super()._stand_in_line(ticket)
 
-    def popleft(self) -> Any:
-        if self._lock._holder == self._generation and self._state.may_step and self._engine.has_work:
-            self.left_with_work += all(ticket.owner != self._generation for ticket in self)
-        ticket = super().popleft()
-        stepping = ticket.owner == self._generation
-        self.turns.append(GENERATION if stepping else ticket.owner)
-        if not stepping:
-            self.waits.append(self._waiting.pop(ticket.owner))
+    def _pass_on(self) -> None:
+        """A command ends: is a turn of generation due before the next?"""
+        self._turn_due = self._service.state.may_step and self._service.engine.has_work
+        self.turns_due += self._turn_due
+        super()._pass_on()
+
+    def _give(self, ticket: Ticket) -> None:
+        stepping = ticket.owner == self._service._thread.ident
+        if stepping:
+            self._turn_due = False
+        else:
+            self.commands += 1
+            self.turns_skipped += self._turn_due
+            if ticket in self._waiting:
+                self.waits.append(self._waiting.pop(ticket))
         for wait in self._waiting.values():
-            wait.steps += stepping
+            wait.turns += stepping
             wait.commands += not stepping
-        return ticket
+        super()._give(ticket)
 
     def assert_fair(self) -> None:
-        """A command waited a step at most, and for the commands that were queued before it; and generation stood in the
-        queue whenever it handed the lock over with work left."""
-        assert self.left_with_work == 0, "generation was not in the queue"
+        """Between two commands a step, where one was due; and a command waited for those that were queued before it, a
+        step after each of them, and the one that was under way."""
+        assert self.turns_skipped == 0, "a command came before a step that was due"
         for wait in self.waits:
-            assert wait.steps <= 1, "a command waited for two steps"
             assert wait.commands == wait.queued, "a command was overtaken"
-
-    def most_turns_between_steps(self) -> int:
-        """Of one commander, while generation had work."""
-        most = 0
-        counts: dict[object, int] = {}
-        for turn in self.turns:
-            if turn == GENERATION:
-                counts = {}
-            else:
-                counts[turn] = counts.get(turn, 0) + 1
-                most = max(most, counts[turn])
-        return most
+            assert wait.turns <= wait.queued + 1, "a command waited for more than a step a command"

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from samebit.rollout.ticket_lock import TicketLock
 
 
-def wait_until_queued(lock: TicketLock, count: int) -> None:
-    """Until `count` threads stand in the queue (they were started, so they will)."""
+def no_work() -> bool:
+    return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
     tick = threading.Event()
     for _ in range(10_000):
-        if lock.num_waiting >= count:
+        if condition():
             return
         tick.wait(0.001)
-    raise AssertionError(f"only {lock.num_waiting} of {count} threads are waiting")
+    raise AssertionError("it did not happen")
+
+
+def wait_until_queued(lock: TicketLock, count: int) -> None:
+    """Until `count` threads stand in the queue (they were started, so they will)."""
+    wait_until(lambda: lock.num_waiting >= count)
 
 
 def test_the_lock_is_handed_over_in_the_order_of_asking() -> None:
-    lock = TicketLock()
+    lock = TicketLock(no_work)
     order: list[int] = []
 
     def take(index: int) -> None:
@@ -40,7 +49,7 @@ def test_the_lock_is_handed_over_in_the_order_of_asking() -> None:
 
 def test_a_thread_that_comes_back_stands_behind_those_who_wait() -> None:
     """Greedy loops on every side: between two turns of one, each of the others has had its turn."""
-    lock = TicketLock()
+    lock = TicketLock(no_work)
     turns: list[int] = []
     start = threading.Barrier(4)
 
@@ -61,49 +70,88 @@ def test_a_thread_that_comes_back_stands_behind_those_who_wait() -> None:
     assert all(sorted(turns[i : i + 4]) == [0, 1, 2, 3] for i in range(4, 500, 4))
 
 
-def test_one_that_requeues_stands_behind_those_who_wait_and_before_those_who_come() -> None:
-    lock = TicketLock()
-    order: list[str] = []
+class Hosted:
+    """A lock whose generation is a thread that takes turns when it is told to. `order`: who had the lock."""
 
-    def take(name: str) -> None:
-        with lock:
-            order.append(name)
-            if name == "waits":
-                late.start()
-                wait_until_queued(lock, 2)
+    def __init__(self, owed: bool) -> None:
+        self.lock = TicketLock(lambda: owed)
+        self.order: list[str] = []
 
-    waits, late = (threading.Thread(target=take, args=(name,)) for name in ("waits", "late"))
-    with lock:
-        lock.requeue()
-        assert lock.held_by_me, "nobody waits"
-        waits.start()
-        wait_until_queued(lock, 1)
-        lock.requeue()
-        order.append("requeued")
-    for thread in (waits, late):
+    def start(self, name: str) -> threading.Thread:
+        """A thread that asks for the lock once."""
+        turn = self.lock.generation if name == "generation" else lambda: self.lock
+
+        def take() -> None:
+            with turn():
+                self.order.append(name)
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        return thread
+
+
+def test_generation_comes_before_the_commands_that_wait() -> None:
+    hosted = Hosted(owed=False)
+    with hosted.lock:
+        threads = [hosted.start("first")]
+        wait_until_queued(hosted.lock, 1)
+        threads.append(hosted.start("second"))
+        wait_until_queued(hosted.lock, 2)
+        threads.append(hosted.start("generation"))
+        wait_until(lambda: hosted.lock._first is not None)
+    for thread in threads:
         thread.join(20)
-    assert order == ["waits", "requeued", "late"]
-    with pytest.raises(RuntimeError, match="does not hold"):
-        lock.requeue()
+    assert hosted.order == ["generation", "first", "second"]
+
+
+def test_a_turn_that_is_owed_is_kept_for_generation_that_has_not_asked_yet() -> None:
+    hosted = Hosted(owed=True)
+    with hosted.lock:
+        pass
+    threads = []
+    for count, name in enumerate(("first", "second"), 1):
+        threads.append(hosted.start(name))
+        wait_until_queued(hosted.lock, count)
+    assert hosted.order == []
+    threads += [hosted.start("generation")]
+    threads[-1].join(20)
+    threads += [hosted.start("generation")]
+    for thread in threads:
+        thread.join(20)
+    assert hosted.order == ["generation", "first", "generation", "second"]
+
+
+def test_without_work_the_next_command_gets_it() -> None:
+    hosted = Hosted(owed=False)
+    with hosted.lock:
+        threads = [hosted.start(name) for name in ("first", "second")]
+        wait_until_queued(hosted.lock, 2)
+    for thread in threads:
+        thread.join(20)
+    assert sorted(hosted.order) == ["first", "second"]
+    with hosted.lock.generation():
+        assert hosted.lock.held_by_me
 
 
 def test_asking_twice_raises_and_does_not_hang() -> None:
-    lock = TicketLock()
+    lock = TicketLock(no_work)
     with lock:
         assert lock.held_by_me
         with pytest.raises(RuntimeError, match="holds the lock already"):
             lock.acquire()
+        with pytest.raises(RuntimeError, match="holds the lock already"), lock.generation():
+            pass
     assert not lock.held_by_me
 
 
 def test_only_the_holder_may_release() -> None:
-    lock = TicketLock()
+    lock = TicketLock(no_work)
     with pytest.raises(RuntimeError, match="does not hold"):
         lock.release()
 
 
 def test_an_exception_in_the_block_releases() -> None:
-    lock = TicketLock()
+    lock = TicketLock(no_work)
     with pytest.raises(KeyError), lock:
         raise KeyError
     done = threading.Event()
