@@ -1,10 +1,11 @@
-"""No room, and damaged memory: a clear error, no mixture, and a worker that recovers with a full sync."""
+"""No room, damaged memory, a base that changes: a clear error, no mixture, and a full sync heals the worker."""
 
 from __future__ import annotations
 
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,13 @@ from torch import nn
 from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.weights import SPILL_NAME
-from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, SyncTimeoutError, VerificationError
+from samebit.weight_sync import (
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    SyncBrokenError,
+    SyncTimeoutError,
+    VerificationError,
+)
 
 MakeWorker = Callable[..., tuple[Any, Any]]
 FEW = SamplingParams(max_tokens=5)
@@ -119,4 +126,45 @@ def test_a_copy_of_sleeping_weights_that_is_gone(make_worker: MakeWorker) -> Non
     worker.sleep("weights", level=2)
     worker.wake_up()
     worker.receive_weights(whole)
+    assert len(worker.generate([[1]], FEW)) == 1
+
+
+def test_a_base_that_changes_between_the_check_of_a_delta_and_its_write(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker()
+    module = larger(worker)
+    trainer, other = (nn.Sequential(nn.Linear(1000, 129), nn.Linear(129, 100)) for _ in range(2))
+    with (
+        SharedMemorySender(timeout=20) as sender,
+        SharedMemoryReceiver(sender.address, timeout=20) as end,
+        ThreadPoolExecutor(1) as beside,
+    ):
+
+        def send() -> Any:
+            return beside.submit(sender.send, trainer, delta=True)
+
+        sending = send()
+        worker.receive_weights(end)
+        assert not sending.result(20).delta
+        with torch.no_grad():
+            trainer[0].weight[3, 5] += 1
+        agree = end.answer
+
+        def agree_and_be_overtaken(answer: Any) -> Any:
+            decided = agree(answer)
+            worker.receive_weights(other)
+            return decided
+
+        end.answer = agree_and_be_overtaken
+        sending = send()
+        with pytest.raises(SyncBrokenError, match="wrong checksum of the weights after the changes"):
+            worker.receive_weights(end)
+        with pytest.raises(SyncBrokenError, match="wrong checksum of the weights after the changes"):
+            sending.result(20)
+        with pytest.raises(WorkerStateError, match="weights incomplete"):
+            worker.generate([[1]], FEW)
+        end.answer = agree
+        sending = send()
+        worker.receive_weights(end, verify=True)
+        assert not sending.result(20).delta, "all of it came"
+    assert same(module, copies(trainer))
     assert len(worker.generate([[1]], FEW)) == 1

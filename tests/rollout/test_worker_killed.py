@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,11 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.sampling_params import SamplingParams
-from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, SyncBrokenError, apply_weights
+from samebit.weight_sync import (
+    BroadcastReceiver,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    SyncBrokenError,
+    apply_weights,
+    gloo_group,
+)
 
 SCRIPT = Path(__file__).parents[1] / "weight_sync" / "dying.py"
 POINTS = 20
@@ -33,7 +42,12 @@ class Dying:
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
+            [sys.executable, str(SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            start_new_session=True,
         )
         assert self.line() == "ready"
 
@@ -46,7 +60,7 @@ class Dying:
         return self._process.stdout.readline().strip()
 
     def close(self) -> None:
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)  # a child that lives on would keep the pipe open
         self._process.communicate()
 
 
@@ -87,16 +101,55 @@ def _killed_sender(worker: Any, dying: Dying, point: int) -> str:
     dying.start("sender", point)
     address = dying.line()
     began = time.monotonic()
-    outcome = "new"
     with SharedMemoryReceiver(address) as end:
-        try:
-            worker.receive_weights(end, verify=True)
-        except SyncBrokenError:
-            outcome = "old" if worker._state.incomplete is None else "incomplete"
+        outcome = receive(worker, end)
         while Path(address).parent.exists():
             with pytest.raises(SyncBrokenError):
                 end.listen()  # which clears what a dead sender left
             assert time.monotonic() - began < SOON
+    check(worker, outcome, before)
+    return outcome
+
+
+def test_a_gloo_sender_is_killed(make_worker: MakeWorker, dying: Dying, tmp_path: Path) -> None:
+    worker, _ = make_worker()
+    worker._weights = type(worker._weights)(model(), shared=False)
+    worker.receive_weights(gloo_end(dying, tmp_path / "whole", None))
+    calls = int(dying.line())
+    outcomes = [_killed_gloo_sender(worker, gloo_end(dying, tmp_path / f"{at}", at)) for at in points(calls)]
+    assert {"old", "incomplete"} <= set(outcomes)
+    assert worker.receive_weights(gloo_end(dying, tmp_path / "again", None), verify=True).tensors == 5
+    assert int(dying.line()) > POINTS
+
+
+def gloo_end(dying: Dying, store: Path, calls: int | None) -> BroadcastReceiver:
+    """Of a group with a sender that dies at this call."""
+    dying.start("gloo sender", calls, str(store))
+    return BroadcastReceiver(0, gloo_group(dist.FileStore(str(store), 2), 1, 2, timeout=20), timeout=20)
+
+
+def _killed_gloo_sender(worker: Any, end: BroadcastReceiver) -> str:
+    before = copy_of(worker)
+    began = time.monotonic()
+    outcome = receive(worker, end)
+    with pytest.raises(SyncBrokenError):
+        end.listen()
+    assert time.monotonic() - began < SOON
+    check(worker, outcome, before)
+    return outcome
+
+
+def receive(worker: Any, end: Any) -> str:
+    """What became of the weights."""
+    try:
+        worker.receive_weights(end, verify=True)
+    except SyncBrokenError:
+        return "old" if worker._state.incomplete is None else "incomplete"
+    return "new"
+
+
+def check(worker: Any, outcome: str, before: dict[str, torch.Tensor]) -> None:
+    """No mixture is served, and a full update heals."""
     if outcome == "old":
         assert all(torch.equal(tensor, before[name]) for name, tensor in copy_of(worker).items())
     if outcome == "incomplete":
@@ -104,7 +157,6 @@ def _killed_sender(worker: Any, dying: Dying, point: int) -> str:
             worker.submit([1])
         worker.receive_weights(model(), verify=True)
     assert len(worker.generate([[1]], SamplingParams(max_tokens=2))) == 1
-    return outcome
 
 
 def test_a_receiver_is_killed(dying: Dying) -> None:

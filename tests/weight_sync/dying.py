@@ -1,7 +1,9 @@
 """Forks processes that kill themselves (SIGKILL) in the middle of a sync; run by test_killed.py.
 
-Each line on stdin is JSON: `role`, `address` (of a receiver), `calls`: at which call of a function of
-samebit.weight_sync to die, or null to live and print how many there were. Answers a line each.
+Each line on stdin is JSON: `role` ("sender", "gloo sender" or "receiver"), `address` (of a sender for
+a receiver, of a store for gloo), `calls`: at which
+call of a function of samebit.weight_sync to die, or null to live and print how many there were. (One that should have
+died and made fewer calls says nothing.) A sender over shared memory first says where it is.
 """
 
 from __future__ import annotations
@@ -15,9 +17,16 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
-from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, apply_weights
+from samebit.weight_sync import (
+    BroadcastSender,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    apply_weights,
+    gloo_group,
+)
 
 BUCKET = 4096
 TIMEOUT = 20
@@ -49,16 +58,21 @@ def live(task: dict[str, Any]) -> None:
     counter = Counter(task["calls"])
     weights = model()
     if task["role"] == "sender":
-        sender = SharedMemorySender(bucket_bytes=BUCKET, timeout=TIMEOUT)
+        sender: Any = SharedMemorySender(bucket_bytes=BUCKET, timeout=TIMEOUT)
         say(sender.address)
-        sys.setprofile(counter)
-        sender.send(weights)
+    elif task["role"] == "gloo sender":
+        store = dist.FileStore(task["address"], 2)  # a TCPStore hangs in a fork
+        sender = BroadcastSender(gloo_group(store, 0, 2, timeout=TIMEOUT), bucket_bytes=BUCKET, timeout=TIMEOUT)
     else:
         end = SharedMemoryReceiver(task["address"], timeout=TIMEOUT)
         sys.setprofile(counter)
         apply_weights(weights, end)
+    if task["role"] != "receiver":
+        sys.setprofile(counter)
+        sender.send(weights)
     sys.setprofile(None)
-    say(str(counter.count))
+    if counter.last is None:
+        say(str(counter.count))
 
 
 def main() -> None:

@@ -1,0 +1,113 @@
+"""kill -9 of a worker's process in the middle of generate: the trainer hears of it in time, and another takes over."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from samebit.rollout import RolloutWorker
+from samebit.weight_sync import PeerLostError, SharedMemorySender, SyncTimeoutError
+
+from .worker_process import CONFIG, samples
+
+SCRIPT = Path(__file__).with_name("worker_process.py")
+TIMEOUT = 2.0
+
+
+class WorkerProcess:
+    def __init__(self, folder: Path, address: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder), address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+        )
+
+    def tell(self, command: str) -> None:
+        assert self._process.stdin is not None
+        print(command, file=self._process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def ask(self, command: str) -> Any:
+        self.tell(command)
+        return self.answer()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        assert self._process.returncode == -signal.SIGKILL
+
+
+def tiny(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=101,
+            hidden_size=64,
+            intermediate_size=100,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=2048,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+
+
+def test_a_worker_process_is_killed_while_it_generates(tmp_path: Path) -> None:
+    """While the trainer waits for it, and before a sync; the third process has all weights, and the right ones."""
+    trainer = tiny(1)
+    tiny(2).save_pretrained(tmp_path)
+    with SharedMemorySender(timeout=60) as sender, ThreadPoolExecutor(1) as beside:
+
+        def synced(worker: WorkerProcess) -> Any:
+            worker.tell("receive")
+            report = sender.send(trainer, delta=True)
+            assert worker.answer() == 1
+            return report
+
+        worker = WorkerProcess(tmp_path, sender.address)
+        synced(worker)
+        assert worker.ask("begin") > 0
+        sending = beside.submit(sender.send, trainer, delta=True)
+        time.sleep(0.2)
+        assert not sending.done(), "it waits for a worker that is in generate"
+        began = time.monotonic()
+        worker.kill()
+        with pytest.raises(PeerLostError, match="the other side"):
+            sending.result(30)
+        assert time.monotonic() - began < TIMEOUT
+
+        worker = WorkerProcess(tmp_path, sender.address)
+        assert not synced(worker).delta
+        assert worker.ask("begin") > 0
+        worker.kill()
+        sender.link._timeout = TIMEOUT
+        began = time.monotonic()
+        with pytest.raises(SyncTimeoutError, match="no receiver connected"):
+            sender.send(trainer, delta=True)
+        assert time.monotonic() - began < TIMEOUT + 1
+
+        sender.link._timeout = 60
+        worker = WorkerProcess(tmp_path, sender.address)
+        report = synced(worker)
+        assert not report.delta, "all of it"
+        assert report.sent_bytes == report.dense_bytes
+        with RolloutWorker(trainer, config=CONFIG) as local:
+            assert worker.ask("samples") == samples(local)
+        worker.kill()
