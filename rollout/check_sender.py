@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from safetensors.torch import save_file
@@ -16,12 +15,13 @@ from torch import distributed as dist
 from torch import nn
 
 from samebit.weight_sync import BroadcastReceiver, BroadcastSender, SharedMemorySender, WeightStream, open_source
+from samebit.weight_sync.closing import Closing
 from samebit.weight_sync.manifest import live_tensors
 
 TIMEOUT = 300.0
 
 
-class SendingProcess:
+class SendingProcess(Closing):
     """Started with the weights of `model`. The two transports are used once each, in this order."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
@@ -62,15 +62,7 @@ class SendingProcess:
         finally:
             dist.destroy_process_group()
 
-    def __enter__(self) -> SendingProcess:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._process.kill()
         self._process.communicate()
 

@@ -4,6 +4,7 @@ Knows nothing of `samebit.rollout` or `samebit.kernels`.
 """
 
 from samebit.weight_sync.apply import PreparedUpdate
+from samebit.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from samebit.weight_sync.distributed import BroadcastReceiver, BroadcastSender, gloo_group, listening_store
 from samebit.weight_sync.link import PeerLostError, ReceiverLink, SyncRefusedError, SyncTimeoutError
 from samebit.weight_sync.manifest import (
@@ -22,6 +23,8 @@ from samebit.weight_sync.update import apply_weights, open_update
 __all__ = [
     "BroadcastReceiver",
     "BroadcastSender",
+    "CudaIpcReceiver",
+    "CudaIpcSender",
     "Manifest",
     "NonFiniteWeightError",
     "PeerLostError",

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -58,15 +59,38 @@ class BucketHeader:
 
 @dataclass(frozen=True)
 class Record:
+    """`payload`: bytes of the host; over CUDA IPC a uint8 tensor on the GPU."""
+
     tensor: int
     kind: Kind
     offset: int
     digest: int
-    payload: Bytes
+    payload: Any
+
+
+class Writer(Protocol):
+    """Fills one bucket. `room`: bytes of payload that one more record can take, a multiple of 64."""
+
+    @property
+    def room(self) -> int: ...
+
+    def copy(self, tensor: int, offset: int, source: Any, lanes: Lanes) -> Scan:
+        """Add a dense piece and scan it on the way."""
+        ...
+
+    def add(self, tensor: int, kind: Kind, offset: int, parts: Sequence[Bytes]) -> None:
+        """Add an encoded piece: `parts` one behind the other, each but the last a multiple of 8 bytes."""
+        ...
+
+    def seal(self, sequence: int, ending: Ending, total: int) -> BucketHeader: ...
+
+    def reason(self, sequence: int, text: str) -> BucketHeader:
+        """Discard what is in the bucket, and say why no other follows."""
+        ...
 
 
 class BucketWriter:
-    """Fills one bucket."""
+    """A `Writer` for memory of the host."""
 
     def __init__(self, buffer: Bytes) -> None:
         self._buffer = buffer
@@ -75,18 +99,15 @@ class BucketWriter:
 
     @property
     def room(self) -> int:
-        """Bytes of payload that one more record can take, a multiple of 64."""
         return max(0, (self._buffer.size - self.used) // ALIGN * ALIGN - ALIGN)
 
     def copy(self, tensor: int, offset: int, source: Bytes, lanes: Lanes) -> Scan:
-        """Add a dense piece and scan it on the way."""
         begin = self.used + ALIGN
         scanned = copy_bytes(source, self._buffer[begin : begin + source.size], lanes, offset=offset)
         self._close(tensor, Kind.DENSE, offset, source.size, scanned.digest)
         return scanned
 
     def add(self, tensor: int, kind: Kind, offset: int, parts: Sequence[Bytes]) -> None:
-        """Add an encoded piece: `parts` one behind the other, each but the last a multiple of 8 bytes."""
         begin = self.used + ALIGN
         size = 0
         for part in parts:
@@ -95,22 +116,19 @@ class BucketWriter:
         self._close(tensor, kind, offset, size, encoded_digest(self._buffer[begin : begin + size]))
 
     def seal(self, sequence: int, ending: Ending, total: int) -> BucketHeader:
-        seal = _seal((sequence, self.used, ending, total), self._headers)
-        return BucketHeader(sequence, self.used, ending, total, seal)
+        return sealed(sequence, self.used, ending, total, self._headers)
 
     def reason(self, sequence: int, text: str) -> BucketHeader:
-        """Discard what is in the bucket, and say why no other follows."""
         content = np.frombuffer(text.encode()[: self._buffer.size], np.uint8)
         self._buffer[: content.size] = content
-        seal = _seal((sequence, content.size, Ending.BROKEN, 0), [])
-        return BucketHeader(sequence, content.size, Ending.BROKEN, 0, seal)
+        return sealed(sequence, content.size, Ending.BROKEN, 0, [])
 
     def _close(self, tensor: int, kind: Kind, offset: int, size: int, digest: int) -> None:
         header = (tensor, int(kind), offset, size, digest)
         words = self._buffer[self.used : self.used + HEADER_WORDS * 8].view(np.uint64)
         words[:] = np.array(header, np.uint64)
         self._headers.append(header)
-        self.used += ALIGN + _padded(size)
+        self.used += ALIGN + padded(size)
 
 
 def open_records(
@@ -120,16 +138,42 @@ def open_records(
 
     Raises `SyncBrokenError` when the bucket says that the sender broke off, or is not what was announced.
     """
-    if header.sequence != sequence or not 0 <= header.used <= buffer.size:
-        raise SyncBrokenError(f"expected bucket {sequence}, got {header.sequence} with {header.used} bytes")
+    check_bucket(header, buffer.size, sequence=sequence)
     if header.ending is Ending.BROKEN:
-        text = buffer[: header.used].tobytes().decode(errors="replace")
-        raise SyncBrokenError(f"the sender broke off: {text}")
-    words = _record_words(header, buffer)
-    fixed = (header.sequence, header.used, header.ending, header.total)
-    if _seal(fixed, [record for _, record in words]) != header.seal:
-        raise SyncBrokenError(f"wrong checksum of the headers of bucket {sequence}")
+        raise broken_off(buffer[: header.used].tobytes())
+    return sealed_records(header, _record_words(header, buffer), buffer, sizes=sizes, kinds=kinds)
+
+
+def check_bucket(header: BucketHeader, size: int, *, sequence: int) -> None:
+    """Whether this is the bucket that comes next."""
+    if header.sequence != sequence or not 0 <= header.used <= size:
+        raise SyncBrokenError(f"expected bucket {sequence}, got {header.sequence} with {header.used} bytes")
+
+
+def broken_off(reason: bytes) -> SyncBrokenError:
+    return SyncBrokenError(f"the sender broke off: {reason.decode(errors='replace')}")
+
+
+def sealed_records(
+    header: BucketHeader,
+    words: Sequence[tuple[int, tuple[int, ...]]],
+    buffer: Any,
+    *,
+    sizes: Sequence[int],
+    kinds: frozenset[Kind],
+) -> list[Record]:
+    """The records, if they are those that the bucket was sealed with. `words`: where a payload begins, its header."""
+    records = [record for _, record in words]
+    if sealed(header.sequence, header.used, header.ending, header.total, records) != header:
+        raise SyncBrokenError(f"wrong checksum of the headers of bucket {header.sequence}")
     return [_record(begin, record, buffer, sizes, kinds) for begin, record in words]
+
+
+def sealed(sequence: int, used: int, ending: Ending, total: int, records: Sequence[tuple[int, ...]]) -> BucketHeader:
+    """The header of a bucket with these records."""
+    fixed = (sequence, used, ending, total)
+    seal = chain_digests([*fixed, *(word for record in records for word in record)])
+    return BucketHeader(sequence, used, ending, total, seal)
 
 
 def check_bucket_bytes(bucket_bytes: int) -> int:
@@ -154,24 +198,20 @@ def _record_words(header: BucketHeader, buffer: Bytes) -> list[tuple[int, tuple[
             raise SyncBrokenError(f"a record of bucket {header.sequence} is cut off")
         words = tuple(int(word) for word in buffer[position : position + HEADER_WORDS * 8].view(np.uint64))
         found.append((begin, words))
-        position = begin + _padded(words[3])
+        position = begin + padded(words[3])
     if position != header.used:
         raise SyncBrokenError(f"a record of bucket {header.sequence} is cut off")
     return found
 
 
-def _record(begin: int, words: tuple[int, ...], buffer: Bytes, sizes: Sequence[int], kinds: frozenset[Kind]) -> Record:
+def _record(begin: int, words: tuple[int, ...], buffer: Any, sizes: Sequence[int], kinds: frozenset[Kind]) -> Record:
     tensor, kind, offset, size, digest = words
-    if tensor >= len(sizes) or kind not in list(kinds) or offset % ALIGN or begin + size > buffer.size:
+    if tensor >= len(sizes) or kind not in list(kinds) or offset % ALIGN or begin + size > len(buffer):
         raise SyncBrokenError(f"a record that was not announced: tensor {tensor}, kind {kind}, byte {offset}")
     if offset >= sizes[tensor] or (kind == Kind.DENSE and offset + size > sizes[tensor]):
         raise SyncBrokenError(f"{size} bytes at {offset} of tensor {tensor}, which has {sizes[tensor]}")
     return Record(tensor, Kind(kind), offset, digest, buffer[begin : begin + size])
 
 
-def _seal(fixed: tuple[int, ...], records: Sequence[tuple[int, ...]]) -> int:
-    return chain_digests([*fixed, *(word for record in records for word in record)])
-
-
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
     return -(-size // ALIGN) * ALIGN

@@ -28,11 +28,11 @@ from torch import Tensor
 Bytes = npt.NDArray[np.uint8]
 
 WORD = 8
-_MODULUS = 1 << 64
-_PLACE = np.uint64(0x9E3779B97F4A7C15)
-_MIX = np.uint64(0xD6E8FEB86659FD93)
-_FOLD_A = np.uint64(29)
-_FOLD_B = np.uint64(32)
+MODULUS = 1 << 64
+PLACE = np.uint64(0x9E3779B97F4A7C15)
+MIX = np.uint64(0xD6E8FEB86659FD93)
+FOLD_A = np.uint64(29)
+FOLD_B = np.uint64(32)
 _ZERO = np.uint64(0)
 
 _EXPONENT_STEP = {
@@ -79,7 +79,7 @@ class Lanes:
         size, step = _EXPONENT_STEP[dtype]
         ones = sum(1 << (8 * size * lane) for lane in range(WORD // size))
         sign = ones << (8 * size - 1)
-        return cls(np.uint64(sign ^ (_MODULUS - 1)), np.uint64(step * ones), sign)
+        return cls(np.uint64(sign ^ (MODULUS - 1)), np.uint64(step * ones), sign)
 
 
 def scan(tensor: Tensor) -> Scan:
@@ -112,7 +112,7 @@ def scan_bytes(source: Bytes, lanes: Lanes, *, offset: int = 0) -> Scan:
     digest, bad = _scan_words(words, first, lanes.magnitude, lanes.step)
     if tail.size:
         last_digest, last_bad = _scan_words(_padded(tail), first + np.uint64(words.size), lanes.magnitude, lanes.step)
-        digest, bad = (int(digest) + int(last_digest)) % _MODULUS, int(bad) | int(last_bad)
+        digest, bad = (int(digest) + int(last_digest)) % MODULUS, int(bad) | int(last_bad)
     return Scan(int(digest), not int(bad) & lanes.sign)
 
 
@@ -127,12 +127,12 @@ def copy_bytes(source: Bytes, target: Bytes, lanes: Lanes, *, offset: int = 0) -
     tail_changed = not np.array_equal(target[words.size * WORD :], tail)
     target[words.size * WORD :] = tail
     finite = last.finite and not int(bad) & lanes.sign
-    return Scan((int(digest) + last.digest) % _MODULUS, finite, bool(changed) or tail_changed)
+    return Scan((int(digest) + last.digest) % MODULUS, finite, bool(changed) or tail_changed)
 
 
 def add_digests(digests: Iterable[int]) -> int:
     """The digest of a tensor from those of its pieces."""
-    return sum(digests) % _MODULUS
+    return sum(digests) % MODULUS
 
 
 def chain_digests(digests: Iterable[int]) -> int:
@@ -195,10 +195,10 @@ def _scan_words(source: Any, first: Any, magnitude: Any, step: Any) -> Any:
     for i in range(source.size):
         word = source[i]
         bad |= (word & magnitude) + step
-        mixed = word ^ (_PLACE * (first + np.uint64(i)))
-        mixed ^= mixed >> _FOLD_A
-        mixed *= _MIX
-        total += mixed ^ (mixed >> _FOLD_B)
+        mixed = word ^ (PLACE * (first + np.uint64(i)))
+        mixed ^= mixed >> FOLD_A
+        mixed *= MIX
+        total += mixed ^ (mixed >> FOLD_B)
     return total, bad
 
 
@@ -212,8 +212,8 @@ def _copy_words(source: Any, target: Any, first: Any, magnitude: Any, step: Any)
         changed |= word ^ target[i]
         target[i] = word
         bad |= (word & magnitude) + step
-        mixed = word ^ (_PLACE * (first + np.uint64(i)))
-        mixed ^= mixed >> _FOLD_A
-        mixed *= _MIX
-        total += mixed ^ (mixed >> _FOLD_B)
+        mixed = word ^ (PLACE * (first + np.uint64(i)))
+        mixed ^= mixed >> FOLD_A
+        mixed *= MIX
+        total += mixed ^ (mixed >> FOLD_B)
     return total, bad, changed

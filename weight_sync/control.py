@@ -23,6 +23,7 @@ from samebit.weight_sync.report import SyncBrokenError
 _LENGTH = struct.Struct(">I")
 _MOST_BYTES = 64 << 20
 _DESCRIPTOR = b"descriptor"
+_MOST_AT_ONCE = 1 << 16
 T = TypeVar("T")
 
 
@@ -32,6 +33,7 @@ class Channel:
     def __init__(self, connected: socket.socket, timeout: float) -> None:
         self._socket = connected
         self._timeout = timeout
+        self._unread = bytearray()
 
     def send(self, kind: str, **body: object) -> None:
         message = json.dumps({"kind": kind, **body}).encode()
@@ -81,14 +83,15 @@ class Channel:
         return parse_object(self._read(size, deadline))
 
     def _read(self, size: int, deadline: float) -> bytes:
-        parts = bytearray()
-        while len(parts) < size:
+        while len(self._unread) < size:
             self._wait_until(deadline)
-            data = self._socket.recv(size - len(parts))
+            data = self._socket.recv(_MOST_AT_ONCE)
             if not data:
                 raise PeerLostError("the other side closed the connection")
-            parts += data
-        return bytes(parts)
+            self._unread += data
+        found = bytes(self._unread[:size])
+        del self._unread[:size]
+        return found
 
     def _send_descriptor(self, descriptor: int, deadline: float) -> None:
         self._wait_until(deadline)

@@ -9,12 +9,13 @@ Invariants
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from samebit.weight_sync.buckets import Kind, Record, encoded_digest
 from samebit.weight_sync.checksum import (
-    Bytes,
     Lanes,
     Scan,
     add_digests,
@@ -36,8 +37,8 @@ class Destination:
         self.spec = spec
         self.target = target
         self.changed = False
-        self._staging = None if in_place_bytes(target) is not None else target.detach().contiguous().clone()
-        self._memory = writable_bytes(target if self._staging is None else self._staging)
+        self._staging = None if self._in_place(target) else target.detach().contiguous().clone()
+        self._memory = self._bytes_of(target if self._staging is None else self._staging)
         self._lanes = Lanes.of(target.dtype)
         self._sent_lanes = Lanes.of(spec.dtype)
         self._received = 0
@@ -58,7 +59,7 @@ class Destination:
 
     def put_record(self, record: Record) -> None:
         """The next piece of the whole tensor. Raises `SyncBrokenError` if it is not that, or was damaged."""
-        if record.kind is not Kind.DENSE or record.offset != self._received or record.payload.size % _size(self.spec):
+        if record.kind is not Kind.DENSE or record.offset != self._received or len(record.payload) % _size(self.spec):
             raise SyncBrokenError(f"a piece of {self.spec.name} that was not expected, at byte {record.offset}")
         if self.put(record.offset, record.payload) != record.digest:
             raise SyncBrokenError(f"wrong checksum of {self.spec.name} from byte {record.offset}")
@@ -74,14 +75,14 @@ class Destination:
             apply_encoded(record.kind, payload, self._memory[offset:], _size(self.spec))
         self.changed = True
 
-    def put(self, offset: int, payload: Bytes) -> int:
+    def put(self, offset: int, payload: Any) -> int:
         """Write bytes of the announced dtype; their digest as they came."""
         if self.spec.dtype == self.target.dtype:
             digest = self._write(offset, payload).digest
         else:
             digest = self._cast(offset, payload)
         self._sent_digests.append(digest)
-        self._received = offset + payload.size
+        self._received = offset + len(payload)
         return digest
 
     def finish(self) -> None:
@@ -94,15 +95,24 @@ class Destination:
             else:
                 torch.autograd.graph.increment_version(self.target)
 
-    def _write(self, offset: int, piece: Bytes) -> Scan:
-        written = copy_bytes(piece, self._memory[offset : offset + piece.size], self._lanes, offset=offset)
+    def _in_place(self, target: Tensor) -> bool:
+        return in_place_bytes(target) is not None
+
+    def _bytes_of(self, tensor: Tensor) -> Any:
+        return writable_bytes(tensor)
+
+    def _copy(self, offset: int, piece: Any) -> Scan:
+        return copy_bytes(piece, self._memory[offset : offset + len(piece)], self._lanes, offset=offset)
+
+    def _write(self, offset: int, piece: Any) -> Scan:
+        written = self._copy(offset, piece)
         if not written.finite:
             raise NonFiniteWeightError(f"{self.spec.name} holds NaN or infinity in the dtype of the model")
         self.changed |= written.changed
         self._digests.append(written.digest)
         return written
 
-    def _cast(self, offset: int, payload: Bytes) -> int:
+    def _cast(self, offset: int, payload: Any) -> int:
         sent = scan_bytes(payload, self._sent_lanes, offset=offset)
         value = torch.from_numpy(payload.copy()).view(self.spec.dtype).to(self.target.dtype)
         self._write(offset // _size(self.spec) * self.target.element_size(), readable_bytes(value))

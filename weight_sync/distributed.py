@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,7 +25,17 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from samebit.weight_sync.buckets import ALIGN, MIN_BUCKET, BucketHeader, Ending, check_bucket_bytes
+from samebit.weight_sync.buckets import (
+    ALIGN,
+    MIN_BUCKET,
+    BucketHeader,
+    BucketWriter,
+    Ending,
+    Kind,
+    Record,
+    check_bucket_bytes,
+    open_records,
+)
 from samebit.weight_sync.checksum import Bytes
 from samebit.weight_sync.link import (
     DEFAULT_TIMEOUT,
@@ -125,7 +135,14 @@ class BroadcastReceiver(ReceiverLink):
             self._next = 0
         return decided
 
+    def next_records(
+        self, *, sequence: int, sizes: Sequence[int], kinds: frozenset[Kind]
+    ) -> tuple[BucketHeader, list[Record]]:
+        header, buffer = self.next_bucket()
+        return header, open_records(header, buffer, sequence=sequence, sizes=sizes, kinds=kinds)
+
     def next_bucket(self) -> tuple[BucketHeader, Bytes]:
+        """Wait for a bucket, valid until the next call."""
         work, self._coming = self._coming, None
         self._group.wait(work or self._group.start(self._frames[self._next]))
         frame = self._frames[self._next]
@@ -168,10 +185,10 @@ class _SenderEnd(SenderLink):
         self._frames = _frames(self._frames, self.bucket_bytes)
         return decided
 
-    def free_bucket(self) -> Bytes:
+    def open_bucket(self) -> BucketWriter:
         self._filling = 1 - self._filling
         self._wait(self._filling)
-        return _payload(self._frames[self._filling])
+        return BucketWriter(_payload(self._frames[self._filling]))
 
     def publish(self, header: BucketHeader) -> None:
         frame = self._frames[self._filling]

@@ -15,20 +15,22 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-from samebit.weight_sync.buckets import BucketHeader
-from samebit.weight_sync.checksum import DTYPES, Bytes
+from torch import Tensor
+
+from samebit.weight_sync.buckets import BucketHeader, Kind, Record, Writer
+from samebit.weight_sync.checksum import DTYPES, readable_bytes
+from samebit.weight_sync.closing import Closing
+from samebit.weight_sync.destination import Destination
 from samebit.weight_sync.manifest import TensorSpec, dtype_name
 from samebit.weight_sync.report import SyncBrokenError
 
 DEFAULT_BUCKET = 8 << 20
 DEFAULT_TIMEOUT = 300.0
 _MOST_DIMENSIONS = 64
-Link = TypeVar("Link", "SenderLink", "ReceiverLink")
 
 
 class SyncRefusedError(RuntimeError):
@@ -115,26 +117,7 @@ class Outcome:
         return cls(_count(body.get("version")), _text(body.get("digest")) or "", _text(body.get("failed")))
 
 
-class _Closing:
-    """A link is a context manager that closes it."""
-
-    def close(self) -> None:
-        """Give back what the link holds. Closing twice is fine."""
-        raise NotImplementedError
-
-    def __enter__(self: Any) -> Any:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class SenderLink(_Closing, ABC):
+class SenderLink(Closing, ABC):
     """The trainer's end. `bucket_bytes` is the size of each of the two buckets of a sync."""
 
     bucket_bytes: int
@@ -144,19 +127,23 @@ class SenderLink(_Closing, ABC):
         """Begin a sync; what the receivers' answers come to."""
 
     @abstractmethod
-    def free_bucket(self) -> Bytes:
+    def open_bucket(self) -> Writer:
         """A bucket to fill, once the receivers are done with what was in it."""
+
+    def readable(self, tensor: Tensor) -> Any:
+        """The bits of a tensor as the writer takes them."""
+        return readable_bytes(tensor)
 
     @abstractmethod
     def publish(self, header: BucketHeader) -> None:
-        """Send the bucket that `free_bucket` gave last."""
+        """Send the bucket that was opened last."""
 
     @abstractmethod
     def outcomes(self) -> list[Outcome]:
         """Wait for what each receiver says at the end of the sync."""
 
 
-class ReceiverLink(_Closing, ABC):
+class ReceiverLink(Closing, ABC):
     """The worker's end: a source for `receive_weights`."""
 
     @abstractmethod
@@ -168,8 +155,14 @@ class ReceiverLink(_Closing, ABC):
         """Say whether this may begin; what all answers come to."""
 
     @abstractmethod
-    def next_bucket(self) -> tuple[BucketHeader, Bytes]:
-        """Wait for a bucket, valid until the next call."""
+    def next_records(
+        self, *, sequence: int, sizes: Sequence[int], kinds: frozenset[Kind]
+    ) -> tuple[BucketHeader, list[Record]]:
+        """Wait for a bucket; what is in it, checked as `open_records` says, and valid until the next call."""
+
+    def destination(self, spec: TensorSpec, target: Tensor) -> Destination:
+        """Where records of a tensor go."""
+        return Destination(spec, target)
 
     @abstractmethod
     def finish(self, outcome: Outcome) -> None:

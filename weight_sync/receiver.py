@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from samebit.weight_sync.apply import num_bytes, verify_digests
-from samebit.weight_sync.buckets import BucketHeader, Ending, Kind, Record, open_records
+from samebit.weight_sync.buckets import BucketHeader, Ending, Kind, Record
 from samebit.weight_sync.checksum import digest_of, hexadecimal, readable_bytes, scan
 from samebit.weight_sync.destination import Destination
 from samebit.weight_sync.link import Announcement, Answer, Base, Outcome, ReceiverLink, SyncRefusedError
@@ -65,7 +65,7 @@ class LinkUpdate:
 
     def write(self, module: nn.Module, *, version: int, verify: bool = False) -> SyncReport:
         specs = self._announced.specs
-        writing = _Writing(module, self._manifest, specs)
+        writing = _Writing(module, self._manifest, specs, self._link.destination)
         ordered = list(writing.destinations.values())
         is_delta = self._announced.base is not None
         sent = total = 0
@@ -73,7 +73,7 @@ class LinkUpdate:
             for record in records:
                 destination = ordered[record.tensor]
                 destination.put_change(record) if is_delta else destination.put_record(record)
-                sent += record.payload.size
+                sent += len(record.payload)
             total = header.total
         writing.check_changed(total) if is_delta else writing.check_whole(total)
         report = writing.conclude(version, verify=verify)
@@ -89,11 +89,10 @@ class LinkUpdate:
             self._next = self._receive()
 
     def _receive(self) -> tuple[BucketHeader, list[Record]]:
-        header, buffer = self._link.next_bucket()
         kinds = _WHOLE if self._announced.base is None else _CHANGES
-        records = open_records(header, buffer, sequence=self._sequence, sizes=self._sizes, kinds=kinds)
+        found = self._link.next_records(sequence=self._sequence, sizes=self._sizes, kinds=kinds)
         self._sequence += 1
-        return header, records
+        return found
 
 
 @contextmanager
@@ -148,12 +147,18 @@ def _has_base(base: Base, module: nn.Module, manifest: Manifest, announced: Anno
 class _Writing:
     """An update on its way into the model."""
 
-    def __init__(self, module: nn.Module, manifest: Manifest, specs: Mapping[str, TensorSpec]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        manifest: Manifest,
+        specs: Mapping[str, TensorSpec],
+        destination: Callable[[TensorSpec, Tensor], Destination] = Destination,
+    ) -> None:
         targets = live_tensors(module)
         self._began = time.monotonic()
         self._manifest = manifest
         self._specs = specs
-        self.destinations = {name: Destination(spec, targets[name]) for name, spec in specs.items()}
+        self.destinations = {name: destination(spec, targets[name]) for name, spec in specs.items()}
         self._digests: dict[str, int] = {}
 
     def check_whole(self, total: int | None) -> None:

@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samebit.weight_sync.buckets import ALIGN, BucketWriter, Ending
-from samebit.weight_sync.checksum import Bytes, Lanes, add_digests, digest_of, hexadecimal, readable_bytes, scan_bytes
+from samebit.weight_sync.buckets import ALIGN, Ending, Writer
+from samebit.weight_sync.checksum import Bytes, Lanes, add_digests, digest_of, hexadecimal, scan_bytes
+from samebit.weight_sync.closing import Closing
 from samebit.weight_sync.delta import DeltaEncoder
 from samebit.weight_sync.link import Announcement, Base, Outcome, SenderLink, SyncRefusedError
 from samebit.weight_sync.manifest import NonFiniteWeightError
 from samebit.weight_sync.report import SyncBrokenError
+from samebit.weight_sync.sharded import Sharded
 from samebit.weight_sync.stream import WeightStream
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class _DeltaBase:
     known: Base | None = None
 
 
-class WeightSender:
+class WeightSender(Closing):
     """Sends weights over a link, as often as wanted."""
 
     def __init__(self, link: SenderLink) -> None:
@@ -86,17 +88,6 @@ class WeightSender:
     def close(self) -> None:
         self.link.close()
 
-    def __enter__(self) -> WeightSender:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _send(self, stream: WeightStream, delta: bool) -> SendReport:
         began = time.monotonic()
         base = self._base.known if self._base.tensors.keys() == stream.specs.keys() else None
@@ -110,8 +101,8 @@ class WeightSender:
         filling = _Filling(self.link)
         try:
             digests = {
-                name: self._send_tensor(filling, index, name, tensor, as_delta=as_delta, keep=delta)
-                for index, name, tensor in _indexed(stream)
+                name: self._send_weight(filling, index, name, weight, as_delta=as_delta, keep=delta)
+                for index, name, weight in _indexed(stream)
             }
         except BaseException as error:
             filling.break_off(error)
@@ -133,16 +124,21 @@ class WeightSender:
             versions=tuple(outcome.version for outcome in outcomes),
         )
 
-    def _send_tensor(
-        self, filling: _Filling, index: int, name: str, tensor: Tensor, *, as_delta: bool, keep: bool
+    def _send_weight(
+        self, filling: _Filling, index: int, name: str, weight: Tensor | Sharded, *, as_delta: bool, keep: bool
     ) -> int:
         """The digest of the tensor, all of which is on its way."""
-        source, lanes = readable_bytes(tensor), Lanes.of(tensor.dtype)
+        lanes = Lanes.of(weight.dtype)
+        if isinstance(weight, Sharded):
+            if not (as_delta or keep):
+                return filling.add_parts(index, name, map(self.link.readable, weight.parts()), lanes)
+            weight = weight.whole()
+        source = self.link.readable(weight)
         if as_delta:
             found = scan_bytes(source, lanes)
             if not found.finite:
                 raise _not_finite(name)
-            filling.add_changes(index, source, self._base.tensors[name], tensor.element_size())
+            filling.add_changes(index, source, self._base.tensors[name], weight.element_size())
             return found.digest
         digest = filling.add_tensor(index, name, source, lanes)
         if keep:
@@ -156,21 +152,31 @@ class _Filling:
     def __init__(self, link: SenderLink) -> None:
         self._link = link
         self._sequence = 0
-        self._writer: BucketWriter | None = None
+        self._writer: Writer | None = None
         self.sent = 0
 
-    def add_tensor(self, index: int, name: str, source: Bytes, lanes: Lanes) -> int:
+    def add_parts(self, index: int, name: str, parts: Iterable[Any], lanes: Lanes) -> int:
+        """Of one tensor, in order; each but the last a multiple of 64 bytes."""
+        digests: list[int] = []
+        begin = 0
+        for part in parts:
+            digests.append(self.add_tensor(index, name, part, lanes, begin))
+            begin += len(part)
+        return add_digests(digests)
+
+    def add_tensor(self, index: int, name: str, source: Any, lanes: Lanes, begin: int = 0) -> int:
+        """A tensor, or what of it begins at byte `begin`."""
         digests: list[int] = []
         offset = 0
-        while offset < source.size:
+        while offset < len(source):
             bucket = self._bucket(ALIGN)
             piece = source[offset : offset + bucket.room]
-            scanned = bucket.copy(index, offset, piece, lanes)
+            scanned = bucket.copy(index, begin + offset, piece, lanes)
             if not scanned.finite:
                 raise _not_finite(name)
             digests.append(scanned.digest)
-            offset += piece.size
-        self.sent += source.size
+            offset += len(piece)
+        self.sent += len(source)
         return add_digests(digests)
 
     def add_changes(self, index: int, source: Bytes, base: Bytes, element: int) -> None:
@@ -195,12 +201,12 @@ class _Filling:
             self._link.publish(self._bucket(0).reason(self._sequence, reason))
             self._link.outcomes()
 
-    def _bucket(self, room: int) -> BucketWriter:
+    def _bucket(self, room: int) -> Writer:
         """The current bucket if it has so much room, else the next."""
         if self._writer is not None and self._writer.room < room:
             self.flush(Ending.MORE)
         if self._writer is None:
-            self._writer = BucketWriter(self._link.free_bucket())
+            self._writer = self._link.open_bucket()
         return self._writer
 
 
@@ -215,17 +221,18 @@ def _as_stream(weights: object, dtype: torch.dtype | None) -> WeightStream:
 
 
 def _go_through(stream: WeightStream) -> None:
-    """The error that ended the sync is the one to raise."""
+    """Boundary: the iterator is the caller's own code. What it raises here is logged, since the error that ended the
+    sync, often one that the iterator raised itself, is the one to hear of."""
     try:
         stream.exhaust()
     except Exception:
         logger.warning("the rest of the weights could not be gathered either", exc_info=True)
 
 
-def _indexed(stream: WeightStream) -> Iterator[tuple[int, str, Tensor]]:
+def _indexed(stream: WeightStream) -> Iterator[tuple[int, str, Tensor | Sharded]]:
     index = {name: number for number, name in enumerate(stream.specs)}
-    for name, tensor in stream.tensors():
-        yield index[name], name, tensor
+    for name, weight in stream.weights():
+        yield index[name], name, weight
 
 
 def _not_finite(name: str) -> NonFiniteWeightError:

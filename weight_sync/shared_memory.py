@@ -1,43 +1,16 @@
-"""Weights from one process to another on the same machine, through two buckets of shared memory.
-
-The sender listens at an address, a socket in a folder that only its owner may enter. The receiver connects
-and is given the open memory; messages about full and free buckets go over the socket.
-
-Invariants
-----------
-* A bucket belongs to one side at a time: to the sender until "full", to the receiver until "free".
-* Messages carry the number of their sync; what is left over from one that broke off is dropped.
-* A side that lost its peer can use its end again: the next sync makes a new connection.
-"""
+"""Weights from one process to another on the same machine, through two buckets of shared memory."""
 
 from __future__ import annotations
 
-import socket
-import tempfile
-import time
-from contextlib import suppress
-from dataclasses import astuple
-from pathlib import Path
-from typing import Any, TypeGuard
+from collections.abc import Sequence
 
-from samebit.weight_sync.buckets import BucketHeader, Ending, check_bucket_bytes
+from samebit.weight_sync.buckets import BucketHeader, BucketWriter, Kind, Record, check_bucket_bytes, open_records
 from samebit.weight_sync.checksum import Bytes
 from samebit.weight_sync.control import Channel
-from samebit.weight_sync.link import (
-    DEFAULT_BUCKET,
-    DEFAULT_TIMEOUT,
-    Announcement,
-    Answer,
-    Outcome,
-    PeerLostError,
-    ReceiverLink,
-    SenderLink,
-    SyncTimeoutError,
-    check_timeout,
-)
-from samebit.weight_sync.report import SyncBrokenError
+from samebit.weight_sync.link import DEFAULT_BUCKET, DEFAULT_TIMEOUT, check_timeout
 from samebit.weight_sync.sender import WeightSender
-from samebit.weight_sync.shared_buckets import NUM_BUCKETS, SharedBuckets
+from samebit.weight_sync.shared_buckets import SharedBuckets
+from samebit.weight_sync.sockets import SocketReceiver, SocketSenderEnd
 
 
 class SharedMemorySender(WeightSender):
@@ -53,242 +26,37 @@ class SharedMemorySender(WeightSender):
         self.address = link.address
 
 
-class _SenderEnd(SenderLink):
-    def __init__(self, bucket_bytes: int, timeout: float) -> None:
-        self.bucket_bytes = bucket_bytes
-        self._timeout = timeout
-        self._folder = tempfile.TemporaryDirectory(prefix="samebit-link-")
-        self.address = str(Path(self._folder.name) / "link")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.address)
-        self._listener.listen()
-        self._memory: SharedBuckets | None = None
-        self._channel: Channel | None = None
-        self._sync = 0
-        self._free: list[int] = []
-        self._filling = 0
-        self._outcome: Outcome | None = None
+class _SenderEnd(SocketSenderEnd[SharedBuckets]):
+    def open_bucket(self) -> BucketWriter:
+        memory, number = self._free_bucket()
+        return BucketWriter(memory.bucket(number))
 
-    def announce(self, announcement: Announcement) -> Answer:
-        if self._listener.fileno() < 0:
-            raise PeerLostError("the link is closed")
-        if self._memory is None:
-            self._memory = SharedBuckets.create(self.bucket_bytes)
-        self._sync += 1
-        self._free = list(range(NUM_BUCKETS))
-        self._outcome = None
-        self._call(announcement.to_json(), self._memory)
-        message = self._next()
-        if message.get("kind") != "answer":
-            raise self._misunderstood(message)
-        return Answer.from_json(str(message.get("body")))
+    def _create_memory(self) -> SharedBuckets:
+        return SharedBuckets.create(self.bucket_bytes)
 
-    def free_bucket(self) -> Bytes:
-        while not self._free and self._outcome is None:
-            self._take(self._next())
-        if self._outcome is not None:
-            raise SyncBrokenError(f"the receiver failed: {self._outcome.failed}")
-        if self._memory is None:
-            raise PeerLostError("the link is closed")
-        self._filling = self._free.pop(0)
-        return self._memory.bucket(self._filling)
-
-    def publish(self, header: BucketHeader) -> None:
-        self._connected().send("full", sync=self._sync, bucket=self._filling, header=list(astuple(header)))
-
-    def outcomes(self) -> list[Outcome]:
-        while self._outcome is None:
-            self._take(self._next())
-        return [self._outcome]
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends a wait for a receiver, which closing alone does not
-        self._hang_up()
-        self._listener.close()
-        self._folder.cleanup()
-        self._memory = None
-
-    def _call(self, announcement: str, memory: SharedBuckets) -> None:
-        """Announce to the receiver there is, or to the next one that connects and is alive."""
-        deadline = time.monotonic() + self._timeout
-        while True:
-            if self._channel is not None:
-                with suppress(PeerLostError):
-                    self._channel.send("announce", sync=self._sync, body=announcement)
-                    return
-                self._hang_up()
-            self._channel = self._accept(deadline)
-            with suppress(PeerLostError):
-                self._channel.send_descriptor(memory.descriptor)
-
-    def _accept(self, deadline: float) -> Channel:
-        try:
-            self._listener.settimeout(max(0.001, deadline - time.monotonic()))
-            connected, _ = self._listener.accept()
-        except TimeoutError as error:
-            raise SyncTimeoutError(f"no receiver connected to {self.address} in {self._timeout:g} seconds") from error
-        except OSError as error:
-            raise PeerLostError("the link was closed before a receiver connected") from error
-        return Channel(connected, self._timeout)
-
-    def _next(self) -> dict[str, Any]:
-        """The next message of this sync."""
-        while True:
-            message = self._connected().receive()
-            if message.get("sync") == self._sync:
-                return message
-
-    def _take(self, message: dict[str, Any]) -> None:
-        bucket = message.get("bucket")
-        if message.get("kind") == "free" and _is_bucket(bucket) and bucket not in self._free:
-            self._free.append(bucket)
-        elif message.get("kind") == "outcome":
-            self._outcome = Outcome.from_json(str(message.get("body")))
-        else:
-            raise self._misunderstood(message)
-
-    def _misunderstood(self, message: dict[str, Any]) -> SyncBrokenError:
-        self._hang_up()
-        return SyncBrokenError(f"the receiver said {message['kind']!r} out of turn")
-
-    def _connected(self) -> Channel:
-        if self._channel is None:
-            raise PeerLostError("no receiver is connected")
-        return self._channel
-
-    def _hang_up(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+    def _hand_over(self, memory: SharedBuckets, channel: Channel) -> None:
+        channel.send_descriptor(memory.descriptor)
 
 
-class SharedMemoryReceiver(ReceiverLink):
+class SharedMemoryReceiver(SocketReceiver[SharedBuckets]):
     """A source for `receive_weights`: the other end of a `SharedMemorySender`, by its `address`.
 
     timeout: the longest wait for the sender, in seconds.
     """
 
     def __init__(self, address: str, *, timeout: float = DEFAULT_TIMEOUT) -> None:
-        if not isinstance(address, str):
-            raise TypeError(f"address is SharedMemorySender.address, a string; got {type(address).__name__}")
-        self.address = address
-        self._timeout = check_timeout(timeout)
-        self._channel: Channel | None = None
-        self._memory: SharedBuckets | None = None
-        self._sync = 0
-        self._held: int | None = None
+        super().__init__(address, timeout)
 
-    def listen(self) -> Announcement:
-        reused = self._channel is not None
-        try:
-            return self._listen()
-        except PeerLostError:
-            if not reused:
-                raise
-        return self._listen()  # the sender had hung up after an earlier sync: connect again
-
-    def answer(self, answer: Answer) -> Answer:
-        self._say("answer", body=answer.to_json())
-        return answer
+    def next_records(
+        self, *, sequence: int, sizes: Sequence[int], kinds: frozenset[Kind]
+    ) -> tuple[BucketHeader, list[Record]]:
+        header, buffer = self.next_bucket()
+        return header, open_records(header, buffer, sequence=sequence, sizes=sizes, kinds=kinds)
 
     def next_bucket(self) -> tuple[BucketHeader, Bytes]:
-        if self._held is not None:
-            self._say("free", bucket=self._held)
-            self._held = None
-        while True:
-            message = self._receive()
-            if message.get("sync") == self._sync and message.get("kind") == "full":
-                return self._open(message)
-            if message.get("kind") == "announce":
-                self.close()
-                raise SyncBrokenError("the sender began another sync in the middle of this one")
+        """Wait for a bucket, valid until the next call."""
+        header, memory, number, _ = self._next_full()
+        return header, memory.bucket(number)
 
-    def finish(self, outcome: Outcome) -> None:
-        self._held = None
-        self._say("outcome", body=outcome.to_json())
-
-    def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = None
-        self._memory = None
-        self._held = None
-
-    def _listen(self) -> Announcement:
-        self._connect()
-        while True:
-            message = self._receive()
-            if message.get("kind") == "announce" and isinstance(message.get("sync"), int):
-                self._sync = message["sync"]
-                return self._parse(str(message.get("body")))
-
-    def _parse(self, body: str) -> Announcement:
-        try:
-            return Announcement.from_json(body)
-        except SyncBrokenError:
-            self.close()
-            raise
-
-    def _connect(self) -> None:
-        if self._channel is not None:
-            return
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connected.settimeout(self._timeout)
-        try:
-            connected.connect(self.address)
-        except OSError as error:
-            connected.close()
-            if isinstance(error, ConnectionRefusedError):
-                _clear(Path(self.address))
-            raise PeerLostError(f"no sender at {self.address}: {error}") from error
-        self._channel = Channel(connected, self._timeout)
-
-    def _receive(self) -> dict[str, Any]:
-        try:
-            channel = self._connected()
-            if self._memory is None:
-                self._memory = SharedBuckets.attach(channel.receive_descriptor())
-            return channel.receive()
-        except SyncBrokenError:
-            self.close()
-            raise
-
-    def _say(self, kind: str, **body: object) -> None:
-        try:
-            self._connected().send(kind, sync=self._sync, **body)
-        except SyncBrokenError:
-            self.close()
-            raise
-
-    def _open(self, message: dict[str, Any]) -> tuple[BucketHeader, Bytes]:
-        bucket, header = message.get("bucket"), message.get("header")
-        if self._memory is None or not _is_bucket(bucket):
-            raise SyncBrokenError(f"there is no bucket {bucket!r}")
-        self._held = bucket
-        return _header(header), self._memory.bucket(bucket)
-
-    def _connected(self) -> Channel:
-        if self._channel is None:
-            raise PeerLostError("the link is closed")
-        return self._channel
-
-
-def _is_bucket(number: object) -> TypeGuard[int]:
-    return type(number) is int and 0 <= number < NUM_BUCKETS
-
-
-def _header(words: object) -> BucketHeader:
-    if not isinstance(words, list) or len(words) != 5 or not all(type(word) is int and word >= 0 for word in words):
-        raise SyncBrokenError(f"a bucket header that is not valid: {words!r}")
-    sequence, used, ending, total, seal = words
-    if ending not in list(Ending) or max(words) >= 1 << 64:
-        raise SyncBrokenError(f"a bucket header that is not valid: {words!r}")
-    return BucketHeader(sequence, used, Ending(ending), total, seal)
-
-
-def _clear(address: Path) -> None:
-    """Remove the socket that a dead sender left, and its folder."""
-    with suppress(OSError):
-        address.unlink()
-        address.parent.rmdir()
+    def _open_memory(self, channel: Channel) -> SharedBuckets:
+        return SharedBuckets.attach(channel.receive_descriptor())

@@ -10,9 +10,9 @@ Invariants
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, cast
 
 import torch
@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from samebit.weight_sync.checkpoint_names import module_names
+from samebit.weight_sync.closing import Closing
 from samebit.weight_sync.manifest import TensorSpec, live_tensors
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -60,19 +61,12 @@ class _SafeFile(Protocol):
     def get_tensor(self, name: str) -> Tensor: ...
 
 
-class TensorSource(Protocol):
+class TensorSource(Closing, ABC):
+    @abstractmethod
     def specs(self) -> dict[str, TensorSpec]: ...
 
+    @abstractmethod
     def load(self, name: str) -> Tensor: ...
-
-    def __enter__(self) -> TensorSource: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
 
 
 def open_source(source: object, module: nn.Module | None = None) -> TensorSource:
@@ -103,7 +97,7 @@ def _checked_dict(source: Mapping[object, object]) -> dict[str, Tensor]:
     return tensors
 
 
-class TensorDict:
+class TensorDict(TensorSource):
     """Tensors that are in memory already."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -115,19 +109,11 @@ class TensorDict:
     def load(self, name: str) -> Tensor:
         return self._tensors[name].detach()
 
-    def __enter__(self) -> TensorDict:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        return None
+    def close(self) -> None:
+        """There is nothing to give back."""
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(TensorSource):
     """A folder with `*.safetensors`, whole or sharded by an index."""
 
     def __init__(self, folder: Path, module: nn.Module | None = None) -> None:
@@ -166,15 +152,7 @@ class SafetensorsFolder:
             self._open[path] = _open_file(path)
         return self._open[path]
 
-    def __enter__(self) -> SafetensorsFolder:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._open.clear()
 
 

@@ -4,12 +4,13 @@ Invariants
 ----------
 * `specs` is known before the first tensor exists; `tensors()` may be called once, and yields exactly the
   announced tensors, in any order, or raises.
-* One tensor is whole at a time: a sharded one is gathered when its turn comes, by all ranks that hold a
-  shard. So every one of these ranks has to go through `tensors()` or `exhaust()`.
+* A sharded tensor is gathered when its turn comes, by all ranks that hold a shard: part by part where it is split by
+  rows, else whole. So every one of these ranks has to go through `tensors()`, `weights()` or `exhaust()`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -20,12 +21,13 @@ from torch.distributed.tensor import DTensor
 from samebit.weight_sync.checksum import Lanes
 from samebit.weight_sync.manifest import TensorSpec, dtype_name, live_tensors
 from samebit.weight_sync.report import SyncBrokenError
+from samebit.weight_sync.sharded import Sharded, in_parts
 
 
 class WeightStream:
     """`specs` announces what the iterable of (name, tensor) will give."""
 
-    def __init__(self, specs: Mapping[str, TensorSpec], weights: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec], weights: Iterable[tuple[str, Tensor | Sharded]]) -> None:
         for name, spec in specs.items():
             if not isinstance(name, str) or not isinstance(spec, TensorSpec) or spec.name != name:
                 raise TypeError(f"specs maps a name to the TensorSpec of that name, got {name!r}: {spec!r}")
@@ -41,7 +43,7 @@ class WeightStream:
         tensors = dict(weights) if isinstance(weights, Mapping) else _untied(live_tensors(weights))
         own = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
         specs = {name: _cast_spec(spec, dtype) for name, spec in own.items()}
-        stream = cls(specs, ((name, _whole(tensor, specs[name].dtype)) for name, tensor in tensors.items()))
+        stream = cls(specs, ((name, _as_it_travels(tensor, specs[name].dtype)) for name, tensor in tensors.items()))
         stream.casts = tuple(
             f"{name}: {dtype_name(own[name].dtype)} -> {dtype_name(spec.dtype)}"
             for name, spec in specs.items()
@@ -50,32 +52,41 @@ class WeightStream:
         return stream
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Raises `SyncBrokenError` when a tensor is not what `specs` says."""
+        """Each of them whole. Raises `SyncBrokenError` when one is not what `specs` says."""
+        for name, weight in self.weights():
+            yield name, weight.whole() if isinstance(weight, Sharded) else weight
+
+    def weights(self) -> Iterator[tuple[str, Tensor | Sharded]]:
+        """As `tensors`, but what can come in parts has to be gone through, part by part, before the next."""
         if self._begun:
             raise RuntimeError("this stream was read already: make another for the next update")
         self._begun = True
         missing = dict(self.specs)
-        for name, tensor in self._weights:
+        for name, weight in self._weights:
             spec = missing.pop(name, None)
             if spec is None:
                 raise SyncBrokenError(f"the stream gave {name!r}, which was not announced or came before")
-            if TensorSpec.of(name, tensor) != spec:
-                raise SyncBrokenError(f"the stream gave {TensorSpec.of(name, tensor)} for {name}, not {spec}")
-            yield name, tensor
+            given = TensorSpec(name, tuple(weight.shape), weight.dtype)
+            if given != spec:
+                raise SyncBrokenError(f"the stream gave {given} for {name}, not {spec}")
+            yield name, weight
         if missing:
             raise SyncBrokenError(f"the stream ended without {', '.join(missing)}")
 
     def exhaust(self) -> None:
         """Go through what is left and drop it: the part of a rank that holds shards and sends nothing."""
         self._begun = True
-        for _ in self._weights:
-            pass
+        for _, weight in self._weights:
+            if isinstance(weight, Sharded):
+                deque(weight.parts(), maxlen=0)
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor as it travels; a collective when it is sharded."""
+def _as_it_travels(tensor: Tensor, dtype: torch.dtype) -> Tensor | Sharded:
+    """A collective, now or later, when it is sharded."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
+        if in_parts(tensor):
+            return Sharded(tensor, dtype)
         tensor = tensor.full_tensor()
     return tensor.to(dtype)
 

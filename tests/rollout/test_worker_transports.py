@@ -34,7 +34,7 @@ from samebit.weight_sync import (
     WeightStream,
     receiver,
 )
-from samebit.weight_sync.buckets import BucketHeader, BucketWriter, Ending
+from samebit.weight_sync.buckets import BucketHeader, Ending
 from samebit.weight_sync.checksum import digest_of
 from samebit.weight_sync.link import Announcement
 
@@ -360,7 +360,7 @@ def test_an_end_that_comes_too_early_is_seen(make_worker: MakeWorker, pair: tupl
 
     def lie() -> None:
         sender.link.announce(Announcement({"proj.bias": TensorSpec("proj.bias", (5,), torch.float32)}))
-        nothing = BucketWriter(sender.link.free_bucket())
+        nothing = sender.link.open_bucket()
         sender.link.publish(nothing.seal(0, Ending.LAST, digest_of({"proj.bias": 0})))
 
     liar = threading.Thread(target=lie)

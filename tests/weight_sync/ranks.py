@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from samebit.weight_sync import (
     BroadcastReceiver,
@@ -34,6 +35,7 @@ from samebit.weight_sync import (
     WeightMismatchError,
     WeightStream,
     apply_weights,
+    sharded,
 )
 
 BUCKET = 4096
@@ -130,7 +132,12 @@ def broken_stream(model: nn.Module) -> WeightStream:
 
 
 def sharded_sync(rank: int) -> None:
-    """Ranks 0 and 1 hold shards; rank 0 sends to rank 2, tensor by tensor. A refusal leaves nobody waiting."""
+    """Ranks 0 and 1 hold shards; rank 0 sends to rank 2, part by part: nothing is gathered whole, and no part is larger
+    than a bucket. A refusal leaves nobody waiting. Deltas and casts of shards are those of the whole."""
+    sharded.PART_BYTES = BUCKET
+    longest: list[int] = []
+    real = dist.broadcast
+    sharded.dist.broadcast = lambda part, *args: (longest.append(part.nbytes), real(part, *args))[1]
     pair = dist.new_group([0, 2])
     mesh = DeviceMesh("cpu", [0, 1])
     expected = Model(3)
@@ -142,20 +149,35 @@ def sharded_sync(rank: int) -> None:
         report = apply_weights(model, end, verify=True)
         check_equal(expected, model)
         assert report.tensors == 8
+        apply_weights(model, end, verify=True)
+        assert apply_weights(model, end, verify=True).sent_bytes == 0
+        check_equal(expected, model)
+        report = apply_weights(model, end, verify=True)
+        check_equal(Model(3).to(torch.bfloat16).float(), model)
+        assert "one: bfloat16 -> float32" in report.casts
         return
     trainer = Model(3)
     for layer in trainer.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(trainer, mesh=mesh)
     assert trainer.layers[0].weight.to_local().shape[0] < 33
-    for refused in (True, False):
-        stream = WeightStream.of(trainer)
+    assert trainer.embed.weight.nbytes > 10 * BUCKET
+    DTensor.full_tensor = lambda self: pytest.fail("gathered whole")
+    sender: Any = BroadcastSender(pair, bucket_bytes=BUCKET, timeout=30) if rank == 0 else None
+    for refused, delta, dtype in (
+        (True, False, None),
+        (False, False, None),
+        *2 * [(False, True, None)],
+        (False, False, torch.bfloat16),
+    ):
+        stream = WeightStream.of(trainer, dtype=dtype)
+        longest.clear()
         if rank == 1:
             stream.exhaust()
         else:
-            sender = BroadcastSender(pair, bucket_bytes=BUCKET, timeout=30)
             with raises(SyncRefusedError, "unknown") if refused else contextlib.nullcontext():
-                sender.send(stream)
+                sender.send(stream, delta=delta)
+        assert BUCKET // 2 < max(longest) <= BUCKET
 
 
 def death_of_a_receiver(rank: int) -> None:

@@ -1,0 +1,27 @@
+"""What holds something and is closed by leaving its `with` block."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TypeVar
+
+Closed = TypeVar("Closed", bound="Closing")
+
+
+class Closing:
+    """A context manager that closes itself."""
+
+    def close(self) -> None:
+        """Give back what is held. Closing twice is fine."""
+        raise NotImplementedError
+
+    def __enter__(self: Closed) -> Closed:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
