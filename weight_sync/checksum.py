@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -68,18 +69,19 @@ class Lanes:
     step: np.uint64
     sign: int
 
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> Lanes:
+    @staticmethod
+    @cache
+    def of(dtype: torch.dtype) -> Lanes:
         """Raises `TypeError` for a dtype that weights can not have."""
         if dtype in _INTEGERS:
-            return cls(_ZERO, _ZERO, 0)
+            return Lanes(_ZERO, _ZERO, 0)
         if dtype not in _EXPONENT_STEP:
             allowed = ", ".join(DTYPES)
             raise TypeError(f"weights can not be {str(dtype).removeprefix('torch.')}; they can be {allowed}")
         size, step = _EXPONENT_STEP[dtype]
         ones = sum(1 << (8 * size * lane) for lane in range(WORD // size))
         sign = ones << (8 * size - 1)
-        return cls(np.uint64(sign ^ (MODULUS - 1)), np.uint64(step * ones), sign)
+        return Lanes(np.uint64(sign ^ (MODULUS - 1)), np.uint64(step * ones), sign)
 
 
 def scan(tensor: Tensor) -> Scan:
