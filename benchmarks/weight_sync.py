@@ -27,6 +27,11 @@ from samebit.rollout import RolloutConfig, RolloutWorker
 from samebit.weight_sync import BroadcastReceiver, SharedMemoryReceiver, SyncReport, WeightStream
 
 CONFIG = RolloutConfig(max_num_seqs=4, max_model_len=64)
+REFERENCES = {
+    "memcpy": "one memmove a tensor, one thread",
+    "broadcast": "one bare dist.broadcast a tensor, the same tensors",
+    "flat_broadcast": "one bare dist.broadcast of one tensor with as many bytes",
+}
 
 
 class Trainer:
@@ -192,6 +197,7 @@ def measure(megabytes: int, rounds: int, steps: int, warmup: int) -> tuple[dict[
         "grpo_steps": steps,
         "disturbed_rounds": disturbed,
         "buckets": BUCKETS,
+        "references": REFERENCES,
     }
 
 
