@@ -10,6 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from . import device
 from .cpu import activation as cpu
 from .cpu.jit import array
 
@@ -38,6 +39,10 @@ def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
     Raises:
         ValueError: for an activation that is not exact.
     """
+    if activation in ACTIVATIONS and device.on_gpu(gate):
+        from .triton import activation as gpu
+
+        return gpu.gated(activation, gate, up)
     if activation == "gelu":  # the erf form: torch's result does not vary on contiguous rows (measured)
         return (F.gelu(gate.float().contiguous()) * up.float()).to(gate.dtype)
     if activation not in _KERNELS:

@@ -13,6 +13,7 @@ import torch
 from numba import get_num_threads
 from torch.nn import functional as F
 
+from . import device
 from .cpu import gemm
 
 ROW_TILE = 16
@@ -46,6 +47,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Returns:
         ``[..., N]`` in the same dtype.
     """
+    if device.on_gpu(x):
+        from .triton import linear as gpu
+
+        return gpu.linear(x, weight, bias)
     if not x.dtype == weight.dtype == torch.float32:
         return _padded(x, weight, bias) if weight.shape[0] >= FEWEST_OUTPUTS else _narrow(x, weight, bias)
     if torch.is_grad_enabled() and (

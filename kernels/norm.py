@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.autograd.function import once_differentiable
 
+from . import device
 from .cpu import norm as cpu
 from .cpu.jit import array, parameter_array, strided_rows
 
@@ -26,6 +27,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
         eps: added to the mean square.
         offset: 1.0 for Gemma, which stores ``weight - 1``.
     """
+    if device.on_gpu(x):
+        from .triton import norm as gpu
+
+        return gpu.rms_norm(x, weight, eps, offset)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         normed: torch.Tensor = _RMSNorm.apply(x, weight, eps, offset)
         return normed
@@ -34,6 +39,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axis of ``x``: ``[..., W]``."""
+    if device.on_gpu(x):
+        from .triton import norm as gpu
+
+        return gpu.layer_norm(x, weight, bias, eps)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad):
         normed: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps)
         return normed
@@ -60,6 +69,10 @@ def gated_rms_norm(
         weight: ``[W]`` float32 or bfloat16.
         options: which of the two, and the size of the groups.
     """
+    if device.on_gpu(x):
+        from .triton import norm as gpu
+
+        return gpu.gated_rms_norm(x, gate, weight, options)
     if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or weight.requires_grad):
         normed: torch.Tensor = _GatedRMSNorm.apply(x, gate, weight, options)
         return normed

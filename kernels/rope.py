@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
+from . import device
 from .context import ForwardContext
 from .cpu import rope as cpu
 from .cpu.jit import array
@@ -38,12 +39,17 @@ class RotaryTables:
 
 def rotary_tables(inverse_frequencies: torch.Tensor, scaling: float, context: ForwardContext) -> RotaryTables:
     """Angles of the context's positions; ``inverse_frequencies``: ``[R]`` float32."""
-    angles = context.positions.to(torch.float32)[:, None] * inverse_frequencies[None, :]
+    frequencies = inverse_frequencies.to(context.positions.device)
+    angles = context.positions.to(torch.float32)[:, None] * frequencies[None, :]
     return RotaryTables(cos=angles.cos() * scaling, sin=angles.sin() * scaling, context=context)
 
 
 def rotate(x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
     """Rotate the first ``2 R`` elements of every head of ``x``: ``[T, H, D]``; the others are copied."""
+    if device.on_gpu(x):
+        from .triton import rope as gpu
+
+        return gpu.rotate(x, tables.cos, tables.sin)
     if torch.is_grad_enabled() and x.requires_grad:
         rotated: torch.Tensor = _Rotate.apply(x, tables)
         return rotated

@@ -1,0 +1,88 @@
+"""Gated activations and their gradients, element by element."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+from triton.language import tensor
+
+from .numeric import aligned, blocks, sigmoid, tanh
+from .tiles import ELEMENTS
+
+_SILU, _GELU_TANH, _GELU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_KINDS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu": 2}
+
+_ROOT = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
+_CUBIC = tl.constexpr(0.044715)
+_HALF_ROOT = tl.constexpr(0.7071067811865476)  # 1 / sqrt(2)
+_DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
+
+
+def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """As `samebit.kernels.activation.gated`, of an activation that is known."""
+    out: torch.Tensor = _Gated.apply(_KINDS[activation], gate, up)
+    return out
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kind: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = aligned(gate), aligned(up)
+        ctx.save_for_backward(gate, up)
+        ctx.kind = kind
+        out = torch.empty_like(gate)
+        if gate.numel():
+            _forward[(blocks(gate.numel(), ELEMENTS),)](gate, up, out, gate.numel(), kind, ELEMENTS)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        if gate.numel():
+            _backward[(blocks(gate.numel(), ELEMENTS),)](
+                gate, up, aligned(grad), grad_gate, grad_up, gate.numel(), ctx.kind, ELEMENTS
+            )
+        return None, grad_gate, grad_up
+
+
+@triton.jit
+def _value_and_slope(x: tensor, KIND: tl.constexpr) -> Any:
+    """act(x) and its derivative."""
+    if KIND == _SILU:
+        share = sigmoid(x)
+        value, slope = x * share, share * (1.0 + x * (1.0 - share))
+    elif KIND == _GELU_TANH:
+        t = tanh((x + x * x * x * _CUBIC) * _ROOT)
+        inner = (1.0 + x * x * (3.0 * _CUBIC)) * _ROOT
+        value, slope = 0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
+    else:
+        below = 0.5 * (1.0 + tl.erf(x * _HALF_ROOT))
+        value, slope = x * below, below + x * tl.exp(-0.5 * x * x) * _DENSITY
+    return value, slope
+
+
+@triton.jit(do_not_specialize=["count"])
+def _forward(gate: tensor, up: tensor, out: tensor, count: tensor, KIND: tl.constexpr, SIZE: tl.constexpr) -> None:
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    real = place < count
+    value, _ = _value_and_slope(tl.load(gate + place, mask=real, other=0.0).to(tl.float32), KIND)
+    result = value * tl.load(up + place, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _backward(
+    gate: tensor, up: tensor, grad: tensor, grad_gate: tensor, grad_up: tensor, count: tensor, KIND: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    real = place < count
+    value, slope = _value_and_slope(tl.load(gate + place, mask=real, other=0.0).to(tl.float32), KIND)
+    upstream = tl.load(grad + place, mask=real, other=0.0).to(tl.float32)
+    to_gate = upstream * slope * tl.load(up + place, mask=real, other=0.0).to(tl.float32)
+    tl.store(grad_gate + place, to_gate.to(grad_gate.dtype.element_ty), mask=real)
+    tl.store(grad_up + place, (upstream * value).to(grad_up.dtype.element_ty), mask=real)

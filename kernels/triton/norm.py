@@ -1,0 +1,245 @@
+"""RMSNorm, gated RMSNorm and LayerNorm: a row's sums are one reduction of a tile whose shape the width decides.
+
+Gradients of weights are summed over `_GRADIENT_ROWS` rows by one program, row tile after row tile, then over the
+programs: in an order that the number of rows alone decides.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+from triton.language import tensor
+
+from ..norm import GatedNormOptions
+from .numeric import aligned, blocks, sigmoid, with_aligned_rows
+from .tiles import row_tile
+
+_GRADIENT_ROWS = 128
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    """As `samebit.kernels.norm.rms_norm`."""
+    normed: torch.Tensor = _RMSNorm.apply(x, weight, eps, offset)
+    return normed
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `samebit.kernels.norm.layer_norm`."""
+    normed: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps)
+    return normed
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, options: GatedNormOptions
+) -> torch.Tensor:
+    """As `samebit.kernels.norm.gated_rms_norm`."""
+    normed: torch.Tensor = _GatedRMSNorm.apply(x, gate, weight, options)
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.offset = eps, offset
+        return _normalize(x, weight, weight, eps, offset, centered=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight, _ = _normalize_backward(x, weight, grad, ctx.eps, ctx.offset, centered=False)
+        return grad_x, grad_weight.to(weight.dtype), None, None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.eps = eps
+        return _normalize(x, weight, bias, eps, 0.0, centered=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        x, weight, bias = ctx.saved_tensors
+        grad_x, grad_weight, grad_bias = _normalize_backward(x, weight, grad, ctx.eps, 0.0, centered=True)
+        return grad_x, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype), None
+
+
+def _normalize(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, offset: float, *, centered: bool
+) -> torch.Tensor:
+    """RMSNorm, or LayerNorm if ``centered`` (only then ``bias`` is read)."""
+    x, width = aligned(x), x.shape[-1]
+    out = torch.empty_like(x)
+    count = x.numel() // width
+    rows, padded, warps = row_tile(width)
+    if count:
+        _norm_rows[(blocks(count, rows),)](
+            x, aligned(weight), aligned(bias), out, count, eps, offset, width, rows, padded, centered, num_warps=warps
+        )
+    return out
+
+
+def _normalize_backward(
+    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, eps: float, offset: float, *, centered: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, of the weight and of the bias, the last two float32."""
+    x, grad, width = aligned(x), aligned(grad), x.shape[-1]
+    grad_x = torch.empty_like(x)
+    count = x.numel() // width
+    rows, padded, warps = row_tile(width)
+    parts = torch.empty(2, blocks(count, _GRADIENT_ROWS), width, dtype=torch.float32, device=x.device)
+    if count:
+        _norm_gradients[(parts.shape[1],)](
+            x, aligned(weight), grad, grad_x, parts[0], parts[1], count, eps, offset, width, rows, padded, centered,
+            _GRADIENT_ROWS, num_warps=warps,
+        )  # fmt: skip
+    return grad_x, parts[0].sum(0), parts[1].sum(0)
+
+
+@triton.jit
+def _statistics(x: tensor, real: tensor, eps: tensor, WIDTH: tl.constexpr, CENTERED: tl.constexpr) -> Any:
+    """The normed rows of a tile, and 1 / their deviation."""
+    if CENTERED:
+        x = tl.where(real, x - (tl.sum(x, axis=1) / WIDTH)[:, None], 0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / WIDTH + eps)
+    return x * scale[:, None], scale
+
+
+@triton.jit(do_not_specialize=["count", "eps", "offset"])
+def _norm_rows(
+    x: tensor, weight: tensor, bias: tensor, out: tensor, count: tensor, eps: tensor, offset: tensor,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, CENTERED: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED)
+    real = (row[:, None] < count) & (column[None, :] < WIDTH)
+    place = row[:, None] * WIDTH + column[None, :]
+    normed, _ = _statistics(tl.load(x + place, mask=real, other=0.0).to(tl.float32), real, eps, WIDTH, CENTERED)
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
+    result = normed * factor[None, :]
+    if CENTERED:
+        result += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["count", "eps", "offset"])
+def _norm_gradients(
+    x: tensor, weight: tensor, grad: tensor, grad_x: tensor, weight_parts: tensor, bias_parts: tensor, count: tensor,
+    eps: tensor, offset: tensor, WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, CENTERED: tl.constexpr,
+    PART: tl.constexpr,
+) -> None:  # fmt: skip
+    column = tl.arange(0, PADDED)
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
+    of_weight = tl.zeros((PADDED,), tl.float32)
+    of_bias = tl.zeros((PADDED,), tl.float32)
+    for done in range(0, PART, ROWS):
+        row = tl.program_id(0).to(tl.int64) * PART + done + tl.arange(0, ROWS)
+        real = (row[:, None] < count) & (done + tl.arange(0, ROWS)[:, None] < PART) & (column[None, :] < WIDTH)
+        place = row[:, None] * WIDTH + column[None, :]
+        value = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
+        normed, scale = _statistics(value, real, eps, WIDTH, CENTERED)
+        upstream = tl.load(grad + place, mask=real, other=0.0).to(tl.float32)
+        inner = upstream * factor[None, :]
+        inward = inner - normed * (tl.sum(inner * normed, axis=1) / WIDTH)[:, None]
+        if CENTERED:
+            inward -= (tl.sum(inner, axis=1) / WIDTH)[:, None]
+        tl.store(grad_x + place, (inward * scale[:, None]).to(grad_x.dtype.element_ty), mask=real)
+        of_weight += tl.sum(upstream * normed, axis=0)
+        of_bias += tl.sum(upstream, axis=0)
+    at = tl.program_id(0) * WIDTH + column
+    tl.store(weight_parts + at, of_weight, mask=column < WIDTH)
+    tl.store(bias_parts + at, of_bias, mask=column < WIDTH)
+
+
+class _GatedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, options: GatedNormOptions
+    ) -> torch.Tensor:
+        x, gate = aligned(x), with_aligned_rows(gate)
+        ctx.save_for_backward(x, gate, weight)
+        ctx.options = options
+        out = torch.empty_like(x)
+        width = x.shape[1] // options.groups
+        rows, padded, warps = row_tile(width)
+        if len(x):
+            _gated_rows[(blocks(len(x), rows), options.groups)](
+                x, gate, aligned(weight), out, len(x), options.eps, gate.stride(0), options.groups, width,
+                options.gate_first, rows, padded, num_warps=warps,
+            )  # fmt: skip
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        x, gate, weight = ctx.saved_tensors
+        options: GatedNormOptions = ctx.options
+        grad = aligned(grad)
+        grad_x, grad_gate = torch.empty_like(x), torch.empty_like(x)
+        width = x.shape[1] // options.groups
+        rows, padded, warps = row_tile(width)
+        parts = torch.empty(blocks(len(x), _GRADIENT_ROWS), x.shape[1], dtype=torch.float32, device=x.device)
+        if len(x):
+            _gated_gradients[(len(parts), options.groups)](
+                x, gate, aligned(weight), grad, grad_x, grad_gate, parts, len(x), options.eps, gate.stride(0),
+                options.groups, width, options.gate_first, rows, padded, _GRADIENT_ROWS, num_warps=warps,
+            )  # fmt: skip
+        return grad_x, grad_gate, parts.sum(0).to(weight.dtype), None
+
+
+@triton.jit(do_not_specialize=["count", "eps"])
+def _gated_rows(
+    x: tensor, gate: tensor, weight: tensor, out: tensor, count: tensor, eps: tensor, GATE_STRIDE: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED)
+    real = (row[:, None] < count) & (column[None, :] < WIDTH)
+    inside = tl.program_id(1) * WIDTH + column
+    place = row[:, None] * (GROUPS * WIDTH) + inside[None, :]
+    opening = tl.load(gate + row[:, None] * GATE_STRIDE + inside[None, :], mask=real, other=0.0).to(tl.float32)
+    silu = opening * sigmoid(opening)
+    value = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
+    normed, _ = _statistics(value * silu if GATE_FIRST else value, real, eps, WIDTH, False)
+    normed *= tl.load(weight + inside, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    if not GATE_FIRST:
+        normed *= silu
+    tl.store(out + place, normed.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["count", "eps"])
+def _gated_gradients(
+    x: tensor, gate: tensor, weight: tensor, grad: tensor, grad_x: tensor, grad_gate: tensor, weight_parts: tensor,
+    count: tensor, eps: tensor, GATE_STRIDE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
+) -> None:  # fmt: skip
+    column = tl.arange(0, PADDED)
+    inside = tl.program_id(1) * WIDTH + column
+    factor = tl.load(weight + inside, mask=column < WIDTH, other=0.0).to(tl.float32)
+    of_weight = tl.zeros((PADDED,), tl.float32)
+    for done in range(0, PART, ROWS):
+        row = tl.program_id(0).to(tl.int64) * PART + done + tl.arange(0, ROWS)
+        real = (row[:, None] < count) & (done + tl.arange(0, ROWS)[:, None] < PART) & (column[None, :] < WIDTH)
+        place = row[:, None] * (GROUPS * WIDTH) + inside[None, :]
+        opening = tl.load(gate + row[:, None] * GATE_STRIDE + inside[None, :], mask=real, other=0.0).to(tl.float32)
+        share = sigmoid(opening)
+        silu = opening * share
+        value = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
+        outer = tl.load(grad + place, mask=real, other=0.0).to(tl.float32)
+        normed, scale = _statistics(value * silu if GATE_FIRST else value, real, eps, WIDTH, False)
+        upstream = outer if GATE_FIRST else outer * silu
+        inner = upstream * factor[None, :]
+        inward = (inner - normed * (tl.sum(inner * normed, axis=1) / WIDTH)[:, None]) * scale[:, None]
+        to_silu = inward * value if GATE_FIRST else outer * normed * factor[None, :]
+        to_x = inward * silu if GATE_FIRST else inward
+        to_gate = to_silu * share * (1.0 + opening * (1.0 - share))
+        tl.store(grad_x + place, to_x.to(grad_x.dtype.element_ty), mask=real)
+        tl.store(grad_gate + place, to_gate.to(grad_gate.dtype.element_ty), mask=real)
+        of_weight += tl.sum(upstream * normed, axis=0)
+    at = tl.program_id(0) * (GROUPS * WIDTH) + inside
+    tl.store(weight_parts + at, of_weight, mask=column < WIDTH)

@@ -1,0 +1,71 @@
+"""Building blocks of the Triton kernels, float32 inside."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import tensor
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""The interpreter multiplies matrices with NumPy, which knows no bfloat16."""
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """``x`` contiguous, at an address that is a multiple of sixteen: kernels of other addresses are other kernels."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` ``[T, W]`` itself when its rows are contiguous and aligned, be they a part of wider ones; else a copy."""
+    strided = x.stride(1) == 1 and x.data_ptr() % 16 == 0 and (x.stride(0) * x.itemsize) % 16 == 0
+    return x if strided else aligned(x)
+
+
+def blocks(count: int, size: int) -> int:
+    """Pieces of ``size`` that ``count`` makes."""
+    return -(-count // size)
+
+
+@triton.jit
+def dot(a: tensor, b: tensor, acc: tensor) -> Any:
+    """``acc + a @ b`` in float32, without TF32."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def sigmoid(x: tensor) -> Any:
+    """1 / (1 + e**-x)."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def tanh(x: tensor) -> Any:
+    """Hyperbolic tangent: a polynomial near zero (Cephes), from ``exp`` elsewhere."""
+    size = tl.abs(x)
+    square = x * x
+    p = -5.70498872745e-3 * square + 2.06390887954e-2
+    p = p * square - 5.37397155531e-2
+    p = p * square + 1.33314422036e-1
+    p = p * square - 3.33332819422e-1
+    near = p * square * x + x
+    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(size, 20.0)) + 1.0)
+    return tl.where(size < 0.625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def softplus(x: tensor) -> Any:
+    """log(1 + e**x); for small e**x a series, because 1 + e**x would round it away."""
+    u = tl.exp(-tl.abs(x))
+    w = u / (2.0 + u)
+    square = w * w
+    p = square * (1 / 15) + (1 / 13)
+    p = p * square + (1 / 11)
+    p = p * square + (1 / 9)
+    p = p * square + (1 / 7)
+    p = p * square + (1 / 5)
+    p = p * square + (1 / 3)
+    return tl.maximum(x, 0.0) + 2.0 * (p * square * w + w)

@@ -1,0 +1,67 @@
+"""Rotary embedding: the first ``2 * R`` elements of each head are turned, the rest is copied."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+from triton.language import tensor
+
+from .numeric import aligned
+from .tiles import power_of_two
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """As `samebit.kernels.rope.rotate`; ``x``: ``[T, H, D]``, ``cos`` and ``sin``: ``[T, R]`` float32."""
+    turned: torch.Tensor = _Rotate.apply(x, aligned(cos), aligned(sin))
+    return turned
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, -1.0), None, None
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    x = aligned(x)
+    tokens, heads, head_dim = x.shape
+    half = cos.shape[1]
+    out = torch.empty_like(x)
+    if x.numel():
+        _rotate_token[(tokens,)](
+            x, cos, sin, out, sign, heads, head_dim, half, power_of_two(heads), power_of_two(half),
+            power_of_two(max(1, head_dim - 2 * half)),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["sign"])
+def _rotate_token(
+    x: tensor, cos: tensor, sin: tensor, out: tensor, sign: tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_HALF: tl.constexpr, PADDED_REST: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, PADDED_HEADS)[:, None]
+    pair = tl.arange(0, PADDED_HALF)
+    place = token * (HEADS * HEAD_DIM) + head * HEAD_DIM + pair[None, :]
+    real = (head < HEADS) & (pair[None, :] < HALF)
+    first = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
+    second = tl.load(x + place + HALF, mask=real, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
+    s = sign * tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
+    tl.store(out + place, (first * c - second * s).to(out.dtype.element_ty), mask=real)
+    tl.store(out + place + HALF, (second * c + first * s).to(out.dtype.element_ty), mask=real)
+    if HEAD_DIM > 2 * HALF:
+        rest = 2 * HALF + tl.arange(0, PADDED_REST)
+        place = token * (HEADS * HEAD_DIM) + head * HEAD_DIM + rest[None, :]
+        real = (head < HEADS) & (rest[None, :] < HEAD_DIM)
+        tl.store(out + place, tl.load(x + place, mask=real), mask=real)

@@ -1,0 +1,24 @@
+"""The Triton kernels: on a GPU where there is one, else in Triton's interpreter on the CPU.
+
+The interpreter shows accuracy, masks and poison. It shows nothing about bits: its matrix product is NumPy's.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton import knobs
+
+if not torch.cuda.is_available() and not knobs.runtime.interpret:
+    pytest.skip("no GPU, and Triton was imported before its interpreter was asked for", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    """In this mode torch fills what `torch.empty` returns with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
