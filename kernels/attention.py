@@ -13,6 +13,7 @@ import torch
 from numba import get_num_threads
 from torch.autograd.function import once_differentiable
 
+from . import device
 from .context import ForwardContext
 from .cpu import attention as cpu
 from .cpu import attention_backward as cpu_backward
@@ -63,6 +64,11 @@ def attention(
         TypeError: pages of another dtype.
     """
     _check_rows(q, k, v, context)
+    if device.on_gpu(q):
+        from .triton import attention as gpu
+
+        _check_dtypes(k, v, k if context.pages is None else context.pages[options.layer])
+        return gpu.attention(q, k, v, context, options)
     if context.pages is not None:
         pages = context.pages[options.layer]
         _write(k, v, pages, context)
@@ -81,7 +87,7 @@ def attention_of_rotated(
     Arguments, result and errors are those of `attention`; ``tables``: the angles and the layout of the T rows.
     """
     context = tables.context
-    if context.pages is None:
+    if context.pages is None or device.on_gpu(q):
         return attention(rotate(q, tables), rotate(k, tables), v, context, options)
     pages = context.pages[options.layer]
     _check_rows(q, k, v, context)

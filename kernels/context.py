@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ import torch
 
 from .cpu.attention import KV_CHUNK, QUERY_TILE
 from .states import StateMemory
+
+if TYPE_CHECKING:
+    from .triton.layout import DeviceLayout
 
 TRAINING_BLOCK = KV_CHUNK
 """Block size of the pages of a training call: a page is a chunk."""
@@ -129,6 +132,13 @@ class ForwardContext:
         return torch.from_numpy(np.ascontiguousarray(self.captures, np.int32))
 
     @cached_property
+    def on_device(self) -> "DeviceLayout":
+        """What Triton's kernels read of this layout, on the device of ``positions``."""
+        from .triton.layout import DeviceLayout
+
+        return DeviceLayout.of(self, self.positions.device)
+
+    @cached_property
     def covers_all_rows(self) -> bool:
         """True when no row is padding."""
         return int(self.lengths.sum()) == len(self.positions)
@@ -203,7 +213,10 @@ def use_context(context: ForwardContext) -> Iterator[None]:
 
 
 def training_context(
-    shape: tuple[int, int], attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    shape: tuple[int, int],
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    device: str | torch.device = "cpu",
 ) -> ForwardContext:
     """The layout of a trainer's call on ``input_ids`` of this shape.
 
@@ -212,6 +225,7 @@ def training_context(
         attention_mask: ``[B, T]``, nonzero for tokens; each row one run of tokens, padded left or right.
         position_ids: ``[B, T]`` or ``[1, T]``. A new sequence starts wherever they do not go up by one
             (packed batches), and it starts at 0. Without them positions count from 0 at each row's first token.
+        device: where the model computes.
 
     Raises:
         ValueError: shapes that do not match, a mask with holes, a sequence that does not start at position 0.
@@ -237,7 +251,7 @@ def training_context(
     sequence_of_row = np.cumsum(first.reshape(-1)) - 1
     lengths = np.bincount(sequence_of_row[flat], minlength=len(row_start)).astype(np.int32)
     return ForwardContext(
-        positions=torch.from_numpy(np.ascontiguousarray(positions.reshape(-1), dtype=np.int64)),
+        positions=torch.from_numpy(np.ascontiguousarray(positions.reshape(-1), dtype=np.int64)).to(device),
         row_start=row_start,
         lengths=lengths,
         starts=np.zeros(len(row_start), np.int32),

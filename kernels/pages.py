@@ -1,7 +1,7 @@
 """Paged KV memory: what a block is in bytes, and how its two halves are laid out.
 
 ``pages[layer]`` is ``[blocks, kv_heads, 2, D * B]``: half 0 holds keys as ``[D, B]``, half 1 values as
-``[B, D]``. Block 0 is the null block: padding rows write there and nobody reads it.
+``[B, D]``; on a GPU keys are ``[B, D]`` too. Block 0 is the null block: padding rows write there and nobody reads it.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,9 @@ class KVLayout:
         """Bytes of one block over all layers, keys and values."""
         return self.num_layers * self.num_kv_heads * 2 * self.head_dim * block_size * dtype.itemsize
 
-    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def allocate(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: str | torch.device = "cpu"
+    ) -> tuple[torch.Tensor, ...]:
         """Zeroed pages for blocks 0 .. num_blocks, one tensor a layer."""
         shape = (num_blocks + 1, self.num_kv_heads, 2, self.head_dim * block_size)
-        return tuple(torch.zeros(shape, dtype=dtype) for _ in range(self.num_layers))
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.num_layers))

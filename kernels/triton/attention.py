@@ -1,0 +1,167 @@
+"""Paged causal attention: one kernel for prefill, mixed batches, decode and training.
+
+Invariants (the row rule and the grid rule):
+
+* A query row walks its keys in tiles of `KV_TILE` tokens anchored at position 0 of its own sequence, through one
+  online-softmax accumulator, in order. A tile in which it sees nothing leaves the accumulator as it is.
+* Tokens and the query heads that share a KV head are the rows of one tile product. All numbers that tell calls apart
+  (block size, table width, lengths) are read at run time: there is one compiled kernel a layer.
+* Keys beyond the newest token of a program are not loaded: their pages may hold anything.
+
+A page holds ``block_size`` tokens of one layer: ``pages[block, kv_head, 0]`` the keys as ``[B, D]``,
+``pages[block, kv_head, 1]`` the values as ``[B, D]``: on a GPU a token's key lies in one piece.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+from triton.language import tensor
+
+from ..attention import AttentionOptions
+from ..context import ForwardContext
+from .attention_backward import gradients
+from .numeric import aligned, dot, tanh
+from .tiles import attention_tile, power_of_two
+
+KV_TILE = 64
+"""Tokens a softmax accumulator takes in at once. A constant of the arithmetic: changing it changes bits."""
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
+) -> torch.Tensor:
+    """As `samebit.kernels.attention.attention`, of rows and pages that match."""
+    if context.pages is not None:
+        pages = context.pages[options.layer]
+        write_pages(k, v, pages, context)
+        return _attend(aligned(q), pages, context, options)[0]
+    out: torch.Tensor = _Attention.apply(q, k, v, context, options)
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
+    ) -> torch.Tensor:
+        _, kv_heads, head_dim = k.shape
+        shape = (context.num_blocks, kv_heads, 2, head_dim * context.block_size)
+        pages = torch.empty(shape, dtype=k.dtype, device=k.device)
+        write_pages(k, v, pages, context)
+        q = aligned(q)
+        out, lse = _attend(q, pages, context, options)
+        ctx.save_for_backward(q, pages, out, lse)
+        ctx.layout, ctx.options = context, options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        q, pages, out, lse = ctx.saved_tensors
+        return *gradients(q, pages, out, lse, aligned(grad), ctx.layout, ctx.options, KV_TILE), None, None
+
+
+def write_pages(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
+    """Put the call's keys and values into their pages."""
+    tokens, kv_heads, head_dim = k.shape
+    layout = context.on_device
+    if tokens:
+        _write[(tokens,)](
+            aligned(k), aligned(v), pages, layout.blocks, layout.offsets, context.block_size, kv_heads, head_dim,
+            power_of_two(kv_heads), power_of_two(head_dim),
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["block_size"])
+def _write(
+    k: tensor, v: tensor, pages: tensor, blocks: tensor, offsets: tensor, block_size: tensor, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_DIM: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head, d = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED_DIM)[None, :]
+    real = (head < KV_HEADS) & (d < HEAD_DIM)
+    source = row * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM + d
+    page = (tl.load(blocks + row).to(tl.int64) * KV_HEADS + head) * 2 * block_size + tl.load(offsets + row)
+    tl.store(pages + page * HEAD_DIM + d, tl.load(k + source, mask=real), mask=real)
+    tl.store(pages + (page + block_size) * HEAD_DIM + d, tl.load(v + source, mask=real), mask=real)
+
+
+def _attend(
+    q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the log-sum-exp of the scores of each row and head."""
+    tokens, heads, head_dim = q.shape
+    kv_heads, group = pages.shape[1], heads // pages.shape[1]
+    layout = context.on_device
+    out = torch.empty_like(q) if context.covers_all_rows else torch.zeros_like(q)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    tile = attention_tile(head_dim, q.dtype)
+    rows = max(tile.rows, power_of_two(group))
+    tiles = layout.tiles(rows // group)
+    if len(tiles):
+        _attend_tile[(len(tiles), kv_heads)](
+            q, pages, tiles, layout.row_start, layout.lengths, layout.starts, layout.tables, out, lse,
+            layout.tables.shape[1], context.block_size, options.scale, options.softcap, heads, kv_heads, head_dim,
+            options.window, options.softcap > 0, rows, KV_TILE, power_of_two(max(head_dim, 16)), num_warps=tile.warps,
+            num_stages=tile.stages,
+        )  # fmt: skip
+    return out, lse
+
+
+@triton.jit(do_not_specialize=["table_width", "block_size"])
+def _attend_tile(
+    q: tensor, pages: tensor, tiles: tensor, row_start: tensor, lengths: tensor, starts: tensor, tables: tensor,
+    out: tensor, lse: tensor, table_width: tensor, block_size: tensor, scale: tensor, softcap: tensor,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED_DIM: tl.constexpr,
+) -> None:  # fmt: skip
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    TOKENS: tl.constexpr = ROWS // GROUP
+    sequence = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    kv_head = tl.program_id(1)
+    length, start = tl.load(lengths + sequence), tl.load(starts + sequence)
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, PADDED_DIM)
+    token = first + r // GROUP
+    position = start + token
+    newest = start + tl.minimum(first + TOKENS, length) - 1
+    real = (r < TOKENS * GROUP) & (token < length)
+    place = (tl.load(row_start + sequence) + token).to(tl.int64) * HEADS + kv_head * GROUP + r % GROUP
+    inside = real[:, None] & (d[None, :] < HEAD_DIM)
+    query = tl.load(q + place[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+    acc = tl.zeros((ROWS, PADDED_DIM), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(start + first - WINDOW + 1, 0) // KEYS * KEYS
+    for base in range(begin, newest + 1, KEYS):
+        key = base + tl.arange(0, KEYS)
+        there = key <= newest
+        block = tl.load(tables + sequence * table_width + key // block_size, mask=there, other=0).to(tl.int64)
+        page = (block * KV_HEADS + kv_head) * 2 * block_size + key % block_size
+        held = there[None, :] & (d[:, None] < HEAD_DIM)
+        keys = tl.load(pages + page[None, :] * HEAD_DIM + d[:, None], mask=held, other=0.0)
+        scores = dot(query, keys, tl.zeros((ROWS, KEYS), tl.float32)) * scale
+        if CAPPED:
+            scores = tanh(scores / softcap) * softcap
+        seen = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen &= key[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        weights = tl.exp(scores - level[:, None])
+        fade = tl.exp(peak - level)
+        total = total * fade + tl.sum(weights, axis=1)
+        held = there[:, None] & (d[None, :] < HEAD_DIM)
+        values = tl.load(pages + (page + block_size)[:, None] * HEAD_DIM + d[None, :], mask=held, other=0.0)
+        acc = dot(weights.to(values.dtype), values, acc * fade[:, None])
+        peak = higher
+    result = acc / total[:, None]
+    tl.store(out + place[:, None] * HEAD_DIM + d[None, :], result.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + place, peak + tl.log(total), mask=real)
