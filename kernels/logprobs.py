@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from . import device
 from .cpu import logprobs as cpu
 
 
@@ -34,8 +35,12 @@ def logprobs_from_logits(
     tokens = token_ids.reshape(-1)
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= rows.shape[1]):
         raise ValueError(f"token_ids must lie in [0, {rows.shape[1]}), got {int(tokens.min())}..{int(tokens.max())}")
-    if torch.is_grad_enabled() and rows.requires_grad:
-        out: torch.Tensor = _Gather.apply(rows, tokens, temperatures)
+    if device.on_gpu(rows):
+        from .triton import logprobs as gpu
+
+        out: torch.Tensor = gpu.gathered(rows, tokens, temperatures)
+    elif torch.is_grad_enabled() and rows.requires_grad:
+        out = _Gather.apply(rows, tokens, temperatures)
     else:
         out = _gather(rows, tokens, temperatures)[0]
     return out.view(token_ids.shape)
@@ -55,19 +60,26 @@ def entropy_from_logits(logits: torch.Tensor, temperature: float | torch.Tensor 
         ValueError: a temperature that is not positive.
     """
     rows, temperatures = _rows(logits, temperature)
-    if torch.is_grad_enabled() and rows.requires_grad:
-        out: torch.Tensor = _Entropy.apply(rows, temperatures)
+    if device.on_gpu(rows):
+        from .triton import logprobs as gpu
+
+        out: torch.Tensor = gpu.entropies(rows, temperatures)
+    elif torch.is_grad_enabled() and rows.requires_grad:
+        out = _Entropy.apply(rows, temperatures)
     else:
         out = _entropy(rows, temperatures)[0]
     return out.view(logits.shape[:-1])
 
 
 def _rows(logits: torch.Tensor, temperature: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[R, V]`` and ``[R]``, both float32."""
-    temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(logits.shape[:-1]).reshape(-1)
+    """``[R, V]`` and ``[R]``, both float32; on a GPU the logits as they are, the kernels widen them."""
+    temperatures = (
+        torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).expand(logits.shape[:-1]).reshape(-1)
+    )
     if not bool((temperatures > 0).all()):
         raise ValueError(f"temperature must be positive, got {temperature!r}")
-    return logits.reshape(-1, logits.shape[-1]).float(), temperatures
+    rows = logits.reshape(-1, logits.shape[-1])
+    return rows if device.on_gpu(rows) else rows.float(), temperatures
 
 
 def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -77,6 +89,10 @@ def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tenso
         logits: ``[R, V]`` float32.
         temperatures: ``[R]`` float32, positive.
     """
+    if device.on_gpu(logits):
+        from .triton import logprobs as gpu
+
+        return gpu.log_softmax(logits, temperatures)
     out = torch.empty(logits.shape, dtype=torch.float32)
     cpu.log_softmax(logits.numel(), logits.detach().contiguous().numpy(), temperatures.numpy(), out.numpy())
     return out

@@ -1,0 +1,209 @@
+"""Log-softmax over the vocabulary and sampling from it: one program a row, chunk after chunk.
+
+Invariants: a row is divided into chunks of `VOCAB_CHUNK` tokens from token 0 on; a chunk's exponentials are summed in
+float32 in the order of one tile's reduction, the chunk sums in one float64. `_log_total` is the only place where a
+normaliser is computed: sampler and trainer both read it. Logits are read in their own dtype and widened chunk by
+chunk: there is no float32 copy of them.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+from triton.language import tensor
+
+from .numeric import aligned
+
+VOCAB_CHUNK = 1024
+
+_WARPS = 4
+
+
+def gathered(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Log-probability ``[R]`` float32 of each row's token; ``logits``: ``[R, V]``, ``tokens``: ``[R]`` int64."""
+    out: torch.Tensor = _Gather.apply(logits, tokens, temperatures)
+    return out
+
+
+def entropies(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Entropy ``[R]`` float32 of each row, in nats; ``logits``: ``[R, V]``."""
+    out: torch.Tensor = _Entropy.apply(logits, temperatures)
+    return out
+
+
+def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """As `samebit.kernels.logprobs.log_softmax`."""
+    logits = aligned(logits.detach())
+    rows, vocab = logits.shape
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if rows:
+        _all_tokens[(rows,)](logits, aligned(temperatures), out, vocab, VOCAB_CHUNK, num_warps=_WARPS)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        logits, tokens, temperatures = aligned(logits), aligned(tokens), aligned(temperatures)
+        rows, vocab = logits.shape
+        out, peaks, log_totals = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+        if rows:
+            _gather[(rows,)](logits, tokens, temperatures, out, peaks, log_totals, vocab, VOCAB_CHUNK, num_warps=_WARPS)
+        ctx.save_for_backward(logits, tokens, temperatures, peaks, log_totals)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, tokens, temperatures, peaks, log_totals = ctx.saved_tensors
+        out = torch.empty_like(logits)
+        if len(logits):
+            _gather_gradients[(len(logits),)](
+                logits, tokens, temperatures, peaks, log_totals, aligned(grad.float()), out, logits.shape[1],
+                VOCAB_CHUNK, num_warps=_WARPS,
+            )  # fmt: skip
+        return out, None, None
+
+
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        logits, temperatures = aligned(logits), aligned(temperatures)
+        rows, vocab = logits.shape
+        out, peaks, log_totals = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+        if rows:
+            _entropy[(rows,)](logits, temperatures, out, peaks, log_totals, vocab, VOCAB_CHUNK, num_warps=_WARPS)
+        ctx.save_for_backward(logits, temperatures, out, peaks, log_totals)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, temperatures, entropies, peaks, log_totals = ctx.saved_tensors
+        out = torch.empty_like(logits)
+        if len(logits):
+            _entropy_gradients[(len(logits),)](
+                logits, temperatures, entropies, peaks, log_totals, aligned(grad.float()), out, logits.shape[1],
+                VOCAB_CHUNK, num_warps=_WARPS,
+            )  # fmt: skip
+        return out, None
+
+
+@triton.jit
+def chunk_of(row: tensor, first: int, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
+    """Logits of the chunk from ``first`` on, float32; -inf beyond the vocabulary, and for a token ruled out."""
+    token = first + tl.arange(0, CHUNK)
+    return tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def chunk_weights(logits: tensor, temperature: tensor, peak: tensor) -> tensor:
+    """exp(logits / temperature - peak); exactly 0 for -inf."""
+    return tl.where(logits == float("-inf"), 0.0, tl.exp(tl.div_rn(logits, temperature) - peak))
+
+
+@triton.jit
+def row_peak(row: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
+    """The largest logit; NaN if there is one."""
+    highest = tl.full((CHUNK,), float("-inf"), tl.float32)
+    spoilt = tl.zeros((CHUNK,), tl.int32)
+    for first in range(0, VOCAB, CHUNK):
+        logits = chunk_of(row, first, VOCAB, CHUNK)
+        highest = tl.maximum(highest, logits)
+        spoilt |= (logits != logits).to(tl.int32)
+    return tl.where(tl.max(spoilt, axis=0) > 0, float("nan"), tl.max(highest, axis=0))
+
+
+@triton.jit
+def _log_total(row: tensor, temperature: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
+    """(peak, log of the summed exponentials above it) of a row at a temperature, both float32."""
+    peak = tl.div_rn(row_peak(row, VOCAB, CHUNK), temperature)
+    total = tl.full((), 0.0, tl.float64)
+    for first in range(0, VOCAB, CHUNK):
+        weights = chunk_weights(chunk_of(row, first, VOCAB, CHUNK), temperature, peak)
+        total += tl.sum(weights, axis=0).to(tl.float64)
+    return peak, tl.log(total).to(tl.float32)
+
+
+@triton.jit
+def _gather(
+    logits: tensor, tokens: tensor, temperatures: tensor, out: tensor, peaks: tensor, log_totals: tensor,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    r = tl.program_id(0)
+    row = logits + r.to(tl.int64) * VOCAB
+    temperature = tl.load(temperatures + r)
+    peak, log_total = _log_total(row, temperature, VOCAB, CHUNK)
+    chosen = tl.load(row + tl.load(tokens + r)).to(tl.float32)
+    tl.store(peaks + r, peak)
+    tl.store(log_totals + r, log_total)
+    tl.store(out + r, (tl.div_rn(chosen, temperature) - peak) - log_total)
+
+
+@triton.jit
+def _gather_gradients(
+    logits: tensor, tokens: tensor, temperatures: tensor, peaks: tensor, log_totals: tensor, grad: tensor, out: tensor,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    r = tl.program_id(0)
+    row = logits + r.to(tl.int64) * VOCAB
+    temperature, chosen = tl.load(temperatures + r), tl.load(tokens + r)
+    scale = tl.load(grad + r) / temperature
+    peak, log_total = tl.load(peaks + r), tl.load(log_totals + r)
+    for first in range(0, VOCAB, CHUNK):
+        token = first + tl.arange(0, CHUNK)
+        weights = chunk_weights(chunk_of(row, first, VOCAB, CHUNK), temperature, peak + log_total)
+        value = scale * (tl.where(token == chosen, 1.0, 0.0) - weights)
+        tl.store(out + r.to(tl.int64) * VOCAB + token, value.to(out.dtype.element_ty), mask=token < VOCAB)
+
+
+@triton.jit
+def _all_tokens(logits: tensor, temperatures: tensor, out: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> None:
+    r = tl.program_id(0)
+    row = logits + r.to(tl.int64) * VOCAB
+    temperature = tl.load(temperatures + r)
+    peak, log_total = _log_total(row, temperature, VOCAB, CHUNK)
+    for first in range(0, VOCAB, CHUNK):
+        token = first + tl.arange(0, CHUNK)
+        value = (tl.div_rn(chunk_of(row, first, VOCAB, CHUNK), temperature) - peak) - log_total
+        tl.store(out + r.to(tl.int64) * VOCAB + token, value, mask=token < VOCAB)
+
+
+@triton.jit
+def _entropy(
+    logits: tensor, temperatures: tensor, out: tensor, peaks: tensor, log_totals: tensor, VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    r = tl.program_id(0)
+    row = logits + r.to(tl.int64) * VOCAB
+    temperature = tl.load(temperatures + r)
+    peak, log_total = _log_total(row, temperature, VOCAB, CHUNK)
+    total = tl.full((), 0.0, tl.float64)
+    for first in range(0, VOCAB, CHUNK):
+        values = chunk_of(row, first, VOCAB, CHUNK)
+        logprobs = (tl.div_rn(values, temperature) - peak) - log_total
+        surprise = tl.where(values == float("-inf"), 0.0, -logprobs * tl.exp(logprobs))
+        total += tl.sum(surprise, axis=0).to(tl.float64)
+    tl.store(peaks + r, peak)
+    tl.store(log_totals + r, log_total)
+    tl.store(out + r, total.to(tl.float32))
+
+
+@triton.jit
+def _entropy_gradients(
+    logits: tensor, temperatures: tensor, entropies: tensor, peaks: tensor, log_totals: tensor, grad: tensor,
+    out: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    r = tl.program_id(0)
+    row = logits + r.to(tl.int64) * VOCAB
+    temperature, entropy = tl.load(temperatures + r), tl.load(entropies + r)
+    scale = -tl.load(grad + r) / temperature
+    peak, log_total = tl.load(peaks + r), tl.load(log_totals + r)
+    for first in range(0, VOCAB, CHUNK):
+        token = first + tl.arange(0, CHUNK)
+        values = chunk_of(row, first, VOCAB, CHUNK)
+        logprobs = (tl.div_rn(values, temperature) - peak) - log_total
+        slope = tl.where(values == float("-inf"), 0.0, scale * tl.exp(logprobs) * (logprobs + entropy))
+        tl.store(out + r.to(tl.int64) * VOCAB + token, slope.to(out.dtype.element_ty), mask=token < VOCAB)

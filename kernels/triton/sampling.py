@@ -1,0 +1,103 @@
+"""Counter-based random numbers and inverse-CDF sampling on the device.
+
+A draw depends on that row's logits, temperature, key and counter alone. The random words are Philox4x32-10, the integer
+function of `samebit.kernels.cpu.philox`: the same number for a token on either device. The sums over the vocabulary are
+in another order than on the CPU, so a draw at the very border of two tokens may differ between devices.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import tensor
+
+from .logprobs import VOCAB_CHUNK, chunk_of, chunk_weights, row_peak
+from .numeric import aligned, blocks
+
+_ROWS = 128
+
+
+def uniforms(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """As `samebit.kernels.sampling.uniforms`: ``[R]`` float64 from ``[R, 2]`` and ``[R, 4]`` int32 (bits of uint32)."""
+    out = torch.empty(len(keys), dtype=torch.float64, device=keys.device)
+    if len(keys):
+        _uniforms[(blocks(len(keys), _ROWS),)](aligned(keys), aligned(counters), out, len(keys), _ROWS)
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _uniforms(keys: tensor, counters: tensor, out: tensor, count: tensor, ROWS: tl.constexpr) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = row < count
+    k0 = tl.load(keys + 2 * row, mask=real, other=0).to(tl.uint32, bitcast=True)
+    k1 = tl.load(keys + 2 * row + 1, mask=real, other=0).to(tl.uint32, bitcast=True)
+    c0 = tl.load(counters + 4 * row, mask=real, other=0).to(tl.uint32, bitcast=True)
+    c1 = tl.load(counters + 4 * row + 1, mask=real, other=0).to(tl.uint32, bitcast=True)
+    c2 = tl.load(counters + 4 * row + 2, mask=real, other=0).to(tl.uint32, bitcast=True)
+    c3 = tl.load(counters + 4 * row + 3, mask=real, other=0).to(tl.uint32, bitcast=True)
+    a, b, _, _ = tl.philox_impl(c0, c1, c2, c3, k0, k1, 10)
+    high, low = (a >> 5).to(tl.float64), (b >> 6).to(tl.float64)
+    tl.store(out + row, (high * 67108864.0 + low) / 9007199254740992.0, mask=real)
+
+
+def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """As `samebit.kernels.sampling.draw`; ``uniform``: ``[R]`` float64; ``[R]`` int64 on the device."""
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        _draw[(rows,)](aligned(logits), aligned(temperatures), aligned(uniform), out, vocab, VOCAB_CHUNK, num_warps=4)
+    return out
+
+
+@triton.jit
+def _draw(
+    logits: tensor, temperatures: tensor, uniforms: tensor, out: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr
+) -> None:
+    """-1 for a row with NaN or with every token ruled out."""
+    r = tl.program_id(0)
+    row = logits + r.to(tl.int64) * VOCAB
+    temperature = tl.load(temperatures + r)
+    highest = row_peak(row, VOCAB, CHUNK)
+    chosen = tl.full((), -1, tl.int32)
+    if highest > float("-inf"):
+        if temperature == 0.0:
+            chosen = _first_equal(row, highest, VOCAB, CHUNK)
+        else:
+            peak = tl.div_rn(highest, temperature)
+            chosen = _first_beyond(row, temperature, peak, tl.load(uniforms + r), VOCAB, CHUNK)
+    tl.store(out + r, chosen)
+
+
+@triton.jit
+def _first_equal(row: tensor, value: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
+    """The lowest id with this logit."""
+    found = tl.full((), VOCAB, tl.int32)
+    for first in range(0, VOCAB, CHUNK):
+        token = first + tl.arange(0, CHUNK)
+        here = tl.where(chunk_of(row, first, VOCAB, CHUNK) == value, token, VOCAB)
+        found = tl.minimum(found, tl.min(here, axis=0))
+    return found
+
+
+@triton.jit
+def _first_beyond(
+    row: tensor, temperature: tensor, peak: tensor, uniform: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr
+) -> tensor:
+    """The first token whose cumulated weight exceeds uniform * total; the last possible one if rounding leaves none."""
+    total = tl.full((), 0.0, tl.float64)
+    for first in range(0, VOCAB, CHUNK):
+        weights = chunk_weights(chunk_of(row, first, VOCAB, CHUNK), temperature, peak)
+        total += tl.sum(weights, axis=0).to(tl.float64)
+    target = uniform * total
+    passed = tl.full((), 0.0, tl.float64)
+    found = tl.full((), VOCAB, tl.int32)
+    last = tl.full((), 0, tl.int32)
+    for first in range(0, VOCAB, CHUNK):
+        token = first + tl.arange(0, CHUNK)
+        weights = chunk_weights(chunk_of(row, first, VOCAB, CHUNK), temperature, peak)
+        cumulated = passed + tl.cumsum(weights.to(tl.float64), axis=0)
+        possible = weights > 0
+        beyond = tl.where(possible & (cumulated > target), token, VOCAB)
+        found = tl.minimum(found, tl.min(beyond, axis=0))
+        last = tl.maximum(last, tl.max(tl.where(possible, token, 0), axis=0))
+        passed += tl.sum(weights, axis=0).to(tl.float64)
+    return tl.minimum(found, last)

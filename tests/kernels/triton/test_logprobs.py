@@ -1,0 +1,82 @@
+"""Log-probabilities, entropy and sampling in Triton: near the oracle; random words equal to the CPU's."""
+
+import numpy as np
+import pytest
+import torch
+
+from samebit.kernels import device, logprobs, reference, sampling
+from samebit.kernels.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
+from samebit.kernels.triton import sampling as gpu
+
+from .gpu import DEVICE, DTYPES, assert_near, leaf
+
+VOCABULARIES = (100, 1024, 2057)
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+
+
+def logits_of(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    torch.manual_seed(vocab)
+    logits = (torch.randn(rows, vocab) * 4).to(dtype)
+    logits[:, ::7] = -torch.inf
+    return logits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_values_and_gradients_are_near_the_oracle(vocab: int, dtype: torch.dtype) -> None:
+    logits, tokens = logits_of(3, vocab, dtype), torch.tensor([1, vocab // 2 // 7 * 7 + 1, vocab - 1])
+    logits[2, vocab - 1] = 0
+    temperatures = torch.tensor([1.0, 0.7, 2.0])
+    found, exact = leaf(logits), logits.double().requires_grad_()
+    upstream = torch.randn(2, 3)
+    scores = logprobs_from_logits(found, tokens.to(DEVICE), temperatures.to(DEVICE))
+    entropy = entropy_from_logits(found, temperatures.to(DEVICE))
+    assert scores.dtype == entropy.dtype == torch.float32, "whatever the logits are"
+    (scores @ upstream[0].to(DEVICE) + entropy @ upstream[1].to(DEVICE)).backward()
+    allowed = exact.masked_fill(exact == -torch.inf, -1e9)
+    oracle = reference.logprobs(allowed, tokens, temperatures), reference.entropy(allowed, temperatures)
+    (oracle[0] @ upstream[0].double() + oracle[1] @ upstream[1].double()).backward()
+    assert_near(scores, oracle[0])
+    assert_near(entropy, oracle[1])
+    assert found.grad is not None
+    assert exact.grad is not None
+    assert_near(found.grad, exact.grad, 3)
+    whole = log_softmax(logits.to(DEVICE), temperatures.to(DEVICE))
+    assert torch.equal(whole.cpu()[range(3), tokens], scores.detach().cpu()), "another normaliser"
+
+
+def test_random_words_are_those_of_the_cpu() -> None:
+    random = np.random.default_rng(0)
+    keys = random.integers(0, 2**32, (131, 2), np.uint32)
+    counters = random.integers(0, 2**32, (131, 4), np.uint32)
+    keys[:2], counters[:2] = 0, 0xFFFFFFFF
+    bits = (torch.from_numpy(words.view(np.int32)).to(DEVICE) for words in (keys, counters))
+    assert np.array_equal(gpu.uniforms(*bits).cpu().numpy(), sampling.uniforms(keys, counters))
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_draws_are_those_of_the_cpu(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = logits_of(12, vocab)
+    logits[3] = -torch.inf
+    logits[4, 5] = torch.nan
+    logits[5] = 1.0  # all alike
+    logits[6] = 1.0
+    temperatures = torch.tensor([1.0, 0.0, 0.7, 1.0, 1.0, 0.0, 1.0, 2.0, 0.0, 1.0, 1.0, 0.5])
+    temperatures[8] = 0.0
+    uniform = torch.tensor([0.0, 0.5, 0.25, 0.5, 0.5, 0.9, 0.5, 0.7, 0.1, 1 - 2.0**-53, 0.9, 0.6], dtype=torch.float64)
+    logits[8, 3] = torch.nan
+    found = gpu.draw(logits.to(DEVICE), temperatures.to(DEVICE), uniform.to(DEVICE)).cpu()
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: False)
+    assert found.tolist() == sampling.draw(logits, temperatures, uniform.numpy()).tolist()
+    assert found[[3, 4, 8]].tolist() == [-1, -1, -1]
+
+
+def test_padding_beyond_the_vocabulary_is_not_read() -> None:
+    joined = torch.full((2, 1, 1500), torch.nan, device=DEVICE)
+    joined[0] = 0.0
+    scores = logprobs.logprobs_from_logits(joined[0], torch.tensor([7], device=DEVICE))
+    assert torch.allclose(scores.cpu(), -torch.tensor([1500.0]).log())
