@@ -105,16 +105,16 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     ids = kwargs["inputs_embeds"][..., 0] if ids is None else ids
     _refuse_unsupported(kwargs)
     mask, positions = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
-    context = installed_context() or training_context(tuple(ids.shape), mask, positions)
+    context = installed_context() or training_context(tuple(ids.shape), mask, positions, ids.device)
     if len(context.positions) != ids.numel():
         raise ValueError(f"the installed ForwardContext has {len(context.positions)} rows, input_ids {ids.numel()}")
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled(ids.device.type):
         warnings.warn(
             "a bound model computes in the dtype of its parameters: autocast does not change it", stacklevel=2
         )
     mask = _mask(self.samebit, context)
     kwargs.update(attention_mask=mask, position_ids=context.positions.view(ids.shape), use_cache=False)
-    with use_context(context), torch.autocast("cpu", enabled=False):
+    with use_context(context), torch.autocast(ids.device.type, enabled=False):
         return type(self).forward(self, *args, **kwargs)
 
 
@@ -130,7 +130,8 @@ def positions_forward(self: Any, *args: Any, position_ids: torch.Tensor | None =
     if position_ids is None or installed_context() is not None:
         return type(self).forward(self, *args, **kwargs)
     ids = args[0] if args else kwargs["input_ids"]
-    with use_context(training_context(tuple(ids.shape), kwargs.get("attention_mask"), position_ids)):
+    layout = training_context(tuple(ids.shape), kwargs.get("attention_mask"), position_ids, ids.device)
+    with use_context(layout):
         return type(self).forward(self, *args, **kwargs)
 
 
@@ -150,7 +151,7 @@ def linear_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def head_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """The language-model head: float32 logits."""
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         return linear(x, self.weight, self.bias).float()
 
 

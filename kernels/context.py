@@ -162,7 +162,8 @@ class LayoutMask(torch.Tensor):
     @staticmethod
     def of(context: ForwardContext, dimensions: int) -> "LayoutMask":
         """A mask of this layout; four dimensions tell Hugging Face that it is ready for attention."""
-        mask = torch.zeros([1] * dimensions, dtype=torch.bool).as_subclass(LayoutMask)
+        plain = torch.zeros([1] * dimensions, dtype=torch.bool, device=context.positions.device)
+        mask = plain.as_subclass(LayoutMask)
         mask.context = context
         return mask
 

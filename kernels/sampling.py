@@ -7,6 +7,7 @@ choice, never the reported log-probability, which comes from the unprocessed log
 import numpy as np
 import torch
 
+from . import device
 from .cpu import logprobs as cpu
 from .cpu import philox
 
@@ -42,6 +43,12 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: np.ndarray) 
     Returns:
         ``[R]`` int64; -1 for a row from which nothing can be drawn.
     """
+    if device.on_gpu(logits):
+        from .triton import sampling as gpu
+
+        drawn = gpu.draw(logits, temperatures, torch.from_numpy(uniform).to(logits.device))
+        chosen: np.ndarray = drawn.cpu().numpy()
+        return chosen
     out = np.empty(logits.shape[0], np.int64)
     cpu.draw(logits.numel(), logits.numpy(), temperatures.numpy(), uniform, out)
     return out
@@ -58,7 +65,7 @@ def penalize_repetition(row: torch.Tensor, seen: torch.Tensor, penalty: float) -
 
 def add_bias(row: torch.Tensor, bias: dict[int, float]) -> None:
     """In place: add ``bias[id]`` to the logits of these ids; ``row``: ``[V]``."""
-    row[list(bias)] += torch.tensor(list(bias.values()), dtype=row.dtype)
+    row[list(bias)] += torch.tensor(list(bias.values()), dtype=row.dtype, device=row.device)
 
 
 def rule_out(row: torch.Tensor, token_ids: tuple[int, ...]) -> None:
@@ -73,6 +80,10 @@ def keep_likely(row: torch.Tensor, temperature: float, top_k: int, top_p: float,
     (Nguyen et al. 2024), as vLLM orders them. Ties are broken by the lower id. At least one token stays.
     ``top_k <= 0``, ``top_p == 1`` and ``min_p == 0`` switch the filters off.
     """
+    if device.on_gpu(row):
+        from .triton import sampling as gpu
+
+        return gpu.keep_likely(row, temperature, top_k, top_p, min_p)
     order = torch.sort(row, descending=True, stable=True).indices
     scaled = row[order].double() / temperature
     keep = torch.ones(len(row), dtype=torch.bool)

@@ -155,14 +155,16 @@ class StateLayout:
         """Bytes of one checkpoint over all layers."""
         return self.num_layers * _bytes(self._checkpoints(1, dtype, "meta"))
 
-    def allocate(self, num_slots: int, dtype: torch.dtype, num_checkpoints: int = 0) -> StateMemory:
+    def allocate(
+        self, num_slots: int, dtype: torch.dtype, num_checkpoints: int = 0, device: str | torch.device = "cpu"
+    ) -> StateMemory:
         """Zeroed slots 0 .. num_slots - 1 and checkpoints 0 .. num_checkpoints - 1; ``dtype``: of the model."""
         return StateMemory(
-            layers=tuple(self._slots(num_slots, dtype, "cpu") for _ in range(self.num_layers)),
-            checkpoints=tuple(self._checkpoints(num_checkpoints, dtype, "cpu") for _ in range(self.num_layers)),
+            layers=tuple(self._slots(num_slots, dtype, device) for _ in range(self.num_layers)),
+            checkpoints=tuple(self._checkpoints(num_checkpoints, dtype, device) for _ in range(self.num_layers)),
         )
 
-    def _slots(self, count: int, dtype: torch.dtype, device: str) -> LayerStates:
+    def _slots(self, count: int, dtype: torch.dtype, device: str | torch.device) -> LayerStates:
         shape, chunk = self.shape, SCAN_CHUNK
         heads, width = shape.heads, shape.padded_dim
 
@@ -180,7 +182,7 @@ class StateLayout:
             block_window=zeros(shape.taps - 1, shape.conv_width),
         )
 
-    def _checkpoints(self, count: int, dtype: torch.dtype, device: str) -> LayerCheckpoints:
+    def _checkpoints(self, count: int, dtype: torch.dtype, device: str | torch.device) -> LayerCheckpoints:
         shape = self.shape
         return LayerCheckpoints(
             state=torch.zeros(count, shape.heads, shape.state_size, shape.padded_dim, device=device),

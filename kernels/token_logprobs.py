@@ -42,9 +42,9 @@ def token_logprobs(
     if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocab_size:
         raise ValueError(f"input_ids must lie in [0, {vocab_size}), got {int(input_ids.min())}..{int(input_ids.max())}")
     batch, width = input_ids.shape
-    layout = training_context((batch, width), attention_mask, position_ids)
-    rows, predicts = _token_rows(layout)
-    out = torch.zeros(batch, width, dtype=torch.float32)
+    layout = training_context((batch, width), attention_mask, position_ids, input_ids.device)
+    rows, predicts = (part.to(input_ids.device) for part in _token_rows(layout))
+    out = torch.zeros(batch, width, dtype=torch.float32, device=input_ids.device)
     if not bool(predicts.any()):
         return out[:, 1:]
     tokens = input_ids.reshape(-1)
@@ -52,7 +52,7 @@ def token_logprobs(
     with use_context(packed_layout):
         logits = model(input_ids=packed, logits_to_keep=predicts.nonzero().squeeze(1)).logits[0]
     targets = rows[predicts] + 1
-    temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(batch, width - 1)
+    temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=input_ids.device).expand(batch, width - 1)
     temperatures = torch.nn.functional.pad(temperatures, (1, 0), value=1.0).reshape(-1)
     scores = logprobs_from_logits(logits, tokens[targets], temperatures[targets])
     return out.view(-1).index_put((targets,), scores).view(batch, width)[:, 1:]
@@ -71,9 +71,9 @@ def _token_rows(layout: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
 def _packed(tokens: torch.Tensor, layout: ForwardContext, rows: torch.Tensor) -> tuple[torch.Tensor, ForwardContext]:
     """The tokens without their padding as ``[1, N]``, N a whole number of GEMM row tiles, and their layout."""
     total = padded_rows(len(rows))
-    ids = torch.zeros(1, total, dtype=tokens.dtype)
+    ids = torch.zeros(1, total, dtype=tokens.dtype, device=tokens.device)
     ids[0, : len(rows)] = tokens[rows]
-    positions = torch.zeros(total, dtype=torch.int64)
+    positions = torch.zeros(total, dtype=torch.int64, device=tokens.device)
     positions[: len(rows)] = layout.positions[rows]
     ends = layout.lengths.cumsum()
     packed = ForwardContext(

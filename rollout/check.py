@@ -22,7 +22,7 @@ from samebit.kernels.binding import binding_of
 from samebit.rollout.check_cache import CacheCheck
 from samebit.rollout.check_compare import Difference, Row, compare, compare_samples, reported, worst
 from samebit.rollout.check_gemm import check_gemm_rows
-from samebit.rollout.check_trainer import LAYOUTS, Layout, Sample, packed
+from samebit.rollout.check_trainer import LAYOUTS, Layout, Sample, device_of, packed
 from samebit.rollout.check_weights import WeightsCheck
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.loading import load_model
@@ -59,13 +59,15 @@ class Workload:
         ]
 
 
-def check_model(folder: str | Path, dtype: str = "auto", new_tokens: int = 32, seed: int = 0) -> Iterator[Row]:
-    """Check the model in ``folder``; a row at a time, as they are found.
+def check_model(
+    folder: str | Path, dtype: str = "auto", new_tokens: int = 32, seed: int = 0, device: str = "cpu"
+) -> Iterator[Row]:
+    """Check the model in ``folder`` on this device; a row at a time, as they are found.
 
     Raises:
         ValueError: the model can not be loaded, bound, or checked.
     """
-    loaded = load_model(folder, RolloutConfig(dtype=dtype), None, unlimited_len=UNLIMITED_LEN)
+    loaded = load_model(folder, RolloutConfig(dtype=dtype, device=device), None, unlimited_len=UNLIMITED_LEN)
     model = bind(loaded.module)
     check = _Check(model, _workload(model, loaded.max_model_len, new_tokens, seed))
     yield Row("GEMM rows: any number of rows, any threads", *check_gemm_rows(model))
@@ -144,7 +146,7 @@ class _Check:
         return Row("same seed, same samples under all of these", *self.repeated)
 
     def _config(self, **changes: Any) -> RolloutConfig:
-        return RolloutConfig(max_model_len=self.workload.max_model_len, **changes)
+        return RolloutConfig(max_model_len=self.workload.max_model_len, device=device_of(self.model).type, **changes)
 
     def _run(self, params: list[SamplingParams] | None = None, **config: Any) -> list[RequestOutput]:
         with RolloutWorker(self.model, config=self._config(**config)) as worker:

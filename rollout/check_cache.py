@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from samebit.kernels.binding import binding_of
+from samebit.rollout.check_trainer import device_of
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
@@ -32,7 +33,11 @@ class CacheCheck:
         self._length = max_model_len // 4
         chunk = binding_of(model).ssm_chunk
         self._block = (16 if self._length > 40 else 1) if chunk is None else chunk
-        self._config: dict[str, Any] = {"max_model_len": max_model_len, "block_size": self._block}
+        self._config: dict[str, Any] = {
+            "max_model_len": max_model_len,
+            "block_size": self._block,
+            "device": device_of(model).type,
+        }
         self._new_tokens = min(new_tokens, self._length - 4)
 
     def runs(self) -> Iterator[Run]:

@@ -28,7 +28,7 @@ def check_gemm_rows(model: nn.Module) -> tuple[int, int, float]:
     try:
         for layer in layers.values():
             x = torch.randn(MOST_ROWS, layer.in_features, generator=torch.Generator().manual_seed(0))
-            x = x.to(layer.weight.dtype)
+            x = x.to(layer.weight)
             expected = torch.cat([linear(tile, layer.weight, layer.bias) for tile in x.split(ROW_TILE)])
             for count in _thread_counts(threads):
                 torch.set_num_threads(count)
@@ -60,5 +60,5 @@ def _products(x: torch.Tensor, layer: nn.Linear, expected: torch.Tensor) -> Iter
 
 def _misaligned(tensor: torch.Tensor) -> torch.Tensor:
     """A copy whose first element is one element past an aligned address."""
-    copy = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    copy = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
     return copy.copy_(tensor)

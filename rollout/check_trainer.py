@@ -26,6 +26,11 @@ class Sample:
         return self.context + self.scored
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model is."""
+    return next(model.parameters()).device
+
+
 Layout = Callable[[nn.Module, list[Sample], float], list[torch.Tensor]]
 """(model, samples, temperature) -> for each sample the log-probabilities of its scored tokens."""
 
@@ -34,9 +39,9 @@ def packed(model: nn.Module, samples: list[Sample], temperature: float) -> list[
     """One row, sequences told apart by their positions; the forward keeps a graph, as in training."""
     found = []
     for batch in _micro_batches(samples):
-        ids = torch.tensor([token for sample in batch for token in sample.ids])[None]
+        ids = torch.tensor([token for sample in batch for token in sample.ids], device=device_of(model))[None]
         positions = torch.cat([torch.arange(len(sample.ids)) for sample in batch])[None]
-        scores = token_logprobs(model, ids, position_ids=positions, temperature=temperature).detach()[0]
+        scores = token_logprobs(model, ids, position_ids=positions, temperature=temperature).detach()[0].cpu()
         ends = torch.tensor([len(sample.ids) for sample in batch]).cumsum(0) - 1
         found += [scores[int(end) - len(sample.scored) : int(end)] for sample, end in zip(batch, ends, strict=True)]
     return found
@@ -90,7 +95,7 @@ def _padded(
     for batch in _micro_batches(samples):
         width = max(len(sample.ids) for sample in batch) + 3
         starts = [width - len(sample.ids) if left else 0 for sample in batch]
-        ids = torch.zeros(len(batch), width, dtype=torch.int64)
+        ids = torch.zeros(len(batch), width, dtype=torch.int64, device=device_of(model))
         mask = torch.zeros_like(ids)
         for row, (sample, start) in enumerate(zip(batch, starts, strict=True)):
             ids[row, start : start + len(sample.ids)] = torch.tensor(sample.ids)
@@ -102,5 +107,5 @@ def _padded(
             scores = token_logprobs(model, ids, attention_mask=mask, temperature=temperature)
         for row, (sample, start) in enumerate(zip(batch, starts, strict=True)):
             end = start + len(sample.ids) - 1
-            found.append(scores[row, end - len(sample.scored) : end])
+            found.append(scores[row, end - len(sample.scored) : end].cpu())
     return found

@@ -20,7 +20,7 @@ from torch import nn
 from samebit.kernels import token_logprobs
 from samebit.rollout.check_compare import Difference, compare, compare_samples, reported, worst
 from samebit.rollout.check_sender import TIMEOUT, SendingProcess
-from samebit.rollout.check_trainer import Sample, packed
+from samebit.rollout.check_trainer import Sample, device_of, packed
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
@@ -58,7 +58,7 @@ class WeightsCheck:
         self._halve()
         self._prompts, self._params = requests
         self._first = first
-        self._config = RolloutConfig(max_model_len=max_model_len)
+        self._config = RolloutConfig(max_model_len=max_model_len, device=device_of(model).type)
         self._long = min(CAUGHT_TOKENS, max_model_len // 2)
 
     def runs(self) -> Iterator[Run]:
@@ -169,7 +169,7 @@ class WeightsCheck:
     def _deltas(self, worker: RolloutWorker) -> Run:
         """Train W2 and send the changes of each step; in the end send all of it, and compare."""
         optimizer = torch.optim.AdamW(self._other.parameters(), lr=1e-5, weight_decay=0.0)
-        ids = torch.tensor([self._prompts[-1]])
+        ids = torch.tensor([self._prompts[-1]], device=device_of(self._other))
         result: Difference = (0, 0, 0.0)
         with (
             closing(SharedMemorySender(timeout=TIMEOUT)) as sender,

@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("model_dir", metavar="MODEL_DIR", help="a Hugging Face model folder; no tokenizer is needed")
     check.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    check.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     check.add_argument("--tokens", type=_positive, default=32, metavar="N", help="new tokens a request (32)")
     check.add_argument("--seed", type=_natural, default=0, metavar="N", help="of prompts and samples (0)")
     check.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -95,7 +96,9 @@ def _check(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         sys.stdout.write(f"{'':<52}{'tokens':>9}{'differing':>11}{'max |diff|':>12}\n")
     try:
-        for row in check_model(arguments.model_dir, arguments.dtype, arguments.tokens, arguments.seed):
+        for row in check_model(
+            arguments.model_dir, arguments.dtype, arguments.tokens, arguments.seed, arguments.device
+        ):
             rows.append(row)
             if not arguments.json:
                 sys.stdout.write(f"{row.name:<52}{row.tokens:>9,}{row.differing:>11,}{row.max_abs_diff:>12.3g}\n")

@@ -15,6 +15,7 @@ import torch
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EVICTION_POLICIES = ("lru", "ref_zero")
 WHILE_ASLEEP = ("raise", "wait")
+DEVICES = ("cpu", "cuda")
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 DEFAULT_STATE_CACHE_BYTES = 1 << 28
@@ -40,6 +41,7 @@ class RolloutConfig:
     state_cache_gb: memory for cached states of Mamba layers; None for a quarter of a GiB, 0 for none: then a
         prefix that is hit saves memory only. Refused for models without such layers.
     dtype: "float32", "bfloat16" (or the torch dtypes), or "auto"/None for the checkpoint's own.
+    device: "cpu", or "cuda" for the process's current CUDA device. A folder is loaded there; a module must be there.
     num_threads: CPU threads of the generation thread; None leaves the process default.
     seed: base of the random numbers of requests that bring no seed.
     while_asleep: what a request does that comes while the worker sleeps, or after its weights were discarded and before
@@ -101,8 +103,10 @@ class RolloutConfig:
             raise ValueError(f"while_asleep must be {allowed}, got {self.while_asleep!r}")
         if not isinstance(self.exact, bool):
             raise ValueError(f"exact must be True or False, got {self.exact!r}")
-        if self.device != "cpu":
-            raise ValueError(f"device must be 'cpu', the only device there is today; got {self.device!r}")
+        if self.device not in DEVICES:
+            raise ValueError(f"device must be {' or '.join(map(repr, DEVICES))}, got {self.device!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device='cuda', but torch {torch.__version__} sees no CUDA device here; allowed: 'cpu'")
         self.torch_dtype()
 
     def torch_dtype(self) -> torch.dtype | None:

@@ -59,7 +59,7 @@ def load_model(
             "the model must be a folder or a Hugging Face causal language model (a PreTrainedModel), got "
             f"{type(model).__name__}"
         )
-    _check_tensors(module)
+    _check_tensors(module, config)
     return LoadedModel(
         module=module,
         shared=isinstance(model, nn.Module),
@@ -97,6 +97,7 @@ def _from_folder(folder: Path, config: RolloutConfig) -> PreTrainedModel:
         raise ModelLoadError(f"{bad} in {folder} holds NaN or infinity")
     if not isinstance(module, PreTrainedModel):
         raise ModelLoadError(f"{folder} does not hold a causal language model")
+    cast(nn.Module, module).to(config.device)
     return module
 
 
@@ -112,12 +113,12 @@ def _check_asked_dtype(module: nn.Module, config: RolloutConfig) -> None:
             )
 
 
-def _check_tensors(module: nn.Module) -> None:
+def _check_tensors(module: nn.Module, config: RolloutConfig) -> None:
     for name, tensor in live_tensors(module).items():
         if _is_dtensor(tensor):
             raise ModelLoadError(f"{name} is a DTensor; a sharded module can not be served in place")
-        if tensor.device.type != "cpu":
-            raise ModelLoadError(f"{name} is on {tensor.device}; only cpu is supported today")
+        if tensor.device.type != config.device:
+            raise ModelLoadError(f"{name} is on {tensor.device}, but RolloutConfig(device={config.device!r})")
         if tensor.dtype.is_floating_point and tensor.dtype not in DTYPES.values():
             raise ModelLoadError(
                 f"{name} is {tensor.dtype}; supported are {', '.join(DTYPES)}: pass RolloutConfig(dtype=...)"

@@ -40,7 +40,8 @@ class ModelRunner:
         self.model = model
         self.vocab_size = binding.vocab_size
         self.layout = binding.kv_layout
-        self.dtype = model.get_parameter("lm_head.weight").dtype
+        head = model.get_parameter("lm_head.weight")
+        self.dtype, self.device = head.dtype, head.device
         if config.block_size is None:
             raise ValueError("the block size is not decided yet: see RolloutConfig.with_block_size()")
         self.block_size = config.block_size
@@ -74,9 +75,11 @@ class ModelRunner:
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Zeroed pages for blocks 0 .. num_blocks, block 0 being the null block, and zeroed states."""
-        self.pages = self.layout.allocate(num_blocks, self.block_size, self.dtype)
+        self.pages = self.layout.allocate(num_blocks, self.block_size, self.dtype, self.device)
         if self.state_layout is not None:
-            self.states = self.state_layout.allocate(self.held_slots.stop, self.dtype, self.num_checkpoints)
+            self.states = self.state_layout.allocate(
+                self.held_slots.stop, self.dtype, self.num_checkpoints, self.device
+            )
 
     def release_cache(self) -> None:
         """Give pages and states back."""
@@ -105,7 +108,7 @@ class ModelRunner:
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         if not copies or self.pages is None:
             return
-        sources, targets = torch.tensor(copies).unbind(1)
+        sources, targets = torch.tensor(copies, device=self.device).unbind(1)
         for pages in self.pages:
             pages[targets] = pages[sources]
 
@@ -127,7 +130,7 @@ class ModelRunner:
         """Float32 logits ``[len(keep), V]`` of these rows."""
         with use_context(context):
             logits: torch.Tensor = self.model(
-                input_ids=input_ids, logits_to_keep=torch.tensor(keep, dtype=torch.int64)
+                input_ids=input_ids, logits_to_keep=torch.tensor(keep, dtype=torch.int64, device=self.device)
             ).logits[0]
         return logits.float()  # already float32 but for exact=False
 
@@ -140,14 +143,15 @@ class ModelRunner:
         slots = np.array([item.sequence.slot for item in items], np.int32)
         ends = np.cumsum(lengths, dtype=np.int64)
         total = padded_rows(int(ends[-1]), self.row_tile)
-        ids = np.zeros(total, np.int64)
+        rows = torch.zeros(2, total, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        ids, positions = rows.numpy()
         np.concatenate(
             [item.sequence.token_ids[item.start : item.start + item.length] for item in items], out=ids[: ends[-1]]
         )
-        positions = np.zeros(total, np.int64)
         positions[: ends[-1]] = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+        sent = rows.to(self.device, non_blocking=True)
         context = ForwardContext(
-            positions=torch.from_numpy(positions),
+            positions=sent[1],
             row_start=(ends - lengths).astype(np.int32),
             lengths=lengths,
             starts=starts,
@@ -159,7 +163,7 @@ class ModelRunner:
             states=self.states,
             captures=_captures(items),
         )
-        return context, torch.from_numpy(ids)[None], ends
+        return context, sent[:1], ends
 
 
 def _captures(items: list[ScheduledSequence]) -> Ints:
@@ -173,7 +177,7 @@ def _with_forks(logits: torch.Tensor, items: list[ScheduledSequence]) -> torch.T
     if not any(item.forks for item in items):
         return logits
     repeats = torch.tensor([1 + len(item.forks) for item in items])
-    return logits.repeat_interleave(repeats, dim=0)
+    return logits.repeat_interleave(repeats.to(logits.device), dim=0)
 
 
 class _PromptPiece:
@@ -205,9 +209,9 @@ def _prompt_logprobs(logits: torch.Tensor, pieces: list[_PromptPiece]) -> list[P
     for piece in pieces:
         rows = logits[done : done + len(piece.rows)]
         done += len(piece.rows)
-        tokens = torch.from_numpy(piece.token_ids)
+        tokens = torch.from_numpy(piece.token_ids).to(rows.device)
         scores = logprobs_from_logits(rows, tokens)
         count = piece.sequence.params.prompt_logprobs
-        top = most_likely(rows, tokens, torch.ones(len(rows)), count) if count else None
-        results.append(PromptLogprobs(piece.sequence, piece.start, scores.numpy(), top))
+        top = most_likely(rows, tokens, torch.ones(len(rows), device=rows.device), count) if count else None
+        results.append(PromptLogprobs(piece.sequence, piece.start, scores.cpu().numpy(), top))
     return results

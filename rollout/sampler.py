@@ -40,16 +40,19 @@ class Sampler:
         """
         logits = logits.contiguous()
         temperatures = torch.tensor([s.params.temperature for s in sequences], dtype=torch.float32)
+        plain = bool(((temperatures == 0) | (temperatures == 1)).all())
+        temperatures = temperatures.to(logits.device)
         chosen = kernels.draw(_processed(logits, sequences), temperatures, self._uniforms(sequences))
-        tokens = torch.from_numpy(np.maximum(chosen, 0))
+        tokens = torch.from_numpy(np.maximum(chosen, 0)).to(logits.device)
         report_at = torch.where(temperatures == 0, 1.0, temperatures)
-        logprobs = self.score(logits, tokens, report_at)
-        raw = logprobs if bool((report_at == 1).all()) else self.score(logits, tokens, torch.ones_like(report_at))
+        scores = self.score(logits, tokens, report_at)
+        at_one = scores if plain else self.score(logits, tokens, torch.ones_like(report_at))
+        logprobs, raw = scores.cpu().numpy(), at_one.cpu().numpy()
         return StepResult(
-            token_ids=tokens.numpy(),
-            logprobs=logprobs.numpy(),
-            raw_logprobs=raw.numpy(),
-            finite=np.isfinite(logprobs.numpy()) & np.isfinite(raw.numpy()) & (chosen >= 0),
+            token_ids=np.maximum(chosen, 0),
+            logprobs=logprobs,
+            raw_logprobs=raw,
+            finite=np.isfinite(logprobs) & np.isfinite(raw) & (chosen >= 0),
             top_logprobs=_top_logprobs(logits, tokens, report_at, sequences),
         )
 
@@ -122,7 +125,7 @@ def _process(row: torch.Tensor, sequence: Sequence) -> None:
     """Penalty, bias, forbidden ends, then the filters: the order of vLLM."""
     params = sequence.params
     if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(sequence.token_ids[: sequence.num_tokens]))
+        seen = torch.from_numpy(np.unique(sequence.token_ids[: sequence.num_tokens])).to(row.device)
         kernels.penalize_repetition(row, seen, params.repetition_penalty)
     if params.logit_bias:
         kernels.add_bias(row, params.logit_bias)

@@ -60,7 +60,7 @@ class RolloutWorker(WorkerCore):
             eos_token_ids=loaded.eos_token_ids,
             tokenizer=loaded.tokenizer,
             queue_while_asleep=self.config.while_asleep == "wait",
-            on_thread_start=_thread_setup(self.config.num_threads),
+            on_thread_start=_thread_setup(self.config.num_threads, runner.device),
         )
 
 
@@ -73,15 +73,17 @@ def _bind(module: nn.Module, exact: bool) -> None:
         bind(module, ssm_chunk=recorded, exact=exact)
 
 
-def _thread_setup(num_threads: int | None) -> Callable[[], None]:
-    """Thread counts belong to the thread that sets them, so the generation thread sets its own."""
+def _thread_setup(num_threads: int | None, device: torch.device) -> Callable[[], None]:
+    """Thread counts and the current CUDA device belong to the thread that sets them: the generation thread's own."""
 
-    def set_threads() -> None:
+    def set_up() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
             numba.set_num_threads(num_threads)
 
-    return set_threads
+    return set_up
 
 
 def _check_threads(num_threads: int | None) -> None:

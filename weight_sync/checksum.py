@@ -99,7 +99,7 @@ def copy_scanned(source: Tensor, target: Tensor) -> Scan:
         if result.changed:
             torch.autograd.graph.increment_version(target)
         return result
-    staging = target.detach().contiguous().clone()
+    staging = target.detach().to("cpu").contiguous().clone()
     result = copy_bytes(readable_bytes(source), writable_bytes(staging), lanes)
     if result.changed:
         with torch.no_grad():

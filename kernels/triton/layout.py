@@ -38,7 +38,7 @@ class DeviceLayout:
     within: torch.Tensor
     captures: torch.Tensor
     host_lengths: Ints
-    _tiles: dict[int, torch.Tensor] = field(default_factory=dict)
+    _tiles: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
 
     @staticmethod
     def of(context: ForwardContext, device: torch.device) -> "DeviceLayout":

@@ -39,6 +39,50 @@ def _uniforms(keys: tensor, counters: tensor, out: tensor, count: tensor, ROWS: 
     tl.store(out + row, (high * 67108864.0 + low) / 9007199254740992.0, mask=real)
 
 
+def keep_likely(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """As `samebit.kernels.sampling.keep_likely`: torch sorts, the masses are summed in a fixed order."""
+    ranked = torch.sort(row, descending=True, stable=True)
+    vocab = len(row)
+    share = top_p if top_p < 1.0 else 2.0  # more than there is
+    _rule_out_unlikely[(1,)](
+        ranked.values, ranked.indices, row, temperature, top_k if top_k > 0 else vocab, share, min_p, vocab,
+        VOCAB_CHUNK, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["kept"])
+def _rule_out_unlikely(
+    values: tensor, order: tensor, row: tensor, temperature: tensor, kept: tensor, top_p: tensor, min_p: tensor,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    best = tl.load(values).to(tl.float64)
+    total = tl.full((), 0.0, tl.float64)
+    for first in range(0, VOCAB, CHUNK):
+        total += tl.sum(_ranked_weights(values, first, best, temperature, kept, VOCAB, CHUNK), axis=0)
+    bound = top_p * total
+    passed = tl.full((), 0.0, tl.float64)
+    for first in range(0, VOCAB, CHUNK):
+        rank = first + tl.arange(0, CHUNK)
+        weights = _ranked_weights(values, first, best, temperature, kept, VOCAB, CHUNK)
+        mass = passed + tl.cumsum(weights, axis=0)
+        likely = (rank < kept) & (weights >= min_p) & (mass - weights < bound)
+        token = tl.load(order + rank, mask=rank < VOCAB, other=0)
+        tl.store(row + token, float("-inf"), mask=(rank < VOCAB) & (rank > 0) & (likely == 0))
+        passed += tl.sum(weights, axis=0)
+
+
+@triton.jit
+def _ranked_weights(
+    values: tensor, first: int, best: tensor, temperature: tensor, kept: tensor, VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> tensor:  # fmt: skip
+    """exp((logit - best) / temperature) in float64 of the ranks from ``first`` on; 0 from rank ``kept`` on."""
+    rank = first + tl.arange(0, CHUNK)
+    real = (rank < VOCAB) & (rank < kept)
+    logits = tl.load(values + rank, mask=real, other=float("-inf")).to(tl.float64)
+    return tl.where(real, tl.exp((logits - best) / temperature), 0.0)
+
+
 def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """As `samebit.kernels.sampling.draw`; ``uniform``: ``[R]`` float64; ``[R]`` int64 on the device."""
     rows, vocab = logits.shape

@@ -97,13 +97,19 @@ def test_the_callers_later_changes_do_not_reach_in() -> None:
         ("dtype", "int8"),
         ("dtype", torch.float16),
         ("dtype", 32),
-        ("device", "cuda"),
+        ("device", "tpu"),
     ],
 )
 def test_a_wrong_configuration_is_named_with_its_value(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field) as caught:
         RolloutConfig(**{field: value})
     assert str(value) in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ValueError, match=r"device='cuda', but torch .* sees no CUDA device here; allowed: 'cpu'"):
+        RolloutConfig(device="cuda")
 
 
 def test_the_pool_is_given_in_one_way_only() -> None:

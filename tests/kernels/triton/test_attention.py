@@ -131,7 +131,7 @@ def test_training_and_its_gradients_are_near_the_oracle(shape: Shape, dtype: tor
     for target, x in zip(padded, parts, strict=True):
         target[real] = x
     mine, exact = [leaf(x) for x in padded], [x.double().requires_grad_() for x in parts]
-    context = training_context((len(LENGTHS), width), mask, None)
+    context = training_context((len(LENGTHS), width), mask, None, DEVICE)
     out, expected = attention(*mine, context, shape.options), oracle((exact[0], exact[1], exact[2]), shape)
     upstream = torch.randn(len(real), *out.shape[1:]).to(dtype)
     out.backward(upstream.to(DEVICE))

@@ -16,7 +16,11 @@ from samebit.kernels.rope import RotaryTables, rotate
 from .gpu import DEVICE, DTYPES, assert_near, leaf
 
 EPS = 1e-6
-CASES = [(1, 100), (3, 1000), (7, 129), (130, 100)]
+CASES = {
+    torch.float32: [(1, 100), (3, 1000), (130, 100)],
+    torch.bfloat16: [(2, 1000), (7, 129)],
+    torch.float16: [(3, 129)],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +88,7 @@ def check(op: Op, inputs: list[torch.Tensor], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPS)
 def test_values_and_gradients_are_near_the_oracle(name: str, dtype: torch.dtype) -> None:
-    for rows, width in CASES:
+    for rows, width in CASES[dtype]:
         torch.manual_seed(rows * width)
         check(OPS[name], OPS[name].inputs(rows, width), dtype)
 
