@@ -10,6 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from . import device
 from .context import ForwardContext
 from .cpu import conv as cpu
 from .cpu.memory import kind_of, with_unit_stride
@@ -37,6 +38,10 @@ def causal_conv(
     """
     if x.shape[0] != len(context.positions):
         raise ValueError(f"x has {x.shape[0]} rows, the context {len(context.positions)}")
+    if device.on_gpu(x):
+        from .triton import conv as gpu
+
+        return gpu.causal_conv(x, weight, bias, context, options)
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     if context.states is None and torch.is_grad_enabled():
         out: torch.Tensor = _CausalConv.apply(x, weight, bias, context)
@@ -88,21 +93,33 @@ class _CausalConv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        x, weight, bias = ctx.saved_tensors
         sequence, within = (torch.from_numpy(part) for part in ctx.layout.tokens_of_rows)
-        taps = weight[:, 0, :].float().t()
-        inputs = x.float()
-        shifted = [_back(inputs, sequence, within, len(taps) - 1 - k) for k in range(len(taps))]
-        before = bias.float() + sum(part * tap for part, tap in zip(shifted, taps, strict=True))
-        gate = torch.sigmoid(before)
-        upstream = grad.float() * gate * (1 + before * (1 - gate)) * (sequence >= 0)[:, None]
-        grad_x = torch.zeros_like(inputs)
-        for k, tap in enumerate(taps):
-            distance = len(taps) - 1 - k
-            seen = upstream * (within >= distance)[:, None]
-            grad_x[: len(x) - distance] += seen[distance:] * tap
-        grad_weight = torch.stack([(upstream * part).sum(0) for part in shifted], dim=-1)[:, None]
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), upstream.sum(0).to(bias.dtype), None
+        x, weight, bias = ctx.saved_tensors
+        return *gradients(x, weight, bias, grad, sequence, within), None
+
+
+def gradients(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    grad: torch.Tensor,
+    sequence: torch.Tensor,
+    within: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of x, weight and bias; ``sequence`` and ``within``: ``[T]`` as in `ForwardContext.tokens_of_rows`."""
+    taps = weight[:, 0, :].float().t()
+    inputs = x.float()
+    shifted = [_back(inputs, sequence, within, len(taps) - 1 - k) for k in range(len(taps))]
+    before = bias.float() + sum(part * tap for part, tap in zip(shifted, taps, strict=True))
+    gate = torch.sigmoid(before)
+    upstream = grad.float() * gate * (1 + before * (1 - gate)) * (sequence >= 0)[:, None]
+    grad_x = torch.zeros_like(inputs)
+    for k, tap in enumerate(taps):
+        distance = len(taps) - 1 - k
+        seen = upstream * (within >= distance)[:, None]
+        grad_x[: len(x) - distance] += seen[distance:] * tap
+    grad_weight = torch.stack([(upstream * part).sum(0) for part in shifted], dim=-1)[:, None]
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype), upstream.sum(0).to(bias.dtype)
 
 
 def _back(x: torch.Tensor, sequence: torch.Tensor, within: torch.Tensor, distance: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from numba import get_num_threads
 from torch.autograd.function import once_differentiable
 
+from . import device
 from .context import ForwardContext
 from .cpu import ssd as cpu
 from .cpu.memory import kind_of, with_unit_stride
@@ -51,6 +52,10 @@ def scan(
     if not (xbc.dtype == dt.dtype and decay_rate.dtype == dt_bias.dtype == skip.dtype == torch.float32):
         given = [str(part.dtype) for part in (xbc, dt, decay_rate, dt_bias, skip)]
         raise TypeError(f"xbc, dt, decay_rate, dt_bias, skip are {given}; allowed: two alike, then three float32")
+    if device.on_gpu(xbc):
+        from .triton import ssd as gpu
+
+        return gpu.scan(xbc, dt, decay_rate, dt_bias, skip, context, options)
     if context.states is None and torch.is_grad_enabled():
         out: torch.Tensor = _Scan.apply(xbc, dt, decay_rate, dt_bias, skip, context, options)
         return out

@@ -70,12 +70,13 @@ def scan_gradients(
     upstream = grad.float().unflatten(-1, (*split, -1))
     rate = decay_rate.view(split)
     sums_of = _chunks(x, b, c, step, upstream, rate, context, GRADIENT_CHUNK)
+    real = (torch.from_numpy(context.tokens_of_rows[0]) >= 0).to(x.device)
     found = _Gradients(
-        x=upstream * skip.view(*split, 1) * (torch.from_numpy(context.tokens_of_rows[0]) >= 0).view(-1, 1, 1, 1),
+        x=upstream * skip.view(*split, 1) * real.view(-1, 1, 1, 1),
         b=torch.zeros_like(b), c=torch.zeros_like(c), step=torch.zeros_like(step), rate=torch.zeros_like(rate),
     )  # fmt: skip
     states = _states(sums_of)
-    after = torch.zeros(0, *states[0].shape[1:]) if states else torch.empty(0)
+    after = torch.zeros(0, *states[0].shape[1:], device=x.device) if states else torch.empty(0)
     for chunk, state in zip(reversed(sums_of), reversed(states), strict=True):
         after = F.pad(after, (0, 0, 0, 0, 0, 0, 0, 0, 0, len(state) - len(after)))
         after = _chunk_gradients(chunk, state, after, rate, found)
@@ -108,7 +109,8 @@ def _chunks(
         count = int((lengths > first).sum())
         place = first + torch.arange(size)
         real = place < lengths[:count, None]
-        rows = torch.where(real, starts[:count, None] + place, 0)
+        rows = torch.where(real, starts[:count, None] + place, 0).to(x.device)
+        real = real.to(x.device)
 
         def tile(part: torch.Tensor, rows: torch.Tensor = rows, real: torch.Tensor = real) -> torch.Tensor:
             return part[rows] * real.view(*real.shape, *([1] * (part.dim() - 1)))
@@ -125,7 +127,7 @@ def _states(chunks: list[_Chunk]) -> list[torch.Tensor]:
     for chunk in chunks:
         if not states:
             z, _, g, r, p = chunk.x.shape
-            states.append(torch.zeros(z, g, r, chunk.b.shape[-1], p))
+            states.append(torch.zeros(z, g, r, chunk.b.shape[-1], p, device=chunk.x.device))
             before = chunk
             continue
         kept = before.sums[:, -1].exp().float()[..., None, None] * states[-1]
@@ -148,7 +150,7 @@ def _chunk_gradients(
     grad_state = torch.einsum("ztgn,ztgrp->zgrnp", c, grad * decay[..., None])
     # from the tokens of the chunk
     difference = (chunk.sums[:, :, None] - chunk.sums[:, None]).float()
-    causal = torch.ones(difference.shape[1:3], dtype=torch.bool).tril()[None, :, :, None, None]
+    causal = torch.ones(difference.shape[1:3], dtype=torch.bool, device=x.device).tril()[None, :, :, None, None]
     kept = difference.masked_fill(~causal, -torch.inf).exp()
     scores = kept * torch.einsum("ztgn,zugn->ztug", c, b)[..., None]
     match = torch.einsum("ztgrp,zugrp->ztugr", grad, x)

@@ -1,0 +1,145 @@
+"""Depthwise causal convolution with bias and silu over ragged sequences, one row at a time.
+
+An element is ``bias + sum over k of weight[k] * input[t - K + 1 + k]``, k ascending, wherever the inputs come from: the
+rows of this call or the window of those before it. Inputs before position 0 are left out.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+from triton.language import tensor
+
+from ..context import ForwardContext
+from ..conv import gradients
+from ..states import SSMOptions
+from .numeric import aligned, blocks, sigmoid, with_aligned_rows
+from .tiles import ELEMENTS
+
+
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, context: ForwardContext, options: SSMOptions
+) -> torch.Tensor:
+    """As `samebit.kernels.conv.causal_conv`, of rows that are the context's."""
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    if context.states is None:
+        out: torch.Tensor = _CausalConv.apply(x, weight, bias, context)
+        return out
+    x = with_aligned_rows(x)
+    windows = context.states.layers[options.layer].window
+    if windows.dtype != x.dtype:
+        raise TypeError(
+            f"the convolution's input is {x.dtype}, but the states are {windows.dtype}: "
+            "the model changed its dtype after the rollout worker was built"
+        )
+    out = _convolve(x, weight, bias, context, windows)
+    _move_windows(x, context, options)
+    return out
+
+
+class _CausalConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.layout = context
+        x = with_aligned_rows(x)
+        return _convolve(x, weight, bias, context, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        (x, weight, bias), layout = ctx.saved_tensors, ctx.layout.on_device
+        return *gradients(x, weight, bias, grad, layout.sequences, layout.within), None
+
+
+def _convolve(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, windows: torch.Tensor
+) -> torch.Tensor:
+    """``windows`` are read where a sequence began before this call, so not in a training call."""
+    rows, width = x.shape
+    layout = context.on_device
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    taps = weight[:, 0, :].detach().t().to(torch.float32).contiguous()
+    if rows:
+        _convolve_row[(rows, blocks(width, ELEMENTS))](
+            x, taps, aligned(bias.float()), layout.sequences, layout.within, layout.starts, layout.slots, windows, out,
+            x.stride(0), width, len(taps), ELEMENTS,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _convolve_row(
+    x: tensor, taps: tensor, bias: tensor, sequences: tensor, within: tensor, starts: tensor, slots: tensor,
+    windows: tensor, out: tensor, STRIDE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, SIZE: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    real = channel < WIDTH
+    sequence = tl.load(sequences + row)
+    acc = tl.zeros((SIZE,), tl.float32)
+    if sequence >= 0:
+        place, start = tl.load(within + row), tl.load(starts + sequence)
+        window = windows + tl.load(slots + sequence).to(tl.int64) * ((TAPS - 1) * WIDTH)
+        acc += tl.load(bias + channel, mask=real, other=0.0)
+        for k in tl.static_range(TAPS):
+            offset = tl.full((SIZE,), place - (TAPS - 1) + k, tl.int32)
+            here = tl.load(x + (row - (TAPS - 1) + k) * STRIDE + channel, mask=real & (offset >= 0), other=0.0)
+            held = real & (offset < 0) & (start + offset >= 0)
+            before = tl.load(window + (TAPS - 1 + offset) * WIDTH + channel, mask=held, other=0.0)
+            value = tl.where(offset >= 0, here, before).to(tl.float32)
+            acc += tl.load(taps + k * WIDTH + channel, mask=real, other=0.0) * value
+    tl.store(out + row * WIDTH + channel, (acc * sigmoid(acc)).to(out.dtype.element_ty), mask=real)
+
+
+def _move_windows(x: torch.Tensor, context: ForwardContext, options: SSMOptions) -> None:
+    """After a call: the inputs before its end, before its last block boundary, and where captures want them."""
+    if context.states is None or not len(context.lengths):
+        return
+    layout, layer = context.on_device, context.states.layers[options.layer]
+    width = x.shape[1]
+    _move_window[(len(context.lengths), blocks(width, ELEMENTS))](
+        x, layout.row_start, layout.lengths, layout.starts, layout.slots, layer.window, layer.block_window,
+        layout.captures, context.states.checkpoints[options.layer].window, len(layout.captures), context.block_size,
+        x.stride(0), width, layer.window.shape[1], ELEMENTS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_captures", "grid"])
+def _move_window(
+    x: tensor, row_start: tensor, lengths: tensor, starts: tensor, slots: tensor, windows: tensor,
+    block_windows: tensor, captures: tensor, captured: tensor, num_captures: tensor, grid: tensor,
+    STRIDE: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+) -> None:  # fmt: skip
+    sequence = tl.program_id(0)
+    row, length = tl.load(row_start + sequence).to(tl.int64), tl.load(lengths + sequence)
+    start, slot = tl.load(starts + sequence), tl.load(slots + sequence).to(tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    rows, window = x + row * STRIDE, windows + slot * (SIZE * WIDTH)
+    for c in range(num_captures):
+        if tl.load(captures + 3 * c) == sequence:
+            target = captured + tl.load(captures + 3 * c + 2).to(tl.int64) * (SIZE * WIDTH)
+            _window_at(rows, tl.load(captures + 3 * c + 1) - start, window, target, channel, STRIDE, WIDTH, SIZE)
+    boundary = (start + length) // grid * grid
+    if boundary > start:
+        target = block_windows + slot * (SIZE * WIDTH)
+        _window_at(rows, boundary - start, window, target, channel, STRIDE, WIDTH, SIZE)
+    _window_at(rows, length, window, window, channel, STRIDE, WIDTH, SIZE)
+
+
+@triton.jit
+def _window_at(
+    rows: tensor, offset: tensor, before: tensor, target: tensor, channel: tensor, STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr,
+) -> None:  # fmt: skip
+    """The last inputs before row ``offset``. Ascending, and a channel is one thread's: ``target`` may be ``before``."""
+    for j in tl.static_range(SIZE):
+        place = tl.full(channel.shape, offset - SIZE + j, tl.int32)
+        real = channel < WIDTH
+        here = tl.load(rows + place * STRIDE + channel, mask=real & (place >= 0), other=0.0)
+        old = tl.load(before + (SIZE + place) * WIDTH + channel, mask=real & (place < 0), other=0.0)
+        tl.store(target + j * WIDTH + channel, tl.where(place >= 0, here, old), mask=real)

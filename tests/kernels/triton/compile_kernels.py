@@ -1,0 +1,119 @@
+"""Compile the Triton kernels for an H100 on a machine without one. Run by test_compile.py, in a process of its own.
+
+The operations run on CPU tensors; each launch compiles its kernel down to machine code and stops there. Prints one
+object: of each kernel its name and the shared memory that it asks for.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from samebit.kernels import device
+from samebit.kernels.activation import gated
+from samebit.kernels.attention import AttentionOptions, attention
+from samebit.kernels.context import ForwardContext, training_context
+from samebit.kernels.conv import causal_conv
+from samebit.kernels.linear import linear
+from samebit.kernels.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
+from samebit.kernels.norm import GatedNormOptions, gated_rms_norm, layer_norm, rms_norm
+from samebit.kernels.rope import RotaryTables, rotate
+from samebit.kernels.sampling import keep_likely
+from samebit.kernels.ssd import scan
+from samebit.kernels.states import SSMOptions, SSMShape, StateLayout
+from samebit.kernels.triton import sampling
+
+
+class H100:
+    """What Triton asks a driver for before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+compiled: dict[int, dict[str, Any]] = {}
+launch = JITFunction.run
+
+
+def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+    kernel = launch(self, *args, grid=grid, warmup=True, **options)
+    compiled[id(kernel)] = {
+        "name": self.fn.__name__,
+        "shared": kernel.metadata.shared,
+        "cubin": len(kernel.asm["cubin"]),
+    }
+
+
+def both_ways(run: Callable[..., torch.Tensor], *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> None:
+    out = run(*(torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes))
+    out.backward(torch.ones_like(out))
+
+
+def rowwise() -> None:
+    both_ways(linear, (7, 1024), (512, 1024), (512,))
+    both_ways(linear, (7, 100), (77, 100), dtype=torch.float32)
+    both_ways(lambda x, w: rms_norm(x, w, 1e-6), (7, 1000), (1000,))
+    both_ways(lambda x, w, b: layer_norm(x, w, b, 1e-6), (7, 1000), (1000,), (1000,))
+    for first in (True, False):
+        options = GatedNormOptions(1e-5, 2, first)
+        both_ways(lambda x, g, w, o=options: gated_rms_norm(x, g, w, o), (7, 200), (7, 200), (200,))
+    for name in ("silu", "gelu", "gelu_new"):
+        both_ways(lambda gate, up, name=name: gated(name, gate, up), (7, 100), (7, 100))
+    tables = RotaryTables(torch.zeros(7, 6), torch.zeros(7, 6), training_context((1, 7), None, None))
+    both_ways(lambda x: rotate(x, tables), (7, 3, 50))
+
+
+def attentions() -> None:
+    context = training_context((1, 70), None, None)
+    for heads, kv_heads, size, window, softcap in ((16, 8, 128, 0, 0.0), (6, 2, 50, 65, 2.0), (8, 2, 256, 0, 0.0)):
+        options = AttentionOptions(0, 1.0, window, softcap)
+        shapes = [(70, count, size) for count in (heads, kv_heads, kv_heads)]
+        both_ways(lambda q, k, v, options=options: attention(q, k, v, context, options), *shapes)
+
+
+def vocabulary() -> None:
+    tokens, temperatures = torch.zeros(3, dtype=torch.int64), torch.ones(3)
+    both_ways(lambda logits: logprobs_from_logits(logits, tokens, temperatures), (3, 5000))
+    both_ways(lambda logits: entropy_from_logits(logits, temperatures), (3, 5000), dtype=torch.float32)
+    logits = torch.zeros(3, 5000)
+    log_softmax(logits, temperatures)
+    sampling.draw(logits, temperatures, temperatures.double())
+    keep_likely(logits[0], 0.7, 50, 0.9, 0.1)
+    sampling.uniforms(torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32))
+
+
+def mamba() -> None:
+    shape, options = SSMShape(heads=8, head_dim=64, groups=2, state_size=128, taps=4), SSMOptions(0, 64, 2, 128)
+    context = ForwardContext(
+        positions=torch.zeros(20, dtype=torch.int64),
+        row_start=np.array([0, 3], np.int32),
+        lengths=np.array([3, 17], np.int32),
+        starts=np.array([5, 0], np.int32),
+        table_rows=np.array([0, 1], np.int32),
+        block_tables=np.zeros((2, 2), np.int32),
+        block_size=64,
+        states=StateLayout(1, shape, 64).allocate(2, torch.bfloat16, 1),
+    )
+    x, dt = torch.zeros(20, shape.conv_width, dtype=torch.bfloat16), torch.zeros(20, 8, dtype=torch.bfloat16)
+    x = causal_conv(x, torch.zeros(shape.conv_width, 1, 4, dtype=torch.bfloat16), None, context, options)
+    scan(x, dt, torch.zeros(8), torch.zeros(8), torch.zeros(8), context, options)
+
+
+if __name__ == "__main__":
+    driver.set_active(H100())
+    JITFunction.run = compile_only
+    device.on_gpu = lambda tensor: True
+    for part in (rowwise, attentions, vocabulary, mamba):
+        part()
+    print(json.dumps(list(compiled.values())))  # noqa: T201

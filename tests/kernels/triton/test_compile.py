@@ -1,0 +1,23 @@
+"""Every kernel compiles for an H100, with a GPU or without: the interpreter takes what the compiler does not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a program may have on an H100."""
+
+
+def test_kernels_compile_for_an_h100() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run(
+        [sys.executable, "-P", str(script)] if sys.version_info >= (3, 11) else [sys.executable, str(script)],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    kernels = json.loads(done.stdout.splitlines()[-1])
+    assert len({kernel["name"] for kernel in kernels}) == 24
+    assert [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY] == []
