@@ -213,3 +213,24 @@ def test_weight_sync_figures(tmp_path: Path) -> None:
     curve = [metrics[f"delta_bytes_over_dense_lr{rate}"]["value"] for rate in ("1e-06", "1e-05", "1e-04")]
     assert curve == sorted(curve)
     assert curve[1] == metrics["delta_bytes_over_dense"]["value"] < 0.3
+
+
+def test_gpu_measures_a_model_on_the_cpu_too(scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = scripts.gpu_measure.Sizes(
+        sequences=(1, 2), prompt=8, new_tokens=3, prefill_rows=16, max_model_len=128, repeats=1
+    )
+    report = scripts.gpu.Report(minutes=5)
+    model = scripts.gpu.bind(scripts.gpu.made(TINY, sizes, "cpu"))
+    inexact = scripts.gpu.bind(scripts.gpu.made(TINY, sizes, "cpu"), exact=False)
+    measure = scripts.gpu_measure
+    for part in (measure.exactness, measure.decode, measure.prefill, measure.cache, measure.control):
+        report.run(part.__name__, part(model, sizes, "cpu"))
+    for beside in (measure.tax, measure.training):
+        report.run(beside.__name__, beside(model, inexact, sizes, "cpu"))
+    assert report.troubles == {}
+    assert report.figures["exactness: exactness: tokens compared"].value == 42
+    assert report.figures["exactness: exactness: tokens that differ"].value == 0
+    late = scripts.gpu.Report(minutes=0)
+    late.run("decode", measure.decode(model, sizes, "cpu"))
+    late.table()
+    assert "not run: the time was up" in capsys.readouterr().out

@@ -1,0 +1,211 @@
+"""What benchmarks/gpu.py measures: each part is a generator of figures of one model."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from peers import LIKE_SAMEBIT, hf_continuous
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from workload import Workload
+
+from samebit.kernels import token_logprobs
+from samebit.kernels.binding import binding_of
+from samebit.kernels.linear import linear
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table."""
+
+    name: str
+    value: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured: sequences at once, tokens of a prompt, new tokens."""
+
+    sequences: tuple[int, ...] = (1, 16, 64, 256)
+    prompt: int = 512
+    new_tokens: int = 64
+    prefill_rows: int = 4096
+    max_model_len: int = 4096
+    repeats: int = 3
+
+
+def seconds(run: Callable[[], object], device: str, repeats: int) -> float:
+    """Median of some runs, after one that is not counted."""
+    found = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[1:])
+
+
+def exactness(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
+    """Differing tokens between what a worker reports and the training forward, decoded in mixed batches."""
+    prompts = _prompts(model, (1, 2, 63, 64, 65, sizes.prompt, 3 * sizes.prompt // 2))
+    params = [SamplingParams(seed=index, max_tokens=sizes.new_tokens, ignore_eos=True) for index in range(len(prompts))]
+    tokens, differing = 0, 0
+    for budget in (sizes.max_model_len, 96):
+        with _worker(model, sizes, len(prompts), device, max_num_batched_tokens=budget) as worker:
+            outputs = worker.generate(prompts, params)
+        for out in outputs:
+            ids = torch.tensor([out.prompt_token_ids + out.samples[0].token_ids], device=device)
+            own = torch.tensor(out.samples[0].logprobs)
+            with torch.no_grad():
+                expected = token_logprobs(model, ids)[0, -len(own) :].cpu()
+            tokens, differing = tokens + len(own), differing + int((own != expected).sum())
+    yield Figure("exactness: tokens compared", tokens, "")
+    yield Figure("exactness: tokens that differ", differing, "")
+
+
+def decode(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
+    """Output tokens per second, and the bytes that a step has to read over the bandwidth of a copy."""
+    bandwidth = _bandwidth(device)
+    yield Figure("bandwidth of a copy", bandwidth / 1e9, "GB/s")
+    for count in sizes.sequences:
+        step = _decode_step(model, sizes, count, device)
+        needed = _weight_bytes(model) + count * (sizes.prompt + sizes.new_tokens // 2) * _kv_bytes(model)
+        yield Figure(f"decode, {count} sequences", count / step, "tokens/s")
+        yield Figure(f"decode, {count} sequences: of the bandwidth", needed / step / bandwidth, "")
+
+
+def prefill(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
+    """The exact matrix product of the MLP's size beside torch's."""
+    rows, inner, outer = sizes.prefill_rows, model.config.hidden_size, model.config.intermediate_size
+    x = torch.randn(rows, inner, device=device).to(model.dtype)
+    weight = torch.randn(outer, inner, device=device).to(model.dtype)
+    operations = 2e-12 * rows * inner * outer
+    with torch.no_grad():
+        ours = seconds(lambda: linear(x, weight), device, sizes.repeats)
+        theirs = seconds(lambda: F.linear(x, weight), device, sizes.repeats)
+    yield Figure(f"matrix product {rows} x {inner} x {outer}", operations / ours, "TFLOP/s")
+    yield Figure("the same, torch", operations / theirs, "TFLOP/s")
+
+
+def tax(model: PreTrainedModel, inexact: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
+    """The decode step with torch's products, norms and activations in the same engine, at 64 sequences."""
+    count = min(64, sizes.sequences[-1])
+    exact = _decode_step(model, sizes, count, device)
+    other = _decode_step(inexact, sizes, count, device, exact=False)
+    yield Figure(f"exactness tax, decode of {count} sequences", exact / other, "x")
+
+
+def training(model: PreTrainedModel, inexact: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
+    """Forward and backward of a batch of log-probabilities, exact over not."""
+    ids = torch.randint(0, model.config.vocab_size, (2, sizes.prompt), device=device)
+
+    def step(own: PreTrainedModel) -> None:
+        token_logprobs(own, ids).sum().backward()
+        own.zero_grad()
+
+    ours, theirs = (seconds(lambda own=own: step(own), device, sizes.repeats) for own in (model, inexact))
+    yield Figure("training step", ours * 1e3, "ms")
+    yield Figure("exactness tax, training step", ours / theirs, "x")
+
+
+def hugging_face(model: PreTrainedModel, plain: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
+    """Output tokens per second of continuous batching beside ours, prefill included."""
+    count = min(64, sizes.sequences[-1])
+    workload = Workload(prompts=count, samples=1, prompt_tokens=sizes.prompt, new_tokens=sizes.new_tokens)
+    run = hf_continuous(plain, workload, LIKE_SAMEBIT)
+    prompts = _prompts(model, (sizes.prompt,) * count)
+    run(prompts, 4)
+    theirs, _ = run(prompts, sizes.new_tokens)
+    with _worker(model, sizes, count, device) as worker:
+        ours = seconds(lambda: worker.generate(prompts, _params(sizes.new_tokens)), device, 1)
+    yield Figure(f"Hugging Face continuous batching, {count} sequences", count * sizes.new_tokens / theirs, "tokens/s")
+    yield Figure("samebit, the same requests", count * sizes.new_tokens / ours, "tokens/s")
+
+
+def cache(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
+    """Time of a request whose prompt is known over that of one whose prompt is not."""
+    prompts = _prompts(model, (sizes.max_model_len - 64,) * (sizes.repeats + 1))
+    with _worker(model, sizes, 4, device) as worker:
+        cold = [_timed(worker, prompt) for prompt in prompts]
+        warm = [_timed(worker, prompt) for prompt in prompts]
+    yield Figure(f"first token of {len(prompts[0])} tokens, not cached", statistics.median(cold[1:]) * 1e3, "ms")
+    yield Figure("the same, cached", statistics.median(warm[1:]) * 1e3, "ms")
+
+
+def control(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
+    """New weights from a state dict on the host, and sleep and wake of the KV memory."""
+    state = {name: part.detach().cpu() for name, part in model.state_dict().items()}
+    with _worker(model, sizes, 4, device) as worker:
+        worker.generate(_prompts(model, (8,)), _params(2))
+        yield Figure("load_state_dict from the host", seconds(lambda: worker.load_state_dict(state), device, 1), "s")
+
+        def nap() -> None:
+            worker.sleep(["kv_cache"])
+            worker.wake_up()
+
+        yield Figure("sleep and wake_up, kv_cache", seconds(nap, device, sizes.repeats) * 1e3, "ms")
+
+
+def _worker(model: PreTrainedModel, sizes: Sizes, count: int, device: str, **changes: int | bool) -> RolloutWorker:
+    fields = {"max_num_batched_tokens": max(2048, count), **changes}
+    config = RolloutConfig(
+        device=device, max_num_seqs=count, max_model_len=sizes.max_model_len,
+        num_blocks=_blocks(model, sizes, count), **fields,
+    )  # fmt: skip
+    return RolloutWorker(model, config=config)
+
+
+def _blocks(model: PreTrainedModel, sizes: Sizes, count: int) -> int:
+    block = binding_of(model).ssm_chunk or 16
+    longest = sizes.max_model_len if count <= 8 else sizes.prompt + sizes.new_tokens + 2
+    return (count + 1) * -(-longest // block)
+
+
+def _decode_step(model: PreTrainedModel, sizes: Sizes, count: int, device: str, exact: bool = True) -> float:
+    """Seconds of one step of so many sequences: the longer run less the one that makes two tokens."""
+    prompts = _prompts(model, (sizes.prompt,) * count)
+    with _worker(model, sizes, count, device, exact=exact) as worker:
+        worker.generate(prompts, _params(2))  # compiles, and fills the prefix cache
+        short = seconds(lambda: worker.generate(prompts, _params(2)), device, sizes.repeats)
+        long = seconds(lambda: worker.generate(prompts, _params(2 + sizes.new_tokens)), device, sizes.repeats)
+    return (long - short) / sizes.new_tokens
+
+
+def _timed(worker: RolloutWorker, prompt: list[int]) -> float:
+    began = time.perf_counter()
+    worker.generate([prompt], _params(1))
+    return time.perf_counter() - began
+
+
+def _params(new_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+
+
+def _prompts(model: PreTrainedModel, lengths: tuple[int, ...]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    vocab = model.config.vocab_size
+    return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _bandwidth(device: str) -> float:
+    """Bytes per second that a copy reads and writes."""
+    source = torch.empty(1 << (30 if device == "cuda" else 24), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds(lambda: target.copy_(source), device, 5)
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    """What a step reads: everything but an embedding of its own."""
+    tied = model.config.tie_word_embeddings
+    own = 0 if tied else model.get_input_embeddings().weight.nbytes
+    return sum(part.nbytes for part in model.parameters()) - own
+
+
+def _kv_bytes(model: PreTrainedModel) -> int:
+    """Of one token over all attention layers."""
+    return binding_of(model).kv_layout.bytes_per_block(1, model.dtype)

@@ -1,0 +1,25 @@
+"""`samebit check --device cuda`: not one bit differs, dense and hybrid, bfloat16 and float32."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from samebit.rollout import cli
+
+from ..exactness.families import make_model
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "NemotronH", "FalconH1"])
+def test_every_row_of_the_check_is_exact(
+    name: str, dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(name, dtype).save_pretrained(tmp_path)
+    code = cli.main(["check", str(tmp_path), "--device", "cuda", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert [row for row in report["rows"] if row["differing"]] == []
+    assert code == 0
