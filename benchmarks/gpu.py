@@ -60,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
         "layers_block_type": ["mamba", "mlp"] * 3 + ["mamba", "attention", "mlp"]
-        + (["mamba", "mlp"] * 4 + ["mamba", "attention", "mlp"]) * 3 + ["mamba", "mlp"] * 4,
+        + (["mamba", "mlp"] * 4 + ["mamba", "attention", "mlp"]) * 3 + ["mamba", "mlp"] * 5,
     },
 }  # fmt: skip
 """The last is Nemotron-H-8B-like: 24 Mamba, 4 attention and 24 MLP layers."""
