@@ -44,18 +44,19 @@ def keep_likely(row: torch.Tensor, temperature: float, top_k: int, top_p: float,
     ranked = torch.sort(row, descending=True, stable=True)
     vocab = len(row)
     share = top_p if top_p < 1.0 else 2.0  # more than there is
+    limits = torch.tensor([temperature, share, min_p], dtype=torch.float64, device=row.device)  # numbers go as float32
     _rule_out_unlikely[(1,)](
-        ranked.values, ranked.indices, row, temperature, top_k if top_k > 0 else vocab, share, min_p, vocab,
-        VOCAB_CHUNK, num_warps=4,
+        ranked.values, ranked.indices, row, limits, top_k if top_k > 0 else vocab, vocab, VOCAB_CHUNK, num_warps=4
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["kept"])
 def _rule_out_unlikely(
-    values: tensor, order: tensor, row: tensor, temperature: tensor, kept: tensor, top_p: tensor, min_p: tensor,
-    VOCAB: tl.constexpr, CHUNK: tl.constexpr,
+    values: tensor, order: tensor, row: tensor, limits: tensor, kept: tensor, VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     best = tl.load(values).to(tl.float64)
+    temperature, top_p, min_p = tl.load(limits), tl.load(limits + 1), tl.load(limits + 2)
     total = tl.full((), 0.0, tl.float64)
     for first in range(0, VOCAB, CHUNK):
         total += tl.sum(_ranked_weights(values, first, best, temperature, kept, VOCAB, CHUNK), axis=0)

@@ -75,6 +75,24 @@ def test_draws_are_those_of_the_cpu(vocab: int, monkeypatch: pytest.MonkeyPatch)
     assert found[[3, 4, 8]].tolist() == [-1, -1, -1]
 
 
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (40, 0.6, 0.02)]
+)
+def test_the_likely_tokens_are_those_of_the_cpu(
+    top_k: int, top_p: float, min_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for vocab in VOCABULARIES:
+        rows = logits_of(2, vocab)
+        rows[1] = 1.0  # ties go to the lower id
+        for row in rows:
+            found, expected = row.to(DEVICE, copy=True), row.clone()
+            sampling.keep_likely(found, 0.7, top_k, top_p, min_p)
+            with monkeypatch.context() as patch:
+                patch.setattr(device, "on_gpu", lambda tensor: False)
+                sampling.keep_likely(expected, 0.7, top_k, top_p, min_p)
+            assert torch.equal(found.cpu(), expected)
+
+
 def test_padding_beyond_the_vocabulary_is_not_read() -> None:
     joined = torch.full((2, 1, 1500), torch.nan, device=DEVICE)
     joined[0] = 0.0
