@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from . import device
 from .cpu import activation as cpu
 from .cpu.jit import array
+from .cpu.memory import kind_of
 
 _KERNELS = {
     "silu": cpu.SILU,
@@ -38,7 +39,10 @@ def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
 
     Raises:
         ValueError: for an activation that is not exact.
+        TypeError: for a gate and an up of different dtypes.
     """
+    if gate.dtype != up.dtype:
+        raise TypeError(f"gate is {gate.dtype} and up {up.dtype}; allowed: two alike")
     if activation in ACTIVATIONS and device.on_gpu(gate):
         from .triton import activation as gpu
 
@@ -95,8 +99,8 @@ def _forward(kernels: cpu.GatedKernels, gate: torch.Tensor, up: torch.Tensor) ->
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     width, size = gate.shape[-1], gate.numel()
     kernels.forward(
-        size, _flat(gate), _flat(up), size // width, width, _row_stride(gate),
-        _row_stride(up), array(out).reshape(-1),
+        size, gate.data_ptr(), up.data_ptr(), kind_of(gate.dtype), size // width, width, _row_stride(gate),
+        _row_stride(up), out.data_ptr(),
     )  # fmt: skip
     return out
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.autograd.function import once_differentiable
 
 from . import device
 from .cpu import norm as cpu
 from .cpu.jit import array, parameter_array, strided_rows
+from .cpu.memory import kind_of
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -124,15 +124,15 @@ class _GatedRMSNorm(torch.autograd.Function):
 
 def _rms_norm_forward(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
-) -> tuple[torch.Tensor, npt.NDArray[np.float32]]:
-    x = x.contiguous()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x, weight = x.contiguous(), weight.contiguous()
     width = x.shape[-1]
     rows = x.numel() // width
     out = torch.empty_like(x)
-    inverse = np.empty(rows, np.float32)
+    inverse = torch.empty(rows, dtype=torch.float32)
     cpu.rms_norm(
-        x.numel(), array(x).reshape(-1), parameter_array(weight), np.float32(offset), np.float32(eps), rows, width,
-        array(out).reshape(-1), inverse,
+        x.numel(), x.data_ptr(), kind_of(x.dtype), weight.data_ptr(), kind_of(weight.dtype), np.float32(offset),
+        np.float32(eps), rows, width, out.data_ptr(), inverse.data_ptr(),
     )  # fmt: skip
     return out, inverse
 
@@ -157,7 +157,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         out, inverse = _rms_norm_forward(x, weight, eps, offset)
-        ctx.save_for_backward(x, weight, torch.from_numpy(inverse))
+        ctx.save_for_backward(x, weight, inverse)
         ctx.offset = offset
         return out
 

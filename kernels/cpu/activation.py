@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit, prange
 
 from .jit import RowKernel
+from .memory import elements
 from .numeric import narrow, sigmoid, tanh, widen
 
 _HALF = np.float32(0.5)
@@ -30,7 +31,12 @@ def _tanh_of(x: Any) -> Any:
     return tanh(_ROOT * (x + _CUBIC * x * x * x))
 
 
-def _silu(gate: Any, up: Any, rows: int, width: int, gate_stride: int, up_stride: int, out: Any) -> None:
+def _silu(
+    gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride: int,
+    out_address: int,
+) -> None:  # fmt: skip
+    gate, up = elements(gate_address, rows * gate_stride, kind), elements(up_address, rows * up_stride, kind)
+    out = elements(out_address, rows * width, kind)
     for row in prange(rows):
         g, u, o = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width), _row(out, row, width, width)
         for i in range(width):
@@ -54,7 +60,12 @@ def _silu_backward(
             to_up[i] = narrow(d * x * s, to_up[i])
 
 
-def _gelu_tanh(gate: Any, up: Any, rows: int, width: int, gate_stride: int, up_stride: int, out: Any) -> None:
+def _gelu_tanh(
+    gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride: int,
+    out_address: int,
+) -> None:  # fmt: skip
+    gate, up = elements(gate_address, rows * gate_stride, kind), elements(up_address, rows * up_stride, kind)
+    out = elements(out_address, rows * width, kind)
     for row in prange(rows):
         g, u, o = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width), _row(out, row, width, width)
         for i in range(width):

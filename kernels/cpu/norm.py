@@ -6,6 +6,7 @@ import numpy as np
 from numba import njit, prange
 
 from .jit import RowKernel
+from .memory import elements, floats
 from .numeric import LANES, fma, narrow, sigmoid, widen
 
 _ZERO = np.float32(0.0)
@@ -53,7 +54,12 @@ _PARTS = 16
 """Pieces that the rows are cut into, so that scratch memory is allocated once a piece."""
 
 
-def _rms_norm(x: Any, weight: Any, offset: Any, eps: Any, rows: int, width: int, out: Any, inverse: Any) -> None:
+def _rms_norm(
+    x_address: int, kind: Any, weight_address: int, weight_kind: Any, offset: Any, eps: Any, rows: int, width: int,
+    out_address: int, inverse_address: int,
+) -> None:  # fmt: skip
+    x, out = elements(x_address, rows * width, kind), elements(out_address, rows * width, kind)
+    weight, inverse = elements(weight_address, width, weight_kind), floats(inverse_address, rows)
     for part in prange(_PARTS):
         lanes = np.empty(LANES, np.float32)
         for row in range(rows * part // _PARTS, rows * (part + 1) // _PARTS):
