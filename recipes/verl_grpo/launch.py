@@ -12,6 +12,8 @@ from typing import Any
 from samebit.kernels.openmp import process_environment
 
 HERE = Path(__file__).parent
+V1 = "verl.trainer.main_ppo"
+"""verl's own entry, of its trainer modes sync, colocate_async and separate_async."""
 
 _ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on the loopback interface alone
@@ -27,12 +29,14 @@ _ENVIRONMENT = {
 class Run:
     """One run of verl.
 
-    data: what `task.build` wrote. out: where its log and metrics go. options: of verl, by their dotted names.
+    data: what `task.build` wrote. out: where its log and metrics go. options: of verl, by their dotted names. entry:
+    verl's module for the kind of trainer.
     """
 
     data: Path
     out: Path
     options: Mapping[str, object] = field(default_factory=dict)
+    entry: str = V1
     config: str = "tiny"
     num_threads: int = 1
 
@@ -42,7 +46,7 @@ class Run:
         return self.out / "log.txt"
 
     def command(self) -> list[str]:
-        """verl's own entry, with the configuration of this folder."""
+        """verl's entry, with the configuration of this folder."""
         data = self.data.resolve()
         options = {
             "data.train_files": data / "train.parquet",
@@ -51,7 +55,7 @@ class Run:
             "reward.custom_reward_function.path": HERE / "reward.py",
             **self.options,
         }
-        entry = [sys.executable, "-m", "verl.trainer.main_ppo", f"--config-path={HERE}", f"--config-name={self.config}"]
+        entry = [sys.executable, "-m", self.entry, f"--config-path={HERE}", f"--config-name={self.config}"]
         return entry + [f"++{name}={_written(value)}" for name, value in options.items()]
 
     def environment(self) -> dict[str, str]:

@@ -16,15 +16,15 @@ TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}
 SEED = 0
 
 
-def build(folder: Path, *, training: int, held_out: int, warm: bool, **sizes: Any) -> None:
+def build(folder: Path, *, training: int, held_out: int, warm: bool, architecture: str = "dense", **sizes: Any) -> None:
     """Write `model/`, `train.parquet` and `test.parquet`, unless they are there.
 
-    warm: teach the model the task first, as recipes/grpo.py does; else its weights are random. sizes: entries of its
-    configuration.
+    warm: teach the model the task first, as recipes/grpo.py does; else its weights are random. architecture: see
+    `tiny_model.build_model`. sizes: entries of its configuration.
     """
     if (folder / "test.parquet").exists():
         return
-    settings = Settings(held_out=held_out)
+    settings = Settings(held_out=held_out, architecture=architecture)
     used = warmup.problems_needed(settings) if warm else 0
     sets = chain_sum.problem_sets(SEED, used + training, held_out)
     _save_model(folder / "model", sets.training[:used], settings, **sizes)
@@ -34,7 +34,7 @@ def build(folder: Path, *, training: int, held_out: int, warm: bool, **sizes: An
 def _save_model(folder: Path, problems: Sequence[Problem], settings: Settings, **sizes: Any) -> None:
     tokenizer = tiny_model.build_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    model = tiny_model.build_model(tokenizer, SEED, **sizes)
+    model = tiny_model.build_model(tokenizer, SEED, settings.architecture, **sizes)
     if problems:
         warmup.warm_up(bind(model), tokenizer, problems, settings, SEED)
     tiny_model.save(model, tokenizer, folder)

@@ -7,36 +7,53 @@ import pyarrow.parquet
 import pytest
 
 from samebit.recipes.chain_sum import problem_sets
-from samebit.recipes.verl_grpo import matrix, reward, run, task
+from samebit.recipes.verl_grpo import cases, matrix, reward, run, task
 from samebit.recipes.verl_grpo.launch import Run
 
 
 def logged(folder: Path, steps: int, **metrics: float) -> None:
-    """A run that ended well."""
+    """A run that ended well, whose first step had no gradient."""
     folder.mkdir(parents=True)
     usual = dict.fromkeys(matrix.MISMATCH, 0.0) | {
+        matrix.TRAJECTORIES: 16,
         "samebit/on_policy/tokens": 10,
         "samebit/on_policy/tokens_differing": 0,
-        "training/off_policy/trajectory_staleness_worst/max": 0,
     }
     rows = [{"step": 0, "data": {"val-core/x": 1.0}}]
-    rows += [{"step": i + 1, "data": {"training/global_step": i + 1, **usual, **metrics}} for i in range(steps)]
+    for step in range(1, steps + 1):
+        learned = {"training/global_step": step, "actor/grad_norm": step - 1.0}
+        rows.append({"step": step, "data": {**learned, **usual, **metrics}})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "commit").write_text("abc")
     (folder / "exit").write_text("0")
 
 
 def test_the_matrix_reads_what_runs_left(tmp_path: Path) -> None:
     logged(tmp_path / "a", 3)
-    assert matrix.read(tmp_path / "a", "a") == matrix.Result("a", steps=3, tokens=30)
-    assert matrix.line(matrix.read(tmp_path / "a", "a")) == "| a | 3 | 0 | 0.0 | 30 | 0 |"
+    assert matrix.read(tmp_path / "a", "a") == matrix.Result("a", steps=3, learned=2, tokens=30, commit="abc")
+    assert matrix.line(matrix.read(tmp_path / "a", "a")) == "| a | 3 | 2 | 0 | 0.0 | 30 | 0 | abc |"
     logged(tmp_path / "b", 2, **{matrix.MISMATCH[2]: -0.5, "samebit/on_policy/tokens_differing": 2})
-    assert matrix.line(matrix.read(tmp_path / "b", "b")) == "| b | 2 | 0 | 0.5 | 20 | 4 |"
-    logged(tmp_path / "c", 2, **{matrix.MISMATCH[0]: 0.5, "training/off_policy/trajectory_staleness_worst/max": 1})
-    assert matrix.line(matrix.read(tmp_path / "c", "c")) == "| c | 2 | 2 | 0.0 | 20 | 0 |"
+    assert matrix.line(matrix.read(tmp_path / "b", "b")) == "| b | 2 | 1 | 0 | 0.5 | 20 | 4 | abc |"
+    logged(tmp_path / "c", 2, **{matrix.MISMATCH[0]: 0.5, matrix.TRAJECTORIES: 12})
+    assert matrix.line(matrix.read(tmp_path / "c", "c")) == "| c | 2 | 1 | 2 | 0.0 | 20 | 0 | abc |"
     (tmp_path / "c" / "exit").write_text("1")
     assert matrix.read(tmp_path / "c", "c").state == matrix.FAILED
     assert matrix.read(tmp_path / "d", "d").state == matrix.NOT_RUN
     assert len([line for line in matrix.table(tmp_path, 20).splitlines() if "not run" in line]) == len(matrix.cases())
+    assert matrix._commit() != ""
+
+
+def test_a_run_goes_on_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "build", lambda *_, **__: None)
+    every = cases.cases()
+    (name,) = [name for name, case in every.items() if case.resumes]
+    made = matrix.prepared(name, every[name], tmp_path, 20)
+    saved = tmp_path / "sync-packed-fp32-save" / "checkpoint" / "global_step_10"
+    assert made.options["trainer.resume_from_path"] == saved
+    assert every["sync-packed-fp32-save"].options["trainer.save_freq"] == 10
+    hybrid = matrix.prepared("h", every["sync-packed-fp32-hybrid"], tmp_path, 20)
+    assert (hybrid.data, made.data) == (tmp_path / "data-hybrid", tmp_path / "data")
+    assert "one_step_off" in matrix.prepared("o", every["one_step_off-packed-fp32"], tmp_path, 20).command()[2]
 
 
 def test_the_matrix_covers_its_grid() -> None:

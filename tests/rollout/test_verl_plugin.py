@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,20 +22,22 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl.plugin.platform import PlatformRegistry, get_platform
-from verl.utils import distributed
+from verl.utils import device, distributed
 from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.debug import metrics as verl_metrics
 from verl.workers.config import RolloutConfig as VerlRolloutConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
 
 from samebit.recipes import verl_grpo
+from samebit.recipes.verl_grpo.launch import Run
 from samebit.rollout import RolloutConfig, WorkerLostError
 from samebit.rollout.integrations.verl import checkpoint, engine, plugin, replacements, replica
 from samebit.rollout.integrations.verl.adapter import SamebitRollout
 from samebit.rollout.integrations.verl.gate import Gate
 from samebit.rollout.integrations.verl.metrics import of_servers
-from samebit.rollout.integrations.verl.options import check_trainer, server_options
+from samebit.rollout.integrations.verl.options import check_run, check_trainer, server_options, warn_about_the_rest
 from samebit.rollout.integrations.verl.server import SamebitServer
 
 CONFIGS = Path(str(inspect.getfile(verl_grpo))).parent
@@ -95,12 +98,16 @@ def test_the_plugin_is_light() -> None:
 
 
 def test_verl_still_has_what_is_replaced() -> None:
+    from verl.experimental.fully_async_policy.message_queue import MessageQueueClient
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     replacements.replace_trainer_functions()
     replacements.replace_trainer_functions()
     expected = {
+        device.auto_set_device: ["config"],
+        verl_metrics.calculate_debug_metrics: ["data"],
+        MessageQueueClient.get_sample: ["self"],
         distributed.initialize_global_process_group_ray: ["timeout_second", "backend"],
         ReplayBuffer._sync_metadata_from_transfer_queue: ["self"],
         PPOTrainer._compute_metrics: ["self", "batch", "metrics", "timing_raw", "global_steps", "epoch"],
@@ -134,6 +141,8 @@ def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     )
     with caplog.at_level(logging.WARNING):
         made = server_options(given, FOLDER, 3, "server")
+        assert not caplog.text
+        warn_about_the_rest(given)
     assert made.worker == RolloutConfig(
         max_num_seqs=32,
         max_num_batched_tokens=32,
@@ -151,9 +160,19 @@ def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_usual_options_need_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), initialize_config_dir(str(CONFIGS), version_base=None):
-        rollout = compose("tiny").actor_rollout_ref.rollout
-        server_options(omega_conf_to_dataclass(rollout), FOLDER, 0, "server")
+        check_run(compose("tiny"))
     assert not caplog.text
+
+
+def test_a_wrong_name_is_known_before_anything_is_started(tmp_path: Path) -> None:
+    run = Run(tmp_path, tmp_path, {"actor_rollout_ref.rollout.custom.blocksize": 16})
+    process = run.start()
+    began = time.monotonic()
+    assert process.wait(60) != 0
+    assert time.monotonic() - began < 30, "most of it are verl's imports"
+    said = run.log.read_text()
+    assert "unknown in rollout.custom: blocksize; samebit knows block_size" in said
+    assert "ray init" not in said
 
 
 @pytest.mark.parametrize(

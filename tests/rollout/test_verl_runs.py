@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
 pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install 'samebit[verl]'")
 
-from samebit.recipes.verl_grpo import matrix, task
+from samebit.recipes.verl_grpo import cases, matrix, task
 from samebit.recipes.verl_grpo.launch import Run
 
 LONGEST = 150
@@ -70,7 +70,7 @@ def finished(run: Run) -> list[dict[str, Any]]:
 def test_a_run_in_which_trainer_and_rollout_share_their_resources(data: Path, tmp_path: Path) -> None:
     """Packed, float32, temperature 0.7, an untied head; with validation. The plugin is named, not found."""
     options = {
-        **matrix.settings(3),
+        **cases.settings(3),
         "actor_rollout_ref.rollout.temperature": 0.7,
         "actor_rollout_ref.rollout.custom.block_size": 16,
         "trainer.test_freq": 3,
@@ -96,10 +96,10 @@ def test_a_run_in_which_trainer_and_rollout_share_their_resources(data: Path, tm
 def test_a_run_in_which_the_server_has_resources_of_its_own(data: Path, tmp_path: Path) -> None:
     """bfloat16, dynamic batches; weights by samebit's broadcast; some trajectories are a step old."""
     options = {
-        **matrix.settings(3),
-        **matrix.MODES["separate_async"],
-        **matrix.PACKINGS["dynamic"],
-        **matrix.DTYPES["bf16"],
+        **cases.settings(3),
+        **cases.MODES["separate_async"],
+        **cases.PACKINGS["dynamic"],
+        **cases.DTYPES["bf16"],
     }
     steps = finished(Run(data, tmp_path, options))
     assert len(steps) == 3
@@ -111,7 +111,7 @@ def test_a_run_in_which_the_server_has_resources_of_its_own(data: Path, tmp_path
 
 def test_a_server_that_dies_ends_the_run_with_the_cause(data: Path, tmp_path: Path) -> None:
     """In colocate_async, where verl would try again for ever."""
-    run = Run(data, tmp_path, {**matrix.settings(200), **matrix.MODES["colocate_async"]})
+    run = Run(data, tmp_path, {**cases.settings(200), **cases.MODES["colocate_async"]})
     with running(run) as process:
         deadline = time.monotonic() + LONGEST
         while not run.steps():

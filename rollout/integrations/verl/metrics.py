@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+import torch
 import transfer_queue
+from torch import Tensor
+from verl import DataProto
 
 _MOMENTARY = (
     "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_evictable", "weight_version",
     "states_used", "states_total",
 )  # fmt: skip
 """What is not counted from the start on."""
+
+_SPAN = ("min_global_steps", "max_global_steps")
+"""What verl calls the oldest and the newest weights of a trajectory."""
 
 
 def of_servers(before: Sequence[Mapping[str, float]], now: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -38,17 +44,35 @@ def on_policy(batch: Any, step: int) -> dict[str, float]:
         batch: verl's keys and tags of the trajectories of this step.
         step: the trainer's; its weights are those after the step before.
     """
-    keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if _is_fresh(tag, step - 1)]
-    metrics = {"samebit/on_policy/trajectories": float(len(keys))}
-    if keys:
-        fields = ["rollout_log_probs", "old_log_probs"]
-        data = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
-        rollout, trainer = (data[name].values() for name in fields)
+    tags = dict(zip(batch.keys, batch.tags, strict=True))
+    keys = [key for key, tag in tags.items() if not tag.get("is_padding", False) and _is_fresh(tag, {step - 1})]
+    if not keys:
+        return _compared(0)
+    fields = ["rollout_log_probs", "old_log_probs"]
+    data = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
+    return _compared(len(keys), *(data[name].values() for name in fields))
+
+
+def on_policy_of(data: DataProto, weights: Set[int]) -> dict[str, float]:
+    """The same of a batch that holds its tensors. weights: what servers call those that are trained."""
+    tags = ({name: data.non_tensor_batch[name][row] for name in _SPAN} for row in range(len(data)))
+    fresh = torch.tensor([_is_fresh(tag, weights) for tag in tags])
+    tokens = data.batch["response_mask"].bool() & fresh[:, None]
+    names = ("rollout_log_probs", "old_log_probs")
+    return _compared(int(fresh.sum()), *(data.batch[name][tokens] for name in names))
+
+
+def _compared(trajectories: int, *logprobs: Tensor) -> dict[str, float]:
+    """logprobs: the rollout's and the trainer's, of the same tokens."""
+    metrics = {"samebit/on_policy/trajectories": float(trajectories)}
+    if trajectories:
+        rollout, trainer = logprobs
         metrics["samebit/on_policy/tokens"] = float(len(rollout))
         metrics["samebit/on_policy/tokens_differing"] = float((rollout != trainer).sum())
         metrics["samebit/on_policy/logprobs_diff_max"] = float((rollout - trainer).abs().max())
     return metrics
 
 
-def _is_fresh(tag: Mapping[str, Any], weights: int) -> bool:
-    return not tag.get("is_padding", False) and tag["min_global_steps"] == tag["max_global_steps"] == weights
+def _is_fresh(tag: Mapping[str, Any], weights: Set[int]) -> bool:
+    first, last = (tag[name] for name in _SPAN)
+    return first == last and last in weights

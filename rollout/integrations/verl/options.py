@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from samebit.rollout.config import RolloutConfig
 from samebit.weight_sync.link import DEFAULT_TIMEOUT, check_timeout
 
@@ -70,6 +72,23 @@ class ServerOptions:
     generate_with: str = "samebit"
 
 
+def check_run(config: Any) -> None:
+    """Look at the whole configuration of a run before anything is started.
+
+    Raises:
+        ValueError: as `server_options` and `check_trainer`.
+    """
+    if OmegaConf.select(config, "actor_rollout_ref.rollout.name") != "samebit":
+        return
+    from verl.utils.config import omega_conf_to_dataclass
+
+    run = config.actor_rollout_ref
+    rollout = omega_conf_to_dataclass(run.rollout)
+    server_options(rollout, run.model, 0, "")
+    check_trainer(rollout.dtype, run.model, OmegaConf.select(run, "actor.fsdp_config.mixed_precision"))
+    warn_about_the_rest(rollout)
+
+
 def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, name: str) -> ServerOptions:
     """From verl's `RolloutConfig` and its options of the model. `name`: of the server.
 
@@ -78,7 +97,6 @@ def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, na
     """
     _refuse(rollout)
     custom = _custom(rollout.custom)
-    _warn_about_the_rest(rollout)
     worker = RolloutConfig(
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
@@ -180,7 +198,8 @@ def _dtype(name: str) -> str:
     return DTYPES[name]
 
 
-def _warn_about_the_rest(rollout: Any) -> None:
+def warn_about_the_rest(rollout: Any) -> None:
+    """Name what is given and has no meaning here."""
     given = [f"{name}={vars(rollout)[name]}" for name, usual in _NOT_HONOURED.items() if vars(rollout)[name] != usual]
     given += [f"engine_kwargs.{name}" for name, kwargs in rollout.engine_kwargs.items() if kwargs]
     given += ["prometheus.enable=True"] if rollout.prometheus.enable else []

@@ -39,9 +39,9 @@ def register() -> None:
 
     if PlatformRegistry.get("cpu") is None:
         PlatformRegistry.register(platform="cpu")(CPUPlatform)
-    from samebit.rollout.integrations.verl.replacements import replace_process_group_start
+    from samebit.rollout.integrations.verl.replacements import replace_start
 
-    replace_process_group_start()
+    replace_start()
     from verl.workers.rollout import base, replica
 
     base._ROLLOUT_REGISTRY[(NAME, "async")] = f"{_HERE}.adapter.SamebitRollout"

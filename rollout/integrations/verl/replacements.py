@@ -2,10 +2,16 @@
 
 * `verl.utils.distributed.initialize_global_process_group_ray` names the backend "cpu:gloo,cpu:gloo" on a CPU, which
   torch refuses. And it is the last call before verl looks for a training engine: samebit's are registered there.
+* `verl.utils.device.auto_set_device`, the first that every trainer's program does with its configuration: wrong options
+  are known before Ray and twenty processes are started.
 * `verl.trainer.ppo.v1.replay_buffer.ReplayBuffer._sync_metadata_from_transfer_queue`: a generation that fails is
   dropped or tried again, for ever. A server that died must end the run, with the cause.
 * `verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_metrics`: a rollout server has no way to put its counters into
   the metrics of a step.
+* `verl.utils.debug.metrics.calculate_debug_metrics`: the same, in the trainers that are not V1 (one_step_off,
+  fully_async). They call it once a step, when the servers have the weights that the step trains.
+* `verl.experimental.fully_async_policy.message_queue.MessageQueueClient.get_sample`: fully_async takes a generation
+  that fails for the end of the data, and the run for a success.
 
 A replacement calls what it replaces; replacing twice is replacing once. `tests/rollout/test_verl_plugin.py` holds verl
 to the signatures.
@@ -20,20 +26,25 @@ from typing import Any
 _MARK = "replaced_by_samebit"
 
 
-def replace_process_group_start() -> None:
-    """In every process, before a module of verl imports the function."""
-    from verl.utils import distributed
+def replace_start() -> None:
+    """In every process, before a module of verl imports the functions."""
+    from verl.utils import device, distributed
 
+    _replace(device, "auto_set_device", _check_options_first)
     _replace(distributed, "initialize_global_process_group_ray", _start_process_group)
 
 
 def replace_trainer_functions() -> None:
     """In the process of the trainer's loop."""
+    from verl.experimental.fully_async_policy.message_queue import MessageQueueClient
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.utils.debug import metrics
 
     _replace(ReplayBuffer, "_sync_metadata_from_transfer_queue", _check_servers_first)
     _replace(PPOTrainer, "_compute_metrics", _with_server_metrics)
+    _replace(metrics, "calculate_debug_metrics", _with_metrics_of_the_step)
+    _replace(MessageQueueClient, "get_sample", _check_servers_at_the_end)
 
 
 def compares_logprobs(config: Any) -> bool:
@@ -48,6 +59,16 @@ def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callabl
         replacement = wraps(original)(make(original))
         vars(replacement)[_MARK] = True
         setattr(owner, name, replacement)
+
+
+def _check_options_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    def start(config: Any) -> None:
+        from samebit.rollout.integrations.verl.options import check_run
+
+        check_run(config)
+        original(config)
+
+    return start
 
 
 def _start_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,3 +107,26 @@ def _with_server_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
             metrics.update(on_policy(batch, global_steps))
 
     return compute
+
+
+def _with_metrics_of_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def calculate(data: Any) -> dict[str, Any]:
+        from samebit.rollout.integrations.verl.metrics import on_policy_of
+        from samebit.rollout.integrations.verl.replica import check_servers, server_metrics, weights_in_servers
+
+        check_servers()
+        return {**original(data), **server_metrics(), **on_policy_of(data, weights_in_servers())}
+
+    return calculate
+
+
+def _check_servers_at_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def get(self: Any) -> Any:
+        from samebit.rollout.integrations.verl.replica import check_servers
+
+        sample = await original(self)
+        if sample is None or sample[0] is None:
+            check_servers()
+        return sample
+
+    return get

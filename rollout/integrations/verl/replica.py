@@ -36,8 +36,7 @@ class SamebitReplica(RolloutReplica):
 
     def __init__(self, replica_rank: int, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, model_config, *args, **kwargs)
-        replace_trainer_functions()
-        checkpoint.register()
+        _prepare_process()
         kind = "reward" if self.is_reward_model else "teacher" if self.is_teacher_model else ""
         name = server_name(replica_rank, kind=kind, suffix=self.name_suffix)
         self.options = server_options(self.config, model_config, replica_rank, name)
@@ -45,6 +44,12 @@ class SamebitReplica(RolloutReplica):
             check_trainer(self.config.dtype, model_config, _mixed_precision(config))
         self.failure: Exception | None = None
         self.seen: dict[str, float] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """fully_async starts its servers in one process and trains in another: that one watches them too."""
+        self.__dict__.update(state)
+        _prepare_process()
+        self._begin_to_watch()
 
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
         """The worker beside a server with resources of its own."""
@@ -71,7 +76,10 @@ class SamebitReplica(RolloutReplica):
         self.servers = [server]
         self._server_handle = server
         self._server_address = name
-        threading.Thread(target=self._watch, name=f"{name}-watch", daemon=True).start()
+        self._begin_to_watch()
+
+    def _begin_to_watch(self) -> None:
+        threading.Thread(target=self._watch, name=f"{self.options.name}-watch", daemon=True).start()
         _launched.add(self)
 
     def _watch(self) -> None:
@@ -80,6 +88,12 @@ class SamebitReplica(RolloutReplica):
         except Exception as error:
             self.failure = error
             logger.error("%s: %s", self._server_address, error)
+
+
+def _prepare_process() -> None:
+    """What verl needs to know in the process of the trainer's loop."""
+    replace_trainer_functions()
+    checkpoint.register()
 
 
 def check_servers() -> None:
@@ -96,6 +110,12 @@ def server_metrics() -> dict[str, float]:
     for replica, stats in zip(replicas, ray.get([r.server_handle.stats.remote() for r in replicas]), strict=True):
         replica.seen = stats
     return of_servers(before, [replica.seen for replica in replicas])
+
+
+def weights_in_servers() -> set[int]:
+    """The trainer's steps whose weights are, bit for bit, those that all servers have."""
+    held = ray.get([replica.server_handle.steps_of_weights.remote() for replica in _launched])
+    return set.intersection(*held) if held else set()
 
 
 def _mixed_precision(rollout_config: Any) -> Any:

@@ -56,6 +56,7 @@ class SamebitServer:
         self._sources = Sources()
         self._gate = Gate()
         self._steps = {0: 0}
+        self._held = {0}
         self._numbers = itertools.count()
         self._busy = Busy()
         self._counted = dict.fromkeys(("syncs", "sync_seconds", "sync_bytes", "released_bytes"), 0.0)
@@ -143,14 +144,21 @@ class SamebitServer:
             raise
         if isinstance(source, BroadcastGroup):
             self._sources.forget(source)
+        if report.changed_tensors:
+            self._held = set()
         self._counted["sync_seconds"] += time.monotonic() - began
         self._counted["sync_bytes"] += report.sent_bytes
         self._counted["syncs"] += 1
         return report
 
     async def set_global_steps(self, version: int, global_steps: int) -> None:
-        """The weights of this version are those of that step of the trainer."""
+        """The weights of this version, which it has now, are those of that step of the trainer."""
         self._steps[version] = global_steps
+        self._held.add(global_steps)
+
+    async def steps_of_weights(self) -> set[int]:
+        """The steps of the trainer whose weights are, bit for bit, the ones it has."""
+        return set(self._held)
 
     @property
     def _step(self) -> int:
