@@ -15,11 +15,12 @@ from torch import distributed as dist
 pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
 
 from verl.trainer.config import CheckpointConfig
-from verl.utils import tensordict_utils
+from verl.utils import fsdp_utils, tensordict_utils
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
 from samebit.rollout.integrations.verl import engine as engines
+from samebit.rollout.integrations.verl import replacements
 
 from .verl_model import save_model
 
@@ -142,6 +143,19 @@ def test_a_reference_policy_needs_no_accelerator(tmp_path: Path) -> None:
         outputs, reported = sampled(worker)
     assert torch.equal(responses(engine, outputs, micro_batch_size_per_gpu=6)["log_probs"], reported)
     assert engine.engine_config.forward_only
+
+
+def test_weights_that_are_kept_for_old_log_probabilities_are_a_copy(tmp_path: Path) -> None:
+    replacements.replace_snapshot()
+    engine = build(*configs(save_model(tmp_path), "float32"))
+    shards, layout = fsdp_utils.fsdp2_sharded_save_to_cpu(engine.module)
+    (name, parameter), *_ = engine.module.named_parameters()
+    before = parameter.full_tensor().clone()
+    with torch.no_grad():
+        parameter.add_(1)
+    assert torch.equal(shards[name][0], before)
+    fsdp_utils.fsdp2_sharded_load_from_cpu(engine.module, shards, layout)
+    assert torch.equal(parameter.full_tensor(), before)
 
 
 def test_without_samebit_the_engine_is_verls(tmp_path: Path) -> None:

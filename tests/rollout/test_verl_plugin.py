@@ -18,11 +18,14 @@ import pytest
 
 pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
 
+import numpy as np
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from verl import DataProto
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl.plugin.platform import PlatformRegistry, get_platform
-from verl.utils import device, distributed
+from verl.utils import device, distributed, fsdp_utils
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.debug import metrics as verl_metrics
 from verl.workers.config import RolloutConfig as VerlRolloutConfig
@@ -33,10 +36,11 @@ from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_cla
 from samebit.recipes import verl_grpo
 from samebit.recipes.verl_grpo.launch import Run
 from samebit.rollout import RolloutConfig, WorkerLostError
+from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.integrations.verl import checkpoint, engine, plugin, replacements, replica
 from samebit.rollout.integrations.verl.adapter import SamebitRollout
 from samebit.rollout.integrations.verl.gate import Gate
-from samebit.rollout.integrations.verl.metrics import of_servers
+from samebit.rollout.integrations.verl.metrics import of_servers, on_policy_of
 from samebit.rollout.integrations.verl.options import check_run, check_trainer, server_options, warn_about_the_rest
 from samebit.rollout.integrations.verl.server import SamebitServer
 
@@ -102,10 +106,13 @@ def test_verl_still_has_what_is_replaced() -> None:
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    replacements.replace_trainer_functions()
-    replacements.replace_trainer_functions()
+    for _ in range(2):
+        replacements.replace_start()
+        replacements.replace_snapshot()
+        replacements.replace_trainer_functions()
     expected = {
         device.auto_set_device: ["config"],
+        fsdp_utils.fsdp2_sharded_save_to_cpu: ["model"],
         verl_metrics.calculate_debug_metrics: ["data"],
         MessageQueueClient.get_sample: ["self"],
         distributed.initialize_global_process_group_ray: ["timeout_second", "backend"],
@@ -125,6 +132,20 @@ def test_the_server_has_every_method_that_verl_calls() -> None:
     assert len(called) >= 9
     for name in ("generate", *called):
         assert inspect.iscoroutinefunction(vars(SamebitServer)[name]), name
+
+
+def test_a_model_folder_without_tokenizer_is_named_at_the_start(tmp_path: Path) -> None:
+    with initialize_config_dir(str(CONFIGS), version_base=None):
+        config = compose("tiny", [f"actor_rollout_ref.model.path={tmp_path}"])
+    with pytest.raises(ModelLoadError, match="has no tokenizer"):
+        check_run(config)
+    (tmp_path / "tokenizer.json").touch()
+    check_run(config)
+    config.actor_rollout_ref.model.use_fused_kernels = False
+    with pytest.raises(ValueError, match="use_fused_kernels=True"):
+        check_run(config)
+    config.actor_rollout_ref.rollout.name = "vllm"
+    check_run(config)
 
 
 def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
@@ -166,8 +187,8 @@ def test_usual_options_need_no_warning(caplog: pytest.LogCaptureFixture) -> None
 
 def test_a_wrong_name_is_known_before_anything_is_started(tmp_path: Path) -> None:
     run = Run(tmp_path, tmp_path, {"actor_rollout_ref.rollout.custom.blocksize": 16})
-    process = run.start()
     began = time.monotonic()
+    process = run.start()
     assert process.wait(60) != 0
     assert time.monotonic() - began < 30, "most of it are verl's imports"
     said = run.log.read_text()
@@ -232,6 +253,35 @@ def test_counters_of_servers_are_summed_and_counted_from_the_last_step() -> None
     assert found["samebit/prefix_hit_rate"] == 0.75
 
 
+def test_only_samples_of_the_trained_weights_are_compared() -> None:
+    """Four trajectories of two tokens: fresh, older, across an update, fresh and different in one token."""
+    tensors = {
+        "rollout_log_probs": torch.tensor([[-1.0, -2.0], [-1.0, 0.0], [-1.0, -2.0], [-1.0, -2.5]]),
+        "old_log_probs": torch.tensor([[-1.0, -2.0], [-9.0, 0.0], [-9.0, -2.0], [-1.0, -2.0]]),
+        "response_mask": torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]]),
+    }
+    span = {"min_global_steps": [3, 2, 2, 3], "max_global_steps": [3, 2, 3, 3]}
+    data = DataProto.from_dict(tensors, {name: np.array(steps, dtype=object) for name, steps in span.items()})
+    assert on_policy_of(data, {3}) == {
+        "samebit/on_policy/trajectories": 2,
+        "samebit/on_policy/tokens": 4,
+        "samebit/on_policy/tokens_differing": 1,
+        "samebit/on_policy/logprobs_diff_max": 0.5,
+    }
+    assert on_policy_of(data, {2, 3})["samebit/on_policy/tokens_differing"] == 2
+    assert on_policy_of(data, set()) == {"samebit/on_policy/trajectories": 0}
+
+
+def test_the_end_of_the_data_is_not_the_end_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(self: object) -> None: ...
+
+    get = replacements._check_servers_at_the_end(nothing)
+    assert asyncio.run(get(None)) is None
+    monkeypatch.setattr(replica, "_launched", [SimpleNamespace(failure=RuntimeError("why"), server_address="a")])
+    with pytest.raises(WorkerLostError, match="a is lost: why"):
+        asyncio.run(get(None))
+
+
 def test_nobody_is_inside_a_closed_gate() -> None:
     async def check() -> None:
         gate = Gate()
@@ -262,7 +312,7 @@ def test_where_ranks_meet_for_an_update() -> None:
     assert servers == {"rank": [1, 2, 3], "size": [4] * 3, "host": ["h"] * 3, "port": [1] * 3}
 
 
-@pytest.mark.parametrize("name", ["qwen3_8b_8gpu"])
+@pytest.mark.parametrize("name", ["qwen3_8b_8gpu", "nemotron_h_8b_8gpu"])
 def test_the_configuration_for_gpus_is_one_that_verl_accepts(name: str) -> None:
     with initialize_config_dir(str(CONFIGS), version_base=None):
         config = compose(name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from samebit.recipes import tiny_model
 from samebit.rollout import RequestError, RolloutConfig, WorkerStateError
 from samebit.rollout.integrations.ray import SharedMemoryAt
+from samebit.rollout.integrations.verl.baseline import GATHER_SECONDS
 from samebit.rollout.integrations.verl.options import ServerOptions
 from samebit.rollout.integrations.verl.server import SamebitServer
-from samebit.weight_sync import SharedMemorySender
+from samebit.weight_sync import SharedMemorySender, SyncBrokenError, WeightStream
 
 from .verl_model import save_model
 
@@ -186,6 +188,53 @@ def test_weights_come_between_sleep_and_wake_and_name_their_step(folder: Path) -
     serve(folder, check)
 
 
+def test_it_knows_whose_weights_it_has(folder: Path) -> None:
+    """A step that changed no bit has the weights of the step before as well."""
+    model, _ = tiny_model.load(folder)
+
+    async def sync(server: SamebitServer, step: int) -> None:
+        with SharedMemorySender(timeout=30) as sender:
+            sent = asyncio.create_task(asyncio.to_thread(sender.send, model))
+            report = await server.receive_weights(SharedMemoryAt(sender.address))
+            await sent
+        await server.set_global_steps(report.version, step)
+
+    async def check(server: SamebitServer) -> None:
+        await sync(server, 0)
+        await sync(server, 1)
+        assert await server.steps_of_weights() == {0, 1}
+        with torch.no_grad():
+            next(model.parameters())[0, 0] += 1
+        await sync(server, 2)
+        assert await server.steps_of_weights() == {2}
+
+    serve(folder, check)
+
+
+def test_an_update_that_is_cut_off_is_an_error_and_the_next_one_heals(folder: Path) -> None:
+    model, _ = tiny_model.load(folder)
+
+    def cut_off() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(WeightStream.of(model).tensors())[:3]
+        raise RuntimeError("the trainer ran out of memory")
+
+    async def check(server: SamebitServer) -> None:
+        stream = WeightStream(WeightStream.of(model).specs, cut_off())
+        with SharedMemorySender(timeout=30) as sender:
+            received = asyncio.create_task(server.receive_weights(SharedMemoryAt(sender.address)))
+            with pytest.raises(RuntimeError, match="out of memory"):
+                await asyncio.to_thread(sender.send, stream)
+        with pytest.raises(SyncBrokenError):
+            await received
+        with SharedMemorySender(timeout=30) as sender:
+            sent = asyncio.create_task(asyncio.to_thread(sender.send, model))
+            await server.receive_weights(SharedMemoryAt(sender.address))
+            await sent
+        assert (await server.generate([1, 5], dict(PARAMS), "a")).stop_reason == "completed"
+
+    serve(folder, check)
+
+
 def test_servers_with_resources_of_their_own_never_sleep(folder: Path) -> None:
     async def check(server: SamebitServer) -> None:
         await server.sleep()
@@ -239,6 +288,22 @@ def test_hugging_face_can_generate_for_a_comparison(folder: Path) -> None:
             await server.generate([1, 5], {**PARAMS, "repetition_penalty": 2.0}, "c")
 
     serve(folder, check, generate_with="huggingface")
+
+
+def test_the_comparison_does_not_wait_for_batches_that_are_empty(folder: Path) -> None:
+    """Every request asks for a batch; all but a few find that an earlier one took them along."""
+    model, _ = tiny_model.load(folder)
+
+    async def check(server: SamebitServer) -> None:
+        await asyncio.gather(*(server.generate([1, 5], {**PARAMS, "max_tokens": 1}, "a") for _ in range(40)))
+        with SharedMemorySender(timeout=30) as sender:
+            began = time.monotonic()
+            sent = asyncio.create_task(asyncio.to_thread(sender.send, model))
+            await server.receive_weights(SharedMemoryAt(sender.address))
+            await sent
+        assert time.monotonic() - began < 40 * GATHER_SECONDS / 2
+
+    serve(folder, check, generate_with="huggingface", worker=replace(OPTIONS.worker, max_num_seqs=40))
 
 
 @pytest.mark.parametrize(

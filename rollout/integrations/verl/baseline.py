@@ -25,8 +25,8 @@ from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.validate import RequestLimits
 from samebit.weight_sync import SyncReport, apply_weights
 
-GATHER_SECONDS = 0.05
-"""Requests of a step arrive one by one: a batch waits so long for more of them."""
+GATHER_SECONDS = 0.1
+"""Requests of a step arrive one by one: a batch begins when none came for so long, or when it is full."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ class HuggingFaceWorker:
     def _next_batch(self) -> None:
         if not self._waiting:
             return  # an earlier batch took it along
-        time.sleep(GATHER_SECONDS)
+        self._gather()
         with self._mutex:
             batch = [one for one in self._waiting if one.params == self._waiting[0].params][: self._config.max_num_seqs]
             self._waiting = [one for one in self._waiting if one not in batch]
@@ -117,6 +117,12 @@ class HuggingFaceWorker:
             return
         for one, output in zip(batch, outputs, strict=True):
             one.result.set_result(output)
+
+    def _gather(self) -> None:
+        arrived = 0
+        while arrived < len(self._waiting) < self._config.max_num_seqs:
+            arrived = len(self._waiting)
+            time.sleep(GATHER_SECONDS)
 
     @torch.no_grad()
     def _generate(self, batch: list[Waiting]) -> list[RequestOutput]:

@@ -14,6 +14,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from samebit.rollout.config import RolloutConfig
+from samebit.rollout.errors import ModelLoadError
+from samebit.rollout.loading import TOKENIZER_FILES
 from samebit.weight_sync.link import DEFAULT_TIMEOUT, check_timeout
 
 logger = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ def check_run(config: Any) -> None:
     """Look at the whole configuration of a run before anything is started.
 
     Raises:
-        ValueError: as `server_options` and `check_trainer`.
+        ValueError: as `server_options` and `check_trainer`; or there is no tokenizer.
     """
     if OmegaConf.select(config, "actor_rollout_ref.rollout.name") != "samebit":
         return
@@ -84,7 +86,9 @@ def check_run(config: Any) -> None:
 
     run = config.actor_rollout_ref
     rollout = omega_conf_to_dataclass(run.rollout)
-    server_options(rollout, run.model, 0, "")
+    options = server_options(rollout, run.model, 0, "")
+    if Path(options.tokenizer).is_dir():
+        check_tokenizer(options.tokenizer)
     check_trainer(rollout.dtype, run.model, OmegaConf.select(run, "actor.fsdp_config.mixed_precision"))
     warn_about_the_rest(rollout)
 
@@ -127,6 +131,12 @@ def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, na
         traces=_traces(rollout.profiler, replica_rank),
         generate_with=generate_with,
     )
+
+
+def check_tokenizer(folder: str) -> None:
+    """Raise `ModelLoadError` for a folder without one."""
+    if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelLoadError(f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}), and verl needs one")
 
 
 def check_trainer(rollout_dtype: str, model: Mapping[str, Any], mixed_precision: Mapping[str, Any] | None) -> None:

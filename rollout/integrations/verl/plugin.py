@@ -3,7 +3,8 @@
 Invariants
 ----------
 * verl's own `__init__` may be running: only its modules without heavy imports of their own are touched.
-* verl swallows the exception of a plugin; here it is logged as an error before it goes on.
+* verl swallows the exception of a plugin (and the one of a module in VERL_USE_EXTERNAL_MODULES ends it): it is logged
+  too.
 * Loading twice is loading once.
 """
 
@@ -22,11 +23,11 @@ _HERE = "samebit.rollout.integrations.verl"
 
 
 def load() -> None:
-    """Register, and make a failure visible."""
+    """Register. What fails here is an error of the import, which verl hides at the level DEBUG: so it is said first."""
     try:
         register()
-    except Exception:
-        logger.exception("samebit's plugin for verl failed to load: rollout.name=samebit will not be known to verl")
+    except Exception as error:
+        logger.error("samebit's plugin for verl failed to load, and verl will not know rollout.name=samebit: %r", error)
         raise
 
 

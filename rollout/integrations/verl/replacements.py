@@ -4,6 +4,8 @@
   torch refuses. And it is the last call before verl looks for a training engine: samebit's are registered there.
 * `verl.utils.device.auto_set_device`, the first that every trainer's program does with its configuration: wrong options
   are known before Ray and twenty processes are started.
+* `verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`, which keeps the weights of the last update of the servers, for the
+  old log-probabilities of several steps: of weights that are on the CPU it makes no copy, and keeps what is trained.
 * `verl.trainer.ppo.v1.replay_buffer.ReplayBuffer._sync_metadata_from_transfer_queue`: a generation that fails is
   dropped or tried again, for ever. A server that died must end the run, with the cause.
 * `verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_metrics`: a rollout server has no way to put its counters into
@@ -32,6 +34,13 @@ def replace_start() -> None:
 
     _replace(device, "auto_set_device", _check_options_first)
     _replace(distributed, "initialize_global_process_group_ray", _start_process_group)
+
+
+def replace_snapshot() -> None:
+    """In the processes that hold the trainer's weights."""
+    from verl.utils import fsdp_utils
+
+    _replace(fsdp_utils, "fsdp2_sharded_save_to_cpu", _copying)
 
 
 def replace_trainer_functions() -> None:
@@ -79,11 +88,24 @@ def _start_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
         engine.register()
         checkpoint.register()
+        replace_snapshot()
         if backend is None and get_device_name() == "cpu":
             backend = "cpu:gloo"
         original(timeout_second=timeout_second, backend=backend)
 
     return start
+
+
+def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(model: Any) -> Any:
+        from verl.utils.device import get_device_name
+
+        shards, layout = original(model)
+        if get_device_name() != "cpu":
+            return shards, layout
+        return {name: (shard.clone(), spec) for name, (shard, spec) in shards.items()}, layout
+
+    return save
 
 
 def _check_servers_first(original: Callable[..., Any]) -> Callable[..., Any]:

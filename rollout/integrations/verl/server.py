@@ -26,14 +26,13 @@ from transformers import AutoTokenizer
 from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
-from samebit.rollout.errors import ModelLoadError, RequestError
+from samebit.rollout.errors import RequestError
 from samebit.rollout.integrations.ray.links import BroadcastGroup, Sources
 from samebit.rollout.integrations.verl import requests
 from samebit.rollout.integrations.verl.baseline import HuggingFaceWorker
 from samebit.rollout.integrations.verl.gate import Gate
-from samebit.rollout.integrations.verl.options import ServerOptions
+from samebit.rollout.integrations.verl.options import ServerOptions, check_tokenizer
 from samebit.rollout.integrations.verl.profiling import Tracing
-from samebit.rollout.loading import TOKENIZER_FILES
 from samebit.rollout.worker import RolloutWorker
 from samebit.rollout.worker_core import TAGS
 from samebit.weight_sync import SyncReport
@@ -72,8 +71,7 @@ class SamebitServer:
 
     def _build(self) -> RolloutWorker | HuggingFaceWorker:
         folder, words = copy_to_local(self._options.model), copy_to_local(self._options.tokenizer)
-        if not any((Path(words) / name).is_file() for name in TOKENIZER_FILES):
-            raise ModelLoadError(f"{words} has no tokenizer ({', '.join(TOKENIZER_FILES)}), and verl needs one")
+        check_tokenizer(words)
         tokenizer = AutoTokenizer.from_pretrained(words)
         self._eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         if self._options.generate_with == "huggingface":
