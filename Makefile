@@ -5,6 +5,7 @@
 #   make grpo MODEL=hybrid                                          a model with Mamba layers, into runs/grpo-hybrid
 #   make grpo-async                                                 one step off policy, the worker in its own process
 #   make verl-grpo                                                  GRPO in verl, with samebit as its rollout
+#   make verl-grpo MODEL=hybrid                                     a model with Mamba layers, into runs/verl-grpo-hybrid
 #   make verl-matrix                                                verl's mismatch over many kinds of runs; takes an hour
 #   make soak COUNT=2000                                            long hypothesis campaigns
 
@@ -45,7 +46,8 @@ grpo-async: install
 		$(if $(filter-out dense,$(MODEL)),--architecture $(MODEL) --out runs/grpo-async-$(MODEL)) $(ARGS)
 
 verl-grpo: install
-	$(BIN)/python recipes/verl_grpo/run.py $(ARGS)
+	$(BIN)/python recipes/verl_grpo/run.py \
+		$(if $(filter-out dense,$(MODEL)),--architecture $(MODEL) --out runs/verl-grpo-$(MODEL)) $(ARGS)
 
 verl-matrix: install
 	$(BIN)/python recipes/verl_grpo/matrix.py $(ARGS)

@@ -44,7 +44,7 @@ MODES: dict[str, Options] = {
         **_EXPERIMENTAL,
         "data.train_batch_size": 0,
         "data.gen_batch_size": 1,
-        "rollout.total_rollout_steps": 20 * PROMPTS,
+        "rollout.total_rollout_steps": 21 * PROMPTS,  # the metrics of its last step are not logged
         "async_training.staleness_threshold": 0,
         "async_training.trigger_parameter_sync_step": 1,
         "async_training.require_batches": 1,
@@ -118,6 +118,16 @@ def _servers_apart() -> dict[str, Case]:
         "separate_async-dynamic-bf16-nothing-ahead": _case("separate_async", "dynamic", "bf16", **{warmup: 0}),
         "separate_async-packed-fp32-half-a-batch-ahead": _case(
             "separate_async", "packed", "fp32", **{warmup: 0.5, "data.gen_batch_size": 1}
+        ),
+        "separate_async-packed-fp32-two-updates-a-sync": _case(
+            "separate_async",
+            "packed",
+            "fp32",
+            **{
+                warmup: 0,
+                f"{_TRAINER}.separate_async.parameter_sync_step": 2,
+                "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS // 2,
+            },
         ),
         "one_step_off-packed-fp32": _case("one_step_off", "packed", "fp32"),
         "one_step_off-dynamic-bf16-learning-rate-0": _case(

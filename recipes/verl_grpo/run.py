@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from samebit.recipes.verl_grpo import task
 from samebit.recipes.verl_grpo.launch import Run
+from samebit.recipes.verl_grpo.shapes import SHAPES
 
 COLUMNS = {
     "step": "step",
@@ -51,14 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="recipes/verl_grpo/run.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=16, help="GRPO steps")
     parser.add_argument("--out", type=Path, default=Path("runs/verl-grpo"), help="where everything goes")
+    parser.add_argument("--architecture", choices=("dense", "hybrid"), default="dense", help="of the model")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="small", help="full: 64 answers of 128 tokens a step")
     parser.add_argument("--compare", action="store_true", help="run again with Hugging Face's generate as rollout")
     parser.add_argument("options", nargs="*", help="any option of verl, as NAME=VALUE")
     given = parser.parse_args(arguments)
     console = Console(width=max(Console().width, WIDTH))
     data = given.out / "data"
     data.mkdir(parents=True, exist_ok=True)
-    task.build(data, training=4096, held_out=64, warm=True)
-    options: dict[str, object] = {"trainer.total_training_steps": given.steps, "trainer.test_freq": 4}
+    shape = SHAPES[given.shape]
+    shape.build(data, given.architecture)
+    options: dict[str, object] = {**shape.options, "trainer.total_training_steps": given.steps}
     options |= dict(option.split("=", 1) for option in given.options)
     run = Run(data, given.out, options)
     console.print(f"verl is starting; its log is {run.log}", highlight=False)

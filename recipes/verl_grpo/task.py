@@ -1,6 +1,7 @@
 """The files of a tiny run: a model with a chat template, and chain_sum of reasoning-gym as verl's parquet."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,21 @@ TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}
 SEED = 0
 
 
-def build(folder: Path, *, training: int, held_out: int, warm: bool, architecture: str = "dense", **sizes: Any) -> None:
+def build(
+    folder: Path,
+    *,
+    training: int,
+    held_out: int,
+    warm: bool,
+    architecture: str = "dense",
+    prompt_tokens: int = 0,
+    **sizes: Any,
+) -> None:
     """Write `model/`, `train.parquet` and `test.parquet`, unless they are there.
 
     warm: teach the model the task first, as recipes/grpo.py does; else its weights are random. architecture: see
-    `tiny_model.build_model`. sizes: entries of its configuration.
+    `tiny_model.build_model`. prompt_tokens: fill prompts up to so many with worked examples. sizes: entries of the
+    model's configuration.
     """
     if (folder / "test.parquet").exists():
         return
@@ -28,7 +39,8 @@ def build(folder: Path, *, training: int, held_out: int, warm: bool, architectur
     used = warmup.problems_needed(settings) if warm else 0
     sets = chain_sum.problem_sets(SEED, used + training, held_out)
     _save_model(folder / "model", sets.training[:used], settings, **sizes)
-    save_problems(ProblemSets(sets.training[used:], sets.held_out), folder)
+    asked = (with_examples(problems, prompt_tokens - 1) for problems in (sets.training[used:], sets.held_out))
+    save_problems(ProblemSets(*asked), folder)
 
 
 def _save_model(folder: Path, problems: Sequence[Problem], settings: Settings, **sizes: Any) -> None:
@@ -38,6 +50,22 @@ def _save_model(folder: Path, problems: Sequence[Problem], settings: Settings, *
     if problems:
         warmup.warm_up(bind(model), tokenizer, problems, settings, SEED)
     tiny_model.save(model, tokenizer, folder)
+
+
+def with_examples(problems: Sequence[Problem], length: int) -> list[Problem]:
+    """Each with the next ones, worked out, in front of it: as many as leave the prompt within `length` characters."""
+    return [replace(problem, prompt=_prompt(problems, index, length)) for index, problem in enumerate(problems)]
+
+
+def _prompt(problems: Sequence[Problem], index: int, length: int) -> str:
+    text = problems[index].prompt
+    for other in range(index + 1, index + len(problems)):
+        shown = problems[other % len(problems)]
+        example = f"{shown.prompt}{chain_sum.working(shown.prompt)}{shown.answer};"
+        if len(example) + len(text) > length:
+            break
+        text = example + text
+    return text
 
 
 def save_problems(sets: ProblemSets, folder: Path) -> None:
