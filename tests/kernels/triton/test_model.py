@@ -41,9 +41,9 @@ def gradients(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_is_near_that_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bind(small(name))
-    ids = torch.randint(3, 97, (3, 37), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 97, (2, 21), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
-    mask[0, :11] = mask[1, 30:] = 0
+    mask[0, :4] = mask[1, 18:] = 0
     expected, expected_gradient = gradients(model, ids, mask)
     with triton(monkeypatch):
         model.to(DEVICE)
@@ -55,13 +55,13 @@ def test_training_is_near_that_on_the_cpu(name: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rollout_is_near_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bind(small(name), ssm_chunk=16).to(DEVICE)
-    prompts = [[5], list(range(3, 40)), list(range(3, 36))]
+    prompts = [[5], list(range(3, 22)), list(range(3, 20))]
     params = [
         SamplingParams(seed=1, max_tokens=2),
-        SamplingParams(seed=2, max_tokens=3, temperature=0.7, top_p=0.9, top_k=50, n=2),
+        SamplingParams(seed=2, max_tokens=2, temperature=0.7, top_p=0.9, top_k=50, n=2),
         SamplingParams(seed=3, max_tokens=2, temperature=0.0, repetition_penalty=1.2),
     ]
-    config = RolloutConfig(block_size=16, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, device=DEVICE)
+    config = RolloutConfig(block_size=16, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, device=DEVICE)
     with triton(monkeypatch):
         with RolloutWorker(model, config=config) as worker:
             outputs = worker.generate(prompts, params)
