@@ -46,6 +46,7 @@ class StateCache:
         self.by_block: OrderedDict[int, int] = OrderedDict()
         self.held_slots = held_slots
         self._free_held = list(reversed(held_slots))
+        self._free_after_moves: list[int] = []
 
     def __len__(self) -> int:
         return len(self.by_block)
@@ -91,9 +92,8 @@ class StateCache:
         return held
 
     def let_go(self, held: int) -> None:
-        """The state of a prompt is no longer wanted, not even if it was still to be copied."""
-        self.moves.holds = [move for move in self.moves.holds if move[1] != held]
-        self._free_held.append(held)
+        """The state of a prompt is no longer wanted; forks of the coming step may still copy it."""
+        self._free_after_moves.append(held)
 
     def take(self) -> int | None:
         """A slot for a new checkpoint; None when the budget holds none."""
@@ -133,12 +133,15 @@ class StateCache:
 
     def take_moves(self) -> StateMoves:
         moves, self.moves = self.moves, StateMoves()
+        self._free_held += self._free_after_moves
+        self._free_after_moves = []
         return moves
 
     def check(self, held: list[int]) -> None:
         """Raise unless every slot is free, or of one block or one prompt (`held`)."""
-        if sorted([*self._free_held, *held]) != list(self.held_slots):
-            raise AssertionError(f"held slots {held} and free {self._free_held} of {self.held_slots}")
+        free = [*self._free_held, *self._free_after_moves]
+        if sorted([*free, *held]) != list(self.held_slots):
+            raise AssertionError(f"held slots {held} and free {free} of {self.held_slots}")
         used = [*self._free, *self.by_block.values()]
         if sorted(used) != list(range(self.num_checkpoints)):
             raise AssertionError(f"checkpoint slots {sorted(used)} of {self.num_checkpoints} are accounted for")

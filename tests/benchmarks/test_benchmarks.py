@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -162,7 +161,7 @@ def test_the_recurrent_peer_computes_the_recurrence(scripts: Scripts, head_dim: 
     tokens, sizes = 9, [shape.inner, groups * 33, groups * 33]
     xbc, dt = torch.randn(tokens, 2, sum(sizes)), torch.randn(tokens, 2, 4)
     rate, bias, skip = -torch.rand(4), torch.randn(4), torch.randn(4)
-    slots = np.array([1, 0], np.int32)
+    slots = torch.tensor([1, 0], dtype=torch.int32)
     found = torch.stack([peer.step(xbc[t], dt[t], rate, bias, skip, slots) for t in range(tokens)])
     for row in range(2):
         x, b, c = (
