@@ -10,7 +10,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .vectors import LANES, accumulate, fma, load_vector, pointer_to, prefetch, splat, store_vector, zeros
+from .vectors import (
+    LANES,
+    accumulate,
+    fma,
+    load_vector,
+    pointer_to,
+    prefetch,
+    splat,
+    store_vector,
+    stream_vector,
+    zeros,
+)
 
 
 def _sum_of_lanes(builder: Any, vector: Any) -> Any:
@@ -86,27 +97,33 @@ def dots(
 def tile_move(
     typingctx: Any, rows: Any, columns: Any, factor: Any, weights: Any, weights_at: Any, weights_stride: Any,
     vectors: Any, vectors_at: Any, vectors_stride: Any, count: Any, out: Any, out_at: Any, out_stride: Any, ahead: Any,
+    second: Any, second_at: Any,
 ) -> Any:  # fmt: skip
     """``out[r, 0 : 16 c] = factor out + sum over i of weights[i, r] * vector[i, 0 : 16 c]``, i ascending.
 
     Weight (i, r) is at ``weights_at + i * weights_stride + r``; ``rows`` is 1, 2 or 4, ``columns`` (c) 1, 2 or 4. What
-    lies ``ahead`` elements behind ``out`` is asked for meanwhile.
+    lies ``ahead`` elements behind ``out`` is asked for meanwhile. The result also goes to ``second`` (same stride), past
+    the caches, unless ``second_at`` is negative.
     """
     i64 = types.int64
-    signature = types.void(i64, i64, types.float32, weights, i64, i64, vectors, i64, i64, i64, out, i64, i64, i64)
+    signature = types.void(
+        i64, i64, types.float32, weights, i64, i64, vectors, i64, i64, i64, out, i64, i64, i64, second, i64
+    )  # fmt: skip
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         many, wide, scale, weight, weight_at, weight_stride, vector, vector_at, stride, n, *rest = args
-        target, at, step, distance = rest
+        target, at, step, distance, other, other_at = rest
         index = many.type
         factors_at = pointer_to(context, builder, weights, weight, weight_at)
         tile = pointer_to(context, builder, vectors, vector, vector_at)
         start = pointer_to(context, builder, out, target, at)
+        other_start = pointer_to(context, builder, second, other, other_at)
+        wanted = builder.icmp_signed(">=", other_at, index(0))
 
         def emit(row_count: int, column_count: int) -> None:
             lanes = [index(LANES * c) for c in range(column_count)]
-            out_rows = [builder.gep(start, [builder.mul(step, index(r))]) for r in range(row_count)]
-            targets = [builder.gep(row, [lane]) for row in out_rows for lane in lanes]
+            offsets = [builder.add(builder.mul(step, index(r)), lane) for r in range(row_count) for lane in lanes]
+            targets = [builder.gep(start, [offset]) for offset in offsets]
 
             def body(i: Any, sums: list[Any]) -> list[Any]:
                 row = builder.gep(tile, [builder.mul(i, stride)])
@@ -120,8 +137,12 @@ def tile_move(
                 prefetch(builder, builder.gep(pointer, [distance]))
             kept = splat(builder, scale)
             initial = [builder.fmul(load_vector(builder, pointer, types.float32), kept) for pointer in targets]
-            for pointer, total in zip(targets, accumulate(builder, n, initial, body), strict=True):
+            totals = accumulate(builder, n, initial, body)
+            for pointer, total in zip(targets, totals, strict=True):
                 store_vector(builder, total, pointer)
+            with builder.if_then(wanted):
+                for offset, total in zip(offsets, totals, strict=True):
+                    stream_vector(builder, total, builder.gep(other_start, [offset]))
 
         for row_count in (1, 2, 4):
             for column_count in (1, 2, 4):
@@ -134,3 +155,28 @@ def tile_move(
         return context.get_dummy_value()
 
     return signature, generate
+
+
+_CACHE_LINE = 64
+
+
+@intrinsic
+def fetch_all(typingctx: Any, array: Any, at: Any, count: Any) -> Any:
+    """Ask for ``count`` elements from ``at`` on."""
+    i64 = types.int64
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data, first, many = args
+        index = many.type
+        start = pointer_to(context, builder, array, data, first)
+        line = _CACHE_LINE * 8 // array.dtype.bitwidth
+        lines = builder.sdiv(builder.add(many, index(line - 1)), index(line))
+
+        def ask(i: Any, sums: list[Any]) -> list[Any]:
+            prefetch(builder, builder.gep(start, [builder.mul(i, index(line))]))
+            return sums
+
+        accumulate(builder, lines, [], ask)
+        return context.get_dummy_value()
+
+    return types.void(array, i64, i64), generate

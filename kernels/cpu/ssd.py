@@ -28,7 +28,7 @@ from .jit import RowKernel
 from .memory import NO_END, doubles, elements, floats, integers
 from .numeric import LANES, exp, fma, narrow, softplus, widen
 from .simd import tile_multiply, tile_multiply_add
-from .simd_ssd import dots, tile_move
+from .simd_ssd import dots, fetch_all, tile_move
 
 SCAN_CHUNK = LANES
 """Tokens between two moves of the state; a constant of the arithmetic."""
@@ -129,10 +129,15 @@ def _scan_tile(
     b_at = tile_at * SCAN_CHUNK * deep
     if start == 0:
         state[at * size : (at + count) * size] = _ZERO
+    fetch_all(b, b_at, start % SCAN_CHUNK * deep)
+    fetch_all(steps, at * SCAN_CHUNK, count * SCAN_CHUNK)
+    fetch_all(sums, at * SCAN_CHUNK, count * SCAN_CHUNK)
     done = 0
     while done < length:
         inside = (start + done) % SCAN_CHUNK
         many = min(SCAN_CHUNK - inside, length - done)
+        moves = inside + many == SCAN_CHUNK
+        ends_block = moves and grid > 0 and (start + length) // grid * grid == start + done + many
         _append(
             xbc, xbc_stride, dt, dt_stride, decay_rate, dt_bias, dt_low, dt_high, row + done, inside, many, group,
             first, count, heads, head_dim, wide, groups, state_size, deep, x, b, b_at, steps, sums, at, queries,
@@ -141,24 +146,22 @@ def _scan_tile(
             dots(queries, j * deep, b, b_at, deep, inside + j + 1, deep, scores, j * SCAN_CHUNK)
         done += many
         for h in range(count):
+            fetch_all(x, (at + h) * SCAN_CHUNK * wide, inside * wide)
             _head_rows(
                 queries, scores, row + done - many, inside, many, first + h, heads, head_dim, wide, state_size, deep,
                 state, (at + h) * size, x, (at + h) * SCAN_CHUNK * wide, steps, sums, (at + h) * SCAN_CHUNK,
                 skip[first + h], weights, acc, out,
             )  # fmt: skip
-            if inside + many == SCAN_CHUNK:
+            if moves:
                 _move(
                     state_size, wide, deep, state, (at + h) * size, x, (at + h) * SCAN_CHUNK * wide, b, b_at, steps,
-                    sums, (at + h) * SCAN_CHUNK, fed,
+                    sums, (at + h) * SCAN_CHUNK, fed, block_state, (at + h) * size if ends_block else -1,
                 )  # fmt: skip
-        if grid > 0 and inside + many == SCAN_CHUNK:
-            whole = state[at * size : (at + count) * size]
-            if (start + length) // grid * grid == start + done:
-                block_state[at * size : (at + count) * size] = whole
+        if moves and grid > 0:
             for c in range(0, len(captures), 3):
                 if captures[c] == sequence and captures[c + 1] == start + done:
                     target = (captures[c + 2] * heads + first) * size
-                    captured[target : target + count * size] = whole
+                    captured[target : target + count * size] = state[at * size : (at + count) * size]
 
 
 @njit(nogil=True, error_model="numpy")
@@ -266,9 +269,12 @@ def _weigh(scores: Any, steps: Any, sums: Any, token: int, weights: Any) -> None
 @njit(nogil=True, error_model="numpy")
 def _move(
     state_size: int, wide: int, deep: int, state: Any, state_at: int, x: Any, x_at: int, b: Any, b_at: int,
-    steps: Any, sums: Any, steps_at: int, fed: Any,
+    steps: Any, sums: Any, steps_at: int, fed: Any, second: Any, second_at: int,
 ) -> None:  # fmt: skip
-    """The state at the end of a full chunk: S = exp(cum) S + sum over s of B_s (exp(cum - cum_s) dt_s x_s)."""
+    """The state at the end of a full chunk: S = exp(cum) S + sum over s of B_s (exp(cum - cum_s) dt_s x_s).
+
+    ``second`` gets a copy at ``second_at`` unless that is negative.
+    """
     last = sums[steps_at + SCAN_CHUNK - 1]
     for s in range(SCAN_CHUNK):
         decay = exp(np.float32(last - sums[steps_at + s])) * steps[steps_at + s]
@@ -283,9 +289,10 @@ def _move(
         v = 0
         while v < wide:
             columns = _block((wide - v) // LANES)
+            place = n * wide + v
             tile_move(
-                rows, columns, factor, b, b_at + n, deep, fed, v, wide, SCAN_CHUNK, state, state_at + n * wide + v,
-                wide, state_size * wide,
+                rows, columns, factor, b, b_at + n, deep, fed, v, wide, SCAN_CHUNK, state, state_at + place, wide,
+                state_size * wide, second, second_at + place if second_at >= 0 else -1,
             )  # fmt: skip
             v += columns * LANES
         n += rows

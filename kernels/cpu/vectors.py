@@ -36,6 +36,12 @@ def store_vector(builder: Any, value: Any, pointer: Any) -> None:
     builder.store(value, builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
 
 
+def stream_vector(builder: Any, value: Any, pointer: Any) -> None:
+    """Store past the caches, where the target begins a cache line: what nobody reads soon would only fill them."""
+    stored = builder.store(value, builder.bitcast(pointer, VECTOR.as_pointer()), align=64)
+    stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
+
 def splat(builder: Any, scalar: Any) -> Any:
     lane0 = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), scalar, ir.IntType(32)(0))
     return builder.shuffle_vector(lane0, ir.Constant(VECTOR, ir.Undefined), ir.Constant(_BITS, [0] * LANES))
