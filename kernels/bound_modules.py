@@ -18,7 +18,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from .activation import activated, gated
 from .attention import AttentionOptions, attention, attention_of_rotated
 from .context import ForwardContext, LayoutMask, installed_context, layout_of, training_context, use_context
-from .linear import linear
+from .linear import linear, linears
 from .norm import layer_norm, rms_norm
 from .rope import RotaryTables, rotary_tables
 
@@ -197,7 +197,7 @@ def mlp_forward(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
         joined = joined + self.gate_up_proj_adapter_list[facts.adapter](x) if facts.adapter >= 0 else joined
         gate, up = joined.chunk(2, dim=-1)
     else:
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = linears(x, (self.gate_proj, self.up_proj))
     gate = gate if facts.gate_multiplier == 1.0 else gate * facts.gate_multiplier
     out = self.down_proj(gated(facts.activation, gate, up))
     return out if facts.down_multiplier == 1.0 else out * facts.down_multiplier
@@ -232,7 +232,7 @@ def _queries_keys_values(
         kv_width = facts.kv_heads * facts.head_dim
         q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
     else:
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = linears(x, (self.q_proj, self.k_proj, self.v_proj))
     if facts.adapter >= 0:
         q = q + self.linear_q_adapter_list[facts.adapter](x)
         k = k + self.linear_k_adapter_list[facts.adapter](x)

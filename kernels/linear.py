@@ -7,10 +7,12 @@ of `ROW_TILE`; measured, not proved: ``samebit check`` repeats the measurement w
 machine. Gradients are torch's own.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from numba import get_num_threads
+from torch import nn
 from torch.nn import functional as F
 
 from . import device
@@ -24,6 +26,9 @@ FEWEST_OUTPUTS = 16
 
 _PRODUCTS_AN_ELEMENT = 16
 """Products that take the time of one element of a row-wise kernel."""
+
+Layer = tuple[torch.Tensor, torch.Tensor | None]
+"""Weight and bias."""
 
 
 def row_tile(dtype: torch.dtype) -> int:
@@ -61,6 +66,25 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return _multiplied(x, weight, bias)
 
 
+def linears(x: torch.Tensor, modules: Sequence[nn.Linear]) -> list[torch.Tensor]:
+    """Each module's own call on the same ``x``, or one call of all where nobody could tell: the same bits.
+
+    Args:
+        x: ``[..., K]``.
+        modules: up to three bound ones, each ``[N, K]``.
+    """
+    if x.dtype == torch.float32 and not torch.is_grad_enabled() and not device.on_gpu(x):
+        layers = [(module.weight, module.bias) for module in modules if _is_plain(module)]
+        if len(layers) == len(modules) and all(weight.dtype == torch.float32 for weight, _ in layers):
+            return _multiplied_at_once(x, layers)
+    return [module(x) for module in modules]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a call does no more than multiply: no adapter in the module's place, no hook."""
+    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -80,23 +104,30 @@ class _Linear(torch.autograd.Function):
 
 
 def _multiplied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    outputs, inputs = weight.shape
-    if x.shape[-1] != inputs or (bias is not None and bias.shape != (outputs,)):
-        raise ValueError(
-            f"x is {list(x.shape)}, weight {list(weight.shape)}, bias {None if bias is None else list(bias.shape)}; "
-            "allowed: [..., K], [N, K] and [N] or None"
-        )
-    rows = _with_unit_stride(x if x.dim() == 2 else x.reshape(-1, inputs))
-    weight = _with_unit_stride(weight)
-    bias = None if bias is None else bias.contiguous()
-    count = rows.shape[0]
-    out = torch.empty(*x.shape[:-1], outputs)
-    gemm.multiply(
-        padded_rows(count) * outputs * inputs // _PRODUCTS_AN_ELEMENT, rows.data_ptr(), rows.stride(0),
-        weight.data_ptr(), weight.stride(0), 0 if bias is None else bias.data_ptr(), count, outputs, inputs,
-        out.data_ptr(), get_num_threads(),
-    )  # fmt: skip
-    return out
+    return _multiplied_at_once(x, [(weight, bias)])[0]
+
+
+def _multiplied_at_once(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
+    """The products of up to three layers, which share the preparation of ``x`` and the start of the threads."""
+    *shape, inputs = x.shape
+    rows = _with_unit_stride(x if len(shape) == 1 else x.reshape(-1, inputs))
+    places = list(gemm.NO_LAYERS)
+    results: list[torch.Tensor] = []
+    work = padded_rows(len(rows)) * inputs // _PRODUCTS_AN_ELEMENT
+    layers = [(weight.contiguous(), None if bias is None else bias.contiguous()) for weight, bias in layers]
+    for place, (weight, bias) in enumerate(layers):
+        outputs, depth = weight.shape
+        if depth != inputs or (bias is not None and bias.shape != (outputs,)):
+            raise ValueError(
+                f"x is {list(x.shape)}, weight {list(weight.shape)}, "
+                f"bias {None if bias is None else list(bias.shape)}; allowed: [..., K], [N, K] and [N] or None"
+            )
+        out = torch.empty(*shape, outputs)
+        results.append(out)
+        places[place] = weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs, out.data_ptr()
+    most = max(place[2] for place in places)
+    gemm.multiply(work * most, rows.data_ptr(), rows.stride(0), len(rows), inputs, *places, get_num_threads())
+    return results
 
 
 def _with_unit_stride(rows: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ Invariants (the row rule):
 * Every output is written by one work item; tiles of rows and outputs are only a matter of speed.
 
 A work item is a panel of up to `PANEL_ROWS` rows, transposed so that vectors run over rows, times a share of the
-outputs. Weights are read where they lie, each once a panel. Panels and micro-kernels: Goto & van de Geijn 2008.
+outputs of each layer. Weights are read where they lie, each once a panel. Panels and micro-kernels: Goto & van de
+Geijn 2008.
 """
 
 from typing import Any
@@ -37,25 +38,35 @@ _CACHE_LINE = 16
 _ZERO = np.float32(0.0)
 
 
+Layer = tuple[int, int, int, int]
+"""Address of the weight, of the bias (0 for none), number of outputs, address of the result."""
+
+NO_LAYERS: tuple[Layer, Layer, Layer] = ((0, 0, 0, 0),) * 3
+
+
 def _multiply(
-    x_address: int, x_stride: int, weight_address: int, weight_stride: int, bias_address: int, rows: int, outputs: int,
-    inputs: int, out_address: int, threads: int,
-) -> None:  # fmt: skip
-    """Rows of ``x`` and ``weight`` are a stride apart, those of ``out`` are contiguous; bias address 0 is no bias."""
+    x_address: int, x_stride: int, rows: int, inputs: int, first: Layer, second: Layer, third: Layer, threads: int
+) -> None:
+    """One to three layers of the same ``x``: its rows are a stride apart, those of the results are contiguous."""
     x = floats(x_address, rows * x_stride)
-    weight = floats(weight_address, outputs * weight_stride)
-    bias = floats(bias_address, outputs if bias_address else 0)
-    out = floats(out_address, rows * outputs)
     panels = (rows + PANEL_ROWS - 1) // PANEL_ROWS
-    parts = _parts(panels, outputs, threads)
-    share = (outputs + parts * _TILE - 1) // (parts * _TILE) * _TILE
+    parts = _parts(panels, max(first[2], second[2], third[2]), threads)
     for item in prange(panels * parts):
         row = item % panels * PANEL_ROWS  # a thread's items: all panels of its share of the outputs
-        first = min(item // panels * share, outputs)
-        _multiply_panel(
-            x, row * x_stride, x_stride, min(PANEL_ROWS, rows - row), weight, weight_stride, bias,
-            first, min(first + share, outputs), inputs, out, row, outputs,
-        )  # fmt: skip
+        count = min(PANEL_ROWS, rows - row)
+        width = (count + LANES - 1) // LANES * LANES
+        panel = np.empty(min(inputs, _DEPTH) * width, np.float32)
+        filled = False
+        for place in range(3):
+            weight, bias, outputs, out = first if place == 0 else (second if place == 1 else third)
+            share = (outputs + parts * _TILE - 1) // (parts * _TILE) * _TILE
+            begin = min(item // panels * share, outputs)
+            end = min(begin + share, outputs)
+            _multiply_panel(
+                x, row * x_stride, x_stride, count, panel, width, filled, floats(weight, outputs * inputs),
+                floats(bias, outputs if bias else 0), begin, end, inputs, floats(out, rows * outputs), row, outputs,
+            )  # fmt: skip
+            filled = filled or begin < end
 
 
 multiply = RowKernel(_multiply)
@@ -69,21 +80,20 @@ def _parts(panels: int, outputs: int, threads: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def _multiply_panel(
-    x: Any, x_at: int, x_stride: int, rows: int, weight: Any, weight_stride: int, bias: Any, first: int, last: int,
-    inputs: int, out: Any, row: int, out_stride: int,
+    x: Any, x_at: int, x_stride: int, rows: int, panel: Any, width: int, filled: bool, weight: Any, bias: Any,
+    first: int, last: int, inputs: int, out: Any, row: int, out_stride: int,
 ) -> None:  # fmt: skip
-    """Outputs ``first`` to ``last`` of the rows from ``row`` on."""
-    width = (rows + LANES - 1) // LANES * LANES
-    panel = np.empty(min(inputs, _DEPTH) * width, np.float32)
+    """Outputs ``first`` to ``last`` of the rows from ``row`` on; a panel that is ``filled`` holds their inputs."""
     sums = np.empty(min(last - first, _SHARE) * width, np.float32)
     for begin in range(first, last, _SHARE):
         end = min(begin + _SHARE, last)
         sums[: (end - begin) * width] = _ZERO
         for depth in range(0, inputs, _DEPTH):
             count = min(_DEPTH, inputs - depth)
-            if begin == first or inputs > _DEPTH:
+            if inputs > _DEPTH or not filled:
                 _transpose_rows(x, x_at + depth, x_stride, rows, count, panel, width)
-            _add_products(panel, width, weight, weight_stride, depth, count, begin, end, last, sums)
+            _add_products(panel, width, weight, inputs, depth, count, begin, end, last, sums)
+        filled = True
         _write(sums, width, bias, rows, begin, end, out, row * out_stride, out_stride)
 
 

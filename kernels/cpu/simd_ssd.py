@@ -102,8 +102,8 @@ def tile_move(
     """``out[r, 0 : 16 c] = factor out + sum over i of weights[i, r] * vector[i, 0 : 16 c]``, i ascending.
 
     Weight (i, r) is at ``weights_at + i * weights_stride + r``; ``rows`` is 1, 2 or 4, ``columns`` (c) 1, 2 or 4. What
-    lies ``ahead`` elements behind ``out`` is asked for meanwhile. The result also goes to ``second`` (same stride), past
-    the caches, unless ``second_at`` is negative.
+    lies ``ahead`` elements behind ``out`` is asked for meanwhile. The result also goes to ``second`` (same stride),
+    past the caches, unless ``second_at`` is negative.
     """
     i64 = types.int64
     signature = types.void(

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from samebit.kernels.linear import linear
+from samebit.kernels.linear import linear, linears
 
 from .helpers import DTYPES, THREADS, threads
 
@@ -84,8 +85,9 @@ _DIGEST = """
 import hashlib, sys
 import samebit.kernels
 import torch
+from torch import nn
 from samebit.kernels.cpu.simd_gemm import VECTORS
-from samebit.kernels.linear import linear
+from samebit.kernels.linear import linear, linears
 torch.manual_seed(0)
 out = linear(torch.randn(83, 300), torch.randn(129, 300), torch.randn(129))
 print(VECTORS, hashlib.sha256(out.numpy().tobytes()).hexdigest())
@@ -102,3 +104,32 @@ def test_the_bits_do_not_depend_on_the_vectors_of_the_processor(tmp_path: Path) 
         [sys.executable, "-c", _DIGEST], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert found.stdout.split() == ["1", hashlib.sha256(out.numpy().tobytes()).hexdigest()]
+
+
+@pytest.mark.parametrize("inputs", [100, 129, 256, 1000, 1030])
+@pytest.mark.parametrize("outputs", [(3,), (1, 2, 3), (5, 7, 300), (256, 128, 128), (600, 13)])
+def test_layers_of_one_input_have_the_bits_of_each_by_itself(inputs: int, outputs: tuple[int, ...]) -> None:
+    torch.manual_seed(inputs)
+    layers = [nn.Linear(inputs, width, bias=number != 1) for number, width in enumerate(outputs)]
+    for number in THREADS:
+        with threads(number), torch.no_grad():
+            for rows in (1, 2, 3, 7, 64, 65, 300):
+                x = torch.randn(rows, inputs)
+                for product, layer in zip(linears(x, layers), layers, strict=True):
+                    assert torch.equal(product, linear(x, layer.weight, layer.bias))
+
+
+def test_layers_of_one_input_are_called_when_they_do_more() -> None:
+    """Hooks, adapters in a layer's place, gradients, other dtypes."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(20, width) for width in (30, 40)]
+    x, heard = torch.randn(5, 20), []
+    handle = layers[1].register_forward_hook(lambda *_: heard.append(1))
+    with torch.no_grad():
+        linears(x, layers)
+        assert heard == [1]
+        handle.remove()
+        adapted = nn.Sequential(layers[0], nn.Linear(30, 8))
+        assert linears(x, [adapted, layers[1]])[0].shape == (5, 8)  # type: ignore[list-item]
+        assert linears(x.bfloat16(), [layer.bfloat16() for layer in layers])[0].dtype == torch.bfloat16
+    assert all(product.requires_grad for product in linears(x, [layer.float() for layer in layers]))
