@@ -31,12 +31,16 @@ from samebit.rollout import (  # noqa: E402
     WorkerStateError,
     integrations,
 )
-from samebit.rollout.integrations.ray import BroadcastFrom, RayWorker, SharedMemoryAt  # noqa: E402
+from samebit.rollout.integrations.ray import BroadcastFrom, BroadcastGroup, RayWorker, SharedMemoryAt  # noqa: E402
+from samebit.rollout.integrations.ray.links import Sources  # noqa: E402
 from samebit.weight_sync import (  # noqa: E402
     BroadcastSender,
     NonFiniteWeightError,
+    PeerLostError,
     SharedMemorySender,
     WeightMismatchError,
+    gloo_group,
+    listening_store,
 )
 
 CONFIG = RolloutConfig(max_num_seqs=8, num_blocks=200, seed=3)
@@ -217,6 +221,28 @@ def test_weights_over_links_that_the_actor_opens(worker: RayWorker, folder: Path
         assert worker.receive_weights(BroadcastFrom(0)).digest == sent.result().digest
     dist.destroy_process_group()
     assert serves(worker, tiny(6))
+
+
+def test_a_link_stays_open_until_an_update_fails_or_its_group_is_done() -> None:
+    sources = Sources()
+
+    def opened(source: object) -> object:
+        with sources.opened(source) as link:
+            return link
+
+    link = opened(SharedMemoryAt("nobody"))
+    assert opened(SharedMemoryAt("nobody")) is link
+    assert opened(SharedMemoryAt("another")) is not link
+    with pytest.raises(TimeoutError), sources.opened(SharedMemoryAt("nobody")):
+        raise TimeoutError
+    assert opened(SharedMemoryAt("nobody")) is not link
+    store = listening_store("127.0.0.1")
+    with ThreadPoolExecutor(1) as other:
+        trainer = other.submit(gloo_group, store, 0, 2)
+        group = opened(BroadcastGroup("127.0.0.1", store.port, rank=1, size=2, timeout=5))
+        trainer.result()
+    with pytest.raises(PeerLostError, match="closed"):
+        group.listen()
 
 
 def test_memory_and_control(worker: RayWorker) -> None:

@@ -85,16 +85,13 @@ class RolloutActor:
         partial: bool = False,
         verify: bool = False,
     ) -> SyncReport:
-        opened = self._sources.open(source)
-        try:
-            return await self._in_thread(
-                lambda: self._worker.receive_weights(
+        def receive() -> SyncReport:
+            with self._sources.opened(source) as opened:
+                return self._worker.receive_weights(
                     opened, version=version, in_flight=in_flight, partial=partial, verify=verify
                 )
-            )
-        except BaseException:
-            self._sources.forget(source)
-            raise
+
+        return await self._in_thread(receive)
 
     async def sleep(self, tags: str | Iterable[str] = TAGS, level: int = 1) -> None:
         await self._in_thread(lambda: self._worker.sleep(tags, level))

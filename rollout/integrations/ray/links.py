@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -53,17 +56,32 @@ Link = SharedMemoryAt | BroadcastFrom | BroadcastGroup
 
 
 class Sources:
-    """What a call names, opened. A link stays open for the next update."""
+    """What calls name, opened. A link stays open for the next update. Any thread may call it."""
 
     def __init__(self) -> None:
         self._links: dict[Link, ReceiverLink] = {}
+        self._mutex = threading.Lock()
 
-    def open(self, source: object) -> object:
-        """A link or a folder; None stands for itself. No weights come with a call."""
+    @contextmanager
+    def opened(self, source: object) -> Iterator[object]:
+        """For one update: a link, or a folder as it is, or None; no weights come with a call. Waits for a group.
+
+        A link is closed after a failure, so that the next update opens it anew, and when its group was for this one.
+        """
+        try:
+            yield self._open(source)
+        except BaseException:
+            self._forget(source)
+            raise
+        if isinstance(source, BroadcastGroup):
+            self._forget(source)
+
+    def _open(self, source: object) -> object:
         if isinstance(source, Link):
-            if source not in self._links:
-                self._links[source] = source.open()
-            return self._links[source]
+            with self._mutex:
+                if source not in self._links:
+                    self._links[source] = source.open()
+                return self._links[source]
         if source is None or isinstance(source, str | Path):
             return source
         raise TypeError(
@@ -71,12 +89,15 @@ class Sources:
             f"not from {type(source).__name__}"
         )
 
-    def forget(self, source: object) -> None:
-        """After a failure: the next update opens the link anew."""
-        if isinstance(source, Link) and source in self._links:
-            self._links.pop(source).close()
+    def _forget(self, source: object) -> None:
+        if isinstance(source, Link):
+            with self._mutex:
+                link = self._links.pop(source, None)
+            if link is not None:
+                link.close()
 
     def close(self) -> None:
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
+        with self._mutex:
+            for link in self._links.values():
+                link.close()
+            self._links.clear()

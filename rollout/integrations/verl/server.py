@@ -27,7 +27,7 @@ from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
 from samebit.rollout.errors import RequestError
-from samebit.rollout.integrations.ray.links import BroadcastGroup, Sources
+from samebit.rollout.integrations.ray.links import Sources
 from samebit.rollout.integrations.verl import requests
 from samebit.rollout.integrations.verl.baseline import HuggingFaceWorker
 from samebit.rollout.integrations.verl.gate import Gate
@@ -130,18 +130,15 @@ class SamebitServer:
         verify: bool = False,
     ) -> SyncReport:
         """As `RolloutWorker.receive_weights`; `source` names a link."""
-        began = time.monotonic()
-        try:
-            report: SyncReport = await self._in_thread(
-                lambda: self._worker.receive_weights(
-                    self._sources.open(source), version=version, in_flight=in_flight, partial=partial, verify=verify
+
+        def receive() -> SyncReport:
+            with self._sources.opened(source) as opened:
+                return self._worker.receive_weights(
+                    opened, version=version, in_flight=in_flight, partial=partial, verify=verify
                 )
-            )
-        except BaseException:
-            self._sources.forget(source)
-            raise
-        if isinstance(source, BroadcastGroup):
-            self._sources.forget(source)
+
+        began = time.monotonic()
+        report = await self._in_thread(receive)
         if report.changed_tensors:
             self._held = set()
         self._counted["sync_seconds"] += time.monotonic() - began
