@@ -2,14 +2,15 @@
 
 import json
 from pathlib import Path
-from types import TracebackType
 
 from torch.utils.tensorboard import SummaryWriter
+
+from samebit.weight_sync.closing import Closing
 
 Row = dict[str, float]
 
 
-class MetricsLog:
+class MetricsLog(Closing):
     """Owns `folder`/metrics.jsonl, which it starts anew, and `folder`/tensorboard; `rows` is what was written."""
 
     def __init__(self, folder: Path) -> None:
@@ -35,14 +36,6 @@ class MetricsLog:
         self._file.close()
         for board in self._boards.values():
             board.close()
-
-    def __enter__(self) -> "MetricsLog":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _board(self, seed: int) -> SummaryWriter:
         if seed not in self._boards:

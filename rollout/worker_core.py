@@ -15,8 +15,6 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import TypeVar
 
 from samebit.rollout.engine import Engine
 from samebit.rollout.errors import RequestError, WorkerStateError
@@ -33,12 +31,12 @@ from samebit.rollout.validate import RequestLimits
 from samebit.rollout.weights import WorkerWeights
 from samebit.rollout.worker_state import WorkerState
 from samebit.weight_sync import SyncReport, VerificationError
+from samebit.weight_sync.closing import Closing
 
 TAGS = ("weights", "kv_cache")
-Worker = TypeVar("Worker", bound="WorkerCore")
 
 
-class WorkerCore:
+class WorkerCore(Closing):
     """See `RolloutWorker`, which builds the parts from a model."""
 
     def __init__(
@@ -336,17 +334,6 @@ class WorkerCore:
             if not self._state.kv_asleep:
                 self._engine.runner.release_cache()
                 self._set_asleep(kv_cache=True)
-
-    def __enter__(self: Worker) -> Worker:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _check_tags(tags: str | Iterable[str]) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import TypeVar
 
 Closed = TypeVar("Closed", bound="Closing")
@@ -18,10 +17,5 @@ class Closing:
     def __enter__(self: Closed) -> Closed:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

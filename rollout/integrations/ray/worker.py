@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -32,6 +31,7 @@ from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker_core import TAGS
 from samebit.weight_sync import SharedMemorySender, SyncBrokenError, SyncRefusedError, SyncReport, WeightStream
+from samebit.weight_sync.closing import Closing
 from samebit.weight_sync.link import DEFAULT_TIMEOUT
 
 HEALTH_TIMEOUT = 2.0
@@ -50,7 +50,7 @@ def start_actor(actor_class: type, *, num_cpus: int = 1, num_threads: int | None
     return ray.remote(actor_class).options(num_cpus=num_cpus, runtime_env=runtime, **options).remote()
 
 
-class RayWorker:
+class RayWorker(Closing):
     """A rollout worker in an actor, called like a `RolloutWorker`. `actor`: a handle of a `RolloutActor`.
 
     sync_timeout: the longest wait for one step of a weight update, in seconds.
@@ -210,14 +210,6 @@ class RayWorker:
         with suppress(WorkerLostError):
             wait_for(self.actor.close.remote())
         ray.kill(self.actor)
-
-    def __enter__(self) -> RayWorker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class RayRequestHandle:
