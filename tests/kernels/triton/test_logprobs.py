@@ -8,7 +8,8 @@ from samebit.kernels import device, logprobs, reference, sampling
 from samebit.kernels.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
 from samebit.kernels.triton import sampling as gpu
 
-from .gpu import DEVICE, DTYPES, assert_near, leaf
+from ..helpers import assert_near
+from .gpu import DEVICE, DTYPES, leaf
 
 VOCABULARIES = (100, 1024, 2057)
 

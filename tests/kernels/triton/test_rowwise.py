@@ -13,7 +13,8 @@ from samebit.kernels.linear import linear
 from samebit.kernels.norm import GatedNormOptions, gated_rms_norm, layer_norm, rms_norm
 from samebit.kernels.rope import RotaryTables, rotate
 
-from .gpu import DEVICE, DTYPES, assert_near, leaf
+from ..helpers import assert_near
+from .gpu import DEVICE, DTYPES, leaf
 
 EPS = 1e-6
 CASES = {

@@ -1,0 +1,82 @@
+"""An attention layer for the tests: its inputs, its oracle, and its way through pages."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from samebit.kernels import reference
+from samebit.kernels.attention import AttentionOptions, attention
+from samebit.kernels.context import ForwardContext
+from samebit.kernels.pages import KVLayout
+
+from .routes import NextCount, steps
+
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes and options of one attention layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int = 0
+    softcap: float = 0.0
+
+    @property
+    def options(self) -> AttentionOptions:
+        return AttentionOptions(0, self.head_dim**-0.5, self.window, self.softcap)
+
+
+def tensors(shape: Shape, dtype: torch.dtype, lengths: tuple[int, ...]) -> Triple:
+    torch.manual_seed(shape.head_dim)
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+    q, k, v = (torch.randn(sum(lengths), count, shape.head_dim).to(dtype) for count in heads)
+    return q * 3, k, v
+
+
+def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, lengths: tuple[int, ...]) -> torch.Tensor:
+    options = shape.options
+    parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    return torch.cat(
+        [
+            reference.attention(*part, scale=options.scale, window=options.window, softcap=options.softcap)
+            for part in parts
+        ]
+    )
+
+
+def through_pages(
+    parts: Triple, shape: Shape, lengths: tuple[int, ...], block_size: int, next_count: NextCount, *,
+    padding: int = 0, device: str = "cpu",
+) -> torch.Tensor:  # fmt: skip
+    """Attention in steps: in each, sequence s computes its next ``next_count(s, done)`` tokens.
+
+    Pages begin as NaN, blocks are dealt out at random, and ``padding`` rows of NaN end each call.
+    """
+    blocks = [-(-length // block_size) for length in lengths]
+    dealt = iter(np.random.default_rng(0).permutation(sum(blocks)) + 1)
+    tables = np.full((len(lengths) + 1, max(blocks)), np.iinfo(np.int32).max, np.int32)
+    for sequence, count in enumerate(blocks):
+        tables[sequence + 1, :count] = [next(dealt) for _ in range(count)]
+    layout = KVLayout(1, shape.kv_heads, shape.head_dim)
+    pages = layout.allocate(sum(blocks), block_size, parts[0].dtype, device)[0].fill_(torch.nan)
+    out = torch.empty_like(parts[0])
+    for step in steps(lengths, next_count):
+        context = ForwardContext(
+            positions=torch.zeros(len(step.rows) + padding, dtype=torch.int64, device=device),
+            row_start=(np.cumsum(step.counts) - step.counts).astype(np.int32),
+            lengths=np.array(step.counts, np.int32),
+            starts=np.array(step.starts, np.int32),
+            table_rows=np.array(step.sequences, np.int32) + 1,
+            block_tables=tables,
+            block_size=block_size,
+            pages=(pages,),
+        )
+        call = [torch.cat([x[step.rows], x.new_full((padding, *x.shape[1:]), torch.nan)]).to(device) for x in parts]
+        result = attention(*call, context, shape.options).cpu()
+        assert not result[len(step.rows) :].any(), "padding rows must be zero"
+        out[step.rows] = result[: len(step.rows)]
+    return out
