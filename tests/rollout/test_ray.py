@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 ray = pytest.importorskip("ray")
 
@@ -43,29 +43,13 @@ from samebit.weight_sync import (  # noqa: E402
     listening_store,
 )
 
+from .tiny_llama import tiny  # noqa: E402
+
 CONFIG = RolloutConfig(max_num_seqs=8, num_blocks=200, seed=3)
 PROMPTS = [[1], [2, 3, 4], list(range(5, 22))]
 PARAMS = SamplingParams(n=2, max_tokens=9, temperature=0.7)
 LONG = SamplingParams(max_tokens=1900, ignore_eos=True)
 SOON = 2.0
-
-
-def tiny(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=101,
-            hidden_size=64,
-            intermediate_size=100,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=2048,
-            initializer_range=0.2,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
 
 
 @pytest.fixture(scope="module")

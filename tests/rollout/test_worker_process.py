@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from samebit.rollout import RolloutWorker
 from samebit.weight_sync import PeerLostError, SharedMemorySender, SyncTimeoutError
 
+from .tiny_llama import tiny
 from .worker_process import CONFIG, samples
 
 SCRIPT = Path(__file__).with_name("worker_process.py")
@@ -50,23 +49,6 @@ class WorkerProcess:
         self._process.kill()
         self._process.communicate()
         assert self._process.returncode == -signal.SIGKILL
-
-
-def tiny(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=101,
-            hidden_size=64,
-            intermediate_size=100,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=2048,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
 
 
 def test_a_worker_process_is_killed_while_it_generates(tmp_path: Path) -> None:
