@@ -10,6 +10,7 @@ import pytest
 
 from samebit.rollout.cache import CacheManager
 from samebit.rollout.cache.integrity import check_cache
+from samebit.rollout.cache.states import StateCache
 from samebit.rollout.engine import Engine
 from samebit.rollout.errors import NonFiniteLogitsError
 from samebit.rollout.request import Request
@@ -383,3 +384,17 @@ def test_aborting_a_group_whose_prompt_is_held_frees_it(make_engine: Make, make_
     check_cache(engine.cache)
     assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
     assert engine.scheduler.num_unfinished == 0
+
+
+def test_a_prompt_s_slot_is_free_again_when_what_still_reads_it_is_on_its_way() -> None:
+    states = StateCache(0, 4, range(8, 9))
+    held = states.hold(0)
+    assert held == 8
+    states.fork(held, 1)
+    states.let_go(held)
+    assert states.hold(2) is None, "the fork of the coming step copies it"
+    moves = states.take_moves()
+    assert (moves.holds, moves.forks) == ([(0, 8)], [(8, 1)])
+    assert states.hold(2) == 8
+    states.clear()
+    assert states.take_moves().holds == [], "the prompt was computed under the weights before"

@@ -105,6 +105,7 @@ def sampled(worker: RolloutWorker) -> tuple[list[RequestOutput], Tensor]:
     return outputs, torch.tensor([x for out in outputs for s in out.samples for x in s.logprobs])
 
 
+@pytest.mark.filterwarnings("error:.*autocast")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -126,7 +127,9 @@ def test_the_engine_gives_the_workers_log_probabilities(
                 assert "entropy" not in alone
             with engine.train_mode():
                 engine.train_batch(batch(outputs, micro_batch_size_per_gpu=2), loss_function=_loss)
-            report = worker.receive_weights(engine.get_per_tensor_param()[0])
+            stream = engine.get_per_tensor_param()[0]
+            assert {str(spec.dtype) for spec in stream.specs.values()} == {f"torch.{dtype}"}
+            report = worker.receive_weights(stream)
             assert report.changed_tensors == report.tensors, "every weight was trained, and is the worker's now"
             assert bool(report.casts) == (dtype == "bfloat16")
 
@@ -190,6 +193,18 @@ def test_what_is_not_exact_is_refused_by_name(
     model, engine = configs(save_model(tmp_path), "float32", **options)
     with pytest.raises(ValueError, match=says):
         build(model, replace(engine, **engine_options))
+
+
+def test_the_labels_and_what_is_computed_are_those_asked_for(tmp_path: Path) -> None:
+    engine = build(*configs(save_model(tmp_path), "float32"))
+    ids = torch.tensor([[1, 4, 5]])
+    plain = engine.module(input_ids=ids, temperature=TEMPERATURE)
+    assert plain.entropy is None
+    same = engine.module(input_ids=ids, temperature=TEMPERATURE, shift_labels=ids.roll(-1, 1), with_entropy=True)
+    assert torch.equal(same.log_probs, plain.log_probs)
+    assert same.entropy.shape == ids.shape
+    others = engine.module(input_ids=ids, temperature=TEMPERATURE, shift_labels=torch.tensor([[4, 7, 1]]))
+    assert (others.log_probs == plain.log_probs).tolist() == [[True, False, True]]
 
 
 def test_logits_are_not_handed_out_silently(tmp_path: Path) -> None:

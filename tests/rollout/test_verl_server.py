@@ -82,8 +82,10 @@ def test_tokens_in_tokens_out(folder: Path) -> None:
         assert len(short.token_ids) == 2, "prompt and response fit into what verl has room for"
         assert short.log_probs is None
         assert len((await server.generate([1] * 30, {**PARAMS, "max_tokens": 5}, "c")).token_ids) == 5
+        long = await server.generate([1] * 250, {**PARAMS, "max_tokens": 100}, "d")
+        assert len(long.token_ids) == 6, "and into the model"
         stats = await server.stats()
-        assert stats["requests_finished"] == 6
+        assert stats["requests_finished"] == 7
         assert stats["generation_seconds"] > 0
 
     serve(folder, check)
@@ -186,6 +188,57 @@ def test_weights_come_between_sleep_and_wake_and_name_their_step(folder: Path) -
         assert (again.token_ids, again.log_probs) == (after.token_ids, after.log_probs)
 
     serve(folder, check)
+
+
+def test_a_response_across_an_update_names_both_steps(folder: Path) -> None:
+    model, _ = tiny_model.load(folder)
+
+    async def check(server: SamebitServer) -> None:
+        await server.set_global_steps(version=0, global_steps=4)
+        long = asyncio.create_task(server.generate([1, 5], {**PARAMS, "max_tokens": 240}, "a"))
+        while (await server.stats())["output_tokens"] < 3:
+            await asyncio.sleep(0.01)
+        server._worker.pause()
+        with SharedMemorySender(timeout=30) as sender:
+            sent = asyncio.create_task(asyncio.to_thread(sender.send, model))
+            report = await server.receive_weights(SharedMemoryAt(sender.address))
+            await sent
+        await server.set_global_steps(report.version, 5)
+        server._worker.resume()
+        spans = (await long).extra_fields
+        assert (spans["min_global_steps"], spans["max_global_steps"], spans["global_steps"]) == (4, 5, 5)
+
+    serve(folder, check)
+
+
+def test_weights_that_the_next_update_brings_are_not_kept_asleep(folder: Path) -> None:
+    """Where trainer and server share their resources. Elsewhere they are, and come back."""
+
+    async def forgets(server: SamebitServer) -> None:
+        await server.sleep()
+        await server.wake_up()
+        with pytest.raises(WorkerStateError, match="weights incomplete"):
+            await server.generate([1, 5], dict(PARAMS), "a")
+
+    async def keeps(server: SamebitServer) -> None:
+        greedy = {**PARAMS, "temperature": 0}
+        before = await server.generate([1, 5], dict(greedy), "a")
+        await server.sleep()
+        await server.wake_up()
+        after = await server.generate([1, 5], dict(greedy), "b")
+        assert (after.token_ids, after.log_probs) == (before.token_ids, before.log_probs)
+
+    serve(folder, forgets)
+    serve(folder, keeps, mode=RolloutMode.COLOCATED)
+
+
+def test_memory_that_shall_not_be_freed_is_not(folder: Path) -> None:
+    async def check(server: SamebitServer) -> None:
+        await server.sleep()
+        await server.release_kv_cache()
+        assert (await server.generate([1, 5], dict(PARAMS), "a")).stop_reason == "completed"
+
+    serve(folder, check, frees_memory=False)
 
 
 def test_it_knows_whose_weights_it_has(folder: Path) -> None:
