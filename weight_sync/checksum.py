@@ -46,7 +46,7 @@ _EXPONENT_STEP = {
 }
 """Bytes of an element, and what added to an infinity or NaN (without its sign) carries into the sign bit."""
 
-_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_EXPONENT_STEP, *_INTEGERS)}
 """The dtypes that weights can have, by name."""
