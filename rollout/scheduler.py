@@ -7,7 +7,8 @@ Invariants
 * `running` is in order of admission. Only its last sequence is ever preempted, so the first one always
   advances, and since admission is first come first served, nobody starves.
 * A preempted sequence keeps its tokens, loses its blocks, and waits again in order of arrival.
-* Every running sequence that is decoding is in every plan; prefills share what is left of the budget.
+* Every running sequence that is decoding is in every plan; prefills take what is left of the budget, each as
+  much as it can, so at most one of them is unfinished after a step.
 * With prefix caching, one sample of a request computes the prompt, and the others wait behind it
   (`siblings`) until they take their first token from the same logits. A sequence whose next block is being
   computed by a running one waits for that block, and lets others pass.
@@ -76,10 +77,8 @@ class Scheduler:
         self.cache.sweep()
         prefills = self._plan_decodes(plan)
         budget = self.max_num_batched_tokens - plan.num_tokens
-        for number, sequence in enumerate(prefills, 1):
-            if budget == 0:
-                break
-            budget -= self._plan_chunk(plan, sequence, budget, shared=number < len(prefills))
+        for sequence in prefills:
+            budget -= self._plan_chunk(plan, sequence, budget)
         self._admit(plan, budget)
         plan.copies = self.cache.take_copies()
         if self.cache.states is not None and plan.items:
@@ -88,10 +87,7 @@ class Scheduler:
 
     def publish(self, item: ScheduledSequence) -> None:
         """What a step computed for this sequence is there for others."""
-        if item.sequence.request.error is None:
-            self._wait(self.cache.publish(item.sequence))
-        if item.captures:
-            self.cache.keep_captures(item.sequence, item.captures)
+        self._wait(self.cache.publish(item.sequence, item.captures))
 
     def fork(self, leader: Sequence, samples: tuple[Sequence, ...]) -> None:
         """The samples that took their first token from the leader's logits go on by themselves."""
@@ -146,7 +142,7 @@ class Scheduler:
 
     def _preempt_last(self) -> Sequence:
         victim = self.running.pop()
-        woken = self.cache.release(victim)
+        woken = self.cache.preempt(victim)
         victim.forget_computed()
         victim.request.record("preempted", victim.sample_index)
         self._wait([victim, *woken])
@@ -197,16 +193,10 @@ class Scheduler:
             self.waiting.started(request)
         request.record("scheduled", sequence.sample_index)
 
-    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int, shared: bool = False) -> int:
-        """Plan as much of a prefill as the budget allows; the tokens planned.
-
-        When others take what is left (`shared`), a model with states ends it on the grid.
-        """
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
+        """Plan as much of a prefill as the budget allows, wherever that ends; the tokens planned."""
         start, total = sequence.num_computed, sequence.num_tokens
         length = min(total - start, budget)
-        beyond = (start + length) % self.cache.block_size
-        if shared and self.cache.states is not None and start + length < total and beyond < length:
-            length -= beyond
         ends = start + length == total
         plan.add(sequence, start, length, ends, self._forks(sequence) if ends and sequence.siblings else ())
         return length

@@ -66,6 +66,14 @@ class TokenChain:
         split = len(self._prompt)
         return self._prompt[index] if index < split else self._own[index - split]
 
+    def head(self, count: int) -> list[bytes]:
+        """The first `count` digests, or as many as there are."""
+        return self._prompt[:count] + self._own[: max(0, count - len(self._prompt))]
+
+    def tail(self, start: int) -> list[bytes]:
+        """The digests from block `start` on."""
+        return self._prompt[start:] + self._own[max(0, start - len(self._prompt)) :]
+
     def cover(self, tokens: npt.NDArray[np.int64]) -> None:
         """Extend the chain to all full blocks of these tokens, the sequence's own from position 0 on."""
         size = self._hasher.block_size

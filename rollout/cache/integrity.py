@@ -17,13 +17,13 @@ def check_cache(cache: CacheManager) -> None:
         cache.leaders.check()
     if cache.index is not None:
         _check_index(cache, cache.index)
-    if cache.states is not None:
+    if cache.states is not None and cache.tails is not None:
         cache.states.check(cache.tails.state_slots())
 
 
 def _check_owners(cache: CacheManager) -> None:
     owners = np.zeros(cache.pool.num_blocks + 1, np.int64)
-    for blocks in [*cache.tables.all_blocks(), *cache.tails.blocks()]:
+    for blocks in [*cache.tables.all_blocks(), *(() if cache.tails is None else cache.tails.blocks())]:
         if len(set(blocks)) != len(blocks):
             raise AssertionError("a sequence lists a block twice")
         owners[blocks] += 1

@@ -6,6 +6,7 @@ Invariants
   reason, whoever waits is handed back to the scheduler, and the first of them to be admitted leads.
 * A follower waits for one digest: the last block that it has in common with what is being computed. It
   holds no memory meanwhile.
+* A block that is there already is led too while it is computed again for the state behind it.
 """
 
 from __future__ import annotations
@@ -63,11 +64,19 @@ class Leaders:
         if not followers:
             del self._followers[digest]
 
-    def published(self, digest: bytes) -> list[Sequence]:
-        """The block is there: the followers that waited for it."""
-        leader = self._led.pop(digest, None)
-        if leader is None:
+    def last_led(self, chain: TokenChain, start: int, end: int) -> int:
+        """The end of the last block of a chain among `start .. end - 1` that is led; `start` for none."""
+        led = self._led
+        while led and end > start and chain[end - 1] not in led:
+            end -= 1
+        return end if led else start
+
+    def published(self, digest: bytes, by: Sequence | None = None) -> list[Sequence]:
+        """The block is there: the followers that waited for it. With `by`, only if this sequence leads it."""
+        leader = self._led.get(digest)
+        if leader is None or (by is not None and leader is not by):
             return []
+        del self._led[digest]
         led = self._leading[leader]
         del led[digest]
         if not led:
@@ -83,7 +92,10 @@ class Leaders:
         return woken
 
     def resign_all(self) -> list[Sequence]:
-        return [follower for leader in list(self._leading) for follower in self.resign(leader)]
+        """Nothing is led any more: all followers."""
+        woken = list(self._waits_for)
+        self._led, self._leading, self._followers, self._waits_for = {}, {}, {}, {}
+        return woken
 
     def _wake(self, digest: bytes) -> list[Sequence]:
         woken = list(self._followers.pop(digest, ()))

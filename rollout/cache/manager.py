@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from samebit.rollout.cache.blocks import BlockPool
 from samebit.rollout.cache.chain import ChainHasher, TokenChain
+from samebit.rollout.cache.checkpoints import Captures, Checkpoints
 from samebit.rollout.cache.counters import CacheCounters
 from samebit.rollout.cache.index import CachedBlock, PrefixIndex, Tokens
 from samebit.rollout.cache.leaders import Leaders
@@ -30,7 +31,6 @@ from samebit.rollout.cache.prefix_state import NEVER, PrefixState
 from samebit.rollout.cache.states import StateCache
 from samebit.rollout.cache.tables import BlockTables
 from samebit.rollout.cache.tails import PromptTail, PromptTails
-from samebit.rollout.cache.waiting_chains import WaitingChains
 
 if TYPE_CHECKING:
     from samebit.rollout.request import Request, Sequence
@@ -64,9 +64,11 @@ class CacheManager:
         self.hasher = ChainHasher(block_size) if prefix_caching else None
         self.leaders = Leaders() if prefix_caching else None
         self.states = states if prefix_caching else None
-        self.waiting = WaitingChains()
+        self.checkpoints: Checkpoints | None = None
+        if self.states is not None and self.index is not None:
+            self.checkpoints = Checkpoints(self.states, self.index, self.tables)
         self._keeps_free_blocks = eviction_policy == "lru"
-        self.tails = PromptTails(self._give_back, self.states)
+        self.tails = PromptTails(self._give_back, self.states) if prefix_caching else None
         self._copies: list[tuple[int, int]] = []
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -91,35 +93,34 @@ class CacheManager:
         for sequence in request.sequences:
             sequence.prefix = PrefixState(TokenChain(self.hasher, root, request.prompt_digests))
         first = request.sequences[0].prefix
-        if first is not None and self.states is not None and self.states.num_checkpoints:
-            first.announced = request.prompt_digests[: (len(request.prompt) - 1) // self.block_size]
-            self.waiting.announce(first.announced)
+        if self.checkpoints is not None and first is not None:
+            self.checkpoints.announce(first, len(request.prompt))
 
-    def awaited(self, sequence: Sequence) -> bytes | None:
-        """The block that a waiting sequence should wait for: a running one computes it, and it saves tokens."""
+    def awaited(self, sequence: Sequence) -> int | None:
+        """The number of blocks that a waiting sequence should wait for: a running one computes the last of them, and
+        it saves tokens."""
         state = sequence.prefix
         if state is None or self.leaders is None or sequence.prompt_logprobs_wanted:
             return None
         match = self._match(sequence)
-        end = self.leaders.reach(state.chain, len(match))
-        if self.states is not None:
-            end = min(end, (sequence.num_tokens - 1) // self.block_size) if self.states.num_checkpoints else 0
         here, _ = self._resume_point(sequence, state, match)
-        if end <= len(match) or min(end * self.block_size, sequence.num_tokens - 1) <= here:
+        end = self.leaders.reach(state.chain, len(match))
+        if self.checkpoints is not None:
+            end = self.checkpoints.reach(sequence, end)
+            end = self.leaders.last_led(state.chain, min(here // self.block_size, end), end)
+        elif end == len(match):
             return None
-        return state.chain[end - 1]
+        return end if min(end * self.block_size, sequence.num_tokens - 1) > here else None
 
-    def follow(self, sequence: Sequence, digest: bytes) -> None:
-        """Let a waiting sequence stand behind the one that computes this block, which takes a checkpoint there."""
+    def follow(self, sequence: Sequence, num_blocks: int) -> None:
+        """Let a waiting sequence stand behind the one that computes these blocks, which takes a checkpoint there."""
         state = sequence.prefix
         if state is None or self.leaders is None:
             raise RuntimeError("there are no leaders without prefix caching")
+        digest = state.chain[num_blocks - 1]
         leader = self.leaders.leader(digest).prefix
-        if self.states is not None and leader is not None:
-            number = len(state.match)
-            while state.chain[number] != digest:
-                number += 1
-            leader.wanted.add((number + 1) * self.block_size)
+        if self.checkpoints is not None and leader is not None:
+            leader.wanted.add(num_blocks * self.block_size)
         self.leaders.follow(sequence, digest)
 
     def admit(self, sequence: Sequence, *, headroom: int = 0) -> bool:
@@ -143,8 +144,7 @@ class CacheManager:
     def forget(self, sequence: Sequence) -> None:
         """A sequence that waits, or never began to, goes away."""
         if sequence.prefix is not None:
-            self.tails.leave(sequence.prefix)
-            self._withdraw(sequence.prefix)
+            self._left_waiting(sequence.prefix)
         if self.leaders is not None and sequence in self.leaders:
             self.leaders.unfollow(sequence)
 
@@ -171,54 +171,27 @@ class CacheManager:
         """Whether all of its KV belongs to the current epoch."""
         return self.index is not None and sequence.prefix is not None and sequence.prefix.epoch == self.index.epoch
 
-    def plan_captures(self, sequence: Sequence, end: int) -> tuple[tuple[int, int], ...]:
+    def plan_captures(self, sequence: Sequence, end: int) -> Captures:
         """(position, checkpoint) of the states to keep while a step computes this sequence up to `end`."""
         state = sequence.prefix
-        if self.states is None or state is None or not self.states.num_checkpoints or not self.may_publish(sequence):
+        if self.checkpoints is None or state is None or not self.may_publish(sequence):
             return ()
-        reached = {position for position in state.wanted if position <= end}
-        state.wanted -= reached
-        reached |= self._left_by_waiting(state.chain, sequence.num_computed, end)
-        taken = ((position, self.states.take()) for position in sorted(reached))
-        return tuple((position, checkpoint) for position, checkpoint in taken if checkpoint is not None)
+        return self.checkpoints.plan(sequence, state, end)
 
-    def keep_captures(self, sequence: Sequence, captures: tuple[tuple[int, int], ...]) -> None:
-        """The states that a step has kept belong to the blocks that end there, if these were published."""
-        if self.states is None or self.index is None or sequence.prefix is None:
-            return
-        owned = self.tables.blocks(sequence.slot)
-        for position, checkpoint in captures:
-            number = position // self.block_size - 1
-            known = self.may_publish(sequence) and number < sequence.prefix.num_published
-            self.states.attach(self.index.by_block.get(owned[number]) if known else None, checkpoint)
-
-    def publish(self, sequence: Sequence) -> list[Sequence]:
-        """Make the full blocks that a step has computed hittable; the followers that waited for them."""
-        state, index, leaders = sequence.prefix, self.index, self.leaders
-        full = sequence.num_computed // self.block_size
-        if state is None or index is None or leaders is None:
-            return []
-        if full <= state.num_published or state.epoch != index.epoch:
-            return []
-        woken: list[Sequence] = []
-        size, tokens = self.block_size, sequence.token_ids
-        state.chain.cover(tokens[: full * size])
-        for number in range(state.num_published, full):
-            digest = state.chain[number]
-            block = self.tables.blocks(sequence.slot)[number]
-            previous = self.tables.blocks(sequence.slot)[number - 1] if number else None
-            first = index.publish(block, digest, tokens[number * size : (number + 1) * size], previous)
-            if first != block and (first is None or not self._replace(sequence.slot, number, first)):
-                state.epoch = NEVER
-                return woken + leaders.resign(sequence)
-            woken += leaders.published(digest)
-        index.sweep(SWEPT_PER_BLOCK * (full - state.num_published))
-        state.num_published = full
+    def publish(self, sequence: Sequence, captures: Captures = ()) -> list[Sequence]:
+        """Make the full blocks that a step has computed hittable, with the states that it has kept at their ends; the
+        followers that waited for them. Of a request that has failed nothing is published."""
+        failed = sequence.request.error is not None
+        woken = [] if failed else self._publish(sequence)
+        if self.checkpoints is not None and captures:
+            state = sequence.prefix
+            known = 0 if failed or state is None or not self.may_publish(sequence) else state.num_published
+            self.checkpoints.keep(sequence, captures, known)
         return woken
 
     def hold_tail(self, leader: Sequence, samples: Items[Sequence]) -> None:
         """Keep the blocks of a prompt, the partly filled last one too, for the other samples of the request."""
-        if not samples:
+        if self.tails is None or not samples:
             return
         length = leader.num_prompt_tokens
         blocks = self.tables.blocks(leader.slot)[: self.blocks_for(length)]
@@ -232,12 +205,21 @@ class CacheManager:
 
     def release(self, sequence: Sequence) -> list[Sequence]:
         """Take back a running sequence's slot and blocks; the followers that waited for it."""
-        slot = sequence.slot
-        self._save_state(sequence)
+        slot, state = sequence.slot, sequence.prefix
+        if self.checkpoints is not None and state is not None and sequence.request.error is None:
+            self.checkpoints.save(sequence, state.num_published if self.may_publish(sequence) else 0)
         self._give_back(self.tables.blocks(slot)[::-1])
         self.tables.give_back(slot)
         sequence.slot = -1
         return [] if self.leaders is None else self.leaders.resign(sequence)
+
+    def preempt(self, sequence: Sequence) -> list[Sequence]:
+        """Take back a running sequence's slot and blocks until it is admitted again; the followers."""
+        woken = self.release(sequence)
+        if self.checkpoints is not None and sequence.prefix is not None:
+            sequence.prefix.chain.cover(sequence.token_ids[: sequence.num_tokens])
+            self.checkpoints.announce(sequence.prefix, sequence.num_tokens)
+        return woken
 
     # -- the cache as a whole ----------------------------------------------------------------------
 
@@ -254,7 +236,7 @@ class CacheManager:
 
     def drop_tails(self) -> bool:
         """Give up the prompts that are held; whether there were any."""
-        return self.tails.drop()
+        return self.tails is not None and self.tails.drop()
 
     def sweep(self) -> None:
         """A step's share of freeing what `clear_index` left."""
@@ -283,28 +265,28 @@ class CacheManager:
     def _resume(self, sequence: Sequence, match: list[CachedBlock]) -> None:
         """Set where an admitted sequence goes on behind its shared blocks."""
         state = sequence.prefix
-        if state is None or self.index is None or self.leaders is None:
+        if state is None or self.index is None or self.leaders is None or self.tails is None:
             return
         hits, slot = len(match), sequence.slot
         start, shared = self._resume_point(sequence, state, match)
         tail = self.tails.following(state, hits, self.block_size)
         if tail is not None and hits < len(tail.blocks):
             self._copies.append((tail.blocks[hits], self.tables.blocks(slot)[hits]))
-        if self.states is not None:
-            self._resume_state(self.states, sequence, state, start)
+        if self.checkpoints is not None:
+            self.checkpoints.resume(sequence, state, start)
         self._count(state.chain, hits, start)
-        self.tails.leave(state)
-        self._withdraw(state)
+        self._left_waiting(state)
         state.match = []
         state.epoch = self.index.epoch
         state.num_published = hits
+        state.num_passed = hits if self.checkpoints is None else start // self.block_size
         sequence.resume_at(start, write_from=shared)
-        self.leaders.lead(sequence, [state.chain[number] for number in range(hits, len(state.chain))])
+        self.leaders.lead(sequence, state.chain.tail(state.num_passed))
 
     def _resume_point(self, sequence: Sequence, state: PrefixState, match: list[CachedBlock]) -> tuple[int, int]:
         """Where a sequence with this match goes on, and up to where its blocks have their KV."""
         shared = start = len(match) * self.block_size
-        missing_end = self.tails.following(state, len(match), self.block_size)
+        missing_end = None if self.tails is None else self.tails.following(state, len(match), self.block_size)
         if missing_end is not None:
             shared = start = missing_end.prompt_length
         forks = state.tail is not None and state.tail.state_slot is not None and start == sequence.num_tokens - 1
@@ -312,33 +294,36 @@ class CacheManager:
             start = self.states.deepest(match, sequence.num_tokens) * self.block_size
         return 0 if sequence.prompt_logprobs_wanted else min(start, sequence.num_tokens - 1), shared
 
-    def _resume_state(self, states: StateCache, sequence: Sequence, state: PrefixState, start: int) -> None:
-        """Bring the live state of an admitted sequence to `start`, and note where it will take checkpoints."""
-        last = sequence.num_tokens - 1
-        source = None if state.tail is None else state.tail.state_slot
-        if start == last and source is not None:
-            states.fork(source, sequence.slot)
-        else:
-            if not sequence.prompt_logprobs_wanted:
-                states.count(state.match, start // self.block_size, sequence.num_tokens)
-            if start:
-                states.restore(state.match[start // self.block_size - 1], sequence.slot)
-        ends = {len(state.match), last // self.block_size, sequence.num_tokens // self.block_size}
-        state.wanted = {end * self.block_size for end in ends if end * self.block_size > start}
+    def _publish(self, sequence: Sequence) -> list[Sequence]:
+        state, index, leaders = sequence.prefix, self.index, self.leaders
+        full = sequence.num_computed // self.block_size
+        if state is None or index is None or leaders is None or full <= state.num_passed or state.epoch != index.epoch:
+            return []
+        woken: list[Sequence] = []
+        by = None if self.checkpoints is None else sequence
+        state.chain.cover(sequence.token_ids[: full * self.block_size])
+        for number in range(state.num_passed, full):
+            if number >= state.num_published and not self._publish_block(index, sequence, state.chain[number], number):
+                state.epoch = NEVER
+                return woken + leaders.resign(sequence)
+            woken += leaders.published(state.chain[number], by)
+        index.sweep(SWEPT_PER_BLOCK * (full - state.num_passed))
+        state.num_passed = full
+        state.num_published = max(full, state.num_published)
+        return woken
 
-    def _left_by_waiting(self, chain: TokenChain, start: int, end: int) -> set[int]:
-        """The block boundaries after `start`, up to `end`, at which a waiting prompt leaves this chain."""
-        size = self.block_size
-        if not self.waiting:
-            return set()
-        ends = range(start // size, min(end // size, len(chain)))
-        following = (chain[number + 1] if number + 1 < len(chain) else None for number in ends)
-        pairs = zip(ends, following, strict=True)
-        return {(number + 1) * size for number, after in pairs if self.waiting.leave(chain[number], after)}
+    def _publish_block(self, index: PrefixIndex, sequence: Sequence, digest: bytes, number: int) -> bool:
+        """Whether this block of a sequence, or the equal one that was there before, can be hit now."""
+        size, blocks = self.block_size, self.tables.blocks(sequence.slot)
+        previous = blocks[number - 1] if number else None
+        first = index.publish(blocks[number], digest, sequence.token_ids[number * size : (number + 1) * size], previous)
+        return first == blocks[number] or (first is not None and self._replace(sequence.slot, number, first))
 
-    def _withdraw(self, state: PrefixState) -> None:
-        self.waiting.withdraw(state.announced)
-        state.announced = []
+    def _left_waiting(self, state: PrefixState) -> None:
+        if self.tails is not None:
+            self.tails.leave(state)
+        if self.checkpoints is not None:
+            self.checkpoints.withdraw(state)
 
     def _count(self, chain: TokenChain, hits: int, skipped: int) -> None:
         counters = self.counters
@@ -347,17 +332,6 @@ class CacheManager:
         counters.tokens_skipped += skipped
         if self.index is not None and hits < len(chain):
             counters.lost_to_eviction += self.index.was_evicted(chain[hits])
-
-    def _save_state(self, sequence: Sequence) -> None:
-        """Keep the state of a sequence that stops as of its last block boundary, if that block is published."""
-        if self.states is None or self.index is None or sequence.prefix is None or not self.may_publish(sequence):
-            return
-        number = sequence.num_computed // self.block_size
-        if not 0 < number <= sequence.prefix.num_published or sequence.request.error is not None:
-            return
-        entry = self.index.by_block.get(self.tables.blocks(sequence.slot)[number - 1])
-        if entry is not None:
-            self.states.save(sequence.slot, entry)
 
     def _evict(self, block: int) -> None:
         """A block leaves the index, and takes its checkpoint along."""

@@ -15,15 +15,17 @@ NEVER = -1
 class PrefixState:
     """chain: what its blocks are called. match: the index entries that a waiting sequence begins with.
 
-    num_published: leading blocks that the index knows. epoch: that of the oldest live KV, `NEVER` for one
-    that must not publish. tail: the prompt that another sample has computed, for one that has not
-    begun. wanted: positions of which a checkpoint will be taken when they are computed. announced: blocks of its
-    prompt that are counted among those that wait.
+    num_published: leading blocks that the index knows. num_passed: leading blocks that are behind what it
+    computes; fewer than published while it computes cached ones again for their states. epoch: that of the
+    oldest live KV, `NEVER` for one that must not publish. tail: the prompt that another sample has computed,
+    for one that has not begun. wanted: positions of which a checkpoint will be taken when they are computed.
+    announced: its blocks that are counted among those that wait.
     """
 
     chain: TokenChain
     match: list[CachedBlock] = field(default_factory=list)
     num_published: int = 0
+    num_passed: int = 0
     epoch: int = NEVER
     tail: PromptTail | None = None
     wanted: set[int] = field(default_factory=set)
