@@ -118,8 +118,8 @@ def _family_of(model: nn.Module) -> Family:
     if not isinstance(model, PreTrainedModel):
         raise BindingError(f"{name} is not a Hugging Face model; bound families: {', '.join(FAMILIES)}")
     config = model.config.to_dict()
-    reasons = inexact_features(config, [key for key, _ in model.named_parameters()])
     family = FAMILIES.get(name)
+    reasons = inexact_features(family, config, [key for key, _ in model.named_parameters()])
     if family is None:
         reasons.insert(0, "it is of no known family")
     else:

@@ -112,7 +112,7 @@ _LAYER_TYPES = {
     True: ("mamba", "attention", "full_attention", "mlp", "moe", "hybrid"),
     False: ("full_attention", "sliding_attention"),
 }
-"""Of models with Mamba layers, and of others."""
+"""Of families that know Mamba layers, and of others."""
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _DROPOUTS = (
@@ -127,17 +127,18 @@ _DROPOUTS = (
 )
 
 
-def inexact_features(config: dict[str, Any], parameter_names: list[str]) -> list[str]:
+def inexact_features(family: Family | None, config: dict[str, Any], parameter_names: list[str]) -> list[str]:
     """What a model has that is not exact, each with where it was seen; empty for a plain dense decoder.
 
     Args:
+        family: of the model, if it is known.
         config: the Hugging Face config as a dictionary.
         parameter_names: of the model's state dict.
     """
     found = [f"dropout ({name}={config[name]})" for name in _DROPOUTS if config.get(name)]
     if "moe" in (config.get("layers_block_type") or ["moe"]):  # Nemotron-H counts experts even where no layer has any
         found += [f"routed experts ({name}={config[name]})" for name in _EXPERT_COUNTS if config.get(name)]
-    found += _layer_features(config) + _rope_features(config)
+    found += _layer_features(family, config) + _rope_features(config)
     sinks = [name for name in parameter_names if name.endswith("sinks")]
     if sinks:
         found.append(f"attention sinks ({sinks[0]})")
@@ -158,10 +159,10 @@ def inexact_features(config: dict[str, Any], parameter_names: list[str]) -> list
     return found
 
 
-def _layer_features(config: dict[str, Any]) -> list[str]:
+def _layer_features(family: Family | None, config: dict[str, Any]) -> list[str]:
     """Layers that Hugging Face may take for attention although the config calls them something else."""
     kinds = {*(config.get("layer_types") or ()), *(config.get("layers_block_type") or ())}
-    known = _LAYER_TYPES[not kinds.isdisjoint(("mamba", "hybrid"))]
+    known = _LAYER_TYPES[family is not None and family.mixer != ""]
     return [f"layers of type {kind!r} (known: {', '.join(known)})" for kind in sorted(kinds - {*known})]
 
 

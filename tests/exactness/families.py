@@ -31,6 +31,18 @@ def _scaled_rope(kind: str, **parameters: float) -> dict[str, Any]:
     return {"head_dim": 32, "rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **parameters}}
 
 
+_MIXER = {"mamba_n_heads": 10, "mamba_d_head": 40, "mamba_n_groups": 2, "mamba_d_state": 24}
+_GRANITE = {
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "layer_types": ["mamba", "attention"],
+    "shared_intermediate_size": 500,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+    **_MIXER,
+}
 _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {"head_dim": 80}),
     "Llama, biases, rope llama3": (
@@ -59,22 +71,11 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Olmo2": ("Olmo2", {}),
     "StableLm": ("StableLm", {"partial_rotary_factor": 0.25}),
+    "GraniteMoeHybrid, dense": ("GraniteMoeHybrid", {**_GRANITE, "layer_types": ["attention", "attention"]}),
 }
 
 FAMILIES = tuple(_OWN)
 
-_MIXER = {"mamba_n_heads": 10, "mamba_d_head": 40, "mamba_n_groups": 2, "mamba_d_state": 24}
-_GRANITE = {
-    "num_local_experts": 0,
-    "num_experts_per_tok": 0,
-    "layer_types": ["mamba", "attention"],
-    "shared_intermediate_size": 500,
-    "embedding_multiplier": 3.0,
-    "logits_scaling": 2.0,
-    "residual_multiplier": 0.5,
-    "attention_multiplier": 0.2,
-    **_MIXER,
-}
 _FALCON = {
     **_MIXER,
     "mamba_n_heads": 6,

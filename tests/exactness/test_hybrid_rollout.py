@@ -227,6 +227,12 @@ def test_no_budget_for_states_is_said_once(caplog: pytest.LogCaptureFixture) -> 
     assert stats["state_misses_no_checkpoint"] > 0
 
 
+def test_a_hybrid_family_without_mamba_layers_has_no_states() -> None:
+    with RolloutWorker(bound_model("GraniteMoeHybrid, dense")) as worker:
+        assert worker.config.block_size == 16
+        assert worker.stats().get("states_total", 0) == 0
+
+
 def test_a_checkpoint_without_its_convolution_bias_is_refused(tmp_path: Path) -> None:
     make_model("NemotronH").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
