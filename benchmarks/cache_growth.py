@@ -1,8 +1,10 @@
 """What the prefix cache's bookkeeping costs as pool and prompts grow. No model: Python alone.
 
-admission_ms_32768: admitting a request of 32,768 tokens that another one has put into a pool of 100,000
-blocks, all of it cached. eviction_growth: time to evict a block in the large pool over that in the small
-one. clear_ms_100000: clearing an index that is full.
+All of these in a pool of 100,000 blocks that are all cached, as the scheduler calls it (who computes this already?
+is there room?). admission_ms_32768: a request of 32,768 tokens that are cached. admission_uncached_ms_32768: of
+tokens that are not, so that blocks are evicted. eviction_growth: time to evict a block in the large pool over that in a
+small one. clear_ms_100000: clearing the index with 1,000 states, 64 requests that wait behind another one, and a
+prompt that is held for a second sample.
 """
 
 import gc
@@ -14,6 +16,7 @@ from alternate import Spread, spread
 
 from samebit.rollout import SamplingParams
 from samebit.rollout.cache import CacheManager
+from samebit.rollout.cache.states import StateCache
 from samebit.rollout.request import Request, Sequence
 
 BLOCK = 16
@@ -26,6 +29,9 @@ class Sizes:
     large_pool: int = 100_000
     prompt: int = 32_768
     evicted: int = 500
+    states: int = 1_000
+    followers: int = 64
+    held: int = 1_024
     repetitions: int = 5
 
 
@@ -34,9 +40,10 @@ def measure(sizes: Sizes) -> dict[str, Spread]:
     for _ in range(sizes.repetitions + 1):
         small, large = (_eviction_seconds(pool, sizes.evicted) for pool in (sizes.small_pool, sizes.large_pool))
         growth.append(large / small)
-    admissions, clears = zip(*(_large_prompt(sizes) for _ in range(sizes.repetitions + 1)), strict=True)
+    cached, uncached, clears = zip(*(_large_pool(sizes) for _ in range(sizes.repetitions + 1)), strict=True)
     return {
-        f"admission_ms_{sizes.prompt}": spread([1e3 * seconds for seconds in admissions[1:]]),
+        f"admission_ms_{sizes.prompt}": spread([1e3 * seconds for seconds in cached[1:]]),
+        f"admission_uncached_ms_{sizes.prompt}": spread([1e3 * seconds for seconds in uncached[1:]]),
         "eviction_growth": spread(growth[1:]),
         f"clear_ms_{sizes.large_pool}": spread([1e3 * seconds for seconds in clears[1:]]),
     }
@@ -45,59 +52,97 @@ def measure(sizes: Sizes) -> dict[str, Spread]:
 class _Pool:
     """A cache without a model, whose blocks are said to be computed."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.cache = CacheManager(num_blocks, BLOCK, max_num_seqs=2, max_model_len=num_blocks * BLOCK)
+    def __init__(self, num_blocks: int, num_states: int = 0) -> None:
+        slots = 4
+        self.states = StateCache(num_states, BLOCK, range(slots, slots + 1)) if num_states else None
+        self.cache = CacheManager(num_blocks, BLOCK, slots, max_model_len=num_blocks * BLOCK, states=self.states)
         self._random = np.random.default_rng(num_blocks)
         self._made = 0
 
-    def sequence(self, prompt: np.ndarray) -> Sequence:
-        """Of a new request, hashed as at submission."""
+    def request(self, prompt: np.ndarray, samples: int = 1) -> Request:
+        """A new one, hashed as at submission."""
         self._made += 1
-        request = Request(f"request-{self._made}", prompt, SamplingParams(), ordinal=self._made, max_new_tokens=1)
+        params = SamplingParams(n=samples)
+        request = Request(f"request-{self._made}", prompt, params, ordinal=self._made, max_new_tokens=1)
         self.cache.track(request)
-        return request.sequences[0]
+        return request
+
+    def sequence(self, prompt: np.ndarray) -> Sequence:
+        """That of a new request."""
+        return self.request(prompt).sequences[0]
 
     def prompt(self, tokens: int) -> np.ndarray:
         return self._random.integers(0, VOCABULARY, tokens)
 
     def compute(self, sequence: Sequence) -> None:
         """Admit it, publish its blocks and release them: they stay in the cache."""
-        if not self.cache.admit(sequence):
-            raise RuntimeError("the pool is too small")
-        sequence.mark_computed(0, sequence.num_tokens, 0)
-        self.cache.publish(sequence)
+        self.start(sequence)
         self.cache.release(sequence)
+
+    def start(self, sequence: Sequence) -> None:
+        """Admit it and publish its blocks."""
+        self.admit(sequence)
+        sequence.mark_computed(sequence.num_computed, sequence.num_tokens - sequence.num_computed, 0)
+        self.cache.publish(sequence)
+
+    def admit(self, sequence: Sequence) -> float:
+        """The seconds it takes."""
+        gc.collect()
+        began = time.perf_counter()
+        admitted = self.cache.awaited(sequence) is None and self.cache.admit(sequence)
+        seconds = time.perf_counter() - began
+        if not admitted:
+            raise RuntimeError("the pool is too small")
+        return seconds
 
     def fill(self) -> None:
         """Every block cached and free."""
         self.compute(self.sequence(self.prompt(self.cache.pool.num_blocks * BLOCK)))
+
+    def crowd(self, sizes: Sizes) -> None:
+        """States in all slots, a prompt held for its second sample, and a running request that others wait for."""
+        if self.states is None or self.cache.index is None:
+            raise RuntimeError("this pool has no states")
+        entries = iter(self.cache.index.by_block.values())
+        while len(self.states) < self.states.num_checkpoints and (slot := self.states.take()) is not None:
+            self.states.attach(next(entries), slot)
+        first, second = self.request(self.prompt(sizes.held), samples=2).sequences
+        self.start(first)
+        self.cache.hold_tail(first, [second])
+        prompt = self.prompt(sizes.held)
+        self.admit(self.sequence(prompt))
+        for _ in range(sizes.followers):
+            follower = self.sequence(np.append(prompt, self.prompt(1)))
+            blocks = self.cache.awaited(follower)
+            if blocks is None:
+                raise RuntimeError("nobody computes this prompt")
+            self.cache.follow(follower, blocks)
 
 
 def _eviction_seconds(num_blocks: int, evicted: int) -> float:
     """Seconds a block, when `evicted` cached blocks give way to a new prompt."""
     pool = _Pool(num_blocks)
     pool.fill()
-    sequence = pool.sequence(pool.prompt(evicted * BLOCK))
-    gc.collect()
-    began = time.perf_counter()
-    pool.cache.admit(sequence)
-    return (time.perf_counter() - began) / evicted
+    return pool.admit(pool.sequence(pool.prompt(evicted * BLOCK))) / evicted
 
 
-def _large_prompt(sizes: Sizes) -> tuple[float, float]:
-    """Seconds to admit a long cached prompt, and to clear the index of a full pool."""
+def _large_pool(sizes: Sizes) -> tuple[float, float, float]:
+    """Seconds to admit a long cached prompt, to admit one that is not cached, and to clear the index."""
     pool = _Pool(sizes.large_pool)
     pool.fill()
     prompt = pool.prompt(sizes.prompt)
     pool.compute(pool.sequence(prompt))
-    again = pool.sequence(prompt)
+    again, other = pool.sequence(prompt), pool.sequence(pool.prompt(sizes.prompt))
+    cached, uncached = pool.admit(again), pool.admit(other)
+    if (again.num_computed, other.num_computed) != (sizes.prompt - 1, 0):
+        raise RuntimeError(f"{again.num_computed} and {other.num_computed} of {sizes.prompt} tokens were hit")
+    crowded = _Pool(sizes.large_pool, sizes.states)
+    crowded.fill()
+    crowded.crowd(sizes)
     gc.collect()
     began = time.perf_counter()
-    pool.cache.admit(again)
-    admitted = time.perf_counter() - began
-    if again.num_computed != sizes.prompt - 1:
-        raise RuntimeError(f"{again.num_computed} of {sizes.prompt} tokens were hit")
-    pool.cache.release(again)
-    began = time.perf_counter()
-    pool.cache.clear_index()
-    return admitted, time.perf_counter() - began
+    woken = crowded.cache.clear_index()
+    seconds = time.perf_counter() - began
+    if len(woken) != sizes.followers:
+        raise RuntimeError(f"{len(woken)} of {sizes.followers} requests that waited were woken")
+    return cached, uncached, seconds

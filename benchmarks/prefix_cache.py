@@ -67,8 +67,8 @@ class Prompts:
         return [[*shared, *self.tokens(self._length(sizes.own_mean))] for _ in range(sizes.requests)]
 
     def _length(self, mean: int) -> int:
-        """Log-normal of sigma 1, cut at four times the mean."""
-        return max(1, min(4 * mean, round(self._random.lognormvariate(0.0, 1.0) * mean / 1.65)))
+        """Log-normal of sigma 1, cut at four times the mean; what is cut so has a mean of 1.5175."""
+        return max(1, min(4 * mean, round(self._random.lognormvariate(0.0, 1.0) * mean / 1.5175)))
 
 
 class Contest:

@@ -25,12 +25,17 @@ from samebit.rollout.step import Runner, StepPlan, StepResult
 
 @dataclass
 class EngineCounters:
-    """Running totals since the engine was built."""
+    """Running totals since the engine was built.
+
+    first_tokens, first_token_seconds: requests that have their first token, and how long they waited for it in all.
+    """
 
     steps: int = 0
     prefill_tokens_computed: int = 0
     decode_tokens_computed: int = 0
     output_tokens: int = 0
+    first_tokens: int = 0
+    first_token_seconds: float = 0.0
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_failed: int = 0
@@ -152,7 +157,18 @@ class Engine:
         sequence.append(token, rows.logprobs[row], rows.raw_logprobs[row], version=version, context=context)
         if rows.top is not None and sequence.top_logprobs is not None:
             sequence.top_logprobs.append(rows.top[row] or {})
+        if sequence.num_new_tokens == 1:
+            self._count_first_token(sequence)
         return end_of_sample(sequence, token)
+
+    def _count_first_token(self, sequence: Sequence) -> None:
+        """Of a request the first one counts, whichever sample it is of."""
+        request = sequence.request
+        now = request.record("first_token", sequence.sample_index)
+        if not request.answered:
+            request.answered = True
+            self.counters.first_tokens += 1
+            self.counters.first_token_seconds += now - request.arrival
 
     def _collect(self, ended: list[Sequence]) -> list[Request]:
         """Retire what ended or failed in this step."""
@@ -204,8 +220,6 @@ def end_of_sample(sequence: Sequence, token: int) -> bool:
     """Apply the stop rules after `token` was appended; finishes the sequence when one applies."""
     request = sequence.request
     new = sequence.num_tokens - sequence.num_prompt_tokens
-    if new == 1:
-        request.record("first_token", sequence.sample_index)
     free_to_stop = new > sequence.params.min_tokens
     matcher = sequence.matcher
     stop_string = None if matcher is None else matcher.push(token, search=free_to_stop)

@@ -54,7 +54,8 @@ class RequestEvent:
 class Request:
     """What was asked for, and the n sequences that answer it.
 
-    `prompt_digests` are those of the prompt's full blocks, None while nobody has hashed it.
+    `prompt_digests` are those of the prompt's full blocks, None while nobody has hashed it. It has `started` when a
+    sequence was admitted, and is `answered` when one has a token.
     """
 
     def __init__(
@@ -82,12 +83,16 @@ class Request:
         self.arrival = time.monotonic()
         self.events = [RequestEvent("added", self.arrival)]
         self.started = False
+        self.answered = False
         self.error: Exception | None = None
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.unfinished = params.n
 
-    def record(self, name: str, sample: int) -> None:
-        self.events.append(RequestEvent(name, time.monotonic(), sample))
+    def record(self, name: str, sample: int) -> float:
+        """Note that this happened now; the time."""
+        now = time.monotonic()
+        self.events.append(RequestEvent(name, now, sample))
+        return now
 
 
 class Sequence:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 
+from samebit.rollout.cache.counters import StateCounters
 from samebit.rollout.cache.states import StateCache
 from samebit.rollout.engine import Engine
 
@@ -39,16 +40,16 @@ def worker_stats(engine: Engine, num_unstarted: int = 0) -> dict[str, float]:
         "blocks_cached": 0 if index is None else len(index),
         "blocks_evictable": cache.pool.num_kept,
         "weight_version": engine.weight_version,
-        **(_state_stats(cache.states) if cache.states is not None else {}),
+        **_state_stats(cache.states),
     }
 
 
-def _state_stats(states: StateCache) -> dict[str, float]:
-    """Of a model with Mamba layers."""
-    counters = states.counters
+def _state_stats(states: StateCache | None) -> dict[str, float]:
+    """All 0 without Mamba layers, and without prefix caching."""
+    counters = StateCounters() if states is None else states.counters
     return {
-        "states_used": len(states),
-        "states_total": states.num_checkpoints,
+        "states_used": 0 if states is None else len(states),
+        "states_total": 0 if states is None else states.num_checkpoints,
         "state_restores": counters.restores,
         "state_forks": counters.forks,
         "state_holds": counters.holds,
@@ -75,20 +76,31 @@ class StatsLog:
         self._due = now + LOG_SECONDS
         stats, last = worker_stats(self._engine), self._last
         self._last = stats
-        grown = {name: stats[name] - last[name] for name in stats}
-        logger.info(
-            "%d running, %d waiting; %.0f tokens/s out; prompt tokens computed %d, skipped %d; "
-            "prefix hits %d of %d; blocks free %d of %d, %d cached; evictions %d, preemptions %d",
-            stats["running"],
-            stats["waiting"],
-            grown["output_tokens"] / seconds,
-            grown["prefill_tokens_computed"],
-            grown["prefill_tokens_skipped"],
-            grown["prefix_hits"],
-            grown["prefix_queries"],
-            stats["blocks_free"],
-            stats["blocks_total"],
-            stats["blocks_cached"],
-            grown["prefix_evictions"],
-            grown["preemptions"],
+        logger.info("%s", _line(stats, {name: stats[name] - last[name] for name in stats}, seconds))
+
+
+def _line(now: dict[str, float], grown: dict[str, float], seconds: float) -> str:
+    """What has `grown` in so many seconds, and what is now; tokens computed and skipped also since the beginning."""
+    parts = [
+        "{running:.0f} running, {waiting:.0f} waiting".format_map(now),
+        f"{grown['output_tokens'] / seconds:.0f} tokens/s out",
+    ]
+    if grown["first_tokens"]:
+        parts.append(f"first tokens after {1e3 * grown['first_token_seconds'] / grown['first_tokens']:.0f} ms")
+    parts += [
+        "prompt tokens computed {prefill_tokens_computed:.0f}, skipped {prefill_tokens_skipped:.0f}".format_map(grown)
+        + " (in all {prefill_tokens_computed:.0f}, {prefill_tokens_skipped:.0f})".format_map(now),
+        "prefix hits {prefix_hits:.0f} of {prefix_queries:.0f}, lost to eviction {prefix_lost_to_eviction:.0f}, "
+        "waits behind a leader {leader_waits:.0f}".format_map(grown),
+        "blocks free {blocks_free:.0f} of {blocks_total:.0f}, cached {blocks_cached:.0f}, "
+        "evictable {blocks_evictable:.0f}".format_map(now),
+        "evictions {prefix_evictions:.0f}, preemptions {preemptions:.0f}".format_map(grown),
+    ]
+    if now["states_total"]:
+        parts.append(
+            "states {states_used:.0f} of {states_total:.0f}".format_map(now)
+            + ", restores {state_restores:.0f}, forks {state_forks:.0f}, holds {state_holds:.0f}, "
+            "tokens replayed {state_tokens_replayed:.0f}, missed: evicted {state_misses_evicted:.0f}, "
+            "diverged {state_misses_diverged:.0f}, none {state_misses_no_checkpoint:.0f}".format_map(grown)
         )
+    return "; ".join(parts)

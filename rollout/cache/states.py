@@ -7,6 +7,7 @@ Invariants
 * A checkpoint is the state after the last token of a published block. It dies with that block: when the
   block leaves the index, or the index is cleared.
 * A checkpoint has one slot and a slot at most one checkpoint; the least recently used one gives way.
+* Clearing is O(1): the slots of what was cleared are taken one by one, when others are used up.
 * Slots are filled and read by the runner in the order of `StateMoves`, so nothing is read after it was
   overwritten.
 """
@@ -43,6 +44,7 @@ class StateCache:
         self.counters = StateCounters()
         self.moves = StateMoves()
         self._free = list(range(num_checkpoints - 1, -1, -1))
+        self._cleared: list[OrderedDict[int, int]] = []
         self.by_block: OrderedDict[int, int] = OrderedDict()
         self.held_slots = held_slots
         self._free_held = list(reversed(held_slots))
@@ -99,9 +101,12 @@ class StateCache:
         """A slot for a new checkpoint; None when the budget holds none."""
         if self._free:
             return self._free.pop()
-        if not self.by_block:
-            return None
-        return self.by_block.popitem(last=False)[1]
+        if self._cleared:
+            checkpoint = self._cleared[-1].popitem()[1]
+            if not self._cleared[-1]:
+                self._cleared.pop()
+            return checkpoint
+        return self.by_block.popitem(last=False)[1] if self.by_block else None
 
     def attach(self, entry: CachedBlock | None, checkpoint: int) -> None:
         """The block of this entry has this checkpoint; without one, or if it has one already, the slot is free."""
@@ -126,8 +131,9 @@ class StateCache:
 
     def clear(self) -> None:
         """Nothing is hit again; what was about to be saved is not."""
-        self._free += self.by_block.values()
-        self.by_block = OrderedDict()
+        if self.by_block:
+            self._cleared.append(self.by_block)
+            self.by_block = OrderedDict()
         self.moves.saves.clear()
         self.moves.holds.clear()
 
@@ -142,6 +148,6 @@ class StateCache:
         free = [*self._free_held, *self._free_after_moves]
         if sorted([*free, *held]) != list(self.held_slots):
             raise AssertionError(f"held slots {held} and free {free} of {self.held_slots}")
-        used = [*self._free, *self.by_block.values()]
+        used = [*self._free, *self.by_block.values(), *(slot for old in self._cleared for slot in old.values())]
         if sorted(used) != list(range(self.num_checkpoints)):
             raise AssertionError(f"checkpoint slots {sorted(used)} of {self.num_checkpoints} are accounted for")

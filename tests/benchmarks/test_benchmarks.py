@@ -173,9 +173,11 @@ def test_the_recurrent_peer_computes_the_recurrence(scripts: Scripts, head_dim: 
 
 
 def test_cache_growth_figures(scripts: Scripts) -> None:
-    sizes = scripts.cache_growth.Sizes(small_pool=50, large_pool=200, prompt=640, evicted=20, repetitions=1)
+    sizes = scripts.cache_growth.Sizes(
+        small_pool=50, large_pool=200, prompt=640, evicted=20, repetitions=1, states=9, followers=3, held=70
+    )
     metrics = scripts.cache_growth.measure(sizes)
-    assert set(metrics) == {"admission_ms_640", "eviction_growth", "clear_ms_200"}
+    assert set(metrics) == {"admission_ms_640", "admission_uncached_ms_640", "eviction_growth", "clear_ms_200"}
     assert all(value.min > 0 for value in metrics.values())
 
 

@@ -70,6 +70,7 @@ class FakeRunner:
         self.nan_ids: set[str] = set()
         self.salt = 0
         self.current_version = lambda: 0
+        self.budget = lambda: 0
         self.entered = threading.Event()
         self.forward_seconds = 0.0
         self.sampler_seconds = 0.0
@@ -100,7 +101,8 @@ class FakeRunner:
             sources, targets = np.array(plan.copies).T
             self.pages[targets] = self.pages[sources]
         self._move(plan.moves)
-        assert plan.num_tokens == sum(item.length for item in plan.items)
+        assert plan.num_tokens == sum(item.length for item in plan.items) <= self.budget()
+        assert all(item.length > 0 for item in plan.items)
         tokens: list[int] = []
         finite: list[bool] = []
         scores: list[PromptLogprobs] = []
@@ -198,6 +200,7 @@ def build_engine(
     )
     engine = Engine(FakeRunner(block_size, states), cache, max_num_batched_tokens)
     engine.runner.current_version = lambda: engine.weight_version
+    engine.runner.budget = lambda: engine.scheduler.max_num_batched_tokens
     return engine
 
 

@@ -55,6 +55,9 @@ NAN = float("nan")
         ("logit_bias", {1: NAN}),
         ("logit_bias", {"1": 2.0}),
         ("logit_bias", {-1: 2.0}),
+        ("cache_salt", 3),
+        ("cache_salt", ""),
+        ("cache_salt", b"a"),
     ],
 )
 def test_a_wrong_sampling_parameter_is_named(field: str, value: object) -> None:
@@ -92,6 +95,8 @@ def test_the_callers_later_changes_do_not_reach_in() -> None:
         ("max_model_len", 1),
         ("num_threads", 0),
         ("seed", -1),
+        ("enable_prefix_caching", 1),
+        ("eviction_policy", "fifo"),
         ("while_asleep", "queue"),
         ("exact", 1),
         ("dtype", "int8"),

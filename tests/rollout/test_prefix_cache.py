@@ -453,6 +453,8 @@ def test_the_numbers_add_up(make_worker: MakeWorker) -> None:
     assert stats["blocks_cached"] == stats["blocks_evictable"] <= 24
     assert stats["leader_waits"] > 0
     assert [out.num_cached_tokens for out in outputs] == [out.samples[0].num_cached_tokens for out in outputs]
+    assert stats["first_tokens"] == len(outputs) == 12
+    assert stats["first_token_seconds"] == pytest.approx(sum(out.time_to_first_token for out in outputs))
 
 
 def test_events_are_in_order_and_give_the_time_to_the_first_token(make_worker: MakeWorker) -> None:
@@ -479,7 +481,7 @@ def test_the_whole_prompt_is_scored_on_a_warm_request(make_engine: Make, make_re
 def test_switched_off_there_is_nothing_of_it(make_engine: Make, make_request: MakeRequest, oracle: Oracle) -> None:
     engine = make_engine(prefix_caching=False)
     cache = engine.cache
-    assert (cache.index, cache.hasher, cache.leaders) == (None, None, None)
+    assert (cache.index, cache.hasher, cache.leaders, cache.tails, cache.checkpoints) == (None,) * 5
     requests = [make_request(str(i), PROMPT[:10], max_tokens=4, n=2) for i in range(3)]
     run(engine, *requests)
     for request in requests:
@@ -498,6 +500,7 @@ def test_switched_off_the_numbers_are_there_and_zero(make_worker: MakeWorker) ->
     worker.generate([PROMPT] * 2, SamplingParams(max_tokens=2))
     stats = worker.stats()
     assert {stats[name] for name in stats if name.startswith("prefix_")} == {0}
+    assert {stats[name] for name in stats if name.startswith("state")} == {0}
     assert stats["leader_waits"] == stats["blocks_cached"] == stats["prefill_tokens_skipped"] == 0
 
 
