@@ -8,8 +8,9 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +18,16 @@ from typing import Any
 import pytest
 
 pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
+pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install 'samebit[verl]'")
 
 import numpy as np
+import ray
 import torch
+import transfer_queue
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl import DataProto
-from verl.checkpoint_engine.base import CheckpointEngineRegistry
+from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWorker
 from verl.plugin.platform import PlatformRegistry, get_platform
 from verl.utils import device, distributed, fsdp_utils
 from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -40,9 +44,10 @@ from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.integrations.verl import checkpoint, engine, plugin, replacements, replica
 from samebit.rollout.integrations.verl.adapter import SamebitRollout
 from samebit.rollout.integrations.verl.gate import Gate
-from samebit.rollout.integrations.verl.metrics import of_servers, on_policy_of
+from samebit.rollout.integrations.verl.metrics import of_servers, on_policy, on_policy_of
 from samebit.rollout.integrations.verl.options import check_run, check_trainer, server_options, warn_about_the_rest
 from samebit.rollout.integrations.verl.server import SamebitServer
+from samebit.weight_sync import WeightStream
 
 CONFIGS = Path(str(inspect.getfile(verl_grpo))).parent
 FOLDER = {"path": "folder", "tokenizer_path": None}
@@ -272,6 +277,37 @@ def test_only_samples_of_the_trained_weights_are_compared() -> None:
     assert on_policy_of(data, set()) == {"samebit/on_policy/trajectories": 0}
 
 
+def test_tokens_that_were_not_sampled_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several turns: what a tool says has no log-probability in the rollout, and one in the trainer."""
+    rows = {
+        "response_mask": [[1, 1, 0], [1, 0, 0, 1]],
+        "rollout_log_probs": [[-1.0, -2.0, 0.0], [-1.0, 0.0, 0.0, -2.5]],
+        "old_log_probs": [[-1.0, -2.0, -5.0], [-1.0, -6.0, -7.0, -2.0]],
+    }
+    asked: dict[str, Any] = {}
+
+    def get(**request: Any) -> dict[str, torch.Tensor]:
+        asked.update(request)
+        found = {name: [torch.tensor(row) for row in rows[name]] for name in request["select_fields"]}
+        return {name: torch.nested.as_nested_tensor(row, layout=torch.jagged) for name, row in found.items()}
+
+    monkeypatch.setattr(transfer_queue, "kv_batch_get", get)
+    span = {"min_global_steps": 2, "max_global_steps": 2}
+    tags = [span, {**span, "min_global_steps": 1}, span, {**span, "is_padding": True}]
+    batch = SimpleNamespace(keys=["a", "b", "c", "d"], tags=tags, partition_id="train")
+    assert on_policy(batch, 3) == {
+        "samebit/on_policy/trajectories": 2,
+        "samebit/on_policy/tokens": 4,
+        "samebit/on_policy/tokens_differing": 1,
+        "samebit/on_policy/logprobs_diff_max": 0.5,
+    }
+    assert (asked["keys"], asked["partition_id"]) == (["a", "c"], "train")
+    rows["response_mask"] = [[0, 0, 0], [0, 0, 0, 0]]
+    nothing = on_policy(batch, 3)
+    assert (nothing["samebit/on_policy/tokens"], nothing["samebit/on_policy/logprobs_diff_max"]) == (0, 0)
+    assert on_policy(batch, 9) == {"samebit/on_policy/trajectories": 0}
+
+
 def test_the_end_of_the_data_is_not_the_end_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(self: object) -> None: ...
 
@@ -305,11 +341,49 @@ def test_nobody_is_inside_a_closed_gate() -> None:
     asyncio.run(asyncio.wait_for(check(), 5))
 
 
+def test_a_server_that_is_missing_strands_no_rank_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathering a sharded tensor is a collective, here a barrier of two threads."""
+    together = threading.Barrier(2, timeout=10)
+    tensors = {name: torch.zeros(3) for name in ("a", "b")}
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors.items():
+            together.wait()
+            yield name, tensor
+
+    def stream() -> WeightStream:
+        return WeightStream(WeightStream.of(tensors).specs, gathered())
+
+    async def update() -> list[Any]:
+        ranks = [checkpoint.SamebitCheckpointEngine(1 << 20, is_master=master) for master in (True, False)]
+        said = [engine.prepare() for engine in ranks] + [{"timeout": 0.5}]
+        placed, _ = checkpoint.SamebitCheckpointEngine.build_topology(2, 1, said)
+        for rank in range(2):
+            ranks[rank].init_process_group(**{name: values[rank] for name, values in placed.items()})
+        sent = (engine.send_weights(stream()) for engine in ranks)
+        return await asyncio.gather(*sent, return_exceptions=True)
+
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    missing, other = asyncio.run(update())
+    assert isinstance(missing, RuntimeError)
+    assert not isinstance(missing, threading.BrokenBarrierError)
+    assert other == {}
+
+
 def test_where_ranks_meet_for_an_update() -> None:
-    made = checkpoint.SamebitCheckpointEngine.build_topology(2, 3, [{"host": "h", "port": 1}, {}, {}, {}, {}])
-    trainer, servers = made
-    assert trainer == {"rank": [0, -1], "size": [4, 4], "host": ["h", "h"], "port": [1, 1]}
-    assert servers == {"rank": [1, 2, 3], "size": [4] * 3, "host": ["h"] * 3, "port": [1] * 3}
+    said = [{"host": "h", "port": 1, "timeout": 300.0}, {"timeout": 300.0}, *[{"timeout": 9.0}] * 3]
+    trainer, servers = checkpoint.SamebitCheckpointEngine.build_topology(2, 3, said)
+    assert trainer == {"rank": [0, -1], "size": [4, 4], "host": ["h", "h"], "port": [1, 1], "timeout": [9.0, 9.0]}
+    assert servers == {"rank": [1, 2, 3], "size": [4] * 3, "host": ["h"] * 3, "port": [1] * 3, "timeout": [9.0] * 3}
+
+
+def test_servers_of_their_own_wait_as_long_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(self: Any, rollout_config: Any) -> None:
+        self.checkpoint_engine = checkpoint.SamebitCheckpointEngine(1 << 20)
+
+    monkeypatch.setattr(CheckpointEngineWorker, "__init__", begin)
+    made = checkpoint.SamebitCheckpointWorker(options(custom={"sync_timeout": 9}))
+    assert made.checkpoint_engine.prepare() == {"timeout": 9.0}
 
 
 @pytest.mark.parametrize("name", ["qwen3_8b_8gpu", "nemotron_h_8b_8gpu"])

@@ -13,8 +13,8 @@ from verl.workers.rollout.base import BaseRollout
 
 from samebit.rollout.integrations.ray import BroadcastGroup, RayWorker, wait_for_async
 from samebit.rollout.integrations.verl.names import server_name
+from samebit.rollout.integrations.verl.options import sync_timeout
 from samebit.weight_sync import SyncReport, WeightStream
-from samebit.weight_sync.link import DEFAULT_TIMEOUT
 
 
 class SamebitRollout(BaseRollout):
@@ -74,6 +74,5 @@ class SamebitRollout(BaseRollout):
     @property
     def _worker(self) -> RayWorker:
         if self._client is None:
-            timeout = (self.config.custom or {}).get("sync_timeout", DEFAULT_TIMEOUT)
-            self._client = RayWorker(self._server, sync_timeout=timeout)
+            self._client = RayWorker(self._server, sync_timeout=sync_timeout(self.config.custom))
         return self._client

@@ -19,49 +19,53 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry, CheckpointEngineWorker
 
 from samebit.rollout.integrations.ray import BroadcastGroup
+from samebit.rollout.integrations.verl.options import sync_timeout
 from samebit.rollout.integrations.verl.plugin import NAME
 from samebit.weight_sync import BroadcastSender, WeightStream, gloo_group, listening_store
-from samebit.weight_sync.link import DEFAULT_TIMEOUT, check_timeout
+from samebit.weight_sync.link import DEFAULT_TIMEOUT
 
 
 class SamebitCheckpointEngine(CheckpointEngine):
     """One per rank of the trainer and per server.
 
-    bucket_size: bytes that travel at once. timeout: the longest wait for another rank, in seconds
-    (`checkpoint_engine.engine_kwargs.samebit.timeout`).
+    bucket_size: bytes that travel at once. timeout: of a server's updates, in seconds (`custom.sync_timeout`); the
+    ranks of the trainer take it over from the servers.
     """
 
     wire_format = NAME
 
-    def __init__(self, bucket_size: int, is_master: bool = False, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, bucket_size: int, is_master: bool = False) -> None:
+        self.timeout = DEFAULT_TIMEOUT
         self._bucket_bytes = bucket_size
         self._is_master = is_master
-        self._timeout = check_timeout(timeout)
         self._store: TCPStore | None = None
         self._place: BroadcastGroup | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Where the ranks of this sync meet, said by rank 0 of the trainer."""
+        """How long to wait for others; and from rank 0 of the trainer, where the ranks of this sync meet."""
         if not self._is_master:
-            return {}
+            return {"timeout": self.timeout}
         self._store = listening_store(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        return {"host": self._store.host, "port": self._store.port}
+        return {"timeout": self.timeout, "host": self._store.host, "port": self._store.port}
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """The arguments of each rank's `init_process_group`; trainer ranks but the first are in no group."""
-        meeting = {"size": rollout_world_size + 1, **metadata[0]}
+        """The arguments of each rank's `init_process_group`; trainer ranks but the first are in no group.
+
+        metadata: of `prepare`, the trainer's ranks first. All wait as long as the last, a server, says.
+        """
+        meeting = {**metadata[0], "size": rollout_world_size + 1, "timeout": metadata[-1]["timeout"]}
 
         def all_of(ranks: list[int]) -> dict[str, list[Any]]:
             return {"rank": ranks, **{name: [value] * len(ranks) for name, value in meeting.items()}}
 
         return all_of([0] + [-1] * (actor_wg_world_size - 1)), all_of(list(range(1, rollout_world_size + 1)))
 
-    def init_process_group(self, rank: int, size: int, host: str, port: int) -> None:
+    def init_process_group(self, rank: int, size: int, host: str, port: int, timeout: float) -> None:
         """Only note it: rank 0 and the servers join when the weights go."""
-        self._place = BroadcastGroup(host, port, rank, size, self._timeout)
+        self._place = BroadcastGroup(host, port, rank, size, timeout)
 
     def finalize(self) -> None:
         self._store = self._place = None
@@ -74,8 +78,13 @@ class SamebitCheckpointEngine(CheckpointEngine):
         if self._store is None or self._place is None:
             weights.exhaust()
             return {}
-        group = gloo_group(self._store, 0, self._place.size, timeout=self._timeout)
-        with BroadcastSender(group, bucket_bytes=self._bucket_bytes, timeout=self._timeout) as sender:
+        timeout = self._place.timeout
+        try:
+            group = gloo_group(self._store, 0, self._place.size, timeout=timeout)
+        except BaseException:
+            weights.exhaust()  # a server is missing; the trainer's other ranks are gathering already
+            raise
+        with BroadcastSender(group, bucket_bytes=self._bucket_bytes, timeout=timeout) as sender:
             report = sender.send(weights)
         return {"samebit/broadcast_seconds": report.seconds, "samebit/broadcast_bytes": float(report.sent_bytes)}
 
@@ -89,9 +98,11 @@ class SamebitCheckpointEngine(CheckpointEngine):
 class SamebitCheckpointWorker(CheckpointEngineWorker):
     """verl's worker beside a server, in a process that has to know the backend first."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, rollout_config: Any, *args: Any, **kwargs: Any) -> None:
         register()
-        super().__init__(*args, **kwargs)
+        super().__init__(rollout_config, *args, **kwargs)
+        if isinstance(self.checkpoint_engine, SamebitCheckpointEngine):
+            self.checkpoint_engine.timeout = sync_timeout(rollout_config.custom)
 
 
 def register() -> None:

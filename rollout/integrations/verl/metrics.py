@@ -20,6 +20,10 @@ _SPAN = ("min_global_steps", "max_global_steps")
 """What verl calls the oldest and the newest weights of a trajectory."""
 
 
+_LOGPROBS = ("rollout_log_probs", "old_log_probs")
+"""The rollout's and the trainer's; the first are 0 where a token was not sampled but given by a tool."""
+
+
 def of_servers(before: Sequence[Mapping[str, float]], now: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The servers' numbers, summed; counters as they grew since `before`.
 
@@ -48,9 +52,10 @@ def on_policy(batch: Any, step: int) -> dict[str, float]:
     keys = [key for key, tag in tags.items() if not tag.get("is_padding", False) and _is_fresh(tag, {step - 1})]
     if not keys:
         return _compared(0)
-    fields = ["rollout_log_probs", "old_log_probs"]
+    fields = [*_LOGPROBS, "response_mask"]
     data = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
-    return _compared(len(keys), *(data[name].values() for name in fields))
+    sampled = data["response_mask"].values().bool()
+    return _compared(len(keys), *(data[name].values()[sampled] for name in _LOGPROBS))
 
 
 def on_policy_of(data: DataProto, weights: Set[int]) -> dict[str, float]:
@@ -58,8 +63,7 @@ def on_policy_of(data: DataProto, weights: Set[int]) -> dict[str, float]:
     tags = ({name: data.non_tensor_batch[name][row] for name in _SPAN} for row in range(len(data)))
     fresh = torch.tensor([_is_fresh(tag, weights) for tag in tags])
     tokens = data.batch["response_mask"].bool() & fresh[:, None]
-    names = ("rollout_log_probs", "old_log_probs")
-    return _compared(int(fresh.sum()), *(data.batch[name][tokens] for name in names))
+    return _compared(int(fresh.sum()), *(data.batch[name][tokens] for name in _LOGPROBS))
 
 
 def _compared(trajectories: int, *logprobs: Tensor) -> dict[str, float]:
@@ -67,9 +71,10 @@ def _compared(trajectories: int, *logprobs: Tensor) -> dict[str, float]:
     metrics = {"samebit/on_policy/trajectories": float(trajectories)}
     if trajectories:
         rollout, trainer = logprobs
+        apart = (rollout - trainer).abs()
         metrics["samebit/on_policy/tokens"] = float(len(rollout))
         metrics["samebit/on_policy/tokens_differing"] = float((rollout != trainer).sum())
-        metrics["samebit/on_policy/logprobs_diff_max"] = float((rollout - trainer).abs().max())
+        metrics["samebit/on_policy/logprobs_diff_max"] = float(apart.max()) if len(apart) else 0.0
     return metrics
 
 

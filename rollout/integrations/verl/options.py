@@ -127,10 +127,15 @@ def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, na
         ignore_eos=rollout.ignore_eos,
         frees_memory=rollout.free_cache_engine,
         num_cpus=num_cpus,
-        sync_timeout=check_timeout(custom.get("sync_timeout", DEFAULT_TIMEOUT)),
+        sync_timeout=sync_timeout(custom),
         traces=_traces(rollout.profiler, replica_rank),
         generate_with=generate_with,
     )
+
+
+def sync_timeout(custom: Mapping[str, Any] | None) -> float:
+    """Of `rollout.custom`. Raises ValueError for what is no time."""
+    return check_timeout((custom or {}).get("sync_timeout", DEFAULT_TIMEOUT))
 
 
 def check_tokenizer(folder: str) -> None:
