@@ -44,7 +44,6 @@ MODES: dict[str, Options] = {
         **_EXPERIMENTAL,
         "data.train_batch_size": 0,
         "data.gen_batch_size": 1,
-        "rollout.total_rollout_steps": 21 * PROMPTS,  # the metrics of its last step are not logged
         "async_training.staleness_threshold": 0,
         "async_training.trigger_parameter_sync_step": 1,
         "async_training.require_batches": 1,
@@ -68,6 +67,10 @@ DTYPES: dict[str, Options] = {
         "actor_rollout_ref.rollout.dtype": "bfloat16",
     },
 }
+_ENTRIES = {
+    "one_step_off": "verl.experimental.one_step_off_policy.main_ppo",
+    "fully_async": "verl.experimental.fully_async_policy.fully_async_main",
+}
 _COLD: Options = {"actor_rollout_ref.rollout.temperature": 0.7}
 _TWO_RANKS: Options = {"trainer.n_gpus_per_node": 2}
 
@@ -81,6 +84,18 @@ class Case:
     entry: str = V1
     architecture: str = "dense"
     resumes: str | None = None
+
+    def settings(self, steps: int) -> Options:
+        """Its options for a run of so many steps."""
+        if self.entry != _ENTRIES["fully_async"]:
+            return self.options
+        return {**self.options, "rollout.total_rollout_steps": (steps + 1) * PROMPTS}
+
+    def logged(self, steps: int) -> int:
+        """Of so many steps, those whose metrics it logs: fully_async not the last, the second half of a run its own."""
+        if self.resumes is not None:
+            return steps - SAVED
+        return steps - 1 if self.entry == _ENTRIES["fully_async"] else steps
 
 
 def settings(steps: int) -> Options:
@@ -174,8 +189,4 @@ def _variations() -> dict[str, Case]:
 
 
 def _case(mode: str, packing: str, dtype: str, **more: object) -> Case:
-    entry = {
-        "one_step_off": "verl.experimental.one_step_off_policy.main_ppo",
-        "fully_async": "verl.experimental.fully_async_policy.fully_async_main",
-    }.get(mode, V1)
-    return Case({**MODES[mode], **PACKINGS[packing], **DTYPES[dtype], **more}, entry)
+    return Case({**MODES[mode], **PACKINGS[packing], **DTYPES[dtype], **more}, _ENTRIES.get(mode, V1))

@@ -20,25 +20,21 @@ from rich.console import Console
 from samebit.recipes.verl_grpo import task
 from samebit.recipes.verl_grpo.cases import PROMPTS, SAMPLES, SAVED, Case, cases, settings
 from samebit.recipes.verl_grpo.launch import HERE, Run
+from samebit.recipes.verl_grpo.mismatch import worst
 
-NOT_RUN, FAILED = "not run", "failed"
+NOT_RUN, FAILED, ENDED_EARLY, NOTHING_COMPARED = "not run", "failed", "ended early", "nothing compared"
 
-MISMATCH = (
-    "training/rollout_probs_diff_max",
-    "rollout_corr/rollout_rs_token_k1_max",
-    "rollout_corr/rollout_rs_token_k1_min",
-)
 TRAJECTORIES = "samebit/on_policy/trajectories"
 FRESH = ("samebit/on_policy/tokens", "samebit/on_policy/tokens_differing")
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one run; `state` is empty when it went through.
+    """Of one run; `state` is empty when it went through, with all its steps, and something was compared.
 
     learned: steps with a gradient, which moved the weights. stale: steps with trajectories of older weights. mismatch:
-    of all steps without. tokens, differing: of trajectories sampled under the weights that were trained. commit: of the
-    code that ran.
+    of all steps without, None where there are none. tokens, differing: of trajectories sampled under the weights that
+    were trained. commit: of the code that ran.
     """
 
     name: str
@@ -46,10 +42,15 @@ class Result:
     steps: int = 0
     learned: int = 0
     stale: int = 0
-    mismatch: float = 0.0
+    mismatch: float | None = None
     tokens: int = 0
     differing: int = 0
     commit: str = "unknown"
+
+    @property
+    def is_bad(self) -> bool:
+        """It was run, and is no proof."""
+        return self.state not in ("", NOT_RUN) or bool(self.mismatch) or self.differing > 0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -63,14 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     for name, case in cases().items():
         wanted = not given.only or any(part in name for part in given.only)
-        if wanted and read(given.out / name, name).state:
+        if wanted and read(given.out / name, name, case.logged(given.steps)).state:
             console.print(f"{name} ...", highlight=False)
             run(prepared(name, case, given.out, given.steps))
-        console.print(line(read(given.out / name, name)), highlight=False)
+        console.print(line(read(given.out / name, name, case.logged(given.steps))), highlight=False)
         (given.out / "matrix.md").write_text(table(given.out, given.steps))
-    results = [read(given.out / name, name) for name in cases()]
-    if any(result.state == FAILED or result.mismatch or result.differing for result in results):
-        sys.exit("error: a run has failed, or rollout and trainer differ")
+    bad = [result.name for result in results(given.out, given.steps) if result.is_bad]
+    if bad:
+        sys.exit(f"error: not run to the end, or rollout and trainer differ: {', '.join(bad)}")
 
 
 def prepared(name: str, case: Case, out: Path, steps: int) -> Run:
@@ -78,7 +79,7 @@ def prepared(name: str, case: Case, out: Path, steps: int) -> Run:
     data = out / ("data" if case.architecture == "dense" else f"data-{case.architecture}")
     data.mkdir(parents=True, exist_ok=True)
     task.build(data, training=512, held_out=16, warm=True, architecture=case.architecture)
-    options = {**settings(steps), **case.options}
+    options = {**settings(steps), **case.settings(steps)}
     if case.resumes is not None:
         saved = out / case.resumes / "checkpoint" / f"global_step_{SAVED}"
         options |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": saved.resolve()}
@@ -107,21 +108,28 @@ def _commit() -> str:
         return "unknown"
 
 
-def read(folder: Path, name: str) -> Result:
-    """What a run has left."""
+def results(out: Path, steps: int) -> list[Result]:
+    """Of all runs, that were asked for so many steps."""
+    return [read(out / name, name, case.logged(steps)) for name, case in cases().items()]
+
+
+def read(folder: Path, name: str, steps: int) -> Result:
+    """What a run has left that should have logged so many steps."""
     if not (folder / "exit").exists():
         return Result(name, NOT_RUN)
     rows = Run(folder, folder).steps()
-    if (folder / "exit").read_text() != "0" or not rows:
+    if (folder / "exit").read_text() != "0":
         return Result(name, FAILED)
     fresh = [row for row in rows if row[TRAJECTORIES] == PROMPTS * SAMPLES]
+    tokens = int(_total(rows, FRESH[0]))
     return Result(
         name,
+        state=ENDED_EARLY if len(rows) < steps else "" if tokens else NOTHING_COMPARED,
         steps=len(rows),
         learned=sum(row["actor/grad_norm"] > 0 for row in rows),
         stale=len(rows) - len(fresh),
-        mismatch=max((abs(row[metric]) for row in fresh for metric in MISMATCH), default=0.0),
-        tokens=int(_total(rows, FRESH[0])),
+        mismatch=worst(fresh),
+        tokens=tokens,
         differing=int(_total(rows, FRESH[1])),
         commit=(folder / "commit").read_text(),
     )
@@ -135,7 +143,8 @@ def line(result: Result) -> str:
     """Of the table."""
     if result.state:
         return f"| {result.name} | {result.state} | | | | | | |"
-    numbers = (result.steps, result.learned, result.stale, result.mismatch, f"{result.tokens:,}", result.differing)
+    mismatch = "-" if result.mismatch is None else result.mismatch
+    numbers = (result.steps, result.learned, result.stale, mismatch, f"{result.tokens:,}", result.differing)
     return f"| {result.name} | {' | '.join(map(str, numbers))} | {result.commit} |"
 
 
@@ -146,13 +155,14 @@ def table(out: Path, steps: int) -> str:
 
 def _lines(out: Path, steps: int) -> Iterator[str]:
     yield f"Runs of {steps} steps. Mismatch: the largest of verl's `training/rollout_probs_diff_max` and the absolute"
-    yield "`rollout_corr/rollout_rs_token_k1_max` and `_min`, over the steps without trajectories of older weights."
+    yield "`rollout_corr/rollout_rs_token_k1_max` and `_min`, over the steps without trajectories of older weights (-"
+    yield "where every step has some)."
     yield "Tokens: of trajectories sampled under the weights that their step trains, each compared bit by bit."
     yield ""
     yield "| run | steps | that learned | with older trajectories | mismatch | tokens | that differ | commit |"
     yield "|---|---|---|---|---|---|---|---|"
-    for name in cases():
-        yield line(read(out / name, name))
+    for result in results(out, steps):
+        yield line(result)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from samebit.recipes.verl_grpo.launch import Run
+from samebit.recipes.verl_grpo.mismatch import MISMATCH, worst
 from samebit.recipes.verl_grpo.shapes import SHAPES
 
 COLUMNS = {
@@ -39,12 +40,6 @@ PARTS = (
 WIDTH = 140
 """Of the table, also where the output is no terminal."""
 
-MISMATCH = (
-    "training/rollout_probs_diff_max",
-    "rollout_corr/rollout_rs_token_k1_max",
-    "rollout_corr/rollout_rs_token_k1_min",
-)
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Build, train, show."""
@@ -52,14 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=16, help="GRPO steps")
     parser.add_argument("--out", type=Path, default=Path("runs/verl-grpo"), help="where everything goes")
     parser.add_argument("--architecture", choices=("dense", "hybrid"), default="dense", help="of the model")
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="small", help="full: 64 answers of 128 tokens a step")
-    parser.add_argument("--compare", action="store_true", help="run again with Hugging Face's generate as rollout")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="full: 64 answers of 128 tokens a step; else small")
+    parser.add_argument("--compare", action="store_true", help="run the full shape again, with Hugging Face's generate")
     parser.add_argument("options", nargs="*", help="any option of verl, as NAME=VALUE")
     given = parser.parse_args(arguments)
     console = Console(width=max(Console().width, WIDTH))
-    data = given.out / "data"
+    size = given.shape or ("full" if given.compare else "small")
+    shape = SHAPES[size]
+    data = given.out / ("data" if size == "small" else f"data-{size}")
     data.mkdir(parents=True, exist_ok=True)
-    shape = SHAPES[given.shape]
     shape.build(data, given.architecture)
     options: dict[str, object] = {**shape.options, "trainer.total_training_steps": given.steps}
     options |= dict(option.split("=", 1) for option in given.options)
@@ -77,10 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if follow(other, console) != 0:
             sys.exit(f"error: the cause is at the end of {other.log}")
         console.print(comparison(run.steps(), other.steps()))
-    worst = max(abs(row[name]) for row in run.steps() for name in MISMATCH)
-    console.print(f"largest mismatch of {len(run.steps())} steps: {worst}; metrics and figure are in {given.out}")
-    if worst != 0.0:
-        sys.exit("error: rollout and trainer differ")
+    found, steps = worst(run.steps()), len(run.steps())
+    console.print(f"largest mismatch of {steps} steps: {found}; metrics and figure are in {given.out}")
+    if found != 0.0:
+        sys.exit("error: rollout and trainer differ, or nothing was compared")
+    wanted = int(str(options["trainer.total_training_steps"]))
+    if steps < wanted:
+        sys.exit(f"error: verl ended after {steps} of {wanted} steps")
 
 
 def follow(run: Run, console: Console) -> int:

@@ -20,8 +20,9 @@ import pytest
 pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
 pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install 'samebit[verl]'")
 
-from samebit.recipes.verl_grpo import cases, matrix, task
+from samebit.recipes.verl_grpo import cases, task
 from samebit.recipes.verl_grpo.launch import Run
+from samebit.recipes.verl_grpo.mismatch import MISMATCH
 
 LONGEST = 150
 TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
@@ -103,7 +104,7 @@ def test_a_run_in_which_trainer_and_rollout_share_their_resources_until_the_serv
 
 def _check_steps(steps: list[dict[str, Any]]) -> None:
     for row in steps:
-        assert [row[name] for name in matrix.MISMATCH] == [0.0, 0.0, 0.0]
+        assert [row[name] for name in MISMATCH] == [0.0, 0.0, 0.0]
         assert row["samebit/on_policy/trajectories"] == 16
         assert row["samebit/on_policy/tokens"] > 16
         assert row["samebit/on_policy/tokens_differing"] == 0
@@ -125,7 +126,7 @@ def test_a_run_in_which_the_server_has_resources_of_its_own(data: Path, tmp_path
     assert len(steps) == 3
     assert sum(row.get("samebit/on_policy/tokens", 0) for row in steps) > 16
     assert all(row.get("samebit/on_policy/tokens_differing", 0) == 0 for row in steps)
-    assert [row[name] for name in matrix.MISMATCH for row in steps[:1]] == [0.0, 0.0, 0.0]
+    assert [row[name] for name in MISMATCH for row in steps[:1]] == [0.0, 0.0, 0.0]
     assert all(row["samebit/broadcast_bytes"] > 0 for row in steps)
 
 
