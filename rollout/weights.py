@@ -62,6 +62,7 @@ class WorkerWeights:
         self.shared = shared
         self.manifest = Manifest.of(module)
         self._seen_marks = self._marks() if shared else {}
+        self._said_casts = False
         self._layouts: dict[str, _Layout] = {}
         self._spill: tempfile.TemporaryDirectory[str] | None = None
 
@@ -76,6 +77,7 @@ class WorkerWeights:
         in_place = self._changed_in_place()
         report = update.write(self.module, version=version, verify=verify)
         self._accept_marks()
+        self._say_casts(report)
         changed = (*in_place, *(name for name in report.changed if name not in in_place))
         return _said(replace(report, changed=changed))
 
@@ -117,6 +119,12 @@ class WorkerWeights:
         if not self.shared:
             return ()
         return tuple(name for name, mark in self._marks().items() if mark != self._seen_marks[name])
+
+    def _say_casts(self, report: SyncReport) -> None:
+        """Once: they are the same with every update."""
+        if report.casts and not self._said_casts:
+            self._said_casts = True
+            logger.warning("update %d: %d weights are cast, %s", report.version, len(report.casts), report.casts[0])
 
     def _accept_marks(self) -> None:
         if self.shared:

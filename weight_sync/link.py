@@ -55,12 +55,16 @@ class Base:
 
 @dataclass(frozen=True)
 class Announcement:
+    """`casts`: what the sender casts, and from what, as a report says it."""
+
     specs: dict[str, TensorSpec]
     base: Base | None = None
+    casts: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         tensors = [[name, list(spec.shape), dtype_name(spec.dtype)] for name, spec in self.specs.items()]
-        return json.dumps({"tensors": tensors, "base": asdict(self.base) if self.base else None})
+        base = asdict(self.base) if self.base else None
+        return json.dumps({"tensors": tensors, "base": base, "casts": self.casts})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Announcement:
@@ -74,7 +78,8 @@ class Announcement:
                 raise SyncBrokenError(f"an announcement that is not valid: {entry!r}")
             specs[name] = TensorSpec(name, tuple(_count(dim) for dim in dims), DTYPES[dtype])
         base = body.get("base")
-        return cls(specs, None if base is None else _base(base))
+        casts = tuple(_text(cast) or "" for cast in _list(body.get("casts")))
+        return cls(specs, None if base is None else _base(base), casts)
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,9 @@ class Manifest:
 
 
 def castable(offered: torch.dtype, own: torch.dtype) -> bool:
-    """Equal dtypes, or one floating type into another; integers are never reinterpreted."""
-    return offered == own or (offered.is_floating_point and own.is_floating_point)
+    """Equal dtypes, or one floating type into another. Integers are never reinterpreted, nor is float8, which means
+    nothing without its scale."""
+    return offered == own or (_is_plain_float(offered) and _is_plain_float(own))
 
 
 def live_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -120,6 +121,10 @@ def _identity(tensor: Tensor) -> object:
     if address == 0:
         return id(tensor)
     return (address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+
+def _is_plain_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -78,7 +78,7 @@ class LinkUpdate:
         writing.check_changed(total) if is_delta else writing.check_whole(total)
         report = writing.conclude(version, verify=verify)
         self.outcome = Outcome(version, report.digest or "")
-        return replace(report, sent_bytes=sent)
+        return replace(report, sent_bytes=sent, casts=(*self._announced.casts, *report.casts))
 
     def _buckets(self) -> Iterator[tuple[BucketHeader, list[Record]]]:
         while True:

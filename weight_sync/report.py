@@ -17,9 +17,10 @@ class VerificationError(RuntimeError):
 class SyncReport:
     """What an update did.
 
-    bytes: of the tensors whose bits changed; changed: their names; sent_bytes: what travelled over a transport
-    (0 within a process); dense_bytes: what a full update sends; digest: of the tensors of this update as they are
-    now, None where nobody read them; verified: they were read back and compared.
+    bytes: of the tensors whose bits changed; changed: their names; casts: the sender's and the receiver's;
+    sent_bytes: what travelled over a transport (0 within a process); dense_bytes: what a full update sends; digest:
+    of the tensors of this update as they are now, None where nobody read them; verified: they were read back and
+    compared.
     """
 
     version: int

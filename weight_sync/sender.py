@@ -91,7 +91,7 @@ class WeightSender(Closing):
     def _send(self, stream: WeightStream, delta: bool) -> SendReport:
         began = time.monotonic()
         base = self._base.known if self._base.tensors.keys() == stream.specs.keys() else None
-        answer = self.link.announce(Announcement(stream.specs, base))
+        answer = self.link.announce(Announcement(stream.specs, base, stream.casts))
         if answer.refused is not None:
             raise SyncRefusedError(answer.refused)
         if base is not None and answer.full:

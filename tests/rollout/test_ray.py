@@ -39,6 +39,7 @@ from samebit.weight_sync import (  # noqa: E402
     PeerLostError,
     SharedMemorySender,
     WeightMismatchError,
+    WeightStream,
     gloo_group,
     listening_store,
 )
@@ -170,8 +171,12 @@ def test_weights_from_this_process_go_through_shared_memory(worker: RayWorker) -
     report = worker.receive_weights(tiny(1), verify=True)
     assert (report.version, report.verified) == (version + 1, True)
     assert report.sent_bytes == report.dense_bytes > 0
+    assert report.casts == ()
     assert serves(worker, tiny(1))
-    assert worker.load_state_dict(tiny(2).state_dict()).version == version + 2
+    cast = WeightStream.of(tiny(1), dtype=torch.bfloat16)
+    casts = worker.receive_weights(cast).casts
+    assert {"model.norm.weight: float32 -> bfloat16", "model.norm.weight: bfloat16 -> float32"} <= set(casts)
+    assert worker.load_state_dict(tiny(2).state_dict()).version == version + 3
     assert serves(worker, tiny(2))
 
 

@@ -146,16 +146,21 @@ def _bytes(tensor: Tensor) -> int:
 
 
 @pytest.mark.parametrize("cast_by", ["sender", "receiver"])
-def test_casts_are_made_and_reported(odd_worker: Any, pair: tuple[Any, Any], cast_by: str) -> None:
+def test_casts_are_made_and_reported(
+    odd_worker: Any, pair: tuple[Any, Any], cast_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
     sender, end = pair
     own, other = (torch.bfloat16, torch.float32)
     odd_worker._weights = type(odd_worker._weights)(Odd(own), shared=False)
     trainer = Odd(other)
     sending = Sending(sender, trainer, dtype=own if cast_by == "sender" else None)
     report = odd_worker.receive_weights(end, verify=True)
-    reported = sending.result().casts if cast_by == "sender" else report.casts
-    assert "proj.weight: float32 -> bfloat16" in reported
-    assert len(reported) == 6
+    assert sending.result().casts == (report.casts if cast_by == "sender" else ())
+    assert "proj.weight: float32 -> bfloat16" in report.casts
+    assert len(report.casts) == 6
+    odd_worker.receive_weights(trainer)
+    said = [record.getMessage() for record in caplog.records if "are cast" in record.getMessage()]
+    assert said == ["update 1: 6 weights are cast, one: float32 -> bfloat16"], "once"
     assert same_weights(trainer.to(own), odd_worker._weights.module)
 
 

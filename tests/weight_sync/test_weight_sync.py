@@ -145,6 +145,11 @@ def test_the_report_counts_changed_bits_only() -> None:
     assert apply_weights(model, same).changed == ("proj.bias",), "-0.0 has other bits than 0.0"
 
 
+def test_numbers_that_need_a_scale_are_not_cast() -> None:
+    with pytest.raises(WeightMismatchError, match=r"can not be cast: proj\.bias: offered \[3\] float8_e4m3fn"):
+        apply_weights(Model(), {"proj.bias": torch.zeros(3).to(torch.float8_e4m3fn)}, partial=True)
+
+
 def test_a_cast_is_made_and_reported() -> None:
     model = Model()
     offered = new_weights(model)
