@@ -5,7 +5,13 @@ Knows nothing of `samebit.rollout` or `samebit.kernels`.
 
 from samebit.weight_sync.apply import PreparedUpdate
 from samebit.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
-from samebit.weight_sync.distributed import BroadcastReceiver, BroadcastSender, gloo_group, listening_store
+from samebit.weight_sync.distributed import (
+    BroadcastReceiver,
+    BroadcastSender,
+    connected_store,
+    gloo_group,
+    listening_store,
+)
 from samebit.weight_sync.link import PeerLostError, ReceiverLink, SyncRefusedError, SyncTimeoutError
 from samebit.weight_sync.manifest import (
     Manifest,
@@ -45,6 +51,7 @@ __all__ = [
     "WeightSourceError",
     "WeightStream",
     "apply_weights",
+    "connected_store",
     "gloo_group",
     "listening_store",
     "open_source",

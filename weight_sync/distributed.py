@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -45,6 +46,7 @@ from samebit.weight_sync.link import (
     PeerLostError,
     ReceiverLink,
     SenderLink,
+    SyncTimeoutError,
     check_timeout,
 )
 from samebit.weight_sync.report import SyncBrokenError
@@ -56,6 +58,7 @@ _HEADER_WORDS = 5
 _MESSAGE_BYTES = 4096
 _LONGEST = 600
 _MOST_ANNOUNCED = 64 << 20
+_CAME = "samebit/came"
 Group = dist.ProcessGroup | dist.ProcessGroupGloo
 Heard = TypeVar("Heard", Answer, Outcome)
 T = TypeVar("T")
@@ -69,9 +72,38 @@ def listening_store(host: str) -> TCPStore:
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
+def connected_store(host: str, port: int, *, timeout: float = DEFAULT_TIMEOUT) -> TCPStore:
+    """The `listening_store` of another process. Raises `PeerLostError` if nobody listens there within the timeout."""
+    try:
+        return TCPStore(host, port, timeout=timedelta(seconds=check_timeout(timeout)))
+    except RuntimeError as error:
+        raise PeerLostError(f"no sender at {host}:{port}: {str(error).splitlines()[0]}") from error
+
+
 def gloo_group(store: Store, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) -> dist.ProcessGroupGloo:
-    """A group of processes that need not be of one `torch.distributed` world. Waits for all of them."""
-    return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=check_timeout(timeout)))
+    """A group of processes that need not be of one `torch.distributed` world. Waits for all of them.
+
+    Raises:
+        SyncTimeoutError: not all of them came within the timeout.
+        PeerLostError: the store, or a rank that had come, went away.
+    """
+    limit = timedelta(seconds=check_timeout(timeout))
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be from 0 to {size - 1}, in a group of {size}, got {rank}")
+    try:
+        store.add(_CAME, 1)
+        return dist.ProcessGroupGloo(store, rank, size, timeout=limit)
+    except RuntimeError as error:
+        raise _not_joined(store, size, timeout, error) from error
+
+
+def _not_joined(store: Store, size: int, timeout: float, error: RuntimeError) -> SyncBrokenError:
+    """Why there is no group: not all ranks came, or what torch says."""
+    with suppress(RuntimeError):
+        if isinstance(error, dist.DistStoreError):  # a wait for the others that took too long
+            came = store.add(_CAME, 0)
+            return SyncTimeoutError(f"{came} of {size} ranks of the group came within {timeout:g} seconds")
+    return PeerLostError(f"the group could not be made: {str(error).splitlines()[0]}")
 
 
 class BroadcastSender(WeightSender):

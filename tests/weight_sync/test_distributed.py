@@ -8,11 +8,21 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from samebit.weight_sync import BroadcastReceiver, BroadcastSender, apply_weights, gloo_group, listening_store
+from samebit.weight_sync import (
+    BroadcastReceiver,
+    BroadcastSender,
+    PeerLostError,
+    SyncTimeoutError,
+    apply_weights,
+    connected_store,
+    gloo_group,
+    listening_store,
+)
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 
@@ -45,7 +55,7 @@ def test_a_group_without_a_world() -> None:
     store = listening_store("127.0.0.1")
 
     def receive(rank: int) -> None:
-        group = gloo_group(TCPStore("127.0.0.1", store.port), rank, 3, timeout=30)
+        group = gloo_group(connected_store("127.0.0.1", store.port), rank, 3, timeout=30)
         apply_weights(targets[rank - 1], BroadcastReceiver(0, group, timeout=30))
 
     with ThreadPoolExecutor(2) as threads:
@@ -58,3 +68,30 @@ def test_a_group_without_a_world() -> None:
     for target in targets:
         assert torch.equal(target.weight, source.weight)
         assert torch.equal(target.bias, source.bias)
+
+
+def test_a_group_that_a_rank_does_not_join() -> None:
+    store = listening_store("127.0.0.1")
+    with ThreadPoolExecutor(1) as other:
+        joining = other.submit(gloo_group, connected_store("127.0.0.1", store.port), 1, 3, timeout=0.5)
+        for join in (lambda: gloo_group(store, 0, 3, timeout=0.5), joining.result):
+            with pytest.raises(SyncTimeoutError, match=r"2 of 3 ranks of the group came within 0\.5 seconds"):
+                join()
+
+
+def test_a_group_whose_store_is_gone() -> None:
+    store = listening_store("127.0.0.1")
+    client = connected_store("127.0.0.1", store.port)
+    del store
+    with pytest.raises(PeerLostError, match="the group could not be made"):
+        gloo_group(client, 1, 3, timeout=0.5)
+
+
+def test_a_rank_beyond_the_group() -> None:
+    with pytest.raises(ValueError, match="rank must be from 0 to 2, in a group of 3, got 3"):
+        gloo_group(dist.HashStore(), 3, 3)
+
+
+def test_a_store_that_nobody_listens_at() -> None:
+    with pytest.raises(PeerLostError, match=r"no sender at 127\.0\.0\.1:1: "):
+        connected_store("127.0.0.1", 1, timeout=0.1)

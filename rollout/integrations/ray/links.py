@@ -6,12 +6,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-from samebit.weight_sync import BroadcastReceiver, ReceiverLink, SharedMemoryReceiver, gloo_group
+from samebit.weight_sync import BroadcastReceiver, ReceiverLink, SharedMemoryReceiver, connected_store, gloo_group
 from samebit.weight_sync.link import DEFAULT_TIMEOUT
 
 
@@ -48,7 +45,7 @@ class BroadcastGroup:
     timeout: float = DEFAULT_TIMEOUT
 
     def open(self) -> ReceiverLink:
-        store = TCPStore(self.host, self.port, timeout=timedelta(seconds=self.timeout))
+        store = connected_store(self.host, self.port, timeout=self.timeout)
         return BroadcastReceiver(0, gloo_group(store, self.rank, self.size, timeout=self.timeout), timeout=self.timeout)
 
 
