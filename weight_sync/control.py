@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from samebit.weight_sync.buckets import broken_off
 from samebit.weight_sync.link import PeerLostError, SyncTimeoutError, parse_object
 from samebit.weight_sync.report import SyncBrokenError
 
 _LENGTH = struct.Struct(">I")
 _MOST_BYTES = 64 << 20
 _DESCRIPTOR = b"descriptor"
+_EXCUSE = b"no memory!"
 _MOST_AT_ONCE = 1 << 16
 T = TypeVar("T")
 
@@ -48,6 +50,11 @@ class Channel:
 
     def receive_descriptor(self) -> int:
         return self._guarded(self._receive_descriptor)
+
+    def send_excuse(self, reason: str) -> None:
+        """Say why there is no file, in its stead."""
+        message = json.dumps({"reason": reason}).encode()
+        self._guarded(lambda deadline: self._send(_EXCUSE + _LENGTH.pack(len(message)) + message, deadline))
 
     def close(self) -> None:
         self._socket.close()
@@ -102,6 +109,8 @@ class Channel:
         data, descriptors, _, _ = socket.recv_fds(self._socket, len(_DESCRIPTOR), 1)
         if data == _DESCRIPTOR and len(descriptors) == 1:
             return descriptors[0]
+        if data == _EXCUSE:
+            raise broken_off(str(self._receive(deadline).get("reason")).encode())
         for descriptor in descriptors:
             os.close(descriptor)
         if not data:

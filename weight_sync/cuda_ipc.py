@@ -84,6 +84,9 @@ class DeviceSenderEnd(SocketSenderEnd[CudaBuckets]):
     def _create_memory(self) -> CudaBuckets:
         return CudaBuckets.create(self.bucket_bytes, self._device)
 
+    def _tell(self, reason: str, channel: Channel) -> None:
+        channel.send("no memory", reason=reason)
+
     def _hand_over(self, memory: CudaBuckets, channel: Channel) -> None:
         channel.send("memory", **memory.handle().to_message())
 
@@ -114,6 +117,8 @@ class CudaIpcReceiver(SocketReceiver[CudaBuckets]):
 
     def _open_memory(self, channel: Channel) -> CudaBuckets:
         message = channel.receive()
+        if message.get("kind") == "no memory":
+            raise broken_off(str(message.get("reason")).encode())
         if message.get("kind") != "memory":
             raise SyncBrokenError(f"the sender said {message.get('kind')!r} where it hands over its memory")
         return CudaBuckets.attach(MemoryHandle.from_message(message), self._device)

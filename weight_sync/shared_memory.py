@@ -34,6 +34,9 @@ class _SenderEnd(SocketSenderEnd[SharedBuckets]):
     def _create_memory(self) -> SharedBuckets:
         return SharedBuckets.create(self.bucket_bytes)
 
+    def _tell(self, reason: str, channel: Channel) -> None:
+        channel.send_excuse(reason)
+
     def _hand_over(self, memory: SharedBuckets, channel: Channel) -> None:
         channel.send_descriptor(memory.descriptor)
 

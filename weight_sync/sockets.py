@@ -17,7 +17,7 @@ import socket
 import tempfile
 import time
 from abc import abstractmethod
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Generic, TypeGuard, TypeVar
@@ -62,7 +62,7 @@ class SocketSenderEnd(SenderLink, Generic[Memory]):
         if self._listener.fileno() < 0:
             raise PeerLostError("the link is closed")
         if self._memory is None:
-            self._memory = self._create_memory()
+            self._memory = self._reserve()
         self._sync += 1
         self._free = list(range(NUM_BUCKETS))
         self._outcome = None
@@ -72,8 +72,28 @@ class SocketSenderEnd(SenderLink, Generic[Memory]):
             raise self._misunderstood(message)
         return Answer.from_json(str(message.get("body")))
 
+    def _reserve(self) -> Memory:
+        """The memory; where there is no room for it, the receiver hears so too."""
+        try:
+            return self._create_memory()
+        except (OSError, RuntimeError) as error:
+            with suppress(SyncTimeoutError):
+                self._excuse(str(error))
+            raise
+
+    def _excuse(self, reason: str) -> None:
+        deadline = time.monotonic() + self._timeout
+        while True:
+            with closing(self._accept(deadline)) as channel, suppress(PeerLostError):
+                self._tell(reason, channel)
+                return
+
     @abstractmethod
     def _create_memory(self) -> Memory: ...
+
+    @abstractmethod
+    def _tell(self, reason: str, channel: Channel) -> None:
+        """Why there is no memory, where the other process waits for it."""
 
     @abstractmethod
     def _hand_over(self, memory: Memory, channel: Channel) -> None:

@@ -474,7 +474,7 @@ def test_a_sender_that_stalls_midway(odd_worker: Any) -> None:
 
 def test_a_full_shared_memory_is_found_before_anything_is_announced(make_worker: MakeWorker) -> None:
     worker, _ = make_worker()
-    with SharedMemorySender(bucket_bytes=1 << 50, timeout=20) as sender:
+    with SharedMemorySender(bucket_bytes=1 << 50, timeout=0.1) as sender:
         with pytest.raises(OSError, match="no room for") as caught:
             sender.send(worker._weights.module)
         assert caught.value.errno in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM)

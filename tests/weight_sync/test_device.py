@@ -200,6 +200,21 @@ def test_a_sender_that_breaks_off_says_why(pair: tuple[Sender, Receiver], beside
         sending.result(20)
 
 
+def test_no_room_for_the_buckets(
+    pair: tuple[Sender, Receiver], beside: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> CudaBuckets:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    sender, end = pair
+    monkeypatch.setattr(CudaBuckets, "create", full)
+    sending = beside.submit(sender.send, Model(1))
+    with pytest.raises(SyncBrokenError, match="the sender broke off: CUDA out of memory"):
+        end.listen()
+    with pytest.raises(torch.OutOfMemoryError):
+        sending.result(20)
+
+
 def test_what_does_not_fit_is_refused(pair: tuple[Sender, Receiver], beside: ThreadPoolExecutor) -> None:
     sender, end = pair
     sending = beside.submit(sender.send, nn.Linear(3, 3))
