@@ -13,16 +13,13 @@ Invariants
 from __future__ import annotations
 
 import logging
-import stat
-import tempfile
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from samebit.rollout.spill import Spill
 from samebit.weight_sync import (
     Manifest,
     NonFiniteWeightError,
@@ -32,12 +29,10 @@ from samebit.weight_sync import (
     open_update,
 )
 from samebit.weight_sync.apply import first_non_finite
-from samebit.weight_sync.checksum import copy_scanned, digest_of, hexadecimal, scan
+from samebit.weight_sync.checksum import digest_of, hexadecimal, scan
 from samebit.weight_sync.manifest import live_tensors
 
 logger = logging.getLogger(__name__)
-
-SPILL_NAME = "weights.safetensors"
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,7 @@ class WorkerWeights:
         self._seen_marks = self._marks() if shared else {}
         self._said_casts = False
         self._layouts: dict[str, _Layout] = {}
-        self._spill: tempfile.TemporaryDirectory[str] | None = None
+        self._spill: Spill | None = None
 
     # -- updates -----------------------------------------------------------------------------------
 
@@ -137,11 +132,11 @@ class WorkerWeights:
         return self._spill is not None
 
     def free(self, *, keep_copy: bool) -> None:
-        """Release the memory, after writing the bits to an owner-only file when `keep_copy`."""
+        """Release the memory, after writing the bits to a file (see `Spill`) when `keep_copy`."""
         tensors = live_tensors(self.module)
         firsts = {names[0]: tensors[names[0]].detach() for names in self.manifest.ties}
         if keep_copy:
-            self._write_spill(firsts)
+            self._spill = Spill(firsts)
         self._layouts = {name: _Layout.of(tensor, kept=keep_copy) for name, tensor in firsts.items()}
         for tensor in tensors.values():
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -152,15 +147,14 @@ class WorkerWeights:
         Raises:
             VerificationError: the copy is damaged; the memory is there, its values are undefined.
         """
-        kept = self._read_spill() if self.spilled else {}
         tensors = live_tensors(self.module)
         damaged: list[str] = []
         for names in self.manifest.ties:
             layout = self._layouts[names[0]]
             fresh = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
-            if names[0] in kept:
-                copied = copy_scanned(kept.pop(names[0]), fresh)
-                damaged += [names[0]] if copied.digest != layout.digest else []
+            if self._spill is not None:
+                self._spill.read(names[0], fresh)
+                damaged += [names[0]] if scan(fresh).digest != layout.digest else []
             for name in names:
                 tensors[name].data = fresh
         self._layouts = {}
@@ -172,24 +166,8 @@ class WorkerWeights:
 
     def drop_spill(self) -> None:
         if self._spill is not None:
-            self._spill.cleanup()
+            self._spill.close()
             self._spill = None
-
-    def _write_spill(self, tensors: dict[str, Tensor]) -> None:
-        spill = tempfile.TemporaryDirectory(prefix="samebit-weights-")
-        try:
-            path = Path(spill.name) / SPILL_NAME
-            path.touch(mode=stat.S_IRUSR | stat.S_IWUSR)
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-            self._spill = spill
-        finally:
-            if self._spill is None:
-                spill.cleanup()
-
-    def _read_spill(self) -> dict[str, Tensor]:
-        if self._spill is None:
-            raise RuntimeError("nothing was spilled")
-        return load_file(Path(self._spill.name) / SPILL_NAME)
 
 
 def _said(report: SyncReport) -> SyncReport:
