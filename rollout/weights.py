@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -74,7 +75,7 @@ class WorkerWeights:
         self._accept_marks()
         self._say_casts(report)
         changed = (*in_place, *(name for name in report.changed if name not in in_place))
-        return _said(replace(report, changed=changed))
+        return _said(replace(report, changed=changed, bytes=self._bytes(changed)))
 
     def accept_in_place(self, version: int, seconds: float, *, read: bool = False) -> SyncReport:
         """The trainer changed the shared parameters itself; report which, by their version counters.
@@ -86,8 +87,21 @@ class WorkerWeights:
         changed = tuple(name for name, mark in marks.items() if mark != self._seen_marks[name])
         self._seen_marks = marks
         return _said(
-            SyncReport(version, len(self.manifest.ties), 0, seconds, changed, (), digest=digest, verified=read)
+            SyncReport(
+                version=version,
+                tensors=len(self.manifest.ties),
+                bytes=self._bytes(changed),
+                seconds=seconds,
+                changed=changed,
+                casts=(),
+                digest=digest,
+                verified=read,
+                dense_bytes=self._bytes(names[0] for names in self.manifest.ties),
+            )
         )
+
+    def _bytes(self, names: Iterable[str]) -> int:
+        return sum(self.manifest.specs[name].num_bytes for name in names)
 
     def _read(self) -> str:
         tensors = live_tensors(self.module)

@@ -110,7 +110,8 @@ def test_a_shared_module_reports_what_the_trainer_changed(
     module = worker._weights.module
     with worker.weight_update() as update, torch.no_grad():
         module.proj.bias.add_(1)
-    assert (update.report.version, update.report.changed, update.report.bytes) == (1, ("proj.bias",), 0)
+    assert (update.report.version, update.report.changed, update.report.bytes) == (1, ("proj.bias",), 5 * 4)
+    assert (update.report.sent_bytes, update.report.dense_bytes) == (0, 4 * (7 * 3 + 5 * 3 + 5 + 2))
     assert not caplog.records
     with worker.weight_update(version=7):
         pass
@@ -130,7 +131,7 @@ def test_a_shared_module_given_its_own_state_dict_still_reports_the_change(make_
     with torch.no_grad():
         module.proj.weight.add_(1)
     report = worker.receive_weights(module)
-    assert (report.changed, report.bytes) == (("proj.weight",), 0)
+    assert (report.changed, report.bytes) == (("proj.weight",), 5 * 3 * 4)
 
 
 def test_worker_calls_inside_the_block_raise_instead_of_hanging(make_worker: MakeWorker) -> None:
