@@ -64,7 +64,7 @@ class WeightsCheck:
     def runs(self) -> Iterator[Run]:
         """
         Raises:
-            ValueError: nothing could be caught in flight, or the other process did not start.
+            ValueError: nothing could be caught in flight, the other process did not start, or deltas save nothing.
         """
         with TemporaryDirectory(prefix="samebit-check-") as name:
             folder = Path(name)
@@ -170,6 +170,7 @@ class WeightsCheck:
         """Train W2 and send the changes of each step; in the end send all of it, and compare."""
         optimizer = torch.optim.AdamW(self._other.parameters(), lr=1e-5, weight_decay=0.0)
         ids = torch.tensor([self._prompts[-1]], device=device_of(self._other))
+        saves = next(self._other.parameters()).dtype == torch.bfloat16  # in float32 nearly every weight moves
         result: Difference = (0, 0, 0.0)
         with (
             closing(SharedMemorySender(timeout=TIMEOUT)) as sender,
@@ -180,10 +181,13 @@ class WeightsCheck:
                 optimizer.zero_grad()
                 (-token_logprobs(self._other, ids).mean()).backward()
                 optimizer.step()
-                sent = other.submit(sender.send, self._other, delta=True)
+                sending = other.submit(sender.send, self._other, delta=True)
                 report = worker.receive_weights(end)
-                if sent.result().delta != (step > 0):
+                sent = sending.result()
+                if sent.delta != (step > 0):
                     raise ValueError(f"step {step} did not go as it was to, full first and then as a delta")
+                if sent.delta and saves and sent.sent_bytes >= sent.dense_bytes:
+                    raise ValueError(f"a delta took {sent.sent_bytes} bytes, where all weights take {sent.dense_bytes}")
                 if step % 10 == 0:
                     result = worst(result, self._compare_other(worker.generate(self._prompts[:1], self._params[:1])))
         by_delta = self._generate(worker)

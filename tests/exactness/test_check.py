@@ -4,12 +4,17 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from samebit.rollout import check, cli
+from samebit.kernels import bind
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, check, cli
+from samebit.rollout.check_weights import WeightsCheck
+from samebit.weight_sync.buckets import Kind
+from samebit.weight_sync.delta import DeltaEncoder, Encoded
 
 from .families import DTYPES, FAMILIES, HYBRIDS, make_model
 
@@ -89,6 +94,23 @@ def test_every_family_passes(name: str, dtype: torch.dtype, tmp_path: Path, requ
     rows = list(check.check_model(tmp_path, new_tokens=16 if CAMPAIGN else 8))
     assert len(rows) >= (38 if CAMPAIGN else 25)
     assert [row.name for row in rows if row.differing or not row.tokens] == []
+
+
+def test_a_delta_that_saves_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_of_it(self: DeltaEncoder, new: Any, base: Any, element: int) -> Encoded:
+        base[:] = new
+        return Encoded(Kind.DENSE, (new,))
+
+    model = bind(make_model("Qwen3", torch.bfloat16))
+    params = SamplingParams(max_tokens=2, seed=1)
+    weights = WeightsCheck(model, ([[1, 2, 3]], [params]), [], 32)
+    monkeypatch.setattr("samebit.rollout.check_weights.STEPS", 3)
+    with RolloutWorker(make_model("Qwen3", torch.bfloat16), config=RolloutConfig(max_model_len=32)) as worker:
+        run = weights._deltas(worker)
+        assert (run.name, run.beside) == ("delta against dense, 3 optimizer steps", (6, 0, 0.0))
+        monkeypatch.setattr(DeltaEncoder, "encode", all_of_it)
+        with pytest.raises(ValueError, match=r"a delta took (\d+) bytes, where all weights take \1"):
+            weights._deltas(worker)
 
 
 @pytest.mark.parametrize("broken", ["no such folder", "no weights", "cut off", "experts"])
