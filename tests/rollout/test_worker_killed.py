@@ -111,6 +111,30 @@ def _killed_sender(worker: Any, dying: Dying, point: int) -> str:
     return outcome
 
 
+def test_a_sender_of_a_delta_is_killed(make_worker: MakeWorker, dying: Dying) -> None:
+    worker, _ = make_worker()
+    worker._weights = type(worker._weights)(model(), shared=False)
+    dying.start("delta sender", None)
+    with SharedMemoryReceiver(dying.line()) as end:
+        whole, delta = worker.receive_weights(end), worker.receive_weights(end)
+    assert 0 < delta.sent_bytes < whole.sent_bytes / 4
+    assert delta.changed == ("0.weight",)
+    outcomes = [_killed_delta_sender(worker, dying, point) for point in points(int(dying.line()))]
+    assert set(outcomes) == {"old", "incomplete", "new"}
+
+
+def _killed_delta_sender(worker: Any, dying: Dying, point: int) -> str:
+    dying.start("delta sender", point)
+    with SharedMemoryReceiver(dying.line()) as end:
+        worker.receive_weights(end)
+        before = copy_of(worker)
+        began = time.monotonic()
+        outcome = receive(worker, end)
+        assert time.monotonic() - began < SOON
+    check(worker, outcome, before)
+    return outcome
+
+
 def test_a_gloo_sender_is_killed(make_worker: MakeWorker, dying: Dying, tmp_path: Path) -> None:
     worker, _ = make_worker()
     worker._weights = type(worker._weights)(model(), shared=False)

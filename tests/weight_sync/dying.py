@@ -1,9 +1,9 @@
-"""Forks processes that kill themselves (SIGKILL) in the middle of a sync; run by test_killed.py.
+"""Forks processes that kill themselves (SIGKILL) in the middle of a sync; run by test_worker_killed.py.
 
-Each line on stdin is JSON: `role` ("sender", "gloo sender" or "receiver"), `address` (of a sender for
-a receiver, of a store for gloo), `calls`: at which
-call of a function of samebit.weight_sync to die, or null to live and print how many there were. (One that should have
-died and made fewer calls says nothing.) A sender over shared memory first says where it is.
+Each line on stdin is JSON: `role` ("sender", "delta sender", "gloo sender" or "receiver"), `address` (of a sender for
+a receiver, of a store for gloo), `calls`: at which call of a function of samebit.weight_sync to die, or null to live
+and print how many there were. (One that should have died and made fewer calls says nothing.) A sender over shared
+memory first says where it is. A delta sender sends all weights, changes some, and dies while it sends the changes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BUCKET = 4096
 TIMEOUT = 20
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(100, 129), nn.Linear(129, 33), nn.Embedding(7, 1000))
 
 
@@ -57,7 +57,7 @@ def say(line: str) -> None:
 def live(task: dict[str, Any]) -> None:
     counter = Counter(task["calls"])
     weights = model()
-    if task["role"] == "sender":
+    if task["role"] in ("sender", "delta sender"):
         sender: Any = SharedMemorySender(bucket_bytes=BUCKET, timeout=TIMEOUT)
         say(sender.address)
     elif task["role"] == "gloo sender":
@@ -67,9 +67,14 @@ def live(task: dict[str, Any]) -> None:
         end = SharedMemoryReceiver(task["address"], timeout=TIMEOUT)
         sys.setprofile(counter)
         apply_weights(weights, end)
+    delta = task["role"] == "delta sender"
+    if delta:
+        sender.send(weights, delta=True)
+        with torch.no_grad():
+            weights[0].weight[::3] *= 2
     if task["role"] != "receiver":
         sys.setprofile(counter)
-        sender.send(weights)
+        sender.send(weights, delta=delta)
     sys.setprofile(None)
     if counter.last is None:
         say(str(counter.count))
