@@ -353,10 +353,16 @@ def _header(frame: Tensor) -> BucketHeader:
 
 
 def _message(text: str) -> Tensor:
-    """JSON of bounded size, padded with zeros; a reason that is too long is cut."""
+    """JSON of bounded size, padded with zeros; a reason that is too long is cut, and says so."""
     content = text.encode()
     if len(content) > _MESSAGE_BYTES:
         body = json.loads(text)
-        cut = {key: value[:_LONGEST] if isinstance(value, str) else value for key, value in body.items()}
+        cut = {key: _cut(value) if isinstance(value, str) else value for key, value in body.items()}
         content = json.dumps(cut).encode()
     return torch.frombuffer(bytearray(content.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]} ... ({len(text) - _LONGEST} more characters: see the error at that receiver)"

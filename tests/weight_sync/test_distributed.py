@@ -17,7 +17,9 @@ from samebit.weight_sync import (
     BroadcastReceiver,
     BroadcastSender,
     PeerLostError,
+    SyncRefusedError,
     SyncTimeoutError,
+    WeightMismatchError,
     apply_weights,
     connected_store,
     gloo_group,
@@ -95,3 +97,19 @@ def test_a_rank_beyond_the_group() -> None:
 def test_a_store_that_nobody_listens_at() -> None:
     with pytest.raises(PeerLostError, match=r"no sender at 127\.0\.0\.1:1: "):
         connected_store("127.0.0.1", 1, timeout=0.1)
+
+
+def test_a_long_refusal_says_that_it_was_cut() -> None:
+    store = listening_store("127.0.0.1")
+
+    def receive() -> None:
+        group = gloo_group(connected_store("127.0.0.1", store.port), 1, 2, timeout=30)
+        apply_weights(nn.Linear(3, 3), BroadcastReceiver(0, group, timeout=30))
+
+    with ThreadPoolExecutor(1) as other:
+        received = other.submit(receive)
+        sender = BroadcastSender(gloo_group(store, 0, 2, timeout=30), timeout=30)
+        with pytest.raises(SyncRefusedError, match=r"unknown: \w+, .* \.\.\. \(\d+ more characters: see the error at"):
+            sender.send({f"unknown{number}": torch.zeros(1) for number in range(1000)})
+        with pytest.raises(WeightMismatchError, match="unknown999"):
+            received.result(30)
