@@ -110,6 +110,13 @@ def test_every_way_to_ask_gives_what_a_local_worker_gives(worker: RayWorker, loc
     handles = [worker.submit(prompt, seeded(1)) for prompt in PROMPTS]
     assert drawn([handle.result(20) for handle in handles]) == expected
     assert all(handle.done for handle in handles)
+    assert drawn([handle.result(20) for handle in worker.submit_all(PROMPTS, seeded(1))]) == expected
+    bad, good = worker.submit_all([[], PROMPTS[0]], [seeded(1)] * 2)
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        bad.result(20)
+    assert drawn([good.result(20)]) == expected[:2]
+    with pytest.raises(RequestError, match="3 prompts, but 1 params"):
+        worker.submit_all(PROMPTS, [seeded(1)])
 
     async def at_once() -> list[Any]:
         whole = [worker.generate_async(PROMPTS, seeded(1)) for _ in range(8)]

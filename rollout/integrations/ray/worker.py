@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from samebit.kernels.openmp import process_environment
 from samebit.rollout.config import RolloutConfig
-from samebit.rollout.errors import WorkerLostError
+from samebit.rollout.errors import RequestError, WorkerLostError
 from samebit.rollout.integrations.ray.actor import Health, RolloutActor
 from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
 from samebit.rollout.integrations.ray.links import SharedMemoryAt
@@ -114,6 +114,15 @@ class RayWorker(Closing):
         """Queue one prompt. What is wrong with it is raised by the handle's `result`."""
         name = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
         return RayRequestHandle(self.actor, name, self.actor.run.remote(prompt, params, name))
+
+    def submit_all(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+    ) -> list[RayRequestHandle]:
+        """`submit` for each of them, in this order; a bad prompt does not keep the others from being queued."""
+        each = params if isinstance(params, list | tuple) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts, but {len(each)} params")
+        return [self.submit(prompt, wanted) for prompt, wanted in zip(prompts, each, strict=True)]
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         wait_for(self.actor.abort.remote(request_ids if isinstance(request_ids, str) else list(request_ids)))
