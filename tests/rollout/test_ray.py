@@ -241,6 +241,14 @@ def test_a_link_stays_open_until_an_update_fails_or_its_group_is_done() -> None:
         group.listen()
 
 
+def test_a_broadcast_over_the_device_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    links = importlib.import_module(BroadcastFrom.__module__)
+    monkeypatch.setattr(links, "BroadcastReceiver", lambda *place, **options: made.append((place, options)))
+    BroadcastFrom(3, timeout=7, device="cuda").open()
+    assert made == [((3,), {"timeout": 7, "device": "cuda"})]
+
+
 def test_memory_and_control(worker: RayWorker) -> None:
     worker.receive_weights(tiny(1))
     worker.sleep()

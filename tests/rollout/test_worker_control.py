@@ -408,6 +408,18 @@ def test_sleeping_weights_frees_them_and_waking_restores_the_bits(make_worker: M
     assert len(worker.generate([[1]], FEW)) == 1
 
 
+@pytest.mark.parametrize("initialized", [False, True])
+def test_sleep_returns_what_torch_keeps_of_a_gpu(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, initialized: bool
+) -> None:
+    returned: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: returned.append(True))
+    worker, _ = make_worker()
+    worker.sleep()
+    assert returned == [True] * initialized, "a process without CUDA does not begin to use it"
+
+
 def test_level_two_discards_and_needs_a_full_update(make_worker: MakeWorker, oracle: Oracle) -> None:
     worker, runner = make_worker()
     whole = weights_of(worker)

@@ -25,13 +25,17 @@ class SharedMemoryAt:
 
 @dataclass(frozen=True)
 class BroadcastFrom:
-    """The `BroadcastSender` at this rank of the group that the actor has joined (`join_group`)."""
+    """The `BroadcastSender` at this rank of the group that the actor has joined (`join_group`).
+
+    device: where the backend of the group wants its tensors, "cuda" for NCCL.
+    """
 
     sender: int
     timeout: float = DEFAULT_TIMEOUT
+    device: str = "cpu"
 
     def open(self) -> ReceiverLink:
-        return BroadcastReceiver(self.sender, timeout=self.timeout)
+        return BroadcastReceiver(self.sender, timeout=self.timeout, device=self.device)
 
 
 @dataclass(frozen=True)
