@@ -32,6 +32,8 @@ from verl.plugin.platform import PlatformRegistry, get_platform
 from verl.utils import device, distributed, fsdp_utils
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.debug import metrics as verl_metrics
+from verl.utils.profiler import ProfilerConfig
+from verl.workers.config import CheckpointEngineConfig, MtpConfig, PrometheusConfig, ServerConfig
 from verl.workers.config import RolloutConfig as VerlRolloutConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.rollout.base import get_rollout_class
@@ -92,12 +94,34 @@ def test_a_failure_to_load_is_seen() -> None:
     assert "samebit's plugin for verl failed to load" in done.stderr
 
 
-def test_an_unknown_version_of_verl_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_version_of_verl_is_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with caplog.at_level(logging.WARNING):
-        plugin._check_version("0.9.1")
+        plugin.load()
         assert not caplog.records
-        plugin._check_version("7.1")
+        monkeypatch.setattr(plugin, "_version", lambda: "7.1")
+        plugin.load()
     assert "made for verl 0.9.1, and this is verl 7.1" in caplog.text
+
+
+def test_what_moved_in_another_version_of_verl_is_said_with_that_version(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And there is no stack trace: the rest of verl works on."""
+    monkeypatch.delattr("verl.workers.rollout.replica")
+    monkeypatch.setitem(sys.modules, "verl.workers.rollout.replica", None)
+    with caplog.at_level(logging.ERROR):
+        with pytest.raises(ImportError):
+            plugin.load()
+        caplog.clear()
+        monkeypatch.setattr(plugin, "_version", lambda: "7.1")
+        plugin.load()
+    (record,) = caplog.records
+    assert "made for verl 0.9.1, and this is verl 7.1: ModuleNotFoundError" in record.message
+    monkeypatch.setitem(sys.modules, "verl.experimental.fully_async_policy.message_queue", None)
+    with pytest.raises(ImportError, match=r"made for verl 0\.9\.1; verl 7\.1 .*message_queue"):
+        replacements.replace_trainer_functions()
 
 
 def test_the_plugin_is_light() -> None:
@@ -182,12 +206,85 @@ def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     assert (made.num_cpus, made.sync_timeout, made.response_length, made.traces) == (2, 9.0, 512, None)
     for name in ("gpu_memory_utilization=0.7", "enforce_eager=True", "engine_kwargs.vllm"):
         assert f"rollout.{name}" in caplog.text
+    assert "rollout.max_num_batched_tokens=16 is raised to rollout.max_num_seqs=32" in caplog.text
+
+
+VERLS_OWN = {
+    *("_target_", "name", "mode", "nnodes", "n_gpus_per_node", "checkpoint_manager_class", "router_config_path"),
+    *("temperature", "top_k", "top_p", "do_sample", "n", "val_kwargs", "agent", "multi_turn", "trace"),
+    *("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
+    *("log_prob_max_token_len_per_gpu", "calculate_log_probs", "moe_load_balance_metrics_interval"),
+}
+"""What verl's trainer and agent loops read, and a server is not told or told with each request."""
+
+OTHER: dict[str, Any] = {
+    "quantization": "fp8",
+    "quantization_config_file": "file",
+    "dtype": "bfloat16",
+    "standalone_gpu_memory_utilization": 0.3,
+    "cudagraph_capture_sizes": [1],
+    "max_model_len": 300,
+    "engine_kwargs": {"vllm": {"x": 1}},
+    "custom": {"block_size": 32},
+    "profiler": ProfilerConfig(tool="nsys", enable=True, all_ranks=True, save_path="traces"),
+    "layer_name_map": {"a": "b"},
+    "limit_images": 1,
+    "mtp": MtpConfig(enable_rollout=True),
+    "qat": {"enable": True},
+    "server": {"timeout": 5.0},
+    "prometheus": PrometheusConfig(enable=True),
+    "checkpoint_engine": CheckpointEngineConfig(update_weights_bucket_megabytes=7),
+    "disaggregation": {"enabled": True},
+}
+"""Another value of each option that is no number, text or switch."""
+
+
+def what_becomes_of(name: str, value: object, caplog: pytest.LogCaptureFixture) -> str:
+    caplog.clear()
+    try:
+        given = options(**{name: value})
+        made = server_options(given, FOLDER, 0, "server")
+    except (ValueError, AssertionError):
+        return "refused"
+    with caplog.at_level(logging.WARNING):
+        warn_about_the_rest(given)
+    if f"rollout.{name}" in caplog.text:
+        return "named"
+    return "silent" if made == server_options(options(), FOLDER, 0, "server") else "honoured"
+
+
+def another(name: str, usual: Any) -> Any:
+    if name in OTHER:
+        return OTHER[name]
+    if isinstance(usual, bool):
+        return not usual
+    return f"other {usual}" if isinstance(usual, str) else usual + 1
+
+
+def test_no_option_of_verl_is_dropped_silently(caplog: pytest.LogCaptureFixture) -> None:
+    usual = vars(options())
+    assert set(usual) >= VERLS_OWN
+    asked = set(usual) - VERLS_OWN
+    became = {name: what_becomes_of(name, another(name, usual[name]), caplog) for name in sorted(asked)}
+    assert {name for name, result in became.items() if result == "silent"} == set()
+    assert became["seed"] == became["free_cache_engine"] == became["custom"] == "honoured"
+    assert became["quantization"] == became["data_parallel_size"] == became["disaggregation"] == "refused"
+
+
+def test_options_inside_others_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    for name in set(vars(ServerConfig())) - VERLS_OWN:
+        assert what_becomes_of("server", ServerConfig(**{name: 7}), caplog) == "named"
+        assert f"rollout.server.{name}=7" in caplog.text
+    bucket = CheckpointEngineConfig(backend="samebit", update_weights_bucket_megabytes=7)
+    assert what_becomes_of("checkpoint_engine", bucket, caplog) == "silent", "the size of a broadcast's bucket"
 
 
 def test_usual_options_need_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), initialize_config_dir(str(CONFIGS), version_base=None):
         check_run(compose("tiny"))
-    assert not caplog.text
+        assert not caplog.text
+        check_run(compose("tiny", ["+actor_rollout_ref.rollout.server.timeout=5"]))
+    assert "no use for: rollout.server.timeout=5" in caplog.text
 
 
 def test_a_wrong_name_is_known_before_anything_is_started(tmp_path: Path) -> None:
@@ -239,11 +336,29 @@ def test_a_trainer_that_would_differ_is_refused(
 
 def test_dead_servers_stop_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     fine, dead = (SimpleNamespace(failure=cause, server_address="a") for cause in (None, RuntimeError("why it died")))
+    dead.is_policy = False
     monkeypatch.setattr(replica, "_launched", [fine])
     replica.check_servers()
     monkeypatch.setattr(replica, "_launched", [fine, dead])
     with pytest.raises(WorkerLostError, match="a is lost: why it died"):
         replica.check_servers()
+
+
+def test_servers_of_a_reward_model_are_watched_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their weights are of no step of the trainer, and their requests no samples."""
+
+    def server(*, is_policy: bool) -> SimpleNamespace:
+        numbers = {"requests_finished": 1.0 if is_policy else 100.0}
+        handle = SimpleNamespace(
+            stats=SimpleNamespace(remote=lambda: numbers),
+            steps_of_weights=SimpleNamespace(remote=lambda: {3, 4} if is_policy else {0}),
+        )
+        return SimpleNamespace(is_policy=is_policy, server_handle=handle, seen={}, failure=None)
+
+    monkeypatch.setattr(replica.ray, "get", lambda values: values)
+    monkeypatch.setattr(replica, "_launched", [server(is_policy=True), server(is_policy=False), server(is_policy=True)])
+    assert replica.server_metrics()["samebit/requests_finished"] == 2.0
+    assert replica.weights_in_servers() == {3, 4}
 
 
 def test_counters_of_servers_are_summed_and_counted_from_the_last_step() -> None:
@@ -387,14 +502,17 @@ def test_servers_of_their_own_wait_as_long_as_the_options_say(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["qwen3_8b_8gpu", "nemotron_h_8b_8gpu"])
-def test_the_configuration_for_gpus_is_one_that_verl_accepts(name: str) -> None:
+def test_the_configuration_for_gpus_is_one_that_verl_accepts(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with initialize_config_dir(str(CONFIGS), version_base=None):
         config = compose(name)
     validate_config(config=config, use_reference_policy=False, use_critic=False)
+    check_run(config)
+    assert not caplog.text
     OmegaConf.resolve(config.actor_rollout_ref)
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     made = server_options(rollout, config.actor_rollout_ref.model, 0, "server")
-    actor = config.actor_rollout_ref.actor
-    check_trainer(rollout.dtype, config.actor_rollout_ref.model, actor.fsdp_config.mixed_precision)
     assert config.trainer.n_gpus_per_node == 8
     assert made.worker.dtype == "bfloat16"
+    config.actor_rollout_ref.rollout.dtype = "float32"
+    with pytest.raises(ValueError, match="both must be bfloat16 or both float32"):
+        check_run(config)

@@ -32,7 +32,7 @@ generation it is."""
 GENERATORS = ("samebit", "huggingface")
 """The second is for comparing step times with, and not exact."""
 
-_NOT_HONOURED = {
+_NOT_HONOURED: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
     "standalone_gpu_memory_utilization": None,
     "enforce_eager": False,
@@ -47,8 +47,22 @@ _NOT_HONOURED = {
     "skip_tokenizer_init": True,
     "full_determinism": False,
     "disable_log_stats": True,
+    "over_sample_rate": 0.0,
+    "enable_sleep_mode": True,
+    "quantization_config_file": None,
+    "layer_name_map": {},
+    "sglang_engine_mode": "local",
+    "prometheus.enable": False,
+    "server.timeout": 60.0,
+    "server.max_attempts": 3,
+    "server.retry_delay": 2.0,
+    "server.max_connections": 1000,
+    "server.max_start_wait_time": 300.0,
 }
 """Options for which samebit has no use, with verl's defaults; another value is named in a warning."""
+
+_OF_A_BROADCAST = {"checkpoint_engine.update_weights_bucket_megabytes": 2048}
+"""The same, where weights go through shared memory."""
 
 
 @dataclass(frozen=True)
@@ -215,8 +229,22 @@ def _dtype(name: str) -> str:
 
 def warn_about_the_rest(rollout: Any) -> None:
     """Name what is given and has no meaning here."""
-    given = [f"{name}={vars(rollout)[name]}" for name, usual in _NOT_HONOURED.items() if vars(rollout)[name] != usual]
+    usual = _NOT_HONOURED | (_OF_A_BROADCAST if rollout.checkpoint_engine.backend == "naive" else {})
+    found = {name: _value(rollout, name, default) for name, default in usual.items()}
+    given = [f"{name}={value}" for name, value in found.items() if value != usual[name]]
     given += [f"engine_kwargs.{name}" for name, kwargs in rollout.engine_kwargs.items() if kwargs]
-    given += ["prometheus.enable=True"] if rollout.prometheus.enable else []
     if given:
         logger.warning("rollout.name=samebit has no use for: %s", ", ".join(f"rollout.{option}" for option in given))
+    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        logger.warning(
+            "rollout.max_num_batched_tokens=%d is raised to rollout.max_num_seqs=%d: a step has a token of each",
+            rollout.max_num_batched_tokens,
+            rollout.max_num_seqs,
+        )
+
+
+def _value(rollout: Any, name: str, default: Any) -> Any:
+    """Of an option, or of one inside another, which verl leaves a dict where its yaml files have no entry of it."""
+    outer, _, inner = name.partition(".")
+    value = vars(rollout)[outer]
+    return value.get(inner, default) if inner else value

@@ -25,6 +25,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from samebit.rollout.integrations.verl.plugin import as_made_for
+
 _MARK = "replaced_by_samebit"
 
 
@@ -45,15 +47,16 @@ def replace_snapshot() -> None:
 
 def replace_trainer_functions() -> None:
     """In the process of the trainer's loop."""
-    from verl.experimental.fully_async_policy.message_queue import MessageQueueClient
-    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-    from verl.utils.debug import metrics
+    with as_made_for():
+        from verl.experimental.fully_async_policy.message_queue import MessageQueueClient
+        from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+        from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+        from verl.utils.debug import metrics
 
-    _replace(ReplayBuffer, "_sync_metadata_from_transfer_queue", _check_servers_first)
-    _replace(PPOTrainer, "_compute_metrics", _with_server_metrics)
-    _replace(metrics, "calculate_debug_metrics", _with_metrics_of_the_step)
-    _replace(MessageQueueClient, "get_sample", _check_servers_at_the_end)
+        _replace(ReplayBuffer, "_sync_metadata_from_transfer_queue", _check_servers_first)
+        _replace(PPOTrainer, "_compute_metrics", _with_server_metrics)
+        _replace(metrics, "calculate_debug_metrics", _with_metrics_of_the_step)
+        _replace(MessageQueueClient, "get_sample", _check_servers_at_the_end)
 
 
 def compares_logprobs(config: Any) -> bool:

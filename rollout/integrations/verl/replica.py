@@ -40,7 +40,7 @@ class SamebitReplica(RolloutReplica):
         kind = "reward" if self.is_reward_model else "teacher" if self.is_teacher_model else ""
         name = server_name(replica_rank, kind=kind, suffix=self.name_suffix)
         self.options = server_options(self.config, model_config, replica_rank, name)
-        if not (self.is_reward_model or self.is_teacher_model):
+        if self.is_policy:
             check_trainer(self.config.dtype, model_config, _mixed_precision(config))
         self.failure: Exception | None = None
         self.seen: dict[str, float] = {}
@@ -50,6 +50,11 @@ class SamebitReplica(RolloutReplica):
         self.__dict__.update(state)
         _prepare_process()
         self._begin_to_watch()
+
+    @property
+    def is_policy(self) -> bool:
+        """Its server has the weights that are trained; else it is one of a reward or teacher model."""
+        return not (self.is_reward_model or self.is_teacher_model)
 
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
         """The worker beside a server with resources of its own."""
@@ -104,8 +109,8 @@ def check_servers() -> None:
 
 
 def server_metrics() -> dict[str, float]:
-    """What the servers did since the last call, under verl's kind of names."""
-    replicas = list(_launched)
+    """What the policy's servers did since the last call, under verl's kind of names."""
+    replicas = _policies()
     before = [replica.seen for replica in replicas]
     for replica, stats in zip(replicas, ray.get([r.server_handle.stats.remote() for r in replicas]), strict=True):
         replica.seen = stats
@@ -113,9 +118,13 @@ def server_metrics() -> dict[str, float]:
 
 
 def weights_in_servers() -> set[int]:
-    """The trainer's steps whose weights are, bit for bit, those that all servers have."""
-    held = ray.get([replica.server_handle.steps_of_weights.remote() for replica in _launched])
+    """The trainer's steps whose weights are, bit for bit, those that all servers of the policy have."""
+    held = ray.get([replica.server_handle.steps_of_weights.remote() for replica in _policies()])
     return set.intersection(*held) if held else set()
+
+
+def _policies() -> list[SamebitReplica]:
+    return [replica for replica in _launched if replica.is_policy]
 
 
 def _mixed_precision(rollout_config: Any) -> Any:
