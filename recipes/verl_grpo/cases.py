@@ -170,6 +170,16 @@ def _variations() -> dict[str, Case]:
             **_TWO_RANKS,
             **{"ray_kwargs.ray_init.num_gpus": 2, "actor_rollout_ref.actor.use_kl_loss": True},
         ),
+        "sync-packed-fp32-two-ranks-fsdp-size-1": _case(
+            "sync",
+            "packed",
+            "fp32",
+            **_TWO_RANKS,
+            **{"ray_kwargs.ray_init.num_gpus": 2, "actor_rollout_ref.actor.fsdp_config.fsdp_size": 1},
+        ),
+        "sync-packed-fp32-pad-to-length": _case(
+            "sync", "packed", "fp32", **{"actor_rollout_ref.actor.fsdp_config.pad_to_length": True}
+        ),
         "separate_async-packed-bf16-two-ranks": _case(
             "separate_async", "packed", "bf16", **_TWO_RANKS, **{"ray_kwargs.ray_init.num_gpus": 3}
         ),
