@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._dynamo.utils import counters
 
 pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
 
@@ -132,6 +133,20 @@ def test_the_engine_gives_the_workers_log_probabilities(
             report = worker.receive_weights(stream)
             assert report.changed_tensors == report.tensors, "every weight was trained, and is the worker's now"
             assert bool(report.casts) == (dtype == "bfloat16")
+
+
+def test_filling_up_and_compilation_change_no_bit(tmp_path: Path) -> None:
+    """verl compiles its own entropy, which is not asked: nothing is compiled."""
+    folder = save_model(tmp_path)
+    model, options = configs(folder, "float32")
+    engine = build(model, replace(options, use_torch_compile=True, pad_to_length=True, pad_to_length_bucket=64))
+    assert engine.pad_to_length
+    counters.clear()
+    with RolloutWorker(folder, config=RolloutConfig(dtype="float32")) as worker:
+        outputs, reported = sampled(worker)
+    for packing in PACKINGS.values():
+        assert torch.equal(responses(engine, outputs, **packing)["log_probs"], reported), packing
+    assert not counters["stats"]
 
 
 def _loss(model_output: dict[str, Tensor], data: Any, dp_group: Any) -> tuple[Tensor, dict[str, float]]:
