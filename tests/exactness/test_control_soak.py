@@ -8,7 +8,9 @@ Checked bit for bit, for every request that was submitted:
 * A token over a mixture of weights ("keep"): with `Replay`, at temperature 1.
 * `weight_versions`, `context_versions`, `kv_versions`: with what the journal of the worker's steps says.
 
-A case is `COMMANDS` commands; SAMEBIT_SOAK_CASES sets the number of cases.
+A case is `COMMANDS` commands that take the lock (so neither `stats` nor `abort`) and were carried out;
+SAMEBIT_SOAK_CASES sets the number of cases. Weights come from this process and over links, whole and in part, as a
+delta, read back or not.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,13 +40,16 @@ from ..rollout.lock_log import LockLog
 from .families import make_model, token_ids
 from .layouts import LAYOUTS
 from .replay import Journal, Replay
+from .soak_links import links
 
 COMMANDS = 20
-CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "10"))
+CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "8"))
 THREADS = 4
 LOAD = 12
 """Requests in flight."""
+WITHOUT_LOCK = ("stats", "abort")
 WEIGHTS = 4
+"""Sets of them. The last two differ in the first parameter alone."""
 MAX_LEN = 192
 PATIENCE = 300 + 0.5 * COMMANDS * CASES
 """Seconds after which whoever still runs is stuck."""
@@ -80,10 +85,22 @@ class Soak:
         self.weights_of_version = {0: 0}
         self.done = Counter[str]()
         self.refused = Counter[str]()
+        self.ways = Counter[str]()
         self.handles: list[Any] = []
         self.params: list[SamplingParams] = []
+        self.links = links(timeout=PATIENCE)
         self._counting = threading.Lock()
-        self.left = itertools.count(COMMANDS * CASES, -1)
+        self._updates = threading.Semaphore(THREADS)
+        self._alone = threading.Lock()
+
+    def took_the_lock(self) -> int:
+        """Commands that were carried out with it."""
+        with self._counting:
+            return sum(count for name, count in self.done.items() if name not in WITHOUT_LOCK)
+
+    def count(self, what: str) -> None:
+        with self._counting:
+            self.ways[what] += 1
 
     def act(self, name: str, call: Callable[[], Any]) -> Any:
         """One command; one that is refused says why, and counts apart."""
@@ -100,14 +117,65 @@ class Soak:
         return result
 
     def update(self, rng: random.Random) -> Any:
+        """A full one, beside those of the other threads."""
         number = rng.randrange(WEIGHTS)
-        (mode,) = rng.choices(("keep", "recompute", "wait", "abort"), (12, 9, 8, 1))
-        model, whole = self.models[number], self.models[number].state_dict()
-        source = rng.choice((whole, model, WeightStream.of(model)))
+        link = rng.choice(self.links)
+        with self._updates:
+            if rng.random() < 0.4 and link.free.acquire(blocking=False):
+                try:
+                    report, _ = link.update(self.models[number], lambda end: self._receive(rng, end))
+                finally:
+                    link.free.release()
+                self.count(link.name if report is not None else f"{link.name}, refused")
+            else:
+                report = self._update_from_here(rng, self.models[number])
+            return self._note(report, number)
+
+    def update_alone(self, rng: random.Random) -> None:
+        """One that builds on the weights that are there: no other comes in between, but any other command."""
+        with ExitStack() as stack:
+            stack.enter_context(self._alone)
+            for _ in range(THREADS):
+                stack.enter_context(self._updates)
+            if rng.random() < 0.5:
+                self._update_part(rng)
+            else:
+                self._update_by_delta(rng)
+
+    def _update_part(self, rng: random.Random) -> None:
+        """From one of the last two sets to the other."""
+        now = self.weights_of_version[self.worker.weight_version]
+        if now < WEIGHTS - 2:
+            now = WEIGHTS - 2
+            if self._note(self._update_from_here(rng, self.models[now]), now) is None:
+                return
+        number = 2 * WEIGHTS - 3 - now
+        part = dict([next(self.models[number].named_parameters())])
+        if self._note(self._receive(rng, part, partial=True), number) is not None:
+            self.count("partial")
+
+    def _update_by_delta(self, rng: random.Random) -> None:
+        """Twice over one link: what the second can build on is what the first has brought."""
+        link = rng.choice(self.links)
+        with link.free:
+            for number in rng.sample(range(WEIGHTS), 2):
+                report, sent = link.update(self.models[number], lambda end: self._receive(rng, end), delta=True)
+                if self._note(report, number) is not None:
+                    self.count(f"{link.name}, {'delta' if sent.delta else 'base of a delta'}")
+
+    def _update_from_here(self, rng: random.Random, model: Any) -> Any:
+        whole = model.state_dict()
         if rng.random() < 0.2:
-            report = self.act("load_state_dict", lambda: self.worker.load_state_dict(whole))
-        else:
-            report = self.act(mode, lambda: self.worker.receive_weights(source, in_flight=mode))
+            return self.act("load_state_dict", lambda: self.worker.load_state_dict(whole))
+        return self._receive(rng, rng.choice((whole, model, WeightStream.of(model))))
+
+    def _receive(self, rng: random.Random, source: Any, *, partial: bool = False) -> Any:
+        (mode,) = rng.choices(("keep", "recompute", "wait", "abort"), (12, 9, 8, 1))
+        verify = rng.random() < 0.3
+        options = {"in_flight": mode, "partial": partial, "verify": verify}
+        return self.act(f"update {mode}", lambda: self.worker.receive_weights(source, **options))
+
+    def _note(self, report: Any, number: int) -> Any:
         if report is not None:
             assert report.version not in self.weights_of_version, "two updates with one version"
             self.weights_of_version[report.version] = number
@@ -116,7 +184,8 @@ class Soak:
     def sleep(self, rng: random.Random, between: Callable[[], None]) -> None:
         tags = rng.choice((["weights"], ["kv_cache"], ["weights", "kv_cache"], ["kv_cache", "weights"]))
         level = 2 if "weights" in tags and rng.random() < 0.4 else 1
-        self.act(f"sleep {level}", lambda: self.worker.sleep(tags, level=level))
+        with self._updates if level == 2 else nullcontext():  # what is discarded is no base of a delta
+            self.act(f"sleep {level}", lambda: self.worker.sleep(tags, level=level))
         between()
         for tag in rng.sample(tags, len(tags)):
             self.act("wake_up", lambda tag=tag: self.worker.wake_up(tag))
@@ -126,17 +195,19 @@ class Soak:
 
     def command(self, rng: random.Random, between: Callable[[], None]) -> None:
         kind = rng.random()
-        if kind < 0.35:
+        if kind < 0.45:
             self.update(rng)
-        elif kind < 0.43:
+        elif kind < 0.50:
+            self.update_alone(rng)
+        elif kind < 0.60:
             self.sleep(rng, between)
-        elif kind < 0.51:
+        elif kind < 0.70:
             self.act("pause", self.worker.pause)
             between()
             self.act("resume", self.worker.resume)
-        elif kind < 0.58:
+        elif kind < 0.82:
             self.act("reset", self.worker.reset_prefix_cache)
-        elif kind < 0.60:
+        elif kind < 0.86:
             known = [handle.request_id for handle in self.handles[-LOAD:]]
             self.act("abort", lambda: self.worker.abort([rng.choice([*known, "nobody"])]))
         else:
@@ -150,7 +221,7 @@ class Soak:
             if rng.random() < 0.3:
                 self.act("reset", self.worker.reset_prefix_cache)
 
-        while next(self.left) > 0:
+        while self.took_the_lock() < COMMANDS * CASES:
             self.command(rng, between)
             if rng.random() < 0.2:
                 self.let_it_work(rng.randrange(1, 40))
@@ -201,7 +272,9 @@ def _weights(family: str, dtype: torch.dtype, number: int) -> Any:
     model = make_model(family, dtype, hidden_size=100, intermediate_size=129, vocab_size=1009)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1 - 0.1 * number)
+            parameter.mul_(1 - 0.1 * min(number, WEIGHTS - 2))
+        if number == WEIGHTS - 1:
+            next(model.parameters()).mul_(0.9)
     return model
 
 
@@ -238,12 +311,16 @@ def test_commands_under_load(family: str, dtype: torch.dtype, while_asleep: str,
         while soak.update(random.Random(0)) is None:
             worker.wake_up()
         outputs = [handle.result(PATIENCE) for handle in soak.handles]
+        for link in soak.links:
+            link.close()
         stats = worker.stats()
-    assert sum(soak.done.values()) >= COMMANDS * CASES, "commands that were carried out"
+    assert soak.took_the_lock() >= COMMANDS * CASES, "commands that were carried out"
+    assert {"shared memory", "gloo"} <= soak.ways.keys()
     assert_none_lost(soak, outputs, stats)
     soak.lock_log.assert_fair()
     tokens = check_against_oracles(soak, outputs)
-    print(f"\n{family}: {dict(soak.done)}, refused {dict(soak.refused)}; {len(outputs)} requests, {tokens}; {stats}")  # noqa: T201
+    commands = f"{dict(soak.done)}, refused {dict(soak.refused)}, {dict(soak.ways)}"
+    print(f"\n{family}: {commands}; {len(outputs)} requests, {tokens}; {stats}")  # noqa: T201
 
 
 def run(soak: Soak) -> None:
