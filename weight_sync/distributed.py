@@ -64,10 +64,10 @@ Heard = TypeVar("Heard", Answer, Outcome)
 T = TypeVar("T")
 
 
-def listening_store(host: str) -> TCPStore:
-    """Where the ranks of a new group find each other: a port of this machine, on this address alone."""
+def listening_store(host: str, port: int = 0) -> TCPStore:
+    """Where the ranks of a new group find each other: a port of this machine, any if 0, on this address alone."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((host, 0))
+    listener.bind((host, port))
     port = listener.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 

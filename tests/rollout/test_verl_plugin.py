@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[
 pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install 'samebit[verl]'")
 
 import numpy as np
+import psutil
 import ray
 import torch
 import transfer_queue
@@ -154,6 +156,29 @@ def test_verl_still_has_what_is_replaced() -> None:
         assert function.__name__ in (replacements.__doc__ or ""), "the list of replacements names it"
     listed = [line for line in (replacements.__doc__ or "").splitlines() if line.startswith("* `")]
     assert len(listed) == len(expected)
+
+
+def test_rank_0_listens_on_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listening() -> set[str]:
+        sockets = psutil.Process().net_connections("inet")
+        return {f"{one.laddr.ip} {one.laddr.port}" for one in sockets if one.status == psutil.CONN_LISTEN}
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {**place, "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    before = listening()
+    distributed.initialize_global_process_group_ray(timeout_second=9)
+    try:
+        assert torch.distributed.get_world_size() == 1
+        torch.distributed.all_reduce(torch.ones(1))
+        new = listening() - before
+    finally:
+        torch.distributed.destroy_process_group()
+    assert any(address.endswith(f" {port}") for address in new)
+    assert all("127.0.0.1" in address for address in new), new
 
 
 def test_the_server_has_every_method_that_verl_calls() -> None:

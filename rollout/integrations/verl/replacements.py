@@ -1,7 +1,8 @@
 """Every function of verl that is replaced at run time: verl 0.9.1 has no hook there.
 
 * `verl.utils.distributed.initialize_global_process_group_ray` names the backend "cpu:gloo,cpu:gloo" on a CPU, which
-  torch refuses. And it is the last call before verl looks for a training engine: samebit's are registered there.
+  torch refuses, and lets rank 0 listen on all addresses of its machine, where one will do. And it is the last call
+  before verl looks for a training engine: samebit's are registered there.
 * `verl.utils.device.auto_set_device`, the first that every trainer's program does with its configuration: wrong options
   are known before Ray and twenty processes are started.
 * `verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`, which keeps the weights of the last update of the servers, for the
@@ -21,7 +22,9 @@ to the signatures.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -92,11 +95,27 @@ def _start_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
         engine.register()
         checkpoint.register()
         replace_snapshot()
-        if backend is None and get_device_name() == "cpu":
-            backend = "cpu:gloo"
+        if get_device_name() == "cpu":
+            backend = backend or "cpu:gloo"
+            _join_group(backend, timeout_second)
         original(timeout_second=timeout_second, backend=backend)
 
     return start
+
+
+def _join_group(backend: str, timeout_second: float | None) -> None:
+    """As the original would, which then finds the group there, but for where rank 0 listens."""
+    import torch.distributed as dist
+
+    from samebit.weight_sync import connected_store, listening_store
+
+    if dist.is_initialized() or "DIST_INIT_METHOD" in os.environ:
+        return
+    rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    store = listening_store(host, port) if rank == 0 else connected_store(host, port)
+    timeout = None if timeout_second is None else timedelta(seconds=timeout_second)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
