@@ -123,14 +123,25 @@ def delta_share(contest: Contest) -> float:
     return report.sent_bytes / report.dense_bytes
 
 
-def peak_buckets(contest: Contest) -> float:
-    """Most memory that either process takes for its first update over a new link, in buckets."""
-    with SharedMemoryReceiver(contest.peer.addresses["memory"]) as end:
-        before = reset_peak()
-        contest.peer.tell("peak")
-        contest.worker.receive_weights(end)
-        grown = peak() - before
-        return max(grown, contest.peer.answer()) / BUCKETS["memory"]
+def peak_buckets(contest: Contest) -> dict[str, list[float]]:
+    """Most memory that either process takes for its first update over a new link, in buckets; the most of all ways."""
+    ends = {"shm": SharedMemoryReceiver(contest.peer.addresses["memory"]), "gloo": BroadcastReceiver(0)}
+    shares = {way: _peak(contest, end, way) for way, end in ends.items()}
+    most = max(*shares.values(), _peak(contest, WeightStream.of(contest.trainer.model)))
+    return {
+        "peak_extra_buckets": [most],
+        **{f"peak_extra_buckets_{way}": [share] for way, share in shares.items()},
+    }
+
+
+def _peak(contest: Contest, source: object, way: str | None = None) -> float:
+    """`way`: what the other process sends over, if it does."""
+    before = reset_peak()
+    if way is not None:
+        contest.peer.tell("peak", way)
+    contest.worker.receive_weights(source)
+    grown = peak() - before
+    return max(grown, 0 if way is None else contest.peer.answer()) / BUCKETS["memory"]
 
 
 def sleep_and_wake(worker: RolloutWorker, trainer: Trainer) -> float:
@@ -181,7 +192,7 @@ def measure(megabytes: int, rounds: int, steps: int, warmup: int) -> tuple[dict[
             measured = alternate(contest.turns(), rounds, calibration, peer.own_seconds)
             others = {
                 "delta_bytes_over_dense_one_percent": [delta_share(contest)],
-                "peak_extra_buckets": [peak_buckets(contest)],
+                **peak_buckets(contest),
                 "sleep_wake_ms": [sleep_and_wake(worker, trainer) for _ in range(rounds)],
                 "same_module_ms": same_module(trainer),
             }

@@ -135,9 +135,9 @@ def _run(commands: Connection, megabytes: int, store: str) -> None:
             commands.send(None)
         elif command == "peak":
             before = reset_peak()
-            memory.send(model)
-            commands.send(peak() - before)
-            memory.close()
+            with memory if args == ["shm"] else BroadcastSender(bucket_bytes=BUCKETS["memory"]) as sender:
+                sender.send(model)
+                commands.send(peak() - before)
         elif command == "delta":
             change_some(model)
             commands.send(shm.send(model, delta=True))
