@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -72,18 +72,31 @@ class TensorSource(Closing, ABC):
 def open_source(source: object, module: nn.Module | None = None) -> TensorSource:
     """A source over a dict of tensors, a module, or a folder of safetensors.
 
-    The tensors of a folder are called as in `module`, where a checkpoint of it has other names.
+    Tensors with the names of a checkpoint of `module` are called as in the module.
     """
     if isinstance(source, nn.Module):
         return TensorDict(live_tensors(source))
     if isinstance(source, str | Path):
         return SafetensorsFolder(Path(source), module)
     if isinstance(source, Mapping):
-        return TensorDict(_checked_dict(source))
+        tensors = _checked_dict(source)
+        return TensorDict({name: tensors[stored] for name, stored in _stored_names(module, tensors).items()})
     raise TypeError(
         "weights can come from a dict of tensors, an nn.Module or a folder with *.safetensors, a WeightStream or "
         f"the receiving end of a link, not from {type(source).__name__}"
     )
+
+
+def _stored_names(module: nn.Module | None, stored: Iterable[str]) -> dict[str, str]:
+    """What each tensor of the module is called in the source; all as they are without a module."""
+    if module is None:
+        return {name: name for name in stored}
+    found: dict[str, str] = {}
+    for name, inside in module_names(module, live_tensors(module), stored).items():
+        if inside in found:
+            raise WeightSourceError(f"{found[inside]} and {name} are both {inside}")
+        found[inside] = name
+    return found
 
 
 def _checked_dict(source: Mapping[object, object]) -> dict[str, Tensor]:
@@ -120,10 +133,7 @@ class SafetensorsFolder(TensorSource):
         if not folder.is_dir():
             raise WeightSourceError(f"no such folder: {folder}")
         self._files = _index_files(folder)
-        self._stored = {name: name for name in self._files}
-        if module is not None:
-            names = module_names(module, live_tensors(module), self._files)
-            self._stored = {name: stored for stored, name in names.items()}
+        self._stored = _stored_names(module, self._files)
         self._open: dict[Path, _SafeFile] = {}
 
     def specs(self) -> dict[str, TensorSpec]:

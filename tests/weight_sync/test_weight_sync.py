@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -23,6 +24,8 @@ from samebit.weight_sync import (
     apply_weights,
     open_source,
 )
+
+from ..exactness.families import make_model
 
 INDEX = "model.safetensors.index.json"
 
@@ -223,6 +226,24 @@ def test_every_kind_of_source_gives_the_same_weights(kind: str, tmp_path: Path) 
 def test_other_sources_are_a_type_error_that_says_what_is_allowed(wrong: object) -> None:
     with pytest.raises(TypeError, match=r"a dict of tensors, an nn\.Module or a folder"):
         open_source(wrong)
+
+
+def test_the_names_of_a_checkpoint(tmp_path: Path) -> None:
+    """Nemotron-H's begin with "backbone." in a checkpoint, with "model." in the module."""
+    model, other = (make_model("NemotronH", torch.float32) for _ in range(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    stored = {re.sub(r"^model\.", "backbone.", name): tensor for name, tensor in model.state_dict().items()}
+    assert stored.keys() != model.state_dict().keys()
+    save_file({name: tensor.clone() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
+    for source in (stored, tmp_path):
+        assert apply_weights(other, source).changed_tensors > 0
+        assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
+        apply_weights(other, {name: tensor / 2 for name, tensor in stored.items()})
+    twice = {**stored, "model.norm_f.weight": torch.zeros(1)}
+    with pytest.raises(WeightSourceError, match=r"backbone\.norm_f\.weight and model\.norm_f\.weight are both"):
+        apply_weights(other, twice)
 
 
 def test_a_dict_with_something_else_in_it_names_it() -> None:
