@@ -29,6 +29,7 @@ from samebit.kernels.cpu.vectors import (
     store_vector,
     zeros,
 )
+from samebit.kernels.pools import zeroed_pool
 from samebit.kernels.ssd import WORK_AN_ELEMENT
 from samebit.kernels.states import SSMShape
 
@@ -157,7 +158,7 @@ class Recurrence:
 
     @classmethod
     def empty(cls, shape: SSMShape, slots: int) -> "Recurrence":
-        return cls(shape, torch.zeros(slots, shape.heads, shape.state_size, shape.padded_dim))
+        return cls(shape, zeroed_pool((slots, shape.heads, shape.state_size, shape.padded_dim), torch.float32))
 
     def step(
         self,

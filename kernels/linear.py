@@ -113,7 +113,7 @@ def _multiplied_at_once(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.
     rows = _with_unit_stride(x if len(shape) == 1 else x.reshape(-1, inputs))
     places = list(gemm.NO_LAYERS)
     results: list[torch.Tensor] = []
-    work = padded_rows(len(rows)) * inputs // _PRODUCTS_AN_ELEMENT
+    count = rows.shape[0]
     layers = [(weight.contiguous(), None if bias is None else bias.contiguous()) for weight, bias in layers]
     for place, (weight, bias) in enumerate(layers):
         outputs, depth = weight.shape
@@ -125,8 +125,8 @@ def _multiplied_at_once(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.
         out = torch.empty(*shape, outputs)
         results.append(out)
         places[place] = weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs, out.data_ptr()
-    most = max(place[2] for place in places)
-    gemm.multiply(work * most, rows.data_ptr(), rows.stride(0), len(rows), inputs, *places, get_num_threads())
+    work = padded_rows(count) * inputs * max(place[2] for place in places) // _PRODUCTS_AN_ELEMENT
+    gemm.multiply(work, rows.data_ptr(), rows.stride(0), count, inputs, *places, get_num_threads())
     return results
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .pools import zeroed_pool
+
 
 @dataclass(frozen=True)
 class KVLayout:
@@ -26,4 +28,4 @@ class KVLayout:
     ) -> tuple[torch.Tensor, ...]:
         """Zeroed pages for blocks 0 .. num_blocks, one tensor a layer."""
         shape = (num_blocks + 1, self.num_kv_heads, 2, self.head_dim * block_size)
-        return tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.num_layers))
+        return tuple(zeroed_pool(shape, dtype, device) for _ in range(self.num_layers))

@@ -47,7 +47,7 @@ def scan(
         ValueError: rows that are not the context's.
         TypeError: inputs of other dtypes, or states of another than xbc.
     """
-    if not xbc.shape[0] == dt.shape[0] == len(context.positions):
+    if not xbc.shape[0] == dt.shape[0] == context.positions.shape[0]:
         raise ValueError(f"xbc and dt have {xbc.shape[0]} and {dt.shape[0]} rows, the context {len(context.positions)}")
     if not (xbc.dtype == dt.dtype and decay_rate.dtype == dt_bias.dtype == skip.dtype == torch.float32):
         given = [str(part.dtype) for part in (xbc, dt, decay_rate, dt_bias, skip)]

@@ -22,6 +22,7 @@ import torch
 
 from .cpu.numeric import LANES
 from .cpu.ssd import HEAD_TILE, SCAN_CHUNK
+from .pools import zeroed_pool
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class StateLayout:
         heads, width = shape.heads, shape.padded_dim
 
         def zeros(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.zeros(count, *sizes, dtype=dtype, device=device)
+            return zeroed_pool((count, *sizes), dtype, device)
 
         return LayerStates(
             state=zeros(heads, shape.state_size, width, dtype=torch.float32),
@@ -185,8 +186,8 @@ class StateLayout:
     def _checkpoints(self, count: int, dtype: torch.dtype, device: str | torch.device) -> LayerCheckpoints:
         shape = self.shape
         return LayerCheckpoints(
-            state=torch.zeros(count, shape.heads, shape.state_size, shape.padded_dim, device=device),
-            window=torch.zeros(count, shape.taps - 1, shape.conv_width, dtype=dtype, device=device),
+            state=zeroed_pool((count, shape.heads, shape.state_size, shape.padded_dim), torch.float32, device),
+            window=zeroed_pool((count, shape.taps - 1, shape.conv_width), dtype, device),
         )
 
 
