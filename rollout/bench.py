@@ -44,7 +44,8 @@ class Load:
 
 
 def memory_figures(folder: str | Path, dtype: str = "auto") -> list[Figure]:
-    """Bytes over all layers of a KV block, a running sequence's state and a cached state (0 without Mamba layers).
+    """Bytes over all layers of a KV block, a running sequence's state and a cached state (0 without Mamba layers), and
+    what the default configuration makes of the states: how many of each, and all of them together.
 
     Raises:
         ValueError: the model can not be loaded or bound.
@@ -57,7 +58,17 @@ def memory_figures(folder: str | Path, dtype: str = "auto") -> list[Figure]:
         "state_of_a_sequence": runner.bytes_per_slot(),
         "state_of_a_checkpoint": runner.bytes_per_checkpoint(),
     }
-    return [Figure(name, "bytes", size, size, size) for name, size in sizes.items()]
+    bytes_each = [_exactly(name, "bytes", size) for name, size in sizes.items()]
+    if binding_of(model).state_layout is None:
+        return bytes_each
+    slots, checkpoints = runner.held_slots.stop, runner.num_checkpoints
+    total = slots * runner.bytes_per_slot() + checkpoints * runner.bytes_per_checkpoint()
+    return [
+        *bytes_each,
+        _exactly("sequences_running_or_held", "slots", slots),
+        _exactly("checkpoints", "slots", checkpoints),
+        _exactly("all_states", "bytes", total),
+    ]
 
 
 def speed_figures(folder: str | Path, load: Load, dtype: str = "auto") -> list[Figure]:
@@ -85,6 +96,10 @@ def speed_figures(folder: str | Path, load: Load, dtype: str = "auto") -> list[F
                 speeds.append(load.requests * load.new_tokens / seconds)
                 first_tokens.append(1e3 * statistics.mean(out.time_to_first_token or 0.0 for out in outputs))
     return [_spread("output_tokens_per_second", "tokens/s", speeds), _spread("time_to_first_token", "ms", first_tokens)]
+
+
+def _exactly(name: str, unit: str, value: float) -> Figure:
+    return Figure(name, unit, value, value, value)
 
 
 def _spread(name: str, unit: str, values: list[float]) -> Figure:

@@ -19,9 +19,10 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding import binding_of
-from samebit.rollout.check_cache import CacheCheck
+from samebit.rollout.check_cache import CacheCheck, CacheRuns
 from samebit.rollout.check_compare import Difference, Row, compare, compare_samples, reported, worst
 from samebit.rollout.check_gemm import check_gemm_rows
+from samebit.rollout.check_states import StatesCheck
 from samebit.rollout.check_trainer import LAYOUTS, Layout, Sample, device_of, packed
 from samebit.rollout.check_weights import WeightsCheck
 from samebit.rollout.config import RolloutConfig
@@ -60,16 +61,25 @@ class Workload:
 
 
 def check_model(
-    folder: str | Path, dtype: str = "auto", new_tokens: int = 32, seed: int = 0, device: str = "cpu"
+    folder: str | Path,
+    dtype: str = "auto",
+    new_tokens: int = 32,
+    seed: int = 0,
+    device: str = "cpu",
+    ssm_chunk: int | None = None,
 ) -> Iterator[Row]:
     """Check the model in ``folder`` on this device; a row at a time, as they are found.
+
+    ``ssm_chunk``: the grid of its states, for a model with Mamba layers; None for that of `bind`.
 
     Raises:
         ValueError: the model can not be loaded, bound, or checked.
     """
     loaded = load_model(folder, RolloutConfig(dtype=dtype, device=device), None, unlimited_len=UNLIMITED_LEN)
-    model = bind(loaded.module)
-    check = _Check(model, _workload(model, loaded.max_model_len, new_tokens, seed))
+    model = bind(loaded.module) if ssm_chunk is None else bind(loaded.module, ssm_chunk=ssm_chunk)
+    if ssm_chunk is not None and binding_of(model).ssm_chunk is None:
+        raise ValueError(f"ssm_chunk={ssm_chunk}, but this model has no Mamba layers")
+    check = _Check(model, _workload(model, loaded.max_model_len, new_tokens, seed), loaded.max_model_len)
     yield Row("GEMM rows: any number of rows, any threads", *check_gemm_rows(model))
     yield from check.schedules()
     yield from check.temperatures()
@@ -92,9 +102,10 @@ def _workload(model: nn.Module, max_model_len: int, new_tokens: int, seed: int) 
 class _Check:
     """Generates, compares, and remembers what the first schedule gave."""
 
-    def __init__(self, model: Any, workload: Workload) -> None:
+    def __init__(self, model: Any, workload: Workload, limit: int) -> None:
         self.model = model
         self.workload = workload
+        self.limit = limit
         chunk = binding_of(model).ssm_chunk
         self.smallest_block = 4 if chunk is None else chunk
         self.fewest_tokens = 1 if chunk is None else chunk
@@ -123,9 +134,12 @@ class _Check:
             yield self._row(name, outputs, temperature=temperature or 1.0)
 
     def prefix_cache(self) -> Iterator[Row]:
-        cache = CacheCheck(self.model, self.workload.max_model_len, self.workload.new_tokens)
-        for name, outputs, expected in cache.runs():
+        runs = CacheRuns(self.model, self.workload.max_model_len, self.limit, self.workload.new_tokens)
+        for name, outputs, expected in CacheCheck(runs).runs():
             yield self._row(f"prefix cache: {name}", outputs, first=expected)
+        if runs.chunk is not None:
+            for name, outputs, expected in StatesCheck(self.model, runs).runs():
+                yield self._row(f"states: {name}", outputs, first=expected)
 
     def layouts(self) -> Iterator[Row]:
         for name, layout in LAYOUTS.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -23,90 +24,105 @@ Run = tuple[str, list[RequestOutput], list[RequestOutput]]
 """(what was done, its outputs, the outputs of the same requests without a cache)."""
 
 
-class CacheCheck:
-    """Prompts take a quarter of the model's length, so that a second turn fits."""
+class CacheRuns:
+    """Workers with and without a cache, and what to ask them.
 
-    def __init__(self, model: nn.Module, max_model_len: int, new_tokens: int) -> None:
+    Prompts take a quarter of the workload's length, so that a second turn fits; with Mamba layers two chunks and a bit
+    more, if the model's `limit` allows.
+    """
+
+    def __init__(self, model: nn.Module, max_model_len: int, limit: int, new_tokens: int) -> None:
+        binding = binding_of(model)
+        self.chunk = binding.ssm_chunk
+        self.length = max_model_len // 4
+        if self.chunk is not None:
+            self.length = max(self.length, min(2 * self.chunk + 19, limit - 2 * new_tokens - 4))
+        self.block = (16 if self.length > 40 else 1) if self.chunk is None else self.chunk
+        self.new_tokens = min(new_tokens, self.length - 4)
+        self.max_model_len = max(max_model_len, self.length + 2 * new_tokens + 4)
         self._model = model
         self._random = random.Random(max_model_len)
-        self._vocab_size = binding_of(model).vocab_size
-        self._length = max_model_len // 4
-        chunk = binding_of(model).ssm_chunk
-        self._block = (16 if self._length > 40 else 1) if chunk is None else chunk
-        self._config: dict[str, Any] = {
-            "max_model_len": max_model_len,
-            "block_size": self._block,
-            "device": device_of(model).type,
-        }
-        self._new_tokens = min(new_tokens, self._length - 4)
+        self._vocab_size = binding.vocab_size
+
+    def hits(self, worker: RolloutWorker, prompts: Prompts, samples: int = 1) -> list[RequestOutput]:
+        """Generate, and make sure that something was hit: else the row would say nothing."""
+        before = worker.stats()["prefix_hits"]
+        outputs = worker.generate(prompts, self.params(len(prompts), samples))
+        if worker.stats()["prefix_hits"] == before:
+            smaller = "" if self.chunk is None else f" with chunks of {self.chunk} tokens"
+            raise ValueError(f"the prefix cache was never hit: the model's length is too small to check it{smaller}")
+        return outputs
+
+    def without(self, prompts: Prompts, samples: int = 1) -> list[RequestOutput]:
+        with self.worker(enable_prefix_caching=False) as worker:
+            return worker.generate(prompts, self.params(len(prompts), samples))
+
+    def worker(self, **changes: Any) -> RolloutWorker:
+        config: dict[str, Any] = {"max_model_len": self.max_model_len, "block_size": self.block, **changes}
+        return RolloutWorker(self._model, config=RolloutConfig(device=device_of(self._model).type, **config))
+
+    def params(self, count: int, samples: int = 1) -> list[SamplingParams]:
+        """Seeded: a request gives the same tokens with and without the cache."""
+        return [
+            SamplingParams(n=samples, seed=index, max_tokens=self.new_tokens, ignore_eos=True) for index in range(count)
+        ]
+
+    def tokens(self, count: int) -> list[int]:
+        return self._random.choices(range(self._vocab_size), k=count)
+
+
+class CacheCheck:
+    def __init__(self, runs: CacheRuns) -> None:
+        self._runs = runs
 
     def runs(self) -> Iterator[Run]:
         """
         Raises:
             ValueError: the model's length leaves no room for two turns.
         """
-        if self._length < 8:
-            raise ValueError(f"the prefix cache can not be checked within {4 * self._length} tokens")
+        if self._runs.length < 8:
+            raise ValueError(f"the prefix cache can not be checked within {self._runs.max_model_len} tokens")
         yield from self._one_worker()
         yield from self._arriving_together()
         yield self._under_pressure()
 
     def _one_worker(self) -> Iterator[Run]:
-        first = [self._tokens(self._length - index) for index in range(REQUESTS)]
-        longer = [[*prompt[: self._length - 2 * index - 1], *self._tokens(3)] for index, prompt in enumerate(first)]
-        with self._worker() as worker:
-            cold = worker.generate(first, self._params())
-            yield "cold", cold, self._without(first)
-            yield "warm", self._hits(worker, first), cold
-            yield "partly warm", self._hits(worker, longer), self._without(longer)
+        runs, length = self._runs, self._runs.length
+        first = [runs.tokens(length - index) for index in range(REQUESTS)]
+        longer = [[*prompt[: length - 2 * index - 1], *runs.tokens(3)] for index, prompt in enumerate(first)]
+        with runs.worker() as worker:
+            cold = worker.generate(first, runs.params(REQUESTS))
+            yield "cold", cold, runs.without(first)
+            yield "warm", runs.hits(worker, first), cold
+            yield "partly warm", runs.hits(worker, longer), runs.without(longer)
             turns = [
-                [*prompt, *out.samples[0].token_ids, *self._tokens(3)] for prompt, out in zip(first, cold, strict=True)
+                [*prompt, *out.samples[0].token_ids, *runs.tokens(3)] for prompt, out in zip(first, cold, strict=True)
             ]
-            yield "second turn, blocks from decode", self._hits(worker, turns), self._without(turns)
+            yield "second turn, blocks from decode", runs.hits(worker, turns), runs.without(turns)
 
     def _arriving_together(self) -> Iterator[Run]:
-        stem = self._tokens(self._length - 4)
-        alike = [[*stem, *self._tokens(1 + index % 3)] for index in range(REQUESTS)]
-        with self._worker() as worker:
-            yield "leader and followers", self._hits(worker, alike), self._without(alike)
-        with self._worker(max_num_batched_tokens=11, max_num_seqs=8) as worker:
-            yield "leader and followers, chunked prefill", self._hits(worker, alike), self._without(alike)
-        with self._worker() as worker:
-            group = self._hits(worker, [stem, alike[0]], SAMPLES)
-            yield f"groups of {SAMPLES} samples", group, self._without([stem, alike[0]], SAMPLES)
+        runs = self._runs
+        stem = runs.tokens(runs.length - 4)
+        alike = [[*stem, *runs.tokens(1 + index % 3)] for index in range(REQUESTS)]
+        with runs.worker() as worker:
+            yield "leader and followers", runs.hits(worker, alike), runs.without(alike)
+        with runs.worker(max_num_batched_tokens=11, max_num_seqs=8) as worker:
+            yield "leader and followers, chunked prefill", runs.hits(worker, alike), runs.without(alike)
+        prompts = [stem, alike[0]]
+        with runs.worker() as worker:
+            groups = runs.hits(worker, prompts, SAMPLES)
+        yield f"groups of {SAMPLES} samples", groups, runs.without(prompts, SAMPLES)
+        firsts = [replace(group, samples=group.samples[:1]) for group in groups]
+        yield "the first of a group, and one alone", firsts, runs.without(prompts)
 
     def _under_pressure(self) -> Run:
-        """A pool of little more than one request: most of what is cached is evicted, the running preempted."""
-        prompts = [self._tokens(self._length) for _ in range(REQUESTS)]
-        blocks = -(-(self._length + self._new_tokens) // self._block)
-        with self._worker(num_blocks=blocks + blocks // 2) as worker:
-            worker.generate(prompts, self._params())
-            outputs = worker.generate(prompts[::-1], self._params()[::-1])[::-1]
+        """A pool of little more than one request: most of what is cached is evicted."""
+        runs = self._runs
+        prompts, params = [runs.tokens(runs.length) for _ in range(REQUESTS)], runs.params(REQUESTS)
+        blocks = -(-(runs.length + runs.new_tokens) // runs.block)
+        with runs.worker(num_blocks=blocks + blocks // 2) as worker:
+            worker.generate(prompts, params)
+            outputs = worker.generate(prompts[::-1], params[::-1])[::-1]
             if worker.stats()["prefix_evictions"] == 0:
                 raise ValueError("the pool was not small enough to evict anything: ask for more --tokens")
-        return "after evictions", outputs, self._without(prompts)
-
-    def _hits(self, worker: RolloutWorker, prompts: Prompts, samples: int = 1) -> list[RequestOutput]:
-        """Generate, and make sure that something was hit: else the row would say nothing."""
-        before = worker.stats()["prefix_hits"]
-        outputs = worker.generate(prompts, self._params(samples))
-        if worker.stats()["prefix_hits"] == before:
-            raise ValueError("the prefix cache was never hit: the model's length is too small to check it")
-        return outputs
-
-    def _without(self, prompts: Prompts, samples: int = 1) -> list[RequestOutput]:
-        with self._worker(enable_prefix_caching=False) as worker:
-            return worker.generate(prompts, self._params(samples)[: len(prompts)])
-
-    def _worker(self, **config: Any) -> RolloutWorker:
-        return RolloutWorker(self._model, config=RolloutConfig(**self._config, **config))
-
-    def _params(self, samples: int = 1) -> list[SamplingParams]:
-        """Seeded: a request gives the same tokens with and without the cache."""
-        return [
-            SamplingParams(n=samples, seed=index, max_tokens=self._new_tokens, ignore_eos=True)
-            for index in range(REQUESTS if samples == 1 else 2)
-        ]
-
-    def _tokens(self, count: int) -> list[int]:
-        return self._random.choices(range(self._vocab_size), k=count)
+        return "after evictions", outputs, runs.without(prompts)

@@ -39,6 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     check.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     check.add_argument("--tokens", type=_positive, default=32, metavar="N", help="new tokens a request (32)")
+    check.add_argument(
+        "--ssm-chunk", type=_positive, metavar="N", help="grid of the states of a model with Mamba layers (64)"
+    )
     check.add_argument("--seed", type=_natural, default=0, metavar="N", help="of prompts and samples (0)")
     check.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     check.set_defaults(run=_check)
@@ -97,7 +100,12 @@ def _check(arguments: argparse.Namespace) -> int:
         sys.stdout.write(f"{'':<52}{'tokens':>9}{'differing':>11}{'max |diff|':>12}\n")
     try:
         for row in check_model(
-            arguments.model_dir, arguments.dtype, arguments.tokens, arguments.seed, arguments.device
+            arguments.model_dir,
+            arguments.dtype,
+            arguments.tokens,
+            arguments.seed,
+            arguments.device,
+            arguments.ssm_chunk,
         ):
             rows.append(row)
             if not arguments.json:

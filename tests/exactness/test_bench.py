@@ -42,6 +42,7 @@ def test_memory_is_that_of_the_formula_and_of_a_worker(
         assert sum(page.nbytes for page in runner.pages) == 8 * shown[f"kv_block_of_{runner.block_size}_tokens"]
         if runner.states is None:
             assert shown["state_of_a_sequence"] == shown["state_of_a_checkpoint"] == 0
+            assert len(shown) == 3
             return
         slots, checkpoints = (
             sum(tensor.nbytes for layer in part for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor))
@@ -50,6 +51,11 @@ def test_memory_is_that_of_the_formula_and_of_a_worker(
     assert slots == (3 + config.num_held_states) * shown["state_of_a_sequence"]
     assert checkpoints == worker.stats()["states_total"] * shown["state_of_a_checkpoint"]
     assert (shown["state_of_a_checkpoint"], shown["state_of_a_sequence"]) == formula(name, getattr(torch, dtype))
+    assert shown["sequences_running_or_held"] == 64 + 16
+    assert shown["checkpoints"] == (1 << 28) // shown["state_of_a_checkpoint"]
+    assert (
+        shown["all_states"] == 80 * shown["state_of_a_sequence"] + shown["checkpoints"] * shown["state_of_a_checkpoint"]
+    )
 
 
 def test_speed_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +72,10 @@ def test_memory_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     make_model("Mamba2").save_pretrained(tmp_path)
     assert cli.main(["bench", "--memory", str(tmp_path)]) == 0
     names = [line.rsplit(maxsplit=2)[0].strip() for line in capsys.readouterr().out.splitlines()]
-    assert names == ["kv block of 64 tokens", "state of a sequence", "state of a checkpoint"]
+    assert names == [
+        *("kv block of 64 tokens", "state of a sequence", "state of a checkpoint"),
+        *("sequences running or held", "checkpoints", "all states"),
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["--prompt", "400"], ["--memory", "--dtype", "bfloat16"]])

@@ -94,6 +94,12 @@ def test_every_family_passes(name: str, dtype: torch.dtype, tmp_path: Path, requ
     rows = list(check.check_model(tmp_path, new_tokens=16 if CAMPAIGN else 8))
     assert len(rows) >= (38 if CAMPAIGN else 25)
     assert [row.name for row in rows if row.differing or not row.tokens] == []
+    assert sum(row.name.startswith("states: ") for row in rows) == (2 if name in HYBRIDS else 0)
+
+
+def test_a_chunk_for_a_model_without_states_is_refused(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", folder, "--ssm-chunk", "128"]) == 2
+    assert "ssm_chunk=128, but this model has no Mamba layers" in capsys.readouterr().err
 
 
 def test_a_delta_that_saves_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

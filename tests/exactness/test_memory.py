@@ -39,7 +39,7 @@ def cache_tensors(worker: RolloutWorker) -> list[torch.Tensor]:
 def touch(worker: RolloutWorker) -> None:
     """Memory that nobody wrote is not resident."""
     for tensor in cache_tensors(worker):
-        tensor.fill_(0)
+        tensor.fill_(1)
     worker.reset_prefix_cache()
 
 
@@ -67,6 +67,7 @@ def test_resident_memory_falls_by_what_sleeps(family: str, order: tuple[str, str
             stats = worker.stats()
             assert stats["blocks_cached"] == stats.get("states_used", 0) == 0
             assert stats["blocks_free"] == stats["blocks_total"]
+        assert not any(tensor.any() for tensor in cache_tensors(worker)), "pages and states are zeroed"
         if level == 2:
             worker.receive_weights(model)
         again = worker.generate(PROMPTS, PARAMS)
