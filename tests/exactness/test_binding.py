@@ -119,6 +119,12 @@ def test_refused_by_name_and_left_as_it_was(name: str) -> None:
     assert {key: dict(module.__dict__) for key, module in model.named_modules()} == before
 
 
+def test_a_layout_of_zamba2_that_is_refused_does_not_run_in_hugging_face_either() -> None:
+    make, _ = REFUSED["adapters of other layers"]
+    with pytest.raises(RuntimeError, match="must match the size"):
+        make()(torch.ones(1, 3, dtype=torch.int64))
+
+
 def test_a_bound_model_refuses_what_it_would_get_wrong() -> None:
     model, ids = bound_model("Llama"), torch.ones(1, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="keeps no Hugging Face cache"):

@@ -1,5 +1,6 @@
 """Hybrid models in the worker: whatever the cache of states does, the bits are the trainer's."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,10 @@ STEM, OTHER = token_ids(200, 200, seed=5)
 PROMPTS = [*(STEM[:length] for length in (1, 2, 3, 4, 63, 64, 65, 128, 130, 192)), OTHER[:100]]
 NEW = 40
 SIX = ("NemotronH", "Bamba", "GraniteMoeHybrid", "FalconH1", "Zamba2", "Mamba2")
+CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
+EVERY = [(family, dtype) for family in SIX for dtype in DTYPES]
+"""What `make soak` runs; `make test` takes fewer."""
+
 CAUSES = ("evicted", "diverged", "no_checkpoint")
 
 
@@ -130,10 +135,12 @@ def test_misses_are_counted_by_cause() -> None:
         assert_same_samples([out], expected[:1])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("checkpoints", [0, 1, 3])
-def test_states_or_blocks_are_evicted(checkpoints: int) -> None:
+@pytest.mark.parametrize(("family", "dtype"), EVERY if CAMPAIGN else [("FalconH1", torch.float32)])
+def test_states_or_blocks_are_evicted(family: str, dtype: torch.dtype, checkpoints: int) -> None:
     """Few states with all blocks, and few blocks; a hit without a state is counted by its cause."""
-    model = bound_model("FalconH1")
+    model = bound_model(family, dtype)
     prompts, wanted = [STEM[:130], OTHER[:130], STEM[50:180], OTHER[50:180]], params(4)
     whole = uncached(model, prompts, wanted)
     for num_blocks in (100, 4):
@@ -153,8 +160,10 @@ def test_states_or_blocks_are_evicted(checkpoints: int) -> None:
             assert stats["preemptions"] + stats["prefix_evictions"] > 0
 
 
-def test_weights_there_and_back() -> None:
-    model = bind(make_model("NemotronH", torch.float32))
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype"), EVERY if CAMPAIGN else [("NemotronH", torch.float32)])
+def test_weights_there_and_back(family: str, dtype: torch.dtype) -> None:
+    model = bind(make_model(family, dtype))
     wanted = params(len(PROMPTS))
     first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with RolloutWorker(model, config=RolloutConfig(max_model_len=MAX_LEN)) as worker:
@@ -170,10 +179,15 @@ def test_weights_there_and_back() -> None:
     assert_matches_trainer(model, whole, wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk", [16, 128, 256])
-def test_other_chunks(chunk: int, dtype: torch.dtype) -> None:
-    model = bound_model("NemotronH", dtype, ssm_chunk=chunk)
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("family", "dtype", "chunk"),
+    [(*each, chunk) for each in EVERY for chunk in (16, 128, 256)]
+    if CAMPAIGN
+    else [("NemotronH", torch.bfloat16, 16), ("Bamba", torch.float32, 128), ("FalconH1", torch.bfloat16, 256)],
+)
+def test_other_chunks(family: str, dtype: torch.dtype, chunk: int) -> None:
+    model = bound_model(family, dtype, ssm_chunk=chunk)
     wanted = params(len(PROMPTS))
     with RolloutWorker(model, config=RolloutConfig(max_model_len=MAX_LEN)) as worker:
         assert worker.config.block_size == chunk
@@ -182,11 +196,16 @@ def test_other_chunks(chunk: int, dtype: torch.dtype) -> None:
     assert_matches_trainer(model, whole, wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [64, 128])
-def test_hits_at_every_offset(block_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("family", "dtype", "block_size"),
+    [(*each, size) for each in EVERY for size in (64, 128)]
+    if CAMPAIGN
+    else [("NemotronH", torch.float32, 64), ("NemotronH", torch.bfloat16, 128)],
+)
+def test_hits_at_every_offset(family: str, dtype: torch.dtype, block_size: int) -> None:
     """The prompts leave a cached one on the block grid, on the state grid alone, off both, in the window behind it."""
-    model = bound_model("NemotronH", dtype)
+    model = bound_model(family, dtype)
     shared = (64, 128, 192, 100, 129, 130, 131)
     prompts = [[*STEM[:length], *OTHER[length : length + own]] for length in shared for own in (1, 2, 30)]
     wanted = params(len(prompts))

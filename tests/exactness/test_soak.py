@@ -23,6 +23,7 @@ from .layouts import LAYOUTS, assert_same_bits
 CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "25"))
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 90)
 STEMS = token_ids(90, 90, seed=1)
+(LONG,) = token_ids(140, seed=2)
 
 
 @dataclass(frozen=True)
@@ -120,18 +121,29 @@ def test_no_token_differs(
     family=st.sampled_from(HYBRIDS),
     dtype=st.sampled_from(DTYPES),
     config=configs(block_sizes=(16, 32, 64)),
+    chunk=st.sampled_from((16, 16, 64)),
+    stem=st.sampled_from((0, 0, 0, 140)),
     checkpoints=st.sampled_from((0, 1, 2, 50)),
     asked=requests,
     layout=layouts,
 )
 def test_no_token_differs_in_hybrids(
-    family: str, dtype: torch.dtype, config: RolloutConfig, checkpoints: int, asked: list[Wish], layout: str
+    family: str,
+    dtype: torch.dtype,
+    config: RolloutConfig,
+    chunk: int,
+    stem: int,
+    checkpoints: int,
+    asked: list[Wish],
+    layout: str,
 ) -> None:
-    """Chunks of 16 tokens, so that short prompts have several."""
-    model = bound_model(family, dtype, ssm_chunk=16)
+    """Mostly chunks of 16 tokens, so that short prompts have several; sometimes all begin with a long stem."""
+    model = bound_model(family, dtype, ssm_chunk=chunk)
+    size = max(config.block_size, chunk)
+    config = replace(config, block_size=size, num_blocks=config.num_blocks + -(-stem // size), max_model_len=100 + stem)
     if config.enable_prefix_caching:
         config = replace(config, state_cache_gb=budget(model, checkpoints))
-    check_schedule(model, replace(config, max_model_len=100), asked, layout)
+    check_schedule(model, config, [replace(wish, prompt=[*LONG[:stem], *wish.prompt]) for wish in asked], layout)
 
 
 def check_schedule(model: PreTrainedModel, config: RolloutConfig, asked: list[Wish], layout: str) -> None:

@@ -30,9 +30,9 @@ from .cache_model import CacheModel, ModelSequence, Name
 
 MAX_LEN = 24
 STEPS = 60
-CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "150"))
-"""Each case is a run of up to `STEPS` operations, of which about 30 find something to do: 3,500 cases are more than
-100,000."""
+CASES = 2 * int(os.environ.get("SAMEBIT_SOAK_CASES", "75"))
+"""Each case is a run of up to `STEPS` operations, of which about 30 find something to do: `make soak COUNT=2000` does
+more than 100,000."""
 
 FREQUENCY = {
     "add": 4,
