@@ -92,7 +92,8 @@ class Case:
         return {**self.options, "rollout.total_rollout_steps": (steps + 1) * PROMPTS}
 
     def logged(self, steps: int) -> int:
-        """Of so many steps, those whose metrics it logs: fully_async not the last, the second half of a run its own."""
+        """Of so many steps, those whose metrics it logs at least: fully_async may miss the last, a resumed run logs its
+        own alone."""
         if self.resumes is not None:
             return steps - SAVED
         return steps - 1 if self.entry == _ENTRIES["fully_async"] else steps
