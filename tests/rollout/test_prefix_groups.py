@@ -398,3 +398,20 @@ def test_a_prompt_s_slot_is_free_again_when_what_still_reads_it_is_on_its_way() 
     assert states.hold(2) == 8
     states.clear()
     assert states.take_moves().holds == [], "the prompt was computed under the weights before"
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_one_prompt_after_another_is_held_in_the_same_slot(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle, held: int
+) -> None:
+    """Without a slot, samples that begin when the leader has gone on compute the prompt again."""
+    engine = make_engine(recurrent=True, num_held=held, max_num_seqs=2)
+    for ordinal in range(3):
+        other = make_request(f"other{ordinal}", [90 + ordinal], ordinal=2 * ordinal, max_tokens=3)  # ends meanwhile
+        prompt = list(range(ordinal, ordinal + 9))
+        request = make_request(f"r{ordinal}", prompt, ordinal=2 * ordinal + 1, n=5, max_tokens=6)
+        engine.add(other)
+        engine.add(request)
+        finish(engine)
+        assert_right(oracle, other, request)
+    assert engine.cache.states.counters.holds == 3 * held
