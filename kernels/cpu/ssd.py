@@ -52,11 +52,11 @@ def _scan(
     """
     tiles = (heads // groups + HEAD_TILE - 1) // HEAD_TILE
     parts = min(threads, sequences * groups * tiles)
-    for part in prange(parts):
+    for part in prange(parts):  # it counts unsigned, and Numba would compile all below once more for that
         _scan_part(
-            part, parts, xbc_at, xbc_stride, dt_at, dt_stride, rate_at, bias_at, skip_at, dt_low, dt_high, layout_at,
-            sequences, heads, head_dim, groups, state_size, grid, states_at, block_states_at, tail_x_at, tail_b_at,
-            tail_dt_at, tail_sums_at, captures_at, num_captures, captured_at, out_at, kind,
+            np.int64(part), parts, xbc_at, xbc_stride, dt_at, dt_stride, rate_at, bias_at, skip_at, dt_low, dt_high,
+            layout_at, sequences, heads, head_dim, groups, state_size, grid, states_at, block_states_at, tail_x_at,
+            tail_b_at, tail_dt_at, tail_sums_at, captures_at, num_captures, captured_at, out_at, kind,
         )  # fmt: skip
 
 
@@ -161,7 +161,8 @@ def _scan_tile(
             for c in range(0, len(captures), 3):
                 if captures[c] == sequence and captures[c + 1] == start + done:
                     target = (captures[c + 2] * heads + first) * size
-                    captured[target : target + count * size] = state[at * size : (at + count) * size]
+                    for i in range(count * size):
+                        captured[target + i] = state[at * size + i]
 
 
 @njit(nogil=True, error_model="numpy")
