@@ -6,6 +6,7 @@ its end. Everything else follows from looking names up in a dictionary.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 Name = tuple[str | None, tuple[int, ...]]
@@ -48,17 +49,32 @@ class CacheModel:
         self.named: dict[Name, ModelBlock] = {}
         self.running: list[ModelSequence] = []
         self.held: list[HeldPrompt] = []
+        self.led: dict[Name, ModelSequence] = {}
+        self.followers: dict[ModelSequence, Name] = {}
 
     @property
     def free(self) -> int:
         return self.blank + len(self.kept)
 
+    def awaited(self, sequence: ModelSequence) -> int | None:
+        """How many blocks there will be of what it needs, if that saves tokens."""
+        names, hits = self._names(sequence), len(self._hits(sequence))
+        end = hits
+        while end < len(names) and names[end] in self.led:
+            end += 1
+        saves = min(end * self.block_size, len(sequence.tokens) - 1) > self._start(sequence, hits)
+        return end if end > hits and saves else None
+
+    def follow(self, sequence: ModelSequence, num_blocks: int) -> None:
+        self.followers[sequence] = self._names(sequence)[num_blocks - 1]
+
+    def resign(self, sequence: ModelSequence) -> list[ModelSequence]:
+        """It publishes nothing more: who waited for what it led."""
+        names = {name for name, leader in self.led.items() if leader is sequence}
+        return [follower for name in names for follower in self._wake(name)]
+
     def admit(self, sequence: ModelSequence, headroom: int) -> bool:
-        hits: list[ModelBlock] = []
-        for name in sequence.names(self.block_size, len(sequence.tokens) // self.block_size):
-            if name not in self.named:
-                break
-            hits.append(self.named[name])
+        hits = self._hits(sequence)
         fresh = -(-len(sequence.tokens) // self.block_size) - len(hits)
         taken = fresh + sum(block.owners == 0 for block in hits)
         if len(self.running) == self.slots or max(fresh, taken) > self.free - headroom:
@@ -67,11 +83,10 @@ class CacheModel:
             self._claim(block)
         sequence.blocks = hits + self._allocate(fresh)
         sequence.running = sequence.publishes = True
-        start = len(hits) * self.block_size
-        if sequence.held and sequence.held.stands and len(sequence.held.blocks) == len(hits) + 1:
-            start = len(sequence.tokens) - 1
-        sequence.computed = min(start, len(sequence.tokens) - 1)
+        sequence.computed = self._start(sequence, len(hits))
         self.running.append(sequence)
+        for name in self._names(sequence)[len(hits) :]:
+            self.led.setdefault(name, sequence)
         self.leave(sequence)
         return True
 
@@ -82,7 +97,9 @@ class CacheModel:
         sequence.blocks += self._allocate(max(missing, 0))
         return True
 
-    def publish(self, sequence: ModelSequence) -> None:
+    def publish(self, sequence: ModelSequence) -> list[ModelSequence]:
+        """Who waited for what it has computed."""
+        woken: list[ModelSequence] = []
         names = sequence.names(self.block_size, sequence.computed // self.block_size)
         for number, name in enumerate(names):
             own = sequence.blocks[number]
@@ -94,10 +111,14 @@ class CacheModel:
                 self.named[name] = own
             elif own.owners > 1:
                 sequence.publishes = False
+                woken += self.resign(sequence)
+                continue
             else:
                 self._claim(first)
                 sequence.blocks[number] = first
                 self._give_back([own])
+            woken += self._wake(name)
+        return woken
 
     def hold(self, leader: ModelSequence, length: int, samples: list[ModelSequence]) -> None:
         blocks = leader.blocks[: -(-length // self.block_size)]
@@ -109,6 +130,7 @@ class CacheModel:
             sample.held = held
 
     def leave(self, sequence: ModelSequence) -> None:
+        self.followers.pop(sequence, None)
         held, sequence.held = sequence.held, None
         if held is not None:
             held.users -= 1
@@ -124,14 +146,15 @@ class CacheModel:
         for held in list(self.held):
             self.drop(held)
 
-    def release(self, sequence: ModelSequence) -> None:
+    def release(self, sequence: ModelSequence) -> list[ModelSequence]:
         self.running.remove(sequence)
         self._give_back(sequence.blocks[::-1])
         sequence.blocks = []
         sequence.running = False
         sequence.computed = 0
+        return self.resign(sequence)
 
-    def clear(self) -> None:
+    def clear(self) -> list[ModelSequence]:
         self.drop_all()
         for block in self.named.values():
             block.name = None
@@ -140,6 +163,30 @@ class CacheModel:
         self.kept = []
         for sequence in self.running:
             sequence.publishes = False
+        self.led = {}
+        woken, self.followers = list(self.followers), {}
+        return woken
+
+    def _names(self, sequence: ModelSequence) -> list[Name]:
+        return sequence.names(self.block_size, len(sequence.tokens) // self.block_size)
+
+    def _hits(self, sequence: ModelSequence) -> list[ModelBlock]:
+        hits = itertools.takewhile(lambda name: name in self.named, self._names(sequence))
+        return [self.named[name] for name in hits]
+
+    def _start(self, sequence: ModelSequence, hits: int) -> int:
+        """Where it goes on behind so many hits."""
+        last = len(sequence.tokens) - 1
+        if sequence.held and sequence.held.stands and len(sequence.held.blocks) == hits + 1:
+            return last
+        return min(hits * self.block_size, last)
+
+    def _wake(self, name: Name) -> list[ModelSequence]:
+        self.led.pop(name, None)
+        woken = [follower for follower, awaited in self.followers.items() if awaited == name]
+        for follower in woken:
+            del self.followers[follower]
+        return woken
 
     def _claim(self, block: ModelBlock) -> None:
         if block.owners == 0:

@@ -37,6 +37,7 @@ more than 100,000."""
 FREQUENCY = {
     "add": 4,
     "admit": 8,
+    "follow": 4,
     "compute": 8,
     "append": 5,
     "fork": 4,
@@ -83,6 +84,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.pages = np.full((num_blocks + 1, block_size, 2), EMPTY)
         self.waiting: list[Pair] = []
         self.running: list[Pair] = []
+        self.following: list[Pair] = []
         self.digests: dict[Name, bytes] = {}
         self.epoch = 0
         self.seen: list[ModelSequence] = []
@@ -99,8 +101,10 @@ class CacheMachine(RuleBasedStateMachine):
             self.add(pick, count, tokens)
         elif kind == "admit" and self.waiting:
             self.admit(self.waiting[pick % len(self.waiting)], headroom=count // 10)
-        elif kind == "forget" and self.waiting:
-            self.forget(self.waiting[pick % len(self.waiting)])
+        elif kind == "follow" and self.waiting:
+            self.follow(self.waiting[pick % len(self.waiting)])
+        elif kind == "forget" and (idle := self.waiting + self.following):
+            self.forget(idle[pick % len(idle)])
         elif kind == "drop_held":
             assert self.cache.drop_tails() == bool(self.model.held)
             self.model.drop_all()
@@ -149,6 +153,24 @@ class CacheMachine(RuleBasedStateMachine):
         self.waiting.remove(pair)
         self.running.append(pair)
 
+    def follow(self, pair: Pair) -> None:
+        """Behind a running one that computes more of what it needs than there is."""
+        num_blocks = self.cache.awaited(pair.real)
+        assert num_blocks == self.model.awaited(pair.model)
+        if num_blocks is not None:
+            self.cache.follow(pair.real, num_blocks)
+            self.model.follow(pair.model, num_blocks)
+            self.waiting.remove(pair)
+            self.following.append(pair)
+
+    def wake(self, real: list[Sequence], model: list[ModelSequence]) -> None:
+        """Both say the same followers wait no more."""
+        woken = [pair for pair in self.following if pair.model in model]
+        assert set(real) == {pair.real for pair in woken}
+        assert len(real) == len(model) == len(woken)
+        self.following = [pair for pair in self.following if pair not in woken]
+        self.waiting += woken
+
     def compute(self, pair: Pair, count: int) -> None:
         """Some of the known tokens, or (0) all."""
         real, start = pair.real, pair.real.num_computed
@@ -157,8 +179,7 @@ class CacheMachine(RuleBasedStateMachine):
         self._read(pair, end)
         real.mark_computed(start, end - start, 0)
         pair.model.computed = end
-        self.cache.publish(real)
-        self.model.publish(pair.model)
+        self.wake(self.cache.publish(real), self.model.publish(pair.model))
 
     def append(self, pair: Pair, tokens: list[int]) -> None:
         """One token or several, all or nothing."""
@@ -188,21 +209,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     def release(self, pair: Pair, preempt: bool) -> None:
         self.running.remove(pair)
-        self.cache.release(pair.real)
-        self.model.release(pair.model)
+        self.wake(self.cache.release(pair.real), self.model.release(pair.model))
         if preempt:
             pair.real.forget_computed()
             self.waiting.append(pair)
 
     def forget(self, pair: Pair) -> None:
-        self.waiting.remove(pair)
+        (self.waiting if pair in self.waiting else self.following).remove(pair)
         self.cache.forget(pair.real)
         self.model.leave(pair.model)
 
     def clear(self) -> None:
         """What an update, a sleep and a reset do."""
-        self.cache.clear_index()
-        self.model.clear()
+        self.wake(self.cache.clear_index(), self.model.clear())
         self.epoch += 1
 
     # -- agreement ---------------------------------------------------------------------------------
@@ -231,8 +250,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         while self.running:
             self.release(self.running[0], preempt=False)
-        while self.waiting:
-            self.forget(self.waiting[0])
+        for pair in self.waiting + self.following:
+            self.forget(pair)
         assert self.cache.pool.num_free == self.cache.pool.num_blocks, "nothing leaks"
         self.cache_and_model_agree()
 
