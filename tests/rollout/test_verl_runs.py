@@ -195,7 +195,7 @@ def _check_turns(answers: list[dict[str, Any]]) -> None:
             found += 1
             assert len(second["prompt"]) > len(before)
             assert second["cached"] >= (len(before) - 1) // BLOCK * BLOCK
-    assert found >= len(answers) // 2 >= 48, "every second answer is a second turn"
+    assert found >= 2 * 16, "two steps of 16 trajectories had both turns before the server died"
 
 
 def _is_server(process: psutil.Process) -> bool:
