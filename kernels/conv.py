@@ -61,7 +61,7 @@ def _convolve(
     weight, bias = weight.contiguous(), bias.contiguous()
     taps = weight.shape[-1]
     out = torch.empty(rows, width, dtype=x.dtype)
-    windows, block_windows, captures, kept, grid = 0, 0, 0, 0, 0
+    windows, block_windows, captured, captures, kept, grid = 0, 0, 0, 0, 0, 0
     if context.states is not None and options is not None:
         layer = context.states.layers[options.layer]
         if layer.window.dtype != x.dtype:
@@ -71,11 +71,13 @@ def _convolve(
             )
         windows, block_windows = layer.window.data_ptr(), layer.block_window.data_ptr()
         captures, grid = len(context.captures), context.block_size
-        kept = context.states.checkpoints[options.layer].window.data_ptr()
+        if captures:
+            captured = context.captured.data_ptr()
+            kept = context.states.checkpoints[options.layer].window.data_ptr()
     cpu.convolve(
         x.numel() * taps, x.data_ptr(), x.stride(0), weight.data_ptr(), bias.data_ptr(), rows, width, taps,
         context.row_table.data_ptr(), context.layout.data_ptr(), len(context.lengths), grid, windows, block_windows,
-        context.captured.data_ptr(), captures, kept, out.data_ptr(), kind_of(x.dtype), kind_of(weight.dtype),
+        captured, captures, kept, out.data_ptr(), kind_of(x.dtype), kind_of(weight.dtype),
         kind_of(bias.dtype),
     )  # fmt: skip
     return out

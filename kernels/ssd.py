@@ -83,17 +83,19 @@ def _scan(
     decay_rate, dt_bias, skip = decay_rate.contiguous(), dt_bias.contiguous(), skip.contiguous()
     xbc, dt = with_unit_stride(xbc), with_unit_stride(dt)
     out = (torch.empty if context.covers_all_rows else torch.zeros)(rows, inner, dtype=xbc.dtype)
-    memory, captures, kept, grid = _NO_MEMORY, 0, 0, 0
+    memory, captured, captures, kept, grid = _NO_MEMORY, 0, 0, 0, 0
     if context.states is not None:
         layer = context.states.layers[options.layer]
-        _check_memory(xbc, layer, context, options)
         memory, captures, grid = layer.addresses, len(context.captures), context.block_size
-        kept = context.states.checkpoints[options.layer].state.data_ptr()
+        _check_memory(xbc, layer, context, options)
+        if captures:
+            captured = context.captured.data_ptr()
+            kept = context.states.checkpoints[options.layer].state.data_ptr()
     cpu.scan(
         int(rows * inner * size * WORK_AN_ELEMENT), xbc.data_ptr(), xbc.stride(0), dt.data_ptr(), dt.stride(0),
         decay_rate.data_ptr(), dt_bias.data_ptr(), skip.data_ptr(), *options.dt_limits, context.layout.data_ptr(),
         len(context.lengths), heads, inner // heads, options.groups, size, grid, *memory,
-        context.captured.data_ptr(), captures, kept, out.data_ptr(), get_num_threads(), kind_of(xbc.dtype),
+        captured, captures, kept, out.data_ptr(), get_num_threads(), kind_of(xbc.dtype),
     )  # fmt: skip
     return out
 
