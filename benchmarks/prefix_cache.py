@@ -166,8 +166,7 @@ def multi_turn(contest: Contest) -> dict[str, Spread]:
 def nothing_shared(model: PreTrainedModel, sizes: Sizes, rounds: int) -> dict[str, Spread]:
     """Speed with the cache over speed without it, where it can not help.
 
-    Each round has workers of its own, built in turns: whether a pool lies in huge pages is the luck of its allocation
-    and moves a worker's speed by a tenth.
+    Each round has workers of its own, built in turns, so that no pair of pools decides.
     """
     prompts, calibration = Prompts(model.config.vocab_size), Calibration()
     params = _params(sizes.unshared_output)
