@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> str:
 
 
 def test_json_is_one_object_and_nothing_else(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", folder, "--json", "--tokens", "20", "--dtype", "float32"]) == 0
+    assert cli.main(["check", folder, "--json", "--tokens", "26", "--dtype", "float32"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True
     names = [row["name"] for row in report["rows"]]
@@ -43,7 +43,7 @@ def test_json_is_one_object_and_nothing_else(folder: str, capsys: pytest.Capture
     assert "delta against dense, 50 optimizer steps" in weights
     for row in report["rows"]:
         assert row.keys() == {"name", "tokens", "differing", "max_abs_diff"}
-        assert row["tokens"] >= 2 * 20, "two whole answers at least"
+        assert row["tokens"] > 50
         assert row["differing"] == row["max_abs_diff"] == 0
 
 
