@@ -12,18 +12,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from stepped import add, engine_for
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from workload import Tokens, Workload
 
 from samebit.kernels import bind
 from samebit.kernels.attention import AttentionOptions, attention
+from samebit.kernels.binding import binding_of
 from samebit.kernels.context import ForwardContext
-from samebit.rollout import RolloutConfig, SamplingParams
-from samebit.rollout.cache import CacheManager
-from samebit.rollout.engine import Engine
-from samebit.rollout.request import Request, Sequence
-from samebit.rollout.runner import ModelRunner
+from samebit.rollout.request import Sequence
 
 
 @dataclass
@@ -58,13 +56,13 @@ def medians(rollouts: list[StepTimes], kind: str) -> list[float]:
 class Floor:
     """The bare operations of a decode step of this model."""
 
-    def __init__(self, model: PreTrainedModel, runner: ModelRunner, rows: int, max_len: int) -> None:
+    def __init__(self, model: PreTrainedModel, rows: int, max_len: int, block_size: int) -> None:
         config = model.config
         dtype = model.lm_head.weight.dtype
-        width = -(-max_len // runner.block_size)
-        self._block_size = runner.block_size
+        width = -(-max_len // block_size)
+        self._block_size = block_size
         self._tables = np.arange(1, rows * width + 1, dtype=np.int32).reshape(rows, width)
-        self._pages = runner.layout.allocate(rows * width, runner.block_size, runner.dtype)
+        self._pages = binding_of(model).kv_layout.allocate(rows * width, block_size, dtype)
         self._layers = [
             [module.weight for module in layer.modules() if isinstance(module, torch.nn.Linear)]
             for layer in model.model.layers
@@ -108,28 +106,20 @@ class Floor:
         )
 
 
-class SteppedEngine:
-    """An engine without threads, stepped by hand."""
+class SteppedRollout:
+    """The workload on an engine that is stepped by hand."""
 
     def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
-        config = RolloutConfig(max_num_seqs=workload.sequences).with_block_size(None)
         self.workload = workload
-        self.model = bind(copy.deepcopy(model))
-        self.runner = ModelRunner(self.model, config)
         max_len = workload.prompt_tokens + workload.new_tokens
-        self.cache = CacheManager(
-            num_blocks=workload.sequences * -(-max_len // config.block_size),
-            block_size=config.block_size,
-            max_num_seqs=workload.sequences,
-            max_model_len=max_len,
-        )
-        self.engine = Engine(self.runner, self.cache, config.max_num_batched_tokens)
-        self.floor = Floor(self.model, self.runner, workload.sequences, max_len)
+        bound = bind(copy.deepcopy(model))
+        self.engine = engine_for(bound, workload.sequences, max_len)
+        self.floor = Floor(bound, workload.sequences, max_len, self.engine.cache.block_size)
 
     def rollout(self, prompts: Tokens) -> StepTimes:
         """One rollout of the workload, with the floor measured before each decode step."""
         times = StepTimes()
-        self._add(prompts)
+        add(self.engine, prompts, self.workload.samples, self.workload.new_tokens)
         counters = self.engine.counters
         while self.engine.has_work:
             running = self.engine.scheduler.running
@@ -147,16 +137,6 @@ class SteppedEngine:
             else:
                 (times.decode if full else times.ramp_down).append(seconds)
         return times
-
-    def _add(self, prompts: Tokens) -> None:
-        params = SamplingParams(
-            n=self.workload.samples, temperature=1.0, max_tokens=self.workload.new_tokens, ignore_eos=True
-        )
-        for number, prompt in enumerate(prompts):
-            ids = np.array(prompt, np.int64)
-            self.engine.add(
-                Request(f"prompt-{number}", ids, params, ordinal=number, max_new_tokens=self.workload.new_tokens)
-            )
 
 
 def _decodes(sequence: Sequence) -> bool:

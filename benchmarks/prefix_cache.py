@@ -19,6 +19,7 @@ import models
 import results_file
 import table
 import torch
+import unshared
 from alternate import Calibration, Round, Spread, Turn, alternate, kept, spread
 from transformers import PreTrainedModel
 from workload import Tokens, timed
@@ -164,24 +165,10 @@ def multi_turn(contest: Contest) -> dict[str, Spread]:
 
 
 def nothing_shared(model: PreTrainedModel, sizes: Sizes, rounds: int) -> dict[str, Spread]:
-    """Speed with the cache over speed without it, where it can not help.
-
-    Each round has workers of its own, built in turns, so that no pair of pools decides.
-    """
-    prompts, calibration = Prompts(model.config.vocab_size), Calibration()
-    params = _params(sizes.unshared_output)
-
-    def turn(enabled: bool) -> Turn:
-        def once(number: int) -> float:
-            with _worker(model, sizes, enabled) as worker:
-                worker.generate([prompts.tokens(3)], _params(2))
-                work = [prompts.tokens(sizes.own_mean) for _ in range(sizes.requests)]
-                return timed(lambda: _tokens(worker.generate(work, params)))[0]
-
-        return once
-
-    steady = kept(alternate({"on": turn(True), "off": turn(False)}, 4 * rounds, calibration), calibration)
-    return {"no_share_ratio": spread([one.seconds["off"] / one.seconds["on"] for one in steady])}
+    """Speed with the cache over speed without it, where it can not help."""
+    prompts = Prompts(model.config.vocab_size)
+    work = [[prompts.tokens(sizes.own_mean) for _ in range(sizes.requests)] for _ in range(4 * rounds)]
+    return {"no_share_ratio": unshared.speed_with_over_without(model, work, sizes.unshared_output)}
 
 
 def measure(model: PreTrainedModel, sizes: Sizes, rounds: int) -> dict[str, Spread]:

@@ -102,7 +102,7 @@ def measure(case: Case, workload: Workload, calibration: Calibration) -> Measure
                 peer = turn(f"hf_{name}", hf_continuous(model, workload, settings))
                 vars(measured)[name] = alternate({"samebit": ours, f"hf_{name}": peer}, rounds, calibration)
     if case.floor:
-        stepped = floor.SteppedEngine(model, workload)
+        stepped = floor.SteppedRollout(model, workload)
         measured.steps = [stepped.rollout(workload.make_prompts(vocab_size, seed)) for seed in range(case.floor + 1)][
             1:
         ]

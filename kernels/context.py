@@ -139,9 +139,14 @@ class ForwardContext:
         return DeviceLayout.of(self, self.positions.device)
 
     @cached_property
+    def num_rows(self) -> int:
+        """T."""
+        return len(self.positions)
+
+    @cached_property
     def covers_all_rows(self) -> bool:
         """True when no row is padding."""
-        return int(self.lengths.sum()) == len(self.positions)
+        return len(self.lengths) == self.num_rows or int(self.lengths.sum()) == self.num_rows
 
     @cached_property
     def num_blocks(self) -> int:

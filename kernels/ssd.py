@@ -17,7 +17,7 @@ from .context import ForwardContext
 from .cpu import ssd as cpu
 from .cpu.memory import kind_of, with_unit_stride
 from .ssd_backward import scan_gradients
-from .states import LayerStates, SSMOptions
+from .states import SSMOptions
 
 
 def scan(
@@ -47,9 +47,9 @@ def scan(
         ValueError: rows that are not the context's.
         TypeError: inputs of other dtypes, or states of another than xbc.
     """
-    if not xbc.shape[0] == dt.shape[0] == context.positions.shape[0]:
-        raise ValueError(f"xbc and dt have {xbc.shape[0]} and {dt.shape[0]} rows, the context {len(context.positions)}")
-    if not (xbc.dtype == dt.dtype and decay_rate.dtype == dt_bias.dtype == skip.dtype == torch.float32):
+    if not xbc.shape[0] == dt.shape[0] == context.num_rows:
+        raise ValueError(f"xbc and dt have {xbc.shape[0]} and {dt.shape[0]} rows, the context {context.num_rows}")
+    if not (xbc.dtype is dt.dtype and decay_rate.dtype is dt_bias.dtype is skip.dtype is torch.float32):
         given = [str(part.dtype) for part in (xbc, dt, decay_rate, dt_bias, skip)]
         raise TypeError(f"xbc, dt, decay_rate, dt_bias, skip are {given}; allowed: two alike, then three float32")
     if device.on_gpu(xbc):
@@ -64,8 +64,6 @@ def scan(
 
 WORK_AN_ELEMENT = 1 / 8
 """Elements of a row-wise kernel that take the time of one element of the state."""
-
-_NO_MEMORY: tuple[int, ...] = (0,) * 6
 
 
 def _scan(
@@ -83,30 +81,31 @@ def _scan(
     decay_rate, dt_bias, skip = decay_rate.contiguous(), dt_bias.contiguous(), skip.contiguous()
     xbc, dt = with_unit_stride(xbc), with_unit_stride(dt)
     out = (torch.empty if context.covers_all_rows else torch.zeros)(rows, inner, dtype=xbc.dtype)
-    memory, captured, captures, kept, grid = _NO_MEMORY, 0, 0, 0, 0
+    grid, memory, captured, captures, kept = 0, 0, 0, 0, 0
     if context.states is not None:
         layer = context.states.layers[options.layer]
-        memory, captures, grid = layer.addresses, len(context.captures), context.block_size
-        _check_memory(xbc, layer, context, options)
+        if layer.dtype is not xbc.dtype:
+            raise TypeError(
+                f"x is {xbc.dtype}, but the states are {layer.dtype}: "
+                "the model changed its dtype after the rollout worker was built"
+            )
+        grid, memory = context.block_size, layer.addresses.data_ptr()
+        captures = len(context.captures)
         if captures:
+            _check_captures(context, options)
             captured = context.captured.data_ptr()
             kept = context.states.checkpoints[options.layer].state.data_ptr()
     cpu.scan(
         int(rows * inner * size * WORK_AN_ELEMENT), xbc.data_ptr(), xbc.stride(0), dt.data_ptr(), dt.stride(0),
         decay_rate.data_ptr(), dt_bias.data_ptr(), skip.data_ptr(), *options.dt_limits, context.layout.data_ptr(),
-        len(context.lengths), heads, inner // heads, options.groups, size, grid, *memory,
-        captured, captures, kept, out.data_ptr(), get_num_threads(), kind_of(xbc.dtype),
+        len(context.lengths), heads, inner // heads, options.groups, size, grid, memory, captured, captures, kept,
+        out.data_ptr(), get_num_threads(), kind_of(xbc.dtype),
     )  # fmt: skip
     return out
 
 
-def _check_memory(xbc: torch.Tensor, layer: LayerStates, context: ForwardContext, options: SSMOptions) -> None:
-    if layer.tail_x.dtype != xbc.dtype:
-        raise TypeError(
-            f"x is {xbc.dtype}, but the states are {layer.tail_x.dtype}: "
-            "the model changed its dtype after the rollout worker was built"
-        )
-    if len(context.captures) and bool((context.captures[:, 1] % options.chunk).any()):
+def _check_captures(context: ForwardContext, options: SSMOptions) -> None:
+    if bool((context.captures[:, 1] % options.chunk).any()):
         raise ValueError(f"captures {context.captures.tolist()} must lie on chunk boundaries (chunk {options.chunk})")
 
 

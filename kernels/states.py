@@ -94,10 +94,15 @@ class LayerStates:
     block_window: torch.Tensor
 
     @cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Of states and tail, as the scan takes them."""
+    def addresses(self) -> torch.Tensor:
+        """``[6]`` int64: where states and tail are, as the scan takes them."""
         parts = (self.state, self.block_state, self.tail_x, self.tail_b, self.tail_dt, self.tail_sums)
-        return tuple(part.data_ptr() for part in parts)
+        return torch.tensor([part.data_ptr() for part in parts])
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return self.tail_x.dtype
 
 
 @dataclass(frozen=True, eq=False)

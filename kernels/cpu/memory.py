@@ -59,3 +59,9 @@ def doubles(address: int, count: int) -> Any:
 def integers(address: int, count: int) -> Any:
     """``count`` int32."""
     return elements(address, count, np.int32(0))
+
+
+@njit(inline="always")
+def longs(address: int, count: int) -> Any:
+    """``count`` int64."""
+    return elements(address, count, np.int64(0))

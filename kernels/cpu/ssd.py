@@ -25,7 +25,7 @@ import numpy as np
 from numba import njit, prange
 
 from .jit import RowKernel
-from .memory import NO_END, doubles, elements, floats, integers
+from .memory import NO_END, doubles, elements, floats, integers, longs
 from .numeric import LANES, exp, fma, narrow, softplus, widen
 from .simd import tile_multiply, tile_multiply_add
 from .simd_ssd import dots, fetch_all, tile_move
@@ -42,21 +42,21 @@ _ZERO = np.float32(0.0)
 def _scan(
     xbc_at: int, xbc_stride: int, dt_at: int, dt_stride: int, rate_at: int, bias_at: int, skip_at: int, dt_low: float,
     dt_high: float, layout_at: int, sequences: int, heads: int, head_dim: int, groups: int, state_size: int, grid: int,
-    states_at: int, block_states_at: int, tail_x_at: int, tail_b_at: int, tail_dt_at: int, tail_sums_at: int,
-    captures_at: int, num_captures: int, captured_at: int, out_at: int, threads: int, kind: Any,
+    memory_at: int, captures_at: int, num_captures: int, captured_at: int, out_at: int, threads: int, kind: Any,
 ) -> None:  # fmt: skip
     """Addresses, sizes and strides. ``layout``: first row, length, start and slot, each of all sequences.
 
-    ``grid``: the state as of the last multiple of so many tokens is kept in ``block_states``; 0 for a call without
-    memory. ``captures``: (sequence, position, checkpoint).
+    ``grid``: the state as of the last multiple of so many tokens is kept in the block states; 0 for a call without
+    memory. ``memory``: the addresses of states, block states, and the tails' x, B, time steps and sums.
+    ``captures``: (sequence, position, checkpoint).
     """
     tiles = (heads // groups + HEAD_TILE - 1) // HEAD_TILE
     parts = min(threads, sequences * groups * tiles)
     for part in prange(parts):  # it counts unsigned, and Numba would compile all below once more for that
         _scan_part(
             np.int64(part), parts, xbc_at, xbc_stride, dt_at, dt_stride, rate_at, bias_at, skip_at, dt_low, dt_high,
-            layout_at, sequences, heads, head_dim, groups, state_size, grid, states_at, block_states_at, tail_x_at,
-            tail_b_at, tail_dt_at, tail_sums_at, captures_at, num_captures, captured_at, out_at, kind,
+            layout_at, sequences, heads, head_dim, groups, state_size, grid, memory_at, captures_at, num_captures,
+            captured_at, out_at, kind,
         )  # fmt: skip
 
 
@@ -67,8 +67,8 @@ scan = RowKernel(_scan)
 def _scan_part(
     part: int, parts: int, xbc_at: int, xbc_stride: int, dt_at: int, dt_stride: int, rate_at: int, bias_at: int,
     skip_at: int, dt_low: float, dt_high: float, layout_at: int, sequences: int, heads: int, head_dim: int,
-    groups: int, state_size: int, grid: int, states_at: int, block_states_at: int, tail_x_at: int, tail_b_at: int,
-    tail_dt_at: int, tail_sums_at: int, captures_at: int, num_captures: int, captured_at: int, out_at: int, kind: Any,
+    groups: int, state_size: int, grid: int, memory_at: int, captures_at: int, num_captures: int, captured_at: int,
+    out_at: int, kind: Any,
 ) -> None:  # fmt: skip
     """The items that begin within the part's share of the rows."""
     xbc, dt, out = elements(xbc_at, NO_END, kind), elements(dt_at, NO_END, kind), elements(out_at, NO_END, kind)
@@ -84,13 +84,14 @@ def _scan_part(
     wide = (head_dim + LANES - 1) // LANES * LANES
     deep = (state_size + LANES - 1) // LANES * LANES
     keeps = grid > 0
+    places = longs(memory_at, 6)
     own = 0 if keeps else min(HEAD_TILE, group_heads)
-    state = floats(states_at, NO_END) if keeps else np.empty(own * state_size * wide, np.float32)
-    block_state = floats(block_states_at, NO_END)
-    x = elements(tail_x_at, NO_END, kind) if keeps else np.empty(own * SCAN_CHUNK * wide, xbc.dtype)
-    b = floats(tail_b_at, NO_END) if keeps else np.empty(SCAN_CHUNK * deep, np.float32)
-    steps = floats(tail_dt_at, NO_END) if keeps else np.empty(own * SCAN_CHUNK, np.float32)
-    sums = doubles(tail_sums_at, NO_END) if keeps else np.empty(own * SCAN_CHUNK, np.float64)
+    state = floats(places[0], NO_END) if keeps else np.empty(own * state_size * wide, np.float32)
+    block_state = floats(places[1] if keeps else 0, NO_END)
+    x = elements(places[2], NO_END, kind) if keeps else np.empty(own * SCAN_CHUNK * wide, xbc.dtype)
+    b = floats(places[3], NO_END) if keeps else np.empty(SCAN_CHUNK * deep, np.float32)
+    steps = floats(places[4], NO_END) if keeps else np.empty(own * SCAN_CHUNK, np.float32)
+    sums = doubles(places[5], NO_END) if keeps else np.empty(own * SCAN_CHUNK, np.float64)
     scratch = np.empty(SCAN_CHUNK * (deep + wide) + 4 * wide + (SCAN_CHUNK + 4) * SCAN_CHUNK, np.float32)
     before = 0  # rows of the items so far
     for item in range(items):
