@@ -9,7 +9,9 @@ with 1,000 states, 64 requests that wait behind another one, and a prompt that i
 
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from alternate import Spread, spread
@@ -21,6 +23,8 @@ from samebit.rollout.request import Request, Sequence
 
 BLOCK = 16
 VOCABULARY = 32_000
+
+T = TypeVar("T")
 
 _WEIGHTS = 1 << 27
 """Bytes; more than a processor's caches hold."""
@@ -88,15 +92,9 @@ class _Pool:
         sequence.mark_computed(sequence.num_computed, sequence.num_tokens - sequence.num_computed, 0)
         self.cache.publish(sequence)
 
-    def admit(self, sequence: Sequence) -> float:
-        """The seconds it takes."""
-        _forward_pass()
-        began = time.perf_counter()
-        admitted = self.cache.awaited(sequence) is None and self.cache.admit(sequence)
-        seconds = time.perf_counter() - began
-        if not admitted:
+    def admit(self, sequence: Sequence) -> None:
+        if self.cache.awaited(sequence) is not None or not self.cache.admit(sequence):
             raise RuntimeError("the pool is too small")
-        return seconds
 
     def fill(self) -> None:
         """Every block cached and free."""
@@ -122,17 +120,22 @@ class _Pool:
             self.cache.follow(follower, blocks)
 
 
-def _forward_pass() -> None:
-    """What an engine does between two schedules, as far as bookkeeping feels it: other data fills the caches."""
+def _seconds_of(act: Callable[[], T]) -> tuple[float, T]:
+    """With cold caches of the processor, as after a forward pass: other data fills them. And no pause for garbage."""
     gc.collect()
     np.ones(_WEIGHTS, np.int8).sum()
+    began = time.perf_counter()
+    result = act()
+    return time.perf_counter() - began, result
 
 
 def _eviction_seconds(num_blocks: int, evicted: int) -> float:
     """Seconds a block, when `evicted` cached blocks give way to a new prompt."""
     pool = _Pool(num_blocks)
     pool.fill()
-    return pool.admit(pool.sequence(pool.prompt(evicted * BLOCK))) / evicted
+    sequence = pool.sequence(pool.prompt(evicted * BLOCK))
+    seconds, _ = _seconds_of(lambda: pool.admit(sequence))
+    return seconds / evicted
 
 
 def _large_pool(sizes: Sizes) -> tuple[float, float, float]:
@@ -142,16 +145,14 @@ def _large_pool(sizes: Sizes) -> tuple[float, float, float]:
     prompt = pool.prompt(sizes.prompt)
     pool.compute(pool.sequence(prompt))
     again, other = pool.sequence(prompt), pool.sequence(pool.prompt(sizes.prompt))
-    cached, uncached = pool.admit(again), pool.admit(other)
+    cached, _ = _seconds_of(lambda: pool.admit(again))
+    uncached, _ = _seconds_of(lambda: pool.admit(other))
     if (again.num_computed, other.num_computed) != (sizes.prompt - 1, 0):
         raise RuntimeError(f"{again.num_computed} and {other.num_computed} of {sizes.prompt} tokens were hit")
     crowded = _Pool(sizes.large_pool, sizes.states)
     crowded.fill()
     crowded.crowd(sizes)
-    _forward_pass()
-    began = time.perf_counter()
-    woken = crowded.cache.clear_index()
-    seconds = time.perf_counter() - began
+    seconds, woken = _seconds_of(crowded.cache.clear_index)
     if len(woken) != sizes.followers:
         raise RuntimeError(f"{len(woken)} of {sizes.followers} requests that waited were woken")
     return cached, uncached, seconds

@@ -1,15 +1,16 @@
 """The exact decode step of a Mamba layer beside the plain recurrent one, both from the projection's output on.
 
-A turn is one whole block of tokens, so every position of the chunk's tail counts once, and so does each move of the
-state and the copy of it at the block's end.
+They take turns step by step, so that what slows the machine slows both. A round is one whole block of tokens: every
+position of the chunk's tail counts once, and so does each move of the state and the copy of it at the block's end.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from alternate import Calibration, Round, Spread, Turn, alternate, kept, ratio
+from alternate import Spread, spread
 from recurrent import Recurrence
 
 from samebit.kernels.context import ForwardContext
@@ -24,13 +25,21 @@ BLOCK = 64
 class Sizes:
     """How much is computed: layers in turn, so that no state stays in a cache that it would not stay in.
 
-    rounds: of the most sequences; a turn of fewer is shorter, and there are up to ten times as many of them.
+    rounds: with the most sequences; with fewer there are up to ten times as many, which are shorter.
     """
 
     shape: SSMShape
     layers: int = 4
     sequences: tuple[int, ...] = (1, 16, 64)
     rounds: int = 7
+
+
+@dataclass
+class Seconds:
+    """Of the steps of one side in a round: whole, and of the scans in them."""
+
+    whole: float = 0.0
+    scans: float = 0.0
 
 
 class Layers:
@@ -67,58 +76,55 @@ class Layers:
             states=states,
         )
 
-    def exact_step(self, position: int, seconds: list[float]) -> torch.Tensor:
-        """All layers; the seconds of their scans alone are added to the first entry."""
+    def exact_step(self, position: int, seconds: Seconds) -> torch.Tensor:
+        """All layers; counts the seconds of their scans."""
         context = self.context(position, self.exact)
         token = position % BLOCK
         for options in self.options:
             convolved = causal_conv(self.x[token], self.taps, self.bias, context, options)
             began = time.perf_counter()
             out = scan(convolved, self.dt[token], *self.parameters, context, options)
-            seconds[0] += time.perf_counter() - began
+            seconds.scans += time.perf_counter() - began
         return out
 
-    def recurrent_step(self, position: int, seconds: list[float]) -> torch.Tensor:
+    def recurrent_step(self, position: int, seconds: Seconds) -> torch.Tensor:
         context = self.context(position, self.windows)
         token, slots = position % BLOCK, context.layout[3]
         for options, recurrence in zip(self.options, self.recurrences, strict=True):
             convolved = causal_conv(self.x[token], self.taps, self.bias, context, options)
             began = time.perf_counter()
             out = recurrence.step(convolved, self.dt[token], *self.parameters, slots)
-            seconds[0] += time.perf_counter() - began
+            seconds.scans += time.perf_counter() - began
         return out
 
 
-def measure(sizes: Sizes, calibration: Calibration) -> dict[str, Spread]:
+def measure(sizes: Sizes) -> dict[str, Spread]:
     """The ratio of a whole step, and that of the scans alone, by number of sequences."""
     metrics: dict[str, Spread] = {}
     for count in sizes.sequences:
+        layers = Layers(sizes, count)
         rounds = sizes.rounds * min(10, max(sizes.sequences) // count)
-        whole, alone = _rounds(Layers(sizes, count), rounds, calibration)
-        metrics[f"exact_over_recurrent_{count}"] = ratio(whole, "exact", "recurrent")
-        metrics[f"exact_over_recurrent_{count}_scan_alone"] = ratio(alone, "exact", "recurrent")
+        blocks = [_block(layers, number) for number in range(rounds + 1)][1:]  # the first one warms up
+        metrics[f"exact_over_recurrent_{count}"] = spread([exact.whole / peer.whole for exact, peer in blocks])
+        metrics[f"exact_over_recurrent_{count}_scan_alone"] = spread([one.scans / peer.scans for one, peer in blocks])
     return metrics
 
 
 @torch.no_grad()
-def _rounds(layers: Layers, rounds: int, calibration: Calibration) -> tuple[list[Round], list[Round]]:
-    steps = {"exact": layers.exact_step, "recurrent": layers.recurrent_step}
-    outputs = {name: step(0, [0.0]) for name, step in steps.items()}
-    if not torch.allclose(outputs["exact"], outputs["recurrent"], rtol=1e-3, atol=1e-3):
-        raise RuntimeError("the two steps compute different things")
-    scans: dict[str, dict[int, float]] = {name: {} for name in steps}
+def _block(layers: Layers, number: int) -> tuple[Seconds, Seconds]:
+    """The steps of one block of tokens, exact and recurrent in turns; another one begins each time."""
+    exact, peer = Seconds(), Seconds()
+    sides = [(layers.exact_step, exact), (layers.recurrent_step, peer)]
+    for position in range(number * BLOCK, (number + 1) * BLOCK):
+        outputs = {step: _timed(step, position, seconds) for step, seconds in sides}
+        if position == 0 and not torch.allclose(*outputs.values(), rtol=1e-3, atol=1e-3):
+            raise RuntimeError("the two steps compute different things")
+        sides.reverse()
+    return exact, peer
 
-    def turn(name: str) -> Turn:
-        def once(number: int) -> float:
-            seconds = [0.0]
-            began = time.perf_counter()
-            for position in range(number * BLOCK, (number + 1) * BLOCK):
-                steps[name](position, seconds)
-            scans[name][number] = seconds[0]
-            return time.perf_counter() - began
 
-        return once
-
-    steady = kept(alternate({name: turn(name) for name in steps}, rounds, calibration), calibration)
-    alone = [Round(one.number, {name: scans[name][one.number] for name in steps}) for one in steady]
-    return steady, alone
+def _timed(step: Callable[[int, Seconds], torch.Tensor], position: int, seconds: Seconds) -> torch.Tensor:
+    began = time.perf_counter()
+    out = step(position, seconds)
+    seconds.whole += time.perf_counter() - began
+    return out

@@ -158,7 +158,7 @@ def measure(
     model: PreTrainedModel, sizes: Sizes, workload: Workload, steps: decode_step.Sizes, rounds: int
 ) -> dict[str, Spread]:
     calibration = Calibration()
-    metrics = decode_step.measure(steps, calibration)
+    metrics = decode_step.measure(steps)
     metrics |= beside_hugging_face(model, workload, max(1, rounds - 2), calibration)  # a round takes over a minute
     metrics |= first_wave(model, sizes)
     with ExitStack() as stack:

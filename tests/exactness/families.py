@@ -31,7 +31,16 @@ def _scaled_rope(kind: str, **parameters: float) -> dict[str, Any]:
     return {"head_dim": 32, "rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **parameters}}
 
 
-_MIXER = {"mamba_n_heads": 10, "mamba_d_head": 40, "mamba_n_groups": 2, "mamba_d_state": 24}
+HUGGING_FACES_CHUNK = 64
+"""Of its own scan alone, whose time grows with the square of it: longer than what it is compared on, and no more."""
+
+_MIXER = {
+    "mamba_n_heads": 10,
+    "mamba_d_head": 40,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": HUGGING_FACES_CHUNK,
+}
 _GRANITE = {
     "num_local_experts": 0,
     "num_experts_per_tok": 0,
@@ -100,6 +109,7 @@ _ZAMBA = {
     "mamba_ngroups": 2,
     "n_mamba_heads": 10,
     "adapter_rank": 8,
+    "chunk_size": HUGGING_FACES_CHUNK,
 }
 
 _HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
@@ -113,6 +123,7 @@ _HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_head_dim": 40,
             "n_groups": 2,
             "ssm_state_size": 100,
+            "chunk_size": HUGGING_FACES_CHUNK,
         },
     ),
     "NemotronH, one group, no convolution bias": (
@@ -126,6 +137,7 @@ _HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 1,
             "ssm_state_size": 129,
             "use_conv_bias": False,
+            "chunk_size": HUGGING_FACES_CHUNK,
         },
     ),
     "Bamba": ("Bamba", {"attn_layer_indices": [1], **_MIXER}),
@@ -138,7 +150,14 @@ _HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
     "Zamba2, adapters, rotary": ("Zamba2", {**_ZAMBA, "use_shared_attention_adapter": True, "use_mem_rope": True}),
     "Mamba2": (
         "Mamba2",
-        {"num_heads": 10, "head_dim": 40, "n_groups": 2, "state_size": 24, "time_step_limit": (0.01, 0.2)},
+        {
+            "num_heads": 10,
+            "head_dim": 40,
+            "n_groups": 2,
+            "state_size": 24,
+            "time_step_limit": (0.01, 0.2),
+            "chunk_size": HUGGING_FACES_CHUNK,
+        },
     ),
 }
 
