@@ -53,7 +53,7 @@ verl-matrix: install
 	$(BIN)/python recipes/verl_grpo/matrix.py $(ARGS)
 
 test: install
-	$(BIN)/pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	$(BIN)/pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 soak: install
 	SAMEBIT_SOAK_CASES=$(COUNT) $(BIN)/pytest -m soak $(ARGS)

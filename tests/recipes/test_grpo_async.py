@@ -16,8 +16,6 @@ from samebit.recipes.previous import PreviousPolicy
 from samebit.recipes.settings import OffPolicy
 from samebit.recipes.trajectory import Trajectory, collate
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 Tiny = Callable[..., Any]
 STEPS = 5
 

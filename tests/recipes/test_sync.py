@@ -12,8 +12,6 @@ from samebit.recipes import grpo, sampling
 
 pytest.importorskip("ray")
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 Tiny = Callable[..., Any]
 STEPS = 4
 DEPENDS_ON_THE_CLOCK = ("perf/", "sync/sent_bytes")

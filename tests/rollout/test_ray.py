@@ -46,8 +46,6 @@ from samebit.weight_sync import (  # noqa: E402
 
 from .tiny_llama import tiny  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 CONFIG = RolloutConfig(max_num_seqs=8, num_blocks=200, seed=3)
 PROMPTS = [[1], [2, 3, 4], list(range(5, 22))]
 PARAMS = SamplingParams(n=2, max_tokens=9, temperature=0.7)

@@ -27,8 +27,6 @@ from samebit.recipes.verl_grpo import cases, task
 from samebit.recipes.verl_grpo.launch import Run
 from samebit.recipes.verl_grpo.mismatch import MISMATCH
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 LONGEST = 150
 BLOCK = 8
 TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
