@@ -17,22 +17,13 @@ from samebit.rollout.request import Request, Sequence
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.weight_sync import WeightMismatchError
 
+from .engine_runs import run
+
 Make = Callable[..., Engine]
 MakeRequest = Callable[..., Request]
 MakeWorker = Callable[..., tuple[Any, Any]]
 Oracle = Callable[..., list[int]]
 PROMPT = list(range(40))
-
-
-def run(engine: Engine, *requests: Request) -> None:
-    for request in requests:
-        engine.add(request)
-    for _ in range(500):
-        check_cache(engine.cache)
-        if not engine.has_work:
-            break
-        engine.step()
-    assert engine.scheduler.num_unfinished == 0
 
 
 def cached(request: Request) -> int | None:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from samebit.rollout.cache.integrity import check_cache
 from samebit.rollout.engine import Engine
 from samebit.rollout.request import Request
+
+from .engine_runs import run
 
 Make = Callable[..., Engine]
 MakeRequest = Callable[..., Request]
@@ -22,18 +23,6 @@ def make(make_engine: Make) -> Make:
         return make_engine(recurrent=True, **{"num_checkpoints": 32, **options})
 
     return build
-
-
-def run(engine: Engine, *requests: Request) -> None:
-    for request in requests:
-        engine.add(request)
-    for _ in range(500):
-        check_cache(engine.cache)
-        if not engine.has_work:
-            break
-        engine.step()
-    assert engine.scheduler.num_unfinished == 0, "somebody waits for ever"
-    assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
 
 
 def first_starts(engine: Engine) -> dict[str, int]:

@@ -1,0 +1,20 @@
+"""What tests of the cache do with an engine."""
+
+from __future__ import annotations
+
+from samebit.rollout.cache.integrity import check_cache
+from samebit.rollout.engine import Engine
+from samebit.rollout.request import Request
+
+
+def run(engine: Engine, *requests: Request) -> None:
+    """Add these and step until nobody has work; the cache is in order before each step, and has its blocks back."""
+    for request in requests:
+        engine.add(request)
+    for _ in range(500):
+        check_cache(engine.cache)
+        if not engine.has_work:
+            break
+        engine.step()
+    assert engine.scheduler.num_unfinished == 0, "somebody waits for ever"
+    assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
