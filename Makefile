@@ -52,8 +52,9 @@ verl-grpo: install
 verl-matrix: install
 	$(BIN)/python recipes/verl_grpo/matrix.py $(ARGS)
 
+# Two processes, so one thread of torch's each; Numba's keep both.
 test: install
-	$(BIN)/pytest --numprocesses 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 soak: install
 	SAMEBIT_SOAK_CASES=$(COUNT) $(BIN)/pytest -m soak $(ARGS)
