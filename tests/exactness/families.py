@@ -31,7 +31,7 @@ def _scaled_rope(kind: str, **parameters: float) -> dict[str, Any]:
     return {"head_dim": 32, "rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **parameters}}
 
 
-HUGGING_FACES_CHUNK = 64
+HUGGING_FACES_CHUNK = 32
 """Of its own scan alone, whose time grows with the square of it: longer than what it is compared on, and no more."""
 
 _MIXER = {
