@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from samebit.rollout.cache.index import PrefixIndex
+from samebit.rollout.cache.index import CachedBlock, PrefixIndex
 from samebit.rollout.cache.manager import CacheManager
 
 
@@ -33,10 +35,23 @@ def _check_owners(cache: CacheManager) -> None:
 
 
 def _check_index(cache: CacheManager, index: PrefixIndex) -> None:
-    if {entry.digest: entry for entry in index.by_block.values()} != index.by_digest:
-        raise AssertionError("the two maps of the index differ")
-    if any(not entry.stands or entry.epoch != index.epoch for entry in index.by_digest.values()):
+    reachable = list(_reachable(index))
+    if len(reachable) != len(index) or any(index.by_block.get(entry.block) is not entry for entry in reachable):
+        raise AssertionError("the tree and the map of the index differ")
+    if any(not entry.stands or entry.epoch != index.epoch for entry in reachable):
         raise AssertionError("an entry that is gone or of an old epoch can be hit")
     free = {block for block in index.by_block if cache.pool.refcount(block) == 0}
     if len(free) != cache.pool.num_kept:
         raise AssertionError(f"{cache.pool.num_kept} free blocks are kept, {len(free)} can be hit")
+
+
+def _reachable(index: PrefixIndex) -> Iterator[CachedBlock]:
+    """Every entry that a chain can lead to."""
+    left = [index.root]
+    while left:
+        entry = left.pop()
+        children = [*([] if entry.child is None else [entry.child]), *(entry.more_children or {}).values()]
+        if any(child.parent is not entry for child in children):
+            raise AssertionError("a child does not know its parent")
+        left += children
+        yield from children

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SWEPT_PER_STEP = 64
 """Entries of a cleared index that a step frees."""
 
-SWEPT_PER_BLOCK = 3
+SWEPT_PER_BLOCK = 2
 """And those that a published block frees: as many as it may leave itself, so that they do not pile up."""
 
 

@@ -69,7 +69,7 @@ class StateCache:
         self.counters.replayed_tokens += len(match[resumed:]) * self.block_size
         if any(entry.had_checkpoint for entry in usable):
             self.counters.misses_evicted += 1
-        elif usable and self.num_checkpoints and match[-1].children:
+        elif usable and self.num_checkpoints and match[-1].has_children:
             self.counters.misses_diverged += 1
         elif usable:
             self.counters.misses_no_checkpoint += 1

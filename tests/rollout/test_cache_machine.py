@@ -234,10 +234,11 @@ class CacheMachine(RuleBasedStateMachine):
         check_cache(cache)
         index = cache.index
         assert cache.pool.num_free == model.free
-        assert index.by_digest.keys() == {self._digest(name) for name in model.named}
+        by_digest = {entry.digest: entry for entry in index.by_block.values()}
+        assert by_digest.keys() == {self._digest(name) for name in model.named}
         assert self._eviction_order() == [self._digest(block.name) for block in model.kept]
         for (salt, tokens), block in model.named.items():
-            entry = index.by_digest[self._digest((salt, tokens))]
+            entry = by_digest[self._digest((salt, tokens))]
             assert index.tokens[entry.block].tolist() == list(tokens[-cache.block_size :])
             assert cache.pool.refcount(entry.block) == block.owners
             assert (salt, tokens[: -cache.block_size]) in model.named or len(tokens) == cache.block_size, "no parent"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from samebit.rollout.cache import CacheManager
 from samebit.rollout.cache.chain import ChainHasher, TokenChain
+from samebit.rollout.cache.index import CachedBlock
 from samebit.rollout.cache.integrity import check_cache
 from samebit.rollout.engine import Engine
 from samebit.rollout.request import Request, Sequence
@@ -356,17 +358,29 @@ def test_running_requests_keep_their_blocks_when_the_index_is_cleared(
     assert len(engine.cache.index) == 0
 
 
+def entries_of(epoch: int) -> int:
+    """In memory, hittable or not."""
+    return sum(isinstance(one, CachedBlock) and one.epoch == epoch and one.block > 0 for one in gc.get_objects())
+
+
 def test_cleared_entries_are_freed_as_fast_as_new_ones_come(make_request: MakeRequest) -> None:
     cache = CacheManager(num_blocks=500, block_size=1, max_num_seqs=1, max_model_len=1000)
     left = []
     for epoch in range(20):
         cache.release(computed(cache, tracked(cache, make_request(str(epoch), [epoch] * 400))))
         cache.clear_index()
-        left.append(sum(map(len, cache.index._garbage)))
-    assert max(left) == left[0] == 800
-    for _ in range(800):
-        cache.sweep()
-    assert cache.index._garbage == []
+        left.append(sum(map(len, cache.index._cleared)))
+    assert max(left) == left[0] == 400
+    gc.collect()
+    gc.disable()  # parents and children hold each other: sweeping has to part them
+    try:
+        assert entries_of(cache.index.epoch - 1) == 400
+        for _ in range(400):
+            cache.sweep()
+        assert entries_of(cache.index.epoch - 1) == 0
+    finally:
+        gc.enable()
+    assert cache.index._cleared == []
     check_cache(cache)
 
 
@@ -374,9 +388,9 @@ def test_later_steps_free_what_was_cleared(make_engine: Make, make_request: Make
     engine = make_engine()
     run(engine, make_request("a", PROMPT, max_tokens=1))
     engine.clear_prefix_cache()
-    assert (engine.cache.pool.num_kept, len(engine.cache.index._garbage)) == (0, 2)
+    assert (engine.cache.pool.num_kept, len(engine.cache.index._cleared)) == (0, 1)
     run(engine, make_request("b", [1, 2], max_tokens=1))
-    assert (engine.cache.pool._forgotten, engine.cache.index._garbage) == ([], [])
+    assert (engine.cache.pool._forgotten, engine.cache.index._cleared) == ([], [])
 
 
 # -- cost, numbers, the off switch -----------------------------------------------------------------

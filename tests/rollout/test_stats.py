@@ -51,7 +51,11 @@ def test_steps_without_work_leave_the_cache_alone(
 
     def content() -> tuple[list[bytes], list[int], list[tuple[int, int]]]:
         cache = engine.cache
-        return list(cache.index.by_digest), list(cache.pool._kept), list(cache.states.by_block.items())
+        return (
+            [entry.digest for entry in cache.index.by_block.values()],
+            list(cache.pool._kept),
+            list(cache.states.by_block.items()),
+        )
 
     before, numbers = content(), worker_stats(engine)
     assert all(before)
