@@ -1,4 +1,4 @@
-"""What the prefix cache gains: samebit with it beside samebit without it, alternating, both exact.
+"""What the prefix cache gains: samebit with it beside samebit without it, in turns step by step, both exact.
 
     python benchmarks/prefix_cache.py [--json FILE] [--rounds N] [--quick]
 
@@ -10,7 +10,6 @@ import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
 # isort: split
 import argparse
 import random
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +19,12 @@ import results_file
 import table
 import torch
 import unshared
-from alternate import Calibration, Round, Spread, Turn, alternate, kept, spread
+from alternate import Spread, spread
+from shared_prefix import SharedPrefix, SharedRound
 from transformers import PreTrainedModel
-from workload import Tokens, timed
+from workload import Tokens
 
-from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Sizes:
     """How much is computed; tokens unless it says otherwise."""
 
     requests: int = 64
-    shared: int = 1024
+    shared: int = 1024  # full blocks, all of which are skipped
     own_mean: int = 200
     outputs: tuple[int, ...] = (8, 128)
     groups: int = 8
@@ -72,92 +72,56 @@ class Prompts:
         return max(1, min(4 * mean, round(self._random.lognormvariate(0.0, 1.0) * mean / 1.5175)))
 
 
-class Contest:
-    """Two workers on one model, one of them without the cache."""
-
-    def __init__(self, model: PreTrainedModel, sizes: Sizes, stack: ExitStack) -> None:
-        self.sizes = sizes
-        self.prompts = Prompts(model.config.vocab_size)
-        self.calibration = Calibration()
-        self.on, self.off = (stack.enter_context(_worker(model, sizes, enabled)) for enabled in (True, False))
-        for worker in (self.on, self.off):
-            worker.generate([self.prompts.tokens(70), self.prompts.tokens(3)], _params(8))
-
-    def race(self, make: list[Tokens], output: int) -> list[Round]:
-        """Both on the same prompts, round by round, each time with a cold cache; and the skipped prefill alone."""
-        shared = self.sizes.shared
-
-        def prefill(number: int) -> float:
-            beginnings = [self.prompts.tokens(shared) for _ in make[number][1:]]
-            return timed(lambda: _tokens(self.off.generate(beginnings, _params(1))))[0]
-
-        def turn(worker: RolloutWorker) -> Turn:
-            def once(number: int) -> float:
-                worker.reset_prefix_cache()
-                return timed(lambda: _tokens(worker.generate(make[number], _params(output))))[0]
-
-            return once
-
-        turns = {"on": turn(self.on), "off": turn(self.off), "prefill": prefill}
-        return kept(alternate(turns, len(make), self.calibration), self.calibration)
-
-
-def _worker(model: PreTrainedModel, sizes: Sizes, enabled: bool) -> RolloutWorker:
-    config = RolloutConfig(
-        max_num_seqs=sizes.groups * sizes.samples, max_model_len=sizes.longest, enable_prefix_caching=enabled
+def _worker(model: PreTrainedModel, sizes: Sizes) -> RolloutWorker:
+    return RolloutWorker(
+        model, config=RolloutConfig(max_num_seqs=sizes.groups * sizes.samples, max_model_len=sizes.longest)
     )
-    return RolloutWorker(model, config=config)
 
 
 def _params(output: int, n: int = 1) -> SamplingParams:
     return SamplingParams(n=n, max_tokens=output, ignore_eos=True)
 
 
-def _tokens(outputs: list[RequestOutput]) -> Tokens:
-    return [sample.token_ids for output in outputs for sample in output.samples]
-
-
-def shared_prefix(contest: Contest, rounds: int) -> dict[str, Spread]:
-    """Requests that begin alike, for each length of the output."""
+def shared_prefix(model: PreTrainedModel, sizes: Sizes, rounds: int) -> dict[str, Spread]:
+    """Requests that begin alike, for each length of the output. The model is bound already."""
+    prompts = Prompts(model.config.vocab_size)
+    contest = SharedPrefix(model, sizes.requests, sizes.longest)
     metrics: dict[str, Spread] = {}
-    for output in contest.sizes.outputs:
-        made = [contest.prompts.sharing(contest.sizes) for _ in range(rounds)]
-        steady = contest.race(made, output)
-        times = [one.seconds for one in steady]
-        metrics[f"speedup_over_ideal_out{output}"] = spread([(t["off"] - t["prefill"]) / t["on"] for t in times])
-        metrics[f"requests_per_second_gain_out{output}"] = spread([t["off"] / t["on"] - 1 for t in times])
+    for output in sizes.outputs:
+        made = [
+            SharedRound(prompts.sharing(sizes), [prompts.tokens(sizes.shared) for _ in range(sizes.requests - 1)])
+            for _ in range(rounds)
+        ]
+        over_ideal, gained = contest.race(made, output)
+        metrics |= {f"speedup_over_ideal_out{output}": over_ideal, f"requests_per_second_gain_out{output}": gained}
     return metrics
 
 
-def first_wave(contest: Contest) -> dict[str, Spread]:
+def first_wave(worker: RolloutWorker, prompts: Prompts, sizes: Sizes) -> dict[str, Spread]:
     """Share of the requests that arrive together, at a cold cache, and skip tokens."""
-    prompts = contest.prompts.sharing(contest.sizes)
-    contest.on.reset_prefix_cache()
-    outputs = contest.on.generate(prompts, _params(1))
+    outputs = worker.generate(prompts.sharing(sizes), _params(1))
     return {"first_wave_hit_ratio": spread([sum(out.num_cached_tokens > 0 for out in outputs) / len(outputs)])}
 
 
-def groups(contest: Contest) -> dict[str, Spread]:
+def groups(worker: RolloutWorker, prompts: Prompts, sizes: Sizes) -> dict[str, Spread]:
     """Prompt tokens computed for groups of samples, over the tokens of their prompts."""
-    sizes = contest.sizes
-    prompts = [contest.prompts.tokens(sizes.group_prompt) for _ in range(sizes.groups)]
-    before = contest.on.stats()["prefill_tokens_computed"]
-    contest.on.generate(prompts, _params(sizes.group_output, sizes.samples))
-    computed = contest.on.stats()["prefill_tokens_computed"] - before
+    made = [prompts.tokens(sizes.group_prompt) for _ in range(sizes.groups)]
+    before = worker.stats()["prefill_tokens_computed"]
+    worker.generate(made, _params(sizes.group_output, sizes.samples))
+    computed = worker.stats()["prefill_tokens_computed"] - before
     return {"group_prefill_ratio": spread([computed / (sizes.groups * sizes.group_prompt)])}
 
 
-def multi_turn(contest: Contest) -> dict[str, Spread]:
+def multi_turn(worker: RolloutWorker, prompts: Prompts, sizes: Sizes) -> dict[str, Spread]:
     """Tokens skipped over those that could be: what a conversation had computed in full blocks before each turn."""
-    sizes, worker = contest.sizes, contest.on
     block = worker.config.block_size
-    talks = [contest.prompts.tokens(sizes.own_mean) for _ in range(sizes.conversations)]
+    talks = [prompts.tokens(sizes.own_mean) for _ in range(sizes.conversations)]
     skippable = 0
     before = worker.stats()["prefill_tokens_skipped"]
     for turn in range(sizes.turns):
         if turn > 0:
             skippable += sum((len(talk) - 1) // block * block for talk in talks)  # the last token has no KV yet
-            talks = [[*talk, *contest.prompts.tokens(sizes.turn_input)] for talk in talks]
+            talks = [[*talk, *prompts.tokens(sizes.turn_input)] for talk in talks]
         outputs = worker.generate(talks, _params(sizes.turn_output))
         talks = [[*talk, *out.samples[0].token_ids] for talk, out in zip(talks, outputs, strict=True)]
     skipped = worker.stats()["prefill_tokens_skipped"] - before
@@ -165,28 +129,25 @@ def multi_turn(contest: Contest) -> dict[str, Spread]:
 
 
 def nothing_shared(model: PreTrainedModel, sizes: Sizes, rounds: int) -> dict[str, Spread]:
-    """Speed with the cache over speed without it, where it can not help."""
+    """Speed with the cache over speed without it, where it can not help. The model is bound already."""
     prompts = Prompts(model.config.vocab_size)
-    work = [[prompts.tokens(sizes.own_mean) for _ in range(sizes.requests)] for _ in range(4 * rounds)]
+    work = [[prompts.tokens(sizes.own_mean) for _ in range(sizes.requests)] for _ in range(rounds)]
     return {"no_share_ratio": unshared.speed_with_over_without(model, work, sizes.unshared_output)}
 
 
 def measure(model: PreTrainedModel, sizes: Sizes, rounds: int) -> dict[str, Spread]:
-    with ExitStack() as stack:
-        contest = Contest(model, sizes, stack)
-        metrics = {
-            **shared_prefix(contest, rounds),
-            **first_wave(contest),
-            **groups(contest),
-            **multi_turn(contest),
-        }
-    return metrics | nothing_shared(model, sizes, rounds)
+    prompts = Prompts(model.config.vocab_size)
+    with _worker(model, sizes) as worker:  # binds the model
+        counted = (
+            first_wave(worker, prompts, sizes) | groups(worker, prompts, sizes) | multi_turn(worker, prompts, sizes)
+        )
+    return shared_prefix(model, sizes, rounds) | counted | nothing_shared(model, sizes, rounds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each comparison (default 3)")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of each comparison (default 12)")
     parser.add_argument("--quick", action="store_true", help="one round of everything")
     args = parser.parse_args()
     if args.rounds < 1:

@@ -1,4 +1,11 @@
-"""An engine without threads, that a benchmark steps by hand."""
+"""Engines without threads, that a benchmark steps by hand: one alone, or several in turns.
+
+Turns go by the share of its tokens that each has computed, so all begin and end together and what slows the machine
+for longer than a step slows all of them, also where one has many times the work of another.
+"""
+
+import time
+from collections.abc import Sequence
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -31,3 +38,46 @@ def add(engine: Engine, prompts: Tokens, samples: int, new_tokens: int) -> None:
     for number, prompt in enumerate(prompts):
         ids = np.array(prompt, np.int64)
         engine.add(Request(f"prompt-{number}", ids, params, ordinal=number, max_new_tokens=new_tokens))
+
+
+class TimedRun:
+    """One sample of each of these prompts on an engine, timed: queueing them, which hashes them, and its steps."""
+
+    def __init__(self, engine: Engine, prompts: Tokens, new_tokens: int, *, skipped: int = 0) -> None:
+        """``skipped``: the prompt tokens that its prefix cache will spare it."""
+        self._engine = engine
+        self._before = _computed(engine)
+        self._tokens = sum(map(len, prompts)) - skipped + len(prompts) * (new_tokens - 1)
+        began = time.perf_counter()
+        add(engine, prompts, 1, new_tokens)
+        self.seconds = time.perf_counter() - began
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    @property
+    def share_computed(self) -> float:
+        return (_computed(self._engine) - self._before) / self._tokens
+
+    def step(self) -> None:
+        began = time.perf_counter()
+        self._engine.step()
+        self.seconds += time.perf_counter() - began
+
+    def check_done(self) -> None:
+        """Raise unless exactly the tokens foreseen were computed."""
+        if self.share_computed != 1:
+            raise RuntimeError(f"computed {self.share_computed:.3f} of the {self._tokens} tokens foreseen")
+
+
+def take_turns(runs: Sequence[TimedRun]) -> None:
+    """Step whoever has computed the least share of its tokens, until all have ended."""
+    while waiting := [run for run in runs if run.has_work]:
+        min(waiting, key=lambda run: run.share_computed).step()
+    for run in runs:
+        run.check_done()
+
+
+def _computed(engine: Engine) -> int:
+    return engine.counters.prefill_tokens_computed + engine.counters.decode_tokens_computed

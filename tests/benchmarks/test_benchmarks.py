@@ -113,7 +113,7 @@ def test_scheduler_figures(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_prefix_cache_figures(scripts: Scripts) -> None:
     sizes = scripts.prefix_cache.Sizes(
-        requests=4, shared=40, own_mean=10, outputs=(2, 5), groups=2, samples=3, group_prompt=33, group_output=5,
+        requests=4, shared=48, own_mean=10, outputs=(2, 5), groups=2, samples=3, group_prompt=33, group_output=5,
         conversations=2, turns=3, turn_input=5, turn_output=20, unshared_output=4,
     )  # fmt: skip
     model = scripts.models.build(TINY, scripts.models.DTYPES["fp32"], sizes.longest)
