@@ -3,7 +3,8 @@
 All of these in a pool of 100,000 blocks that are all cached, as the scheduler calls it (who computes this already?
 is there room?), and with cold caches of the processor, as after a forward pass. admission_ms_32768: a request of 32,768
 tokens that are cached. admission_uncached_ms_32768: of tokens that are not, so that blocks are evicted.
-eviction_growth: time to evict a block in the large pool over that in a small one. clear_ms_100000: clearing the index
+eviction_growth: time to evict a block in the large pool over that in a small one, after as many evictions as it has
+blocks; of prompts that begin alike. clear_ms_100000: clearing the index
 with 1,000 states, 64 requests that wait behind another one, and a prompt that is held for a second sample.
 """
 
@@ -100,6 +101,13 @@ class _Pool:
         """Every block cached and free."""
         self.compute(self.sequence(self.prompt(self.cache.pool.num_blocks * BLOCK)))
 
+    def churn(self) -> None:
+        """Every block evicted once, by prompts that begin alike; then every block cached and free."""
+        blocks = min(64, self.cache.pool.num_blocks // 4)
+        beginning, own = self.prompt(blocks // 4 * BLOCK), (blocks - blocks // 4) * BLOCK
+        while self.cache.index is not None and self.cache.index.evictions < self.cache.pool.num_blocks:
+            self.compute(self.sequence(np.append(beginning, self.prompt(own))))
+
     def crowd(self, sizes: Sizes) -> None:
         """States in all slots, a prompt held for its second sample, and a running request that others wait for."""
         if self.states is None or self.cache.index is None:
@@ -132,7 +140,7 @@ def _seconds_of(act: Callable[[], T]) -> tuple[float, T]:
 def _eviction_seconds(num_blocks: int, evicted: int) -> float:
     """Seconds a block, when `evicted` cached blocks give way to a new prompt."""
     pool = _Pool(num_blocks)
-    pool.fill()
+    pool.churn()
     sequence = pool.sequence(pool.prompt(evicted * BLOCK))
     seconds, _ = _seconds_of(lambda: pool.admit(sequence))
     return seconds / evicted

@@ -110,7 +110,7 @@ def _pages_of_call(k: torch.Tensor, v: torch.Tensor, context: ForwardContext) ->
 
 
 def _check_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext) -> None:
-    if not q.shape[0] == k.shape[0] == v.shape[0] == context.positions.shape[0]:
+    if not q.shape[0] == k.shape[0] == v.shape[0] == context.num_rows:
         raise ValueError(
             f"q, k and v have {q.shape[0]}, {k.shape[0]} and {v.shape[0]} rows, the context {len(context.positions)}"
         )

@@ -145,7 +145,7 @@ class ForwardContext:
 
     @cached_property
     def covers_all_rows(self) -> bool:
-        """True when no row is padding."""
+        """True when no row is padding. (No length is 0: as many sequences as rows are one row each.)"""
         return len(self.lengths) == self.num_rows or int(self.lengths.sum()) == self.num_rows
 
     @cached_property

@@ -36,7 +36,7 @@ def causal_conv(
         ValueError: rows that are not the context's.
         TypeError: states of another dtype.
     """
-    if x.shape[0] != context.positions.shape[0]:
+    if x.shape[0] != context.num_rows:
         raise ValueError(f"x has {x.shape[0]} rows, the context {len(context.positions)}")
     if device.on_gpu(x):
         from .triton import conv as gpu

@@ -50,7 +50,12 @@ def _reachable(index: PrefixIndex) -> Iterator[CachedBlock]:
     left = [index.root]
     while left:
         entry = left.pop()
-        children = [*([] if entry.child is None else [entry.child]), *(entry.more_children or {}).values()]
+        more = entry.more_children or {}
+        children = [*([] if entry.child is None else [entry.child]), *more.values()]
+        if any(child.digest != digest for digest, child in more.items()):
+            raise AssertionError("a child is known by another's digest")
+        if len({child.digest for child in children}) != len(children):
+            raise AssertionError("two children have one digest")
         if any(child.parent is not entry for child in children):
             raise AssertionError("a child does not know its parent")
         left += children

@@ -39,7 +39,7 @@ SWEPT_PER_STEP = 64
 """Entries of a cleared index that a step frees."""
 
 SWEPT_PER_BLOCK = 2
-"""And those that a published block frees: as many as it may leave itself, so that they do not pile up."""
+"""And those that a published block frees: one more than it leaves itself one day, so that they do not pile up."""
 
 
 class CacheManager:

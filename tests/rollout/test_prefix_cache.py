@@ -360,7 +360,7 @@ def test_running_requests_keep_their_blocks_when_the_index_is_cleared(
 
 def entries_of(epoch: int) -> int:
     """In memory, hittable or not."""
-    return sum(isinstance(one, CachedBlock) and one.epoch == epoch and one.block > 0 for one in gc.get_objects())
+    return sum(type(one) is CachedBlock and one.epoch == epoch and one.block > 0 for one in gc.get_objects())
 
 
 def test_cleared_entries_are_freed_as_fast_as_new_ones_come(make_request: MakeRequest) -> None:
@@ -369,7 +369,7 @@ def test_cleared_entries_are_freed_as_fast_as_new_ones_come(make_request: MakeRe
     for epoch in range(20):
         cache.release(computed(cache, tracked(cache, make_request(str(epoch), [epoch] * 400))))
         cache.clear_index()
-        left.append(sum(map(len, cache.index._cleared)))
+        left.append(cache.index.num_unswept)
     assert max(left) == left[0] == 400
     gc.collect()
     gc.disable()  # parents and children hold each other: sweeping has to part them
@@ -380,7 +380,7 @@ def test_cleared_entries_are_freed_as_fast_as_new_ones_come(make_request: MakeRe
         assert entries_of(cache.index.epoch - 1) == 0
     finally:
         gc.enable()
-    assert cache.index._cleared == []
+    assert cache.index.num_unswept == 0
     check_cache(cache)
 
 
@@ -388,9 +388,26 @@ def test_later_steps_free_what_was_cleared(make_engine: Make, make_request: Make
     engine = make_engine()
     run(engine, make_request("a", PROMPT, max_tokens=1))
     engine.clear_prefix_cache()
-    assert (engine.cache.pool.num_kept, len(engine.cache.index._cleared)) == (0, 1)
+    assert engine.cache.pool.num_kept == 0 < engine.cache.index.num_unswept
     run(engine, make_request("b", [1, 2], max_tokens=1))
-    assert (engine.cache.pool._forgotten, engine.cache.index._cleared) == ([], [])
+    assert (engine.cache.pool._forgotten, engine.cache.index.num_unswept) == ([], 0)
+
+
+def test_what_is_known_of_evictions_does_not_pile_up_either(make_request: MakeRequest) -> None:
+    cache = CacheManager(num_blocks=50, block_size=1, max_num_seqs=1, max_model_len=60)
+    left = []
+    for number in range(40):
+        cache.release(computed(cache, tracked(cache, make_request(str(number), [number] * 40))))
+        if number % 7 == 6:
+            cache.clear_index()
+        left.append(cache.index.num_unswept)
+    assert cache.index.evictions > 1000
+    assert max(left) <= 50 + 2 * 50  # the cleared entries, and at most twice as many evictions as there are blocks
+    cache.clear_index()
+    while cache.index.num_unswept:
+        before = cache.index.num_unswept
+        cache.index.sweep(10)
+        assert cache.index.num_unswept == max(0, before - 10)
 
 
 # -- cost, numbers, the off switch -----------------------------------------------------------------
