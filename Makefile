@@ -54,7 +54,7 @@ verl-matrix: install
 
 # Two processes, so one thread of torch's each; Numba's keep both.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: install
 	SAMEBIT_SOAK_CASES=$(COUNT) $(BIN)/pytest -m soak $(ARGS)

@@ -26,6 +26,7 @@ from samebit.weight_sync import (
     NonFiniteWeightError,
     PreparedUpdate,
     SyncReport,
+    UpdateTerms,
     VerificationError,
     open_update,
 )
@@ -58,22 +59,20 @@ class WorkerWeights:
         self.shared = shared
         self.manifest = Manifest.of(module)
         self._seen_marks = self._marks() if shared else {}
-        self._said_casts = False
         self._layouts: dict[str, _Layout] = {}
         self._spill: Spill | None = None
 
     # -- updates -----------------------------------------------------------------------------------
 
-    def open(self, source: object, *, partial: bool, version: int) -> AbstractContextManager[PreparedUpdate]:
+    def open(self, source: object, terms: UpdateTerms, *, version: int) -> AbstractContextManager[PreparedUpdate]:
         """An update from `source` that was checked; `version` is that of the weights now."""
-        return open_update(source, self.module, self.manifest, partial=partial, version=version)
+        return open_update(source, self.module, self.manifest, terms, version=version)
 
     def write(self, update: PreparedUpdate, version: int, *, verify: bool) -> SyncReport:
         """Copy a checked update in; on a shared module, what the trainer changed in place counts too."""
         in_place = self._changed_in_place()
         report = update.write(self.module, version=version, verify=verify)
         self._accept_marks()
-        self._say_casts(report)
         changed = (*in_place, *(name for name in report.changed if name not in in_place))
         return _said(replace(report, changed=changed, bytes=self._bytes(changed)))
 
@@ -128,12 +127,6 @@ class WorkerWeights:
         if not self.shared:
             return ()
         return tuple(name for name, mark in self._marks().items() if mark != self._seen_marks[name])
-
-    def _say_casts(self, report: SyncReport) -> None:
-        """Once: they are the same with every update."""
-        if report.casts and not self._said_casts:
-            self._said_casts = True
-            logger.warning("update %d: %d weights are cast, %s", report.version, len(report.casts), report.casts[0])
 
     def _accept_marks(self) -> None:
         if self.shared:

@@ -30,7 +30,7 @@ from samebit.rollout.update import Transaction, WeightUpdate, check_update_args
 from samebit.rollout.validate import RequestLimits
 from samebit.rollout.weights import WorkerWeights
 from samebit.rollout.worker_state import WorkerState
-from samebit.weight_sync import SyncReport, VerificationError
+from samebit.weight_sync import SyncReport, UpdateTerms, VerificationError
 from samebit.weight_sync.closing import Closing
 
 TAGS = ("weights", "kv_cache")
@@ -174,6 +174,7 @@ class WorkerCore(Closing):
         version: int | None = None,
         in_flight: str = "keep",
         partial: bool = False,
+        cast: bool = False,
         verify: bool = False,
     ) -> SyncReport:
         """New weights, from a dict of tensors, a module, a folder of safetensors, a `WeightStream`, or the
@@ -183,26 +184,27 @@ class WorkerCore(Closing):
         goes up by one, or to `version`. `in_flight` says what becomes of the requests that have begun:
         "keep" goes on with the KV they have, "recompute" computes it again under the new weights, "wait"
         lets them finish first, "abort" ends them with what they have. `partial` allows some tensors to be
-        missing, `verify` reads what was written back.
+        missing, `cast` other floating dtypes than the model's, `verify` reads what was written back.
         """
         check_update_args(version, in_flight)
+        terms = UpdateTerms(partial=partial, cast=cast)
         if source is None:
-            return self._accept_in_place(version, in_flight, partial, verify)
+            return self._accept_in_place(version, in_flight, terms, verify)
         self._service.check_thread()
         self._state.check_usable()
         with (
-            self._weights.open(source, partial=partial, version=self.weight_version) as update,
+            self._weights.open(source, terms, version=self.weight_version) as update,
             self._update(version, in_flight) as transaction,
         ):
             report = self._weights.write(update, transaction.version, verify=verify)
             transaction.complete = not partial
         return report
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> SyncReport:
-        """A full update from a state dict."""
+    def load_state_dict(self, state_dict: dict[str, object], *, cast: bool = False) -> SyncReport:
+        """A full update from a state dict; `cast` allows other floating dtypes than the model's."""
         if not isinstance(state_dict, dict):
             raise TypeError(f"load_state_dict takes a dict of tensors, got {type(state_dict).__name__}")
-        return self.receive_weights(state_dict)
+        return self.receive_weights(state_dict, cast=cast)
 
     def weight_update(self, *, version: int | None = None, in_flight: str = "keep") -> WeightUpdate:
         """`with worker.weight_update(): optimizer.step()`, on a shared module.
@@ -212,10 +214,11 @@ class WorkerCore(Closing):
         self._need_shared("weight_update()")
         return WeightUpdate(self._update(version, in_flight), self._weights, self._state)
 
-    def _accept_in_place(self, version: int | None, in_flight: str, partial: bool, verify: bool) -> SyncReport:
+    def _accept_in_place(self, version: int | None, in_flight: str, terms: UpdateTerms, verify: bool) -> SyncReport:
         self._need_shared("receive_weights() without a source")
-        if partial:
-            raise ValueError("partial=True needs a source: without one all parameters are taken as they are")
+        if terms != UpdateTerms():
+            given = f"partial={terms.partial} and cast={terms.cast}"
+            raise ValueError(f"{given} need a source: without one all parameters are taken as they are")
         began = time.monotonic()
         with self._update(version, in_flight) as transaction:
             if self._state.incomplete is not None:

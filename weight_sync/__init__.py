@@ -17,6 +17,7 @@ from samebit.weight_sync.manifest import (
     Manifest,
     NonFiniteWeightError,
     TensorSpec,
+    UpdateTerms,
     WeightMismatchError,
 )
 from samebit.weight_sync.report import SyncBrokenError, SyncReport, VerificationError
@@ -45,6 +46,7 @@ __all__ = [
     "SyncTimeoutError",
     "TensorSource",
     "TensorSpec",
+    "UpdateTerms",
     "VerificationError",
     "WeightMismatchError",
     "WeightSender",

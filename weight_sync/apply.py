@@ -23,6 +23,7 @@ from samebit.weight_sync.checksum import copy_scanned, digest_of, hexadecimal, s
 from samebit.weight_sync.manifest import (
     Manifest,
     NonFiniteWeightError,
+    UpdateTerms,
     WeightMismatchError,
     live_tensors,
 )
@@ -72,10 +73,10 @@ class SourceUpdate:
         )
 
 
-def prepare_update(manifest: Manifest, source: TensorSource, *, partial: bool) -> SourceUpdate:
+def prepare_update(manifest: Manifest, source: TensorSource, terms: UpdateTerms) -> SourceUpdate:
     """Check everything that can be checked without writing."""
     offered = source.specs()
-    manifest.check(offered, partial=partial)
+    manifest.check(offered, terms)
     _check_values(manifest, source, offered)
     names = one_name_per_tie(manifest, offered)
     _check_ties(manifest, source, offered)

@@ -46,6 +46,14 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class UpdateTerms:
+    """What a receiver takes: `partial`, only some of the tensors; `cast`, other floating dtypes than the model's."""
+
+    partial: bool = False
+    cast: bool = False
+
+
+@dataclass(frozen=True)
 class Manifest:
     """`specs` has every accepted name; `ties` the names that share one storage, first name first."""
 
@@ -65,12 +73,13 @@ class Manifest:
         specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
         return cls(specs, tuple(tuple(names) for names in groups.values()))
 
-    def check(self, offered: Mapping[str, TensorSpec], *, partial: bool) -> None:
-        """Raise `WeightMismatchError` unless `offered` fits: all of it, or a part when `partial`."""
+    def check(self, offered: Mapping[str, TensorSpec], terms: UpdateTerms) -> None:
+        """Raise `WeightMismatchError` unless `offered` fits."""
         unknown = [name for name in offered if name not in self.specs]
-        missing = [] if partial else self._missing(offered)
+        missing = [] if terms.partial else self._missing(offered)
         misshapen: list[str] = []
         miscast: list[str] = []
+        uncast: list[str] = []
         for name, spec in offered.items():
             own = self.specs.get(name)
             if own is None:
@@ -79,14 +88,17 @@ class Manifest:
                 misshapen.append(f"{name}: offered {spec}, the model has {own}")
             elif not castable(spec.dtype, own.dtype):
                 miscast.append(f"{name}: offered {spec}, the model has {own}")
+            elif spec.dtype != own.dtype and not terms.cast:
+                uncast.append(f"{name}: offered {spec}, the model has {own}")
         faults = [
             ("unknown", unknown),
             ("missing", missing),
             ("misshapen", misshapen),
             ("of a dtype that can not be cast", miscast),
+            ("of another dtype (send with dtype=, or receive with cast=True)", uncast),
         ]
         lines = [f"{len(names)} {what}: {', '.join(names)}" for what, names in faults if names]
-        if not partial and not offered:
+        if not terms.partial and not offered:
             lines.insert(0, "the source offers no tensor at all")
         if lines:
             raise WeightMismatchError("weights do not fit the model, nothing was written; " + "; ".join(lines))

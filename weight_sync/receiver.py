@@ -24,7 +24,7 @@ from samebit.weight_sync.buckets import BucketHeader, Ending, Kind, Record
 from samebit.weight_sync.checksum import digest_of, hexadecimal, readable_bytes, scan
 from samebit.weight_sync.destination import Destination
 from samebit.weight_sync.link import Announcement, Answer, Base, Outcome, ReceiverLink, SyncRefusedError
-from samebit.weight_sync.manifest import Manifest, TensorSpec, WeightMismatchError, live_tensors
+from samebit.weight_sync.manifest import Manifest, TensorSpec, UpdateTerms, WeightMismatchError, live_tensors
 from samebit.weight_sync.report import SyncBrokenError, SyncReport
 from samebit.weight_sync.stream import WeightStream
 
@@ -37,8 +37,8 @@ _CHANGES = frozenset(Kind)
 class StreamUpdate:
     """From an iterator in this process: one copy, no buckets."""
 
-    def __init__(self, stream: WeightStream, manifest: Manifest, *, partial: bool) -> None:
-        manifest.check(stream.specs, partial=partial)
+    def __init__(self, stream: WeightStream, manifest: Manifest, terms: UpdateTerms) -> None:
+        manifest.check(stream.specs, terms)
         self._stream = stream
         self._manifest = manifest
 
@@ -97,14 +97,14 @@ class LinkUpdate:
 
 @contextmanager
 def receiving(
-    link: ReceiverLink, module: nn.Module, manifest: Manifest, *, partial: bool, version: int
+    link: ReceiverLink, module: nn.Module, manifest: Manifest, terms: UpdateTerms, *, version: int
 ) -> Iterator[LinkUpdate]:
     """Wait for the next sync and agree to it; on the way out, tell the sender how it ended.
 
     `version` is that of the weights now. Raises `WeightMismatchError` when what is announced does not fit, and
     `SyncRefusedError` when another receiver refused; nothing is written then.
     """
-    announced = _agree(link, module, manifest, partial=partial, version=version)
+    announced = _agree(link, module, manifest, terms, version=version)
     try:
         update = LinkUpdate(link, manifest, announced)
         yield update
@@ -118,11 +118,13 @@ def receiving(
         logger.warning("the sender went away before it heard that the update is complete", exc_info=True)
 
 
-def _agree(link: ReceiverLink, module: nn.Module, manifest: Manifest, *, partial: bool, version: int) -> Announcement:
+def _agree(
+    link: ReceiverLink, module: nn.Module, manifest: Manifest, terms: UpdateTerms, *, version: int
+) -> Announcement:
     """The announcement, without its base if all weights will be sent."""
     announced = link.listen()
     try:
-        manifest.check(announced.specs, partial=partial)
+        manifest.check(announced.specs, terms)
     except WeightMismatchError as error:
         link.answer(Answer(refused=str(error)))
         raise

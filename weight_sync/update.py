@@ -13,7 +13,7 @@ from torch import nn
 
 from samebit.weight_sync.apply import PreparedUpdate, prepare_update
 from samebit.weight_sync.link import ReceiverLink
-from samebit.weight_sync.manifest import Manifest
+from samebit.weight_sync.manifest import Manifest, UpdateTerms
 from samebit.weight_sync.receiver import StreamUpdate, receiving
 from samebit.weight_sync.report import SyncReport
 from samebit.weight_sync.source import open_source
@@ -22,18 +22,18 @@ from samebit.weight_sync.stream import WeightStream
 
 @contextmanager
 def open_update(
-    source: object, module: nn.Module, manifest: Manifest, *, partial: bool, version: int
+    source: object, module: nn.Module, manifest: Manifest, terms: UpdateTerms, *, version: int
 ) -> Iterator[PreparedUpdate]:
     """`source`: a dict of tensors, a module, a folder of safetensors, a `WeightStream`, or the receiving end of a
     link. `version` is that of the weights now. On the way out of the context a sender hears how it ended."""
     if isinstance(source, ReceiverLink):
-        with receiving(source, module, manifest, partial=partial, version=version) as update:
+        with receiving(source, module, manifest, terms, version=version) as update:
             yield update
     elif isinstance(source, WeightStream):
-        yield StreamUpdate(source, manifest, partial=partial)
+        yield StreamUpdate(source, manifest, terms)
     else:
         with open_source(source, module) as opened:
-            yield prepare_update(manifest, opened, partial=partial)
+            yield prepare_update(manifest, opened, terms)
 
 
 def apply_weights(
@@ -41,9 +41,11 @@ def apply_weights(
     source: object,
     *,
     partial: bool = False,
+    cast: bool = False,
     version: int = 0,
     verify: bool = False,
 ) -> SyncReport:
     """Bring a module that nobody is using up to date, without a worker."""
-    with open_update(source, module, Manifest.of(module), partial=partial, version=version) as update:
+    terms = UpdateTerms(partial=partial, cast=cast)
+    with open_update(source, module, Manifest.of(module), terms, version=version) as update:
         return update.write(module, version=version, verify=verify)

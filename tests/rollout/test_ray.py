@@ -180,8 +180,9 @@ def test_weights_from_this_process_go_through_shared_memory(worker: RayWorker) -
     assert report.sent_bytes == report.dense_bytes > 0
     assert report.casts == ()
     assert serves(worker, tiny(1))
-    cast = WeightStream.of(tiny(1), dtype=torch.bfloat16)
-    casts = worker.receive_weights(cast).casts
+    with pytest.raises(WeightMismatchError, match="of another dtype"):
+        worker.receive_weights(WeightStream.of(tiny(1), dtype=torch.bfloat16))
+    casts = worker.receive_weights(WeightStream.of(tiny(1), dtype=torch.bfloat16), cast=True).casts
     assert {"model.norm.weight: float32 -> bfloat16", "model.norm.weight: bfloat16 -> float32"} <= set(casts)
     assert worker.load_state_dict(tiny(2).state_dict()).version == version + 3
     assert serves(worker, tiny(2))

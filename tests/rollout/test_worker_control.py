@@ -121,7 +121,7 @@ def test_a_shared_module_reports_what_the_trainer_changed(
         module.embed.weight.mul_(2)
     assert worker.receive_weights().changed == ("embed.weight",)
     assert worker.receive_weights().changed_tensors == 0
-    with pytest.raises(ValueError, match="partial=True needs a source"):
+    with pytest.raises(ValueError, match="partial=True and cast=False need a source"):
         worker.receive_weights(partial=True)
 
 

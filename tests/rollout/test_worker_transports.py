@@ -146,21 +146,23 @@ def _bytes(tensor: Tensor) -> int:
 
 
 @pytest.mark.parametrize("cast_by", ["sender", "receiver"])
-def test_casts_are_made_and_reported(
-    odd_worker: Any, pair: tuple[Any, Any], cast_by: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_casts_are_asked_for_and_reported(odd_worker: Any, pair: tuple[Any, Any], cast_by: str) -> None:
     sender, end = pair
     own, other = (torch.bfloat16, torch.float32)
     odd_worker._weights = type(odd_worker._weights)(Odd(own), shared=False)
     trainer = Odd(other)
+    before = copy_of(odd_worker)
+    for source in (end, trainer, WeightStream.of(trainer)):
+        sending = Sending(sender, trainer) if source is end else None
+        with pytest.raises(WeightMismatchError, match=r"nothing was written; [67] of another dtype \(send with"):
+            odd_worker.receive_weights(source)
+        assert sending is None or "receive with cast=True): one: offered" in str(sending.result())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in copy_of(odd_worker).items())
     sending = Sending(sender, trainer, dtype=own if cast_by == "sender" else None)
-    report = odd_worker.receive_weights(end, verify=True)
+    report = odd_worker.receive_weights(end, cast=cast_by == "receiver", verify=True)
     assert sending.result().casts == (report.casts if cast_by == "sender" else ())
     assert "proj.weight: float32 -> bfloat16" in report.casts
     assert len(report.casts) == 6
-    odd_worker.receive_weights(trainer)
-    said = [record.getMessage() for record in caplog.records if "are cast" in record.getMessage()]
-    assert said == ["update 1: 6 weights are cast, one: float32 -> bfloat16"], "once"
     assert same_weights(trainer.to(own), odd_worker._weights.module)
 
 
@@ -425,7 +427,7 @@ def test_a_value_that_overflows_in_the_receivers_cast_leaves_them_incomplete(
     torch.nn.init.constant_(trainer.one, 1e9)
     sending = Sending(sender, trainer)
     with pytest.raises(NonFiniteWeightError, match="one holds NaN or infinity in the dtype of the model"):
-        odd_worker.receive_weights(end)
+        odd_worker.receive_weights(end, cast=True)
     assert isinstance(sending.result(), SyncBrokenError)
     with pytest.raises(WorkerStateError, match="weights incomplete"):
         odd_worker.submit([1], FEW)

@@ -152,7 +152,7 @@ def sharded_sync(rank: int) -> None:
         apply_weights(model, end, verify=True)
         assert apply_weights(model, end, verify=True).sent_bytes == 0
         check_equal(expected, model)
-        report = apply_weights(model, end, verify=True)
+        report = apply_weights(model, end, cast=True, verify=True)
         check_equal(Model(3).to(torch.bfloat16).float(), model)
         assert "one: bfloat16 -> float32" in report.casts
         return

@@ -82,10 +82,10 @@ class Pair:
         self.end = SharedMemoryReceiver(self.sender.address, timeout=20)
         self.version = 0
 
-    def sync(self, **options: Any) -> tuple[Any, Any]:
+    def sync(self, *, cast: bool = False, **options: Any) -> tuple[Any, Any]:
         with ThreadPoolExecutor(1) as other:
             sent = other.submit(self.sender.send, self.trainer, **options)
-            received = apply_weights(self.model, self.end, version=self.version, verify=True)
+            received = apply_weights(self.model, self.end, version=self.version, cast=cast, verify=True)
         return sent.result(), received
 
     def assert_equal(self) -> None:
@@ -153,8 +153,8 @@ def test_a_full_update_in_between_is_a_base_no_more(pair: Pair) -> None:
 
 def test_a_cast_at_the_receiver_needs_all_weights(pair: Pair) -> None:
     pair.model.deep = nn.Parameter(pair.model.deep.double())
-    pair.sync(delta=True)
-    assert not pair.sync(delta=True)[0].delta
+    pair.sync(delta=True, cast=True)
+    assert not pair.sync(delta=True, cast=True)[0].delta
 
 
 def test_after_a_failed_sync_all_is_sent(pair: Pair) -> None:

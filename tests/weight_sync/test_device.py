@@ -149,7 +149,7 @@ def test_a_cast_at_the_receiver(pair: tuple[Sender, Receiver], beside: ThreadPoo
     sender, end = pair
     trainer, model = Model(1), Model(2, torch.bfloat16)
     sending = beside.submit(sender.send, trainer)
-    report = apply_weights(model, end, verify=True)
+    report = apply_weights(model, end, cast=True, verify=True)
     sending.result(20)
     assert same(trainer.to(torch.bfloat16), model)
     assert "embed.weight: float32 -> bfloat16" in report.casts

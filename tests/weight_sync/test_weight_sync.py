@@ -153,11 +153,15 @@ def test_numbers_that_need_a_scale_are_not_cast() -> None:
         apply_weights(Model(), {"proj.bias": torch.zeros(3).to(torch.float8_e4m3fn)}, partial=True)
 
 
-def test_a_cast_is_made_and_reported() -> None:
+def test_a_cast_is_asked_for_and_reported() -> None:
     model = Model()
+    before = copy_of(model)
     offered = new_weights(model)
     offered["proj.weight"] = offered["proj.weight"].to(torch.bfloat16)
-    report = apply_weights(model, offered)
+    with pytest.raises(WeightMismatchError, match=r"1 of another dtype .*cast=True\): proj\.weight: offered \["):
+        apply_weights(model, offered)
+    assert_unchanged(model, before)
+    report = apply_weights(model, offered, cast=True)
     assert report.casts == ("proj.weight: bfloat16 -> float32",)
     assert torch.equal(model.proj.weight, offered["proj.weight"].float())
 
@@ -181,7 +185,7 @@ def test_a_value_that_overflows_in_the_cast_is_refused() -> None:
     }
     offered["proj.bias"][1] = 1e5
     with pytest.raises(NonFiniteWeightError, match=r"proj\.bias"):
-        apply_weights(model, offered, partial=True)
+        apply_weights(model, offered, partial=True, cast=True)
 
 
 def test_partial_writes_what_is_given_and_still_refuses_the_unknown() -> None:

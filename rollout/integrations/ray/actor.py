@@ -83,12 +83,13 @@ class RolloutActor:
         version: int | None = None,
         in_flight: str = "keep",
         partial: bool = False,
+        cast: bool = False,
         verify: bool = False,
     ) -> SyncReport:
         def receive() -> SyncReport:
             with self._sources.opened(source) as opened:
                 return self._worker.receive_weights(
-                    opened, version=version, in_flight=in_flight, partial=partial, verify=verify
+                    opened, version=version, in_flight=in_flight, partial=partial, cast=cast, verify=verify
                 )
 
         return await self._in_thread(receive)

@@ -144,13 +144,15 @@ class RayWorker(Closing):
         version: int | None = None,
         in_flight: str = "keep",
         partial: bool = False,
+        cast: bool = False,
         verify: bool = False,
     ) -> SyncReport:
         """New weights: from a module, a dict of tensors or a `WeightStream` in this process, which are sent through
         shared memory (the actor has to be on this machine); or from what the actor can open itself: a folder,
         `SharedMemoryAt`, `BroadcastFrom`.
         """
-        options: dict[str, Any] = {"version": version, "in_flight": in_flight, "partial": partial, "verify": verify}
+        terms = {"partial": partial, "cast": cast}
+        options: dict[str, Any] = {"version": version, "in_flight": in_flight, "verify": verify, **terms}
         if isinstance(source, nn.Module | Mapping):
             return self._send(WeightStream.of(source), options)
         if isinstance(source, WeightStream):
@@ -158,11 +160,11 @@ class RayWorker(Closing):
         report: SyncReport = wait_for(self.actor.receive_weights.remote(source, **options))
         return report
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> SyncReport:
-        """A full update from a state dict, through shared memory."""
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *, cast: bool = False) -> SyncReport:
+        """A full update from a state dict, through shared memory; `cast` as in `receive_weights`."""
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"load_state_dict takes a dict of tensors, got {type(state_dict).__name__}")
-        return self.receive_weights(state_dict)
+        return self.receive_weights(state_dict, cast=cast)
 
     def _send(self, stream: WeightStream, options: dict[str, Any]) -> SyncReport:
         """The caller's thread sends, since its weights may be a collective; another waits for the actor."""
