@@ -72,13 +72,13 @@ class HuggingFaceWorker:
         """Those that run already go on to their end."""
 
     def receive_weights(
-        self, source: object, *, version: int | None, in_flight: str, partial: bool, verify: bool
+        self, source: object, *, version: int | None, in_flight: str, partial: bool, cast: bool, verify: bool
     ) -> SyncReport:
         """`in_flight` says nothing here: an update waits for the batch that runs."""
         number = self.weight_version + 1 if version is None else version
 
         def write() -> SyncReport:
-            return apply_weights(self._model, source, partial=partial, version=number, verify=verify)
+            return apply_weights(self._model, source, partial=partial, cast=cast, version=number, verify=verify)
 
         report = self._thread.submit(write).result()
         self.weight_version = number

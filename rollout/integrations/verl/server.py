@@ -127,6 +127,7 @@ class SamebitServer:
         version: int | None = None,
         in_flight: str = "keep",
         partial: bool = False,
+        cast: bool = False,
         verify: bool = False,
     ) -> SyncReport:
         """As `RolloutWorker.receive_weights`; `source` names a link."""
@@ -134,7 +135,7 @@ class SamebitServer:
         def receive() -> SyncReport:
             with self._sources.opened(source) as opened:
                 return self._worker.receive_weights(
-                    opened, version=version, in_flight=in_flight, partial=partial, verify=verify
+                    opened, version=version, in_flight=in_flight, partial=partial, cast=cast, verify=verify
                 )
 
         began = time.monotonic()
