@@ -40,7 +40,7 @@ class Sizes:
     states: int = 1_000
     followers: int = 64
     held: int = 1_024
-    repetitions: int = 5
+    repetitions: int = 15
 
 
 def measure(sizes: Sizes) -> dict[str, Spread]:
@@ -129,12 +129,13 @@ class _Pool:
 
 
 def _seconds_of(act: Callable[[], T]) -> tuple[float, T]:
-    """With cold caches of the processor, as after a forward pass: other data fills them. And no pause for garbage."""
+    """Of this thread's processor time, with cold caches as after a forward pass: other data fills them. And no pause
+    for garbage."""
     gc.collect()
     np.ones(_WEIGHTS, np.int8).sum()
-    began = time.perf_counter()
+    began = time.thread_time()
     result = act()
-    return time.perf_counter() - began, result
+    return time.thread_time() - began, result
 
 
 def _eviction_seconds(num_blocks: int, evicted: int) -> float:

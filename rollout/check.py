@@ -144,12 +144,14 @@ class _Check:
     def layouts(self) -> Iterator[Row]:
         for name, layout in LAYOUTS.items():
             yield self._row(f"trainer: {name}", self.first, layout)
-        outputs = self._run(self.workload.params(prompt_logprobs=0), max_num_batched_tokens=24, max_num_seqs=8)
+        scored = self.workload.params(prompt_logprobs=0)
+        with RolloutWorker(self.model, config=self._config(max_num_batched_tokens=24, max_num_seqs=8)) as worker:
+            outputs = [out for _ in ("cold", "warm") for out in worker.generate(self.workload.prompts, scored)]
         found = [torch.tensor((out.prompt_logprobs or [])[1:], dtype=torch.float32) for out in outputs]
         expected = packed(
             self.model, [Sample(out.prompt_token_ids[:1], out.prompt_token_ids[1:]) for out in outputs], 1.0
         )
-        yield Row("log-probabilities of the prompts", *compare(found, expected))
+        yield Row("log-probabilities of the prompts, cold and warm", *compare(found, expected))
 
     def weights(self) -> Iterator[Row]:
         requests = self.workload.prompts, self.workload.params()
@@ -172,7 +174,8 @@ class _Check:
             return [worker.generate([prompt], params)[0] for prompt, params in requests]
 
     def _preempted(self) -> tuple[list[int], list[RequestOutput], int]:
-        """Requests, outputs and preemptions of the first pool that is too small, leaving out long prompts at need."""
+        """Requests, outputs and preemptions of the first pool that is too small, but leaves those who resume something
+        to hit; without long prompts at need."""
         prompts, params = self.workload.prompts, self.workload.params()
         by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         for kept, block_size, part in itertools.product(
@@ -183,10 +186,10 @@ class _Check:
             config = self._config(block_size=block_size, num_blocks=max(*needs, sum(needs) // part))
             with RolloutWorker(self.model, config=config) as worker:
                 outputs = worker.generate([prompts[i] for i in chosen], [params[i] for i in chosen])
-                preemptions = int(worker.stats()["preemptions"])
-            if preemptions:
+                preemptions, hits = (int(worker.stats()[name]) for name in ("preemptions", "prefix_hits"))
+            if preemptions and hits:
                 return chosen, outputs, preemptions
-        raise ValueError("no pool was small enough to preempt a request: ask for more --tokens")
+        raise ValueError("no pool made a preempted request hit what it had computed: ask for more --tokens")
 
     def _row(
         self,

@@ -29,19 +29,23 @@ class StatesCheck:
         yield self._evicted()
 
     def _offsets(self) -> Run:
-        """Prompts that leave a cached one on the grid of the blocks, on that of the states alone, off both, and so soon
-        behind a block that the convolution's window reaches back over its end."""
+        """Prompts that leave a cached one on the grid of the blocks, on that of the states alone (where the model's
+        length has room for blocks of two chunks), off both, and so soon behind a block that the convolution's window
+        reaches back over its end. All of them resume at the end of the first block."""
         runs, chunk = self._runs, self._chunk
-        block = 2 * chunk if 3 * chunk + 2 + runs.new_tokens <= runs.max_model_len else chunk
-        stem = runs.tokens(min(block + chunk + 5, runs.length + runs.new_tokens))
-        ends = (block, block + chunk, block + chunk // 2 + 5, block + 1, block + 2, block + 3)
+        both = 3 * chunk + 5 + runs.new_tokens <= runs.max_model_len
+        block = 2 * chunk if both else chunk
+        ends = (block, block + chunk // 2 + 5, block + 1, block + 2, block + 3, *((block + chunk,) if both else ()))
+        stem = runs.tokens(max(ends) + 3)
         prompts = [[*stem[:end], *runs.tokens(2)] for end in ends]
         params = runs.params(len(prompts))
         with runs.worker(block_size=block, state_cache_gb=PLENTY * self._checkpoint_gb) as worker:
             worker.generate([stem], runs.params(1))
             one_by_one = [worker.generate([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
-            together = runs.hits(worker, prompts)
-        return "hits on and off the grids", [*one_by_one, *together], 2 * runs.without(prompts)
+            outputs = [*one_by_one, *runs.hits(worker, prompts)]
+        runs.need(all(out.num_cached_tokens == block for out in outputs), f"not every request skipped {block} tokens")
+        name = "hits on and off the grids" if both else "hits on and off the grid"
+        return name, outputs, 2 * runs.without(prompts)
 
     def _evicted(self) -> Run:
         """Room for one state, and for all blocks."""

@@ -12,6 +12,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from samebit.kernels import bind
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, check, cli
+from samebit.rollout.cache import CacheManager
+from samebit.rollout.cache.index import PrefixIndex
 from samebit.rollout.check_weights import WeightsCheck
 from samebit.weight_sync.buckets import Kind
 from samebit.weight_sync.delta import DeltaEncoder, Encoded
@@ -95,6 +97,22 @@ def test_every_family_passes(name: str, dtype: torch.dtype, tmp_path: Path, requ
     assert len(rows) >= (38 if CAMPAIGN else 25)
     assert [row.name for row in rows if row.differing or not row.tokens] == []
     assert sum(row.name.startswith("states: ") for row in rows) == (2 if name in HYBRIDS else 0)
+
+
+@pytest.mark.usefixtures("no_weights_part")
+@pytest.mark.parametrize(
+    ("owner", "name", "instead", "missing"),
+    [
+        (CacheManager, "awaited", lambda self, sequence: None, "no prefix_hits and leader_waits"),
+        (PrefixIndex, "extend_match", lambda self, match, chain, tokens: None, "no prefix_hits"),
+    ],
+)
+def test_a_row_that_would_show_nothing_is_an_error(
+    folder: str, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Any, missing: str
+) -> None:
+    monkeypatch.setattr(owner, name, instead)
+    with pytest.raises(ValueError, match=missing):
+        list(check.check_model(folder, new_tokens=8))
 
 
 def test_a_chunk_for_a_model_without_states_is_refused(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
