@@ -15,6 +15,7 @@ SAVED = 10
 
 _TRAINER = "trainer.v1"
 _WARMUP = f"{_TRAINER}.colocate_async.num_warmup_batches"
+_AHEAD = f"{_TRAINER}.separate_async.num_warmup_batches"
 _OFF_POLICY: Options = {f"{_TRAINER}.sampler.custom_sampler.name": "OffPolicy"}
 _SERVERS_APART: Options = {
     "actor_rollout_ref.hybrid_engine": False,
@@ -78,12 +79,13 @@ _TWO_RANKS: Options = {"trainer.n_gpus_per_node": 2}
 @dataclass(frozen=True)
 class Case:
     """One run. entry: verl's module for the kind of trainer. architecture: of the model. resumes: a run that it goes on
-    from, from its checkpoint of step `SAVED`."""
+    from, from its checkpoint of step `SAVED`. num_threads: of each process of the trainer; a server's are an option."""
 
     options: Options
     entry: str = V1
     architecture: str = "dense"
     resumes: str | None = None
+    num_threads: int = 1
 
     def settings(self, steps: int) -> Options:
         """Its options for a run of so many steps."""
@@ -126,21 +128,20 @@ def cases() -> dict[str, Case]:
 
 def _servers_apart() -> dict[str, Case]:
     """Servers with resources of their own, which get weights by broadcast."""
-    warmup = f"{_TRAINER}.separate_async.num_warmup_batches"
     return {
         "separate_async-packed-fp32": _case("separate_async", "packed", "fp32"),
         "separate_async-packed-bf16": _case("separate_async", "packed", "bf16"),
-        "separate_async-packed-fp32-nothing-ahead": _case("separate_async", "packed", "fp32", **{warmup: 0}),
-        "separate_async-dynamic-bf16-nothing-ahead": _case("separate_async", "dynamic", "bf16", **{warmup: 0}),
+        "separate_async-packed-fp32-nothing-ahead": _case("separate_async", "packed", "fp32", **{_AHEAD: 0}),
+        "separate_async-dynamic-bf16-nothing-ahead": _case("separate_async", "dynamic", "bf16", **{_AHEAD: 0}),
         "separate_async-packed-fp32-half-a-batch-ahead": _case(
-            "separate_async", "packed", "fp32", **{warmup: 0.5, "data.gen_batch_size": 1}
+            "separate_async", "packed", "fp32", **{_AHEAD: 0.5, "data.gen_batch_size": 1}
         ),
         "separate_async-packed-fp32-two-updates-a-sync": _case(
             "separate_async",
             "packed",
             "fp32",
             **{
-                warmup: 0,
+                _AHEAD: 0,
                 f"{_TRAINER}.separate_async.parameter_sync_step": 2,
                 "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS // 2,
             },
@@ -182,14 +183,12 @@ def _variations() -> dict[str, Case]:
             "sync", "packed", "fp32", **{"actor_rollout_ref.actor.fsdp_config.pad_to_length": True}
         ),
         "separate_async-packed-bf16-two-ranks": _case(
-            "separate_async", "packed", "bf16", **_TWO_RANKS, **{"ray_kwargs.ray_init.num_gpus": 3}
+            "separate_async", "packed", "bf16", **_TWO_RANKS, **{_AHEAD: 0, "ray_kwargs.ray_init.num_gpus": 3}
         ),
         "sync-packed-fp32-no-checkpointing": _case(
             "sync", "packed", "fp32", **{"actor_rollout_ref.model.enable_gradient_checkpointing": False}
         ),
-        "sync-packed-fp32-two-threads": _case(
-            "sync", "packed", "fp32", **{"actor_rollout_ref.rollout.custom.num_threads": 2}
-        ),
+        "sync-packed-fp32-two-threads": Case({"actor_rollout_ref.rollout.custom.num_threads": 2}, num_threads=2),
         saving: _case("sync", "packed", "fp32", **{"trainer.save_freq": SAVED}),
         "sync-packed-fp32-resumed": Case({}, resumes=saving),
         "sync-packed-fp32-hybrid": Case({}, architecture="hybrid"),

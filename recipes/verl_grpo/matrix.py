@@ -83,7 +83,8 @@ def prepared(name: str, case: Case, out: Path, steps: int) -> Run:
     if case.resumes is not None:
         saved = out / case.resumes / "checkpoint" / f"global_step_{SAVED}"
         options |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": saved.resolve()}
-    return Run(data, out / name, {"trainer.default_local_dir": "checkpoint", **options}, case.entry)
+    options = {"trainer.default_local_dir": "checkpoint", **options}
+    return Run(data, out / name, options, case.entry, num_threads=case.num_threads)
 
 
 def run(run: Run) -> None:

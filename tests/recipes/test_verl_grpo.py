@@ -77,6 +77,9 @@ def test_a_run_goes_on_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     hybrid = matrix.prepared("h", every["sync-packed-fp32-hybrid"], tmp_path, 20)
     assert (hybrid.data, made.data) == (tmp_path / "data-hybrid", tmp_path / "data")
     assert "one_step_off" in matrix.prepared("o", every["one_step_off-packed-fp32"], tmp_path, 20).command()[2]
+    threads = matrix.prepared("t", every["sync-packed-fp32-two-threads"], tmp_path, 20)
+    assert threads.options["actor_rollout_ref.rollout.custom.num_threads"] == 2
+    assert (threads.environment()["OMP_NUM_THREADS"], made.environment()["OMP_NUM_THREADS"]) == ("2", "1")
 
 
 def test_the_matrix_covers_its_grid() -> None:
