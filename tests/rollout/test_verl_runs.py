@@ -30,6 +30,7 @@ def test_a_run_in_which_trainer_and_rollout_share_their_resources_until_the_serv
 
     In colocate_async, where verl would try again for ever to reach a dead server.
     """
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "samebit.rollout.integrations.verl")
     options = {
         **cases.settings(200),
