@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -19,7 +20,7 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
 from samebit.recipes import tiny_model
 from samebit.rollout import RequestError, RolloutConfig, WorkerStateError
-from samebit.rollout.integrations.ray import SharedMemoryAt
+from samebit.rollout.integrations.ray import RolloutActor, SharedMemoryAt
 from samebit.rollout.integrations.verl.baseline import GATHER_SECONDS
 from samebit.rollout.integrations.verl.options import ServerOptions
 from samebit.rollout.integrations.verl.server import SamebitServer
@@ -296,14 +297,23 @@ def test_servers_with_resources_of_their_own_never_sleep(folder: Path) -> None:
     serve(folder, check, mode=RolloutMode.STANDALONE)
 
 
+def test_weights_come_with_what_a_ray_worker_says() -> None:
+    """`RayWorker` calls either actor."""
+    ours, theirs = (inspect.signature(actor.receive_weights).parameters for actor in (SamebitServer, RolloutActor))
+    assert ours == theirs
+
+
 def test_what_breaks_the_worker_ends_the_watch(folder: Path) -> None:
     async def check(server: SamebitServer) -> None:
         watch = asyncio.create_task(server.watch())
         await asyncio.sleep(0.6)
         assert not watch.done()
+        await server.check_usable()
         server._worker._engine.step = lambda: 1 / 0  # type: ignore[method-assign]
         with pytest.raises(WorkerStateError, match="ZeroDivisionError"):
             await server.generate([1, 5], dict(PARAMS), "a")
+        with pytest.raises(WorkerStateError, match="ZeroDivisionError"):
+            await server.check_usable()
         with pytest.raises(WorkerStateError, match="ZeroDivisionError"):
             await watch
 

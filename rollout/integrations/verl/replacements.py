@@ -8,7 +8,8 @@
 * `verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu`, which keeps the weights of the last update of the servers, for the
   old log-probabilities of several steps: of weights that are on the CPU it makes no copy, and keeps what is trained.
 * `verl.trainer.ppo.v1.replay_buffer.ReplayBuffer._sync_metadata_from_transfer_queue`: a generation that fails is
-  dropped or tried again, for ever. A server that died must end the run, with the cause.
+  dropped or tried again, for ever; in `sync` its group is filled up and trained. A server that died must end the run,
+  with the cause: where a group has failed, the servers are asked before verl goes on with it.
 * `verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_metrics`: a rollout server has no way to put its counters into
   the metrics of a step.
 * `verl.utils.debug.metrics.calculate_debug_metrics`: the same, in the trainers that are not V1 (one_step_off,
@@ -132,10 +133,12 @@ def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_servers_first(original: Callable[..., Any]) -> Callable[..., Any]:
     def synchronise(self: Any) -> None:
-        from samebit.rollout.integrations.verl.replica import check_servers
+        from samebit.rollout.integrations.verl.replica import ask_servers, check_servers
 
         check_servers()
         original(self)
+        if any(self.failure_keys.values()):
+            ask_servers()
 
     return synchronise
 

@@ -1,6 +1,7 @@
 """A rollout replica of verl: one server, started and driven from the process of the trainer's loop.
 
-Invariant: a server that died or broke is known here within a second; `check_servers` raises the cause.
+Invariant: a server that died or broke is known here within a second, and `check_servers` raises the cause;
+`ask_servers` does not wait for that second.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from samebit.rollout.integrations.verl.replacements import replace_trainer_funct
 from samebit.rollout.integrations.verl.server import SamebitServer
 
 logger = logging.getLogger(__name__)
+
+ASK_SECONDS = 5.0
+"""The longest wait for a server's answer that it is well."""
 
 _launched: WeakSet[SamebitReplica] = WeakSet()
 """The replicas of this process, for the functions of verl that have no way to them."""
@@ -102,10 +106,29 @@ def _prepare_process() -> None:
 
 
 def check_servers() -> None:
-    """Raise if a server of this process died or broke."""
+    """Raise if a server of this process died or broke, as far as its watch has told."""
     for replica in _launched:
         if replica.failure is not None:
-            raise WorkerLostError(f"{replica.server_address} is lost: {replica.failure}") from replica.failure
+            raise _lost(replica, replica.failure)
+
+
+def ask_servers() -> None:
+    """The same, where something failed just now: ask each server. One that is slow to answer is not lost."""
+    check_servers()
+    asked = [(replica, replica.server_handle.check_usable.remote()) for replica in _launched]
+    for replica, answer in asked:
+        try:
+            wait_for(answer, timeout=ASK_SECONDS)
+        except TimeoutError:
+            logger.warning("%s did not answer within %s s", replica.server_address, ASK_SECONDS)
+        except Exception as error:
+            raise _lost(replica, error) from error
+
+
+def _lost(replica: SamebitReplica, cause: Exception) -> WorkerLostError:
+    error = WorkerLostError(f"{replica.server_address} is lost: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def server_metrics() -> dict[str, float]:

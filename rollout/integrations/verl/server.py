@@ -196,11 +196,15 @@ class SamebitServer:
         the process gave back to the system."""
         return {**self._worker.stats(), **self._counted, "generation_seconds": self._busy.seconds}
 
+    async def check_usable(self) -> None:
+        """Raises what broke the worker."""
+        self._worker.check_usable()
+
     async def watch(self) -> None:
         """Never returns; raises what broke the worker."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            self._worker.check_usable()
+            await self.check_usable()
 
     async def close(self) -> None:
         """Stop the worker; the process stays until the actor is ended."""
