@@ -11,10 +11,13 @@ from torch import Tensor
 from verl import DataProto
 
 _MOMENTARY = (
-    "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_evictable", "weight_version",
-    "states_used", "states_total",
+    "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_evictable", "states_used",
+    "states_total",
 )  # fmt: skip
 """What is not counted from the start on."""
+
+_VERSION = "weight_version"
+"""What is no amount: of several servers it is the oldest one's."""
 
 _SPAN = ("min_global_steps", "max_global_steps")
 """What verl calls the oldest and the newest weights of a trajectory."""
@@ -25,15 +28,20 @@ _LOGPROBS = ("rollout_log_probs", "old_log_probs")
 
 
 def of_servers(before: Sequence[Mapping[str, float]], now: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The servers' numbers, summed; counters as they grew since `before`.
+    """The servers' numbers, summed; counters as they grew since `before`. Of `weight_version` the smallest.
 
     `samebit/prefix_hit_rate`: the share of prompt tokens that were not computed, because they were cached.
     """
     totals: dict[str, float] = {}
     for old, new in zip(before, now, strict=True):
         for name, value in new.items():
+            if name == _VERSION:
+                continue
             grown = value if name in _MOMENTARY else value - old.get(name, 0.0)
             totals[f"samebit/{name}"] = totals.get(f"samebit/{name}", 0.0) + grown
+    versions = [new[_VERSION] for new in now if _VERSION in new]
+    if versions:
+        totals[f"samebit/{_VERSION}"] = min(versions)
     skipped = totals.get("samebit/prefill_tokens_skipped", 0.0)
     prompt_tokens = skipped + totals.get("samebit/prefill_tokens_computed", 0.0)
     totals["samebit/prefix_hit_rate"] = skipped / prompt_tokens if prompt_tokens else 0.0
@@ -67,15 +75,19 @@ def on_policy_of(data: DataProto, weights: Set[int]) -> dict[str, float]:
 
 
 def _compared(trajectories: int, *logprobs: Tensor) -> dict[str, float]:
-    """logprobs: the rollout's and the trainer's, of the same tokens."""
+    """logprobs: the rollout's and the trainer's, of the same tokens, float32; compared by their bits."""
     metrics = {"samebit/on_policy/trajectories": float(trajectories)}
     if trajectories:
         rollout, trainer = logprobs
         apart = (rollout - trainer).abs()
         metrics["samebit/on_policy/tokens"] = float(len(rollout))
-        metrics["samebit/on_policy/tokens_differing"] = float((rollout != trainer).sum())
+        metrics["samebit/on_policy/tokens_differing"] = float((_bits(rollout) != _bits(trainer)).sum())
         metrics["samebit/on_policy/logprobs_diff_max"] = float(apart.max()) if len(apart) else 0.0
     return metrics
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32)
 
 
 def _is_fresh(tag: Mapping[str, Any], weights: Set[int]) -> bool:
