@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
 
@@ -200,6 +201,9 @@ def test_without_samebit_the_engine_is_verls(tmp_path: Path) -> None:
         ({}, {"strategy": "fsdp"}, "strategy=fsdp"),
         ({}, {"ulysses_sequence_parallel_size": 2}, "ulysses"),
         ({}, {"mixed_precision": {"param_dtype": "fp16"}}, "fp16"),
+        ({"override_config": {"rms_norm_eps": 1e-2}}, {}, r"model\.override_config\.rms_norm_eps"),
+        ({"override_config": {"model_config": {"rope_theta": 9.0}}}, {}, r"override_config\.model_config\.rope_theta"),
+        ({"trust_remote_code": True}, {}, "trust_remote_code=True"),
     ],
 )
 def test_what_is_not_exact_is_refused_by_name(
@@ -208,6 +212,28 @@ def test_what_is_not_exact_is_refused_by_name(
     model, engine = configs(save_model(tmp_path), "float32", **options)
     with pytest.raises(ValueError, match=says):
         build(model, replace(engine, **engine_options))
+
+
+def test_a_config_of_another_folder_is_refused(tmp_path: Path) -> None:
+    folder, other = save_model(tmp_path / "model"), save_model(tmp_path / "other")
+    with pytest.raises(ValueError, match=f"model.hf_config_path={other}"):
+        build(*configs(folder, "float32", hf_config_path=str(other)))
+    assert build(*configs(folder, "float32", hf_config_path=str(folder))).exact
+
+
+def test_a_class_that_the_servers_do_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `model.external_lib` may register one: of the same name, which is all that `bind` asks, with other logits."""
+
+    class Halved(Qwen3ForCausalLM):
+        def forward(self, *given: Any, **options: Any) -> Any:
+            output = super().forward(*given, **options)
+            output.logits = output.logits / 2
+            return output
+
+    Halved.__name__ = "Qwen3ForCausalLM"
+    monkeypatch.setitem(AutoModelForCausalLM._model_mapping._extra_content, Qwen3Config, Halved)
+    with pytest.raises(ValueError, match=rf"Qwen3ForCausalLM is of {__name__}.*model\.external_lib"):
+        build(*configs(save_model(tmp_path), "float32"))
 
 
 def test_the_labels_and_what_is_computed_are_those_asked_for(tmp_path: Path) -> None:

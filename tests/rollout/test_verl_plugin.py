@@ -1,4 +1,4 @@
-"""What the plugin tells verl, how it fails, and whether verl still has what it replaces."""
+"""What the plugin tells verl, how it fails, and whether verl still has what it replaces; its metrics and transports."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,42 +24,23 @@ import psutil
 import ray
 import torch
 import transfer_queue
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from verl import DataProto
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWorker
 from verl.plugin.platform import PlatformRegistry, get_platform
 from verl.utils import device, distributed, fsdp_utils
-from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.debug import metrics as verl_metrics
-from verl.utils.profiler import ProfilerConfig
-from verl.workers.config import CheckpointEngineConfig, MtpConfig, PrometheusConfig, ServerConfig
 from verl.workers.config import RolloutConfig as VerlRolloutConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
 
-from samebit.recipes import verl_grpo
-from samebit.recipes.verl_grpo.launch import Run
-from samebit.rollout import RolloutConfig, WorkerLostError
-from samebit.rollout.errors import ModelLoadError
+from samebit.rollout import WorkerLostError, WorkerStateError
 from samebit.rollout.integrations.verl import checkpoint, engine, plugin, replacements, replica
 from samebit.rollout.integrations.verl.adapter import SamebitRollout
 from samebit.rollout.integrations.verl.gate import Gate
 from samebit.rollout.integrations.verl.metrics import of_servers, on_policy, on_policy_of
-from samebit.rollout.integrations.verl.options import check_run, check_trainer, server_options, warn_about_the_rest
 from samebit.rollout.integrations.verl.server import SamebitServer
 from samebit.weight_sync import WeightStream
-
-CONFIGS = Path(str(inspect.getfile(verl_grpo))).parent
-FOLDER = {"path": "folder", "tokenizer_path": None}
-MODEL = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "samebit"}}
-
-
-def options(**changes: Any) -> Any:
-    """verl's, as its own yaml file has them where that matters."""
-    usual = {"name": "samebit", "tensor_model_parallel_size": 1, "max_num_seqs": 256, "dtype": "float32"}
-    return VerlRolloutConfig(**{**usual, **changes})
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -110,6 +90,22 @@ def test_a_failure_to_load_is_seen(caplog: pytest.LogCaptureFixture, monkeypatch
         plugin.load()
     (record,) = caplog.records
     assert "made for verl 0.9.1, and this is verl 7.1: ModuleNotFoundError" in record.message
+
+
+def test_a_failure_to_load_is_seen_where_verl_imports_the_plugin() -> None:
+    """In a process of its own: verl finds the plugin, swallows its exception and goes on."""
+    without = "import sys; sys.modules['verl.workers.rollout.replica'] = None; import verl; print('verl goes on')"
+    done = python(without)
+    assert (done.returncode, done.stdout) == (0, "verl goes on\n"), done.stderr
+    assert "samebit's plugin for verl failed to load, and verl will not know rollout.name=samebit" in done.stderr
+    assert "verl.workers.rollout.replica" in done.stderr
+
+
+@pytest.mark.parametrize(("modules", "known"), [("", False), ("samebit.rollout.integrations.verl", True)])
+def test_the_plugin_is_named_where_plugins_are_not_looked_for(modules: str, known: bool) -> None:
+    code = "import verl, verl.workers.rollout.base as base; print(('samebit', 'async') in base._ROLLOUT_REGISTRY)"
+    done = python(code, VERL_USE_EXTERNAL_PLUGINS="none", VERL_USE_EXTERNAL_MODULES=modules)
+    assert done.stdout.split() == [str(known)], done.stderr
 
 
 def test_what_moved_in_another_version_of_verl_is_said_with_that_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,175 +177,6 @@ def test_the_server_has_every_method_that_verl_calls() -> None:
         assert inspect.iscoroutinefunction(vars(SamebitServer)[name]), name
 
 
-def test_a_model_folder_without_tokenizer_is_named_at_the_start(tmp_path: Path) -> None:
-    with initialize_config_dir(str(CONFIGS), version_base=None):
-        config = compose("tiny", [f"actor_rollout_ref.model.path={tmp_path}"])
-    with pytest.raises(ModelLoadError, match="has no tokenizer"):
-        check_run(config)
-    (tmp_path / "tokenizer.json").touch()
-    check_run(config)
-    config.actor_rollout_ref.model.use_fused_kernels = False
-    with pytest.raises(ValueError, match="use_fused_kernels=True"):
-        check_run(config)
-    config.actor_rollout_ref.rollout.name = "vllm"
-    check_run(config)
-
-
-def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
-    given = options(
-        max_num_seqs=32,
-        max_num_batched_tokens=16,
-        max_model_len=200,
-        enable_prefix_caching=False,
-        seed=5,
-        custom={"block_size": 32, "num_threads": 1, "num_cpus": 2, "sync_timeout": 9},
-        gpu_memory_utilization=0.7,
-        enforce_eager=True,
-        engine_kwargs={"vllm": {"x": 1}},
-    )
-    with caplog.at_level(logging.WARNING):
-        made = server_options(given, FOLDER, 3, "server")
-        assert not caplog.text
-        warn_about_the_rest(given)
-    assert made.worker == RolloutConfig(
-        max_num_seqs=32,
-        max_num_batched_tokens=32,
-        max_model_len=200,
-        enable_prefix_caching=False,
-        dtype="float32",
-        seed=8,
-        block_size=32,
-        num_threads=1,
-    )
-    assert (made.num_cpus, made.sync_timeout, made.response_length, made.traces) == (2, 9.0, 512, None)
-    for name in ("gpu_memory_utilization=0.7", "enforce_eager=True", "engine_kwargs.vllm"):
-        assert f"rollout.{name}" in caplog.text
-    assert "rollout.max_num_batched_tokens=16 is raised to rollout.max_num_seqs=32" in caplog.text
-
-
-VERLS_OWN = {
-    *("_target_", "name", "mode", "nnodes", "n_gpus_per_node", "checkpoint_manager_class", "router_config_path"),
-    *("temperature", "top_k", "top_p", "do_sample", "n", "val_kwargs", "agent", "multi_turn", "trace"),
-    *("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
-    *("log_prob_max_token_len_per_gpu", "calculate_log_probs", "moe_load_balance_metrics_interval"),
-}
-"""What verl's trainer and agent loops read, and a server is not told or told with each request."""
-
-OTHER: dict[str, Any] = {
-    "quantization": "fp8",
-    "quantization_config_file": "file",
-    "dtype": "bfloat16",
-    "standalone_gpu_memory_utilization": 0.3,
-    "cudagraph_capture_sizes": [1],
-    "max_model_len": 300,
-    "engine_kwargs": {"vllm": {"x": 1}},
-    "custom": {"block_size": 32},
-    "profiler": ProfilerConfig(tool="nsys", enable=True, all_ranks=True, save_path="traces"),
-    "layer_name_map": {"a": "b"},
-    "limit_images": 1,
-    "mtp": MtpConfig(enable_rollout=True),
-    "qat": {"enable": True},
-    "server": {"timeout": 5.0},
-    "prometheus": PrometheusConfig(enable=True),
-    "checkpoint_engine": CheckpointEngineConfig(update_weights_bucket_megabytes=7),
-    "disaggregation": {"enabled": True},
-}
-"""Another value of each option that is no number, text or switch."""
-
-
-def what_becomes_of(name: str, value: object, caplog: pytest.LogCaptureFixture) -> str:
-    caplog.clear()
-    try:
-        given = options(**{name: value})
-        made = server_options(given, FOLDER, 0, "server")
-    except (ValueError, AssertionError):
-        return "refused"
-    with caplog.at_level(logging.WARNING):
-        warn_about_the_rest(given)
-    if f"rollout.{name}" in caplog.text:
-        return "named"
-    return "silent" if made == server_options(options(), FOLDER, 0, "server") else "honoured"
-
-
-def another(name: str, usual: Any) -> Any:
-    if name in OTHER:
-        return OTHER[name]
-    if isinstance(usual, bool):
-        return not usual
-    return f"other {usual}" if isinstance(usual, str) else usual + 1
-
-
-def test_no_option_of_verl_is_dropped_silently(caplog: pytest.LogCaptureFixture) -> None:
-    usual = vars(options())
-    assert set(usual) >= VERLS_OWN
-    asked = set(usual) - VERLS_OWN
-    became = {name: what_becomes_of(name, another(name, usual[name]), caplog) for name in sorted(asked)}
-    assert {name for name, result in became.items() if result == "silent"} == set()
-    assert became["seed"] == became["free_cache_engine"] == became["custom"] == "honoured"
-    assert became["quantization"] == became["data_parallel_size"] == became["disaggregation"] == "refused"
-
-
-def test_options_inside_others_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    for name in set(vars(ServerConfig())) - VERLS_OWN:
-        assert what_becomes_of("server", ServerConfig(**{name: 7}), caplog) == "named"
-        assert f"rollout.server.{name}=7" in caplog.text
-    bucket = CheckpointEngineConfig(backend="samebit", update_weights_bucket_megabytes=7)
-    assert what_becomes_of("checkpoint_engine", bucket, caplog) == "silent", "the size of a broadcast's bucket"
-
-
-def test_usual_options_need_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), initialize_config_dir(str(CONFIGS), version_base=None):
-        check_run(compose("tiny"))
-        assert not caplog.text
-        check_run(compose("tiny", ["+actor_rollout_ref.rollout.server.timeout=5"]))
-    assert "no use for: rollout.server.timeout=5" in caplog.text
-
-
-def test_a_wrong_name_is_known_before_anything_is_started(tmp_path: Path) -> None:
-    run = Run(tmp_path, tmp_path, {"actor_rollout_ref.rollout.custom.blocksize": 16})
-    process = run.start()
-    assert process.wait(120) != 0, "most of it are verl's imports"
-    said = run.log.read_text()
-    assert "unknown in rollout.custom: blocksize; samebit knows block_size" in said
-    assert "ray init" not in said
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"custom": {"blocksize": 16}}, "unknown in rollout.custom: blocksize; samebit knows block_size"),
-        ({"custom": {"block_size": 5}}, "block_size must be a power of two"),
-        ({"custom": {"num_cpus": 0}}, "rollout.custom.num_cpus"),
-        ({"custom": {"generate_with": "magic"}}, "rollout.custom.generate_with"),
-        ({"custom": {"sync_timeout": -1}}, "timeout must be a positive number"),
-        ({"tensor_model_parallel_size": 2}, "rollout.tensor_model_parallel_size=2"),
-        ({"quantization": "fp8"}, "rollout.quantization=fp8"),
-        ({"dtype": "float16"}, "rollout.dtype must be one of"),
-    ],
-)
-def test_wrong_options_are_refused_by_name(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        server_options(options(**changes), FOLDER, 0, "server")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "model", "precision", "says"),
-    [
-        ("float32", {}, {"param_dtype": "fp32"}, "impl_backend=samebit"),
-        ("float32", {**MODEL, "use_fused_kernels": False}, {"param_dtype": "fp32"}, "use_fused_kernels=True"),
-        ("float32", MODEL, None, "computes in bf16"),
-        ("bfloat16", MODEL, {"param_dtype": "fp32"}, "computes in fp32"),
-    ],
-)
-def test_a_trainer_that_would_differ_is_refused(
-    dtype: str, model: Mapping[str, Any], precision: Mapping[str, Any] | None, says: str
-) -> None:
-    with pytest.raises(ValueError, match=says):
-        check_trainer(dtype, model, precision)
-    check_trainer("float32", MODEL, {"param_dtype": "fp32"})
-    check_trainer("bfloat16", MODEL, None)
-
-
 def test_dead_servers_stop_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     fine, dead = (SimpleNamespace(failure=cause, server_address="a") for cause in (None, RuntimeError("why it died")))
     dead.is_policy = False
@@ -358,6 +185,37 @@ def test_dead_servers_stop_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "_launched", [fine, dead])
     with pytest.raises(WorkerLostError, match="a is lost: why it died"):
         replica.check_servers()
+
+
+def answering(answer: Exception | None) -> SimpleNamespace:
+    """A replica whose watch has told nothing yet. Its server says that it is well, or ends the call with an error."""
+    handle = SimpleNamespace(check_usable=SimpleNamespace(remote=lambda: answer))
+    return SimpleNamespace(failure=None, server_address="a", server_handle=handle)
+
+
+def take(answer: Exception | None, timeout: float | None = None) -> None:
+    assert timeout is not None
+    if answer is not None:
+        raise answer
+
+
+@pytest.mark.parametrize("cause", [WorkerLostError("its process died"), WorkerStateError("its engine broke")])
+def test_where_a_group_failed_the_servers_are_asked(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> None:
+    """verl's sync trainer would go on with what other groups have, before the watch of a dead server tells of it."""
+    read: list[str] = []
+    failed: dict[str, set[str]] = {"train": set()}
+    buffer = SimpleNamespace(failure_keys=failed)
+    synchronise = replacements._check_servers_first(lambda self: read.append("states"))
+    monkeypatch.setattr(replica, "wait_for", take)
+    monkeypatch.setattr(replica, "_launched", [answering(None), answering(cause)])
+    synchronise(buffer)
+    failed["train"].add("a group")
+    with pytest.raises(WorkerLostError, match=f"a is lost: {cause}") as raised:
+        synchronise(buffer)
+    assert raised.value.__cause__ is cause
+    monkeypatch.setattr(replica, "_launched", [answering(None), answering(TimeoutError("busy"))])
+    synchronise(buffer)
+    assert len(read) == 3, "what fails for another reason is verl's to decide about"
 
 
 def test_servers_of_a_reward_model_are_watched_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,12 +236,14 @@ def test_servers_of_a_reward_model_are_watched_and_not_counted(monkeypatch: pyte
 
 
 def test_counters_of_servers_are_summed_and_counted_from_the_last_step() -> None:
-    before = [{"requests_finished": 3.0, "blocks_free": 9.0}, {}]
+    before = [{"requests_finished": 3.0, "blocks_free": 9.0, "weight_version": 3.0}, {}]
     now = [
         {"requests_finished": 5.0, "blocks_free": 7.0, "prefill_tokens_skipped": 3.0, "prefill_tokens_computed": 1.0},
         {"requests_finished": 1.0, "blocks_free": 7.0},
     ]
+    now[0]["weight_version"], now[1]["weight_version"] = 5.0, 4.0
     found = of_servers(before, now)
+    assert found["samebit/weight_version"] == 4.0
     assert found["samebit/requests_finished"] == 3.0
     assert found["samebit/blocks_free"] == 14.0
     assert found["samebit/prefix_hit_rate"] == 0.75
@@ -406,6 +266,14 @@ def test_only_samples_of_the_trained_weights_are_compared() -> None:
     }
     assert on_policy_of(data, {2, 3})["samebit/on_policy/tokens_differing"] == 2
     assert on_policy_of(data, set()) == {"samebit/on_policy/trajectories": 0}
+
+
+def test_log_probabilities_are_compared_by_their_bits() -> None:
+    zeros = {"rollout_log_probs": torch.tensor([[0.0, -0.0]]), "old_log_probs": torch.tensor([[-0.0, -0.0]])}
+    step = np.array([3], dtype=object)
+    names = {"min_global_steps": step, "max_global_steps": step}
+    data = DataProto.from_dict({**zeros, "response_mask": torch.ones(1, 2)}, names)
+    assert on_policy_of(data, {3})["samebit/on_policy/tokens_differing"] == 1
 
 
 def test_tokens_that_were_not_sampled_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,22 +381,5 @@ def test_servers_of_their_own_wait_as_long_as_the_options_say(monkeypatch: pytes
         self.checkpoint_engine = checkpoint.SamebitCheckpointEngine(1 << 20)
 
     monkeypatch.setattr(CheckpointEngineWorker, "__init__", begin)
-    made = checkpoint.SamebitCheckpointWorker(options(custom={"sync_timeout": 9}))
+    made = checkpoint.SamebitCheckpointWorker(VerlRolloutConfig(name="samebit", custom={"sync_timeout": 9}))
     assert made.checkpoint_engine.prepare() == {"timeout": 9.0}
-
-
-@pytest.mark.parametrize("name", ["qwen3_8b_8gpu", "nemotron_h_8b_8gpu"])
-def test_the_configuration_for_gpus_is_one_that_verl_accepts(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    with initialize_config_dir(str(CONFIGS), version_base=None):
-        config = compose(name)
-    validate_config(config=config, use_reference_policy=False, use_critic=False)
-    check_run(config)
-    assert not caplog.text
-    OmegaConf.resolve(config.actor_rollout_ref)
-    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-    made = server_options(rollout, config.actor_rollout_ref.model, 0, "server")
-    assert config.trainer.n_gpus_per_node == 8
-    assert made.worker.dtype == "bfloat16"
-    config.actor_rollout_ref.rollout.dtype = "float32"
-    with pytest.raises(ValueError, match="both must be bfloat16 or both float32"):
-        check_run(config)

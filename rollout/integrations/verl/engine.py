@@ -6,7 +6,8 @@ engine for that device.
 
 Invariants
 ----------
-* Trainer and rollout worker bind the model the same way; what would change its arithmetic is refused by name.
+* Trainer and rollout worker bind the same model the same way; what would change its arithmetic is refused by name
+  (`exactness`).
 * Autocast is off: parameters and inputs are in the dtype that FSDP2's mixed precision asks for.
 """
 
@@ -24,6 +25,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from samebit.kernels import bind
+from samebit.rollout.integrations.verl.exactness import check_class, check_exact
 from samebit.rollout.integrations.verl.scoring import give_scores
 from samebit.weight_sync import WeightStream
 
@@ -47,7 +49,10 @@ class SamebitEngine(FSDPEngineWithLMHead):
             # The bound model has an attention of its own, and flash-attention, verl's default, may not be there.
             self.model_config.hf_config._attn_implementation = "sdpa"
         module: nn.Module = super()._build_module()
-        return give_scores(bind(module)) if self.exact else module
+        if not self.exact:
+            return module
+        check_class(module)
+        return give_scores(bind(module))
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         with _without_pinned_memory(self.engine_config):
@@ -84,32 +89,6 @@ def is_asked_for(model_config: Any) -> bool:
     """Whether the model's log-probabilities shall be samebit's."""
     options = model_config.fused_kernel_options or {}
     return options.get("impl_backend") == BACKEND
-
-
-def check_exact(model_config: Any, engine_config: Any) -> None:
-    """Raise for every option under which the bits would not be samebit's.
-
-    Raises:
-        ValueError: all of them, by name.
-    """
-    refused = {
-        "model.use_fused_kernels=False": not model_config.use_fused_kernels,
-        "model.use_liger=True": model_config.use_liger,
-        "model.lora_rank > 0": model_config.lora_rank > 0,
-        "model.tiled_mlp.enabled=True": bool(model_config.tiled_mlp.get("enabled")),
-        "strategy=fsdp (use fsdp2)": engine_config.strategy != "fsdp2",
-        "ulysses_sequence_parallel_size > 1": engine_config.ulysses_sequence_parallel_size > 1,
-        "qat.enable=True": bool(engine_config.qat and engine_config.qat.enable),
-        "mixed_precision.param_dtype=fp16": _is_half(engine_config.mixed_precision),
-        f"a device that is not the CPU ({get_device_name()})": get_device_name() != "cpu",
-    }
-    found = [option for option, present in refused.items() if present]
-    if found:
-        raise ValueError(f"fused_kernel_options.impl_backend=samebit can not be exact with {'; '.join(found)}")
-
-
-def _is_half(mixed_precision: Any) -> bool:
-    return (mixed_precision or {}).get("param_dtype") in ("fp16", "float16", "half")
 
 
 @contextmanager

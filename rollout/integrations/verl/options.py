@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.loading import TOKENIZER_FILES
@@ -46,6 +44,7 @@ _NOT_HONOURED: dict[str, Any] = {
     "limit_images": None,
     "skip_tokenizer_init": True,
     "full_determinism": False,
+    "do_sample": True,
     "disable_log_stats": True,
     "over_sample_rate": 0.0,
     "enable_sleep_mode": True,
@@ -63,6 +62,9 @@ _NOT_HONOURED: dict[str, Any] = {
 
 _OF_A_BROADCAST = {"checkpoint_engine.update_weights_bucket_megabytes": 2048}
 """The same, where weights go through shared memory."""
+
+_OF_ENTROPY = ("entropy_checkpointing", "entropy_from_logits_with_chunking")
+"""Of the training engine: how verl's own entropy would be computed, which is not asked for."""
 
 
 @dataclass(frozen=True)
@@ -86,25 +88,6 @@ class ServerOptions:
     sync_timeout: float
     traces: Path | None
     generate_with: str = "samebit"
-
-
-def check_run(config: Any) -> None:
-    """Look at the whole configuration of a run before anything is started.
-
-    Raises:
-        ValueError: as `server_options` and `check_trainer`; or there is no tokenizer.
-    """
-    if OmegaConf.select(config, "actor_rollout_ref.rollout.name") != "samebit":
-        return
-    from verl.utils.config import omega_conf_to_dataclass
-
-    run = config.actor_rollout_ref
-    rollout = omega_conf_to_dataclass(run.rollout)
-    options = server_options(rollout, run.model, 0, "")
-    if Path(options.tokenizer).is_dir():
-        check_tokenizer(options.tokenizer)
-    check_trainer(rollout.dtype, run.model, OmegaConf.select(run, "actor.fsdp_config.mixed_precision"))
-    warn_about_the_rest(rollout)
 
 
 def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, name: str) -> ServerOptions:
@@ -149,7 +132,10 @@ def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, na
 
 def sync_timeout(custom: Mapping[str, Any] | None) -> float:
     """Of `rollout.custom`. Raises ValueError for what is no time."""
-    return check_timeout((custom or {}).get("sync_timeout", DEFAULT_TIMEOUT))
+    try:
+        return check_timeout((custom or {}).get("sync_timeout", DEFAULT_TIMEOUT))
+    except ValueError as error:
+        raise ValueError(f"rollout.custom.sync_timeout: {error}") from error
 
 
 def check_tokenizer(folder: str) -> None:
@@ -191,7 +177,8 @@ def _refuse(rollout: Any) -> None:
         for name in sizes
         if vars(rollout)[name] > 1
     ]
-    refused += [f"quantization={rollout.quantization}"] if rollout.quantization else []
+    if rollout.quantization:
+        refused.append(f"quantization={rollout.quantization} (weights are served as they are trained: null)")
     refused += ["qat.enable=True"] if rollout.qat and rollout.qat.get("enable") else []
     refused += ["mtp.enable_rollout=True"] if rollout.mtp and rollout.mtp.enable_rollout else []
     refused += ["enable_rollout_routing_replay=True"] if rollout.enable_rollout_routing_replay else []
@@ -214,11 +201,11 @@ def _custom(custom: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _traces(profiler: Any, replica_rank: int) -> Path | None:
     """Where the traces of this server go, if `rollout.profiler` wants any."""
-    if profiler is None or not profiler.enable or not (profiler.all_ranks or replica_rank in (profiler.ranks or ())):
+    if profiler is None or not profiler.enable or not (profiler.all_ranks or profiler.ranks):
         return None
     if profiler.tool != "torch":
         raise ValueError(f"samebit's servers are profiled with rollout.profiler.tool=torch, not {profiler.tool!r}")
-    return Path(profiler.save_path)
+    return Path(profiler.save_path) if profiler.all_ranks or replica_rank in profiler.ranks else None
 
 
 def _dtype(name: str) -> str:
@@ -227,14 +214,15 @@ def _dtype(name: str) -> str:
     return DTYPES[name]
 
 
-def warn_about_the_rest(rollout: Any) -> None:
-    """Name what is given and has no meaning here."""
+def warn_about_the_rest(rollout: Any, engine: Mapping[str, Any]) -> None:
+    """Name what is given and has no meaning here. engine: verl's options of the actor's engine."""
     usual = _NOT_HONOURED | (_OF_A_BROADCAST if rollout.checkpoint_engine.backend == "naive" else {})
     found = {name: _value(rollout, name, default) for name, default in usual.items()}
-    given = [f"{name}={value}" for name, value in found.items() if value != usual[name]]
-    given += [f"engine_kwargs.{name}" for name, kwargs in rollout.engine_kwargs.items() if kwargs]
+    given = [f"rollout.{name}={value}" for name, value in found.items() if value != usual[name]]
+    given += [f"rollout.engine_kwargs.{name}" for name, kwargs in rollout.engine_kwargs.items() if kwargs]
+    given += [f"actor.fsdp_config.{name}=True" for name in _OF_ENTROPY if engine.get(name)]
     if given:
-        logger.warning("rollout.name=samebit has no use for: %s", ", ".join(f"rollout.{option}" for option in given))
+        logger.warning("rollout.name=samebit has no use for: %s", ", ".join(given))
     if rollout.max_num_batched_tokens < rollout.max_num_seqs:
         logger.warning(
             "rollout.max_num_batched_tokens=%d is raised to rollout.max_num_seqs=%d: a step has a token of each",

@@ -79,7 +79,7 @@ def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callabl
 
 def _check_options_first(original: Callable[..., Any]) -> Callable[..., Any]:
     def start(config: Any) -> None:
-        from samebit.rollout.integrations.verl.options import check_run
+        from samebit.rollout.integrations.verl.run_check import check_run
 
         check_run(config)
         original(config)
