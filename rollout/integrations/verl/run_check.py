@@ -67,7 +67,7 @@ def _refuse(config: Any, transport: Any, engine: Mapping[str, Any]) -> None:
         "actor.fsdp_config.offload_policy=True on a CPU (it is for parameters on an accelerator)": (
             engine.get("offload_policy") and get_device_name() == "cpu"
         ),
-        "distillation.enabled=True (of a fused forward verl leaves the distillation loss out, and says nothing)": (
+        "distillation.enabled=True (it was not run; forward_kl_topk needs logits, and a fused forward gives none)": (
             OmegaConf.select(config, "distillation.enabled")
         ),
         f"rollout.checkpoint_engine.backend={transport.backend} with servers of their own (use samebit)": (
