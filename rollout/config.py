@@ -38,8 +38,8 @@ class RolloutConfig:
         whole prompt. No result depends on it.
     eviction_policy: "lru" keeps the KV that nobody uses until its memory is needed, "ref_zero" only while
         somebody uses it.
-    state_cache_gb: memory for cached states of Mamba layers; None for a quarter of a GiB, 0 for none: then a
-        prefix that is hit saves memory only. Refused for models without such layers.
+    state_cache_gb: memory for cached states of Mamba layers; None for a quarter of a GiB (at least one state), 0 for
+        none: then a prefix that is hit saves memory only. Refused for models without such layers.
     dtype: "float32", "bfloat16" (or the torch dtypes), or "auto"/None for the checkpoint's own.
     device: "cpu", or "cuda" for the process's current CUDA device. A folder is loaded there; a module must be there.
     num_threads: CPU threads of the generation thread; None leaves the process default.
@@ -149,10 +149,10 @@ class RolloutConfig:
             return 0
         count = int(self.state_cache_gb * 2**30) // bytes_per_checkpoint
         if count < 1:
-            needed = bytes_per_checkpoint / 2**30
+            needed = -(-bytes_per_checkpoint * 10**6 // 2**30)  # millionths, rounded up
             raise ValueError(
                 f"state_cache_gb={self.state_cache_gb} does not hold one state of {bytes_per_checkpoint} bytes; "
-                f"at least {needed:.6f} are needed, or 0 for no cached states"
+                f"at least {needed / 10**6:.6f} are needed, or 0 for no cached states"
             )
         return count
 

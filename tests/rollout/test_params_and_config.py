@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import RequestError
@@ -217,6 +221,18 @@ def test_the_number_of_cached_states(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
     assert RolloutConfig(state_cache_gb=0).num_checkpoints(2**20) == 0
     assert "saves memory, not computing" in caplog.text
+
+
+@given(size=st.one_of(st.integers(1, 2**24), st.integers(1, 2**38)))
+@example(size=1_100_000)
+@example(size=2**24)
+def test_the_smallest_budget_that_is_named_holds_a_state(size: int) -> None:
+    with pytest.raises(ValueError, match="at least") as caught:
+        RolloutConfig(state_cache_gb=1e-12).num_checkpoints(size)
+    named = re.search(r"at least ([\d.]+) are needed", str(caught.value))
+    assert named is not None
+    assert RolloutConfig(state_cache_gb=float(named[1])).num_checkpoints(size) >= 1
+    assert float(named[1]) - size / 2**30 < 1.0001e-6
 
 
 @pytest.mark.parametrize("bad", [{"state_cache_gb": -1}, {"state_cache_gb": "1"}, {"state_cache_gb": float("nan")}])
