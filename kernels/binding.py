@@ -68,6 +68,7 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
         BindingError: a family, feature, module, dtype or device that is not exact, by name. The model is
             left as it was.
     """
+    _check_chunk(ssm_chunk)
     if is_bound(model):
         _check_tensors(model)
         bound_before = binding_of(model)
@@ -76,8 +77,6 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
         if bound_before.ssm_chunk not in (None, ssm_chunk):
             raise BindingError(f"the model is already bound with ssm_chunk={bound_before.ssm_chunk}")
         return model
-    if ssm_chunk < 16 or ssm_chunk & (ssm_chunk - 1):
-        raise BindingError(f"ssm_chunk must be a power of two, at least 16, got {ssm_chunk}")
     family = _family_of(model)
     _check_tensors(model)
     config: Any = model.config
@@ -111,6 +110,11 @@ def binding_of(model: nn.Module) -> Binding:
     if not isinstance(binding, Binding):
         raise ValueError(f"{type(model).__name__} is not bound: call samebit.kernels.bind(model) first")
     return binding
+
+
+def _check_chunk(given: object) -> None:
+    if not isinstance(given, int) or isinstance(given, bool) or given < 16 or given & (given - 1):
+        raise BindingError(f"ssm_chunk must be a power of two, at least 16, got {given!r}")
 
 
 def _family_of(model: nn.Module) -> Family:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -35,7 +36,7 @@ class MixerPlan:
         """Facts of one mixer.
 
         Raises:
-            BindingError: an activation, convolution or norm that is not exact.
+            BindingError: an activation, convolution or norm that is not exact, or a bias against the config.
         """
         attributes = vars(module)
         shape = SSMShape(
@@ -64,12 +65,20 @@ class MixerPlan:
         depthwise = type(conv) is nn.Conv1d and conv.weight.shape == (shape.conv_width, 1, shape.taps)
         if not depthwise or (conv.stride, conv.dilation, conv.padding) != ((1,), (1,), (shape.taps - 1,)):
             raise BindingError(f"{self.family.prefix}: {name}.conv1d is {conv}, not a depthwise causal convolution")
+        self._check_bias(f"{name}.conv1d.bias", conv.bias)
         if type(module.act) not in _SILU:
             raise BindingError(f"{self.family.prefix}: {name}.act is a {type(module.act).__name__} (exact: silu)")
         if module.in_proj.out_features != shape.inner + shape.conv_width + shape.heads:
             raise BindingError(f"{self.family.prefix}: {name}.in_proj also projects an MLP, which is not bound exactly")
         if self.shapes and shape != self.shapes[0]:
             raise BindingError(f"{self.family.prefix}: {name} has other sizes than the mixers before it")
+
+    def _check_bias(self, name: str, bias: torch.Tensor | None) -> None:
+        key = self.family.conv_bias
+        said = self.config.to_dict()[key]
+        if bool(said) != (bias is not None):
+            found = "None" if bias is None else "a parameter"
+            raise BindingError(f"{self.family.prefix}: {name} is {found}, but the config says {key}={said}")
 
     def _dt_limits(self) -> tuple[float, float]:
         if self.family.dt_floor:

@@ -30,6 +30,9 @@ class Family:
         gated_norms: class names of the mixer's norm, over the versions of transformers.
         dt_floor: the mixer's time step is at least the config's ``time_step_min``, not within ``time_step_limit``.
         drops_positions: the causal language model does not hand ``position_ids`` on.
+        layer_types: what its layers may be, in the words of its config.
+        required_layer: a layer type without which Hugging Face can not run the family, if there is one.
+        conv_bias: the config's key for whether the mixers' convolutions have a bias; of families with a mixer.
     """
 
     prefix: str
@@ -45,6 +48,9 @@ class Family:
     gated_norms: tuple[str, ...] = ()
     dt_floor: bool = False
     drops_positions: bool = False
+    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
+    required_layer: str = ""
+    conv_bias: str = ""
 
     def class_name(self, part: str) -> str:
         """Hugging Face's name of one of the family's classes: 'Attention', 'MLP', ..."""
@@ -77,12 +83,20 @@ FAMILIES = {
         ),
         Family("Olmo2", qk_norm="full"),
         Family("StableLm"),
-        Family("Bamba", mixer="Mixer", gated_norms=("BambaRMSNormGated",)),
+        Family(
+            "Bamba",
+            mixer="Mixer",
+            gated_norms=("BambaRMSNormGated",),
+            layer_types=("mamba", "attention", "full_attention"),
+            conv_bias="mamba_conv_bias",
+        ),
         Family(
             "GraniteMoeHybrid",
             mlp="input_linear",
             mixer="MambaLayer",
             gated_norms=("GraniteMoeHybridRMSNormGated",),
+            layer_types=("mamba", "attention", "full_attention"),
+            conv_bias="mamba_conv_bias",
         ),
         Family(
             "NemotronH",
@@ -91,28 +105,40 @@ FAMILIES = {
             mixer="Mamba2Mixer",
             gated_norms=("Zamba2RMSNormGated", "NemotronHRMSNormGated"),
             dt_floor=True,
+            layer_types=("mamba", "attention", "mlp"),
+            conv_bias="use_conv_bias",
         ),
-        Family("FalconH1", mixer="Mixer", gated_norms=("FalconH1RMSNormGated",)),
+        Family(
+            "FalconH1",
+            mixer="Mixer",
+            gated_norms=("FalconH1RMSNormGated",),
+            layer_types=("hybrid",),
+            conv_bias="mamba_conv_bias",
+        ),
         Family(
             "Zamba2",
             mlp="fused",
             mixer="MambaMixer",
             gated_norms=("Zamba2RMSNormGated",),
             dt_floor=True,
+            layer_types=("mamba", "hybrid"),
+            required_layer="hybrid",
+            conv_bias="use_conv_bias",
         ),
-        Family("Mamba2", mixer="Mixer", gated_norms=("MambaRMSNormGated",), drops_positions=True),
+        Family(
+            "Mamba2",
+            mixer="Mixer",
+            gated_norms=("MambaRMSNormGated",),
+            drops_positions=True,
+            layer_types=("mamba",),
+            conv_bias="use_conv_bias",
+        ),
     )
 }
 """By the class name of the causal language model."""
 
 EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary scalings whose frequencies are fixed by the config alone."""
-
-_LAYER_TYPES = {
-    True: ("mamba", "attention", "full_attention", "mlp", "moe", "hybrid"),
-    False: ("full_attention", "sliding_attention"),
-}
-"""Of families that know Mamba layers, and of others."""
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _DROPOUTS = (
@@ -161,9 +187,13 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
 
 def _layer_features(family: Family | None, config: dict[str, Any]) -> list[str]:
     """Layers that Hugging Face may take for attention although the config calls them something else."""
-    kinds = {*(config.get("layer_types") or ()), *(config.get("layers_block_type") or ())}
-    known = _LAYER_TYPES[family is not None and family.mixer != ""]
-    return [f"layers of type {kind!r} (known: {', '.join(known)})" for kind in sorted(kinds - {*known})]
+    given = {*(config.get("layer_types") or ()), *(config.get("layers_block_type") or ())}
+    allowed = Family.layer_types if family is None else family.layer_types
+    names = f"layer types given: {', '.join(sorted(given))}; allowed: {', '.join(allowed)}"
+    found = [f"layers of type {kind!r} ({names})" for kind in sorted(given - {*allowed})]
+    if family is not None and family.required_layer and family.required_layer not in given:
+        found.append(f"no layer of type {family.required_layer!r}, without which Hugging Face can not run it ({names})")
+    return found
 
 
 def _rope_features(config: dict[str, Any]) -> list[str]:

@@ -47,6 +47,24 @@ def hybrid_with(name: str, module: nn.Module) -> nn.Module:
     return model
 
 
+CONVOLUTION_BIAS = {
+    "NemotronH": "use_conv_bias",
+    "Bamba": "mamba_conv_bias",
+    "GraniteMoeHybrid": "mamba_conv_bias",
+    "FalconH1": "mamba_conv_bias",
+    "Zamba2": "use_conv_bias",
+    "Mamba2": "use_conv_bias",
+}
+"""The config's key, by family."""
+
+
+def with_convolution_bias(name: str, bias: nn.Parameter | None) -> nn.Module:
+    """A hybrid model whose first convolution has this bias, whatever its config says."""
+    model = make_model(name)
+    next(module for module in model.modules() if isinstance(module, nn.Conv1d)).bias = bias
+    return model
+
+
 class Adapter(nn.Linear):
     """A linear layer with something more in its forward."""
 
@@ -78,6 +96,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: make_model("NemotronH", layers_block_type=["mamba", "moe"], num_hidden_layers=2, n_routed_experts=2),
         "routed experts",
     ),
+    "experts of Nemotron-H, none of them routed": (
+        lambda: make_model("NemotronH", layers_block_type=["mamba", "moe"], n_routed_experts=0),
+        "layers of type 'moe'.*given: mamba, moe; allowed: mamba, attention, mlp",
+    ),
     "experts of Granite": (
         lambda: make_model("GraniteMoeHybrid", num_local_experts=2, num_experts_per_tok=1),
         "num_local_experts=2",
@@ -88,13 +110,46 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: hybrid_with("conv1d", nn.Conv1d(440, 440, 4, groups=440)),
         "not a depthwise causal",
     ),
+    **{
+        f"no convolution bias in {name}": (
+            lambda name=name: with_convolution_bias(name, None),
+            rf"conv1d\.bias is None, but the config says {key}=True",
+        )
+        for name, key in CONVOLUTION_BIAS.items()
+    },
+    "a convolution bias that the config denies": (
+        lambda: with_convolution_bias(
+            "NemotronH, one group, no convolution bias", nn.Parameter(torch.zeros(9 * 24 + 2 * 129))
+        ),
+        r"layers\.0\.mixer\.conv1d\.bias is a parameter, but the config says use_conv_bias=False",
+    ),
     "adapters of other layers": (
-        lambda: make_model("Zamba2", layers_block_type=["mamba", "hybrid", "mamba", "hybrid"]),
+        lambda: make_model("Zamba2", layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], num_mem_blocks=2),
         r"layer 1 has no adapter of its own",
     ),
     "a layer of another kind": (
         lambda: make_model("GraniteMoeHybrid", layer_types=["mamba", "linear_attention"]),
-        r"layers of type 'linear_attention' \(known: mamba, attention",
+        r"'linear_attention' \(layer types given: linear_attention, mamba; allowed: mamba, attention, full_attention\)",
+    ),
+    "a layer of Falcon-H1's in Granite": (
+        lambda: make_model("GraniteMoeHybrid", layer_types=["mamba", "hybrid"]),
+        r"layers of type 'hybrid' \(layer types given: hybrid, mamba; allowed: mamba, attention, full_attention\)",
+    ),
+    "a layer of experts in Granite": (
+        lambda: make_model("GraniteMoeHybrid", layer_types=["mamba", "moe"]),
+        "layers of type 'moe'.*given: mamba, moe; allowed: mamba, attention, full_attention",
+    ),
+    "plain attention in Zamba2": (
+        lambda: make_model("Zamba2", layers_block_type=["mamba", "attention", "hybrid", "hybrid"]),
+        "layers of type 'attention'.*given: attention, hybrid, mamba; allowed: mamba, hybrid",
+    ),
+    "no hybrid layer in Zamba2": (
+        lambda: make_model("Zamba2", layers_block_type=["mamba"] * 4),
+        "no layer of type 'hybrid'.*given: mamba; allowed: mamba, hybrid",
+    ),
+    "no shared blocks in Zamba2": (
+        lambda: make_model("Zamba2", layers_block_type=["mamba"] * 4, num_mem_blocks=0),
+        "no layer of type 'hybrid'",
     ),
     "chunked attention": (
         lambda: make_model("Qwen3", layer_types=["full_attention", "chunked_attention"]),
@@ -145,10 +200,11 @@ def test_binding_twice() -> None:
         bind(model, exact=False)
 
 
-@pytest.mark.parametrize("chunk", [0, 8, 48, 100])
-def test_a_chunk_is_a_power_of_two(chunk: int) -> None:
-    with pytest.raises(BindingError, match=f"power of two, at least 16, got {chunk}"):
-        bind(make_model("Bamba"), ssm_chunk=chunk)
+@pytest.mark.parametrize("chunk", [0, 8, 48, 100, -64, True, "64", 64.0, None])
+def test_a_chunk_is_a_power_of_two(chunk: object) -> None:
+    for model in (make_model("Bamba"), bound_model("Bamba"), bound_model("Llama")):
+        with pytest.raises(BindingError, match=f"power of two, at least 16, got {chunk!r}$"):
+            bind(model, ssm_chunk=chunk)
 
 
 def test_the_chunk_is_recorded_and_stays() -> None:
