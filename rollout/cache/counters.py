@@ -25,7 +25,8 @@ class StateCounters:
     state was kept for samples that begin later.
 
     misses: admissions whose KV match had no checkpoint at its end. It was evicted; or they leave a cached chain inside
-    the next block, where nobody had known that a state would be wanted; or there never was one for another reason.
+    the next block, where nobody had known that a state would be wanted; or there never was one for another reason (also
+    where the match is one block with all of their tokens, and so has no place for one before the last of them).
     """
 
     restores: int = 0

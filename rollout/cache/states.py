@@ -71,7 +71,7 @@ class StateCache:
             self.counters.misses_evicted += 1
         elif usable and self.num_checkpoints and match[-1].has_children:
             self.counters.misses_diverged += 1
-        elif usable:
+        elif usable or (match and not resumed):
             self.counters.misses_no_checkpoint += 1
 
     def restore(self, entry: CachedBlock, slot: int) -> None:
