@@ -147,7 +147,10 @@ _HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
     "FalconH1, norm before gate": ("FalconH1", {**_FALCON, "mamba_rms_norm": True}),
     "FalconH1, norm after gate": ("FalconH1", {**_FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "Zamba2": ("Zamba2", _ZAMBA),
-    "Zamba2, adapters, rotary": ("Zamba2", {**_ZAMBA, "use_shared_attention_adapter": True, "use_mem_rope": True}),
+    "Zamba2, adapters, rotary": (
+        "Zamba2",
+        {**_ZAMBA, "num_mem_blocks": 2, "use_shared_attention_adapter": True, "use_mem_rope": True},
+    ),
     "Mamba2": (
         "Mamba2",
         {
@@ -196,11 +199,11 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
 
 
 @cache
-def bound_model(name: str, dtype: torch.dtype = torch.float32, ssm_chunk: int = 64) -> PreTrainedModel:
+def bound_model(name: str, dtype: torch.dtype = torch.float32, ssm_chunk: int = 64, **changes: Any) -> PreTrainedModel:
     """A bound model that tests share: they don't change it."""
     from samebit.kernels import bind
 
-    return bind(make_model(name, dtype), ssm_chunk=ssm_chunk)
+    return bind(make_model(name, dtype, **changes), ssm_chunk=ssm_chunk)
 
 
 def token_ids(*lengths: int, seed: int = 0) -> list[list[int]]:

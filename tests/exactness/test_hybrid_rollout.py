@@ -17,21 +17,28 @@ from .families import DTYPES, HYBRIDS, bound_model, make_model, token_ids
 MAX_LEN = 300
 STEM, OTHER = token_ids(200, 200, seed=5)
 PROMPTS = [*(STEM[:length] for length in (1, 2, 3, 4, 63, 64, 65, 128, 130, 192)), OTHER[:100]]
+FOUR = [STEM[:130], OTHER[:130], STEM[50:180], OTHER[50:180]]
 NEW = 40
 SIX = ("NemotronH", "Bamba", "GraniteMoeHybrid", "FalconH1", "Zamba2", "Mamba2")
 CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
 EVERY = [(family, dtype) for family in SIX for dtype in DTYPES]
 """What `make soak` runs; `make test` takes fewer."""
+GRIDS = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 256))
+"""(SSM chunk, block size)"""
+LONG_LEN = 900
+"""Of models whose prompts hold several blocks of 256 tokens."""
 
 CAUSES = ("evicted", "diverged", "no_checkpoint")
 
 
-def params(count: int, n: int = 1) -> list[SamplingParams]:
-    return [SamplingParams(n=n, seed=seed, max_tokens=NEW, ignore_eos=True, temperature=0.7) for seed in range(count)]
+def params(count: int, n: int = 1, new: int = NEW) -> list[SamplingParams]:
+    return [SamplingParams(n=n, seed=seed, max_tokens=new, ignore_eos=True, temperature=0.7) for seed in range(count)]
 
 
-def uncached(model: torch.nn.Module, prompts: list[list[int]], wanted: list[SamplingParams]) -> list[RequestOutput]:
-    outputs, stats = run(model, prompts, wanted, enable_prefix_caching=False, max_model_len=MAX_LEN)
+def uncached(
+    model: torch.nn.Module, prompts: list[list[int]], wanted: list[SamplingParams], max_len: int = MAX_LEN
+) -> list[RequestOutput]:
+    outputs, stats = run(model, prompts, wanted, enable_prefix_caching=False, max_model_len=max_len)
     assert stats["prefill_tokens_skipped"] == 0
     return outputs
 
@@ -135,29 +142,61 @@ def test_misses_are_counted_by_cause() -> None:
         assert_same_samples([out], expected[:1])
 
 
+def rounds(
+    model: torch.nn.Module, prompts: list[list[int]], count: int, **config: object
+) -> tuple[list[list[RequestOutput]], dict[str, float]]:
+    """A worker of this configuration is asked the same `count` times, and gives the bits of one without a cache."""
+    wanted = params(len(prompts))
+    whole = uncached(model, prompts, wanted)
+    with RolloutWorker(model, config=RolloutConfig(max_model_len=190, **config)) as worker:
+        outputs = [worker.generate(prompts, wanted) for _ in range(count)]
+        stats = worker.stats()
+    for found in outputs:
+        assert_same_samples(found, whole)
+    return outputs, stats
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("checkpoints", [0, 1, 3])
 @pytest.mark.parametrize(("family", "dtype"), EVERY if CAMPAIGN else [("FalconH1", torch.float32)])
-def test_states_or_blocks_are_evicted(family: str, dtype: torch.dtype, checkpoints: int) -> None:
-    """Few states with all blocks, and few blocks; a hit without a state is counted by its cause."""
+def test_states_are_evicted_and_blocks_are_not(family: str, dtype: torch.dtype, checkpoints: int) -> None:
+    """A hit without a state is counted by its cause."""
     model = bound_model(family, dtype)
-    prompts, wanted = [STEM[:130], OTHER[:130], STEM[50:180], OTHER[50:180]], params(4)
-    whole = uncached(model, prompts, wanted)
-    for num_blocks in (100, 4):
-        config = RolloutConfig(
-            max_model_len=250, num_blocks=num_blocks, state_cache_gb=budget(model, checkpoints), max_num_seqs=3
-        )
-        with RolloutWorker(model, config=config) as worker:
-            for _ in range(3):
-                assert_same_samples(worker.generate(prompts, wanted), whole)
-            stats = worker.stats()
-        assert stats["states_used"] <= checkpoints
-        if num_blocks == 100:
-            missed = stats["state_misses_evicted"], stats["state_misses_no_checkpoint"]
-            assert missed[0] > 0 if checkpoints else missed[1] > 0
-            assert stats["state_tokens_replayed"] > 0
-        else:
-            assert stats["preemptions"] + stats["prefix_evictions"] > 0
+    memory = {"num_blocks": 100, "state_cache_gb": budget(model, checkpoints)}
+    _, stats = rounds(model, FOUR, 3, max_num_seqs=3, **memory)
+    missed = {cause: stats[f"state_misses_{cause}"] for cause in CAUSES}
+    assert missed["evicted" if checkpoints else "no_checkpoint"] > 0
+    assert missed["evicted"] == 0 or checkpoints
+    assert stats["state_tokens_replayed"] > 0
+    assert stats["states_used"] <= checkpoints
+    assert stats["prefix_evictions"] == stats["preemptions"] == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype"), EVERY if CAMPAIGN else [("FalconH1", torch.float32)])
+def test_blocks_are_evicted_and_take_their_states_along(family: str, dtype: torch.dtype) -> None:
+    """With room for every state; each prompt comes twice, so that the second is a hit."""
+    model = bound_model(family, dtype)
+    twice = [FOUR[0], FOUR[0], FOUR[1], FOUR[1]]
+    outputs, stats = rounds(model, twice, 2, num_blocks=3, state_cache_gb=budget(model, 100), max_num_seqs=1)
+    assert [[out.num_cached_tokens for out in found] for found in outputs] == 2 * [[0, 128, 0, 128]]
+    assert stats["prefix_evictions"] > 0
+    assert [stats[f"state_misses_{cause}"] for cause in CAUSES] == [0, 0, 0]
+    assert 0 < stats["states_used"] <= stats["blocks_cached"] <= 3 < stats["states_total"]
+    assert stats["preemptions"] == stats["state_tokens_replayed"] == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype"), EVERY if CAMPAIGN else [("FalconH1", torch.float32)])
+def test_a_preempted_sequence_resumes_at_its_state(family: str, dtype: torch.dtype) -> None:
+    """Three prompts fit, three answers do not; no block is evicted, so the one that gives way finds what it had."""
+    model = bound_model(family, dtype)
+    prompts = [prompt[:60] for prompt in FOUR[:3]]
+    _, stats = rounds(model, prompts, 1, num_blocks=5, state_cache_gb=budget(model, 100), max_num_seqs=3)
+    assert stats["preemptions"] > 0
+    assert stats["state_restores"] == stats["preemptions"]
+    assert stats["prefix_evictions"] == 0
+    assert [stats[f"state_misses_{cause}"] for cause in CAUSES] == [0, 0, 0]
 
 
 @pytest.mark.soak
@@ -192,34 +231,60 @@ def test_other_chunks(family: str, dtype: torch.dtype, chunk: int) -> None:
     with RolloutWorker(model, config=RolloutConfig(max_model_len=MAX_LEN)) as worker:
         assert worker.config.block_size == chunk
         whole = worker.generate(PROMPTS, wanted)
-        assert_same_samples(worker.generate(PROMPTS, wanted), whole)
+        warm = worker.generate(PROMPTS, wanted)
+    assert_same_samples(warm, whole)
+    assert [out.num_cached_tokens for out in warm] == [(len(prompt) - 1) // chunk * chunk for prompt in PROMPTS]
     assert_matches_trainer(model, whole, wanted)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("family", "dtype", "block_size"),
-    [(*each, size) for each in EVERY for size in (64, 128)]
+    ("family", "dtype", "chunk", "block_size"),
+    [(*each, *grid) for each in EVERY for grid in GRIDS]
     if CAMPAIGN
-    else [("NemotronH", torch.float32, 64), ("NemotronH", torch.bfloat16, 128)],
+    else [
+        ("NemotronH", torch.float32, 64, 64),
+        ("NemotronH", torch.bfloat16, 64, 128),
+        ("FalconH1", torch.bfloat16, 128, 128),
+        ("Bamba", torch.float32, 128, 256),
+        ("GraniteMoeHybrid", torch.bfloat16, 256, 256),
+    ],
 )
-def test_hits_at_every_offset(family: str, dtype: torch.dtype, block_size: int) -> None:
+def test_hits_at_every_offset(family: str, dtype: torch.dtype, chunk: int, block_size: int) -> None:
     """The prompts leave a cached one on the block grid, on the state grid alone, off both, in the window behind it."""
-    model = bound_model(family, dtype)
-    shared = (64, 128, 192, 100, 129, 130, 131)
-    prompts = [[*STEM[:length], *OTHER[length : length + own]] for length in shared for own in (1, 2, 30)]
-    wanted = params(len(prompts))
-    whole = uncached(model, prompts, wanted)
-    config = RolloutConfig(max_model_len=MAX_LEN, block_size=block_size, state_cache_gb=budget(model, 100))
+    model = bound_model(family, dtype, chunk, max_position_embeddings=LONG_LEN)
+    stem, other = token_ids(2 * block_size + chunk + 8, LONG_LEN, seed=6)
+    behind = (*(block_size + tokens for tokens in (1, 2, 3)), block_size + chunk // 2 + 5)
+    shared = sorted({chunk, block_size, block_size + chunk, 2 * block_size, *behind})
+    pairs = [(length, own) for length in shared for own in (1, 2, 30)] + [(2 * block_size, 0)]
+    prompts = [[*stem[:length], *other[length : length + own]] for length, own in pairs]
+    wanted = params(len(prompts), new=6)
+    whole = uncached(model, prompts, wanted, LONG_LEN)
+    assert_matches_trainer(model, whole, wanted)
+    config = RolloutConfig(max_model_len=LONG_LEN, block_size=block_size, state_cache_gb=budget(model, 100))
     with RolloutWorker(model, config=config) as worker:
-        worker.generate([STEM], params(1))
+        worker.generate([stem], params(1))
         first = [worker.generate([prompt], own)[0] for prompt, own in zip(prompts, wanted, strict=True)]
         again = worker.generate(prompts, wanted)
     assert_same_samples(first, whole)
     assert_same_samples(again, whole)
-    assert [out.num_cached_tokens for out in again] == [
-        (len(prompt) - 1) // block_size * block_size for prompt in prompts
-    ]
+    assert [out.num_cached_tokens for out in first] == first_hits(len(stem), pairs, block_size)
+    ends = [(len(prompt) - 1) // block_size * block_size for prompt in prompts]
+    assert [out.num_cached_tokens for out in again] == ends
+    assert {0, block_size, 2 * block_size} >= {*ends} >= {block_size, 2 * block_size}
+
+
+def first_hits(stem: int, pairs: list[tuple[int, int]], block_size: int) -> list[int]:
+    """Where prompts that share so many tokens with a cached one and have so many of their own resume, one by one.
+
+    The cached one has a state at its last full block, and each that leaves it takes one where it does.
+    """
+    states, hits = {0, stem // block_size}, []
+    for length, own in pairs:
+        reach = min(length, length + own - 1) // block_size
+        hits.append(max(end for end in states if end <= reach) * block_size)
+        states.add(length // block_size)
+    return hits
 
 
 @pytest.mark.parametrize("block_size", [64, 128])
