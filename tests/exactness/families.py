@@ -104,7 +104,7 @@ _ZAMBA = {
     "num_key_value_heads": 4,
     "num_hidden_layers": 4,
     "layers_block_type": ["mamba", "mamba", "hybrid", "hybrid"],
-    "num_mem_blocks": 2,
+    "num_mem_blocks": 1,
     "mamba_d_state": 24,
     "mamba_ngroups": 2,
     "n_mamba_heads": 10,
