@@ -129,3 +129,19 @@ def test_a_preempted_prompt_goes_on_at_the_block_below(make: Make, make_request:
     engine.step()
     assert engine.runner.plans[-1] == [("a", 0, 16, 8)]
     run(engine)
+
+
+@pytest.mark.parametrize(
+    ("length", "checkpoints", "missed"), [(4, 32, 1), (8, 32, 0), (12, 32, 0), (5, 32, 0), (4, 0, 1)]
+)
+def test_a_hit_that_resumes_at_the_first_token_is_a_counted_miss(
+    make: Make, make_request: MakeRequest, length: int, checkpoints: int, missed: int
+) -> None:
+    """The state behind the last token of a prompt is no use, and a prompt of one block has no other."""
+    engine = make(num_checkpoints=checkpoints)
+    for name in ("cold", "warm"):
+        request = make_request(name, STEM[:length], max_tokens=1)
+        run(engine, request)
+    assert request.sequences[0].num_cached_tokens == (0 if missed else (length - 1) // 4 * 4)
+    counters = engine.cache.states.counters
+    assert (counters.misses_no_checkpoint, counters.misses_evicted, counters.misses_diverged) == (missed, 0, 0)
