@@ -10,7 +10,15 @@ from samebit.kernels import bind
 from samebit.kernels.binding import binding_of
 
 from .families import DTYPES, HYBRIDS, bound_model, make_model, token_ids
-from .gradients import assert_equal, assert_near_the_oracle, gradients, loss, relative_error, take_gradients
+from .gradients import (
+    assert_equal,
+    assert_near_the_oracle,
+    gradients,
+    hugging_face,
+    loss,
+    relative_error,
+    take_gradients,
+)
 from .layouts import LAYOUTS, alone, assert_same_bits
 from .steps import ROUTES, Steps, stepwise
 from .test_layouts import checkpointing, detached
@@ -72,6 +80,27 @@ def test_other_chunks(family: str, dtype: torch.dtype, chunk: int) -> None:
         expected = LAYOUTS["packed"](model, SEQUENCES)
     for route in ("token by token", "chunks"):
         assert_same_bits(stepwise(model, SEQUENCES, ROUTES[route], 1.0, block_size=256), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("Bamba", "mamba_conv_bias"),
+        ("GraniteMoeHybrid", "mamba_conv_bias"),
+        ("FalconH1", "mamba_conv_bias"),
+        ("Mamba2", "use_conv_bias"),
+    ],
+)
+def test_without_a_convolution_bias(family: str, key: str) -> None:
+    """As `HYBRIDS` has it for Nemotron-H; Hugging Face's Zamba2 always has one."""
+    model = bind(make_model(family, **{key: False}))
+    assert not [name for name, _ in model.named_parameters() if name.endswith("conv1d.bias")]
+    with torch.no_grad():
+        expected = LAYOUTS["packed"](model, SEQUENCES)
+        exact = hugging_face(make_model(family, **{key: False}).double(), SHORT)
+        found = LAYOUTS["packed"](model, SHORT)
+    assert_same_bits(stepwise(model, SEQUENCES, ROUTES["chunks"], 1.0, block_size=64), expected)
+    assert relative_error(torch.cat(found), torch.cat(exact)) < TOLERANCE[torch.float32][0]
 
 
 def test_zamba2_has_one_attention_in_two_layers() -> None:
