@@ -100,6 +100,14 @@ def test_every_family_passes(name: str, dtype: torch.dtype, tmp_path: Path, requ
 
 
 @pytest.mark.usefixtures("no_weights_part")
+def test_another_grid_of_states(tmp_path: Path) -> None:
+    make_model("NemotronH", torch.bfloat16).save_pretrained(tmp_path)
+    rows = list(check.check_model(tmp_path, new_tokens=8, ssm_chunk=16))
+    assert [row.name for row in rows if row.differing or not row.tokens] == []
+    assert "states: hits on and off the grids" in [row.name for row in rows]
+
+
+@pytest.mark.usefixtures("no_weights_part")
 @pytest.mark.parametrize(
     ("owner", "name", "instead", "missing"),
     [
