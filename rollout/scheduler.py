@@ -8,10 +8,11 @@ Invariants
   advances, and since admission is first come first served, nobody starves.
 * A preempted sequence keeps its tokens, loses its blocks, and waits again in order of arrival.
 * Every running sequence that is decoding is in every plan; prefills take what is left of the budget, each as
-  much as it can, so at most one of them is unfinished after a step.
+  much as it can, so at most one of them has more than its last token left after a step.
 * With prefix caching, one sample of a request computes the prompt, and the others wait behind it
-  (`siblings`) until they take their first token from the same logits. A sequence whose next block is being
-  computed by a running one waits for that block, and lets others pass.
+  (`siblings`) until they take their first token from the same logits. The prompt is held for those that find no
+  seat; it is given up before anybody is preempted, and only if no sample that has it runs.
+* A sequence whose next block is being computed by a running one waits for that block, and lets others pass.
 """
 
 from __future__ import annotations
@@ -132,11 +133,11 @@ class Scheduler:
         return prefills
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Preempt from the end until `sequence` has its blocks, or is the one preempted."""
-        self.cache.drop_tails()
+        """Give up held prompts one by one, then preempt from the end, until `sequence` has its blocks, or is the one
+        preempted."""
         todo = sequence.num_tokens - sequence.num_computed
         while not self.cache.append(sequence, todo):
-            if self._preempt_last() is sequence:
+            if not self.cache.drop_tail() and self._preempt_last() is sequence:
                 return False
         return True
 
@@ -165,7 +166,7 @@ class Scheduler:
             if self.cache.admit(sequence, headroom=len(self.running)):
                 self._start(sequence)
                 budget -= self._plan_chunk(plan, sequence, budget)
-            elif self.running or not self.cache.drop_tails():
+            elif self.running or not self.cache.drop_tail():
                 return
 
     def _follows(self, sequence: Sequence) -> bool:
@@ -196,7 +197,7 @@ class Scheduler:
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
         """Plan as much of a prefill as the budget allows, wherever that ends; the tokens planned."""
         start, total = sequence.num_computed, sequence.num_tokens
-        length = min(total - start, budget)
+        length = self.cache.chunk_end(sequence, min(total, start + budget)) - start
         ends = start + length == total
         plan.add(sequence, start, length, ends, self._forks(sequence) if ends and sequence.siblings else ())
         return length

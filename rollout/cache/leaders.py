@@ -1,9 +1,10 @@
-"""Who computes a block that several need, and who waits for it.
+"""Who computes a block that several need, or the end of a prompt that will be held again, and who waits for it.
 
 Invariants
 ----------
-* A digest is led by a running sequence that will publish it; when that sequence stops leading for any
-  reason, whoever waits is handed back to the scheduler, and the first of them to be admitted leads.
+* A digest (or a prompt, `PromptTail`) is led by a running sequence that will publish it; when that sequence
+  stops leading for any reason, whoever waits is handed back to the scheduler, and the first of them to be
+  admitted leads.
 * A follower waits for one digest: the last block that it has in common with what is being computed. It
   holds no memory meanwhile.
 * A block that is there already is led too while it is computed again for the state behind it.
@@ -16,22 +17,25 @@ from typing import TYPE_CHECKING
 from samebit.rollout.cache.chain import TokenChain
 
 if TYPE_CHECKING:
+    from samebit.rollout.cache.tails import PromptTail
     from samebit.rollout.request import Sequence
+
+    Awaited = bytes | PromptTail
 
 
 class Leaders:
     def __init__(self) -> None:
         self.waits = 0
-        self._led: dict[bytes, Sequence] = {}
-        self._leading: dict[Sequence, dict[bytes, None]] = {}
-        self._followers: dict[bytes, dict[Sequence, None]] = {}
-        self._waits_for: dict[Sequence, bytes] = {}
+        self._led: dict[Awaited, Sequence] = {}
+        self._leading: dict[Sequence, dict[Awaited, None]] = {}
+        self._followers: dict[Awaited, dict[Sequence, None]] = {}
+        self._waits_for: dict[Sequence, Awaited] = {}
 
     def __contains__(self, sequence: Sequence) -> bool:
         """Whether it waits behind a leader."""
         return sequence in self._waits_for
 
-    def lead(self, sequence: Sequence, digests: list[bytes]) -> None:
+    def lead(self, sequence: Sequence, digests: list[Awaited]) -> None:
         """`sequence` is going to compute and publish these blocks."""
         led = {digest: None for digest in digests if digest not in self._led}
         if led:
@@ -47,11 +51,11 @@ class Leaders:
             end += 1
         return end
 
-    def leader(self, digest: bytes) -> Sequence:
-        """Who computes this block; there is somebody."""
-        return self._led[digest]
+    def leader(self, digest: Awaited) -> Sequence | None:
+        """Who computes this block, if somebody does."""
+        return self._led.get(digest)
 
-    def follow(self, sequence: Sequence, digest: bytes) -> None:
+    def follow(self, sequence: Sequence, digest: Awaited) -> None:
         self.waits += 1
         self._waits_for[sequence] = digest
         self._followers.setdefault(digest, {})[sequence] = None
@@ -71,7 +75,7 @@ class Leaders:
             end -= 1
         return end if led else start
 
-    def published(self, digest: bytes, by: Sequence | None = None) -> list[Sequence]:
+    def published(self, digest: Awaited, by: Sequence | None = None) -> list[Sequence]:
         """The block is there: the followers that waited for it. With `by`, only if this sequence leads it."""
         leader = self._led.get(digest)
         if leader is None or (by is not None and leader is not by):
@@ -97,7 +101,7 @@ class Leaders:
         self._led, self._leading, self._followers, self._waits_for = {}, {}, {}, {}
         return woken
 
-    def _wake(self, digest: bytes) -> list[Sequence]:
+    def _wake(self, digest: Awaited) -> list[Sequence]:
         woken = list(self._followers.pop(digest, ()))
         for sequence in woken:
             del self._waits_for[sequence]

@@ -30,7 +30,7 @@ from samebit.rollout.cache.leaders import Leaders
 from samebit.rollout.cache.prefix_state import NEVER, PrefixState
 from samebit.rollout.cache.states import StateCache
 from samebit.rollout.cache.tables import BlockTables
-from samebit.rollout.cache.tails import PromptTail, PromptTails
+from samebit.rollout.cache.tails import PromptTails
 
 if TYPE_CHECKING:
     from samebit.rollout.request import Request, Sequence
@@ -68,7 +68,7 @@ class CacheManager:
         if self.states is not None and self.index is not None:
             self.checkpoints = Checkpoints(self.states, self.index, self.tables)
         self._keeps_free_blocks = eviction_policy == "lru"
-        self.tails = PromptTails(self._give_back, self.states) if prefix_caching else None
+        self.tails = PromptTails(self.pool, self.tables, self._give_back, self.states) if prefix_caching else None
         self._copies: list[tuple[int, int]] = []
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -104,6 +104,8 @@ class CacheManager:
             return None
         match = self._match(sequence)
         here, _ = self._resume_point(sequence, state, match)
+        if state.tail is not None and self.leaders.leader(state.tail) is not None and here < state.tail.prompt_length:
+            return self.blocks_for(state.tail.prompt_length)
         end = self.leaders.reach(state.chain, len(match))
         if self.checkpoints is not None:
             end = self.checkpoints.reach(sequence, end)
@@ -117,10 +119,13 @@ class CacheManager:
         state = sequence.prefix
         if state is None or self.leaders is None:
             raise RuntimeError("there are no leaders without prefix caching")
+        if state.tail is not None and self.leaders.leader(state.tail) is not None:
+            self.leaders.follow(sequence, state.tail)
+            return
         digest = state.chain[num_blocks - 1]
-        leader = self.leaders.leader(digest).prefix
-        if self.checkpoints is not None and leader is not None:
-            leader.wanted.add(num_blocks * self.block_size)
+        leader = self.leaders.leader(digest)
+        if self.checkpoints is not None and leader is not None and leader.prefix is not None:
+            leader.prefix.wanted.add(num_blocks * self.block_size)
         self.leaders.follow(sequence, digest)
 
     def admit(self, sequence: Sequence, *, headroom: int = 0) -> bool:
@@ -167,6 +172,13 @@ class CacheManager:
         self._extend(slot, missing)
         return True
 
+    def chunk_end(self, sequence: Sequence, end: int) -> int:
+        """Where a chunk that may go on to `end` ends: at the end of a prompt whose state is to be held again."""
+        state = sequence.prefix
+        if self.states is None or state is None or not state.renews or state.group is None:
+            return end
+        return min(end, state.group.prompt_length)
+
     def may_publish(self, sequence: Sequence) -> bool:
         """Whether all of its KV belongs to the current epoch."""
         return self.index is not None and sequence.prefix is not None and sequence.prefix.epoch == self.index.epoch
@@ -183,6 +195,8 @@ class CacheManager:
         followers that waited for them. Of a request that has failed nothing is published."""
         failed = sequence.request.error is not None
         woken = [] if failed else self._publish(sequence)
+        if sequence.prefix is not None and sequence.prefix.renews and not failed:
+            woken += self._renew(sequence, sequence.prefix)
         if self.checkpoints is not None and captures:
             state = sequence.prefix
             known = 0 if failed or state is None or not self.may_publish(sequence) else state.num_published
@@ -191,23 +205,17 @@ class CacheManager:
 
     def hold_tail(self, leader: Sequence, samples: Items[Sequence]) -> None:
         """Keep the blocks of a prompt, the partly filled last one too, for the other samples of the request."""
-        if self.tails is None or not samples:
-            return
-        length = leader.num_prompt_tokens
-        blocks = self.tables.blocks(leader.slot)[: self.blocks_for(length)]
-        for block in blocks:
-            self.pool.claim(block)
-        tail = PromptTail(blocks, leader, length, len(samples))
-        self.tails.hold(tail)
-        for sample in samples:
-            if sample.prefix is not None:
-                sample.prefix.tail = tail
+        if self.tails is not None and samples:
+            self.tails.hold_first(leader, samples)
 
     def release(self, sequence: Sequence) -> list[Sequence]:
         """Take back a running sequence's slot and blocks; the followers that waited for it."""
         slot, state = sequence.slot, sequence.prefix
         if self.checkpoints is not None and state is not None and sequence.request.error is None:
             self.checkpoints.save(sequence, state.num_published if self.may_publish(sequence) else 0)
+        if self.tails is not None and state is not None:
+            self.tails.stopped(sequence, state)
+            state.renews = False
         self._give_back(self.tables.blocks(slot)[::-1])
         self.tables.give_back(slot)
         sequence.slot = -1
@@ -233,6 +241,10 @@ class CacheManager:
         if self.states is not None:
             self.states.clear()
         return self.leaders.resign_all()
+
+    def drop_tail(self) -> bool:
+        """Free what one of the held prompts owns alone; False when none owns anything alone."""
+        return self.tails is not None and self.tails.make_room()
 
     def drop_tails(self) -> bool:
         """Give up the prompts that are held; whether there were any."""
@@ -269,30 +281,44 @@ class CacheManager:
             return
         hits, slot = len(match), sequence.slot
         start, shared = self._resume_point(sequence, state, match)
-        tail = self.tails.following(state, hits, self.block_size)
+        tail = self.tails.following(state, hits)
         if tail is not None and hits < len(tail.blocks):
             self._copies.append((tail.blocks[hits], self.tables.blocks(slot)[hits]))
         if self.checkpoints is not None:
             self.checkpoints.resume(sequence, state, start)
         self._count(state.chain, hits, start)
+        self.tails.started(sequence, state, shared)
         self._left_waiting(state)
         state.match = []
         state.epoch = self.index.epoch
         state.num_published = hits
         state.num_passed = hits if self.checkpoints is None else start // self.block_size
         sequence.resume_at(start, write_from=shared)
-        self.leaders.lead(sequence, state.chain.tail(state.num_passed))
+        lost = self.tails.lost(state, start)
+        state.renews = lost is not None and self.leaders.leader(lost) is None
+        renewed = [lost] if lost is not None and state.renews else []
+        self.leaders.lead(sequence, [*state.chain.tail(state.num_passed), *renewed])
 
     def _resume_point(self, sequence: Sequence, state: PrefixState, match: list[CachedBlock]) -> tuple[int, int]:
         """Where a sequence with this match goes on, and up to where its blocks have their KV."""
         shared = start = len(match) * self.block_size
-        missing_end = None if self.tails is None else self.tails.following(state, len(match), self.block_size)
+        missing_end = None if self.tails is None else self.tails.following(state, len(match))
         if missing_end is not None:
             shared = start = missing_end.prompt_length
-        forks = state.tail is not None and state.tail.state_slot is not None and start == sequence.num_tokens - 1
+        forks = state.tail is not None and state.tail.state_slot is not None and start >= sequence.num_tokens - 1
         if self.states is not None and not forks:
             start = self.states.deepest(match, sequence.num_tokens) * self.block_size
         return 0 if sequence.prompt_logprobs_wanted else min(start, sequence.num_tokens - 1), shared
+
+    def _renew(self, sequence: Sequence, state: PrefixState) -> list[Sequence]:
+        """Hold the prompt that a sequence has computed again, if it has; the samples that waited for it."""
+        tail = state.group
+        if tail is None or self.tails is None or self.leaders is None or sequence.num_computed < tail.prompt_length:
+            return []
+        state.renews = False
+        if tail.users and tail not in self.tails and self.may_publish(sequence):
+            self.tails.hold(tail, sequence)
+        return self.leaders.published(tail, sequence)
 
     def _publish(self, sequence: Sequence) -> list[Sequence]:
         state, index, leaders = sequence.prefix, self.index, self.leaders

@@ -17,9 +17,10 @@ class PrefixState:
 
     num_published: leading blocks that the index knows. num_passed: leading blocks that are behind what it
     computes; fewer than published while it computes cached ones again for their states. epoch: that of the
-    oldest live KV, `NEVER` for one that must not publish. tail: the prompt that another sample has computed,
-    for one that has not begun. wanted: positions of which a checkpoint will be taken when they are computed.
-    announced: its blocks that are counted among those that wait.
+    oldest live KV, `NEVER` for one that must not publish. group: the prompt that the samples of its request
+    share, once it was computed; tail: the same, for a sample that has not begun. renews: it computes that prompt
+    again, and will hold it for those that have not. wanted: positions of which a checkpoint will be taken when
+    they are computed. announced: its blocks that are counted among those that wait.
     """
 
     chain: TokenChain
@@ -27,6 +28,8 @@ class PrefixState:
     num_published: int = 0
     num_passed: int = 0
     epoch: int = NEVER
+    group: PromptTail | None = None
     tail: PromptTail | None = None
+    renews: bool = False
     wanted: set[int] = field(default_factory=set)
     announced: list[bytes] = field(default_factory=list)

@@ -84,6 +84,11 @@ class StateCache:
         self.moves.forks.append((source, slot))
         self.counters.forks += 1
 
+    @property
+    def may_hold(self) -> bool:
+        """Whether there will be a slot for a prompt's state after the coming moves."""
+        return bool(self._free_held or self._free_after_moves)
+
     def hold(self, slot: int) -> int | None:
         """Keep the whole state of a live slot; where, or None when there is no slot left for it."""
         if not self._free_held:

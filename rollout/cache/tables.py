@@ -17,7 +17,7 @@ from samebit.rollout.cache.blocks import NULL_BLOCK
 class BlockTables:
     def __init__(self, num_slots: int, blocks_per_slot: int, block_size: int) -> None:
         self.rows = np.zeros((num_slots, blocks_per_slot), dtype=np.int32)
-        self._block_size = block_size
+        self.block_size = block_size
         self._blocks: list[list[int]] = [[] for _ in range(num_slots)]
         self._capacity = [0] * num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -39,7 +39,7 @@ class BlockTables:
         listed = self._blocks[slot]
         self.rows[slot, len(listed) : len(listed) + len(blocks)] = blocks
         listed.extend(blocks)
-        self._capacity[slot] = len(listed) * self._block_size
+        self._capacity[slot] = len(listed) * self.block_size
 
     def replace(self, slot: int, number: int, block: int) -> None:
         self._blocks[slot][number] = self.rows[slot, number] = block
@@ -62,7 +62,7 @@ class BlockTables:
             row = self.rows[slot]
             if row[: len(blocks)].tolist() != blocks or row[len(blocks) :].any():
                 raise AssertionError(f"the table of slot {slot} is not its blocks")
-            if self._capacity[slot] != len(blocks) * self._block_size:
+            if self._capacity[slot] != len(blocks) * self.block_size:
                 raise AssertionError(f"the capacity of slot {slot} is not that of its blocks")
             if blocks and slot in self._free_slots:
                 raise AssertionError(f"free slot {slot} owns blocks")

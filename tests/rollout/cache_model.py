@@ -27,6 +27,8 @@ class ModelSequence:
     computed: int = 0
     publishes: bool = False
     held: HeldPrompt | None = None
+    group: HeldPrompt | None = None
+    renews: bool = False
 
     def names(self, block_size: int, count: int) -> list[Name]:
         return [(self.salt, tuple(self.tokens[: (i + 1) * block_size])) for i in range(count)]
@@ -34,9 +36,16 @@ class ModelSequence:
 
 @dataclass(eq=False)
 class HeldPrompt:
-    blocks: list[ModelBlock]
+    """users: samples that have not begun. running: those that run and have the prompt. keeper: the one of them in
+    whose last block of the prompt the held end stands."""
+
+    length: int
     users: int
-    stands: bool = True
+    blocks: list[ModelBlock] = field(default_factory=list)
+    running: list[ModelSequence] = field(default_factory=list)
+    keeper: ModelSequence | None = None
+    stands: bool = False
+    renewed_by: ModelSequence | None = None
 
 
 class CacheModel:
@@ -49,8 +58,9 @@ class CacheModel:
         self.named: dict[Name, ModelBlock] = {}
         self.running: list[ModelSequence] = []
         self.held: list[HeldPrompt] = []
+        self.alone: list[HeldPrompt] = []
         self.led: dict[Name, ModelSequence] = {}
-        self.followers: dict[ModelSequence, Name] = {}
+        self.followers: dict[ModelSequence, Name | HeldPrompt] = {}
 
     @property
     def free(self) -> int:
@@ -59,6 +69,9 @@ class CacheModel:
     def awaited(self, sequence: ModelSequence) -> int | None:
         """How many blocks there will be of what it needs, if that saves tokens."""
         names, hits = self._names(sequence), len(self._hits(sequence))
+        held = sequence.held
+        if held and held.renewed_by and self._start(sequence, hits) < held.length:
+            return -(-held.length // self.block_size)
         end = hits
         while end < len(names) and names[end] in self.led:
             end += 1
@@ -66,11 +79,14 @@ class CacheModel:
         return end if end > hits and saves else None
 
     def follow(self, sequence: ModelSequence, num_blocks: int) -> None:
-        self.followers[sequence] = self._names(sequence)[num_blocks - 1]
+        held = sequence.held
+        self.followers[sequence] = held if held and held.renewed_by else self._names(sequence)[num_blocks - 1]
 
     def resign(self, sequence: ModelSequence) -> list[ModelSequence]:
         """It publishes nothing more: who waited for what it led."""
-        names = {name for name, leader in self.led.items() if leader is sequence}
+        names: set[Name | HeldPrompt] = {name for name, leader in self.led.items() if leader is sequence}
+        if sequence.group and sequence.group.renewed_by is sequence:
+            names.add(sequence.group)
         return [follower for name in names for follower in self._wake(name)]
 
     def admit(self, sequence: ModelSequence, headroom: int) -> bool:
@@ -87,8 +103,28 @@ class CacheModel:
         self.running.append(sequence)
         for name in self._names(sequence)[len(hits) :]:
             self.led.setdefault(name, sequence)
-        self.leave(sequence)
+        self._join_group(sequence, len(hits))
         return True
+
+    def _join_group(self, sequence: ModelSequence, hits: int) -> None:
+        """It has the prompt of its group from a sample that runs or from what is held, or will hold it again."""
+        group = sequence.group
+        if group and group.stands and (hits * self.block_size >= group.length or self._end_is_held(sequence, hits)):
+            group.running.append(sequence)
+        self.leave(sequence)
+        if group and group.users and not group.stands and group.renewed_by is None:
+            group.renewed_by = sequence
+            sequence.renews = True
+
+    def _renew(self, sequence: ModelSequence) -> list[ModelSequence]:
+        """It has computed the prompt of its group again."""
+        group = sequence.group
+        if not sequence.renews or group is None or sequence.computed < group.length:
+            return []
+        sequence.renews = False
+        if group.users and not group.stands and sequence.publishes:
+            self._hold(group, sequence)
+        return self._wake(group) if group.renewed_by is sequence else []
 
     def append(self, sequence: ModelSequence, total: int) -> bool:
         missing = -(-total // self.block_size) - len(sequence.blocks)
@@ -118,16 +154,21 @@ class CacheModel:
                 sequence.blocks[number] = first
                 self._give_back([own])
             woken += self._wake(name)
-        return woken
+        return woken + self._renew(sequence)
 
     def hold(self, leader: ModelSequence, length: int, samples: list[ModelSequence]) -> None:
-        blocks = leader.blocks[: -(-length // self.block_size)]
-        for block in blocks:
-            block.owners += 1
-        held = HeldPrompt(blocks, len(samples))
-        self.held.append(held)
+        held = HeldPrompt(length, len(samples))
+        self._hold(held, leader)
+        leader.group = held
         for sample in samples:
-            sample.held = held
+            sample.held = sample.group = held
+
+    def _hold(self, held: HeldPrompt, leader: ModelSequence) -> None:
+        held.blocks = leader.blocks[: -(-held.length // self.block_size)]
+        for block in held.blocks:
+            block.owners += 1
+        held.stands, held.keeper, held.running = True, leader, [leader]
+        self.held.append(held)
 
     def leave(self, sequence: ModelSequence) -> None:
         self.followers.pop(sequence, None)
@@ -137,9 +178,26 @@ class CacheModel:
             if held.users == 0 and held.stands:
                 self.drop(held)
 
+    def make_room(self) -> bool:
+        """Of the prompts whose keeper has stopped, the last one stands in a running sample's block, or ends."""
+        if not self.alone:
+            return False
+        held = self.alone.pop()
+        if held.running:
+            held.keeper = held.running[0]
+            own = held.keeper.blocks[len(held.blocks) - 1]
+            self._claim(own)
+            self._give_back([held.blocks.pop()])
+            held.blocks.append(own)
+        else:
+            self.drop(held)
+        return True
+
     def drop(self, held: HeldPrompt) -> None:
-        held.stands = False
+        held.stands, held.keeper, held.running = False, None, []
         self.held.remove(held)
+        if held in self.alone:
+            self.alone.remove(held)
         self._give_back(held.blocks[::-1])
 
     def drop_all(self) -> None:
@@ -148,6 +206,13 @@ class CacheModel:
 
     def release(self, sequence: ModelSequence) -> list[ModelSequence]:
         self.running.remove(sequence)
+        sequence.renews = False
+        group = sequence.group
+        if group and sequence in group.running:
+            group.running.remove(sequence)
+            if group.keeper is sequence:
+                group.keeper = None
+                self.alone.append(group)
         self._give_back(sequence.blocks[::-1])
         sequence.blocks = []
         sequence.running = False
@@ -163,6 +228,8 @@ class CacheModel:
         self.kept = []
         for sequence in self.running:
             sequence.publishes = False
+            if sequence.group and sequence.group.renewed_by is sequence:
+                sequence.group.renewed_by = None
         self.led = {}
         woken, self.followers = list(self.followers), {}
         return woken
@@ -177,12 +244,19 @@ class CacheModel:
     def _start(self, sequence: ModelSequence, hits: int) -> int:
         """Where it goes on behind so many hits."""
         last = len(sequence.tokens) - 1
-        if sequence.held and sequence.held.stands and len(sequence.held.blocks) == hits + 1:
-            return last
+        if sequence.group and self._end_is_held(sequence, hits):
+            return min(sequence.group.length, last)
         return min(hits * self.block_size, last)
 
-    def _wake(self, name: Name) -> list[ModelSequence]:
-        self.led.pop(name, None)
+    def _end_is_held(self, sequence: ModelSequence, hits: int) -> bool:
+        group = sequence.group
+        return group is not None and group.stands and len(group.blocks) == hits + 1
+
+    def _wake(self, name: Name | HeldPrompt) -> list[ModelSequence]:
+        if isinstance(name, HeldPrompt):
+            name.renewed_by = None
+        else:
+            self.led.pop(name, None)
         woken = [follower for follower, awaited in self.followers.items() if awaited == name]
         for follower in woken:
             del self.followers[follower]

@@ -45,6 +45,7 @@ FREQUENCY = {
     "preempt": 1,
     "forget": 1,
     "drop_held": 1,
+    "make_room": 3,
     "clear": 1,
     "sweep": 1,
 }
@@ -108,6 +109,8 @@ class CacheMachine(RuleBasedStateMachine):
         elif kind == "drop_held":
             assert self.cache.drop_tails() == bool(self.model.held)
             self.model.drop_all()
+        elif kind == "make_room":
+            assert self.cache.drop_tail() == self.model.make_room()
         elif kind == "clear":
             self.clear()
         elif kind == "sweep":

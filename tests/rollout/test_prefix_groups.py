@@ -246,6 +246,148 @@ def test_a_held_prompt_goes_before_a_running_request_does(
     assert group.sequences[1].num_cached_tokens == 4, (
         "its full block is still there, the partly filled one was given up"
     )
+    assert prompt_tokens_computed(engine, long, group) == 5 + 6 + 2, "what the partly filled one held, once"
+
+
+def prompt_tokens_computed(engine: Engine, *requests: Request) -> int:
+    """All that was computed, less one step for each sampled token but the first."""
+    computed = engine.counters.prefill_tokens_computed + engine.counters.decode_tokens_computed
+    return computed - sum(len(tokens) - 1 for request in requests for tokens in outputs(request))
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize(("max_num_seqs", "spare"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 2), (4, 0), (8, 0)])
+def test_a_group_in_tight_memory_computes_its_prompt_once(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle, max_num_seqs: int, spare: int, recurrent: bool
+) -> None:
+    """The pool holds the samples that run, and no block for the end of the prompt beside theirs."""
+    options = {"recurrent": True, "num_checkpoints": 32, "num_held": 1} if recurrent else {}
+    engine = make_engine(
+        num_blocks=3 + 4 * max_num_seqs + spare,
+        block_size=16,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=128,
+        max_model_len=128,
+        **options,
+    )
+    group = make_request("group", list(range(63)), n=8, max_tokens=48)
+    engine.add(group)
+    finish(engine)
+    assert_right(oracle, group)
+    assert engine.scheduler.preemptions == 0
+    assert prompt_tokens_computed(engine, group) == 63
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("num_blocks", [7, 8, 9, 10, 11, 12, 14, 16, 18])
+@pytest.mark.parametrize("max_num_seqs", [2, 3, 4, 8])
+def test_what_a_group_computes_again_was_lost_by_those_preempted(
+    make_engine: Make,
+    make_request: MakeRequest,
+    oracle: Oracle,
+    monkeypatch: pytest.MonkeyPatch,
+    max_num_seqs: int,
+    num_blocks: int,
+    recurrent: bool,
+) -> None:
+    """Behind the full blocks of the prompt, that is; and 15 tokens whenever nobody has had its end."""
+    options = {"recurrent": True, "num_checkpoints": 32, "num_held": 2} if recurrent else {}
+    engine = make_engine(
+        num_blocks=num_blocks,
+        block_size=16,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=128,
+        max_model_len=128,
+        **options,
+    )
+    lost: list[int] = []
+    give_up, preempt = engine.cache.tails._end, engine.cache.preempt
+
+    def count_end(tail: Any) -> None:
+        lost.extend([15] if tail.users else [])
+        give_up(tail)
+
+    def count_victim(victim: Any) -> list[Any]:
+        lost.append(victim.num_tokens - 48)
+        return preempt(victim)
+
+    monkeypatch.setattr(engine.cache.tails, "_end", count_end)
+    monkeypatch.setattr(engine.cache, "preempt", count_victim)
+    group = make_request("group", list(range(63)), n=8, max_tokens=48)
+    engine.add(group)
+    finish(engine)
+    assert_right(oracle, group)
+    assert 63 <= prompt_tokens_computed(engine, group) <= 63 + sum(lost)
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 8])
+@pytest.mark.parametrize("leader_ends", [False, True])
+def test_a_prompt_that_was_given_up_is_computed_again_by_one_sample(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle, leader_ends: bool, max_num_seqs: int, recurrent: bool
+) -> None:
+    """It holds the end again: those that could begin with it wait for that, the others find it."""
+    options = {"recurrent": True, "num_checkpoints": 8, "num_held": 1} if recurrent else {}
+    engine = make_engine(max_num_seqs=max_num_seqs, **options)
+    ends = tuple(oracle(PREFIX[:7], 0, 1)) if leader_ends else ()
+    group = make_request("group", PREFIX[:7], n=6, max_tokens=5, eos=ends)
+    engine.add(group)
+    engine.step()
+    engine.preempt_all()
+    starts = len(engine.runner.plans)
+    finish(engine)
+    assert prompt_tokens_computed(engine, group) == 7 + 3
+    assert len(engine.runner.plans[starts]) == 1, "the others wait for it"
+    assert sum(start < 7 for plan in engine.runner.plans[starts:] for _, _, start, _ in plan) == 1
+
+
+def test_one_of_several_held_prompts_is_given_up(make_engine: Make, make_request: MakeRequest) -> None:
+    """The one whose samples wait longest, and only until there is room."""
+    cache = CacheManager(7, 4, 4, 32)
+    groups = [_tracked(cache, make_request(name, [start] * 6, n=2)) for name, start in (("a", 1), ("b", 2))]
+    other = make_request("other", [50] * 4)
+    (running,) = _tracked(cache, other)
+    for leader, waiting in groups:
+        assert cache.admit(leader)
+        leader.mark_computed(0, 6, 0)
+        cache.publish(leader)
+        waiting.append(7, 0.0, 0.0, version=0, context=0)
+        cache.hold_tail(leader, [waiting])
+    assert cache.admit(running)
+    running.mark_computed(0, 4, 0)
+    assert not cache.drop_tail(), "what runs shares all of its blocks with what is held"
+    for leader, _ in groups:
+        cache.release(leader)
+    assert cache.append(running, 8)
+    assert not cache.append(running, 12)
+    assert cache.drop_tail()
+    assert cache.append(running, 12)
+    assert [tail.leader.request.request_id for tail in cache.tails._held] == ["a"]
+    check_cache(cache)
+
+
+def test_what_is_held_moves_into_the_block_of_a_sample_that_runs(make_engine: Make, make_request: MakeRequest) -> None:
+    cache = CacheManager(8, 4, 4, 32)
+    leader, second, third = _tracked(cache, make_request("group", PREFIX[:6], n=3))
+    assert cache.admit(leader)
+    leader.mark_computed(0, 6, 0)
+    cache.publish(leader)
+    for sample in (second, third):
+        sample.append(6, 0.0, 0.0, version=0, context=0)
+    cache.hold_tail(leader, [second, third])
+    assert cache.admit(second)
+    cache.release(leader)
+    free = cache.pool.num_free
+    assert cache.drop_tail()
+    assert cache.pool.num_free == free + 1
+    assert not cache.drop_tail(), "nothing is owned by the held prompt alone"
+    check_cache(cache)
+    cache.take_copies()
+    assert cache.admit(third)
+    assert third.num_computed == 6
+    own = [cache.owned_blocks(sample)[1] for sample in (second, third)]
+    assert cache.take_copies() == [tuple(own)]
+    check_cache(cache)
 
 
 def test_a_held_prompt_that_leaves_no_room_for_its_own_samples_is_given_up(
