@@ -67,10 +67,8 @@ class RolloutConfig:
     exact: bool = True
 
     def __post_init__(self) -> None:
-        if self.block_size is not None:
-            self._positive_int("block_size")
-            if self.block_size & (self.block_size - 1):
-                raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+        if self.block_size is not None and not _power_of_two(self.block_size):
+            raise ValueError(f"block_size must be a power of two (1, 2, 4, ...) or None, got {self.block_size!r}")
         if self.num_blocks is not None and self.kv_cache_gb is not None:
             raise ValueError(f"give num_blocks or kv_cache_gb, not both (got {self.num_blocks} and {self.kv_cache_gb})")
         if self.num_blocks is not None:
@@ -149,10 +147,9 @@ class RolloutConfig:
             return 0
         count = int(self.state_cache_gb * 2**30) // bytes_per_checkpoint
         if count < 1:
-            needed = -(-bytes_per_checkpoint * 10**6 // 2**30)  # millionths, rounded up
             raise ValueError(
                 f"state_cache_gb={self.state_cache_gb} does not hold one state of {bytes_per_checkpoint} bytes; "
-                f"at least {needed / 10**6:.6f} are needed, or 0 for no cached states"
+                f"at least {_gib(bytes_per_checkpoint)} are needed, or 0 for no cached states"
             )
         return count
 
@@ -165,7 +162,10 @@ class RolloutConfig:
         if self.kv_cache_gb is not None:
             blocks = int(self.kv_cache_gb * 2**30) // max(1, bytes_per_block)
             if blocks < 1:
-                raise ValueError(f"kv_cache_gb={self.kv_cache_gb} does not hold one block of {bytes_per_block} bytes")
+                raise ValueError(
+                    f"kv_cache_gb={self.kv_cache_gb} does not hold one block of {bytes_per_block} bytes "
+                    f"(block_size={self.block_size}); at least {_gib(bytes_per_block)} are needed"
+                )
             return blocks
         per_sequence = math.ceil(max_model_len / self.block_size)
         affordable = max(DEFAULT_KV_CACHE_BYTES // max(1, bytes_per_block), per_sequence)
@@ -188,6 +188,16 @@ class RolloutConfig:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _power_of_two(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0 and value & (value - 1) == 0
+
+
+def _gib(count: int) -> str:
+    """GiB that hold so many bytes, to six digits, rounded up."""
+    millionths = -(-count * 10**6 // 2**30)
+    return f"{millionths // 10**6}.{millionths % 10**6:06d}"
 
 
 def _positive_number(value: object) -> bool:

@@ -253,7 +253,10 @@ class GenerationService:
         seen: set[str] = set()
         for request in requests:
             if request.request_id in self._live or request.request_id in seen:
-                raise RequestError(f"request id {request.request_id!r} is in use")
+                raise RequestError(
+                    f"request id {request.request_id!r} is in use by a request that has not finished; allowed: any "
+                    "other non-empty string, or None for a new one"
+                )
             seen.add(request.request_id)
 
 

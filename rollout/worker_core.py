@@ -111,7 +111,7 @@ class WorkerCore(Closing):
     ) -> RequestHandle:
         """Queue one prompt; the handle gives the result, streams, or cancels."""
         if request_id is not None and not (isinstance(request_id, str) and request_id):
-            raise RequestError(f"request_id must be a non-empty string, got {request_id!r}")
+            raise RequestError(f"request_id must be a non-empty string or None, got {request_id!r}")
         return self._submit([prompt], [SamplingParams() if params is None else params], [request_id])[0]
 
     def abort(self, request_ids: str | Iterable[str]) -> None:

@@ -59,14 +59,18 @@ NAN = float("nan")
         ("logit_bias", {1: NAN}),
         ("logit_bias", {"1": 2.0}),
         ("logit_bias", {-1: 2.0}),
-        ("cache_salt", 3),
-        ("cache_salt", ""),
-        ("cache_salt", b"a"),
     ],
 )
 def test_a_wrong_sampling_parameter_is_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("value", [3, "", b"a", False, ["a"]])
+def test_a_wrong_cache_salt_is_named_with_what_is_allowed(value: object) -> None:
+    with pytest.raises(ValueError, match="cache_salt must be a non-empty string or None, got ") as caught:
+        SamplingParams(cache_salt=value)
+    assert str(caught.value).endswith(f"got {value!r}")
 
 
 def test_an_unknown_sampling_parameter_is_a_type_error() -> None:
@@ -133,8 +137,33 @@ def test_the_size_of_the_pool() -> None:
     assert RolloutConfig(max_num_seqs=3).with_block_size(None).pool_blocks(1024, 100) == 3 * 7
     assert RolloutConfig().with_block_size(None).pool_blocks(gib // 16, 160) == 16, "capped at 1 GiB"
     assert RolloutConfig().with_block_size(None).pool_blocks(gib, 160) == 10, "but one whole sequence always fits"
-    with pytest.raises(ValueError, match="does not hold one block"):
+    with pytest.raises(
+        ValueError, match=r"kv_cache_gb=0\.5 does not hold one block of .* at least 1\.000000 are needed"
+    ):
         RolloutConfig(kv_cache_gb=0.5).with_block_size(None).pool_blocks(gib, 100)
+
+
+@pytest.mark.parametrize(
+    "size", [1, 1000, 1074, 2**20 - 1, 2**20, 2**20 + 1, 3 * 10**8 + 7, 2**30, 2**30 + 1, 10**12 + 9]
+)
+def test_the_number_that_an_error_asks_for_is_accepted(size: int) -> None:
+    """And no number with as many digits below it."""
+    with pytest.raises(ValueError, match="at least") as caught:
+        RolloutConfig(kv_cache_gb=1e-12).with_block_size(None).pool_blocks(size, 100)
+    with pytest.raises(ValueError, match="at least") as states:
+        RolloutConfig(state_cache_gb=1e-12).num_checkpoints(size)
+    asked = [str(error.value).split("at least ")[1].split()[0] for error in (caught, states)]
+    assert asked[0] == asked[1]
+    enough = float(asked[0])
+    assert RolloutConfig(kv_cache_gb=enough).with_block_size(None).pool_blocks(size, 100) >= 1
+    assert RolloutConfig(state_cache_gb=enough).num_checkpoints(size) >= 1
+    assert enough < size / 2**30 + 1e-6
+
+
+@pytest.mark.parametrize("value", [0, -4, 3, 12, True, 16.0, "16"])
+def test_a_wrong_block_size_is_told_of_powers_of_two(value: object) -> None:
+    with pytest.raises(ValueError, match=r"block_size must be a power of two \(1, 2, 4, \.\.\.\) or None, got "):
+        RolloutConfig(block_size=value)
 
 
 def test_dtypes() -> None:

@@ -68,11 +68,37 @@ def test_a_bad_request_does_not_disturb_those_in_flight(make_worker: MakeWorker,
     assert handle.result(20).samples[0].token_ids == oracle([1, 2], 0, 5)
 
 
+def test_a_request_that_the_pool_can_not_hold_takes_nothing_from_the_others(
+    make_worker: MakeWorker, oracle: Oracle
+) -> None:
+    """Others run and wait: it is refused by name, and they and those after it get their tokens."""
+    worker, runner = make_worker(num_blocks=4, max_num_seqs=1)
+    runner.gate = threading.Semaphore(1)
+    handles = [worker.submit([1, last], FEW) for last in (2, 3)]
+    assert runner.entered.wait(20)
+    before = worker.stats()
+    with pytest.raises(
+        RequestError, match="needs 5 KV blocks of 4 tokens, the pool has 4; max_tokens may be at most 12"
+    ):
+        worker.submit([1] * 5, SamplingParams(max_tokens=13))
+    with pytest.raises(RequestError, match="prompt 1: .* the pool has 4; shorten the prompt"):
+        worker.generate([[1], [1] * 17], FEW)
+    assert [worker.stats()[name] for name in ("running", "waiting")] == [before["running"], before["waiting"]]
+    handles.append(worker.submit([1, 4], SamplingParams(max_tokens=15)))
+    runner.gate.release(100)
+    got = [handle.result(20).samples[0].token_ids for handle in handles]
+    assert got == [oracle([1, last], 0, count) for last, count in ((2, 5), (3, 5), (4, 15))]
+    stats = worker.stats()
+    assert (stats["requests_finished"], stats["blocks_free"]) == (3, 4)
+
+
 def test_a_request_id_can_not_be_used_twice_at_once(make_worker: MakeWorker) -> None:
     worker, runner = make_worker()
     runner.gate = threading.Semaphore(0)
     first = worker.submit([1], FEW, request_id="mine")
-    with pytest.raises(RequestError, match="'mine' is in use"):
+    with pytest.raises(
+        RequestError, match="'mine' is in use by .* not finished; allowed: any other non-empty string, or None"
+    ):
         worker.submit([2], FEW, request_id="mine")
     with pytest.raises(RequestError, match="non-empty string"):
         worker.submit([2], FEW, request_id=3)
