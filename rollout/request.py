@@ -25,6 +25,7 @@ from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.stopping import StopStringMatcher, Tokenizer
 
 if TYPE_CHECKING:
+    from samebit.rollout.cache.chain import PromptDigests
     from samebit.rollout.cache.prefix_state import PrefixState
 
 Span = tuple[int, int, int]
@@ -54,7 +55,7 @@ class RequestEvent:
 class Request:
     """What was asked for, and the n sequences that answer it.
 
-    `prompt_digests` are those of the prompt's full blocks, None while nobody has hashed it. It has `started` when a
+    `prompt_digests`: what the prompt's full blocks are called, None while nobody has hashed it. It has `started` when a
     sequence was admitted, and is `answered` when one has a token.
     """
 
@@ -68,7 +69,7 @@ class Request:
         max_new_tokens: int,
         eos_token_ids: tuple[int, ...] = (),
         tokenizer: Tokenizer | None = None,
-        prompt_digests: list[bytes] | None = None,
+        prompt_digests: PromptDigests | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt

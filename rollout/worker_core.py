@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 
+from samebit.rollout.cache.chain import PromptDigests
 from samebit.rollout.engine import Engine
 from samebit.rollout.errors import RequestError, WorkerStateError
 from samebit.rollout.free_memory import return_free_memory
@@ -130,7 +131,7 @@ class WorkerCore(Closing):
         self._service.check_thread()
         self._state.check_accepts_requests()
         checked: list[tuple[IntArray, SamplingParams, int]] = []
-        digests: list[list[bytes]] = []
+        digests: list[PromptDigests | None] = []
         for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             try:
                 ids = self.limits.check_prompt(prompt)

@@ -11,12 +11,20 @@ from __future__ import annotations
 
 import hashlib
 import os
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 DIGEST_BYTES = 16
 _TOKEN = np.dtype(np.int32)
+
+
+class PromptDigests(NamedTuple):
+    """root: what the first block of a prompt follows. blocks: the digests of its full blocks."""
+
+    root: bytes
+    blocks: list[bytes]
 
 
 class ChainHasher:
@@ -31,6 +39,10 @@ class ChainHasher:
         """What the first block follows."""
         salt = "" if cache_salt is None else cache_salt
         return hashlib.blake2b(salt.encode(errors="surrogatepass"), key=self._key, digest_size=DIGEST_BYTES).digest()
+
+    def prompt(self, cache_salt: str | None, tokens: npt.NDArray[np.int64]) -> PromptDigests:
+        root = self.root(cache_salt)
+        return PromptDigests(root, self.extend(root, tokens))
 
     def extend(self, parent: bytes, tokens: npt.NDArray[np.int64]) -> list[bytes]:
         """The digests of the full blocks among `tokens`, which follow the block `parent`."""
@@ -53,10 +65,9 @@ class TokenChain:
 
     __slots__ = ("_hasher", "_own", "_prompt", "_root")
 
-    def __init__(self, hasher: ChainHasher, root: bytes, prompt_digests: list[bytes]) -> None:
+    def __init__(self, hasher: ChainHasher, prompt: PromptDigests) -> None:
         self._hasher = hasher
-        self._root = root
-        self._prompt = prompt_digests
+        self._root, self._prompt = prompt
         self._own: list[bytes] = []
 
     def __len__(self) -> int:

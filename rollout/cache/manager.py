@@ -22,7 +22,7 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
 from samebit.rollout.cache.blocks import BlockPool
-from samebit.rollout.cache.chain import ChainHasher, TokenChain
+from samebit.rollout.cache.chain import ChainHasher, PromptDigests, TokenChain
 from samebit.rollout.cache.checkpoints import Captures, Checkpoints
 from samebit.rollout.cache.counters import CacheCounters
 from samebit.rollout.cache.index import CachedBlock, PrefixIndex, Tokens
@@ -76,22 +76,18 @@ class CacheManager:
 
     # -- before a sequence runs --------------------------------------------------------------------
 
-    def hash_prompt(self, prompt: Tokens, cache_salt: str | None) -> list[bytes]:
-        """The digests of a prompt's full blocks (any thread may call it); none without prefix caching."""
-        if self.hasher is None:
-            return []
-        return self.hasher.extend(self.hasher.root(cache_salt), prompt)
+    def hash_prompt(self, prompt: Tokens, cache_salt: str | None) -> PromptDigests | None:
+        """What the full blocks of a prompt are called (any thread may call it); None without prefix caching."""
+        return None if self.hasher is None else self.hasher.prompt(cache_salt, prompt)
 
     def track(self, request: Request) -> None:
         """Make a new request's sequences known."""
         if self.hasher is None:
             return
-        salt = request.params.cache_salt
         if request.prompt_digests is None:
-            request.prompt_digests = self.hash_prompt(request.prompt, salt)
-        root = self.hasher.root(salt)
+            request.prompt_digests = self.hasher.prompt(request.params.cache_salt, request.prompt)
         for sequence in request.sequences:
-            sequence.prefix = PrefixState(TokenChain(self.hasher, root, request.prompt_digests))
+            sequence.prefix = PrefixState(TokenChain(self.hasher, request.prompt_digests))
         first = request.sequences[0].prefix
         if self.checkpoints is not None and first is not None:
             self.checkpoints.announce(first, len(request.prompt))

@@ -124,6 +124,31 @@ def test_after_evictions_and_preemptions(dtype: torch.dtype, policy: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("family", "length", "config", "computed"),
+    [
+        ("Qwen3", 63, {"block_size": 16, "num_blocks": 11}, 63),
+        ("Qwen3", 63, {"block_size": 16, "num_blocks": 8}, None),
+        ("NemotronH", 97, {"num_blocks": 5}, 97),
+        ("NemotronH", 97, {"num_blocks": 4}, None),
+    ],
+)
+def test_a_group_in_tight_memory(
+    family: str, length: int, config: dict[str, int], computed: int | None, dtype: torch.dtype
+) -> None:
+    """The end of its prompt is copied from samples that run; where none does, it is computed and held again."""
+    model = bound_model(family, dtype)
+    prompts, wanted = [STEM[:length]], [params(n=6, max_tokens=46 if length == 63 else 40)]
+    config = {"max_num_seqs": 2, "max_model_len": 160, **config}
+    outputs, stats = run(model, prompts, wanted, **config)
+    whole, _ = run(model, prompts, wanted, **config, enable_prefix_caching=False)
+    assert_same_samples(outputs, whole)
+    assert_matches_trainer(model, outputs, wanted)
+    assert (stats["preemptions"] > 0) == (computed is None)
+    assert computed in (None, stats["prefill_tokens_computed"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_there_and_back(dtype: torch.dtype) -> None:
     """Nothing of one epoch is seen in another, neither after the update nor after the way back."""
     model = make_model("Qwen3", dtype)
@@ -163,7 +188,7 @@ def test_what_an_update_leaves_running_is_never_hit() -> None:
 @pytest.mark.parametrize("block_size", [4, 64])
 def test_a_warm_prompt_is_scored_like_a_cold_one(family: str, dtype: torch.dtype, block_size: int) -> None:
     model = bound_model(family, dtype)
-    wanted = params(prompt_logprobs=0, max_tokens=3)
+    wanted = params(prompt_logprobs=2, max_tokens=3)
     with serving(model, block_size=block_size, max_num_batched_tokens=70) as worker:
         ask(worker, STEM, params())
         for length in (1, 2, 64, 65):
@@ -171,6 +196,11 @@ def test_a_warm_prompt_is_scored_like_a_cold_one(family: str, dtype: torch.dtype
             assert_same_samples([warm], [alone])
             assert warm.prompt_logprobs[0] is None
             assert_same_bits(*([torch.tensor(out.prompt_logprobs[1:])] for out in (warm, alone)))
+            assert [None if top is None else len(top) >= 2 for top in warm.prompt_top_logprobs] == [
+                None,
+                *[True] * (length - 1),
+            ]
+            assert warm.prompt_top_logprobs == alone.prompt_top_logprobs
 
 
 def test_salted_requests_share_nothing_and_differ_in_nothing() -> None:

@@ -270,7 +270,7 @@ class CacheMachine(RuleBasedStateMachine):
     def _digest(self, name: Name) -> bytes:
         if name not in self.digests:
             salt, tokens = name
-            self.digests[name] = self.cache.hash_prompt(np.array(tokens, np.int64), salt)[-1]
+            self.digests[name] = self.cache.hash_prompt(np.array(tokens, np.int64), salt).blocks[-1]
         return self.digests[name]
 
     def _write(self, pair: Pair, start: int, end: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from samebit.rollout.cache.chain import ChainHasher, TokenChain
 from samebit.rollout.cache.index import CachedBlock
 from samebit.rollout.cache.integrity import check_cache
 from samebit.rollout.engine import Engine
+from samebit.rollout.errors import NonFiniteLogitsError
 from samebit.rollout.request import Request, Sequence
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.weight_sync import WeightMismatchError
@@ -214,6 +216,30 @@ def test_a_pass_that_fails_publishes_nothing(make_engine: Make, make_request: Ma
     engine.runner.nan_ids = {"bad"}
     run(engine, make_request("bad", PROMPT[:20], max_tokens=3))
     assert (len(engine.cache.index), engine.cache.pool.num_kept) == (0, 0)
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("decoded", [0, 6])
+def test_what_stays_of_a_request_whose_later_pass_fails(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle, decoded: int, recurrent: bool
+) -> None:
+    """What earlier passes have computed, right for whoever hits it; nothing of the pass that failed."""
+    options = {"recurrent": True, "num_checkpoints": 16} if recurrent else {}
+    engine = make_engine(max_num_batched_tokens=8, **options)
+    bad = make_request("bad", PROMPT[:20], max_tokens=20)
+    engine.add(bad)
+    for _ in range(2 + (1 + decoded if decoded else 0)):
+        engine.step()
+    engine.runner.nan_ids = {"bad"}
+    known = [*PROMPT[:20], *output(bad)]
+    run(engine)
+    assert isinstance(bad.error, NonFiniteLogitsError)
+    stays = 16 if decoded == 0 else 24
+    assert len(engine.cache.index) == engine.cache.pool.num_kept == stays // 4
+    good = make_request("good", [*known, 90], max_tokens=3)
+    run(engine, good)
+    assert output(good) == oracle(good.prompt.tolist(), 0, 3)
+    assert cached(good) == (stays if not recurrent else 20 if decoded else 16), "the state at the prompt's last block"
 
 
 def test_what_attends_to_old_keys_is_not_published(make_engine: Make, make_request: MakeRequest) -> None:
@@ -442,6 +468,34 @@ def _count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> lis
 
     monkeypatch.setattr(owner, name, counted)
     return calls
+
+
+def test_a_prompt_is_hashed_once_and_when_it_is_submitted(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the caller's thread, salt and all; the generation thread finds it done."""
+    worker, _ = make_worker()
+    threads: list[threading.Thread] = []
+    for name in ("root", "extend"):
+        _note_threads(monkeypatch, ChainHasher, name, threads)
+    hasher = worker._engine.cache.hasher
+    worker.pause()
+    handle = worker.submit(PROMPT[:22], SamplingParams(n=3, max_tokens=2, cache_salt="a"))
+    assert hasher.blocks_hashed == 22 // 4
+    worker.resume()
+    handle.result(20)
+    assert hasher.blocks_hashed == 22 // 4
+    assert threads == [threading.current_thread()] * 2, "one root, and one go at the prompt"
+
+
+def _note_threads(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, threads: list[threading.Thread]) -> None:
+    real = getattr(owner, name)
+
+    def noted(*args: object) -> object:
+        threads.append(threading.current_thread())
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, noted)
 
 
 def test_each_block_of_tokens_is_hashed_once(make_engine: Make, make_request: MakeRequest) -> None:

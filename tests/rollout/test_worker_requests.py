@@ -81,7 +81,7 @@ def test_a_request_that_the_pool_can_not_hold_takes_nothing_from_the_others(
         RequestError, match="needs 5 KV blocks of 4 tokens, the pool has 4; max_tokens may be at most 12"
     ):
         worker.submit([1] * 5, SamplingParams(max_tokens=13))
-    with pytest.raises(RequestError, match="prompt 1: .* the pool has 4; shorten the prompt"):
+    with pytest.raises(RequestError, match=r"prompt 1: .* the pool has 4; shorten the prompt"):
         worker.generate([[1], [1] * 17], FEW)
     assert [worker.stats()[name] for name in ("running", "waiting")] == [before["running"], before["waiting"]]
     handles.append(worker.submit([1, 4], SamplingParams(max_tokens=15)))
@@ -97,7 +97,7 @@ def test_a_request_id_can_not_be_used_twice_at_once(make_worker: MakeWorker) -> 
     runner.gate = threading.Semaphore(0)
     first = worker.submit([1], FEW, request_id="mine")
     with pytest.raises(
-        RequestError, match="'mine' is in use by .* not finished; allowed: any other non-empty string, or None"
+        RequestError, match=r"'mine' is in use by .* not finished; allowed: any other non-empty string, or None"
     ):
         worker.submit([2], FEW, request_id="mine")
     with pytest.raises(RequestError, match="non-empty string"):
