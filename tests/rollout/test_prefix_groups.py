@@ -119,7 +119,48 @@ def test_an_aborted_leader_hands_over(
     assert_right(oracle, requests["b"], requests["c"])
 
 
-def test_a_preempted_leader_hands_over(make_engine: Make, make_request: MakeRequest, oracle: Oracle) -> None:
+def test_a_leader_that_memory_takes_hands_over_to_an_earlier_arrival(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle
+) -> None:
+    """`late` does not wait for anybody, since it is scored: it leads, and `early` stands behind it."""
+    engine = make_engine(num_blocks=37, block_size=2, max_num_batched_tokens=8)
+    stem = [*PREFIX, *range(60, 76)]
+    others = [make_request("ends soon", [95] * 12, max_tokens=11)]
+    others += [make_request(f"other{i}", [90 + i] * 3, max_tokens=30) for i in range(2)]
+    first = make_request("first", [*PREFIX, 20], max_tokens=1)
+    early = make_request("early", [*stem, 30], max_tokens=2)
+    late = make_request("late", [*stem, 31], max_tokens=2, prompt_logprobs=0)
+    for request in others:
+        engine.add(request)
+    while not all(request.answered for request in others):
+        engine.step()
+    for request in (first, early):
+        engine.add(request)
+    engine.step()
+    engine.add(late)
+    (leader,), (follower,) = late.sequences, early.sequences
+    while leader.num_computed < 22:
+        engine.step()
+    assert engine.cache.awaited(follower) == len(stem) // 2, "as when it is looked at in this step"
+    engine.scheduler._follows(follower)
+    before = len(engine.runner.plans)
+    engine.step()
+    assert (leader.slot, leader in engine.scheduler.waiting, follower in engine.cache.leaders) == (-1, True, False)
+    assert engine.scheduler.preemptions == 1
+    finish(engine)
+    assert_right(oracle, *others, first, early, late)
+    computed = {"early": [], "late": []}
+    for plan in engine.runner.plans[before:]:
+        for name, _, start, length in plan:
+            computed.get(name, []).extend(range(start, start + length))
+    assert computed["early"] == list(range(22, 30)), "on behind what the leader had published, each token once"
+    assert computed["late"] == list(range(30)), "its scores need all of its prompt"
+    assert late.sequences[0].prompt_logprobs[1:].tolist() == [-float(token) for token in late.prompt[1:]]
+
+
+def test_a_leader_and_its_follower_that_are_preempted_begin_again(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle
+) -> None:
     engine = make_engine(max_num_batched_tokens=8)
     a, b = (make_request(name, [*PREFIX, *PREFIX, last], max_tokens=2) for name, last in (("a", 1), ("b", 2)))
     engine.add(a)
