@@ -3,7 +3,7 @@
 Invariants
 ----------
 * Cost: a step is O(running) plus the sequences it admits or sends behind a leader; never O(waiting), never
-  O(pool), and never the length of what is cached. With recurrent states, a head that can not be admitted is one
+  O(pool), and never the length of what is cached. With recurrent states, a head that can not be admitted is the
   exception: each step walks back over the blocks of its match to the last one that has a checkpoint.
 * `running` is in order of admission. Only its last sequence is ever preempted, so the first one always
   advances, and since admission is first come first served, nobody starves.
