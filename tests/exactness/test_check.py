@@ -14,6 +14,7 @@ from samebit.kernels import bind
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, check, cli
 from samebit.rollout.cache import CacheManager
 from samebit.rollout.cache.index import PrefixIndex
+from samebit.rollout.check_cache import CacheCheck, CacheRuns
 from samebit.rollout.check_weights import WeightsCheck
 from samebit.weight_sync.buckets import Kind
 from samebit.weight_sync.delta import DeltaEncoder, Encoded
@@ -107,7 +108,6 @@ def test_another_grid_of_states(tmp_path: Path) -> None:
     assert "states: hits on and off the grids" in [row.name for row in rows]
 
 
-@pytest.mark.usefixtures("no_weights_part")
 @pytest.mark.parametrize(
     ("owner", "name", "instead", "missing"),
     [
@@ -116,11 +116,12 @@ def test_another_grid_of_states(tmp_path: Path) -> None:
     ],
 )
 def test_a_row_that_would_show_nothing_is_an_error(
-    folder: str, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Any, missing: str
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Any, missing: str
 ) -> None:
+    runs = CacheRuns(bind(make_model("Qwen3", torch.float32)), 300, 300, new_tokens=8)
     monkeypatch.setattr(owner, name, instead)
     with pytest.raises(ValueError, match=missing):
-        list(check.check_model(folder, new_tokens=8))
+        list(CacheCheck(runs).runs())
 
 
 def test_a_chunk_for_a_model_without_states_is_refused(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
