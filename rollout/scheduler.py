@@ -9,7 +9,8 @@ Invariants
   advances, and since admission is first come first served, nobody starves.
 * A preempted sequence keeps its tokens, loses its blocks, and waits again in order of arrival.
 * Every running sequence that is decoding is in every plan; prefills take what is left of the budget, each as
-  much as it can, so at most one of them has more than its last token left after a step.
+  much as it can. So at most one of them is unfinished after a step, beside those whose chunk ended at the end of a
+  prompt that is held again.
 * With prefix caching, one sample of a request computes the prompt, and the others wait behind it
   (`siblings`) until they take their first token from the same logits. The prompt is held for those that find no
   seat; it is given up before anybody is preempted, and only if no sample that has it runs.
@@ -80,7 +81,8 @@ class Scheduler:
         prefills = self._plan_decodes(plan)
         budget = self.max_num_batched_tokens - plan.num_tokens
         for sequence in prefills:
-            budget -= self._plan_chunk(plan, sequence, budget)
+            if budget > 0:
+                budget -= self._plan_chunk(plan, sequence, budget)
         self._admit(plan, budget)
         plan.copies = self.cache.take_copies()
         if self.cache.states is not None and plan.items:
