@@ -382,6 +382,22 @@ def test_a_prompt_that_was_given_up_is_computed_again_by_one_sample(
     assert sum(start < 7 for plan in engine.runner.plans[starts:] for _, _, start, _ in plan) == 1
 
 
+def test_a_prefill_waits_while_one_that_ended_at_its_prompt_goes_on(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle
+) -> None:
+    """To hold a state again, a chunk ends at the end of the prompt: so two prefills are unfinished after that step."""
+    engine = make_engine(recurrent=True, num_held=1, max_num_seqs=2, max_num_batched_tokens=8, num_blocks=30)
+    group = make_request("group", list(range(6)), n=3, max_tokens=20)
+    engine.add(group)
+    while group.sequences[0].num_tokens < 18:
+        engine.step()
+    engine.preempt_all()
+    other = make_request("other", [9] * 20, max_tokens=3)
+    engine.add(other)
+    finish(engine)
+    assert_right(oracle, group, other)
+
+
 def test_one_of_several_held_prompts_is_given_up(make_engine: Make, make_request: MakeRequest) -> None:
     """The one whose samples wait longest, and only until there is room."""
     cache = CacheManager(7, 4, 4, 32)
