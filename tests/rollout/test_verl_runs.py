@@ -6,11 +6,9 @@ All processes listen on the loopback interface alone, which is looked at.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
@@ -20,7 +18,7 @@ from samebit.recipes.verl_grpo import cases
 from samebit.recipes.verl_grpo.launch import Run
 from samebit.recipes.verl_grpo.mismatch import MISMATCH
 
-from .verl_run import build_data, listening_elsewhere, processes_of, running, wait_for_steps
+from .verl_run import LONGEST, build_data, listening_elsewhere, running, spied, wait_for_steps
 
 
 def test_a_run_in_which_trainer_and_rollout_share_their_resources_until_the_server_dies(
@@ -30,29 +28,52 @@ def test_a_run_in_which_trainer_and_rollout_share_their_resources_until_the_serv
 
     In colocate_async, where verl would try again for ever to reach a dead server.
     """
-    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "samebit.rollout.integrations.verl")
-    options = {
-        **cases.settings(200),
-        **cases.MODES["colocate_async"],
+    named = {
+        "VERL_USE_EXTERNAL_PLUGINS": "none",
+        "VERL_USE_EXTERNAL_MODULES": "samebit.rollout.integrations.verl,verl_spy",
+    }
+    more = {
         "actor_rollout_ref.rollout.temperature": 0.7,
         "actor_rollout_ref.rollout.custom.block_size": 16,
         "trainer.test_freq": 2,
     }
-    run = Run(build_data(tmp_path / "data"), tmp_path, options)
+    run = _run_until_the_server_dies("colocate_async-packed-fp32", tmp_path, monkeypatch, named, more)
+    steps = run.steps()
+    assert len(steps) >= 3
+    _check_steps(steps)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "name", ["sync-packed-fp32", "separate_async-packed-fp32", "one_step_off-packed-fp32", "fully_async-packed-fp32"]
+)
+def test_a_server_that_dies_in_generation_ends_the_run_of_each_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    _run_until_the_server_dies(name, tmp_path, monkeypatch, {}, {})
+
+
+def _run_until_the_server_dies(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], more: cases.Options
+) -> Run:
+    """Of the case `name`; killed while it generates, after some steps."""
+    answers = 5 * cases.PROMPTS * cases.SAMPLES
+    died = spied(folder, monkeypatch, SPY_LAST_ANSWER=str(answers), **environment) / "died"
+    case = cases.cases()[name]
+    options = {**cases.settings(200), **case.settings(200), **more}
+    run = Run(build_data(folder / "data"), folder, options, entry=case.entry)
     with running(run) as process:
-        wait_for_steps(run, process, 3)
-        _check_steps(run.steps())
+        wait_for_steps(run, process, 1)
         assert listening_elsewhere(run) == []
-        servers = [one for one in processes_of(run) if "SamebitServer" in one.name() or _is_server(one)]
-        assert len(servers) == 1
-        servers[0].kill()
-        killed = time.monotonic()
-        assert process.wait(60) != 0
-        assert time.monotonic() - killed < 10
+        code = process.wait(LONGEST)
+        ended = time.time()
     said = run.log.read_text()
+    assert died.exists(), said[-4000:]
+    assert code != 0
+    assert ended - died.stat().st_mtime < 10
     assert "samebit_server_0 is lost" in said or "ActorDiedError" in said
     assert "actor died" in said
+    return run
 
 
 def _check_steps(steps: list[dict[str, Any]]) -> None:
@@ -65,9 +86,3 @@ def _check_steps(steps: list[dict[str, Any]]) -> None:
         assert row["samebit/syncs"] >= 1
         assert row["samebit/released_bytes"] > 0
     assert any(name.startswith("val-core/chain_sum") for row in steps for name in row)
-
-
-def _is_server(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return any("ray::SamebitServer" in part for part in process.cmdline())
-    return False

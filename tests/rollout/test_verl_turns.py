@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from samebit.recipes.verl_grpo import cases
 from samebit.recipes.verl_grpo.launch import Run
 from samebit.recipes.verl_grpo.mismatch import MISMATCH
 
-from .verl_run import LONGEST, build_data, listening_elsewhere, running, wait_for_steps
+from .verl_run import IN_VERL, LONGEST, build_data, listening_elsewhere, running, spied, wait_for_steps
 
 BLOCK = 8
 
@@ -30,13 +29,8 @@ def test_a_run_of_several_turns_with_two_servers_of_their_own_until_one_dies_in_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """verl's agent loop with a tool; bfloat16, dynamic batches; weights by broadcast; nothing is sampled ahead."""
-    here = Path(__file__).parent / "in_verl"
-    spied = tmp_path / "spied"
-    spied.mkdir()
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_spy")
-    monkeypatch.setenv("SPY_FOLDER", str(spied))
-    monkeypatch.setenv("SPY_LAST_UPDATE", "4")  # the first is before the first step
+    answers = spied(tmp_path, monkeypatch, SPY_LAST_UPDATE="4")  # the first is before the first step
+    died = answers / "died"
     rollout = "actor_rollout_ref.rollout"
     options = {
         **cases.settings(200),
@@ -49,7 +43,7 @@ def test_a_run_of_several_turns_with_two_servers_of_their_own_until_one_dies_in_
         f"{rollout}.custom.block_size": BLOCK,
         f"{rollout}.agent.default_agent_loop": "tool_agent",
         f"{rollout}.multi_turn.format": "always",
-        f"{rollout}.multi_turn.function_tool_path": here / "verl_tool.py",
+        f"{rollout}.multi_turn.function_tool_path": IN_VERL / "verl_tool.py",
         f"{rollout}.multi_turn.max_assistant_turns": 2,
     }
     run = Run(build_data(tmp_path / "data"), tmp_path, options)
@@ -60,8 +54,8 @@ def test_a_run_of_several_turns_with_two_servers_of_their_own_until_one_dies_in_
         ended = time.time()
     said = run.log.read_text()
     assert code != 0
-    assert (spied / "died").exists(), said[-4000:]
-    assert ended - (spied / "died").stat().st_mtime < 10
+    assert died.exists(), said[-4000:]
+    assert ended - died.stat().st_mtime < 10
     assert "actor died" in said
     steps = run.steps()
     assert len(steps) == 2
@@ -74,7 +68,7 @@ def test_a_run_of_several_turns_with_two_servers_of_their_own_until_one_dies_in_
         assert row["samebit/on_policy/tokens_differing"] == 0
         assert row["samebit/prefix_hit_rate"] > 0
         assert row["samebit/broadcast_bytes"] > 0
-    _check_turns([json.loads(line) for file in spied.glob("*.jsonl") for line in file.read_text().splitlines()])
+    _check_turns([json.loads(line) for file in answers.glob("*.jsonl") for line in file.read_text().splitlines()])
 
 
 def _check_turns(answers: list[dict[str, Any]]) -> None:

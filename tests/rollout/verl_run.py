@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from samebit.recipes.verl_grpo import task
 from samebit.recipes.verl_grpo.launch import Run
 
 LONGEST = 150
+IN_VERL = Path(__file__).parent / "in_verl"
 TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
 
 
@@ -25,6 +27,17 @@ def build_data(folder: Path) -> Path:
     """A model and prompts, as the recipe has them but smaller."""
     task.build(folder, training=64, held_out=4, warm=False, tie_word_embeddings=False, **TINY)
     return folder
+
+
+def spied(folder: Path, monkeypatch: pytest.MonkeyPatch, **environment: str) -> Path:
+    """Where the servers of the next run write down what they answered; see verl_spy.py."""
+    answers = folder / "spied"
+    answers.mkdir()
+    found = [str(IN_VERL), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(found), "SPY_FOLDER": str(answers)}
+    for name, value in {"VERL_USE_EXTERNAL_MODULES": "verl_spy", **environment}.items():
+        monkeypatch.setenv(name, value)
+    return answers
 
 
 @contextmanager

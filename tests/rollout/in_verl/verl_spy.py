@@ -1,7 +1,7 @@
-"""For VERL_USE_EXTERNAL_MODULES: servers write down what they answered, and one dies in an update of its weights.
+"""For VERL_USE_EXTERNAL_MODULES: servers write down what they answered, and one dies.
 
-Environment: SPY_FOLDER, where it is written, a file a server; SPY_LAST_UPDATE, the number of the update in which it
-dies.
+Environment: SPY_FOLDER, where it is written, a file a server. SPY_LAST_UPDATE, the number of the update by broadcast in
+which it dies; or SPY_LAST_ANSWER, how many answers it gives before it dies with others being generated.
 """
 
 from __future__ import annotations
@@ -18,24 +18,33 @@ from samebit.weight_sync import BroadcastReceiver
 from samebit.weight_sync.link import Answer
 
 FOLDER = Path(os.environ["SPY_FOLDER"])
-LAST = int(os.environ["SPY_LAST_UPDATE"])
+LAST_UPDATE, LAST_ANSWER = (int(os.environ.get(f"SPY_LAST_{what}", 0)) for what in ("UPDATE", "ANSWER"))
 DIED = "died"
 
 _answer, _result = BroadcastReceiver.answer, RequestHandle.result_async
-_updates = itertools.count(1)
+_updates, _answers = itertools.count(1), itertools.count(1)
+_asked: set[str] = set()
+
+
+def die() -> None:
+    """Only one server does."""
+    if not (FOLDER / DIED).exists():
+        (FOLDER / DIED).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def answer(self: BroadcastReceiver, given: Answer) -> Answer:
     """All have agreed, the weights come: the first server that is so far dies here."""
     decided = _answer(self, given)
-    if next(_updates) == LAST and not (FOLDER / DIED).exists():
-        (FOLDER / DIED).touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+    if next(_updates) == LAST_UPDATE:
+        die()
     return decided
 
 
 async def result(self: RequestHandle) -> RequestOutput:
+    _asked.add(self.request_id)
     output = await _result(self)
+    _asked.remove(self.request_id)
     turn = {
         "server": os.getpid(),
         "prompt": output.prompt_token_ids,
@@ -44,6 +53,8 @@ async def result(self: RequestHandle) -> RequestOutput:
     }
     with (FOLDER / f"{os.getpid()}.jsonl").open("a") as file:
         file.write(json.dumps(turn) + "\n")
+    if LAST_ANSWER and next(_answers) >= LAST_ANSWER and _asked:
+        die()
     return output
 
 
