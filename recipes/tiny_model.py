@@ -20,7 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+END = "<eos>"
+SPECIAL = ("<pad>", "<bos>", END, "<unk>")
 CHARACTERS = "0123456789+-=;[]"
 
 _MAMBA = {
@@ -40,7 +41,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = Fuse()
     backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token=END, unk_token="<unk>"
     )
 
 

@@ -5,7 +5,7 @@ and mostly does not: there is something left for GRPO to find.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -15,10 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from samebit.kernels import token_logprobs
 from samebit.recipes.chain_sum import working
+from samebit.recipes.lessons import Lesson, Rows, rows
 from samebit.recipes.problem import Problem
 from samebit.recipes.settings import Settings
-from samebit.recipes.tiny_model import pad_id
-from samebit.recipes.trajectory import Batch, Trajectory, collate
 
 BATCH = 64
 LEARNING_RATE = 2e-3
@@ -42,16 +41,14 @@ def problems_needed(settings: Settings) -> int:
 class _Trainer:
     """AdamW over supervised batches, with a smoothed loss."""
 
-    def __init__(self, model: PreTrainedModel, pad: int) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.pad = pad
         self.optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
         self.loss = float("inf")
         self.steps = 0
 
-    def step(self, examples: Sequence[Trajectory], rate: float) -> None:
+    def step(self, batch: Rows, rate: float) -> None:
         """One step at `rate` times the learning rate, ramped up over the first steps."""
-        batch = collate(examples, self.pad)
         for group in self.optimizer.param_groups:
             group["lr"] = LEARNING_RATE * rate * min(1.0, (self.steps + 1) / RAMP)
         loss = supervised_loss(self.model, batch)
@@ -63,10 +60,10 @@ class _Trainer:
         self.steps += 1
 
 
-def supervised_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+def supervised_loss(model: PreTrainedModel, batch: Rows) -> torch.Tensor:
     """Mean negative log-probability of the answers' tokens, from the same kernels GRPO trains with."""
     logprobs = token_logprobs(model, batch.input_ids, attention_mask=batch.attention_mask)
-    return -logprobs[batch.sampled].mean()
+    return -logprobs[batch.taught].mean()
 
 
 def warm_up(
@@ -75,32 +72,29 @@ def warm_up(
     problems: Sequence[Problem],
     settings: Settings,
     seed: int,
+    row_tokens: int = 0,
 ) -> WarmupResult:
-    """Train `model` (bound) in place."""
-    trainer = _Trainer(model, pad_id(tokenizer))
+    """Train `model` (bound) in place, on rows of one problem, or of as many as fit into `row_tokens`."""
+    trainer = _Trainer(model)
     source = iter(problems)
     generator = random.Random(seed)
+
+    def batch(direct_share: float) -> Rows:
+        lessons = [_lesson(problem, generator.random() < direct_share) for problem in islice(source, BATCH)]
+        return rows(lessons, tokenizer, row_tokens)
+
     with tqdm(total=settings.warmup_cap, desc=f"seed {seed} warm-up", unit="step", mininterval=1.0) as bar:
         while trainer.steps < settings.warmup_cap and trainer.loss >= settings.warmup_loss:
-            trainer.step(_examples(source, tokenizer, 0.0, generator), rate=1.0)
+            trainer.step(batch(0.0), rate=1.0)
             bar.set_postfix(loss=f"{trainer.loss:.3f}", refresh=False)
             bar.update()
         bar.total = trainer.steps + settings.warmup_mixed
         for i in range(settings.warmup_mixed):
-            rate = 1.0 - 0.9 * i / settings.warmup_mixed
-            trainer.step(_examples(source, tokenizer, DIRECT_SHARE, generator), rate)
+            trainer.step(batch(DIRECT_SHARE), rate=1.0 - 0.9 * i / settings.warmup_mixed)
             bar.set_postfix(loss=f"{trainer.loss:.3f}", refresh=False)
             bar.update()
     return WarmupResult(trainer.steps, trainer.loss)
 
 
-def _examples(
-    source: Iterator[Problem], tokenizer: PreTrainedTokenizerFast, direct_share: float, generator: random.Random
-) -> list[Trajectory]:
-    return [_example(p, tokenizer, generator.random() < direct_share) for p in islice(source, BATCH)]
-
-
-def _example(problem: Problem, tokenizer: PreTrainedTokenizerFast, direct: bool) -> Trajectory:
-    text = problem.answer if direct else working(problem.prompt) + problem.answer
-    answer = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    return Trajectory(tokenizer(problem.prompt).input_ids, answer, [0.0] * len(answer))
+def _lesson(problem: Problem, direct: bool) -> Lesson:
+    return Lesson(problem.prompt, problem.answer if direct else working(problem.prompt) + problem.answer)

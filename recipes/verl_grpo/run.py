@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=16, help="GRPO steps")
     parser.add_argument("--out", type=Path, default=Path("runs/verl-grpo"), help="where everything goes")
     parser.add_argument("--architecture", choices=("dense", "hybrid"), default="dense", help="of the model")
-    parser.add_argument("--shape", choices=tuple(SHAPES), help="full: 64 answers of 128 tokens a step; else small")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="full: 4.7 M parameters, long prompts; else small")
     parser.add_argument("--compare", action="store_true", help="run the full shape again, with Hugging Face's generate")
     parser.add_argument("options", nargs="*", help="any option of verl, as NAME=VALUE")
     given = parser.parse_args(arguments)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shape.build(data, given.architecture)
     options: dict[str, object] = {**shape.options, "trainer.total_training_steps": given.steps}
     options |= dict(option.split("=", 1) for option in given.options)
-    run = Run(data, given.out, options)
+    run = Run(data, given.out, options, num_threads=shape.num_threads)
     console.print(f"verl is starting; its log is {run.log}", highlight=False)
     code = follow(run, console)
     if code != 0:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figure(run, given.out / "verl-grpo.png")
     if given.compare:
         options["actor_rollout_ref.rollout.custom.generate_with"] = "huggingface"
-        other = Run(data, given.out / "huggingface", options)
+        other = Run(data, given.out / "huggingface", options, num_threads=shape.num_threads)
         console.print("the same with Hugging Face's generate", highlight=False)
         if follow(other, console) != 0:
             sys.exit(f"error: the cause is at the end of {other.log}")

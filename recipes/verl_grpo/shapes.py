@@ -9,20 +9,21 @@ from samebit.recipes.verl_grpo import task
 
 @dataclass(frozen=True)
 class Shape:
-    """One size. options: of verl, over tiny.yaml. model: entries of the model's configuration; weights that are not the
-    recipe's are random. prompt_tokens: of each prompt, filled up with worked examples; 0 leaves it as it is."""
+    """One size. options: of verl, over tiny.yaml. model: entries of the model's configuration. prompt_tokens: of each
+    prompt, filled up with worked examples; 0 leaves it as it is. num_threads: of the trainer's process."""
 
     options: Mapping[str, object] = field(default_factory=dict)
     model: Mapping[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
+    num_threads: int = 1
 
     def build(self, folder: Path, architecture: str) -> None:
-        """Model and data."""
+        """Model, warmed up, and data."""
         task.build(
             folder,
             training=4096,
             held_out=64,
-            warm=not self.model,
+            warm=True,
             architecture=architecture,
             prompt_tokens=self.prompt_tokens,
             **self.model,
@@ -31,14 +32,12 @@ class Shape:
 
 SHAPES = {
     "small": Shape({"trainer.test_freq": 4}),
-    # The workload of benchmarks/rollout.py.
+    # The model of benchmarks/rollout.py, and its prompts: 8 of 256 tokens with 8 answers each.
     "full": Shape(
         {
             "data.train_batch_size": 8,
             "data.max_prompt_length": 256,
-            "data.max_response_length": 128,
             "actor_rollout_ref.rollout.n": 8,
-            "actor_rollout_ref.rollout.ignore_eos": True,
             "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 8,
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 8,
@@ -54,5 +53,6 @@ SHAPES = {
             "max_position_embeddings": 512,
         },
         prompt_tokens=256,
+        num_threads=2,
     ),
 }

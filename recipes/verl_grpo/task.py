@@ -30,41 +30,39 @@ def build(
     """Write `model/`, `train.parquet` and `test.parquet`, unless they are there.
 
     warm: teach the model the task first, as recipes/grpo.py does; else its weights are random. architecture: see
-    `tiny_model.build_model`. prompt_tokens: fill prompts up to so many with worked examples. sizes: entries of the
-    model's configuration.
+    `tiny_model.build_model`. prompt_tokens: fill prompts, and the rows of the warm-up, up to so many with worked
+    examples. sizes: entries of the model's configuration.
     """
     if (folder / "test.parquet").exists():
         return
     settings = Settings(held_out=held_out, architecture=architecture)
     used = warmup.problems_needed(settings) if warm else 0
     sets = chain_sum.problem_sets(SEED, used + training, held_out)
-    _save_model(folder / "model", sets.training[:used], settings, **sizes)
-    asked = (with_examples(problems, prompt_tokens - 1) for problems in (sets.training[used:], sets.held_out))
+    tokenizer = tiny_model.build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    model = tiny_model.build_model(tokenizer, SEED, architecture, **sizes)
+    if warm:
+        warmup.warm_up(bind(model), tokenizer, sets.training[:used], settings, SEED, prompt_tokens)
+    tiny_model.save(model, tokenizer, folder / "model")
+    asked = (with_examples(problems, prompt_tokens) for problems in (sets.training[used:], sets.held_out))
     save_problems(ProblemSets(*asked), folder)
 
 
-def _save_model(folder: Path, problems: Sequence[Problem], settings: Settings, **sizes: Any) -> None:
-    tokenizer = tiny_model.build_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    model = tiny_model.build_model(tokenizer, SEED, settings.architecture, **sizes)
-    if problems:
-        warmup.warm_up(bind(model), tokenizer, problems, settings, SEED)
-    tiny_model.save(model, tokenizer, folder)
+def with_examples(problems: Sequence[Problem], tokens: int) -> list[Problem]:
+    """Each with the next ones, worked out, in front of it: as many as leave the prompt within `tokens`."""
+    return [replace(problem, prompt=_prompt(problems, index, tokens)) for index, problem in enumerate(problems)]
 
 
-def with_examples(problems: Sequence[Problem], length: int) -> list[Problem]:
-    """Each with the next ones, worked out, in front of it: as many as leave the prompt within `length` characters."""
-    return [replace(problem, prompt=_prompt(problems, index, length)) for index, problem in enumerate(problems)]
-
-
-def _prompt(problems: Sequence[Problem], index: int, length: int) -> str:
+def _prompt(problems: Sequence[Problem], index: int, tokens: int) -> str:
     text = problems[index].prompt
+    used = 1 + len(text)  # a character is a token; `<bos>` comes in front
     for other in range(index + 1, index + len(problems)):
         shown = problems[other % len(problems)]
-        example = f"{shown.prompt}{chain_sum.working(shown.prompt)}{shown.answer};"
-        if len(example) + len(text) > length:
+        example = f"{shown.prompt}{chain_sum.working(shown.prompt)}{shown.answer}"
+        used += len(example) + 1
+        if used > tokens:
             break
-        text = example + text
+        text = f"{example}{tiny_model.END}{text}"
     return text
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from samebit.recipes.chain_sum import problem_sets
+from samebit.recipes.chain_sum import problem_sets, working
+from samebit.recipes.tiny_model import build_tokenizer
 from samebit.recipes.verl_grpo import cases, matrix, mismatch, reward, run, shapes, task
 from samebit.recipes.verl_grpo.launch import Run
 
@@ -109,19 +110,18 @@ def test_problems_in_verls_columns(tmp_path: Path) -> None:
     assert reward.compute_score("chain_sum", "[1+2=3", "3") == 0.0
 
 
-def test_prompts_can_be_filled_up_with_examples(tmp_path: Path) -> None:
+def test_prompts_can_be_filled_up_with_examples() -> None:
     problems = problem_sets(0, 20, 2).training
-    longer = task.with_examples(problems, 255)
-    for short, long in zip(problems, longer, strict=True):
-        assert long.prompt.endswith(";" + short.prompt)
-        assert 200 < len(long.prompt) <= 255
+    tokenizer = build_tokenizer()
+    longer = task.with_examples(problems, 256)
+    for index, (short, long) in enumerate(zip(problems, longer, strict=True)):
+        following = problems[(index + 1) % len(problems)]
+        assert long.prompt.endswith(working(following.prompt) + following.answer + "<eos>" + short.prompt)
+        assert 200 < len(tokenizer(long.prompt).input_ids) <= 256
         assert long.answer == short.answer
-    assert task.with_examples(problems, -1) == problems
-    shapes.SHAPES["full"].build(tmp_path, "dense")
-    rows = pyarrow.parquet.read_table(tmp_path / "train.parquet").to_pylist()
-    assert (
-        max(len(row["prompt"][0]["content"]) for row in rows) < shapes.SHAPES["full"].options["data.max_prompt_length"]
-    )
+    assert task.with_examples(problems, 0) == problems
+    full = shapes.SHAPES["full"]
+    assert full.prompt_tokens == full.options["data.max_prompt_length"]
 
 
 def test_tables_of_a_run() -> None:
