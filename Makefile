@@ -6,7 +6,7 @@
 #   make grpo-async                                                 one step off policy, the worker in its own process
 #   make verl-grpo                                                  GRPO in verl, with samebit as its rollout
 #   make verl-grpo MODEL=hybrid                                     a model with Mamba layers, into runs/verl-grpo-hybrid
-#   make verl-matrix                                                verl's mismatch over many kinds of runs; takes more than an hour
+#   make verl-matrix                                                verl's mismatch over many kinds of runs; takes about an hour
 #   make soak COUNT=2000                                            long hypothesis campaigns
 
 PYTHON ?= python3
