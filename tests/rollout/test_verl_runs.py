@@ -5,6 +5,7 @@ All processes listen on the loopback interface alone, which is looked at.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def test_a_run_in_which_trainer_and_rollout_share_their_resources_until_the_serv
 
 
 @pytest.mark.soak
+@pytest.mark.skipif("SAMEBIT_SOAK_CASES" not in os.environ, reason="make soak: a run of verl each")
 @pytest.mark.parametrize(
     "name", ["sync-packed-fp32", "separate_async-packed-fp32", "one_step_off-packed-fp32", "fully_async-packed-fp32"]
 )
