@@ -32,7 +32,7 @@ class Shape:
 
 SHAPES = {
     "small": Shape({"trainer.test_freq": 4}),
-    # The model of benchmarks/rollout.py, and its prompts: 8 of 256 tokens with 8 answers each.
+    # The layers of the 5 M model of benchmarks/rollout.py, and its 8 prompts of up to 256 tokens with 8 answers each.
     "full": Shape(
         {
             "data.train_batch_size": 8,
