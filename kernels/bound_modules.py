@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from .activation import activated, gated
 from .attention import AttentionOptions, attention, attention_of_rotated
 from .context import ForwardContext, LayoutMask, installed_context, layout_of, training_context, use_context
+from .families import RECURRENT_MASKS
 from .linear import linear, linears
 from .norm import layer_norm, rms_norm
 from .rope import RotaryTables, rotary_tables
@@ -89,10 +89,6 @@ class EmbeddingFacts:
     scale: float
 
 
-_MAPS_MASKS = "linear_attention" in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
-"""transformers that knows masks of recurrent layers drops a ready mask there, but takes one mask a kind of layer."""
-
-
 def attach(module: nn.Module, forward: Callable[..., Any], facts: Any = None) -> None:
     """Replace the forward of this instance."""
     module.__dict__["samebit"] = facts
@@ -122,7 +118,8 @@ def _mask(facts: DecoderFacts, context: ForwardContext) -> LayoutMask | dict[str
     if not facts.attends:
         return LayoutMask.of(context, dimensions=2)
     mask = LayoutMask.of(context, dimensions=4)
-    return {"full_attention": mask, "linear_attention": mask} if facts.recurs and _MAPS_MASKS else mask
+    # transformers that has masks of recurrent layers drops a ready one there, but takes one for each kind of layer
+    return {"full_attention": mask, "linear_attention": mask} if facts.recurs and RECURRENT_MASKS else mask
 
 
 def positions_forward(self: Any, *args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:

@@ -7,6 +7,13 @@ Hugging Face writes each family's modules out in full, under the family's own pr
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+
+RECURRENT_MASKS = "linear_attention" in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+"""transformers 5.13 or later: it knows masks of recurrent layers, and renames Mamba and attention layers on reading."""
+
+_NEW_NAMES = {"mamba": "linear_attention", "attention": "full_attention"} if RECURRENT_MASKS else {}
+
 
 class BindingError(ValueError):
     """The model can not be bound exactly; the message names every reason."""
@@ -30,7 +37,7 @@ class Family:
         gated_norms: class names of the mixer's norm, over the versions of transformers.
         dt_floor: the mixer's time step is at least the config's ``time_step_min``, not within ``time_step_limit``.
         drops_positions: the causal language model does not hand ``position_ids`` on.
-        layer_types: what its layers may be, in the words of its config.
+        layer_types: what its layers may be, in the words of the configs before transformers 5.13.
         required_layer: a layer type without which Hugging Face can not run the family, if there is one.
         conv_bias: the config's key for whether the mixers' convolutions have a bias; of families with a mixer.
     """
@@ -51,6 +58,11 @@ class Family:
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
     required_layer: str = ""
     conv_bias: str = ""
+
+    @property
+    def allowed_layers(self) -> tuple[str, ...]:
+        """What its layers may be, in the words of the configs of this transformers."""
+        return tuple(dict.fromkeys(_NEW_NAMES.get(kind, kind) for kind in self.layer_types))
 
     def class_name(self, part: str) -> str:
         """Hugging Face's name of one of the family's classes: 'Attention', 'MLP', ..."""
@@ -188,7 +200,7 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
 def _layer_features(family: Family | None, config: dict[str, Any]) -> list[str]:
     """Layers that Hugging Face may take for attention although the config calls them something else."""
     given = {*(config.get("layer_types") or ()), *(config.get("layers_block_type") or ())}
-    allowed = Family.layer_types if family is None else family.layer_types
+    allowed = Family.layer_types if family is None else family.allowed_layers
     names = f"layer types given: {', '.join(sorted(given))}; allowed: {', '.join(allowed)}"
     found = [f"layers of type {kind!r} ({names})" for kind in sorted(given - {*allowed})]
     if family is not None and family.required_layer and family.required_layer not in given:

@@ -26,6 +26,11 @@ LONGROPE = {
 }
 
 
+MAMBA, ATTENTION = "(mamba|linear_attention)", "(full_)?attention"
+"""What configs call these layers: before transformers 5.13, and since."""
+GRANITES = f"{MAMBA}, (attention, )?full_attention"
+
+
 def of_family(name: str, **config: Any) -> Callable[[], nn.Module]:
     classes = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
     return lambda: classes[1](classes[0](**config))
@@ -98,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "experts of Nemotron-H, none of them routed": (
         lambda: make_model("NemotronH", layers_block_type=["mamba", "moe"], n_routed_experts=0),
-        "layers of type 'moe'.*given: mamba, moe; allowed: mamba, attention, mlp",
+        rf"layers of type 'moe'.*given: {MAMBA}, moe; allowed: {MAMBA}, {ATTENTION}, mlp",
     ),
     "experts of Granite": (
         lambda: make_model("GraniteMoeHybrid", num_local_experts=2, num_experts_per_tok=1),
@@ -128,24 +133,24 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"layer 1 has no adapter of its own",
     ),
     "a layer of another kind": (
-        lambda: make_model("GraniteMoeHybrid", layer_types=["mamba", "linear_attention"]),
-        r"'linear_attention' \(layer types given: linear_attention, mamba; allowed: mamba, attention, full_attention\)",
+        lambda: make_model("GraniteMoeHybrid", layer_types=["mamba", "sliding_attention"]),
+        rf"'sliding_attention' \(layer types given: {MAMBA}, sliding_attention; allowed: {GRANITES}\)",
     ),
     "a layer of Falcon-H1's in Granite": (
         lambda: make_model("GraniteMoeHybrid", layer_types=["mamba", "hybrid"]),
-        r"layers of type 'hybrid' \(layer types given: hybrid, mamba; allowed: mamba, attention, full_attention\)",
+        rf"layers of type 'hybrid' \(layer types given: hybrid, {MAMBA}; allowed: {GRANITES}\)",
     ),
     "a layer of experts in Granite": (
         lambda: make_model("GraniteMoeHybrid", layer_types=["mamba", "moe"]),
-        "layers of type 'moe'.*given: mamba, moe; allowed: mamba, attention, full_attention",
+        rf"layers of type 'moe'.*given: {MAMBA}, moe; allowed: {GRANITES}",
     ),
     "plain attention in Zamba2": (
         lambda: make_model("Zamba2", layers_block_type=["mamba", "attention", "hybrid", "hybrid"]),
-        "layers of type 'attention'.*given: attention, hybrid, mamba; allowed: mamba, hybrid",
+        rf"layers of type '{ATTENTION}'.*given: {ATTENTION}, hybrid, {MAMBA}; allowed: {MAMBA}, hybrid",
     ),
     "no hybrid layer in Zamba2": (
         lambda: make_model("Zamba2", layers_block_type=["mamba"] * 4),
-        "no layer of type 'hybrid'.*given: mamba; allowed: mamba, hybrid",
+        rf"no layer of type 'hybrid'.*given: {MAMBA}; allowed: {MAMBA}, hybrid",
     ),
     "no shared blocks in Zamba2": (
         lambda: make_model("Zamba2", layers_block_type=["mamba"] * 4, num_mem_blocks=0),
