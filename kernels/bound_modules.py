@@ -6,7 +6,7 @@ Each is a plain function of the module, attached to the instance together with t
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -63,6 +63,13 @@ class RotaryFacts:
 
     frequencies: dict[str, torch.Tensor]
     scaling: dict[str, float]
+    _moved: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    def on(self, device: torch.device, layer_type: str) -> torch.Tensor:
+        """The frequencies of a layer type on this device; moved once, because a CUDA graph can not record that."""
+        if (layer_type, device) not in self._moved:
+            self._moved[layer_type, device] = self.frequencies[layer_type].to(device)
+        return self._moved[layer_type, device]
 
 
 @dataclass(frozen=True)
@@ -176,7 +183,8 @@ def rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer
     context = installed_context()
     if context is None:
         raise ValueError("the rotary module of a bound model runs only inside the model's forward")
-    return rotary_tables(facts.frequencies[layer_type], facts.scaling[layer_type], context)
+    frequencies = facts.on(context.positions.device, layer_type)
+    return rotary_tables(frequencies, facts.scaling[layer_type], context)
 
 
 def mlp_forward(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:

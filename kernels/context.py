@@ -50,6 +50,7 @@ class ForwardContext:
             a training call.
         captures: ``[M, 3]`` (sequence, absolute position, checkpoint): keep the state of that sequence at that chunk
             boundary, which this call reaches or passes, in that checkpoint of ``states``.
+        device_layout: what of this is on the device already, by whoever sent it there; None to have it sent.
     """
 
     positions: torch.Tensor
@@ -63,6 +64,7 @@ class ForwardContext:
     write_from: Ints | None = None
     states: StateMemory | None = None
     captures: Ints = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    device_layout: "DeviceLayout | None" = None
 
     def __post_init__(self) -> None:
         if len(self.captures):
@@ -134,6 +136,8 @@ class ForwardContext:
     @cached_property
     def on_device(self) -> "DeviceLayout":
         """What Triton's kernels read of this layout, on the device of ``positions``."""
+        if self.device_layout is not None:
+            return self.device_layout
         from .triton.layout import DeviceLayout
 
         return DeviceLayout.of(self, self.positions.device)

@@ -31,9 +31,9 @@ Layer = tuple[torch.Tensor, torch.Tensor | None]
 """Weight and bias."""
 
 
-def row_tile(dtype: torch.dtype) -> int:
-    """Rows that a GEMM of this dtype is padded to a multiple of."""
-    return 1 if dtype == torch.float32 else ROW_TILE
+def row_tile(weight: torch.Tensor) -> int:
+    """Rows that a product with this weight is padded to a multiple of: 1 where the kernel is our own."""
+    return 1 if weight.dtype == torch.float32 or device.on_gpu(weight) else ROW_TILE
 
 
 def padded_rows(rows: int, tile: int = ROW_TILE) -> int:

@@ -35,15 +35,28 @@ def logprobs_from_logits(
     tokens = token_ids.reshape(-1)
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= rows.shape[1]):
         raise ValueError(f"token_ids must lie in [0, {rows.shape[1]}), got {int(tokens.min())}..{int(tokens.max())}")
-    if device.on_gpu(rows):
+    return logprobs_of_rows(rows, tokens, temperatures).view(token_ids.shape)
+
+
+def logprobs_of_rows(logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """`logprobs_from_logits` of ids and temperatures known to be good: on a GPU its checks wait for the device.
+
+    Args:
+        logits: ``[R, V]``; on the CPU float32.
+        token_ids: ``[R]`` int64.
+        temperatures: ``[R]`` float32, on the device of the logits.
+
+    Returns:
+        ``[R]`` float32.
+    """
+    if device.on_gpu(logits):
         from .triton import logprobs as gpu
 
-        out: torch.Tensor = gpu.gathered(rows, tokens, temperatures)
-    elif torch.is_grad_enabled() and rows.requires_grad:
-        out = _Gather.apply(rows, tokens, temperatures)
-    else:
-        out = _gather(rows, tokens, temperatures)[0]
-    return out.view(token_ids.shape)
+        return gpu.gathered(logits, token_ids, temperatures)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        out: torch.Tensor = _Gather.apply(logits, token_ids, temperatures)
+        return out
+    return _gather(logits, token_ids, temperatures)[0]
 
 
 def entropy_from_logits(logits: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:

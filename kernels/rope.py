@@ -38,9 +38,8 @@ class RotaryTables:
 
 
 def rotary_tables(inverse_frequencies: torch.Tensor, scaling: float, context: ForwardContext) -> RotaryTables:
-    """Angles of the context's positions; ``inverse_frequencies``: ``[R]`` float32."""
-    frequencies = inverse_frequencies.to(context.positions.device)
-    angles = context.positions.to(torch.float32)[:, None] * frequencies[None, :]
+    """Angles of the context's positions; ``inverse_frequencies``: ``[R]`` float32 on their device."""
+    angles = context.positions.to(torch.float32)[:, None] * inverse_frequencies[None, :]
     return RotaryTables(cos=angles.cos() * scaling, sin=angles.sin() * scaling, context=context)
 
 

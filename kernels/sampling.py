@@ -14,25 +14,28 @@ from .cpu import philox
 _RULED_OUT = float("-inf")
 
 
-def uniforms(keys: np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """Uniform numbers in [0, 1) with 53 bits, one a row, from Philox4x32-10.
+def uniforms(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """Uniform numbers in [0, 1) with 53 bits, one a row, from Philox4x32-10 (Salmon et al. 2011).
 
     Args:
         keys: ``[R, 2]`` uint32.
         counters: ``[R, 4]`` uint32.
 
     Returns:
-        ``[R]`` float64.
+        ``[R]`` float64 on the device of the counters, the same bits on each.
     """
+    if device.on_gpu(counters):
+        from .triton import sampling as gpu
+
+        return gpu.uniforms(keys, counters)
     words = np.empty((len(counters), 4), np.uint32)
-    philox.blocks(words.size, counters, keys, words)
+    philox.blocks(words.size, counters.numpy(), keys.numpy(), words)
     high = (words[:, 0] >> np.uint32(5)).astype(np.float64)
     low = (words[:, 1] >> np.uint32(6)).astype(np.float64)
-    out: np.ndarray = (high * 67108864.0 + low) / 9007199254740992.0
-    return out
+    return torch.from_numpy((high * 67108864.0 + low) / 9007199254740992.0)
 
 
-def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: np.ndarray) -> np.ndarray:
+def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Sample one token a row from softmax(logits / temperature); greedy (lowest id on ties) at temperature 0.
 
     Args:
@@ -41,16 +44,14 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: np.ndarray) 
         uniform: ``[R]`` float64 in [0, 1).
 
     Returns:
-        ``[R]`` int64; -1 for a row from which nothing can be drawn.
+        ``[R]`` int64 on the device of the logits; -1 for a row from which nothing can be drawn.
     """
     if device.on_gpu(logits):
         from .triton import sampling as gpu
 
-        drawn = gpu.draw(logits, temperatures, torch.from_numpy(uniform).to(logits.device))
-        chosen: np.ndarray = drawn.cpu().numpy()
-        return chosen
-    out = np.empty(logits.shape[0], np.int64)
-    cpu.draw(logits.numel(), logits.numpy(), temperatures.numpy(), uniform, out)
+        return gpu.draw(logits, temperatures, uniform)
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    cpu.draw(logits.numel(), logits.numpy(), temperatures.numpy(), uniform.numpy(), out.numpy())
     return out
 
 

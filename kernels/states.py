@@ -14,15 +14,22 @@ A checkpoint is the state and the window at a block boundary. Nothing is cleared
 starts at position 0 reads nothing of what its slot held.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
+from . import device
 from .cpu.numeric import LANES
 from .cpu.ssd import HEAD_TILE, SCAN_CHUNK
+from .packing import indices
 from .pools import zeroed_pool
+
+Pairs = Sequence[tuple[int, int]]
+"""From the first to the second, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -120,23 +127,45 @@ class StateMemory:
     layers: tuple[LayerStates, ...]
     checkpoints: tuple[LayerCheckpoints, ...]
 
-    def copy_slot(self, source: int, target: int) -> None:
-        """Make ``target`` continue where ``source`` is."""
-        for layer in self.layers:
-            for tensor in _tensors(layer):
-                tensor[target] = tensor[source]
+    def copy_slots(self, pairs: Pairs) -> None:
+        """(source, target): make the target continue where the source is."""
+        for sources, targets in self._together(pairs):
+            for layer in self.layers:
+                for tensor in _tensors(layer):
+                    tensor[targets] = tensor[sources]
 
-    def take_checkpoint(self, slot: int, checkpoint: int) -> None:
-        """Keep the slot's last block boundary."""
-        for layer, kept in zip(self.layers, self.checkpoints, strict=True):
-            kept.state[checkpoint] = layer.block_state[slot]
-            kept.window[checkpoint] = layer.block_window[slot]
+    def take_checkpoints(self, pairs: Pairs) -> None:
+        """(slot, checkpoint): keep the slot's last block boundary."""
+        for slots, kept in self._together(pairs):
+            for layer, memory in zip(self.layers, self.checkpoints, strict=True):
+                memory.state[kept] = layer.block_state[slots]
+                memory.window[kept] = layer.block_window[slots]
 
-    def restore_checkpoint(self, checkpoint: int, slot: int) -> None:
-        """Put the slot at the boundary that the checkpoint was taken at; its tail is then empty."""
-        for layer, kept in zip(self.layers, self.checkpoints, strict=True):
-            layer.state[slot] = layer.block_state[slot] = kept.state[checkpoint]
-            layer.window[slot] = layer.block_window[slot] = kept.window[checkpoint]
+    def restore_checkpoints(self, pairs: Pairs) -> None:
+        """(checkpoint, slot): put the slot at the boundary that the checkpoint was taken at; its tail is then empty."""
+        for kept, slots in self._together(pairs):
+            for layer, memory in zip(self.layers, self.checkpoints, strict=True):
+                layer.state[slots] = layer.block_state[slots] = memory.state[kept]
+                layer.window[slots] = layer.block_window[slots] = memory.window[kept]
+
+    def _together(self, pairs: Pairs) -> Iterator[tuple[Any, Any]]:
+        """Indices of what is moved at once: on the CPU a pair, on a GPU, where each launch costs, what does not depend
+        on a move before it."""
+        if not pairs or not device.on_gpu(self.layers[0].state):
+            yield from pairs
+            return
+        batch: dict[int, int] = {}
+        for source, target in pairs:
+            if target in batch or source in batch:
+                yield self._indices(batch)
+                batch = {}
+            batch[target] = source
+        yield self._indices(batch)
+
+    def _indices(self, source_of: dict[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers = np.array([list(source_of.values()), list(source_of)], np.int64)
+        sources, targets = indices(numbers, self.layers[0].state.device)
+        return sources, targets
 
 
 @dataclass(frozen=True)

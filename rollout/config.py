@@ -42,6 +42,8 @@ class RolloutConfig:
         none: then a prefix that is hit saves memory only. Refused for models without such layers.
     dtype: "float32", "bfloat16" (or the torch dtypes), or "auto"/None for the checkpoint's own.
     device: "cpu", or "cuda" for the process's current CUDA device. A folder is loaded there; a module must be there.
+    enforce_eager: on CUDA, launch a step's kernels one by one instead of replaying CUDA graphs. No result depends on
+        it. (On the CPU they always are.)
     num_threads: CPU threads of the generation thread; None leaves the process default.
     seed: base of the random numbers of requests that bring no seed.
     while_asleep: what a request does that comes while the worker sleeps, or after its weights were discarded and before
@@ -61,6 +63,7 @@ class RolloutConfig:
     state_cache_gb: float | None = None
     dtype: str | torch.dtype | None = None
     device: str = "cpu"
+    enforce_eager: bool = False
     num_threads: int | None = None
     seed: int = 0
     while_asleep: str = "raise"
@@ -99,8 +102,9 @@ class RolloutConfig:
         if self.while_asleep not in WHILE_ASLEEP:
             allowed = " or ".join(map(repr, WHILE_ASLEEP))
             raise ValueError(f"while_asleep must be {allowed}, got {self.while_asleep!r}")
-        if not isinstance(self.exact, bool):
-            raise ValueError(f"exact must be True or False, got {self.exact!r}")
+        for name in ("exact", "enforce_eager"):
+            if not isinstance(self.__dict__[name], bool):
+                raise ValueError(f"{name} must be True or False, got {self.__dict__[name]!r}")
         if self.device not in DEVICES:
             raise ValueError(f"device must be {' or '.join(map(repr, DEVICES))}, got {self.device!r}")
         if self.device == "cuda" and not torch.cuda.is_available():

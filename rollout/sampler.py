@@ -8,13 +8,14 @@ Invariants
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from samebit.kernels import logprobs_from_logits
 from samebit.kernels import sampling as kernels
-from samebit.kernels.logprobs import log_softmax
+from samebit.kernels.logprobs import log_softmax, logprobs_of_rows
 from samebit.rollout.request import Sequence
 from samebit.rollout.step import StepResult
 
@@ -24,39 +25,29 @@ _UNSEEDED = 1 << 31
 _WORD = 0xFFFFFFFF
 
 
+@dataclass(frozen=True, eq=False)
+class DrawInputs:
+    """What R draws need besides the logits, on the host or on the device.
+
+    rows: ``[R]`` int64, of the logits: a fork draws from the row of the sequence that it left. temperatures: ``[R]``
+    float32. keys, counters: of the random numbers, ``[R, 2]`` and ``[R, 4]`` uint32.
+    """
+
+    rows: torch.Tensor
+    temperatures: torch.Tensor
+    keys: torch.Tensor
+    counters: torch.Tensor
+
+
 class Sampler:
     """Chooses the next token of each row and reports its log-probability."""
 
     def __init__(self, seed: int, exact: bool) -> None:
         self.seed = seed
-        self.score = logprobs_from_logits if exact else _torch_logprobs
+        self.score = logprobs_of_rows if exact else _torch_logprobs
 
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> StepResult:
-        """One token a row.
-
-        Args:
-            logits: ``[R, V]`` float32, unprocessed.
-            sequences: the R sequences; each row's token goes to position ``num_tokens``.
-        """
-        logits = logits.contiguous()
-        temperatures = torch.tensor([s.params.temperature for s in sequences], dtype=torch.float32)
-        plain = bool(((temperatures == 0) | (temperatures == 1)).all())
-        temperatures = temperatures.to(logits.device)
-        chosen = kernels.draw(_processed(logits, sequences), temperatures, self._uniforms(sequences))
-        tokens = torch.from_numpy(np.maximum(chosen, 0)).to(logits.device)
-        report_at = torch.where(temperatures == 0, 1.0, temperatures)
-        scores = self.score(logits, tokens, report_at)
-        at_one = scores if plain else self.score(logits, tokens, torch.ones_like(report_at))
-        logprobs, raw = scores.cpu().numpy(), at_one.cpu().numpy()
-        return StepResult(
-            token_ids=np.maximum(chosen, 0),
-            logprobs=logprobs,
-            raw_logprobs=raw,
-            finite=np.isfinite(logprobs) & np.isfinite(raw) & (chosen >= 0),
-            top_logprobs=_top_logprobs(logits, tokens, report_at, sequences),
-        )
-
-    def _uniforms(self, sequences: list[Sequence]) -> npt.NDArray[np.float64]:
+    def inputs(self, sequences: list[Sequence], rows: npt.NDArray[np.int64]) -> DrawInputs:
+        """Of the next token of each sequence, which goes to position ``num_tokens``; on the host."""
         keys = np.empty((len(sequences), 2), np.uint32)
         counters = np.zeros((len(sequences), 4), np.uint32)
         for row, sequence in enumerate(sequences):
@@ -70,7 +61,35 @@ class Sampler:
                 counters[row, 3] = (ordinal >> 32) | _UNSEEDED
             keys[row, 0] = seed & _WORD
             keys[row, 1] = (seed >> 32) & _WORD
-        return kernels.uniforms(keys, counters)
+        temperatures = torch.tensor([s.params.temperature for s in sequences], dtype=torch.float32)
+        return DrawInputs(torch.from_numpy(rows), temperatures, torch.from_numpy(keys), torch.from_numpy(counters))
+
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence], inputs: DrawInputs) -> StepResult:
+        """One token a row; waits for the device once, unless likely tokens are asked for as well.
+
+        Args:
+            logits: ``[R, V]`` float32, unprocessed, or fewer where several draw from one row.
+            sequences: the R sequences.
+            inputs: theirs, on the device of the logits.
+        """
+        logits = logits.contiguous() if len(logits) == len(sequences) else logits[inputs.rows]
+        temperatures = inputs.temperatures
+        uniform = kernels.uniforms(inputs.keys, inputs.counters)
+        chosen = kernels.draw(_processed(logits, sequences), temperatures, uniform)
+        tokens = chosen.clamp(min=0)
+        report_at = torch.where(temperatures == 0, 1.0, temperatures)
+        scores = self.score(logits, tokens, report_at)
+        plain = all(sequence.params.temperature in (0, 1) for sequence in sequences)
+        at_one = scores if plain else self.score(logits, tokens, torch.ones_like(report_at))
+        found = torch.stack([chosen.double(), scores.double(), at_one.double()]).cpu().numpy()
+        logprobs, raw = found[1].astype(np.float32), found[2].astype(np.float32)
+        return StepResult(
+            token_ids=np.maximum(found[0], 0).astype(np.int64),
+            logprobs=logprobs,
+            raw_logprobs=raw,
+            finite=np.isfinite(logprobs) & np.isfinite(raw) & (found[0] >= 0),
+            top_logprobs=_top_logprobs(logits, tokens, report_at, sequences),
+        )
 
 
 def _torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

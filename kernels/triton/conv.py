@@ -104,15 +104,15 @@ def _move_windows(x: torch.Tensor, context: ForwardContext, options: SSMOptions)
     width = x.shape[1]
     _move_window[(len(context.lengths), blocks(width, ELEMENTS))](
         x, layout.row_start, layout.lengths, layout.starts, layout.slots, layer.window, layer.block_window,
-        layout.captures, context.states.checkpoints[options.layer].window, len(layout.captures), context.block_size,
+        layout.captures, layout.first_capture, context.states.checkpoints[options.layer].window, context.block_size,
         x.stride(0), width, layer.window.shape[1], ELEMENTS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_captures", "grid"])
+@triton.jit(do_not_specialize=["grid"])
 def _move_window(
     x: tensor, row_start: tensor, lengths: tensor, starts: tensor, slots: tensor, windows: tensor,
-    block_windows: tensor, captures: tensor, captured: tensor, num_captures: tensor, grid: tensor,
+    block_windows: tensor, captures: tensor, first_capture: tensor, captured: tensor, grid: tensor,
     STRIDE: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
 ) -> None:  # fmt: skip
     sequence = tl.program_id(0)
@@ -120,15 +120,15 @@ def _move_window(
     start, slot = tl.load(starts + sequence), tl.load(slots + sequence).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     rows, window = x + row * STRIDE, windows + slot * (SIZE * WIDTH)
-    for c in range(num_captures):
-        if tl.load(captures + 3 * c) == sequence:
-            target = captured + tl.load(captures + 3 * c + 2).to(tl.int64) * (SIZE * WIDTH)
-            _window_at(rows, tl.load(captures + 3 * c + 1) - start, window, target, channel, STRIDE, WIDTH, SIZE)
+    for c in range(tl.load(first_capture + sequence), tl.load(first_capture + sequence + 1)):
+        target = captured + tl.load(captures + 3 * c + 2).to(tl.int64) * (SIZE * WIDTH)
+        _window_at(rows, tl.load(captures + 3 * c + 1) - start, window, target, channel, STRIDE, WIDTH, SIZE)
     boundary = (start + length) // grid * grid
     if boundary > start:
         target = block_windows + slot * (SIZE * WIDTH)
         _window_at(rows, boundary - start, window, target, channel, STRIDE, WIDTH, SIZE)
-    _window_at(rows, length, window, window, channel, STRIDE, WIDTH, SIZE)
+    if length > 0:  # a sequence that pads a graph names a slot that is not its own
+        _window_at(rows, length, window, window, channel, STRIDE, WIDTH, SIZE)
 
 
 @triton.jit

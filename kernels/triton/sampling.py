@@ -17,7 +17,7 @@ _ROWS = 128
 
 
 def uniforms(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """As `samebit.kernels.sampling.uniforms`: ``[R]`` float64 from ``[R, 2]`` and ``[R, 4]`` int32 (bits of uint32)."""
+    """As `samebit.kernels.sampling.uniforms`."""
     out = torch.empty(len(keys), dtype=torch.float64, device=keys.device)
     if len(keys):
         _uniforms[(blocks(len(keys), _ROWS),)](aligned(keys), aligned(counters), out, len(keys), _ROWS)
@@ -28,12 +28,12 @@ def uniforms(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
 def _uniforms(keys: tensor, counters: tensor, out: tensor, count: tensor, ROWS: tl.constexpr) -> None:
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < count
-    k0 = tl.load(keys + 2 * row, mask=real, other=0).to(tl.uint32, bitcast=True)
-    k1 = tl.load(keys + 2 * row + 1, mask=real, other=0).to(tl.uint32, bitcast=True)
-    c0 = tl.load(counters + 4 * row, mask=real, other=0).to(tl.uint32, bitcast=True)
-    c1 = tl.load(counters + 4 * row + 1, mask=real, other=0).to(tl.uint32, bitcast=True)
-    c2 = tl.load(counters + 4 * row + 2, mask=real, other=0).to(tl.uint32, bitcast=True)
-    c3 = tl.load(counters + 4 * row + 3, mask=real, other=0).to(tl.uint32, bitcast=True)
+    k0 = tl.load(keys + 2 * row, mask=real, other=0)
+    k1 = tl.load(keys + 2 * row + 1, mask=real, other=0)
+    c0 = tl.load(counters + 4 * row, mask=real, other=0)
+    c1 = tl.load(counters + 4 * row + 1, mask=real, other=0)
+    c2 = tl.load(counters + 4 * row + 2, mask=real, other=0)
+    c3 = tl.load(counters + 4 * row + 3, mask=real, other=0)
     a, b, _, _ = tl.philox_impl(c0, c1, c2, c3, k0, k1, 10)
     high, low = (a >> 5).to(tl.float64), (b >> 6).to(tl.float64)
     tl.store(out + row, (high * 67108864.0 + low) / 9007199254740992.0, mask=real)

@@ -113,7 +113,7 @@ def _scan(
     if len(context.lengths):
         _scan_head[(len(context.lengths), heads)](
             xbc, dt, aligned(decay_rate), aligned(dt_bias), aligned(skip), low, high, layout.row_start, layout.lengths,
-            layout.starts, layout.slots, *memory, layout.captures, len(layout.captures), grid, out, heads, head_dim,
+            layout.starts, layout.slots, *memory, layout.captures, layout.first_capture, grid, out, heads, head_dim,
             groups, size, blocks(head_dim, LANES) * LANES, blocks(size, LANES) * LANES,
             blocks(heads // groups, HEAD_TILE), SCAN_CHUNK, power_of_two(max(16, head_dim)),
             power_of_two(max(16, size)), num_warps=_WARPS,
@@ -121,11 +121,11 @@ def _scan(
     return out
 
 
-@triton.jit(do_not_specialize=["low", "high", "num_captures", "grid"])
+@triton.jit(do_not_specialize=["low", "high", "grid"])
 def _scan_head(
     xbc: tensor, dt: tensor, decay_rate: tensor, dt_bias: tensor, skip: tensor, low: tensor, high: tensor,
     row_start: tensor, lengths: tensor, starts: tensor, slots: tensor, states: tensor, block_states: tensor,
-    tail_x: tensor, tail_b: tensor, tail_dt: tensor, captured: tensor, captures: tensor, num_captures: tensor,
+    tail_x: tensor, tail_b: tensor, tail_dt: tensor, captured: tensor, captures: tensor, first_capture: tensor,
     grid: tensor, out: tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, DEEP: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, PADDED_DIM: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
@@ -181,9 +181,8 @@ def _scan_head(
                     tl.store(states + own + in_state, state, mask=real_state)
                 if base + CHUNK == end // grid * grid:
                     tl.store(block_states + own + in_state, state, mask=real_state)
-                for capture in range(num_captures):
-                    wanted = tl.load(captures + 3 * capture) == sequence
-                    if wanted & (tl.load(captures + 3 * capture + 1) == base + CHUNK):
+                for capture in range(tl.load(first_capture + sequence), tl.load(first_capture + sequence + 1)):
+                    if tl.load(captures + 3 * capture + 1) == base + CHUNK:
                         target = (tl.load(captures + 3 * capture + 2).to(tl.int64) * HEADS + head) * (SIZE * WIDE)
                         tl.store(captured + target + in_state, state, mask=real_state)
 

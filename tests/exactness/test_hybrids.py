@@ -138,12 +138,12 @@ def test_checkpoints_and_forks_continue_with_the_same_bits(family: str, dtype: t
     steps = Steps(model, 2)
     steps.run([(0, 0, sequence[:128])], captures=[(0, 64, 1), (0, 128, 2)])
     steps.run([(0, 128, sequence[128:140])])
-    steps.states.take_checkpoint(1, 3)
+    steps.states.take_checkpoints([(1, 3)])
     steps.tables[2] = steps.tables[1]  # the second sequence shares the first one's blocks
     for checkpoint, start in ((1, 64), (2, 128), (3, 128)):
-        steps.states.restore_checkpoint(checkpoint, 2)
+        steps.states.restore_checkpoints([(checkpoint, 2)])
         assert torch.equal(steps.run([(1, start, sequence[start:])])[0], expected[start:])
-    steps.states.copy_slot(1, 2)
+    steps.states.copy_slots([(1, 2)])
     both = steps.run([(0, 140, sequence[140:]), (1, 140, sequence[140:])])
     assert torch.equal(both[0], expected[140:])
     assert torch.equal(both[1], expected[140:])

@@ -20,6 +20,10 @@ def counters(count: int, stream: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return np.tile(np.array([[stream, 7]], np.uint32), (count, 1)), numbers
 
 
+def drawn_uniforms(count: int, stream: int = 0) -> torch.Tensor:
+    return uniforms(*map(torch.from_numpy, counters(count, stream)))
+
+
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [
@@ -41,7 +45,7 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], ex
 
 def test_uniforms_are_53_bits_of_their_counter_alone() -> None:
     keys, numbers = counters(30_000)
-    whole = uniforms(keys, numbers)
+    whole = drawn_uniforms(30_000).numpy()
     assert whole.min() >= 0
     assert whole.max() < 1
     assert len(np.unique(whole)) == len(whole)
@@ -51,7 +55,8 @@ def test_uniforms_are_53_bits_of_their_counter_alone() -> None:
     assert whole[5] == ((int(words[0, 0]) >> 5) * 2**26 + (int(words[0, 1]) >> 6)) / 2**53
     for number in THREADS:
         with threads(number):
-            assert np.array_equal(uniforms(keys[17:20], numbers[17:20]), whole[17:20])
+            some = uniforms(torch.from_numpy(keys[17:20]), torch.from_numpy(numbers[17:20]))
+            assert np.array_equal(some.numpy(), whole[17:20])
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -83,7 +88,7 @@ def test_frequencies_follow_the_distribution(temperature: float, filters: dict[s
         keep_likely(logits, temperature, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, **filters})
     count = 20_000
     rows = logits.expand(count, -1).contiguous()
-    tokens = draw(rows, torch.full((count,), temperature), uniforms(*counters(count, stream=3)))
+    tokens = draw(rows, torch.full((count,), temperature), drawn_uniforms(count, stream=3)).numpy()
     counts = np.bincount(tokens, minlength=1500)
     assert not counts[wanted == 0].any()
     assert chi_square(counts, wanted) < 4
@@ -94,13 +99,13 @@ def test_frequencies_follow_the_distribution(temperature: float, filters: dict[s
 def test_a_draw_depends_on_its_row_alone(vocabulary: int) -> None:
     torch.manual_seed(vocabulary)
     logits, temperatures = torch.randn(7, vocabulary), torch.tensor([1.0, 0.7, 0.0, 1.0, 2.0, 0.5, 1.0])
-    uniform = uniforms(*counters(7))
+    uniform = drawn_uniforms(7)
     whole = draw(logits, temperatures, uniform)
     assert whole[2] == logits[2].argmax()
     for count in (1, 2, 3):
         for number in THREADS:
             with threads(number):
-                assert np.array_equal(draw(logits[-count:], temperatures[-count:], uniform[-count:]), whole[-count:])
+                assert torch.equal(draw(logits[-count:], temperatures[-count:], uniform[-count:]), whole[-count:])
 
 
 def test_the_ends_of_the_distribution() -> None:
@@ -108,8 +113,8 @@ def test_the_ends_of_the_distribution() -> None:
     logits = torch.tensor(
         [[ruled_out, 1.0, ruled_out, 1.0], [2.0, 5.0, 5.0, 1.0], [ruled_out] * 4, [0.0, torch.nan, 0, 0]]
     )
-    ones, last = torch.ones(4), np.full(4, np.nextafter(1.0, 0.0))
-    assert draw(logits, ones, np.zeros(4)).tolist() == [1, 0, -1, -1]
+    ones, last = torch.ones(4), torch.full((4,), float(np.nextafter(1.0, 0.0)), dtype=torch.float64)
+    assert draw(logits, ones, torch.zeros(4, dtype=torch.float64)).tolist() == [1, 0, -1, -1]
     assert draw(logits, ones, last).tolist() == [3, 3, -1, -1]
     assert draw(logits[:3], torch.zeros(3), last[:3]).tolist() == [1, 1, -1]
 
@@ -152,6 +157,6 @@ def test_penalty_bias_and_exclusion() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_with_nan_draws_nothing(temperature: float) -> None:
     logits = torch.tensor([[0.0, torch.nan, 0.0, 0.0], [0.0, 3.0, 0.0, 0.0]])
-    tokens = draw(logits, torch.full((2,), temperature), np.zeros(2))
+    tokens = draw(logits, torch.full((2,), temperature), torch.zeros(2, dtype=torch.float64))
     assert tokens[0] == -1
     assert tokens[1] >= 0

@@ -88,7 +88,7 @@ def test_checkpoints_and_copies_continue_with_the_same_bits(dtype: torch.dtype) 
         context = step_context([end - start], [start], [1], states, captures=captures.get(number, ()))
         got = layer.rows(np.arange(start, end)).run(context, case.options)
         assert torch.equal(got, expected[start:end])
-    states.take_checkpoint(1, 4)
+    states.take_checkpoints([(1, 4)])
 
     def go_on(slot: int, start: int) -> None:
         rows = np.arange(start, length)
@@ -96,9 +96,9 @@ def test_checkpoints_and_copies_continue_with_the_same_bits(dtype: torch.dtype) 
         assert torch.equal(layer.rows(rows).run(context, case.options), expected[start:])
 
     for checkpoint, start in enumerate((16, 32, 48, 64, 64)):
-        states.restore_checkpoint(checkpoint, 2)
+        states.restore_checkpoints([(checkpoint, 2)])
         go_on(2, start)
-    states.copy_slot(1, 0)
+    states.copy_slots([(1, 0)])
     go_on(0, 70)
     go_on(1, 70)
 

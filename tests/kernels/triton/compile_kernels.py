@@ -90,7 +90,7 @@ def vocabulary() -> None:
     log_softmax(logits, temperatures)
     sampling.draw(logits, temperatures, temperatures.double())
     keep_likely(logits[0], 0.7, 50, 0.9, 0.1)
-    sampling.uniforms(torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32))
+    sampling.uniforms(torch.zeros(3, 2, dtype=torch.uint32), torch.zeros(3, 4, dtype=torch.uint32))
 
 
 def mamba() -> None:

@@ -53,10 +53,10 @@ def test_a_checkpoint_continues_where_it_was_taken() -> None:
         return layer.rows(np.arange(first + start, first + end), 1, DEVICE).run(context, case.options)[:-1]
 
     run(0, 40, 1, [(0, 16, 0)])
-    states.take_checkpoint(1, 1)  # as of token 32, the last block boundary
-    states.restore_checkpoint(0, 2)
+    states.take_checkpoints([(1, 1)])  # as of token 32, the last block boundary
+    states.restore_checkpoints([(0, 2)])
     assert_near(run(16, 49, 2, []), expected[16:], 4)
-    states.restore_checkpoint(1, 2)
+    states.restore_checkpoints([(1, 2)])
     assert_near(run(32, 49, 2, []), expected[32:], 4)
     assert_near(run(40, 49, 1, []), expected[40:], 4)
 

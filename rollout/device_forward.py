@@ -1,0 +1,63 @@
+"""A step's forward call on a device: its arrays go there in one copy, and where a graph fits it is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+
+import torch
+from torch import nn
+
+from samebit.kernels.context import ForwardContext
+from samebit.kernels.packing import Arrays, Tensors, sent
+from samebit.kernels.triton.layout import layout_parts, on_device
+from samebit.rollout.forward import StepLogits, logits_of
+from samebit.rollout.sampler import DrawInputs
+from samebit.rollout.step_graphs import StepGraphs
+from samebit.rollout.step_inputs import StepInputs
+
+
+class DeviceForward:
+    """See `samebit.rollout.forward.Forward`. Without `graphs` each step launches its kernels one by one."""
+
+    def __init__(self, device: torch.device, graphs: StepGraphs | None) -> None:
+        self.device = device
+        self.graphs = graphs
+        self._tile_sizes: frozenset[int] | None = None
+
+    def __call__(self, model: nn.Module, inputs: StepInputs) -> StepLogits:
+        arrays = _arrays(inputs, self._tile_sizes or ())
+        graph = None
+        if self.graphs is not None and self._tile_sizes is not None:  # known from the first step on
+            graph = self.graphs.fitting(model, arrays, inputs.context)
+        if graph is None:
+            parts = sent(arrays, self.device)
+            logits = self._launch(model, parts, inputs.context)
+        else:
+            parts, logits = graph.replay(arrays)
+        return StepLogits(logits[: len(inputs.head_rows)], _draws(parts, len(inputs.sequences)))
+
+    def _launch(self, model: nn.Module, parts: Tensors, context: ForwardContext) -> torch.Tensor:
+        context = on_device(context, parts)
+        logits = logits_of(model, parts["token_ids"], parts["head_rows"], context)
+        self._tile_sizes = frozenset(context.on_device.tiles_of)
+        return logits
+
+    def forget_memory(self) -> None:
+        """Graphs hold the addresses of pages and states: others are recorded when they are needed."""
+        if self.graphs is not None:
+            self.graphs.forget()
+
+
+def _arrays(inputs: StepInputs, tile_sizes: Iterable[int]) -> Arrays:
+    return {
+        "token_ids": inputs.token_ids,
+        "positions": inputs.context.positions.numpy(),
+        "head_rows": inputs.head_rows,
+        **{f"draw {one.name}": inputs.draws.__dict__[one.name].numpy() for one in fields(DrawInputs)},
+        **layout_parts(inputs.context, sorted(tile_sizes)),
+    }
+
+
+def _draws(parts: Tensors, count: int) -> DrawInputs:
+    return DrawInputs(**{one.name: parts[f"draw {one.name}"][:count] for one in fields(DrawInputs)})

@@ -1,0 +1,131 @@
+"""The arrays of a step, on the host: which rows are computed, in which layout, and what is drawn from them.
+
+Invariants
+----------
+* The rows are the planned tokens, sequence after sequence, then padding up to a whole number of GEMM row tiles; padding
+  writes to the null block.
+* The rows that reach the head are first those that sample, then those that score prompt tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from samebit.kernels.context import ForwardContext
+from samebit.kernels.linear import padded_rows
+from samebit.kernels.states import StateMemory
+from samebit.rollout.request import Sequence
+from samebit.rollout.sampler import DrawInputs, Sampler
+from samebit.rollout.step import ScheduledSequence
+
+Ints = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """What a step reads and writes beside its arrays. `states`: None without Mamba layers."""
+
+    pages: tuple[torch.Tensor, ...]
+    states: StateMemory | None
+    block_size: int
+
+
+@dataclass(frozen=True)
+class PromptPiece:
+    """Rows of the step that score the prompt tokens of a sequence from position `start` on."""
+
+    sequence: Sequence
+    start: int
+    rows: range
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """T rows, K of which reach the head.
+
+    context: of the T rows; its positions are on the host. token_ids: [T]. head_rows: [K], the first `num_sampling_rows`
+    of which sample. sequences: those that get a token, with `draws` for each. pieces: of the prompts that are scored.
+    """
+
+    context: ForwardContext
+    token_ids: Rows
+    head_rows: Rows
+    num_sampling_rows: int
+    sequences: list[Sequence]
+    draws: DrawInputs
+    pieces: list[PromptPiece]
+
+
+def step_inputs(
+    items: list[ScheduledSequence], block_tables: Ints, memory: Memory, sampler: Sampler, row_tile: int
+) -> StepInputs:
+    """Of these items; row `sequence.slot` of `block_tables` lists a sequence's blocks."""
+    lengths = np.array([item.length for item in items], np.int32)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    token_ids, context = _rows(items, lengths, ends, block_tables, memory, row_tile)
+    sampling = [item for item in items if item.samples]
+    sampling_rows = [int(end) - 1 for item, end in zip(items, ends, strict=True) if item.samples]
+    pieces = _prompt_pieces(items, ends)
+    sequences = [sequence for item in sampling for sequence in (item.sequence, *item.forks)]
+    drawn_rows = np.repeat(np.arange(len(sampling)), [1 + len(item.forks) for item in sampling])
+    return StepInputs(
+        context=context,
+        token_ids=token_ids,
+        head_rows=np.array(sampling_rows + [row for piece in pieces for row in piece.rows], np.int64),
+        num_sampling_rows=len(sampling),
+        sequences=sequences,
+        draws=sampler.inputs(sequences, drawn_rows),
+        pieces=pieces,
+    )
+
+
+def _rows(
+    items: list[ScheduledSequence], lengths: Ints, ends: Rows, block_tables: Ints, memory: Memory, row_tile: int
+) -> tuple[Rows, ForwardContext]:
+    count, total = int(ends[-1]), padded_rows(int(ends[-1]), row_tile)
+    starts = np.array([item.start for item in items], np.int32)
+    token_ids, positions = np.zeros((2, total), np.int64)
+    np.concatenate(
+        [item.sequence.token_ids[item.start : item.start + item.length] for item in items], out=token_ids[:count]
+    )
+    positions[:count] = np.arange(count) + np.repeat(starts - (ends - lengths), lengths)
+    context = ForwardContext(
+        positions=torch.from_numpy(positions),
+        row_start=(ends - lengths).astype(np.int32),
+        lengths=lengths,
+        starts=starts,
+        table_rows=np.array([item.sequence.slot for item in items], np.int32),
+        block_tables=block_tables,
+        block_size=memory.block_size,
+        pages=memory.pages,
+        write_from=np.array([item.sequence.write_from for item in items], np.int32),
+        states=memory.states,
+        captures=_captures(items),
+    )
+    return token_ids, context
+
+
+def _captures(items: list[ScheduledSequence]) -> Ints:
+    """``[M, 3]`` (item, position, checkpoint)."""
+    rows = [(number, *capture) for number, item in enumerate(items) for capture in item.captures]
+    return np.array(rows, np.int32).reshape(-1, 3)
+
+
+def _prompt_pieces(items: list[ScheduledSequence], ends: Rows) -> list[PromptPiece]:
+    pieces = [
+        _prompt_piece(item, int(end))
+        for item, end in zip(items, ends, strict=True)
+        if item.sequence.prompt_logprobs_wanted
+    ]
+    return [piece for piece in pieces if piece.rows]
+
+
+def _prompt_piece(item: ScheduledSequence, end: int) -> PromptPiece:
+    count = min(item.start + item.length, item.sequence.num_prompt_tokens - 1) - item.start
+    first = end - item.length
+    return PromptPiece(item.sequence, item.start + 1, range(first, first + max(count, 0)))
