@@ -5,7 +5,6 @@ from torch import nn
 
 from .binding import binding_of
 from .context import ForwardContext, training_context, use_context
-from .linear import padded_rows
 from .logprobs import logprobs_from_logits
 
 
@@ -69,15 +68,10 @@ def _token_rows(layout: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _packed(tokens: torch.Tensor, layout: ForwardContext, rows: torch.Tensor) -> tuple[torch.Tensor, ForwardContext]:
-    """The tokens without their padding as ``[1, N]``, N a whole number of GEMM row tiles, and their layout."""
-    total = padded_rows(len(rows))
-    ids = torch.zeros(1, total, dtype=tokens.dtype, device=tokens.device)
-    ids[0, : len(rows)] = tokens[rows]
-    positions = torch.zeros(total, dtype=torch.int64, device=tokens.device)
-    positions[: len(rows)] = layout.positions[rows]
+    """The N tokens without their padding as ``[1, N]``, and their layout."""
     ends = layout.lengths.cumsum()
     packed = ForwardContext(
-        positions=positions,
+        positions=layout.positions[rows],
         row_start=(ends - layout.lengths).astype(layout.lengths.dtype),
         lengths=layout.lengths,
         starts=layout.starts,
@@ -85,4 +79,4 @@ def _packed(tokens: torch.Tensor, layout: ForwardContext, rows: torch.Tensor) ->
         block_tables=layout.block_tables,
         block_size=layout.block_size,
     )
-    return ids, packed
+    return tokens[rows][None], packed

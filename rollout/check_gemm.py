@@ -1,8 +1,7 @@
 """Does a GEMM give a row the same bits among any number of rows, on this machine and these shapes?
 
-Everything else in the exact forward is fixed by its source, and in float32 the GEMM is too. In other dtypes it is
-torch's, and which of its kernels runs depends on the processor, the library, the number of rows and the number of
-threads; so it is measured.
+On the CPU it does by its source, which this row of the table shows. On a GPU it is measured: what a tensor core does
+with a row of a tile is the hardware's.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from samebit.kernels.linear import ROW_TILE, linear
+from samebit.kernels.linear import linear
 
 MOST_ROWS = 320
+TILE_ROWS = 16
 LARGE = 1 << 24
 """Elements of a weight from which on only some numbers of rows are tried."""
 
@@ -29,7 +29,7 @@ def check_gemm_rows(model: nn.Module) -> tuple[int, int, float]:
         for layer in layers.values():
             x = torch.randn(MOST_ROWS, layer.in_features, generator=torch.Generator().manual_seed(0))
             x = x.to(layer.weight)
-            expected = torch.cat([linear(tile, layer.weight, layer.bias) for tile in x.split(ROW_TILE)])
+            expected = torch.cat([linear(tile, layer.weight, layer.bias) for tile in x.split(TILE_ROWS)])
             for count in _thread_counts(threads):
                 torch.set_num_threads(count)
                 for found, wanted in _products(x, layer, expected):
@@ -48,12 +48,12 @@ def _thread_counts(most: int) -> list[int]:
 def _products(x: torch.Tensor, layer: nn.Linear, expected: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Products of the first n rows, of the rows in another order, and of operands off their alignment."""
     weight, bias = layer.weight, layer.bias
-    step = ROW_TILE if weight.numel() < LARGE else 4 * ROW_TILE
-    for count in (1, 7, ROW_TILE + 3, 2 * ROW_TILE, 3 * ROW_TILE, *range(step, MOST_ROWS + 1, step)):
+    step = TILE_ROWS if weight.numel() < LARGE else 4 * TILE_ROWS
+    for count in (1, 7, TILE_ROWS + 3, 2 * TILE_ROWS, 3 * TILE_ROWS, *range(step, MOST_ROWS + 1, step)):
         yield linear(x[:count], weight, bias), expected[:count]
     yield linear(x.flip(0), weight, bias).flip(0), expected
     shifted = _misaligned(weight)
-    for count in (3, ROW_TILE, 5 * ROW_TILE):
+    for count in (3, TILE_ROWS, 5 * TILE_ROWS):
         yield linear(_misaligned(x[:count]), weight, bias), expected[:count]
         yield linear(x[:count], shifted, bias), expected[:count]
 

@@ -19,7 +19,6 @@ from torch import nn
 
 from samebit.kernels import logprobs_from_logits
 from samebit.kernels.binding import binding_of
-from samebit.kernels.linear import row_tile
 from samebit.kernels.packing import indices
 from samebit.kernels.states import StateMemory
 from samebit.rollout.cache.states import StateCache, StateMoves
@@ -48,7 +47,6 @@ class ModelRunner:
         self.state_layout = binding.state_layout
         self.held_slots = range(config.max_num_seqs, config.max_num_seqs + config.num_held_states)
         self.num_checkpoints = config.num_checkpoints(self.bytes_per_checkpoint())
-        self.row_tile = row_tile(head) if config.exact else 1
         self.sampler = Sampler(config.seed, config.exact)
         self.memory: Memory | None = None
         self.forward = forward_for(head, config)
@@ -90,7 +88,7 @@ class ModelRunner:
         """Compute the plan; row ``sequence.slot`` of ``block_tables`` lists a sequence's blocks."""
         if self.memory is None:
             raise RuntimeError("the cache is not allocated: see allocate_cache()")
-        inputs = step_inputs(plan.items, block_tables, self.memory, self.sampler, self.row_tile)
+        inputs = step_inputs(plan.items, block_tables, self.memory, self.sampler)
         began = time.perf_counter()
         self._copy_blocks(self.memory, plan.copies)
         if self.memory.states is not None:

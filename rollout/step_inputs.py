@@ -2,8 +2,7 @@
 
 Invariants
 ----------
-* The rows are the planned tokens, sequence after sequence, then padding up to a whole number of GEMM row tiles; padding
-  writes to the null block.
+* The rows are the planned tokens, sequence after sequence.
 * The rows that reach the head are first those that sample, then those that score prompt tokens.
 """
 
@@ -16,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from samebit.kernels.context import ForwardContext
-from samebit.kernels.linear import padded_rows
 from samebit.kernels.states import StateMemory
 from samebit.rollout.request import Sequence
 from samebit.rollout.sampler import DrawInputs, Sampler
@@ -61,13 +59,11 @@ class StepInputs:
     pieces: list[PromptPiece]
 
 
-def step_inputs(
-    items: list[ScheduledSequence], block_tables: Ints, memory: Memory, sampler: Sampler, row_tile: int
-) -> StepInputs:
+def step_inputs(items: list[ScheduledSequence], block_tables: Ints, memory: Memory, sampler: Sampler) -> StepInputs:
     """Of these items; row `sequence.slot` of `block_tables` lists a sequence's blocks."""
     lengths = np.array([item.length for item in items], np.int32)
     ends = np.cumsum(lengths, dtype=np.int64)
-    token_ids, context = _rows(items, lengths, ends, block_tables, memory, row_tile)
+    token_ids, context = _rows(items, lengths, ends, block_tables, memory)
     sampling = [item for item in items if item.samples]
     sampling_rows = [int(end) - 1 for item, end in zip(items, ends, strict=True) if item.samples]
     pieces = _prompt_pieces(items, ends)
@@ -85,15 +81,12 @@ def step_inputs(
 
 
 def _rows(
-    items: list[ScheduledSequence], lengths: Ints, ends: Rows, block_tables: Ints, memory: Memory, row_tile: int
+    items: list[ScheduledSequence], lengths: Ints, ends: Rows, block_tables: Ints, memory: Memory
 ) -> tuple[Rows, ForwardContext]:
-    count, total = int(ends[-1]), padded_rows(int(ends[-1]), row_tile)
+    count = int(ends[-1])
     starts = np.array([item.start for item in items], np.int32)
-    token_ids, positions = np.zeros((2, total), np.int64)
-    np.concatenate(
-        [item.sequence.token_ids[item.start : item.start + item.length] for item in items], out=token_ids[:count]
-    )
-    positions[:count] = np.arange(count) + np.repeat(starts - (ends - lengths), lengths)
+    token_ids = np.concatenate([item.sequence.token_ids[item.start : item.start + item.length] for item in items])
+    positions = np.arange(count) + np.repeat(starts - (ends - lengths), lengths)
     context = ForwardContext(
         positions=torch.from_numpy(positions),
         row_start=(ends - lengths).astype(np.int32),

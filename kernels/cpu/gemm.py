@@ -1,4 +1,4 @@
-"""Matrix product ``out = x @ weight.T + bias`` in float32 on the CPU.
+"""Matrix product ``out = x @ weight.T + bias`` on the CPU: float32, or bfloat16 that is widened and rounded once.
 
 Invariants (the row rule):
 
@@ -18,8 +18,8 @@ import numpy as np
 from numba import njit, prange
 
 from .jit import RowKernel
-from .memory import floats
-from .numeric import LANES
+from .memory import elements
+from .numeric import LANES, narrow, widen
 from .simd_gemm import OUTPUTS, VECTORS, fetch, multiply_tile, transpose_tile
 
 SUM_BLOCK = 128
@@ -45,10 +45,14 @@ NO_LAYERS: tuple[Layer, Layer, Layer] = ((0, 0, 0, 0),) * 3
 
 
 def _multiply(
-    x_address: int, x_stride: int, rows: int, inputs: int, first: Layer, second: Layer, third: Layer, threads: int
-) -> None:
-    """One to three layers of the same ``x``: its rows are a stride apart, those of the results are contiguous."""
-    x = floats(x_address, rows * x_stride)
+    x_address: int, x_stride: int, rows: int, inputs: int, first: Layer, second: Layer, third: Layer, kind: Any,
+    threads: int,
+) -> None:  # fmt: skip
+    """One to three layers of the same ``x``: its rows are a stride apart, those of the results are contiguous.
+
+    ``kind``: the type of all elements (`memory.kind_of`).
+    """
+    x = elements(x_address, rows * x_stride, kind)
     panels = (rows + PANEL_ROWS - 1) // PANEL_ROWS
     parts = _parts(panels, max(first[2], second[2], third[2]), threads)
     for item in prange(panels * parts):
@@ -63,8 +67,9 @@ def _multiply(
             begin = min(item // panels * share, outputs)
             end = min(begin + share, outputs)
             _multiply_panel(
-                x, row * x_stride, x_stride, count, panel, width, filled, floats(weight, outputs * inputs),
-                floats(bias, outputs if bias else 0), begin, end, inputs, floats(out, rows * outputs), row, outputs,
+                x, row * x_stride, x_stride, count, panel, width, filled, elements(weight, outputs * inputs, kind),
+                elements(bias, outputs if bias else 0, kind), begin, end, inputs, elements(out, rows * outputs, kind),
+                row, outputs,
             )  # fmt: skip
             filled = filled or begin < end
 
@@ -107,11 +112,11 @@ def _transpose_rows(x: Any, at: int, stride: int, rows: int, count: int, panel: 
                 transpose_tile(x, at + row * stride + k, stride, panel, k * width + row, width)
             for k in range(whole, count):
                 for lane in range(row, row + LANES):
-                    panel[k * width + lane] = x[at + lane * stride + k]
+                    panel[k * width + lane] = widen(x[at + lane * stride + k])
         else:
             for k in range(count):
                 for lane in range(row, row + LANES):
-                    panel[k * width + lane] = x[at + lane * stride + k] if lane < rows else _ZERO
+                    panel[k * width + lane] = widen(x[at + lane * stride + k]) if lane < rows else _ZERO
 
 
 @njit(nogil=True, error_model="numpy")
@@ -138,11 +143,11 @@ def _add_products(
 
 @njit(nogil=True, error_model="numpy")
 def _write(sums: Any, width: int, bias: Any, rows: int, begin: int, end: int, out: Any, at: int, stride: int) -> None:
-    """``out[row, output] = sums[output, row] + bias[output]``; an empty bias is none."""
+    """``out[row, output] = sums[output, row] + bias[output]``, rounded once; an empty bias is none."""
     if len(bias) > 0:
         for output in range(begin, end):
             for row in range(width):
-                sums[(output - begin) * width + row] += bias[output]
+                sums[(output - begin) * width + row] += widen(bias[output])
     whole_rows = rows // LANES * LANES
     whole = (end - begin) // LANES * LANES
     for output in range(0, whole, LANES):
@@ -150,4 +155,4 @@ def _write(sums: Any, width: int, bias: Any, rows: int, begin: int, end: int, ou
             transpose_tile(sums, output * width + row, width, out, at + row * stride + begin + output, stride)
     for row in range(rows):
         for output in range(whole if row < whole_rows else 0, end - begin):
-            out[at + row * stride + begin + output] = sums[output * width + row]
+            out[at + row * stride + begin + output] = narrow(sums[output * width + row], out[0])

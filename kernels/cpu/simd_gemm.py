@@ -11,7 +11,18 @@ from numba import types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from .vectors import LANES, accumulate, fma, load_vector, pointer_to, prefetch, splat, store_vector, zeros
+from .vectors import (
+    LANES,
+    accumulate,
+    fma,
+    load_vector,
+    pointer_to,
+    prefetch,
+    splat_element,
+    splat_pair,
+    store_vector,
+    zeros,
+)
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[-1].split(",")
 
@@ -40,7 +51,7 @@ def multiply_tile(
     """``sums[j, 16 v + lane] += chain over i < count of weight[j, i] * panel[i, 16 v + lane]``, ascending from 0.
 
     ``vectors`` (v) is 1 to `VECTORS`, ``outputs`` (j) one of `OUTPUTS`; rows of the panel and of the sums are
-    ``width`` apart, rows of the weight ``weights_stride``.
+    ``width`` apart, rows of the weight, float32 or the uint16 bits of bfloat16, ``weights_stride``.
     """
     i64 = types.int64
     signature = types.void(i64, i64, panel, i64, i64, weights, i64, i64, i64, sums, i64)
@@ -62,15 +73,26 @@ def multiply_tile(
                 for lane in lanes
             ]
 
-            def body(i: Any, totals: list[Any]) -> list[Any]:
+            def add(i: Any, factors: list[Any], totals: list[Any]) -> list[Any]:
                 here = builder.gep(start, [builder.mul(i, step)])
                 loaded = [load_vector(builder, builder.gep(here, [lane]), types.float32) for lane in lanes]
-                factors = [splat(builder, builder.load(builder.gep(row, [i]))) for row in rows]
                 pairs = [(factor, vector) for factor in factors for vector in loaded]
                 return [fma(builder, *pair, total) for pair, total in zip(pairs, totals, strict=True)]
 
-            initial = [zeros() for _ in targets]
-            for target, chain in zip(targets, accumulate(builder, n, initial, body), strict=True):
+            def one(i: Any, totals: list[Any]) -> list[Any]:
+                at = builder.add(done, i)
+                return add(at, [splat_element(builder, builder.gep(row, [at]), weights.dtype) for row in rows], totals)
+
+            def two(pair: Any, totals: list[Any]) -> list[Any]:
+                i = builder.shl(pair, index(1))
+                factors = [splat_pair(builder, builder.gep(row, [i])) for row in rows]
+                totals = add(i, [low for low, _ in factors], totals)
+                return add(builder.add(i, index(1)), [high for _, high in factors], totals)
+
+            chains, done = [zeros() for _ in targets], index(0)
+            if weights.dtype != types.float32:
+                chains, done = accumulate(builder, builder.lshr(n, index(1)), chains, two), builder.and_(n, index(-2))
+            for target, chain in zip(targets, accumulate(builder, builder.sub(n, done), chains, one), strict=True):
                 so_far = load_vector(builder, target, types.float32)
                 store_vector(builder, builder.fadd(so_far, chain), target)
 
@@ -91,7 +113,10 @@ def multiply_tile(
 def transpose_tile(
     typingctx: Any, source: Any, source_at: Any, source_stride: Any, target: Any, target_at: Any, target_stride: Any
 ) -> Any:
-    """``target[j, i] = source[i, j]`` of sixteen rows and columns; rows are a stride apart on either side."""
+    """``target[j, i] = source[i, j]`` of sixteen rows and columns; rows are a stride apart on either side.
+
+    Either side is float32, or bfloat16 as its uint16 bits.
+    """
     i64 = types.int64
     signature = types.void(source, i64, i64, target, i64, i64)
 
@@ -102,14 +127,14 @@ def transpose_tile(
         def row_of(array_type: Any, array: Any, base: Any, stride: Any, row: int) -> Any:
             return pointer_to(context, builder, array_type, array, builder.add(base, builder.mul(stride, index(row))))
 
-        rows = [load_vector(builder, row_of(source, from_array, first, step, i), types.float32) for i in range(LANES)]
+        rows = [load_vector(builder, row_of(source, from_array, first, step, i), source.dtype) for i in range(LANES)]
         distance = 1
         while distance < LANES:  # swap the off-diagonal squares of this size
             for i in (i for i in range(LANES) if not i & distance):
                 rows[i], rows[i + distance] = _swap_halves(builder, rows[i], rows[i + distance], distance)
             distance *= 2
         for i, row in enumerate(rows):
-            store_vector(builder, row, row_of(target, to_array, target_first, target_step, i))
+            store_vector(builder, row, row_of(target, to_array, target_first, target_step, i), target.dtype)
         return context.get_dummy_value()
 
     return signature, generate

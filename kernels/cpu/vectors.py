@@ -32,14 +32,46 @@ def load_vector(builder: Any, pointer: Any, dtype: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(halves, _BITS), shift), VECTOR)
 
 
-def store_vector(builder: Any, value: Any, pointer: Any) -> None:
-    builder.store(value, builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
+def store_vector(builder: Any, value: Any, pointer: Any, dtype: Any = types.float32) -> None:
+    """Sixteen float32 as elements of this type; to bfloat16 (uint16 bits) they are rounded as `numeric.narrow` does."""
+    if dtype == types.float32:
+        builder.store(value, builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
+        return
+
+    def every(number: int) -> Any:
+        return ir.Constant(_BITS, [number] * LANES)
+
+    bits = builder.bitcast(value, _BITS)
+    odd = builder.and_(builder.lshr(bits, every(16)), every(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, every(0x7FFF)), odd), every(16))
+    kept = builder.select(builder.fcmp_unordered("uno", value, value), every(0x7FC0), rounded)
+    builder.store(builder.trunc(kept, _HALF_BITS), builder.bitcast(pointer, _HALF_BITS.as_pointer()), align=2)
 
 
 def stream_vector(builder: Any, value: Any, pointer: Any) -> None:
     """Store past the caches, where the target begins a cache line: what nobody reads soon would only fill them."""
     stored = builder.store(value, builder.bitcast(pointer, VECTOR.as_pointer()), align=64)
     stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
+
+def splat_pair(builder: Any, pointer: Any) -> tuple[Any, Any]:
+    """Two bfloat16 (uint16 bits) that lie side by side, each widened and in every lane: one load, two instructions."""
+    pair = ir.VectorType(ir.IntType(32), LANES)
+    word = builder.load(builder.bitcast(pointer, ir.IntType(32).as_pointer()), align=2)
+    lane0 = builder.insert_element(ir.Constant(pair, ir.Undefined), word, ir.IntType(32)(0))
+    words = builder.shuffle_vector(lane0, ir.Constant(pair, ir.Undefined), ir.Constant(_BITS, [0] * LANES))
+    low = builder.shl(words, ir.Constant(_BITS, [16] * LANES))
+    high = builder.and_(words, ir.Constant(_BITS, [0xFFFF0000] * LANES))
+    return builder.bitcast(low, VECTOR), builder.bitcast(high, VECTOR)
+
+
+def splat_element(builder: Any, pointer: Any, dtype: Any) -> Any:
+    """An element in every lane; bfloat16 (uint16 bits) is widened."""
+    element = builder.load(pointer)
+    if dtype != types.float32:
+        i32 = ir.IntType(32)
+        element = builder.bitcast(builder.shl(builder.zext(element, i32), i32(16)), ir.FloatType())
+    return splat(builder, element)
 
 
 def splat(builder: Any, scalar: Any) -> Any:

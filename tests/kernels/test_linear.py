@@ -18,12 +18,15 @@ SHAPES = [(1, 1), (5, 7), (100, 129), (129, 100), (256, 256), (1000, 33), (2500,
 ROWS = (1, 2, 3, 7, 16, 17, 48, 64, 65, 130, 300)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_a_row_has_the_same_bits_among_any_number_of_rows(inputs: int, outputs: int, biased: bool) -> None:
+def test_a_row_has_the_same_bits_among_any_number_of_rows(
+    inputs: int, outputs: int, biased: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(inputs)
-    x, weight = torch.randn(300, inputs), torch.randn(outputs, inputs)
-    bias = torch.randn(outputs) if biased else None
+    x, weight = torch.randn(300, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if biased else None
     alone = torch.cat([linear(row, weight, bias) for row in x.split(1)])
     for number in THREADS:
         with threads(number):
@@ -39,9 +42,21 @@ def test_linear_is_near_the_float64_oracle(inputs: int, outputs: int) -> None:
     assert (linear(x, weight, bias) - oracle).abs().max() < 4e-7 * inputs**0.5 * 4
 
 
-def test_operands_may_lie_anywhere() -> None:
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_bfloat16_is_float32_rounded_once(inputs: int, outputs: int) -> None:
+    torch.manual_seed(inputs)
+    x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((70, inputs), (outputs, inputs), (outputs,)))
+    x[3, 0], x[4, 0], x[5, 0] = torch.nan, torch.inf, -torch.inf
+    exact = linear(x.float(), weight.float(), bias.float()).bfloat16()
+    found = linear(x, weight, bias)
+    assert torch.equal(found.isnan(), exact.isnan())
+    assert torch.equal(found.nan_to_num(nan=7.0), exact.nan_to_num(nan=7.0)), "infinities too"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operands_may_lie_anywhere(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    joined, wide = torch.randn(37, 3, 2 * 129 + 1), torch.randn(2 * 77, 300)
+    joined, wide = torch.randn(37, 3, 2 * 129 + 1).to(dtype), torch.randn(2 * 77, 300).to(dtype)
     x, weight = joined[..., 5 : 5 + 129], wide[::2, 3 : 3 + 129]
     expected = linear(x.contiguous(), weight.contiguous())
     assert torch.equal(linear(x, weight), expected)
@@ -81,6 +96,15 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         linear(torch.ones(2, 4), torch.ones(3, 4), torch.ones(4))
 
 
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [(torch.float64, torch.float64), (torch.float16, torch.float16), (torch.float32, torch.bfloat16)],
+)
+def test_dtypes_that_are_not_exact_are_refused(x: torch.dtype, weight: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"x is {x}, weight {weight}, bias None; allowed: all alike, of torch.float32"):
+        linear(torch.ones(2, 4, dtype=x), torch.ones(3, 4, dtype=weight))
+
+
 _DIGEST = """
 import hashlib, sys
 import samebit.kernels
@@ -89,19 +113,26 @@ from torch import nn
 from samebit.kernels.cpu.simd_gemm import VECTORS
 from samebit.kernels.linear import linear, linears
 torch.manual_seed(0)
-out = linear(torch.randn(83, 300), torch.randn(129, 300), torch.randn(129))
-print(VECTORS, hashlib.sha256(out.numpy().tobytes()).hexdigest())
+dtype = getattr(torch, sys.argv[1])
+out = linear(torch.randn(83, 301).to(dtype), torch.randn(129, 301).to(dtype), torch.randn(129).to(dtype))
+print(VECTORS, hashlib.sha256(out.float().numpy().tobytes()).hexdigest())
 """
 
 
-def test_the_bits_do_not_depend_on_the_vectors_of_the_processor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_do_not_depend_on_the_vectors_of_the_processor(dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    out = linear(torch.randn(83, 300), torch.randn(129, 300), torch.randn(129))
+    out = linear(torch.randn(83, 301).to(dtype), torch.randn(129, 301).to(dtype), torch.randn(129).to(dtype)).float()
     environment = {
         **os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "NUMBA_CACHE_DIR": str(tmp_path)
     }  # fmt: skip
     found = subprocess.run(
-        [sys.executable, "-c", _DIGEST], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-c", _DIGEST, str(dtype).removeprefix("torch.")],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert found.stdout.split() == ["1", hashlib.sha256(out.numpy().tobytes()).hexdigest()]
 
