@@ -99,7 +99,7 @@ def _multiply_panel(
                 _transpose_rows(x, x_at + depth, x_stride, rows, count, panel, width)
             _add_products(panel, width, weight, inputs, depth, count, begin, end, last, sums)
         filled = True
-        _write(sums, width, bias, rows, begin, end, out, row * out_stride, out_stride)
+        write_rows(sums, width, bias, rows, begin, end, out, row * out_stride, out_stride)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -142,7 +142,9 @@ def _add_products(
 
 
 @njit(nogil=True, error_model="numpy")
-def _write(sums: Any, width: int, bias: Any, rows: int, begin: int, end: int, out: Any, at: int, stride: int) -> None:
+def write_rows(
+    sums: Any, width: int, bias: Any, rows: int, begin: int, end: int, out: Any, at: int, stride: int
+) -> None:
     """``out[row, output] = sums[output, row] + bias[output]``, rounded once; an empty bias is none."""
     if len(bias) > 0:
         for output in range(begin, end):

@@ -6,7 +6,6 @@ read where it lies, one scalar for all rows of the panel.
 
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
@@ -21,6 +20,7 @@ from .vectors import (
     splat_element,
     splat_pair,
     store_vector,
+    transposed,
     zeros,
 )
 
@@ -128,27 +128,11 @@ def transpose_tile(
             return pointer_to(context, builder, array_type, array, builder.add(base, builder.mul(stride, index(row))))
 
         rows = [load_vector(builder, row_of(source, from_array, first, step, i), source.dtype) for i in range(LANES)]
-        distance = 1
-        while distance < LANES:  # swap the off-diagonal squares of this size
-            for i in (i for i in range(LANES) if not i & distance):
-                rows[i], rows[i + distance] = _swap_halves(builder, rows[i], rows[i + distance], distance)
-            distance *= 2
-        for i, row in enumerate(rows):
+        for i, row in enumerate(transposed(builder, rows)):
             store_vector(builder, row, row_of(target, to_array, target_first, target_step, i), target.dtype)
         return context.get_dummy_value()
 
     return signature, generate
-
-
-def _swap_halves(builder: Any, upper: Any, lower: Any, distance: int) -> tuple[Any, Any]:
-    """Two rows after lanes with the bit ``distance`` of the upper changed places with those without of the lower."""
-    mask = ir.VectorType(ir.IntType(32), LANES)
-    first = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
-    second = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
-    return (
-        builder.shuffle_vector(upper, lower, ir.Constant(mask, first)),
-        builder.shuffle_vector(upper, lower, ir.Constant(mask, second)),
-    )
 
 
 @intrinsic

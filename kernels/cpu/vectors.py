@@ -125,3 +125,24 @@ def accumulate(builder: Any, count: Any, initial: list[Any], step: Any) -> list[
 def zeros() -> Any:
     """A vector of zeros."""
     return ir.Constant(VECTOR, [0.0] * LANES)
+
+
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Sixteen vectors as the columns of what they were the rows of."""
+    rows, distance = list(rows), 1
+    while distance < LANES:  # swap the off-diagonal squares of this size
+        for i in (i for i in range(LANES) if not i & distance):
+            rows[i], rows[i + distance] = _swap_halves(builder, rows[i], rows[i + distance], distance)
+        distance *= 2
+    return rows
+
+
+def _swap_halves(builder: Any, upper: Any, lower: Any, distance: int) -> tuple[Any, Any]:
+    """Two rows after lanes with the bit ``distance`` of the upper changed places with those without of the lower."""
+    mask = ir.VectorType(ir.IntType(32), LANES)
+    first = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+    second = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+    return (
+        builder.shuffle_vector(upper, lower, ir.Constant(mask, first)),
+        builder.shuffle_vector(upper, lower, ir.Constant(mask, second)),
+    )

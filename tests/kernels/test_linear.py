@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from samebit.kernels.cpu import tiles_amx
 from samebit.kernels.linear import linear, linears
 
 from .helpers import DTYPES, THREADS, threads
@@ -42,8 +43,28 @@ def test_linear_is_near_the_float64_oracle(inputs: int, outputs: int) -> None:
     assert (linear(x, weight, bias) - oracle).abs().max() < 4e-7 * inputs**0.5 * 4
 
 
+@pytest.fixture
+def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor without tile instructions."""
+    monkeypatch.setattr(tiles_amx, "available", lambda: False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_infinity_stay_in_their_row(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, 129).to(dtype), torch.randn(77, 129).to(dtype)
+    clean = linear(x, weight)
+    x[3, 0], x[4, 128], x[5, 7] = torch.nan, torch.inf, -torch.inf
+    found = linear(x, weight)
+    assert found[3].isnan().all()
+    assert not found[4:6].isfinite().any()
+    assert torch.equal(found[6:], clean[6:])
+    assert torch.equal(found[:3], clean[:3])
+
+
+@pytest.mark.usefixtures("_without_tiles")
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_bfloat16_is_float32_rounded_once(inputs: int, outputs: int) -> None:
+def test_bfloat16_without_tiles_is_float32_rounded_once(inputs: int, outputs: int) -> None:
     torch.manual_seed(inputs)
     x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((70, inputs), (outputs, inputs), (outputs,)))
     x[3, 0], x[4, 0], x[5, 0] = torch.nan, torch.inf, -torch.inf
@@ -119,6 +140,7 @@ print(VECTORS, hashlib.sha256(out.float().numpy().tobytes()).hexdigest())
 """
 
 
+@pytest.mark.usefixtures("_without_tiles")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bits_do_not_depend_on_the_vectors_of_the_processor(dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
