@@ -39,14 +39,14 @@ def test_memory_is_that_of_the_formula_and_of_a_worker(
     config = RolloutConfig(num_blocks=7, max_num_seqs=3, max_model_len=100)
     with RolloutWorker(str(tmp_path), config=config) as worker:
         runner = worker._engine.runner
-        assert sum(page.nbytes for page in runner.pages) == 8 * shown[f"kv_block_of_{runner.block_size}_tokens"]
-        if runner.states is None:
+        assert sum(page.nbytes for page in runner.memory.pages) == 8 * shown[f"kv_block_of_{runner.block_size}_tokens"]
+        if runner.memory.states is None:
             assert shown["state_of_a_sequence"] == shown["state_of_a_checkpoint"] == 0
             assert len(shown) == 3
             return
         slots, checkpoints = (
             sum(tensor.nbytes for layer in part for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor))
-            for part in (runner.states.layers, runner.states.checkpoints)
+            for part in (runner.memory.states.layers, runner.memory.states.checkpoints)
         )
     assert slots == (3 + config.num_held_states) * shown["state_of_a_sequence"]
     assert checkpoints == worker.stats()["states_total"] * shown["state_of_a_checkpoint"]

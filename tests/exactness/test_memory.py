@@ -32,8 +32,8 @@ def size_of(tensors: list[torch.Tensor]) -> int:
 
 def cache_tensors(worker: RolloutWorker) -> list[torch.Tensor]:
     runner = worker._engine.runner
-    layers = [] if runner.states is None else [*runner.states.layers, *runner.states.checkpoints]
-    return [*runner.pages, *(t for layer in layers for t in vars(layer).values() if isinstance(t, torch.Tensor))]
+    layers = [] if runner.memory.states is None else [*runner.memory.states.layers, *runner.memory.states.checkpoints]
+    return [*runner.memory.pages, *(t for layer in layers for t in vars(layer).values() if isinstance(t, torch.Tensor))]
 
 
 def touch(worker: RolloutWorker) -> None:
