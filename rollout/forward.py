@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from samebit.kernels import device
 from samebit.kernels.context import ForwardContext, use_context
-from samebit.kernels.device import on_gpu
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.sampler import DrawInputs
 from samebit.rollout.step_inputs import StepInputs
@@ -35,7 +35,7 @@ class Forward(Protocol):
 
 def forward_for(weight: torch.Tensor, config: RolloutConfig) -> Forward:
     """For a model that has this weight."""
-    if not on_gpu(weight):
+    if not device.on_gpu(weight):
         return HostForward()
     from samebit.rollout.device_forward import DeviceForward
     from samebit.rollout.step_graphs import StepGraphs

@@ -109,7 +109,7 @@ class StepGraph:
         for name, place in self.places.items():
             place[...] = room[name]
         self._nothing = self._staging.memory.clone()
-        self._buffer = self._nothing.to(device)
+        self._buffer = self._nothing.to(device, copy=True)
         self.parts = packing.on_device(self._buffer)
         empty = _empty(context, len(room["lengths"]))
 

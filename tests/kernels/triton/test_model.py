@@ -1,14 +1,15 @@
 """Whole models on the Triton kernels: the training forward, its gradients and a rollout, beside the CPU's."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from samebit.kernels import bind, device, token_logprobs
-from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams, step_graphs
 
 from ...exactness.families import make_model
 from .gpu import DEVICE
@@ -52,20 +53,53 @@ def test_training_is_near_that_on_the_cpu(name: str, monkeypatch: pytest.MonkeyP
     assert (gradient - expected_gradient).norm() <= 1e-3 * expected_gradient.norm()
 
 
+class Repeating:
+    """In place of a CUDA graph: computes anew what was recorded, from the same buffers into the same place."""
+
+    recorded: ClassVar[list[torch.Tensor]] = []
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        out = run()
+        self.recorded.append(out)
+
+        def replay() -> None:
+            out.copy_(run())
+
+        return out, replay
+
+
+def generated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool) -> list[RequestOutput]:
+    config = RolloutConfig(
+        block_size=16, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, device=DEVICE,
+        enforce_eager=enforce_eager,
+    )  # fmt: skip
+    if DEVICE == "cpu":
+        monkeypatch.setattr(step_graphs, "CudaRecorder", Repeating)
+    with RolloutWorker(model, config=config) as worker:
+        return worker.generate(PROMPTS, PARAMS)
+
+
+PROMPTS = [[5], list(range(3, 22)), list(range(3, 20))]
+PARAMS = [
+    SamplingParams(seed=1, max_tokens=3, prompt_logprobs=0),
+    SamplingParams(seed=2, max_tokens=3, temperature=0.7, top_p=0.9, top_k=50, n=2),
+    SamplingParams(seed=3, max_tokens=3, temperature=0.0, repetition_penalty=1.2),
+]
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rollout_is_near_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollout_is_near_training_with_graphs_and_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one size computed from buffers with room for more give the bits of those without."""
     model = bind(small(name), ssm_chunk=16).to(DEVICE)
-    prompts = [[5], list(range(3, 22)), list(range(3, 20))]
-    params = [
-        SamplingParams(seed=1, max_tokens=2),
-        SamplingParams(seed=2, max_tokens=2, temperature=0.7, top_p=0.9, top_k=50, n=2),
-        SamplingParams(seed=3, max_tokens=2, temperature=0.0, repetition_penalty=1.2),
-    ]
-    config = RolloutConfig(block_size=16, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, device=DEVICE)
     with triton(monkeypatch):
-        with RolloutWorker(model, config=config) as worker:
-            outputs = worker.generate(prompts, params)
-        for out, asked in zip(outputs, params, strict=True):
+        Repeating.recorded.clear()
+        eager = generated(model, monkeypatch, enforce_eager=True)
+        assert not Repeating.recorded
+        outputs = generated(model, monkeypatch, enforce_eager=False)
+        assert DEVICE == "cuda" or 2 <= len(Repeating.recorded) <= 4, "a size is recorded once"
+        for one, other in zip(outputs, eager, strict=True):
+            assert [vars(sample) for sample in one.samples] == [vars(sample) for sample in other.samples]
+        for out, asked in zip(outputs, PARAMS, strict=True):
             for sample in out.samples:
                 ids = torch.tensor([out.prompt_token_ids + sample.token_ids], device=DEVICE)
                 scores = token_logprobs(model, ids, temperature=asked.temperature or 1.0)[0].detach().cpu()
