@@ -51,12 +51,13 @@ def seconds(run: Callable[[], object], device: str, repeats: int) -> float:
 
 
 def exactness(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
-    """Differing tokens between what a worker reports and the training forward, decoded in mixed batches."""
+    """Differing tokens between what a worker reports and the training forward: mixed batches, with graphs and without."""
     prompts = _prompts(model, (1, 2, 63, 64, 65, sizes.prompt, 3 * sizes.prompt // 2))
     params = [SamplingParams(seed=index, max_tokens=sizes.new_tokens, ignore_eos=True) for index in range(len(prompts))]
     tokens, differing = 0, 0
-    for budget in (sizes.max_model_len, 96):
-        with _worker(model, sizes, len(prompts), device, max_num_batched_tokens=budget) as worker:
+    for budget, eager in ((sizes.max_model_len, False), (96, False), (96, True)):
+        changes = {"max_num_batched_tokens": budget, "enforce_eager": eager}
+        with _worker(model, sizes, len(prompts), device, **changes) as worker:
             outputs = worker.generate(prompts, params)
         for out in outputs:
             ids = torch.tensor([out.prompt_token_ids + out.samples[0].token_ids], device=device)

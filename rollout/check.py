@@ -122,6 +122,8 @@ class _Check:
             yield self._row(f"KV blocks of {block_size} tokens", self._run(block_size=block_size), first=self.first)
         chosen, outputs, preemptions = self._preempted()
         yield self._row(f"preempted {preemptions} times", outputs, first=[self.first[index] for index in chosen])
+        if device_of(self.model).type == "cuda":
+            yield self._row("without CUDA graphs", self._run(enforce_eager=True), first=self.first)
         most: int = numba.config.NUMBA_NUM_THREADS
         for count in range(1, min(2, most) + 1):
             note = "" if most > 1 else " (this machine allows no more)"

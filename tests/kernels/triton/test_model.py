@@ -22,6 +22,9 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On a machine without a GPU, Triton's interpreter computes on the CPU's tensors."""
     with monkeypatch.context() as patch:
         patch.setattr(device, "on_gpu", lambda tensor: tensor.device.type == DEVICE)
+        Repeating.recorded.clear()
+        if DEVICE == "cpu":
+            patch.setattr(step_graphs, "CudaRecorder", Repeating)
         yield
 
 
@@ -68,14 +71,15 @@ class Repeating:
         return out, replay
 
 
-def generated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool) -> list[RequestOutput]:
-    config = RolloutConfig(
+def config(enforce_eager: bool) -> RolloutConfig:
+    return RolloutConfig(
         block_size=16, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, device=DEVICE,
         enforce_eager=enforce_eager,
     )  # fmt: skip
-    if DEVICE == "cpu":
-        monkeypatch.setattr(step_graphs, "CudaRecorder", Repeating)
-    with RolloutWorker(model, config=config) as worker:
+
+
+def generated(model: PreTrainedModel, enforce_eager: bool) -> list[RequestOutput]:
+    with RolloutWorker(model, config=config(enforce_eager)) as worker:
         return worker.generate(PROMPTS, PARAMS)
 
 
@@ -92,10 +96,9 @@ def test_a_rollout_is_near_training_with_graphs_and_without(name: str, monkeypat
     """Steps of one size computed from buffers with room for more give the bits of those without."""
     model = bind(small(name), ssm_chunk=16).to(DEVICE)
     with triton(monkeypatch):
-        Repeating.recorded.clear()
-        eager = generated(model, monkeypatch, enforce_eager=True)
+        eager = generated(model, enforce_eager=True)
         assert not Repeating.recorded
-        outputs = generated(model, monkeypatch, enforce_eager=False)
+        outputs = generated(model, enforce_eager=False)
         assert DEVICE == "cuda" or 2 <= len(Repeating.recorded) <= 4, "a size is recorded once"
         for one, other in zip(outputs, eager, strict=True):
             assert [vars(sample) for sample in one.samples] == [vars(sample) for sample in other.samples]
@@ -107,3 +110,26 @@ def test_a_rollout_is_near_training_with_graphs_and_without(name: str, monkeypat
                 if DEVICE == "cuda":
                     assert torch.equal(own, torch.tensor(sample.logprobs))
                 assert torch.allclose(own, torch.tensor(sample.logprobs), atol=2e-4)
+
+
+def test_graphs_are_recorded_anew_when_what_they_read_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph holds addresses: of pages that slept, and of weights that the trainer has put elsewhere."""
+    model = bind(small("Gemma3")).to(DEVICE)
+    requests = [[5, 6, 7], [8, 9, 10]], SamplingParams(temperature=0.0, max_tokens=3)
+    with triton(monkeypatch), RolloutWorker(model, config=config(enforce_eager=False)) as worker:
+        first = worker.generate(*requests)
+        assert worker.generate(*requests)[0].samples[0].logprobs == first[0].samples[0].logprobs
+        recorded = len(Repeating.recorded)
+        worker.sleep("kv_cache")
+        worker.wake_up()
+        assert worker.generate(*requests)[0].samples[0].logprobs == first[0].samples[0].logprobs
+        assert DEVICE == "cuda" or len(Repeating.recorded) == 2 * recorded
+        with worker.weight_update():
+            norm = model.model.norm.weight
+            norm.data = norm.data + 0.5
+        moved = worker.generate(*requests)[0]
+        assert DEVICE == "cuda" or len(Repeating.recorded) == 3 * recorded
+        ids = torch.tensor([moved.prompt_token_ids + moved.samples[0].token_ids], device=DEVICE)
+        scores = token_logprobs(model, ids)[0, -3:].detach().cpu()
+    assert torch.allclose(scores, torch.tensor(moved.samples[0].logprobs), atol=2e-4)
+    assert moved.samples[0].logprobs != first[0].samples[0].logprobs

@@ -1,0 +1,49 @@
+"""On a GPU: graphs change no bit, and a step waits for the device once."""
+
+import warnings
+
+import pytest
+import torch
+
+from samebit.kernels import bind
+from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
+
+from ..exactness.families import make_model, token_ids
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+PROMPTS = token_ids(1, 2, 40, 64, 65, 130)
+PARAMS = [SamplingParams(seed=seed, max_tokens=40, n=1 + seed % 3, ignore_eos=True) for seed in range(len(PROMPTS))]
+
+
+def generated(name: str, dtype: torch.dtype, **changes: int | bool) -> list[RequestOutput]:
+    config = RolloutConfig(device="cuda", max_num_seqs=8, max_model_len=256, **changes)
+    with RolloutWorker(bind(make_model(name, dtype)).cuda(), config=config) as worker:
+        return worker.generate(PROMPTS, PARAMS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "NemotronH", "FalconH1"])
+def test_graphs_change_no_bit(name: str, dtype: torch.dtype) -> None:
+    eager = generated(name, dtype, enforce_eager=True)
+    for budget in (16, 100, 2048):
+        found = generated(name, dtype, max_num_batched_tokens=budget)
+        for one, other in zip(found, eager, strict=True):
+            assert [(s.token_ids, s.logprobs) for s in one.samples] == [
+                (s.token_ids, s.logprobs) for s in other.samples
+            ]
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "NemotronH"])
+def test_a_step_waits_for_the_device_once(name: str) -> None:
+    config = RolloutConfig(device="cuda", max_num_seqs=8, max_model_len=256)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    with RolloutWorker(bind(make_model(name, torch.bfloat16)).cuda(), config=config) as worker:
+        worker.generate(PROMPTS[:4], params)  # compiles and records
+        steps = worker._engine.counters.steps
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            worker.generate(PROMPTS[:4], params)
+        torch.cuda.set_sync_debug_mode("default")
+        assert len(seen) <= worker._engine.counters.steps - steps
