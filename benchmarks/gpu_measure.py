@@ -51,7 +51,7 @@ def seconds(run: Callable[[], object], device: str, repeats: int) -> float:
 
 
 def exactness(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
-    """Differing tokens between what a worker reports and the training forward: mixed batches, with graphs and without."""
+    """Differing tokens between what a worker reports and the training forward, with graphs and without."""
     prompts = _prompts(model, (1, 2, 63, 64, 65, sizes.prompt, 3 * sizes.prompt // 2))
     params = [SamplingParams(seed=index, max_tokens=sizes.new_tokens, ignore_eos=True) for index in range(len(prompts))]
     tokens, differing = 0, 0

@@ -26,9 +26,12 @@ from .states import StateLayout
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_DTYPES = (torch.float32, torch.bfloat16)
-_DEVICES = ("cpu", "cuda", "meta")
-"""Parameters on "meta" get their memory later: ranks of a sharded model that do not load it start that way."""
+_DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+    "meta": (torch.float32, torch.bfloat16, torch.float16),
+}
+"""By device. Parameters on "meta" get their memory later: ranks of a sharded model that do not load it start so."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
     of torch's own head with ``exact=False``) and keeps no Hugging Face cache. Gradient checkpointing works as before.
 
     Args:
-        model: a Hugging Face causal language model on the CPU or on a CUDA device, float32 or bfloat16.
+        model: a Hugging Face causal language model on the CPU or on a CUDA device, float32 or bfloat16, on CUDA
+            also float16.
         ssm_chunk: the grid of the Mamba layers' states in tokens, where there are such layers: a power of two, at
             least 16, that divides the rollout's block size. It changes no bit.
             It is part of the arithmetic, and it is recorded on the model: trainer and rollout can not differ.
@@ -139,7 +143,9 @@ def _family_of(model: nn.Module) -> Family:
 
 def _check_tensors(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if parameter.dtype not in _DTYPES:
-            raise BindingError(f"{name} is {parameter.dtype}; exact are float32 and bfloat16")
-        if parameter.device.type not in _DEVICES:
+        if parameter.device.type not in _DTYPES:
             raise BindingError(f"{name} is on device {parameter.device}; there are kernels for cpu and cuda")
+        exact = _DTYPES[parameter.device.type]
+        if parameter.dtype not in exact:
+            allowed = ", ".join(map(str, exact))
+            raise BindingError(f"{name} is {parameter.dtype}; exact on {parameter.device.type} are {allowed}")

@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         "with the training forward, bit for bit. Exit code 0: all equal; 1: some differ; 2: can not be checked.",
     )
     check.add_argument("model_dir", metavar="MODEL_DIR", help="a Hugging Face model folder; no tokenizer is needed")
-    check.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    check.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     check.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     check.add_argument("--tokens", type=_positive, default=32, metavar="N", help="new tokens a request (32)")
     check.add_argument(

@@ -29,8 +29,10 @@ class RolloutConfig:
 
     block_size: tokens in a KV block, a power of two; None for 16, or for the SSM chunk of a model with Mamba
         layers, which must divide it. No result depends on it.
-    num_blocks, kv_cache_gb: the size of the KV pool, given in one of the two ways; by default enough for
-        `max_num_seqs` sequences of `max_model_len` tokens, but at most 1 GiB.
+    num_blocks, kv_cache_gb, gpu_memory_utilization: the size of the KV pool, given in one of the three ways; by default
+        enough for `max_num_seqs` sequences of `max_model_len` tokens, but at most 1 GiB. The last, on CUDA alone, is
+        the share of the device's memory that may be in use in all, whoever uses it: the pool takes what is left of it
+        beside what is in use when the worker is built and what a step needs.
     max_num_seqs: sequences (samples) that run at once.
     max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
     max_model_len: prompt and output together; None takes the model's own limit.
@@ -40,7 +42,7 @@ class RolloutConfig:
         somebody uses it.
     state_cache_gb: memory for cached states of Mamba layers; None for a quarter of a GiB (at least one state), 0 for
         none: then a prefix that is hit saves memory only. Refused for models without such layers.
-    dtype: "float32", "bfloat16" (or the torch dtypes), or "auto"/None for the checkpoint's own.
+    dtype: "float32", "bfloat16", on CUDA "float16" too (or the torch dtypes), or "auto"/None for the checkpoint's own.
     device: "cpu", or "cuda" for the process's current CUDA device. A folder is loaded there; a module must be there.
     enforce_eager: on CUDA, launch a step's kernels one by one instead of replaying CUDA graphs. No result depends on
         it. (On the CPU they always are.)
@@ -55,6 +57,7 @@ class RolloutConfig:
     block_size: int | None = None
     num_blocks: int | None = None
     kv_cache_gb: float | None = None
+    gpu_memory_utilization: float | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
@@ -72,12 +75,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if self.block_size is not None and not _power_of_two(self.block_size):
             raise ValueError(f"block_size must be a power of two (1, 2, 4, ...) or None, got {self.block_size!r}")
-        if self.num_blocks is not None and self.kv_cache_gb is not None:
-            raise ValueError(f"give num_blocks or kv_cache_gb, not both (got {self.num_blocks} and {self.kv_cache_gb})")
-        if self.num_blocks is not None:
-            self._positive_int("num_blocks")
-        if self.kv_cache_gb is not None and not _positive_number(self.kv_cache_gb):
-            raise ValueError(f"kv_cache_gb must be a number above 0, got {self.kv_cache_gb!r}")
+        self._check_pool_size()
         self._positive_int("max_num_seqs")
         self._positive_int("max_num_batched_tokens")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -115,11 +113,17 @@ class RolloutConfig:
         """The dtype asked for, None for the checkpoint's own."""
         if self.dtype is None or self.dtype == "auto":
             return None
-        if isinstance(self.dtype, str) and self.dtype in DTYPES:
-            return DTYPES[self.dtype]
-        if isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES.values():
+        allowed = self.allowed_dtypes()
+        if isinstance(self.dtype, str) and self.dtype in allowed:
+            return allowed[self.dtype]
+        if isinstance(self.dtype, torch.dtype) and self.dtype in allowed.values():
             return self.dtype
-        raise ValueError(f"dtype must be 'auto', 'float32' or 'bfloat16', got {self.dtype!r}")
+        names = ", ".join(map(repr, ("auto", *allowed)))
+        raise ValueError(f"dtype on {self.device!r} must be one of {names}, got {self.dtype!r}")
+
+    def allowed_dtypes(self) -> dict[str, torch.dtype]:
+        """What a model may be computed in on the device, by name."""
+        return DTYPES if self.device == "cpu" else {**DTYPES, "float16": torch.float16}
 
     def with_block_size(self, ssm_chunk: int | None) -> RolloutConfig:
         """The same with a block size that suits the model; `ssm_chunk` is None without Mamba layers."""
@@ -157,8 +161,11 @@ class RolloutConfig:
             )
         return count
 
-    def pool_blocks(self, bytes_per_block: int, max_model_len: int) -> int:
-        """Blocks in the KV pool of a model whose block takes `bytes_per_block` over all layers."""
+    def pool_blocks(self, bytes_per_block: int, max_model_len: int, bytes_left: int = 0) -> int:
+        """Blocks in the KV pool of a model whose block takes `bytes_per_block` over all layers.
+
+        bytes_left: for pages, of the share that is `gpu_memory_utilization`.
+        """
         if self.block_size is None:
             raise ValueError("the block size is not decided yet: see with_block_size()")
         if self.num_blocks is not None:
@@ -172,8 +179,35 @@ class RolloutConfig:
                 )
             return blocks
         per_sequence = math.ceil(max_model_len / self.block_size)
+        if self.gpu_memory_utilization is not None:
+            blocks = bytes_left // max(1, bytes_per_block)
+            if blocks < per_sequence:
+                raise ValueError(
+                    f"gpu_memory_utilization={self.gpu_memory_utilization} leaves {_gib(bytes_left)} GiB for pages; "
+                    f"one sequence of max_model_len={max_model_len} needs {_gib(per_sequence * bytes_per_block)}"
+                )
+            return blocks
         affordable = max(DEFAULT_KV_CACHE_BYTES // max(1, bytes_per_block), per_sequence)
         return min(self.max_num_seqs * per_sequence, affordable)
+
+    def _check_pool_size(self) -> None:
+        fields = ("num_blocks", "kv_cache_gb", "gpu_memory_utilization")
+        given = [f"{name}={self.__dict__[name]}" for name in fields if self.__dict__[name] is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of {', '.join(fields)}; got {' and '.join(given)}")
+        if self.num_blocks is not None:
+            self._positive_int("num_blocks")
+        if self.kv_cache_gb is not None and not _positive_number(self.kv_cache_gb):
+            raise ValueError(f"kv_cache_gb must be a number above 0, got {self.kv_cache_gb!r}")
+        share = self.gpu_memory_utilization
+        if share is not None:
+            if not _positive_number(share) or share > 1:
+                raise ValueError(f"gpu_memory_utilization must be a number above 0 and up to 1, got {share!r}")
+            if self.device != "cuda":
+                raise ValueError(
+                    f"gpu_memory_utilization={share} needs device='cuda', got {self.device!r}; on the CPU give "
+                    "kv_cache_gb or num_blocks"
+                )
 
     def _check_state_cache(self) -> None:
         given = self.state_cache_gb

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from samebit.rollout.config import DTYPES, RolloutConfig
+from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.stopping import Tokenizer, as_token_ids
 from samebit.weight_sync.apply import first_non_finite
@@ -114,14 +114,16 @@ def _check_asked_dtype(module: nn.Module, config: RolloutConfig) -> None:
 
 
 def _check_tensors(module: nn.Module, config: RolloutConfig) -> None:
+    allowed = config.allowed_dtypes()
     for name, tensor in live_tensors(module).items():
         if _is_dtensor(tensor):
             raise ModelLoadError(f"{name} is a DTensor; a sharded module can not be served in place")
         if tensor.device.type != config.device:
             raise ModelLoadError(f"{name} is on {tensor.device}, but RolloutConfig(device={config.device!r})")
-        if tensor.dtype.is_floating_point and tensor.dtype not in DTYPES.values():
+        if tensor.dtype.is_floating_point and tensor.dtype not in allowed.values():
             raise ModelLoadError(
-                f"{name} is {tensor.dtype}; supported are {', '.join(DTYPES)}: pass RolloutConfig(dtype=...)"
+                f"{name} is {tensor.dtype}; supported on {config.device} are {', '.join(allowed)}: pass "
+                "RolloutConfig(dtype=...)"
             )
 
 

@@ -24,6 +24,7 @@ from samebit.kernels.states import StateMemory
 from samebit.rollout.cache.states import StateCache, StateMoves
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.forward import forward_for
+from samebit.rollout.gpu_memory import kv_cache_bytes
 from samebit.rollout.sampler import Sampler, most_likely
 from samebit.rollout.step import PromptLogprobs, StepPlan, StepResult
 from samebit.rollout.step_inputs import Memory, PromptPiece, step_inputs
@@ -64,6 +65,15 @@ class ModelRunner:
     def bytes_per_checkpoint(self) -> int:
         """Bytes of a cached state over all Mamba layers; 0 without."""
         return 0 if self.state_layout is None else self.state_layout.bytes_per_checkpoint(self.dtype)
+
+    def bytes_left(self, config: RolloutConfig) -> int:
+        """For pages, of the share of the device's memory that the config names; 0 where it names none."""
+        if config.gpu_memory_utilization is None:
+            return 0
+        slots, kept = self.held_slots.stop * self.bytes_per_slot(), self.num_checkpoints * self.bytes_per_checkpoint()
+        return kv_cache_bytes(
+            self.model, config.gpu_memory_utilization, config.max_num_batched_tokens, config.max_num_seqs, slots + kept
+        )
 
     def state_cache(self) -> StateCache | None:
         """The bookkeeping of the checkpoints; None without Mamba layers."""

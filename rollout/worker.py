@@ -44,8 +44,9 @@ class RolloutWorker(WorkerCore):
         _bind(loaded.module, self.config.exact)
         self.config = self.config.with_block_size(binding_of(loaded.module).ssm_chunk)
         runner = ModelRunner(loaded.module, self.config)
+        left = runner.bytes_left(self.config)
         cache = CacheManager(
-            num_blocks=self.config.pool_blocks(runner.bytes_per_block(), loaded.max_model_len),
+            num_blocks=self.config.pool_blocks(runner.bytes_per_block(), loaded.max_model_len, left),
             block_size=runner.block_size,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=loaded.max_model_len,

@@ -40,10 +40,10 @@ def test_a_step_waits_for_the_device_once(name: str) -> None:
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     with RolloutWorker(bind(make_model(name, torch.bfloat16)).cuda(), config=config) as worker:
         worker.generate(PROMPTS[:4], params)  # compiles and records
-        steps = worker._engine.counters.steps
+        steps = worker.stats()["steps"]
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             worker.generate(PROMPTS[:4], params)
         torch.cuda.set_sync_debug_mode("default")
-        assert len(seen) <= worker._engine.counters.steps - steps
+        assert len(seen) <= worker.stats()["steps"] - steps

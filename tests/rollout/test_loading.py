@@ -99,7 +99,7 @@ def test_nan_weights_are_refused_by_name(folder: Path) -> None:
 
 
 def test_dtypes_that_are_not_served() -> None:
-    with pytest.raises(ModelLoadError, match=r"is torch\.float16; supported are float32, bfloat16"):
+    with pytest.raises(ModelLoadError, match=r"is torch\.float16; supported on cpu are float32, bfloat16"):
         load_model(tiny().half(), DEFAULT, None)
     with pytest.raises(ModelLoadError, match=r"is torch\.float32; a module is served as it is"):
         load_model(tiny(), RolloutConfig(dtype="bfloat16"), None)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import RequestError
+from samebit.rollout.gpu_memory import left_for_pages
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.validate import RequestLimits
 
@@ -107,8 +108,13 @@ def test_the_callers_later_changes_do_not_reach_in() -> None:
         ("eviction_policy", "fifo"),
         ("while_asleep", "queue"),
         ("exact", 1),
+        ("enforce_eager", 1),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.1),
+        ("gpu_memory_utilization", NAN),
         ("dtype", "int8"),
-        ("dtype", torch.float16),
+        ("dtype", torch.float64),
+        ("dtype", "float16"),
         ("dtype", 32),
         ("device", "tpu"),
     ],
@@ -126,8 +132,28 @@ def test_cuda_is_refused_where_there_is_none() -> None:
 
 
 def test_the_pool_is_given_in_one_way_only() -> None:
-    with pytest.raises(ValueError, match="num_blocks or kv_cache_gb"):
+    with pytest.raises(ValueError, match=r"give one of num_blocks, .*; got num_blocks=4 and kv_cache_gb=1\.0"):
         RolloutConfig(num_blocks=4, kv_cache_gb=1.0)
+    with pytest.raises(ValueError, match=r"got kv_cache_gb=1\.0 and gpu_memory_utilization=0\.9"):
+        RolloutConfig(kv_cache_gb=1.0, gpu_memory_utilization=0.9)
+
+
+def test_a_share_of_a_gpu_s_memory_is_refused_on_the_cpu() -> None:
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=0\.9 needs device='cuda', got 'cpu'"):
+        RolloutConfig(gpu_memory_utilization=0.9)
+
+
+def test_a_share_of_a_gpu_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = RolloutConfig(device="cuda", gpu_memory_utilization=0.5).with_block_size(None)
+    left = left_for_pages(total=80 * 2**30, free=60 * 2**30, share=0.5, reserved=4 * 2**30)
+    assert left == 16 * 2**30, "half of all, less what is in use and what is reserved"
+    assert config.pool_blocks(2**20, 100, left) == 16 * 2**10
+    assert left_for_pages(total=80, free=10, share=0.5, reserved=0) == 0
+    with pytest.raises(
+        ValueError, match=r"leaves 0\.000000 GiB for pages; one sequence of max_model_len=100 needs 0\.006"
+    ):
+        config.pool_blocks(2**20, 100, 0)
 
 
 def test_the_size_of_the_pool() -> None:

@@ -1,0 +1,44 @@
+"""How much of a GPU's memory the KV pool takes (`RolloutConfig.gpu_memory_utilization`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from samebit.kernels.context import training_context
+from samebit.kernels.logprobs import log_softmax
+from samebit.rollout.forward import logits_of
+
+
+def kv_cache_bytes(model: nn.Module, share: float, num_tokens: int, num_sequences: int, other_bytes: int) -> int:
+    """What is left for pages on the current CUDA device when ``share`` of its memory may be in use.
+
+    Args:
+        model: bound, on the device.
+        share: of the whole device's memory, whoever uses it.
+        num_tokens: of the largest step, which is computed once to see what it needs.
+        num_sequences: of which tokens are drawn in it.
+        other_bytes: of what is allocated beside the pages: states of Mamba layers.
+    """
+    needed = _step_bytes(model, num_tokens, num_sequences)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return left_for_pages(total, free, share, 2 * needed + other_bytes)  # twice: graphs keep theirs apart
+
+
+def left_for_pages(total: int, free: int, share: float, reserved: int) -> int:
+    """Bytes of ``total``, of which ``free`` are, up to ``share`` of it, less what is reserved; not below 0."""
+    return max(0, int(share * total) - (total - free) - reserved)
+
+
+@torch.no_grad()
+def _step_bytes(model: nn.Module, num_tokens: int, num_sequences: int) -> int:
+    """Memory that a step of so many tokens takes at its height."""
+    device = next(model.parameters()).device
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    context = training_context((1, num_tokens), None, None, device)
+    rows = torch.arange(min(num_tokens, num_sequences), device=device)
+    logits = logits_of(model, torch.zeros(num_tokens, dtype=torch.int64, device=device), rows, context)
+    log_softmax(logits, torch.ones(len(rows), device=device))
+    return torch.cuda.max_memory_allocated(device) - before
