@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from .gemm import Layer, write_rows
+from .gemm import PANEL_ROWS, Layer, write_rows
 from .jit import RowKernel
 from .memory import elements
 from .numeric import LANES
@@ -25,10 +25,7 @@ from .tiles_amx import (
     transpose_pairs,
 )
 
-PANEL_ROWS = 256
-"""Rows of a panel: a weight is read from the outer caches once for all of them."""
-
-_SHARE = 4 * TILE_OUTPUTS
+_SHARE = 16 * TILE_OUTPUTS
 """Outputs whose sums are kept at a time."""
 
 _CACHE_LINE = 32
