@@ -3,6 +3,8 @@
 Invariants (the row rule): an output is one chain of `tiles_amx.add_tile_products`, input pair after input pair from 0,
 in float32; then the bias; rounded once. A last pair or tile that is not whole is filled up with zeros. Rows, threads
 and places enter nowhere, as in `gemm`, whose work items these are.
+
+Weights are not asked for ahead: a tile has sixteen rows of them, and the time of asking was a quarter of the whole.
 """
 
 from typing import Any
@@ -14,7 +16,6 @@ from .gemm import PANEL_ROWS, Layer, write_rows
 from .jit import RowKernel
 from .memory import elements
 from .numeric import LANES
-from .simd_gemm import fetch
 from .tiles_amx import (
     TILE_INPUTS,
     TILE_OUTPUTS,
@@ -28,7 +29,6 @@ from .tiles_amx import (
 _SHARE = 16 * TILE_OUTPUTS
 """Outputs whose sums are kept at a time."""
 
-_CACHE_LINE = 32
 _ZERO = np.float32(0.0)
 
 
@@ -100,9 +100,6 @@ def _multiply_panel(
         end = min(begin + _SHARE, last)
         sums[:] = _ZERO
         for output in range(begin, end, TILE_OUTPUTS):
-            for coming in range(output + TILE_OUTPUTS, min(output + 2 * TILE_OUTPUTS, last)):
-                for k in range(0, inputs, _CACHE_LINE):
-                    fetch(weight, coming * inputs + k)
             _add_products(panel, width, weight, output, last, inputs, patch, sums, (output - begin) * width)
         write_rows(sums, width, bias, rows, begin, end, out, row * out_stride, out_stride)
 
