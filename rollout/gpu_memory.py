@@ -11,18 +11,20 @@ from samebit.rollout.forward import logits_of
 
 
 def kv_cache_bytes(model: nn.Module, share: float, num_tokens: int, num_sequences: int, other_bytes: int) -> int:
-    """What is left for pages on the current CUDA device when ``share`` of its memory may be in use.
+    """What is left for pages on the model's CUDA device when ``share`` of its memory may be in use.
 
     Args:
         model: bound, on the device.
         share: of the whole device's memory, whoever uses it.
         num_tokens: of the largest step, which is computed once to see what it needs.
         num_sequences: of which tokens are drawn in it.
-        other_bytes: of what is allocated beside the pages: states of Mamba layers.
+        other_bytes: of what is allocated beside the pages: states of Mamba layers, the logits of graphs.
     """
-    needed = _step_bytes(model, num_tokens, num_sequences)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
+    device = next(model.parameters()).device
+    with torch.cuda.device(device):
+        needed = _step_bytes(model, num_tokens, num_sequences, device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
     return left_for_pages(total, free, share, 2 * needed + other_bytes)  # twice: graphs keep theirs apart
 
 
@@ -32,9 +34,8 @@ def left_for_pages(total: int, free: int, share: float, reserved: int) -> int:
 
 
 @torch.no_grad()
-def _step_bytes(model: nn.Module, num_tokens: int, num_sequences: int) -> int:
+def _step_bytes(model: nn.Module, num_tokens: int, num_sequences: int, device: torch.device) -> int:
     """Memory that a step of so many tokens takes at its height."""
-    device = next(model.parameters()).device
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     context = training_context((1, num_tokens), None, None, device)

@@ -71,9 +71,11 @@ class ModelRunner:
         if config.gpu_memory_utilization is None:
             return 0
         slots, kept = self.held_slots.stop * self.bytes_per_slot(), self.num_checkpoints * self.bytes_per_checkpoint()
+        logits = config.max_num_seqs * self.vocab_size * torch.float32.itemsize
         return kv_cache_bytes(
-            self.model, config.gpu_memory_utilization, config.max_num_batched_tokens, config.max_num_seqs, slots + kept
-        )
+            self.model, config.gpu_memory_utilization, config.max_num_batched_tokens, config.max_num_seqs,
+            slots + kept + logits,
+        )  # fmt: skip
 
     def state_cache(self) -> StateCache | None:
         """The bookkeeping of the checkpoints; None without Mamba layers."""

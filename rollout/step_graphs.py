@@ -5,9 +5,11 @@ Invariants
 * A graph computes a step of its size or a smaller one: what is missing are rows of no sequence, which write to the null
   block, and sequences of length 0, which touch nothing. No result depends on it.
 * A graph reads its arrays from one buffer, at places that do not change. Before a replay the whole buffer is written.
-* A graph holds the addresses of weights, pages and states. They are compared before each replay; where one has moved,
-  all graphs are forgotten.
-* The graphs share their memory: what a replay returns is valid until the next one.
+* A graph holds the addresses of weights, pages and states. Those of the weights are compared before each replay; where
+  one has moved, all graphs are forgotten, and so they are when pages and states go.
+* The graphs share their memory and the place of their logits: what a replay returns is valid until the next one.
+* A step that can not be recorded is none's: layers that would be recomputed (gradient checkpointing in training mode)
+  save the state of the random numbers even without a gradient.
 
 A step whose sequences compute one token each is taken for a decode: its graph has room for as many sequences as rows.
 Other steps may have as many sequences as the worker runs at once.
@@ -15,17 +17,18 @@ Other steps may have as many sequences as the worker runs at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from samebit.kernels.binding import binding_of
 from samebit.kernels.context import ForwardContext
 from samebit.kernels.packing import Arrays, Packing, Staging, Tensors
 from samebit.kernels.triton.layout import on_device, room_for_tiles
+from samebit.rollout.cuda_recorder import CudaRecorder, Recorder
 from samebit.rollout.forward import logits_of
 
 SIZES = tuple(sorted({*(1 << power for power in range(16)), *(3 << power for power in range(3, 14))}))
@@ -33,10 +36,6 @@ SIZES = tuple(sorted({*(1 << power for power in range(16)), *(3 << power for pow
 
 _ROWS = ("token_ids", "positions", "blocks", "offsets", "sequences", "within")
 _SEQUENCES = ("row_start", "lengths", "starts", "slots", "tables")
-
-Run = Callable[[], torch.Tensor]
-Recorder = Callable[[Run], tuple[torch.Tensor, Callable[[], None]]]
-"""Records a function of nothing: what it returns, and what computes that anew in the same place."""
 
 
 @dataclass(frozen=True)
@@ -54,29 +53,36 @@ class StepGraphs:
         self.device = device
         self.max_rows = max_rows
         self.max_sequences = max_sequences
-        self.record: Recorder = CudaRecorder()
+        self._record: Recorder | None = None
         self._graphs: dict[Size, StepGraph] = {}
-        self._weights: list[torch.Tensor] = []
-        self._addresses: list[int] = []
-        self._model: nn.Module | None = None
+        self._logits: torch.Tensor | None = None
+        self._watched: _Watched | None = None
 
     def fitting(self, model: nn.Module, arrays: Arrays, context: ForwardContext) -> StepGraph | None:
         """The graph for a step with these arrays; None where it scores or captures more than there is room for."""
         size = self._size(len(arrays["sequences"]), len(context.lengths), len(arrays["draw rows"]))
-        if size is None:
+        if size is None or not self._stays_as_recorded(model):
             return None
-        self._check_addresses(model)
         if size not in self._graphs:
             room = _room(arrays, size)
             if not _fits(arrays, room):
                 return None
-            self._graphs[size] = StepGraph(model, room, context, self.record, self.device)
+            self._graphs[size] = self._recorded(model, room, context)
         graph = self._graphs[size]
         return graph if _fits(arrays, graph.places) else None
 
     def forget(self) -> None:
         """Pages and states are others from now on."""
         self._graphs.clear()
+        self._record = self._logits = None  # torch refuses a pool again that has lost all its graphs
+
+    def _recorded(self, model: nn.Module, room: Arrays, context: ForwardContext) -> StepGraph:
+        if self._record is None:
+            self._record = CudaRecorder(self.device)
+        if self._logits is None:
+            shape = self.max_sequences, binding_of(model).vocab_size
+            self._logits = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return StepGraph(model, room, context, self._record, self._logits[: len(room["head_rows"])])
 
     def _size(self, rows: int, sequences: int, draws: int) -> Size | None:
         decode = rows == sequences and draws <= sequences
@@ -87,36 +93,60 @@ class StepGraphs:
         room = min(room, most)
         return Size(room, room if decode else self.max_sequences)
 
-    def _check_addresses(self, model: nn.Module) -> None:
-        if model is not self._model:
-            self._model = model
-            self._weights = [*model.parameters(), *model.buffers()]
-        addresses = [weight.data_ptr() for weight in self._weights]
-        if addresses != self._addresses:
-            self._graphs.clear()
-            self._addresses = addresses
+    def _stays_as_recorded(self, model: nn.Module) -> bool:
+        """Whether the model can be recorded; forgets what was, where weights have moved."""
+        if self._watched is None or self._watched.model is not model:
+            self._watched = _Watched(model)
+            self.forget()
+        if self._watched.moved():
+            self.forget()
+        return not self._watched.recomputes()
+
+
+class _Watched:
+    """A model's tensors by the places that hold them: a parameter that is replaced has moved too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        holders = [vars(module)[kind] for module in model.modules() for kind in ("_parameters", "_buffers")]
+        self._places = [(holder, name) for holder in holders for name, tensor in holder.items() if tensor is not None]
+        self._layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        self._addresses: list[int] = []
+
+    def moved(self) -> bool:
+        """Since the last call."""
+        before, self._addresses = self._addresses, [holder[name].data_ptr() for holder, name in self._places]
+        return before != self._addresses
+
+    def recomputes(self) -> bool:
+        """Whether gradient checkpointing is on and would wrap a call."""
+        return any(layer.gradient_checkpointing and layer.training for layer in self._layers)
 
 
 class StepGraph:
     """One recorded forward call."""
 
     def __init__(
-        self, model: nn.Module, room: Arrays, context: ForwardContext, record: Recorder, device: torch.device
+        self, model: nn.Module, room: Arrays, context: ForwardContext, record: Recorder, logits: torch.Tensor
     ) -> None:
+        """``logits``: ``[head rows, V]`` float32, where they go."""
         packing = Packing(room)
-        self._staging = Staging(packing.num_bytes, device)
+        self.logits = logits
+        self._staging = Staging(packing.num_bytes, logits.device)
         self.places = packing.on_host(self._staging.memory)
         for name, place in self.places.items():
             place[...] = room[name]
         self._nothing = self._staging.memory.clone()
-        self._buffer = self._nothing.to(device, copy=True)
+        self._buffer = torch.empty(packing.num_bytes, dtype=torch.uint8, device=logits.device)
+        self._staging.send(self._buffer)
         self.parts = packing.on_device(self._buffer)
         empty = _empty(context, len(room["lengths"]))
 
-        def run() -> torch.Tensor:
-            return logits_of(model, self.parts["token_ids"], self.parts["head_rows"], on_device(empty, self.parts))
+        def run() -> None:
+            found = logits_of(model, self.parts["token_ids"], self.parts["head_rows"], on_device(empty, self.parts))
+            self.logits.copy_(found)
 
-        self.logits, self._replay = record(run)
+        self._replay = record(run)
 
     def replay(self, arrays: Arrays) -> tuple[Tensors, torch.Tensor]:
         """The arrays on the device, each with room behind it, and the logits of all head rows there is room for."""
@@ -127,24 +157,6 @@ class StepGraph:
         self._staging.send(self._buffer)
         self._replay()
         return self.parts, self.logits
-
-
-class CudaRecorder:
-    """Records on the current CUDA device; all that it records shares one pool of memory."""
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-
-    def __call__(self, run: Run) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Runs it once before, which compiles its kernels."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        run()
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: a trainer's thread may use the device meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = run()
-        return out, graph.replay
 
 
 def _room(arrays: Arrays, size: Size) -> Arrays:

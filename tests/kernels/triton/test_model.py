@@ -59,16 +59,15 @@ def test_training_is_near_that_on_the_cpu(name: str, monkeypatch: pytest.MonkeyP
 class Repeating:
     """In place of a CUDA graph: computes anew what was recorded, from the same buffers into the same place."""
 
-    recorded: ClassVar[list[torch.Tensor]] = []
+    recorded: ClassVar[list[Callable[[], None]]] = []
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        out = run()
-        self.recorded.append(out)
+    def __init__(self, device: torch.device) -> None:
+        pass
 
-        def replay() -> None:
-            out.copy_(run())
-
-        return out, replay
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        self.recorded.append(run)
+        return run
 
 
 def config(enforce_eager: bool) -> RolloutConfig:
@@ -129,6 +128,13 @@ def test_graphs_are_recorded_anew_when_what_they_read_has_moved(monkeypatch: pyt
             norm.data = norm.data + 0.5
         moved = worker.generate(*requests)[0]
         assert DEVICE == "cuda" or len(Repeating.recorded) == 3 * recorded
+        with worker.weight_update():
+            model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().clone())
+        assert worker.generate(*requests)[0].samples[0].logprobs == moved.samples[0].logprobs
+        assert DEVICE == "cuda" or len(Repeating.recorded) == 4 * recorded
+        model.train().gradient_checkpointing_enable()
+        assert worker.generate(*requests)[0].samples[0].logprobs == moved.samples[0].logprobs
+        assert DEVICE == "cuda" or len(Repeating.recorded) == 4 * recorded, "such layers can not be recorded"
         ids = torch.tensor([moved.prompt_token_ids + moved.samples[0].token_ids], device=DEVICE)
         scores = token_logprobs(model, ids)[0, -3:].detach().cpu()
     assert torch.allclose(scores, torch.tensor(moved.samples[0].logprobs), atol=2e-4)
