@@ -54,7 +54,7 @@ def _multiply(
     """
     x = elements(x_address, rows * x_stride, kind)
     panels = (rows + PANEL_ROWS - 1) // PANEL_ROWS
-    parts = _parts(panels, max(first[2], second[2], third[2]), threads)
+    parts = shares(panels, max(first[2], second[2], third[2]), _TILE, threads)
     for item in prange(panels * parts):
         row = item % panels * PANEL_ROWS  # a thread's items: all panels of its share of the outputs
         count = min(PANEL_ROWS, rows - row)
@@ -78,9 +78,9 @@ multiply = RowKernel(_multiply)
 
 
 @njit(inline="always")
-def _parts(panels: int, outputs: int, threads: int) -> int:
+def shares(panels: int, outputs: int, tile: int, threads: int) -> int:
     """Into how many parts the outputs are shared out, so that few panels keep all threads at work."""
-    return 1 if panels >= 8 * threads else min(threads, (outputs + 4 * _TILE - 1) // (4 * _TILE))
+    return 1 if panels >= 8 * threads else min(threads, (outputs + 4 * tile - 1) // (4 * tile))
 
 
 @njit(nogil=True, error_model="numpy")

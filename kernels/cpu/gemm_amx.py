@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from .gemm import PANEL_ROWS, Layer, write_rows
+from .gemm import PANEL_ROWS, Layer, shares, write_rows
 from .jit import RowKernel
 from .memory import elements
 from .numeric import LANES
@@ -39,7 +39,7 @@ def _multiply(
     kind = np.uint16(0)
     x = elements(x_address, rows * x_stride, kind)
     panels = (rows + PANEL_ROWS - 1) // PANEL_ROWS
-    parts = _parts(panels, max(first[2], second[2], third[2]), threads)
+    parts = shares(panels, max(first[2], second[2], third[2]), TILE_OUTPUTS, threads)
     for item in prange(panels * parts):
         row = item % panels * PANEL_ROWS
         count = min(PANEL_ROWS, rows - row)
@@ -62,12 +62,6 @@ def _multiply(
 
 
 multiply = RowKernel(_multiply)
-
-
-@njit(inline="always")
-def _parts(panels: int, outputs: int, threads: int) -> int:
-    """Into how many parts the outputs are shared out, so that few panels keep all threads at work."""
-    return 1 if panels >= 8 * threads else min(threads, (outputs + 4 * TILE_OUTPUTS - 1) // (4 * TILE_OUTPUTS))
 
 
 @njit(nogil=True, error_model="numpy")
