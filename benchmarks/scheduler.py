@@ -9,6 +9,7 @@ engine with few waiting requests and one with many take turns, step by step.
 import argparse
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from samebit.rollout import SamplingParams
 from samebit.rollout.cache import CacheManager
 from samebit.rollout.engine import Engine
 from samebit.rollout.request import Request
-from samebit.rollout.step import StepPlan, StepResult
+from samebit.rollout.step import StepInFlight, StepPlan, StepResult
 
 RUNNING = 64
 PROMPT = 256
@@ -48,8 +49,16 @@ class IdleRunner:
     def release_cache(self) -> None:
         pass
 
-    def run(self, plan: StepPlan, block_tables: np.ndarray) -> StepResult:
-        return self._results[sum(item.samples for item in plan.items)]
+    def launch(self, plan: StepPlan, block_tables: np.ndarray, before: StepInFlight | None = None) -> StepInFlight:
+        return IdleStep(self._results[sum(item.samples for item in plan.items)])
+
+
+@dataclass(frozen=True)
+class IdleStep:
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        return self.outcome
 
 
 def _result(rows: int) -> StepResult:

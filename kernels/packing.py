@@ -1,7 +1,7 @@
 """Arrays of several dtypes in one buffer of bytes: what a call needs travels to the device in one copy.
 
 Each array begins at a multiple of sixteen bytes, so kernels see aligned addresses. On CUDA the host's side is pinned
-and the copy does not wait.
+and the copy does not wait. What comes back (`Arrival`) does not either.
 """
 
 from dataclasses import dataclass
@@ -88,6 +88,24 @@ def sent(arrays: Arrays, device: torch.device) -> Tensors:
     for name, place in packing.on_host(host).items():
         place[...] = arrays[name]
     return packing.on_device(host.to(device, non_blocking=True))
+
+
+class Arrival:
+    """A tensor on its way back to the host; on CUDA neither the copy waits nor the caller, until it asks for it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host, self._there = tensor, None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record(torch.cuda.current_stream(tensor.device))
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """Its values; waits until they are there."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._host.numpy()
 
 
 def indices(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:

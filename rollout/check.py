@@ -124,6 +124,9 @@ class _Check:
         yield self._row(f"preempted {preemptions} times", outputs, first=[self.first[index] for index in chosen])
         if device_of(self.model).type == "cuda":
             yield self._row("without CUDA graphs", self._run(enforce_eager=True), first=self.first)
+        ahead = self._config().runs_ahead
+        name = f"decodes launched {'one by one' if ahead else 'ahead of the tokens before'}"
+        yield self._row(name, self._run(async_scheduling=not ahead), first=self.first)
         most: int = numba.config.NUMBA_NUM_THREADS
         for count in range(1, min(2, most) + 1):
             note = "" if most > 1 else " (this machine allows no more)"

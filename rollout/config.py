@@ -44,6 +44,8 @@ class RolloutConfig:
         none: then a prefix that is hit saves memory only. Refused for models without such layers.
     dtype: "float32", "bfloat16", on CUDA "float16" too (or the torch dtypes), or "auto"/None for the checkpoint's own.
     device: "cpu", or "cuda" for the process's current CUDA device. A folder is loaded there; a module must be there.
+    async_scheduling: launch a decode while the one before it still computes. None for yes on CUDA; on the CPU there is
+        no time to gain. No result depends on it.
     enforce_eager: on CUDA, launch a step's kernels one by one instead of replaying CUDA graphs. No result depends on
         it. (On the CPU they always are.)
     num_threads: CPU threads of the generation thread; None leaves the process default.
@@ -66,6 +68,7 @@ class RolloutConfig:
     state_cache_gb: float | None = None
     dtype: str | torch.dtype | None = None
     device: str = "cpu"
+    async_scheduling: bool | None = None
     enforce_eager: bool = False
     num_threads: int | None = None
     seed: int = 0
@@ -103,6 +106,8 @@ class RolloutConfig:
         for name in ("exact", "enforce_eager"):
             if not isinstance(self.__dict__[name], bool):
                 raise ValueError(f"{name} must be True or False, got {self.__dict__[name]!r}")
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise ValueError(f"async_scheduling must be True, False or None, got {self.async_scheduling!r}")
         if self.device not in DEVICES:
             raise ValueError(f"device must be {' or '.join(map(repr, DEVICES))}, got {self.device!r}")
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -134,6 +139,11 @@ class RolloutConfig:
                 f"block_size must be a multiple of the model's SSM chunk ({ssm_chunk}), got {self.block_size}"
             )
         return self
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step is launched before the tokens of the one before it are read."""
+        return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
 
     @property
     def num_held_states(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -13,7 +14,7 @@ from samebit.kernels.packing import Arrays, Tensors, sent
 from samebit.kernels.triton.layout import layout_parts, on_device
 from samebit.rollout.forward import StepLogits, logits_of
 from samebit.rollout.sampler import DrawInputs
-from samebit.rollout.step_graphs import StepGraphs
+from samebit.rollout.step_graphs import StepGraphs, take_drawn
 from samebit.rollout.step_inputs import StepInputs
 
 
@@ -25,16 +26,16 @@ class DeviceForward:
         self.graphs = graphs
         self._tile_sizes: frozenset[int] | None = None
 
-    def __call__(self, model: nn.Module, inputs: StepInputs) -> StepLogits:
+    def __call__(self, model: nn.Module, inputs: StepInputs, drawn: torch.Tensor | None) -> StepLogits:
         arrays = _arrays(inputs, self._tile_sizes or ())
         graph = None
         if self.graphs is not None and self._tile_sizes is not None:  # known from the first step on
             graph = self.graphs.fitting(model, arrays, inputs.context)
         if graph is None:
-            parts = sent(arrays, self.device)
+            parts = take_drawn(sent(arrays, self.device), drawn)
             logits = self._launch(model, parts, inputs.context)
         else:
-            parts, logits = graph.replay(arrays)
+            parts, logits = graph.replay(arrays, drawn)
         return StepLogits(logits[: len(inputs.head_rows)], _draws(parts, len(inputs.sequences)))
 
     def _launch(self, model: nn.Module, parts: Tensors, context: ForwardContext) -> torch.Tensor:
@@ -52,6 +53,7 @@ class DeviceForward:
 def _arrays(inputs: StepInputs, tile_sizes: Iterable[int]) -> Arrays:
     return {
         "token_ids": inputs.token_ids,
+        "sources": np.zeros_like(inputs.token_ids) if inputs.sources is None else inputs.sources,
         "positions": inputs.context.positions.numpy(),
         "head_rows": inputs.head_rows,
         **{f"draw {one.name}": inputs.draws.__dict__[one.name].numpy() for one in fields(DrawInputs)},

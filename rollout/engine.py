@@ -6,6 +6,9 @@ Invariants
   call that finished it, exactly once, and forgotten.
 * A row whose logits are not finite fails its own request and no other, and publishes nothing.
 * An exception from the runner leaves this engine unusable; the caller fails what is in flight.
+* With `run_ahead`, a step may be launched before the tokens of the one before it are read, and is then in flight
+  between two calls of `step()`. Whoever changes what it computes with (weights, memory) commits it first: `settle()`.
+  What it computed of a sequence that had ended is dropped.
 """
 
 from __future__ import annotations
@@ -20,17 +23,21 @@ from samebit.rollout.cache import CacheManager
 from samebit.rollout.errors import NonFiniteLogitsError
 from samebit.rollout.request import Request, Sequence
 from samebit.rollout.scheduler import Scheduler
-from samebit.rollout.step import Runner, StepPlan, StepResult
+from samebit.rollout.step import Runner, ScheduledSequence, StepInFlight, StepPlan, StepResult
 
 
 @dataclass
 class EngineCounters:
     """Running totals since the engine was built.
 
+    steps_ahead: those of the steps that were launched before the tokens of the one before were read.
+    void_tokens: computed in such a step for a sequence that had ended.
     first_tokens, first_token_seconds: requests that have their first token, and how long they waited for it in all.
     """
 
     steps: int = 0
+    steps_ahead: int = 0
+    void_tokens: int = 0
     prefill_tokens_computed: int = 0
     decode_tokens_computed: int = 0
     output_tokens: int = 0
@@ -56,14 +63,24 @@ class _Rows:
         self.top = result.top_logprobs
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    plan: StepPlan
+    computing: StepInFlight
+
+
 class Engine:
-    def __init__(self, runner: Runner, cache: CacheManager, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, runner: Runner, cache: CacheManager, max_num_batched_tokens: int, *, run_ahead: bool = False
+    ) -> None:
         self.runner = runner
+        self.run_ahead = run_ahead
         self.cache = cache
         self.scheduler = Scheduler(cache, max_num_batched_tokens)
         self.requests: dict[str, Request] = {}
         self.counters = EngineCounters()
         self.weight_version = 0
+        self._ahead: _Launched | None = None
         self._failed: dict[Request, None] = {}
         runner.allocate_cache(cache.pool.num_blocks)
 
@@ -87,6 +104,7 @@ class Engine:
         for request in known:
             self._end_rest(request)
         self.counters.requests_aborted += len(known)
+        self._drop_void_step()
         return known
 
     def abort_started(self) -> list[Request]:
@@ -95,6 +113,7 @@ class Engine:
 
     def preempt_all(self) -> None:
         """Drop the KV of every running sequence; they are recomputed by later steps."""
+        self._check_settled()
         self.scheduler.preempt_all()
 
     def weights_changed(self, version: int) -> None:
@@ -104,32 +123,87 @@ class Engine:
 
     def clear_prefix_cache(self) -> None:
         """Nothing computed so far is hit again; running requests go on with what they have."""
+        self._check_settled()
         self.scheduler.clear_index()
 
     def step(self) -> list[Request]:
         """Compute one step; the requests that ended with it."""
         began = time.perf_counter()
-        plan = self.scheduler.schedule()
-        if not plan.items:
-            return []
-        planned = time.perf_counter()
-        result = self.runner.run(plan, self.cache.tables.rows)
-        ran = time.perf_counter()
-        finished = self._commit(plan, result)
-        counters = self.counters
-        counters.steps += 1
-        counters.runner_seconds += ran - planned
-        counters.step_seconds += time.perf_counter() - began
+        step = self._take_ahead()
+        if step is None:
+            plan = self.scheduler.schedule()
+            if not plan.items:
+                return []
+            step = self._launch(plan)
+        if self.run_ahead:
+            self._ahead = self._launch_behind(step)
+        finished = self._commit(step.plan, self._result(step))
+        if finished:
+            self._drop_void_step()
+        self.counters.step_seconds += time.perf_counter() - began
         return finished
+
+    def settle(self) -> list[Request]:
+        """Commit the step that is in flight, if one is; the requests that ended with it.
+
+        If it has failed, it stays where it is, and the next `step()` raises too.
+        """
+        if self._ahead is None:
+            return []
+        result = self._result(self._ahead)
+        step = self._take_ahead()
+        return [] if step is None else self._commit(step.plan, result)
+
+    def _take_ahead(self) -> _Launched | None:
+        """What was launched ahead is the current step now."""
+        step, self._ahead = self._ahead, None
+        if step is not None:
+            for item in step.plan.items:
+                item.sequence.num_ahead = 0
+        return step
+
+    def _launch(self, plan: StepPlan, before: StepInFlight | None = None) -> _Launched:
+        began = time.perf_counter()
+        computing = self.runner.launch(plan, self.cache.tables.rows, before)
+        self.counters.runner_seconds += time.perf_counter() - began
+        self.counters.steps += 1
+        return _Launched(plan, computing)
+
+    def _launch_behind(self, step: _Launched) -> _Launched | None:
+        """The step after this one, if it can be told by now."""
+        plan = self.scheduler.schedule_ahead(step.plan)
+        if plan is None:
+            return None
+        self.counters.steps_ahead += 1
+        return self._launch(plan, step.computing)
+
+    def _result(self, step: _Launched) -> StepResult:
+        began = time.perf_counter()
+        result = step.computing.result()
+        self.counters.runner_seconds += time.perf_counter() - began
+        return result
+
+    def _drop_void_step(self) -> None:
+        """Forget the step in flight if all of its sequences have ended."""
+        if self._ahead is not None and all(item.sequence.finished for item in self._ahead.plan.items):
+            self.settle()
+
+    def _check_settled(self) -> None:
+        if self._ahead is not None:
+            raise RuntimeError("a step is in flight, and what it computes with is about to change: settle() first")
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
         self._keep_prompt_logprobs(result)
         rows = _Rows(result)
         version = self.weight_version
         ended: list[Sequence] = []
-        row = decodes = 0
+        row = decodes = taken = void = 0
         for item in plan.items:
             sequence = item.sequence
+            if plan.sources is not None and self._is_void(item):
+                void += 1
+                row += 1
+                continue
             sequence.mark_computed(item.start, item.length, version)
             if item.length == 1 and item.start >= sequence.num_prompt_tokens:
                 decodes += 1
@@ -137,14 +211,23 @@ class Engine:
                 for sample in (sequence, *item.forks) if item.forks else (sequence,):
                     if self._take_row(rows, row, sample, sequence.oldest_kv):
                         ended.append(sample)
+                    taken += rows.finite[row]
                     row += 1
             self.scheduler.publish(item)
             if item.forks and sequence.request.error is None:
                 self.scheduler.fork(sequence, item.forks)
         self.counters.decode_tokens_computed += decodes
-        self.counters.prefill_tokens_computed += plan.num_tokens - decodes
-        self.counters.output_tokens += row - rows.finite.count(False)
+        self.counters.prefill_tokens_computed += plan.num_tokens - decodes - void
+        self.counters.output_tokens += taken
+        self.counters.void_tokens += void
         return self._collect(ended)
+
+    def _is_void(self, item: ScheduledSequence) -> bool:
+        """Whether the sequence of a step that ran ahead has ended; drops what was kept of it."""
+        if item.sequence.finished:
+            self.cache.drop_captures(item.sequence, item.captures)
+            return True
+        return False
 
     def _take_row(self, rows: _Rows, row: int, sequence: Sequence, context: int) -> bool:
         """Append a row's token to its sequence; whether that ended it. `context`: the oldest weights behind its KV."""

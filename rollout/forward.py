@@ -26,8 +26,9 @@ class StepLogits:
 class Forward(Protocol):
     """Computes a step's logits."""
 
-    def __call__(self, model: nn.Module, inputs: StepInputs) -> StepLogits:
-        """Of this model, which writes to the memory that the inputs name."""
+    def __call__(self, model: nn.Module, inputs: StepInputs, drawn: torch.Tensor | None) -> StepLogits:
+        """Of this model, which writes to the memory that the inputs name. ``drawn``: the tokens that ``inputs.sources``
+        are rows of, int64 on the model's device; None without them."""
 
     def forget_memory(self) -> None:
         """Pages and states are others from now on."""
@@ -47,10 +48,11 @@ def forward_for(weight: torch.Tensor, config: RolloutConfig) -> Forward:
 class HostForward:
     """On the CPU."""
 
-    def __call__(self, model: nn.Module, inputs: StepInputs) -> StepLogits:
-        logits = logits_of(
-            model, torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.head_rows), inputs.context
-        )
+    def __call__(self, model: nn.Module, inputs: StepInputs, drawn: torch.Tensor | None) -> StepLogits:
+        token_ids = torch.from_numpy(inputs.token_ids)
+        if drawn is not None and inputs.sources is not None:
+            token_ids = drawn[torch.from_numpy(inputs.sources)]
+        logits = logits_of(model, token_ids, torch.from_numpy(inputs.head_rows), inputs.context)
         return StepLogits(logits, inputs.draws)
 
     def forget_memory(self) -> None:

@@ -100,6 +100,7 @@ class Sequence:
     """One sample of a request.
 
     slot: its row in the block tables while it runs, -1 otherwise.
+    num_ahead: 1 while a step behind the current one, launched ahead, computes one more position; else 0.
     arrival: its place in the order in which sequences came to the scheduler.
     siblings: samples that wait for this one to compute the prompt.
     prefix: what the cache keeps for it, None without prefix caching.
@@ -114,6 +115,7 @@ class Sequence:
         "kv_spans",
         "logprobs",
         "matcher",
+        "num_ahead",
         "num_cached_tokens",
         "num_computed",
         "num_prompt_tokens",
@@ -146,6 +148,7 @@ class Sequence:
         self.num_prompt_tokens = length
         self.num_tokens = length
         self.num_computed = 0
+        self.num_ahead = 0
         self.write_from = 0
         self.num_cached_tokens: int | None = None
         self.arrival = 0

@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,8 @@ from samebit.rollout.cache.states import StateCache, StateMoves
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.forward import forward_for
 from samebit.rollout.gpu_memory import kv_cache_bytes
-from samebit.rollout.sampler import Sampler, most_likely
-from samebit.rollout.step import PromptLogprobs, StepPlan, StepResult
+from samebit.rollout.sampler import Draws, Sampler, most_likely
+from samebit.rollout.step import PromptLogprobs, StepInFlight, StepPlan, StepResult
 from samebit.rollout.step_inputs import Memory, PromptPiece, step_inputs
 
 Ints = npt.NDArray[np.int32]
@@ -96,23 +97,31 @@ class ModelRunner:
         self.forward.forget_memory()
         self.memory = None
 
-    def run(self, plan: StepPlan, block_tables: Ints) -> StepResult:
-        """Compute the plan; row ``sequence.slot`` of ``block_tables`` lists a sequence's blocks."""
+    def launch(self, plan: StepPlan, block_tables: Ints, before: StepInFlight | None = None) -> StepInFlight:
+        """Start to compute the plan; row ``sequence.slot`` of ``block_tables`` lists a sequence's blocks.
+
+        `before`: the step whose draws a plan with `sources` goes on from, of this runner.
+        """
         if self.memory is None:
             raise RuntimeError("the cache is not allocated: see allocate_cache()")
-        inputs = step_inputs(plan.items, block_tables, self.memory, self.sampler)
+        drawn = None
+        if plan.sources is not None:
+            if not isinstance(before, ModelStep):
+                raise TypeError(f"a plan with sources goes on from a step of this runner, got {before!r}")
+            drawn = before.draws.tokens
+        inputs = step_inputs(plan, block_tables, self.memory, self.sampler)
         began = time.perf_counter()
         self._copy_blocks(self.memory, plan.copies)
         if self.memory.states is not None:
             _move_states(self.memory.states, plan.moves)
-        found = self.forward(self.model, inputs)
+        found = self.forward(self.model, inputs, drawn)
         forwarded = time.perf_counter()
         count = inputs.num_sampling_rows
-        result = self.sampler.sample(found.logits[:count], inputs.sequences, found.draws)
-        result.prompt_logprobs = _prompt_logprobs(found.logits[count:], inputs.pieces)
+        draws = self.sampler.sample(found.logits[:count], inputs.sequences, inputs.positions, found.draws)
+        step = ModelStep(self, draws, _prompt_logprobs(found.logits[count:], inputs.pieces))
         self.forward_seconds += forwarded - began
         self.sampler_seconds += time.perf_counter() - forwarded
-        return result
+        return step
 
     @torch.no_grad()
     def _copy_blocks(self, memory: Memory, copies: list[tuple[int, int]]) -> None:
@@ -121,6 +130,23 @@ class ModelRunner:
         sources, targets = indices(np.array(copies, np.int64).T, self.device)
         for pages in memory.pages:
             pages[targets] = pages[sources]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelStep:
+    """A step that a `ModelRunner` has launched. See `samebit.rollout.step.StepInFlight`."""
+
+    runner: ModelRunner
+    draws: Draws
+    prompt_logprobs: list[PromptLogprobs]
+
+    def result(self) -> StepResult:
+        """Its outcome; waits for the device."""
+        began = time.perf_counter()
+        result = self.draws.result()
+        result.prompt_logprobs = self.prompt_logprobs
+        self.runner.sampler_seconds += time.perf_counter() - began
+        return result
 
 
 @torch.no_grad()

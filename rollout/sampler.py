@@ -4,6 +4,8 @@ Invariants
 ----------
 * Processing (penalties, biases, filters) works on a copy of a row and changes the choice only.
 * At temperature 0 the choice is greedy and the report is at temperature 1.
+* What is drawn depends on the position that a token goes to, not on what its sequence holds when it is drawn. (A
+  repetition penalty and likely tokens are the exceptions: see `SamplingParams.foreseeable`.)
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ import torch
 
 from samebit.kernels import sampling as kernels
 from samebit.kernels.logprobs import log_softmax, logprobs_of_rows
+from samebit.kernels.packing import Arrival
 from samebit.rollout.request import Sequence
 from samebit.rollout.step import StepResult
+
+TopLogprobs = list[dict[int, float] | None]
 
 _UNSEEDED = 1 << 31
 """Set in the counter of requests without a seed: their streams never meet those of seeded ones."""
@@ -39,6 +44,27 @@ class DrawInputs:
     counters: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """What was drawn. tokens: ``[R]`` int64, where the logits are. top: the likeliest of each row, None if unasked."""
+
+    tokens: torch.Tensor
+    found: Arrival
+    top: TopLogprobs | None
+
+    def result(self) -> StepResult:
+        """On the host; waits for the device."""
+        chosen, scores, at_one = self.found.numpy()
+        logprobs, raw = scores.astype(np.float32), at_one.astype(np.float32)
+        return StepResult(
+            token_ids=np.maximum(chosen, 0).astype(np.int64),
+            logprobs=logprobs,
+            raw_logprobs=raw,
+            finite=np.isfinite(logprobs) & np.isfinite(raw) & (chosen >= 0),
+            top_logprobs=self.top,
+        )
+
+
 class Sampler:
     """Chooses the next token of each row and reports its log-probability."""
 
@@ -46,13 +72,13 @@ class Sampler:
         self.seed = seed
         self.score = logprobs_of_rows if exact else _torch_logprobs
 
-    def inputs(self, sequences: list[Sequence], rows: npt.NDArray[np.int64]) -> DrawInputs:
-        """Of the next token of each sequence, which goes to position ``num_tokens``; on the host."""
+    def inputs(self, sequences: list[Sequence], positions: list[int], rows: npt.NDArray[np.int64]) -> DrawInputs:
+        """Of the token of each sequence that goes to this position; on the host."""
         keys = np.empty((len(sequences), 2), np.uint32)
         counters = np.zeros((len(sequences), 4), np.uint32)
+        counters[:, 0] = positions
         for row, sequence in enumerate(sequences):
             seed = sequence.params.seed
-            counters[row, 0] = sequence.num_tokens
             counters[row, 1] = sequence.sample_index
             if seed is None:
                 seed = self.seed
@@ -64,32 +90,27 @@ class Sampler:
         temperatures = torch.tensor([s.params.temperature for s in sequences], dtype=torch.float32)
         return DrawInputs(torch.from_numpy(rows), temperatures, torch.from_numpy(keys), torch.from_numpy(counters))
 
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence], inputs: DrawInputs) -> StepResult:
-        """One token a row; waits for the device once, unless likely tokens are asked for as well.
+    def sample(
+        self, logits: torch.Tensor, sequences: list[Sequence], positions: list[int], inputs: DrawInputs
+    ) -> Draws:
+        """One token a row; does not wait for the device, unless likely tokens are asked for.
 
         Args:
             logits: ``[R, V]`` float32, unprocessed, or fewer where several draw from one row.
-            sequences: the R sequences.
+            sequences: the R sequences, and the positions that their tokens go to.
             inputs: theirs, on the device of the logits.
         """
         logits = logits.contiguous() if len(logits) == len(sequences) else logits[inputs.rows]
         temperatures = inputs.temperatures
         uniform = kernels.uniforms(inputs.keys, inputs.counters)
-        chosen = kernels.draw(_processed(logits, sequences), temperatures, uniform)
+        chosen = kernels.draw(_processed(logits, sequences, positions), temperatures, uniform)
         tokens = chosen.clamp(min=0)
         report_at = torch.where(temperatures == 0, 1.0, temperatures)
         scores = self.score(logits, tokens, report_at)
         plain = all(sequence.params.temperature in (0, 1) for sequence in sequences)
         at_one = scores if plain else self.score(logits, tokens, torch.ones_like(report_at))
-        found = torch.stack([chosen.double(), scores.double(), at_one.double()]).cpu().numpy()
-        logprobs, raw = found[1].astype(np.float32), found[2].astype(np.float32)
-        return StepResult(
-            token_ids=np.maximum(found[0], 0).astype(np.int64),
-            logprobs=logprobs,
-            raw_logprobs=raw,
-            finite=np.isfinite(logprobs) & np.isfinite(raw) & (found[0] >= 0),
-            top_logprobs=_top_logprobs(logits, tokens, report_at, sequences),
-        )
+        found = Arrival(torch.stack([chosen.double(), scores.double(), at_one.double()]))
+        return Draws(tokens, found, _top_logprobs(logits, tokens, report_at, sequences))
 
 
 def _torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -97,13 +118,11 @@ def _torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: to
     return torch.log_softmax(logits / temperatures[:, None], dim=-1).gather(1, tokens[:, None])[:, 0]
 
 
-def most_likely(
-    logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, count: int
-) -> list[dict[int, float] | None]:
+def most_likely(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, count: int) -> TopLogprobs:
     """The ``count`` likeliest tokens of each row and the row's own token, with their log-probabilities."""
     scores = log_softmax(logits, temperatures)
     best = scores.topk(min(count, scores.shape[1]), dim=1)
-    rows: list[dict[int, float] | None] = []
+    rows: TopLogprobs = []
     for row, token in enumerate(tokens.tolist()):
         entry = dict(zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True))
         entry.setdefault(token, float(scores[row, token]))
@@ -113,10 +132,10 @@ def most_likely(
 
 def _top_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, sequences: list[Sequence]
-) -> list[dict[int, float] | None] | None:
+) -> TopLogprobs | None:
     if all(sequence.params.logprobs is None for sequence in sequences):
         return None
-    result: list[dict[int, float] | None] = [None] * len(sequences)
+    result: TopLogprobs = [None] * len(sequences)
     for row, sequence in enumerate(sequences):
         count = sequence.params.logprobs
         if count is not None:
@@ -125,22 +144,18 @@ def _top_logprobs(
     return result
 
 
-def _processed(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+def _processed(logits: torch.Tensor, sequences: list[Sequence], positions: list[int]) -> torch.Tensor:
     """``logits`` itself when no row wants processing, else a copy with those rows processed."""
-    rows = [
-        row
-        for row, sequence in enumerate(sequences)
-        if sequence.params.reshapes or sequence.num_new_tokens < sequence.params.min_tokens
-    ]
-    if not rows:
-        return logits
-    copy = logits.clone()
-    for row in rows:
-        _process(copy[row], sequences[row])
-    return copy
+    copy = None
+    for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+        may_end = position >= sequence.num_prompt_tokens + sequence.params.min_tokens
+        if sequence.params.reshapes or not may_end:
+            copy = logits.clone() if copy is None else copy
+            _process(copy[row], sequence, may_end)
+    return logits if copy is None else copy
 
 
-def _process(row: torch.Tensor, sequence: Sequence) -> None:
+def _process(row: torch.Tensor, sequence: Sequence, may_end: bool) -> None:
     """Penalty, bias, forbidden ends, then the filters: the order of vLLM."""
     params = sequence.params
     if params.repetition_penalty != 1.0:
@@ -148,7 +163,7 @@ def _process(row: torch.Tensor, sequence: Sequence) -> None:
         kernels.penalize_repetition(row, seen, params.repetition_penalty)
     if params.logit_bias:
         kernels.add_bias(row, params.logit_bias)
-    if sequence.num_new_tokens < params.min_tokens:
+    if not may_end:
         kernels.rule_out(row, sequence.request.eos_token_ids)
     if params.temperature > 0 and params.filters:
         kernels.keep_likely(row, params.temperature, params.top_k, params.top_p, params.min_p)

@@ -89,6 +89,11 @@ class SamplingParams:
         """Whether the logits are changed before each choice (``min_tokens`` aside)."""
         return self.filters or self.repetition_penalty != 1.0 or bool(self.logit_bias)
 
+    @cached_property
+    def foreseeable(self) -> bool:
+        """Whether the next token but one can be drawn before anybody has read the next one."""
+        return self.repetition_penalty == 1.0 and self.logprobs is None
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:

@@ -15,6 +15,9 @@ Invariants
   (`siblings`) until they take their first token from the same logits. The prompt is held for those that find no
   seat; it is given up before anybody is preempted, and only if no sample that has it runs.
 * A sequence whose next block is being computed by a running one waits for that block, and lets others pass.
+* A step that is planned ahead, before the tokens of the one before it are known, is of decodes only. It takes nothing
+  from anybody and admits nobody, so it is planned only while nobody waits who might be admitted. What it computes of
+  a sequence that turns out to have ended is void.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.num_unfinished = 0
         self.admission_open = True
+        self._may_admit = False
         self.preemptions = 0
         self.waiting_looked_at = 0
         self._arrivals = count()
@@ -53,6 +57,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         first, *rest = request.sequences
+        self._may_admit = True
         for sequence in request.sequences:
             sequence.arrival = next(self._arrivals)
         self.num_unfinished += len(request.sequences)
@@ -65,6 +70,7 @@ class Scheduler:
     def retire(self, sequences: Iterable[Sequence]) -> None:
         """Forget finished or aborted sequences and take back what they own."""
         gone = set(sequences)
+        self._may_admit = True
         for sequence in gone:
             if sequence.slot >= 0:
                 self._wait(self.cache.release(sequence))
@@ -84,10 +90,35 @@ class Scheduler:
             if budget > 0:
                 budget -= self._plan_chunk(plan, sequence, budget)
         self._admit(plan, budget)
+        self._may_admit = False
         plan.copies = self.cache.take_copies()
         if self.cache.states is not None and plan.items:
             self._plan_states(plan, self.cache.states)
         return plan
+
+    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step behind `plan`, which is computed now: one more token of each of its decodes, whatever they are.
+
+        None where it can not be told yet.
+        """
+        if not self._tells_the_next(plan):
+            return None
+        going_on = [(row, item) for row, item in enumerate(plan.items) if _goes_on(item.sequence)]
+        if not going_on or not all(self.cache.append(item.sequence, 2) for _, item in going_on):
+            return None
+        ahead = StepPlan(sources=[row for row, _ in going_on])
+        self.cache.sweep()
+        for _, item in going_on:
+            item.sequence.num_ahead = 1
+            ahead.add(item.sequence, item.start + 1, 1, True)
+        if self.cache.states is not None:
+            self._plan_states(ahead, self.cache.states)
+        return ahead
+
+    def open_admission(self, is_open: bool) -> None:
+        """Whether requests that have not started may start."""
+        self.admission_open = is_open
+        self._may_admit = True
 
     def publish(self, item: ScheduledSequence) -> None:
         """What a step computed for this sequence is there for others."""
@@ -112,6 +143,13 @@ class Scheduler:
     def _wait(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             self.waiting.push(sequence)
+            self._may_admit = True
+
+    def _tells_the_next(self, plan: StepPlan) -> bool:
+        """Whether all that a plan computes are decodes, and nothing but their tokens decides what comes next."""
+        if self.cache.looks_at_tokens or (self._may_admit and self.waiting.head(self.admission_open) is not None):
+            return False
+        return all(item.start >= item.sequence.num_prompt_tokens and _one_token(item) for item in plan.items)
 
     def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
         """Plan one token for each running decode, and return the running prefills.
@@ -217,3 +255,13 @@ class Scheduler:
         first.siblings = rest
         self.waiting.push(first)
         return ()
+
+
+def _one_token(item: ScheduledSequence) -> bool:
+    """Whether it is a decode whose next one can be drawn before anybody has read this one."""
+    return item.length == 1 and not item.forks and item.sequence.params.foreseeable
+
+
+def _goes_on(sequence: Sequence) -> bool:
+    """Whether it has not ended, and its length allows a token behind the one that is computed now."""
+    return not sequence.finished and sequence.num_new_tokens + 1 < sequence.request.max_new_tokens

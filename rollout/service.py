@@ -6,6 +6,7 @@ Invariants
 * Submissions and aborts need no lock: they go through the inbox, in order, and the thread takes them in
   before its next step.
 * Between two commands there is a step, as long as there is work: a command that ends leaves the lock to the thread.
+* No command, and nothing after the thread's end, meets a step in flight: it is committed before.
 * Every delivery in `_live` ends: with its request, with the error that broke the thread, or with
   "closed". The thread's one broad `except` is that boundary.
 * The thread has ended before the interpreter is torn down: a kernel that runs on then aborts the process.
@@ -96,6 +97,7 @@ class GenerationService:
         self.check_thread()
         with self.lock:
             self.state.check_usable()
+            self.deliver(self.engine.settle())
             try:
                 yield self.engine
             finally:
@@ -174,6 +176,8 @@ class GenerationService:
             while self._turn():
                 pass
             release_idle_threads()
+        with self.lock.generation():
+            self.deliver(self.engine.settle())
 
     def _turn(self) -> bool:
         with self.lock.generation():
@@ -223,7 +227,7 @@ class GenerationService:
 
     def _close_admission(self, change: int) -> None:
         self._closures += change
-        self.engine.scheduler.admission_open = self._closures == 0
+        self.engine.scheduler.open_admission(self._closures == 0)
 
     def _wait_until_drained(self) -> None:
         """Returns holding the lock."""

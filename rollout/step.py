@@ -1,7 +1,8 @@
 """What passes between the engine and whatever computes a step.
 
-A step is planned (`StepPlan`), run (`Runner.run`), and its outcome (`StepResult`) committed by the
-engine. A runner reads sequences and never writes to them.
+A step is planned (`StepPlan`), launched (`Runner.launch`), and its outcome (`StepResult`) committed by the
+engine. A runner reads sequences and never writes to them. Steps compute one after the other, in the order of their
+launches, whenever their results are asked for.
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ class StepPlan:
 
     copies: (from, to) blocks whose KV is copied before anything is computed, all at once.
     moves: what happens to recurrent states before anything is computed.
+    sources: of a step that is launched behind another, before that one's tokens are known: each item computes one
+        token, and this is the row of the other's draws that it is. None where all tokens are known.
     """
 
     items: list[ScheduledSequence] = field(default_factory=list)
+    sources: list[int] | None = None
     num_tokens: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
     moves: StateMoves = field(default_factory=StateMoves)
@@ -84,6 +88,13 @@ class StepResult:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 
+class StepInFlight(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Its outcome, as often as it is asked for; waits for the device."""
+
+
 class Runner(Protocol):
     """What computes a step: the model, its KV pages and the sampler, and how long they took in all."""
 
@@ -100,5 +111,10 @@ class Runner(Protocol):
     def release_cache(self) -> None:
         """Give the pages back. Nothing is run until they are allocated again."""
 
-    def run(self, plan: StepPlan, block_tables: npt.NDArray[np.int32]) -> StepResult:
-        """Compute the plan. Row `sequence.slot` of `block_tables` [slots, blocks] lists its blocks."""
+    def launch(
+        self, plan: StepPlan, block_tables: npt.NDArray[np.int32], before: StepInFlight | None = None
+    ) -> StepInFlight:
+        """Start to compute the plan. Row `sequence.slot` of `block_tables` [slots, blocks] lists its blocks.
+
+        `before`: the step whose draws a plan with `sources` goes on from.
+        """

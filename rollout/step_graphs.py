@@ -34,7 +34,7 @@ from samebit.rollout.forward import logits_of
 SIZES = tuple(sorted({*(1 << power for power in range(16)), *(3 << power for power in range(3, 14))}))
 """Rows that graphs are made for: powers of two, and from 24 on the middles between them."""
 
-_ROWS = ("token_ids", "positions", "blocks", "offsets", "sequences", "within")
+_ROWS = ("token_ids", "sources", "positions", "blocks", "offsets", "sequences", "within")
 _SEQUENCES = ("row_start", "lengths", "starts", "slots", "tables")
 
 
@@ -148,15 +148,23 @@ class StepGraph:
 
         self._replay = record(run)
 
-    def replay(self, arrays: Arrays) -> tuple[Tensors, torch.Tensor]:
+    def replay(self, arrays: Arrays, drawn: torch.Tensor | None) -> tuple[Tensors, torch.Tensor]:
         """The arrays on the device, each with room behind it, and the logits of all head rows there is room for."""
         self._staging.wait()
         self._staging.memory.copy_(self._nothing)
         for name, array in arrays.items():
             self.places[name][: len(array)] = array
         self._staging.send(self._buffer)
+        take_drawn(self.parts, drawn)
         self._replay()
         return self.parts, self.logits
+
+
+def take_drawn(parts: Tensors, drawn: torch.Tensor | None) -> Tensors:
+    """The same arrays, with those of the ``drawn`` tokens that "sources" name in place of "token_ids"."""
+    if drawn is not None:  # a row that there is only room for takes the first
+        torch.index_select(drawn, 0, parts["sources"], out=parts["token_ids"])
+    return parts
 
 
 def _room(arrays: Arrays, size: Size) -> Arrays:

@@ -18,7 +18,7 @@ from samebit.kernels.context import ForwardContext
 from samebit.kernels.states import StateMemory
 from samebit.rollout.request import Sequence
 from samebit.rollout.sampler import DrawInputs, Sampler
-from samebit.rollout.step import ScheduledSequence
+from samebit.rollout.step import ScheduledSequence, StepPlan
 
 Ints = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int64]
@@ -46,48 +46,61 @@ class PromptPiece:
 class StepInputs:
     """T rows, K of which reach the head.
 
-    context: of the T rows; its positions are on the host. token_ids: [T]. head_rows: [K], the first `num_sampling_rows`
-    of which sample. sequences: those that get a token, with `draws` for each. pieces: of the prompts that are scored.
+    context: of the T rows; its positions are on the host. token_ids: [T]; where `sources` [T] are given, they are
+    the draws of the step before in these rows instead. head_rows: [K], the first `num_sampling_rows` of which sample.
+    sequences: those that get a token, with its position and `draws` for each. pieces: of the prompts that are scored.
     """
 
     context: ForwardContext
     token_ids: Rows
+    sources: Rows | None
     head_rows: Rows
     num_sampling_rows: int
     sequences: list[Sequence]
+    positions: list[int]
     draws: DrawInputs
     pieces: list[PromptPiece]
 
 
-def step_inputs(items: list[ScheduledSequence], block_tables: Ints, memory: Memory, sampler: Sampler) -> StepInputs:
-    """Of these items; row `sequence.slot` of `block_tables` lists a sequence's blocks."""
+def step_inputs(plan: StepPlan, block_tables: Ints, memory: Memory, sampler: Sampler) -> StepInputs:
+    """Of this plan; row `sequence.slot` of `block_tables` lists a sequence's blocks."""
+    items = plan.items
     lengths = np.array([item.length for item in items], np.int32)
     ends = np.cumsum(lengths, dtype=np.int64)
-    token_ids, context = _rows(items, lengths, ends, block_tables, memory)
+    context = _context(items, lengths, ends, block_tables, memory)
     sampling = [item for item in items if item.samples]
     sampling_rows = [int(end) - 1 for item, end in zip(items, ends, strict=True) if item.samples]
     pieces = _prompt_pieces(items, ends)
     sequences = [sequence for item in sampling for sequence in (item.sequence, *item.forks)]
+    positions = [item.start + item.length for item in sampling for _ in range(1 + len(item.forks))]
     drawn_rows = np.repeat(np.arange(len(sampling)), [1 + len(item.forks) for item in sampling])
     return StepInputs(
         context=context,
-        token_ids=token_ids,
+        token_ids=_token_ids(plan),
+        sources=None if plan.sources is None else np.array(plan.sources, np.int64),
         head_rows=np.array(sampling_rows + [row for piece in pieces for row in piece.rows], np.int64),
         num_sampling_rows=len(sampling),
         sequences=sequences,
-        draws=sampler.inputs(sequences, drawn_rows),
+        positions=positions,
+        draws=sampler.inputs(sequences, positions, drawn_rows),
         pieces=pieces,
     )
 
 
-def _rows(
+def _token_ids(plan: StepPlan) -> Rows:
+    """Zeros where they are not known yet."""
+    if plan.sources is not None:
+        return np.zeros(plan.num_tokens, np.int64)
+    return np.concatenate([item.sequence.token_ids[item.start : item.start + item.length] for item in plan.items])
+
+
+def _context(
     items: list[ScheduledSequence], lengths: Ints, ends: Rows, block_tables: Ints, memory: Memory
-) -> tuple[Rows, ForwardContext]:
+) -> ForwardContext:
     count = int(ends[-1])
     starts = np.array([item.start for item in items], np.int32)
-    token_ids = np.concatenate([item.sequence.token_ids[item.start : item.start + item.length] for item in items])
     positions = np.arange(count) + np.repeat(starts - (ends - lengths), lengths)
-    context = ForwardContext(
+    return ForwardContext(
         positions=torch.from_numpy(positions),
         row_start=(ends - lengths).astype(np.int32),
         lengths=lengths,
@@ -100,7 +113,6 @@ def _rows(
         states=memory.states,
         captures=_captures(items),
     )
-    return token_ids, context
 
 
 def _captures(items: list[ScheduledSequence]) -> Ints:

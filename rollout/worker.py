@@ -55,7 +55,7 @@ class RolloutWorker(WorkerCore):
             states=runner.state_cache(),
         )
         super().__init__(
-            Engine(runner, cache, self.config.max_num_batched_tokens),
+            Engine(runner, cache, self.config.max_num_batched_tokens, run_ahead=self.config.runs_ahead),
             WorkerWeights(loaded.module, shared=loaded.shared),
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,

@@ -83,10 +83,17 @@ class Checkpoints:
             number = position // self._size
             self.states.attach(self._entry(sequence, number - 1) if number <= num_published else None, checkpoint)
 
+    @property
+    def awaited(self) -> bool:
+        """Whether a sequence waits that could resume behind a state which is taken on the way."""
+        return bool(self.waiting)
+
     def save(self, sequence: Sequence, num_published: int) -> None:
-        """Keep the state of a sequence that stops as of its last block boundary, if that block is published."""
+        """Keep the state of a sequence that stops as of its last block boundary, if that block is published and no
+        step has gone beyond the next one."""
         number = sequence.num_computed // self._size
-        if 0 < number <= num_published:
+        gone_on = (sequence.num_computed + sequence.num_ahead) // self._size > number
+        if 0 < number <= num_published and not gone_on:
             entry = self._entry(sequence, number - 1)
             if entry is not None:
                 self.states.save(sequence.slot, entry)

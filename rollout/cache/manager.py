@@ -179,6 +179,11 @@ class CacheManager:
         """Whether all of its KV belongs to the current epoch."""
         return self.index is not None and sequence.prefix is not None and sequence.prefix.epoch == self.index.epoch
 
+    @property
+    def looks_at_tokens(self) -> bool:
+        """Whether what a step keeps depends on its tokens: on whether a sequence that waits begins with them."""
+        return self.checkpoints is not None and self.checkpoints.awaited
+
     def plan_captures(self, sequence: Sequence, end: int) -> Captures:
         """(position, checkpoint) of the states to keep while a step computes this sequence up to `end`."""
         state = sequence.prefix
@@ -198,6 +203,11 @@ class CacheManager:
             known = 0 if failed or state is None or not self.may_publish(sequence) else state.num_published
             self.checkpoints.keep(sequence, captures, known)
         return woken
+
+    def drop_captures(self, sequence: Sequence, captures: Captures) -> None:
+        """What a step has kept of a sequence that had ended already."""
+        if self.checkpoints is not None:
+            self.checkpoints.keep(sequence, captures, 0)
 
     def hold_tail(self, leader: Sequence, samples: Items[Sequence]) -> None:
         """Keep the blocks of a prompt, the partly filled last one too, for the other samples of the request."""

@@ -77,6 +77,7 @@ class Soak:
             max_num_seqs=6,
             max_num_batched_tokens=40,
             while_asleep=while_asleep,
+            async_scheduling=while_asleep == "wait",
         )
         self.block_size = chunk
         self.worker = RolloutWorker(folder, config=config)

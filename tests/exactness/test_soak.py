@@ -74,6 +74,7 @@ def configs(draw: st.DrawFn, block_sizes: tuple[int, ...] = (2, 4, 16, 64)) -> R
         enable_prefix_caching=draw(st.sampled_from((True, True, True, False))),
         eviction_policy=draw(st.sampled_from(("lru", "ref_zero"))),
         seed=draw(st.integers(0, 5)),
+        async_scheduling=draw(st.booleans()),
     )
 
 

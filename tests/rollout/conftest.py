@@ -52,6 +52,24 @@ class State:
     oldest: int
 
 
+class FakeStep:
+    """A step that a `FakeRunner` has launched, which takes until its result is asked for."""
+
+    def __init__(self, runner: FakeRunner, outcome: StepResult) -> None:
+        self.runner = runner
+        self.outcome = outcome
+        self.waits = runner.gate is not None
+
+    def result(self) -> StepResult:
+        gate = self.runner.gate
+        if gate is not None and self.waits:
+            assert gate.acquire(timeout=20), "the test never opened the gate"
+        self.waits = False
+        if self.runner.fail_with is not None:
+            raise self.runner.fail_with
+        return self.outcome
+
+
 class FakeRunner:
     """`gate`: when set, each step takes one permit. `fail_with`: raised by the next step.
     `nan_ids`: requests whose rows come out as not finite."""
@@ -87,12 +105,15 @@ class FakeRunner:
         assert self.pages is not None, "released twice"
         self.pages = None
 
-    def run(self, plan: StepPlan, block_tables: npt.NDArray[np.int32]) -> StepResult:
+    def launch(self, plan: StepPlan, block_tables: npt.NDArray[np.int32], before: FakeStep | None = None) -> FakeStep:
+        """Computes at once; a GPU would compute in the same order."""
+        drawn = None if plan.sources is None else before.outcome.token_ids[plan.sources]
         self.entered.set()
-        if self.gate is not None:
-            assert self.gate.acquire(timeout=20), "the test never opened the gate"
-        if self.fail_with is not None:
-            raise self.fail_with
+        return FakeStep(self, self._run(plan, block_tables, drawn))
+
+    def _run(
+        self, plan: StepPlan, block_tables: npt.NDArray[np.int32], drawn: npt.NDArray[np.int64] | None
+    ) -> StepResult:
         assert self.pages is not None, "a step while the KV cache is asleep"
         self.plans.append(
             [(i.sequence.request.request_id, i.sequence.sample_index, i.start, i.length) for i in plan.items]
@@ -106,10 +127,12 @@ class FakeRunner:
         tokens: list[int] = []
         finite: list[bool] = []
         scores: list[PromptLogprobs] = []
-        for item in plan.items:
+        for row, item in enumerate(plan.items):
             sequence = item.sequence
             end = item.start + item.length
             known = sequence.token_ids[:end].tolist()
+            if drawn is not None:
+                known[item.start :] = [int(drawn[row])]
             table = block_tables[sequence.slot]
             oldest = sequence.kv_spans[0][2] if sequence.kv_spans else self.current_version()
             begin = max(item.start, sequence.write_from)
@@ -118,14 +141,14 @@ class FakeRunner:
             assert set(self._read(table, end, 1)) == {oldest}, "KV that was computed under other weights"
             if self.states is not None:
                 self._advance(item, known, oldest)
-            assert item.samples == (end == sequence.num_tokens)
+            assert item.samples == (end == sequence.num_tokens + (drawn is not None))
             if sequence.prompt_logprobs_wanted:
                 last = min(end, sequence.num_prompt_tokens - 1)
                 values = -np.array(known + sequence.token_ids[end : end + 1].tolist(), np.float32)
                 scores.append(PromptLogprobs(sequence, item.start + 1, values[item.start + 1 : last + 1]))
             assert not item.forks or item.samples
             for sample in (sequence, *item.forks) if item.samples else ():
-                assert sample.token_ids[: sample.num_tokens].tolist() == known
+                assert sample.token_ids[: sample.num_tokens].tolist() == known[: sample.num_tokens]
                 tokens.append(fake_token(known, sample.sample_index, self.salt))
                 finite.append(sequence.request.request_id not in self.nan_ids)
         ids = np.array(tokens, np.int64)
@@ -184,6 +207,7 @@ def build_engine(
     recurrent: bool = False,
     num_checkpoints: int = 0,
     num_held: int = 0,
+    run_ahead: bool = False,
 ) -> Engine:
     """`recurrent`: the model has states too."""
     states = (
@@ -198,7 +222,7 @@ def build_engine(
         eviction_policy=eviction_policy,
         states=states,
     )
-    engine = Engine(FakeRunner(block_size, states), cache, max_num_batched_tokens)
+    engine = Engine(FakeRunner(block_size, states), cache, max_num_batched_tokens, run_ahead=run_ahead)
     engine.runner.current_version = lambda: engine.weight_version
     engine.runner.budget = lambda: engine.scheduler.max_num_batched_tokens
     return engine

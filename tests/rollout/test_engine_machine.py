@@ -35,6 +35,7 @@ def run_machine(
             budget=st.integers(5, 20),
             prefix_caching=st.sampled_from([True, True, True, False]),
             policy=st.sampled_from(["lru", "ref_zero"]),
+            run_ahead=st.booleans(),
         )
         def build(
             self,
@@ -47,6 +48,7 @@ def run_machine(
             budget: int,
             prefix_caching: bool,
             policy: str,
+            run_ahead: bool,
         ) -> None:
             self.engine = make_engine(
                 num_blocks=-(-MAX_LEN // block_size) + spare,
@@ -59,6 +61,7 @@ def run_machine(
                 recurrent=recurrent,
                 num_checkpoints=checkpoints,
                 num_held=held,
+                run_ahead=run_ahead,
             )
             self.added: dict[str, Request] = {}
             self.ended: list[str] = []
@@ -117,12 +120,14 @@ def run_machine(
 
         @rule()
         def preempt(self) -> None:
+            self._take(self.engine.settle())
             self.engine.preempt_all()
             assert self.engine.cache.pool.num_free == self.engine.cache.pool.num_blocks
 
         @rule(recompute=st.booleans())
         def update_weights(self, recompute: bool) -> None:
             """Running requests go on with the KV they have, or compute it again."""
+            self._take(self.engine.settle())
             if recompute:
                 self.engine.preempt_all()
             self.engine.weights_changed(self.engine.weight_version + 1)
@@ -130,11 +135,12 @@ def run_machine(
 
         @rule()
         def reset(self) -> None:
+            self._take(self.engine.settle())
             self.engine.clear_prefix_cache()
 
         @rule()
         def flip_admission(self) -> None:
-            self.engine.scheduler.admission_open = not self.engine.scheduler.admission_open
+            self.engine.scheduler.open_admission(not self.engine.scheduler.admission_open)
 
         def _take(self, ended: list[Request]) -> None:
             self.ended += [request.request_id for request in ended]
@@ -198,7 +204,7 @@ def run_machine(
         def teardown(self) -> None:
             if not hasattr(self, "engine"):
                 return
-            self.engine.scheduler.admission_open = True
+            self.engine.scheduler.open_admission(True)
             limit = 20 + 50 * sum(request.params.n for request in self.added.values())
             for _ in range(limit):
                 if not self.engine.has_work:

@@ -109,6 +109,7 @@ def test_the_callers_later_changes_do_not_reach_in() -> None:
         ("while_asleep", "queue"),
         ("exact", 1),
         ("enforce_eager", 1),
+        ("async_scheduling", 1),
         ("gpu_memory_utilization", 0.0),
         ("gpu_memory_utilization", 1.1),
         ("gpu_memory_utilization", NAN),

@@ -211,7 +211,7 @@ def test_closed_admission_keeps_unstarted_followers_and_drains(
     engine.add(a)
     engine.add(b)
     engine.step()
-    engine.scheduler.admission_open = False
+    engine.scheduler.open_admission(False)
     engine.preempt_all()
     done: list[Request] = []
     while engine.has_work:

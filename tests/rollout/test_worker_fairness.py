@@ -86,13 +86,13 @@ class SteadyLoad:
 
     def __init__(self, worker: Any, runner: Any) -> None:
         self._worker = worker
-        self._run = runner.run
-        runner.run = self._step
+        self._launch = runner.launch
+        runner.launch = self._step
         self._handles = worker.submit_all([[number % 97, 5, number % 3] for number in range(240)], LONG)
 
     def _step(self, *args: Any) -> Any:
         threading.Event().wait(0.001)
-        return self._run(*args)
+        return self._launch(*args)
 
     def finish(self, oracle: Oracle) -> None:
         assert not self._handles[-1].done, "there was work all the time"

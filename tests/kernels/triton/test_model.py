@@ -70,10 +70,10 @@ class Repeating:
         return run
 
 
-def config(enforce_eager: bool) -> RolloutConfig:
+def config(enforce_eager: bool, async_scheduling: bool | None = None) -> RolloutConfig:
     return RolloutConfig(
         block_size=16, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, device=DEVICE,
-        enforce_eager=enforce_eager,
+        enforce_eager=enforce_eager, async_scheduling=async_scheduling,
     )  # fmt: skip
 
 
@@ -109,6 +109,23 @@ def test_a_rollout_is_near_training_with_graphs_and_without(name: str, monkeypat
                 if DEVICE == "cuda":
                     assert torch.equal(own, torch.tensor(sample.logprobs))
                 assert torch.allclose(own, torch.tensor(sample.logprobs), atol=2e-4)
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_decodes_that_are_launched_ahead_take_their_tokens_from_the_device(
+    enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bind(small("NemotronH"), ssm_chunk=16).to(DEVICE)
+    prompts = [[5], [8, 9, 10], list(range(3, 16))]
+    params = [SamplingParams(seed=seed, max_tokens=5 - seed) for seed in range(3)]
+    outputs = []
+    with triton(monkeypatch):
+        for ahead in (False, True):
+            with RolloutWorker(model, config=config(enforce_eager, async_scheduling=ahead)) as worker:
+                outputs.append(worker.generate(prompts, params))
+                assert bool(worker.stats()["steps_ahead"]) == ahead
+    for one, other in zip(*outputs, strict=True):
+        assert vars(one.samples[0]) == vars(other.samples[0])
 
 
 def test_graphs_are_recorded_anew_when_what_they_read_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
