@@ -45,13 +45,15 @@ def gradients(
 
     ``xbc`` and ``dt`` are contiguous. Gradients of padding rows are zero.
     """
-    (heads, head_dim), groups, size = (dt.shape[1], grad.shape[1] // dt.shape[1]), options.groups, options.state_size
+    heads, groups, size = dt.shape[1], options.groups, options.state_size
+    head_dim = grad.shape[1] // heads
     grad, layout = aligned(grad), context.on_device
     empty = torch.empty if context.covers_all_rows else torch.zeros
     grad_xbc, grad_dt = (empty(part.shape, dtype=part.dtype, device=part.device) for part in (xbc, dt))
     tiles, first_tiles = layout.tiles(GRADIENT_CHUNK), layout.first_tiles(GRADIENT_CHUNK)
-    before, after = torch.empty(2, len(tiles), heads, size, head_dim, dtype=torch.float32, device=xbc.device)
-    parts = torch.empty(3, len(tiles), heads, dtype=torch.float32, device=xbc.device)
+    states = len(tiles), heads, size, head_dim
+    before, after = (torch.empty(states, dtype=torch.float32, device=xbc.device) for _ in range(2))
+    parts = torch.empty(len(tiles), 3, heads, dtype=torch.float32, device=xbc.device)
     depth = min(_DEPTH, power_of_two(max(16, size)))
     shape = heads, head_dim, groups, size, GRADIENT_CHUNK, power_of_two(max(16, head_dim)), depth
     inputs = xbc, dt, aligned(decay_rate), aligned(dt_bias), *options.dt_limits
@@ -62,13 +64,13 @@ def gradients(
         _walk[walks](*inputs, xbc, *where, first_tiles, before, xbc.shape[1], False, *shape, num_warps=_WALK_WARPS)
         _walk[walks](*inputs, grad, *where, first_tiles, after, grad.shape[1], True, *shape, num_warps=_WALK_WARPS)
         _of_head[(len(tiles), heads)](
-            *inputs, aligned(skip), grad, *where, tiles, before, after, grad_xbc, grad_dt, *parts, *shape,
+            *inputs, aligned(skip), grad, *where, tiles, before, after, grad_xbc, grad_dt, parts, *shape,
             num_warps=_CHUNK_WARPS,
         )  # fmt: skip
         _of_group[(len(tiles), groups, slices)](
             *inputs, grad, *where, tiles, before, after, grad_xbc, *shape, num_warps=_CHUNK_WARPS
         )
-    return grad_xbc, grad_dt, *parts.sum(1)
+    return grad_xbc, grad_dt, *parts.sum(0)
 
 
 @triton.jit
@@ -139,9 +141,8 @@ def _walk(
 def _of_head(
     xbc: tensor, dt: tensor, decay_rate: tensor, dt_bias: tensor, low: tensor, high: tensor, skip: tensor,
     grad: tensor, row_start: tensor, lengths: tensor, tiles: tensor, before: tensor, after: tensor, grad_xbc: tensor,
-    grad_dt: tensor, rate_parts: tensor, bias_parts: tensor, skip_parts: tensor, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, PADDED_DIM: tl.constexpr,
-    DEPTH: tl.constexpr,
+    grad_dt: tensor, parts: tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr, PADDED_DIM: tl.constexpr, DEPTH: tl.constexpr,
 ) -> None:  # fmt: skip
     """Gradients of x and dt of one chunk and head, and its part of those of A, the bias of dt, and D."""
     tile, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -149,9 +150,9 @@ def _of_head(
     t, p = tl.arange(0, CHUNK), tl.arange(0, PADDED_DIM)
     real = first + t < tl.load(lengths + sequence)
     at = (tl.load(row_start + sequence) + first + t).to(tl.int64)
+    WIDTH: tl.constexpr = HEADS * HEAD_DIM + 2 * GROUPS * SIZE
     raw, step, sums = _steps(dt, decay_rate, dt_bias, low, high, at, real, head, HEADS)
     whole, left = _at_end(sums, CHUNK)
-    WIDTH: tl.constexpr = HEADS * HEAD_DIM + 2 * GROUPS * SIZE
     inside = real[:, None] & (p[None, :] < HEAD_DIM)
     place = at[:, None] * WIDTH + head * HEAD_DIM + p[None, :]
     x_given = tl.load(xbc + place, mask=inside, other=0.0)
@@ -194,9 +195,10 @@ def _of_head(
     unbounded = softplus(raw)
     of_raw = tl.where(real & (unbounded >= low) & (unbounded <= high), of_step * sigmoid(raw), 0.0)
     tl.store(grad_dt + at * HEADS + head, of_raw.to(grad_dt.dtype.element_ty), mask=real)
-    tl.store(rate_parts + tile * HEADS + head, tl.sum(of_decay * step, axis=0))
-    tl.store(bias_parts + tile * HEADS + head, tl.sum(of_raw, axis=0))
-    tl.store(skip_parts + tile * HEADS + head, tl.sum(tl.sum(g * x, axis=1), axis=0))
+    part = parts + tile * (3 * HEADS) + head
+    tl.store(part, tl.sum(of_decay * step, axis=0))
+    tl.store(part + HEADS, tl.sum(of_raw, axis=0))
+    tl.store(part + 2 * HEADS, tl.sum(tl.sum(g * x, axis=1), axis=0))
 
 
 @triton.jit(do_not_specialize=["low", "high"])
