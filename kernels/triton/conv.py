@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from triton.language import tensor
 
 from ..context import ForwardContext
-from ..conv import gradients
 from ..states import SSMOptions
+from .conv_backward import gradients
 from .numeric import aligned, blocks, sigmoid, with_aligned_rows
 from .tiles import ELEMENTS
 
@@ -52,8 +52,8 @@ class _CausalConv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        (x, weight, bias), layout = ctx.saved_tensors, ctx.layout.on_device
-        return *gradients(x, weight, bias, grad, layout.sequences, layout.within), None
+        x, weight, bias = ctx.saved_tensors
+        return *gradients(x, weight, bias, grad, ctx.layout), None
 
 
 def _convolve(

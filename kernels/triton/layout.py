@@ -43,6 +43,7 @@ class DeviceLayout:
     first_capture: torch.Tensor
     host_lengths: Ints
     tiles_of: dict[int, torch.Tensor] = field(default_factory=dict)
+    first_tiles_of: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
 
     @staticmethod
     def of(context: ForwardContext, device: torch.device) -> "DeviceLayout":
@@ -62,6 +63,14 @@ class DeviceLayout:
             pieces = _pieces(self.host_lengths, tokens)
             self.tiles_of[tokens] = sent({"pieces": pieces}, self.tables.device)["pieces"]
         return self.tiles_of[tokens]
+
+    def first_tiles(self, tokens: int) -> torch.Tensor:
+        """``[S]`` where in ``tiles(tokens)`` each sequence's pieces begin."""
+        if tokens not in self.first_tiles_of:
+            counts = -(-self.host_lengths // tokens)
+            first = (np.cumsum(counts) - counts).astype(np.int32)
+            self.first_tiles_of[tokens] = sent({"first": first}, self.tables.device)["first"]
+        return self.first_tiles_of[tokens]
 
 
 def on_device(context: ForwardContext, parts: Tensors) -> ForwardContext:

@@ -26,9 +26,9 @@ from triton.language import tensor
 from ..context import ForwardContext
 from ..cpu.numeric import LANES
 from ..cpu.ssd import HEAD_TILE, SCAN_CHUNK
-from ..ssd_backward import scan_gradients
 from ..states import LayerStates, SSMOptions
 from .numeric import aligned, blocks, dot, softplus
+from .ssd_backward import gradients
 from .tiles import power_of_two
 
 _WARPS = 4
@@ -81,8 +81,8 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         xbc, dt, decay_rate, dt_bias, skip = ctx.saved_tensors
-        found = scan_gradients(xbc, dt, decay_rate, dt_bias, skip, grad, ctx.layout, ctx.options)
-        return (*found, None, None)
+        found = gradients(xbc, dt, decay_rate, dt_bias, skip, grad, ctx.layout, ctx.options)
+        return *found, None, None
 
 
 def _scan(

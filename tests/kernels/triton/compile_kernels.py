@@ -110,10 +110,27 @@ def mamba() -> None:
     scan(x, dt, torch.zeros(8), torch.zeros(8), torch.zeros(8), context, options)
 
 
+def mamba_gradients() -> None:
+    context = training_context((1, 70), None, None)
+    for dtype, heads, head_dim, groups, size in (
+        (torch.bfloat16, 8, 64, 2, 128), (torch.float32, 8, 64, 2, 128), (torch.float32, 3, 20, 1, 100),
+        (torch.bfloat16, 4, 128, 4, 256), (torch.float32, 4, 128, 1, 128),
+    ):  # fmt: skip
+        width, options = heads * head_dim + 2 * groups * size, SSMOptions(0, 64, groups, size)
+        both_ways(
+            lambda x, w, b, o=options: causal_conv(x, w, b, context, o), (70, width), (width, 1, 4), (width,),
+            dtype=dtype,
+        )  # fmt: skip
+        per_head = [torch.zeros(heads, requires_grad=True) for _ in range(3)]
+        both_ways(
+            lambda x, dt, o=options, p=per_head: scan(x, dt, *p, context, o), (70, width), (70, heads), dtype=dtype
+        )
+
+
 if __name__ == "__main__":
     driver.set_active(H100())
     JITFunction.run = compile_only
     device.on_gpu = lambda tensor: True
-    for part in (rowwise, attentions, vocabulary, mamba):
+    for part in (rowwise, attentions, vocabulary, mamba, mamba_gradients):
         part()
     print(json.dumps(list(compiled.values())))  # noqa: T201
