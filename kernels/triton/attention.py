@@ -150,7 +150,7 @@ def _attend_items(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(oldest - WINDOW + 1, 0) // KEYS * KEYS
-    begun = begin < since  # by the item before, unless a window leaves out all of its keys
+    begun = since > 0  # by an item before, which kept the accumulators
     acc = tl.load(sums + kept[:, None] * HEAD_DIM + d[None, :], mask=inside & begun, other=0.0)
     total = tl.load(levels + 2 * kept, mask=real & begun, other=0.0)
     peak = tl.load(levels + 2 * kept + 1, mask=real & begun, other=float("-inf"))

@@ -4,7 +4,7 @@ Everything is built on the host and travels in one copy (`packing`).
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -59,8 +59,8 @@ class DeviceLayout:
     captures: torch.Tensor
     first_capture: torch.Tensor
     work: AttentionWork
-    tiles_of: dict[int, torch.Tensor] = field(default_factory=dict)
-    items_of: dict[int, Items] = field(default_factory=dict)
+    tiles_of: dict[int, torch.Tensor]
+    items_of: dict[int, Items]
 
     @staticmethod
     def of(context: ForwardContext, device: torch.device) -> "DeviceLayout":
@@ -72,7 +72,7 @@ class DeviceLayout:
         """From what `layout_parts` gave, on the device; other names are left out."""
         named = {one.name: parts[one.name] for one in fields(DeviceLayout) if one.name in parts}
         items = {tokens: Items.named(parts, tokens) for tokens in sizes_of_items(parts)}
-        return DeviceLayout(**named, work=work, items_of=items)
+        return DeviceLayout(**named, work=work, tiles_of={}, items_of=items)
 
     def tiles(self, tokens: int) -> torch.Tensor:
         """``[N, 2]`` (sequence, first row within it) of the pieces of so many tokens."""

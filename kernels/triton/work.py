@@ -147,4 +147,5 @@ def _common(context: ForwardContext, one: Ints, other: Ints) -> Ints:
     mine, theirs = (context.block_tables[context.table_rows[few], : columns + 1] for few in (one, other))
     same = mine == theirs
     same[:, columns] = False
-    return (np.minimum(same.argmin(axis=1) * context.block_size, most) // KV_TILE * KV_TILE).astype(np.int32)
+    shared: Ints = np.minimum(same.argmin(axis=1) * context.block_size, most).astype(np.int32)
+    return shared // KV_TILE * KV_TILE
