@@ -24,6 +24,7 @@ from .states import StateMemory
 
 if TYPE_CHECKING:
     from .triton.layout import DeviceLayout
+    from .triton.work import AttentionWork
 
 TRAINING_BLOCK = KV_CHUNK
 """Block size of the pages of a training call: a page is a chunk."""
@@ -132,6 +133,13 @@ class ForwardContext:
     def captured(self) -> torch.Tensor:
         """``[M, 3]`` int32: the captures, likewise."""
         return torch.from_numpy(np.ascontiguousarray(self.captures, np.int32))
+
+    @cached_property
+    def work(self) -> "AttentionWork":
+        """What the programs of Triton's attention compute, on the host."""
+        from .triton.work import AttentionWork
+
+        return AttentionWork.of(self)
 
     @cached_property
     def on_device(self) -> "DeviceLayout":

@@ -24,12 +24,12 @@ class DeviceForward:
     def __init__(self, device: torch.device, graphs: StepGraphs | None) -> None:
         self.device = device
         self.graphs = graphs
-        self._tile_sizes: frozenset[int] | None = None
+        self._item_sizes: frozenset[int] | None = None
 
     def __call__(self, model: nn.Module, inputs: StepInputs, drawn: torch.Tensor | None) -> StepLogits:
-        arrays = _arrays(inputs, self._tile_sizes or ())
+        arrays = _arrays(inputs, self._item_sizes or ())
         graph = None
-        if self.graphs is not None and self._tile_sizes is not None:  # known from the first step on
+        if self.graphs is not None and self._item_sizes is not None:  # known from the first step on
             graph = self.graphs.fitting(model, arrays, inputs.context)
         if graph is None:
             parts = take_drawn(sent(arrays, self.device), drawn)
@@ -41,7 +41,7 @@ class DeviceForward:
     def _launch(self, model: nn.Module, parts: Tensors, context: ForwardContext) -> torch.Tensor:
         context = on_device(context, parts)
         logits = logits_of(model, parts["token_ids"], parts["head_rows"], context)
-        self._tile_sizes = frozenset(context.on_device.tiles_of)
+        self._item_sizes = frozenset(context.on_device.items_of)
         return logits
 
     def forget_memory(self) -> None:
@@ -50,14 +50,14 @@ class DeviceForward:
             self.graphs.forget()
 
 
-def _arrays(inputs: StepInputs, tile_sizes: Iterable[int]) -> Arrays:
+def _arrays(inputs: StepInputs, item_sizes: Iterable[int]) -> Arrays:
     return {
         "token_ids": inputs.token_ids,
         "sources": np.zeros_like(inputs.token_ids) if inputs.sources is None else inputs.sources,
         "positions": inputs.context.positions.numpy(),
         "head_rows": inputs.head_rows,
         **{f"draw {one.name}": inputs.draws.__dict__[one.name].numpy() for one in fields(DrawInputs)},
-        **layout_parts(inputs.context, sorted(tile_sizes)),
+        **layout_parts(inputs.context, sorted(item_sizes)),
     }
 
 

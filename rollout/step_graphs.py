@@ -27,14 +27,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from samebit.kernels.binding import binding_of
 from samebit.kernels.context import ForwardContext
 from samebit.kernels.packing import Arrays, Packing, Staging, Tensors
-from samebit.kernels.triton.layout import on_device, room_for_tiles
+from samebit.kernels.triton.layout import on_device
+from samebit.kernels.triton.work import room_for_items
 from samebit.rollout.cuda_recorder import CudaRecorder, Recorder
 from samebit.rollout.forward import logits_of
 
 SIZES = tuple(sorted({*(1 << power for power in range(16)), *(3 << power for power in range(3, 14))}))
 """Rows that graphs are made for: powers of two, and from 24 on the middles between them."""
 
-_ROWS = ("token_ids", "sources", "positions", "blocks", "offsets", "sequences", "within")
+_ROWS = ("token_ids", "sources", "positions", "queries", "blocks", "offsets", "sequences", "within")
 _SEQUENCES = ("row_start", "lengths", "starts", "slots", "tables")
 
 
@@ -185,7 +186,7 @@ def _room(arrays: Arrays, size: Size) -> Arrays:
         elif name in counts:
             count = counts[name]
         else:
-            room[name] = room_for_tiles(name, size.rows, size.sequences)
+            room[name] = room_for_items(name, size.rows, size.sequences)
             continue
         room[name] = np.zeros((count, *array.shape[1:]), array.dtype)
     room["sequences"][:] = -1

@@ -4,9 +4,12 @@ Invariants (the row rule and the grid rule):
 
 * A query row walks its keys in tiles of `KV_TILE` tokens anchored at position 0 of its own sequence, through one
   online-softmax accumulator, in order. A tile in which it sees nothing leaves the accumulator as it is.
-* Tokens and the query heads that share a KV head are the rows of one tile product. All numbers that tell calls apart
-  (block size, table width, lengths) are read at run time: there is one compiled kernel a layer.
-* Keys beyond the newest token of a program are not loaded: their pages may hold anything.
+* Tokens and the query heads that share a KV head are the rows of one tile product. So are rows of several sequences
+  that compute one token each, over the blocks they have in common (`work`). The accumulators then wait in memory, in
+  float32, for the item that goes on alone: each row does the same operations in the same order, grouped or not.
+* All numbers that tell calls apart (block size, table width, lengths, items) are read at run time: there is one
+  compiled kernel a layer.
+* Keys beyond the newest token of an item are not loaded: their pages may hold anything.
 
 A page holds ``block_size`` tokens of one layer: ``pages[block, kv_head, 0]`` the keys as ``[B, D]``,
 ``pages[block, kv_head, 1]`` the values as ``[B, D]``: on a GPU a token's key lies in one piece.
@@ -25,9 +28,9 @@ from ..context import ForwardContext
 from .attention_backward import gradients
 from .numeric import aligned, dot, tanh
 from .tiles import attention_tile, power_of_two
+from .work import ITEM, KV_TILE
 
-KV_TILE = 64
-"""Tokens a softmax accumulator takes in at once. A constant of the arithmetic: changing it changes bits."""
+_ITEM = tl.constexpr(ITEM)
 
 
 def attention(
@@ -100,48 +103,60 @@ def _attend(
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     tile = attention_tile(head_dim, q.dtype)
     rows = max(tile.rows, power_of_two(group))
-    tiles = layout.tiles(rows // group)
-    if len(tiles):
-        _attend_tile[(len(tiles), kv_heads)](
-            q, pages, tiles, layout.row_start, layout.lengths, layout.starts, layout.tables, out, lse,
-            layout.tables.shape[1], context.block_size, options.scale, options.softcap, heads, kv_heads, head_dim,
-            options.window, options.softcap > 0, rows, KV_TILE, power_of_two(max(head_dim, 16)), num_warps=tile.warps,
-            num_stages=tile.stages,
-        )  # fmt: skip
+    items = layout.items(rows // group)
+    sums, levels = _accumulators(len(layout.lengths), lse, head_dim) if len(items.prefixes) else (lse, lse)
+    for some in (items.prefixes, items.pieces):
+        if len(some):
+            _attend_items[(len(some), kv_heads)](
+                q, pages, some, layout.queries, layout.tables, out, lse, sums, levels, layout.tables.shape[1],
+                context.block_size, options.scale, options.softcap, heads, kv_heads, head_dim, options.window,
+                options.softcap > 0, rows, KV_TILE, power_of_two(max(head_dim, 16)), num_warps=tile.warps,
+                num_stages=tile.stages,
+            )  # fmt: skip
     return out, lse
 
 
+def _accumulators(rows: int, lse: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for those of so many rows: weighted sums of values; then the sums of the weights, and the peaks."""
+    heads = lse.shape[1]
+    sizes = (rows, heads, head_dim), (rows, heads, 2)
+    sums, levels = (torch.empty(size, dtype=torch.float32, device=lse.device) for size in sizes)
+    return sums, levels
+
+
 @triton.jit(do_not_specialize=["table_width", "block_size"])
-def _attend_tile(
-    q: tensor, pages: tensor, tiles: tensor, row_start: tensor, lengths: tensor, starts: tensor, tables: tensor,
-    out: tensor, lse: tensor, table_width: tensor, block_size: tensor, scale: tensor, softcap: tensor,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED_DIM: tl.constexpr,
+def _attend_items(
+    q: tensor, pages: tensor, items: tensor, queries: tensor, tables: tensor, out: tensor, lse: tensor, sums: tensor,
+    levels: tensor, table_width: tensor, block_size: tensor, scale: tensor, softcap: tensor, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, PADDED_DIM: tl.constexpr,
 ) -> None:  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    TOKENS: tl.constexpr = ROWS // GROUP
-    sequence = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    item = items + _ITEM * tl.program_id(0)
+    sequence = tl.load(item).to(tl.int64)
+    first, count, oldest = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    since, until = tl.load(item + 4), tl.load(item + 5)
     kv_head = tl.program_id(1)
-    length, start = tl.load(lengths + sequence), tl.load(starts + sequence)
     r = tl.arange(0, ROWS)
     d = tl.arange(0, PADDED_DIM)
-    token = first + r // GROUP
-    position = start + token
-    newest = start + tl.minimum(first + TOKENS, length) - 1
-    real = (r < TOKENS * GROUP) & (token < length)
-    place = (tl.load(row_start + sequence) + token).to(tl.int64) * HEADS + kv_head * GROUP + r % GROUP
+    query_at = first + r // GROUP
+    real = r // GROUP < count
+    row = tl.load(queries + 2 * query_at, mask=real, other=0).to(tl.int64)
+    position = tl.load(queries + 2 * query_at + 1, mask=real, other=oldest)
+    head = kv_head * GROUP + r % GROUP
+    place, kept = row * HEADS + head, query_at.to(tl.int64) * HEADS + head
     inside = real[:, None] & (d[None, :] < HEAD_DIM)
     query = tl.load(q + place[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
-    acc = tl.zeros((ROWS, PADDED_DIM), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(start + first - WINDOW + 1, 0) // KEYS * KEYS
-    for base in range(begin, newest + 1, KEYS):
+        begin = tl.maximum(oldest - WINDOW + 1, 0) // KEYS * KEYS
+    begun = since > 0  # by an item before, which kept the accumulators
+    acc = tl.load(sums + kept[:, None] * HEAD_DIM + d[None, :], mask=inside & begun, other=0.0)
+    total = tl.load(levels + 2 * kept, mask=real & begun, other=0.0)
+    peak = tl.load(levels + 2 * kept + 1, mask=real & begun, other=float("-inf"))
+    for base in range(tl.maximum(begin, since), until, KEYS):
         key = base + tl.arange(0, KEYS)
-        there = key <= newest
+        there = key < until
         block = tl.load(tables + sequence * table_width + key // block_size, mask=there, other=0).to(tl.int64)
         page = (block * KV_HEADS + kv_head) * 2 * block_size + key % block_size
         held = there[None, :] & (d[:, None] < HEAD_DIM)
@@ -162,6 +177,11 @@ def _attend_tile(
         values = tl.load(pages + (page + block_size)[:, None] * HEAD_DIM + d[None, :], mask=held, other=0.0)
         acc = dot(weights.to(values.dtype), values, acc * fade[:, None])
         peak = higher
-    result = acc / total[:, None]
-    tl.store(out + place[:, None] * HEAD_DIM + d[None, :], result.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + place, peak + tl.log(total), mask=real)
+    if until > oldest:
+        result = acc / total[:, None]
+        tl.store(out + place[:, None] * HEAD_DIM + d[None, :], result.to(out.dtype.element_ty), mask=inside)
+        tl.store(lse + place, peak + tl.log(total), mask=real)
+    else:
+        tl.store(sums + kept[:, None] * HEAD_DIM + d[None, :], acc, mask=inside)
+        tl.store(levels + 2 * kept, total, mask=real)
+        tl.store(levels + 2 * kept + 1, peak, mask=real)

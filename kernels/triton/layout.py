@@ -9,10 +9,23 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import torch
 
-from ..context import ForwardContext, Ints
+from ..context import ForwardContext
 from ..packing import Arrays, Tensors, sent
+from .work import AttentionWork, names_of_items, sizes_of_items
 
-_TILES = "tiles of "
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Work items of the attention kernel on the device, ``[N, ITEM]`` each: ``prefixes`` first, then ``pieces``."""
+
+    prefixes: torch.Tensor
+    pieces: torch.Tensor
+
+    @staticmethod
+    def named(parts: Tensors, tokens: int) -> "Items":
+        """Those for so many tokens."""
+        prefixes, pieces = names_of_items(tokens)
+        return Items(parts[prefixes], parts[pieces])
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +34,7 @@ class DeviceLayout:
 
     Attributes:
         row_start: ``[S]`` as in `ForwardContext`; so are ``lengths`` and ``starts``.
+        queries: ``[N, 2]`` row and position of each token, in the order of `AttentionWork`.
         slots: ``[S]`` slot of each sequence in the memory of Mamba layers.
         tables: ``[S, W]`` block table of each sequence.
         blocks: ``[T]`` where each row's key and value go to, with ``offsets``.
@@ -28,11 +42,14 @@ class DeviceLayout:
         captures: ``[M, 3]``, sorted by sequence; those of sequence s are ``captures[first_capture[s]:first_capture[s +
             1]]``.
         first_capture: ``[S + 1]``.
+        work: of attention, on the host.
+        tiles_of, items_of, first_tiles_of: what was asked for, by tokens.
     """
 
     row_start: torch.Tensor
     lengths: torch.Tensor
     starts: torch.Tensor
+    queries: torch.Tensor
     slots: torch.Tensor
     tables: torch.Tensor
     blocks: torch.Tensor
@@ -41,46 +58,52 @@ class DeviceLayout:
     within: torch.Tensor
     captures: torch.Tensor
     first_capture: torch.Tensor
-    host_lengths: Ints
-    tiles_of: dict[int, torch.Tensor] = field(default_factory=dict)
+    work: AttentionWork
+    tiles_of: dict[int, torch.Tensor]
+    items_of: dict[int, Items]
     first_tiles_of: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
 
     @staticmethod
     def of(context: ForwardContext, device: torch.device) -> "DeviceLayout":
         """The context's, on this device."""
-        return DeviceLayout.from_parts(sent(layout_parts(context), device), context.lengths)
+        return DeviceLayout.from_parts(sent(layout_parts(context), device), context.work)
 
     @staticmethod
-    def from_parts(parts: Tensors, host_lengths: Ints) -> "DeviceLayout":
+    def from_parts(parts: Tensors, work: AttentionWork) -> "DeviceLayout":
         """From what `layout_parts` gave, on the device; other names are left out."""
         named = {one.name: parts[one.name] for one in fields(DeviceLayout) if one.name in parts}
-        tiles = {int(name.removeprefix(_TILES)): part for name, part in parts.items() if name.startswith(_TILES)}
-        return DeviceLayout(**named, host_lengths=host_lengths, tiles_of=tiles)
+        items = {tokens: Items.named(parts, tokens) for tokens in sizes_of_items(parts)}
+        return DeviceLayout(**named, work=work, tiles_of={}, items_of=items)
 
     def tiles(self, tokens: int) -> torch.Tensor:
         """``[N, 2]`` (sequence, first row within it) of the pieces of so many tokens."""
         if tokens not in self.tiles_of:
-            pieces = _pieces(self.host_lengths, tokens)
-            self.tiles_of[tokens] = sent({"pieces": pieces}, self.tables.device)["pieces"]
+            self.tiles_of[tokens] = sent({"tiles": self.work.tiles(tokens)}, self.tables.device)["tiles"]
         return self.tiles_of[tokens]
 
     def first_tiles(self, tokens: int) -> torch.Tensor:
-        """``[S]`` where in ``tiles(tokens)`` each sequence's pieces begin."""
+        """``[S]`` where in ``tiles(tokens)`` of a training call each sequence's pieces begin."""
         if tokens not in self.first_tiles_of:
-            counts = -(-self.host_lengths // tokens)
+            counts = -(-self.work.lengths // tokens)
             first = (np.cumsum(counts) - counts).astype(np.int32)
             self.first_tiles_of[tokens] = sent({"first": first}, self.tables.device)["first"]
         return self.first_tiles_of[tokens]
 
+    def items(self, tokens: int) -> Items:
+        """Of up to so many tokens."""
+        if tokens not in self.items_of:
+            self.items_of[tokens] = Items.named(sent(self.work.items(tokens), self.tables.device), tokens)
+        return self.items_of[tokens]
+
 
 def on_device(context: ForwardContext, parts: Tensors) -> ForwardContext:
     """The context with its layout, and its ``positions``, as they were sent."""
-    layout = DeviceLayout.from_parts(parts, context.lengths)
+    layout = DeviceLayout.from_parts(parts, context.work)
     return replace(context, positions=parts["positions"], device_layout=layout)
 
 
-def layout_parts(context: ForwardContext, tile_sizes: Iterable[int] = ()) -> Arrays:
-    """What the device needs of a context; ``tile_sizes``: those that `DeviceLayout.tiles` will be asked for."""
+def layout_parts(context: ForwardContext, item_sizes: Iterable[int] = ()) -> Arrays:
+    """What the device needs of a context; ``item_sizes``: those that `DeviceLayout.items` will be asked for."""
     blocks, offsets = context.slots
     sequences, within = context.tokens_of_rows
     captures = context.captures[np.argsort(context.captures[:, 0], kind="stable")]
@@ -88,6 +111,7 @@ def layout_parts(context: ForwardContext, tile_sizes: Iterable[int] = ()) -> Arr
         "row_start": context.row_start,
         "lengths": context.lengths,
         "starts": context.starts,
+        "queries": context.work.queries(),
         "slots": context.table_rows,
         "tables": context.block_tables[context.table_rows],
         "blocks": blocks,
@@ -96,20 +120,5 @@ def layout_parts(context: ForwardContext, tile_sizes: Iterable[int] = ()) -> Arr
         "within": within,
         "captures": captures,
         "first_capture": np.searchsorted(captures[:, 0], np.arange(len(context.lengths) + 1)).astype(np.int32),
-        **{f"{_TILES}{size}": _pieces(context.lengths, size) for size in tile_sizes},
+        **{name: array for size in item_sizes for name, array in context.work.items(size).items()},
     }
-
-
-def _pieces(lengths: Ints, tokens: int) -> Ints:
-    counts = -(-lengths // tokens)
-    sequence = np.repeat(np.arange(len(counts)), counts)
-    piece = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack([sequence, piece * tokens], axis=1).astype(np.int32)
-
-
-def room_for_tiles(name: str, rows: int, sequences: int) -> Ints:
-    """As many pieces of the sequence after the last as these rows and sequences can have; ``name``: of a part."""
-    tokens = int(name.removeprefix(_TILES))
-    pieces = np.zeros((-(-rows // tokens) + sequences, 2), np.int32)
-    pieces[:, 0] = sequences
-    return pieces

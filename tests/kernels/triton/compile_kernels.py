@@ -22,6 +22,7 @@ from samebit.kernels.conv import causal_conv
 from samebit.kernels.linear import linear
 from samebit.kernels.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
 from samebit.kernels.norm import GatedNormOptions, gated_rms_norm, layer_norm, rms_norm
+from samebit.kernels.pages import KVLayout
 from samebit.kernels.rope import RotaryTables, rotate
 from samebit.kernels.sampling import keep_likely
 from samebit.kernels.ssd import scan
@@ -80,6 +81,24 @@ def attentions() -> None:
         options = AttentionOptions(0, 1.0, window, softcap)
         shapes = [(70, count, size) for count in (heads, kv_heads, kv_heads)]
         both_ways(lambda q, k, v, options=options: attention(q, k, v, context, options), *shapes)
+        for count in (1, 3):
+            decode = shared_prefix(count, KVLayout(1, kv_heads, size))
+            attention(*(torch.zeros(count, *shape[1:], dtype=torch.bfloat16) for shape in shapes), decode, options)
+
+
+def shared_prefix(count: int, layout: KVLayout) -> ForwardContext:
+    """The next token of sequences that begin with the same blocks."""
+    sequences = np.arange(count, dtype=np.int32)
+    return ForwardContext(
+        positions=torch.zeros(count, dtype=torch.int64),
+        row_start=sequences,
+        lengths=np.ones(count, np.int32),
+        starts=np.full(count, 130, np.int32),
+        table_rows=sequences,
+        block_tables=np.tile(np.arange(1, 17, dtype=np.int32), (count, 1)),
+        block_size=16,
+        pages=layout.allocate(18, 16, torch.bfloat16, "cpu"),
+    )
 
 
 def vocabulary() -> None:

@@ -10,6 +10,7 @@ from samebit.kernels.context import training_context
 from ..attention_layer import Shape, oracle, tensors, through_pages
 from ..helpers import assert_near, leaves
 from ..routes import ROUTES, left_padding, padded
+from ..shared_prefixes import Decode, Group
 from .gpu import DEVICE, leaf
 
 LENGTHS = (1, 3, 66, 129)
@@ -56,3 +57,34 @@ def test_training_and_its_gradients_are_near_the_oracle(shape: Shape, dtype: tor
         assert y.grad is not None
         assert_near(x.grad[real.to(DEVICE)], y.grad, 8)
         assert not x.grad[~real.to(DEVICE)].any()
+
+
+GROUPED = (
+    (Shape(2, 2, 32), torch.float32, 16, (Group(200, (201, 230, 265)),), [3]),
+    (Shape(4, 1, 100), torch.bfloat16, 4, (Group(64, (70,) * 17), Group(65, (66, 130))), [2, 16]),
+    (Shape(4, 2, 256, window=100), torch.float32, 64, (Group(200, (201, 260, 300, 420)), Group(64, (65, 70))), [2, 4]),
+    (Shape(8, 1, 32, softcap=2.0), torch.float16, 16, (Group(63, (80, 90)), Group(0, (70,)), Group(64, (65, 66))), [2]),
+    (Shape(6, 2, 50, window=20, softcap=5.0), torch.float32, 16, (Group(128, (129, 135, 300)), Group(90, (100,))), [3]),
+)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("shape", "dtype", "block_size", "groups", "sizes"), GROUPED, ids=str)
+def test_sequences_that_share_blocks_are_near_the_oracle(
+    shape: Shape, dtype: torch.dtype, block_size: int, groups: tuple[Group, ...], sizes: list[int], mixed: bool
+) -> None:
+    decode = Decode(shape, dtype, groups, mixed)
+    found, context = decode.found(block_size, DEVICE)
+    (items,) = context.on_device.items_of.values()
+    assert sorted(items.prefixes[:, 2].tolist()) == sizes, "rows of each item with several sequences"
+    assert_near(torch.cat(found), torch.cat(decode.expected()), 4)
+
+
+def test_a_sequence_that_computes_several_tokens_beside_a_group() -> None:
+    decode = Decode(Shape(4, 2, 32), torch.float32, (Group(130, (140, 135, 150, 131)),))
+    found, context = decode.found(16, DEVICE, long=1)
+    (items,) = context.on_device.items_of.values()
+    assert items.prefixes[:, 2].tolist() == [3]
+    assert_near(found.pop(1), decode.expected(3)[1], 4)
+    expected = decode.expected()
+    assert_near(torch.cat(found), torch.cat(expected[:1] + expected[2:]), 4)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from samebit.kernels import bind, device, token_logprobs
+from samebit.kernels.packing import Arrays, Tensors
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams, step_graphs
+from samebit.rollout.step_graphs import StepGraph
 
 from ...exactness.families import make_model
 from .gpu import DEVICE
@@ -126,6 +129,33 @@ def test_decodes_that_are_launched_ahead_take_their_tokens_from_the_device(
                 assert bool(worker.stats()["steps_ahead"]) == ahead
     for one, other in zip(*outputs, strict=True):
         assert vars(one.samples[0]) == vars(other.samples[0])
+
+
+def test_samples_that_share_blocks_in_graphs_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph replays other groups than it was recorded with, and none: samples end one after the other."""
+    model = bind(small("Gemma3")).to(DEVICE)
+    prompts = [list(range(3, 70)), list(range(20, 86)), [5, 6, 7]]
+    params = [SamplingParams(seed=seed, n=2, max_tokens=seed + 4, ignore_eos=True) for seed in range(3)]
+    groups, replay = [], StepGraph.replay
+
+    def spied(self: StepGraph, arrays: Arrays, drawn: torch.Tensor | None) -> tuple[Tensors, torch.Tensor]:
+        groups.append(sum(len(array) for name, array in arrays.items() if name.startswith("prefixes")))
+        return replay(self, arrays, drawn)
+
+    monkeypatch.setattr(StepGraph, "replay", spied)
+    found = []
+    with triton(monkeypatch):
+        for eager in (True, False):
+            wide = replace(config(eager), max_num_seqs=6, max_num_batched_tokens=80, max_model_len=96)
+            with RolloutWorker(model, config=wide) as worker:
+                found.append(worker.generate(prompts, params))
+    assert {0, 1, 2} <= set(groups)
+    model.cpu()
+    for one, other, prompt in zip(*found, prompts, strict=True):
+        assert [vars(sample) for sample in one.samples] == [vars(sample) for sample in other.samples]
+        for sample in one.samples:
+            expected = token_logprobs(model, torch.tensor([prompt + sample.token_ids]))[0].detach()
+            assert torch.allclose(expected[-len(sample.token_ids) :], torch.tensor(sample.logprobs), atol=2e-4)
 
 
 def test_graphs_are_recorded_anew_when_what_they_read_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
