@@ -71,13 +71,13 @@ def exactness(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Fig
 
 def decode(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
     """Output tokens per second, and the bytes that a step has to read over the bandwidth of a copy."""
-    bandwidth = _bandwidth(device)
-    yield Figure("bandwidth of a copy", bandwidth / 1e9, "GB/s")
+    copied = bandwidth(device)
+    yield Figure("bandwidth of a copy", copied / 1e9, "GB/s")
     for count in sizes.sequences:
         step = _decode_step(model, sizes, count, device)
         needed = _weight_bytes(model) + count * (sizes.prompt + sizes.new_tokens // 2) * _kv_bytes(model)
         yield Figure(f"decode, {count} sequences", count / step, "tokens/s")
-        yield Figure(f"decode, {count} sequences: of the bandwidth", needed / step / bandwidth, "")
+        yield Figure(f"decode, {count} sequences: of the bandwidth", needed / step / copied, "")
 
 
 def prefill(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
@@ -193,7 +193,7 @@ def _prompts(model: PreTrainedModel, lengths: tuple[int, ...]) -> list[list[int]
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
-def _bandwidth(device: str) -> float:
+def bandwidth(device: str) -> float:
     """Bytes per second that a copy reads and writes."""
     source = torch.empty(1 << (30 if device == "cuda" else 24), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

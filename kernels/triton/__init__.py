@@ -5,7 +5,8 @@ Rules, beside those of the kernels on the CPU:
 * One compiled kernel a shape and dtype. What belongs to a layer is a compile-time constant, numbers that change from
   call to call are not specialised on, addresses are multiples of sixteen bytes. Another variant of a kernel may add
   in another order.
-* Tiles (`tiles`) do not depend on the number of rows: only the grid does. A row of a tile product does not depend on
-  its place in the tile nor on the rows beside it.
+* Tiles (`tiles`) do not depend on the number of rows: only the grid does; or, where two kernels of a layer were seen to
+  have equal bits, which of them runs (`equal_tiles`). A row of a tile product does not depend on its place in the tile
+  nor on the rows beside it.
 * No atomics: what several programs add to is written in parts, and the parts are added in order.
 """

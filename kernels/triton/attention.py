@@ -27,7 +27,7 @@ from ..attention import AttentionOptions
 from ..context import ForwardContext
 from .attention_backward import gradients
 from .numeric import aligned, dot, tanh
-from .tiles import attention_tile, power_of_two
+from .tiles import attention_tiles, power_of_two
 from .work import ITEM, KV_TILE
 
 _ITEM = tl.constexpr(ITEM)
@@ -101,7 +101,7 @@ def _attend(
     layout = context.on_device
     out = torch.empty_like(q) if context.covers_all_rows else torch.zeros_like(q)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
-    tile = attention_tile(head_dim, q.dtype)
+    tile = attention_tiles(q.device, head_dim, q.dtype).tile
     rows = max(tile.rows, power_of_two(group))
     items = layout.items(rows // group)
     sums, levels = _accumulators(len(layout.lengths), lse, head_dim) if len(items.prefixes) else (lse, lse)

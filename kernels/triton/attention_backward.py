@@ -15,7 +15,7 @@ from triton.language import tensor
 from ..attention import AttentionOptions
 from ..context import ForwardContext
 from .numeric import dot, tanh
-from .tiles import attention_tile, power_of_two
+from .tiles import attention_tiles, power_of_two
 
 
 def gradients(
@@ -30,7 +30,7 @@ def gradients(
     grad_q = empty(q.shape, dtype=q.dtype, device=q.device)
     grad_k, grad_v = (empty(tokens, kv_heads, head_dim, dtype=q.dtype, device=q.device) for _ in range(2))
     inward = torch.empty_like(lse)
-    tile = attention_tile(head_dim, q.dtype)
+    tile = attention_tiles(q.device, head_dim, q.dtype).gradients
     rows = max(tile.rows, power_of_two(group))
     layer = (
         layout.tables.shape[1], context.block_size, options.scale, options.softcap, heads, kv_heads, head_dim,

@@ -1,52 +1,19 @@
-"""Tile configurations: how much a program of each kernel takes at once. Data, no logic but the look-up.
+"""Tile configurations: how much a program of each kernel takes at once. The look-up; the data is in ``tiles.json``.
 
-Invariant: a configuration depends on what belongs to a layer (inputs, outputs, head size, dtype), never on the number
-of rows: decode, prefill and training of a layer run one compiled kernel, and only the grid differs. A second one for
-the same layer may come in only where its bits were seen to be equal on that GPU.
-
-One default for all GPUs so far: none of these has been tuned.
+Invariant: a configuration depends on what belongs to a layer (inputs, outputs, head size, dtype) and on the GPU, never
+on the number of rows: decode, prefill and training of a layer run one compiled kernel, and only the grid differs. A
+second one for the same layer, for calls of few rows, comes in only where its bits were seen to be equal on that GPU
+(`equal_tiles`).
 """
 
-from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 
+from .tile_file import DEFAULT, LARGEST_HEAD, AttentionEntry, Families, Family, MatmulEntry, read_tiles
 
-@dataclass(frozen=True)
-class MatmulTile:
-    """A program computes ``rows x outputs`` and takes ``depth`` of the inputs at once."""
-
-    rows: int
-    outputs: int
-    depth: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class AttentionTile:
-    """A program computes ``rows`` (query tokens times the heads that share a KV head)."""
-
-    rows: int
-    warps: int
-    stages: int
-
-
-_MATMUL = {
-    torch.bfloat16: MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=4),
-    torch.float16: MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=4),
-    torch.float32: MatmulTile(rows=64, outputs=64, depth=32, warps=4, stages=2),
-}
-
-_ATTENTION = {
-    64: AttentionTile(rows=64, warps=4, stages=2),
-    128: AttentionTile(rows=64, warps=4, stages=2),
-    256: AttentionTile(rows=64, warps=8, stages=1),
-}
-"""By head size, rounded up to one of these."""
-
-_WIDE_ATTENTION = AttentionTile(rows=16, warps=8, stages=1)
-"""Heads of more than 128 elements in float32: larger tiles do not fit into shared memory."""
+FILE = Path(__file__).with_name("tiles.json")
 
 _ROW_ELEMENTS = 2048
 """Elements that a program of a row-wise kernel takes, or one whole row."""
@@ -54,30 +21,51 @@ _ROW_ELEMENTS = 2048
 ELEMENTS = 1024
 """Elements that a program of an elementwise kernel takes."""
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-def matmul_tile(inputs: int, outputs: int, dtype: torch.dtype) -> MatmulTile:
+
+@cache
+def families() -> Families:
+    """What ``tiles.json`` says."""
+    return read_tiles(FILE)
+
+
+def family_name(device: torch.device) -> str:
+    """As sections of the file are called: ``sm_90`` for an H100."""
+    if device.type != "cuda":  # the interpreter
+        return DEFAULT
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@cache
+def family(device: torch.device) -> Family:
+    """The configurations for this device."""
+    return families().get(family_name(device), families()[DEFAULT])
+
+
+def matmul_tiles(device: torch.device, inputs: int, outputs: int, dtype: torch.dtype) -> MatmulEntry:
     """Of ``[rows, inputs] @ [inputs, outputs]``.
 
     Raises:
         TypeError: a dtype that is not computed exactly.
     """
-    if dtype not in _MATMUL:
-        raise TypeError(f"a matrix product of {dtype} is not exact; allowed: {', '.join(map(str, _MATMUL))}")
-    return _MATMUL[dtype]
+    if dtype not in _NAMES:
+        raise TypeError(f"a matrix product of {dtype} is not exact; allowed: {', '.join(map(str, _NAMES))}")
+    return family(device).for_layer(inputs, outputs, _NAMES[dtype])
 
 
-def attention_tile(head_dim: int, dtype: torch.dtype) -> AttentionTile:
-    """Of heads of this size.
+@cache
+def attention_tiles(device: torch.device, head_dim: int, dtype: torch.dtype) -> AttentionEntry:
+    """Of heads of this size, float32, bfloat16 or float16.
 
     Raises:
         ValueError: larger heads than 256.
     """
-    if 128 < head_dim <= 256 and dtype == torch.float32:
-        return _WIDE_ATTENTION
-    for size, tile in _ATTENTION.items():
-        if head_dim <= size:
-            return tile
-    raise ValueError(f"head_dim {head_dim}: attention on a GPU takes heads of up to {max(_ATTENTION)}")
+    if head_dim > LARGEST_HEAD:
+        raise ValueError(f"head_dim {head_dim}: attention on a GPU takes heads of up to {LARGEST_HEAD}")
+    return family(device).for_heads(head_dim, _NAMES[dtype])
 
 
 def power_of_two(size: int) -> int:

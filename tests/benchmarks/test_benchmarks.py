@@ -235,3 +235,46 @@ def test_gpu_measures_a_model_on_the_cpu_too(scripts: Scripts, capsys: pytest.Ca
     late.run("decode", measure.decode(model, sizes, "cpu"))
     late.table()
     assert "not run: the time was up" in capsys.readouterr().out
+
+
+def test_the_tuner_takes_the_fastest_tiles_whose_bits_are_equal(scripts: Scripts) -> None:
+    search = scripts.tile_search
+    slow, fast, unequal, other = (search.MatmulTile(64, outputs, 64, 4, 4) for outputs in (64, 128, 16, 32))
+    times = {
+        slow: {4096: 2.0}, fast: {4096: 1.0, 1: 10.0, 16: 10.0, 64: 10.0, 256: 10.0},
+        unequal: {1: 1.0, 16: 1.0, 64: 1.0, 256: 1.0}, other: {1: 6.0, 16: 6.0, 64: 7.0, 256: 11.0},
+    }  # fmt: skip
+
+    def measured(tile: Any, counts: Any) -> dict[int, float] | None:
+        return {rows: times[tile][rows] for rows in counts} if set(counts) <= set(times.get(tile, ())) else None
+
+    def equal(entry: Any) -> bool:
+        return entry.narrow != unequal
+
+    entry = search.tuned_layer(4096, 1024, "bfloat16", measured, equal)
+    assert (entry.tile, entry.narrow, entry.up_to_rows) == (fast, other, 64)
+    assert entry.fits(4096, 1024, "bfloat16")
+    assert not entry.fits(4096, 1025, "bfloat16")
+    alone = search.tuned_layer(4096, 1024, "bfloat16", measured, lambda entry: False)
+    assert (alone.tile, alone.narrow, alone.up_to_rows) == (fast, None, 0)
+    with pytest.raises(ValueError, match=r"none of \d+ candidates compiles and fits"):
+        search.tuned_layer(4096, 1024, "bfloat16", lambda tile, counts: None, equal)
+
+
+def test_the_tuner_knows_the_layers_of_a_model_and_keeps_what_it_found(
+    scripts: Scripts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tune, search = scripts.tune_tiles, scripts.tile_search
+    layers, heads = tune.sizes_of([tune.shape_config("qwen3-8b"), tune.shape_config("nemotron-h-8b")])
+    assert {(4096, 1024), (4096, 4096), (4096, 12288), (12288, 4096), (4096, 151936)} <= set(layers)
+    assert heads == [search.Heads(32, 8, 128)]
+    path, device = tmp_path / "tiles.json", torch.device("cpu")
+    tile = search.MatmulTile(64, 128, 64, 4, 4)
+    found = [search.MatmulEntry(("bfloat16",), tile, None, 0, search.Sizes(size, size)) for size in (100, 200)]
+    monkeypatch.setattr(tune, "measured_on", lambda: "nothing")
+    for entry in found:
+        tune.keep(path, device, matmul=entry)
+    default = tune.read_tiles(path)["default"]
+    assert default.tuned == "nothing"
+    assert default.matmul[:2] == (found[1], found[0])
+    assert default.matmul[2:] == tune.tiles.families()["default"].matmul

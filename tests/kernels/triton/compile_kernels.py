@@ -27,7 +27,9 @@ from samebit.kernels.rope import RotaryTables, rotate
 from samebit.kernels.sampling import keep_likely
 from samebit.kernels.ssd import scan
 from samebit.kernels.states import SSMOptions, SSMShape, StateLayout
-from samebit.kernels.triton import sampling
+from samebit.kernels.triton import sampling, tiles
+from samebit.kernels.triton.matmul import multiply
+from samebit.kernels.triton.tile_file import MatmulEntry
 
 
 class H100:
@@ -146,10 +148,38 @@ def mamba_gradients() -> None:
         )
 
 
+def configurations() -> None:
+    """All in tiles.json, whatever GPU they are for."""
+    for name, family in tiles.families().items():
+        tiles.family_name = lambda device, name=name: name
+        tiles.family.cache_clear()
+        tiles.attention_tiles.cache_clear()
+        for entry in family.matmul:
+            products(entry)
+        for entry in family.attention:
+            context = training_context((1, 70), None, None)
+            shapes = [(70, count, entry.head_dim.most or tiles.LARGEST_HEAD) for count in (16, 8, 8)]
+            run = lambda q, k, v, context=context: attention(q, k, v, context, AttentionOptions(0, 1.0, 0, 0.0))  # noqa: E731
+            both_ways(run, *shapes, dtype=tiles.DTYPES[entry.dtypes[0]])
+
+
+def products(entry: MatmulEntry) -> None:
+    """Forward and gradients of a layer with these tiles."""
+    dtype = tiles.DTYPES[entry.dtypes[0]]
+    x, weight, grad = (torch.zeros(shape, dtype=dtype) for shape in ((7, 1024), (512, 1024), (7, 512)))
+    multiply(x, weight.t(), None, entry.tile)
+    multiply(grad, weight, None, entry.tile)
+    multiply(grad.t(), x, None, entry.tile)
+    if entry.narrow is not None:
+        multiply(x, weight.t(), None, entry.narrow)
+
+
 if __name__ == "__main__":
     driver.set_active(H100())
     JITFunction.run = compile_only
     device.on_gpu = lambda tensor: True
-    for part in (rowwise, attentions, vocabulary, mamba, mamba_gradients):
+    for part in (rowwise, attentions, vocabulary, mamba, mamba_gradients, configurations):
         part()
+        for kernel in compiled.values():
+            kernel.setdefault("part", part.__name__)
     print(json.dumps(list(compiled.values())))  # noqa: T201

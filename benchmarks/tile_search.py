@@ -1,0 +1,109 @@
+"""Which tiles are tried, and which is taken, given what was measured: everything of tune_tiles.py but the clock."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TypeVar
+
+from torch import nn
+
+from samebit.kernels.triton.tile_file import AttentionTile, MatmulEntry, MatmulTile, Sizes
+
+PREFILL_ROWS = 4096
+DECODE_ROWS = (1, 16, 64, 256)
+GAIN = 0.98
+"""A second tile is worth it from this share of the first one's time on."""
+
+Seconds = Mapping[int, float]
+"""By rows of the call."""
+
+Tile = TypeVar("Tile", MatmulTile, AttentionTile)
+
+
+@dataclass(frozen=True, order=True)
+class Heads:
+    """Of an attention layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def wide_tiles() -> Iterator[MatmulTile]:
+    """For many rows."""
+    for (rows, outputs), depth, warps, stages in product(
+        ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128)), (32, 64), (4, 8), (3, 4)
+    ):
+        if rows * outputs <= 8192 * warps // 2:  # accumulators that fit into the registers
+            yield MatmulTile(rows, outputs, depth, warps, stages)
+
+
+def narrow_tiles() -> Iterator[MatmulTile]:
+    """For few rows: more programs, more bytes on their way."""
+    for rows, outputs, depth, stages in product((16, 64), (16, 32, 64, 128), (64, 128), (4, 6, 8)):
+        yield MatmulTile(rows, outputs, depth, 4, stages)
+
+
+def attention_tiles() -> Iterator[AttentionTile]:
+    for rows, warps, stages in product((16, 32, 64, 128), (4, 8), (1, 2, 3)):
+        yield AttentionTile(rows, warps, stages)
+
+
+def linear_layers(model: nn.Module) -> list[tuple[int, int]]:
+    """(inputs, outputs) of its linear layers, each once."""
+    return sorted({(one.in_features, one.out_features) for one in model.modules() if isinstance(one, nn.Linear)})
+
+
+def tuned_layer(
+    inputs: int, outputs: int, dtype: str, measured: Callable[[MatmulTile, Iterable[int]], Seconds | None],
+    equal: Callable[[MatmulEntry], bool],
+) -> MatmulEntry:  # fmt: skip
+    """The entry for one layer.
+
+    Args:
+        inputs: K.
+        outputs: N.
+        dtype: as the file writes it.
+        measured: the times of a tile for calls of so many rows; None where it does not compile or fit.
+        equal: whether an entry's two tiles have equal bits.
+
+    Raises:
+        ValueError: no candidate compiles and fits.
+    """
+    wide = fastest({tile: measured(tile, (PREFILL_ROWS,)) for tile in wide_tiles()})
+    entry = MatmulEntry((dtype,), wide, inputs=Sizes(inputs, inputs), outputs=Sizes(outputs, outputs))
+    few = measured(wide, DECODE_ROWS)
+    times = {tile: measured(tile, DECODE_ROWS) for tile in narrow_tiles() if tile != wide}
+    if few is None:
+        return entry
+    for narrow, up_to_rows in narrow_choices(few, times):
+        both = replace(entry, narrow=narrow, up_to_rows=up_to_rows)
+        if equal(both):
+            return both
+    return entry
+
+
+def fastest(times: Mapping[Tile, Seconds | None]) -> Tile:
+    """The one with the least product of its times: no kind of call counts more because it takes longer.
+
+    Raises:
+        ValueError: none was measured.
+    """
+    found = {tile: math.prod(each.values()) for tile, each in times.items() if each is not None}
+    if not found:
+        raise ValueError(f"none of {len(times)} candidates compiles and fits")
+    return min(found, key=lambda tile: found[tile])
+
+
+def narrow_choices(wide: Seconds, times: Mapping[MatmulTile, Seconds | None]) -> list[tuple[MatmulTile, int]]:
+    """Tiles that are faster than the wide one up to some number of rows, with that number; the best first."""
+    found = []
+    for tile, each in times.items():
+        if each is None:
+            continue
+        gains = {rows: each[rows] / wide[rows] for rows in sorted(wide)}
+        faster = [rows for rows in gains if all(gains[fewer] < GAIN for fewer in gains if fewer <= rows)]
+        if faster:
+            found.append((math.prod(gains[rows] for rows in faster), tile, faster[-1]))
+    return [(tile, rows) for _, tile, rows in sorted(found, key=lambda one: one[0])]

@@ -1,0 +1,241 @@
+"""Measure tile configurations on this GPU and write the best into kernels/triton/tiles.json, for its family.
+
+    python benchmarks/tune_tiles.py [--models NAME ...] [--model FOLDER] [--dtype bfloat16] [--out FILE]
+
+Runs from a checkout in which nothing is installed but torch, triton, transformers and numba. Other sizes keep the
+entries that they have. A narrow tile is written only if its bits were those of the wide one, here and now.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gpu  # finds samebit
+import gpu_measure
+import models
+import numpy as np
+import tile_search as search
+import torch
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from samebit.kernels.attention import AttentionOptions
+from samebit.kernels.context import ForwardContext, training_context
+from samebit.kernels.pages import KVLayout
+from samebit.kernels.triton import attention, attention_backward, tiles
+from samebit.kernels.triton.equal_tiles import Layer, proved_equal
+from samebit.kernels.triton.matmul import multiply
+from samebit.kernels.triton.tile_file import (
+    AttentionEntry,
+    AttentionTile,
+    MatmulEntry,
+    MatmulTile,
+    Sizes,
+    read_tiles,
+    write_tiles,
+)
+
+CACHE_BYTES = 1 << 28
+"""Weights that take turns, so that none is in the GPU's cache: more than any has."""
+
+LAUNCHES = 20
+PROMPT = 4096
+CONTEXT = 1024
+SEQUENCES = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", choices=gpu.SHAPES, default=list(gpu.SHAPES))
+    parser.add_argument("--model", type=Path, nargs="*", default=[], help="folders with a config.json of your own")
+    parser.add_argument("--dtype", choices=tiles.DTYPES, default="bfloat16")
+    parser.add_argument("--out", type=Path, default=tiles.FILE, help="default: the package's own file")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} sees no CUDA device")
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), tiles.DTYPES[args.dtype]
+    layers, heads = sizes_of([*map(shape_config, args.models), *map(AutoConfig.from_pretrained, args.model)])
+    bandwidth = gpu_measure.bandwidth("cuda")
+    print(f"{'layer':<20}{'tile':>36}{'TFLOP/s':>9}{'torch':>7}  {'narrow':>36}{'rows':>6}{'of bandwidth':>14}")
+    for layer in layers:
+        keep(args.out, device, matmul=tuned(Layer(device, *layer, dtype, False), args.dtype, bandwidth))
+    for one in heads:
+        keep(args.out, device, attention=tuned_heads(one, args.dtype, device))
+
+
+def keep(
+    path: Path, device: torch.device, matmul: MatmulEntry | None = None, attention: AttentionEntry | None = None
+) -> None:
+    """Write what was just found: a run that is cut short leaves what it had."""
+    families = dict(read_tiles(path) if path.exists() else tiles.families())
+    name = tiles.family_name(device)
+    before = families.get(name, tiles.family(device))
+    families[name] = before.with_entries(measured_on(), [matmul] if matmul else [], [attention] if attention else [])
+    write_tiles(path, families)
+
+
+def measured_on() -> str:
+    """As the file says it."""
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {__import__('triton').__version__}"
+
+
+def shape_config(name: str) -> PretrainedConfig:
+    """Of one of gpu.py's models."""
+    shape = gpu.SHAPES[name]
+    with torch.device("meta"):
+        return (models.build_hybrid(shape, 64) if "layers_block_type" in shape else
+                models.build(shape, torch.bfloat16, 64)).config  # fmt: skip
+
+
+def sizes_of(configs: Iterable[PretrainedConfig]) -> tuple[list[tuple[int, int]], list[search.Heads]]:
+    """Of all linear layers (inputs, outputs), and of all attention layers: of each head size the first."""
+    layers: set[tuple[int, int]] = set()
+    heads: dict[int, search.Heads] = {}
+    for config in configs:
+        with torch.device("meta"):
+            layers.update(search.linear_layers(AutoModelForCausalLM.from_config(config)))
+        count = config.num_attention_heads
+        kv_heads = config.to_dict().get("num_key_value_heads") or count
+        size = config.to_dict().get("head_dim") or config.hidden_size // count
+        heads.setdefault(size, search.Heads(count, kv_heads, size))
+    return sorted(layers), sorted(heads.values())
+
+
+def tuned(layer: Layer, dtype: str, bandwidth: float) -> MatmulEntry:
+    """Of one layer, with its line of the table."""
+    size = layer.inputs * layer.outputs
+    copies = max(2, CACHE_BYTES // (size * layer.dtype.itemsize))
+    x = torch.randn(search.PREFILL_ROWS, layer.inputs, device=layer.device).to(layer.dtype)
+    weights = [torch.randn(layer.outputs, layer.inputs, device=layer.device).to(layer.dtype) for _ in range(copies)]
+
+    def measured(tile: MatmulTile, counts: Iterable[int]) -> search.Seconds | None:
+        def one(rows: int) -> float:
+            return seconds(lambda turn: multiply(x[:rows], weights[turn % copies].t(), None, tile))
+
+        return fitting(lambda: {rows: one(rows) for rows in counts})
+
+    def equal(entry: MatmulEntry) -> bool:
+        return all(proved_equal(replace(layer, biased=biased), entry) for biased in (False, True))
+
+    entry = search.tuned_layer(layer.inputs, layer.outputs, dtype, measured, equal)
+    rate = 2e-12 * search.PREFILL_ROWS * size
+    ours = measured(entry.tile, (search.PREFILL_ROWS,)) or {}
+    theirs = seconds(lambda turn: F.linear(x, weights[turn % copies]))
+    few = measured(entry.for_rows(64), (64,)) or {}
+    needed = (size + 64 * (layer.inputs + layer.outputs)) * layer.dtype.itemsize
+    print(
+        f"{f'{layer.inputs} x {layer.outputs}':<20}{brief(entry.tile):>36}"
+        f"{rate / ours[search.PREFILL_ROWS]:>9.0f}{rate / theirs:>7.0f}  "
+        f"{brief(entry.narrow):>36}{entry.up_to_rows:>6}{needed / few[64] / bandwidth:>14.0%}",
+        flush=True,
+    )
+    return entry
+
+
+def tuned_heads(heads: search.Heads, dtype: str, device: torch.device) -> AttentionEntry:
+    """Of one head size: the forward for a prompt and for a decode step, the gradients for a training call."""
+    options = AttentionOptions(0, heads.head_dim**-0.5)
+    prompt, decode = training_context((1, PROMPT), None, None, device), decode_context(heads, dtype, device)
+
+    def rows(count: int) -> tuple[torch.Tensor, ...]:
+        shapes = [(count, each, heads.head_dim) for each in (heads.heads, heads.kv_heads, heads.kv_heads)]
+        return tuple(torch.randn(shape, device=device).to(tiles.DTYPES[dtype]) for shape in shapes)
+
+    many, few = rows(PROMPT), rows(SEQUENCES)
+
+    def forward(tile: AttentionTile) -> search.Seconds | None:
+        use(AttentionEntry((dtype,), tile, tile))
+        return fitting(lambda: {
+            PROMPT: seconds(lambda turn: attention.attention(*many, prompt, options)),
+            SEQUENCES: seconds(lambda turn: attention.attention(*few, decode, options)),
+        })  # fmt: skip
+
+    best = search.fastest({tile: forward(tile) for tile in search.attention_tiles()})
+
+    def backward(tile: AttentionTile) -> search.Seconds | None:
+        use(AttentionEntry((dtype,), best, tile))
+        leaves = [part.clone().requires_grad_() for part in many]
+        out = attention.attention(*leaves, prompt, options)
+        upstream = torch.randn_like(out)
+        return fitting(lambda: {
+            PROMPT: seconds(lambda turn: torch.autograd.grad(out, leaves, upstream, retain_graph=True), graph=False)
+        })  # fmt: skip
+
+    gradients = search.fastest({tile: backward(tile) for tile in search.attention_tiles()})
+    print(f"heads of {heads.head_dim}: {brief(best)}, gradients {brief(gradients)}", flush=True)
+    return AttentionEntry((dtype,), best, gradients, Sizes(heads.head_dim, heads.head_dim))
+
+
+def decode_context(heads: search.Heads, dtype: str, device: torch.device) -> ForwardContext:
+    """A step of sequences that have their context in pages of 16 tokens."""
+    width = CONTEXT // 16 + 1
+    layout = KVLayout(1, heads.kv_heads, heads.head_dim)
+    pages = layout.allocate(SEQUENCES * width, 16, tiles.DTYPES[dtype], device.type)
+    for page in pages:
+        page.normal_()
+    each = np.arange(SEQUENCES, dtype=np.int32)
+    return ForwardContext(
+        positions=torch.full((SEQUENCES,), CONTEXT, device=device), row_start=each,
+        lengths=np.ones(SEQUENCES, np.int32), starts=np.full(SEQUENCES, CONTEXT, np.int32), table_rows=each,
+        block_tables=np.arange(1, SEQUENCES * width + 1, dtype=np.int32).reshape(SEQUENCES, width), block_size=16,
+        pages=tuple(pages),
+    )  # fmt: skip
+
+
+def use(entry: AttentionEntry) -> None:
+    """What the kernels find from here on, whatever the heads."""
+    for module in (attention, attention_backward):
+        module.attention_tiles = lambda device, head_dim, dtype: entry
+
+
+def fitting(run: Callable[[], search.Seconds]) -> search.Seconds | None:
+    """The times; None for a tile that does not compile or needs more than the GPU has."""
+    try:
+        return run()
+    except (OutOfResources, CompilationError, PTXASError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        return None
+
+
+def seconds(launch: Callable[[int], Any], graph: bool = True) -> float:
+    """Of one launch on the device, the median of five times some; as a graph, so that the host's time is not in it."""
+    launch(0)
+    torch.cuda.synchronize()
+
+    def run() -> None:
+        for turn in range(LAUNCHES):
+            launch(turn)
+
+    if graph:
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded):
+            run()
+        run = recorded.replay
+    run()
+    return statistics.median(_timed(run) for _ in range(5)) / LAUNCHES
+
+
+def _timed(run: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def brief(tile: MatmulTile | AttentionTile | None) -> str:
+    if tile is None:
+        return "none"
+    sides = f"{tile.rows} x {tile.outputs} x {tile.depth}" if isinstance(tile, MatmulTile) else f"{tile.rows} rows"
+    return f"{sides}, {tile.warps} warps, {tile.stages} stages"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The matrix product: fixed tiles, the whole depth in one float32 accumulator, in order."""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import tensor
+
+from .numeric import aligned, blocks, dot
+from .tile_file import MatmulTile
+
+GROUP = 8
+"""Row tiles whose programs run side by side for one tile of outputs after the other: they share the cache."""
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: MatmulTile) -> torch.Tensor:
+    """``a @ b + bias``; ``a``: ``[M, K]``, ``b``: ``[K, N]``, each contiguous or the transpose of what is, aligned."""
+    return multiply_first(a, b, bias, tile, b.shape[1])
+
+
+def multiply_first(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: MatmulTile, outputs: int
+) -> torch.Tensor:
+    """Of a layer of ``outputs`` the first, those that ``b`` and ``bias`` hold, with the layer's compiled kernel.
+
+    Raises:
+        ValueError: they are not all, and no whole number of tiles, or there are too many rows for that.
+    """
+    rows, depth = a.shape
+    held = b.shape[1]
+    row_tiles = blocks(rows, tile.rows)
+    if held != outputs and (held % tile.outputs or row_tiles > GROUP):
+        raise ValueError(
+            f"{held} of {outputs} outputs of {rows} rows; allowed: a multiple of {tile.outputs}, and up to "
+            f"{GROUP * tile.rows} rows"
+        )
+    out = torch.empty(rows, outputs, dtype=a.dtype, device=a.device)
+    if rows == 0 or held == 0:
+        return out[:, :held]
+    by_rows = a.stride(1) == 1  # else the depth is a number of rows, which changes from call to call
+    _multiply[(row_tiles * blocks(held, tile.outputs),)](
+        a, b, out if bias is None else aligned(bias), out, rows, depth, *a.stride(), *b.stride(), outputs,
+        bias is not None, by_rows and depth % tile.depth == 0, tile.rows, tile.outputs, tile.depth, GROUP,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out[:, :held]
+
+
+@triton.jit(do_not_specialize=["rows", "depth"])
+def _multiply(
+    a: tensor, b: tensor, bias: tensor, out: tensor, rows: tensor, depth: tensor, A_ROW: tl.constexpr,
+    A_DEPTH: tl.constexpr, B_DEPTH: tl.constexpr, B_OUTPUT: tl.constexpr, OUTPUTS: tl.constexpr, BIASED: tl.constexpr,
+    WHOLE: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr, DEPTH_TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:  # fmt: skip
+    row_tiles, output_tiles = tl.cdiv(rows, ROW_TILE), tl.cdiv(OUTPUTS, OUTPUT_TILE)
+    program = tl.program_id(0)
+    first = program // (GROUP * output_tiles) * GROUP
+    beside = tl.minimum(row_tiles - first, GROUP)
+    inside = program % (GROUP * output_tiles)
+    row = (first + inside % beside) * ROW_TILE + tl.arange(0, ROW_TILE)
+    output = inside // beside * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
+    step = tl.arange(0, DEPTH_TILE)
+    real_rows, real_outputs = row[:, None] < rows, output[None, :] < OUTPUTS
+    a_at = a + row.to(tl.int64)[:, None] * A_ROW + step[None, :] * A_DEPTH
+    b_at = b + step[:, None] * B_DEPTH + output.to(tl.int64)[None, :] * B_OUTPUT
+    acc = tl.zeros((ROW_TILE, OUTPUT_TILE), tl.float32)
+    for done in range(0, depth, DEPTH_TILE):
+        if WHOLE:
+            left = tl.load(a_at, mask=real_rows, other=0.0)
+            right = tl.load(b_at, mask=real_outputs, other=0.0)
+        else:
+            left = tl.load(a_at, mask=real_rows & (step[None, :] < depth - done), other=0.0)
+            right = tl.load(b_at, mask=real_outputs & (step[:, None] < depth - done), other=0.0)
+        acc = dot(left, right, acc)
+        a_at += DEPTH_TILE * A_DEPTH
+        b_at += DEPTH_TILE * B_DEPTH
+    if BIASED:
+        acc += tl.load(bias + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+    out_at = out + row.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=real_rows & real_outputs)

@@ -1,0 +1,52 @@
+"""On a GPU: the tiles that the file names for it have equal bits where two serve one layer, and a row keeps its own."""
+
+import pytest
+import torch
+
+from samebit.kernels.linear import linear
+from samebit.kernels.triton.equal_tiles import Layer, proved_equal, tiles_of
+from samebit.kernels.triton.tile_file import MatmulEntry
+from samebit.kernels.triton.tiles import DTYPES, family
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+LAYERS = ((4096, 1024), (4096, 4096), (4096, 12288), (12288, 4096), (4096, 14336), (1000, 777), (4097, 2049))
+"""Inputs and outputs: those of an 8B model, and odd ones."""
+
+
+def layers_of(entry: MatmulEntry, device: torch.device) -> list[Layer]:
+    """Those above that it is for, or the smallest that it is for."""
+    sizes = [(k, n) for k, n in LAYERS if k in entry.inputs and n in entry.outputs]
+    sizes = sizes or [(max(entry.inputs.least, 1024), entry.outputs.least)]
+    return [
+        Layer(device, k, n, DTYPES[name], biased) for k, n in sizes for name in entry.dtypes for biased in (False, True)
+    ]
+
+
+def test_the_two_tiles_of_every_entry_in_use_have_equal_bits() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    entries = [entry for entry in family(device).matmul if entry.narrow is not None]
+    for entry in entries:
+        for layer in layers_of(entry, device):
+            assert proved_equal(layer, entry), (layer, entry)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), LAYERS)
+def test_rows_have_the_bits_that_they_have_among_4096(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(inputs)
+    x = torch.randn(4096, inputs, device="cuda").to(dtype)
+    weight = (torch.randn(outputs, inputs, device="cuda") / inputs**0.5).to(dtype)
+    whole = linear(x, weight)
+    for count in range(1, 301):
+        assert torch.equal(linear(x[7 : 7 + count], weight), whole[7 : 7 + count]), count
+
+
+def test_the_first_call_of_a_layer_is_refused_while_a_graph_is_recorded() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    entry = next((entry for entry in family(device).matmul if entry.narrow is not None), None)
+    if entry is None:
+        pytest.skip("this GPU has one tile a layer")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="came while a CUDA graph was recorded"), torch.cuda.graph(graph):
+        tiles_of(device, 1111, entry.outputs.least, DTYPES[entry.dtypes[0]], False)

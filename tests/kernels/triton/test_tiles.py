@@ -1,0 +1,142 @@
+"""Tile configurations as data: the file, the choice by rows, the comparison behind it, and both tiles' accuracy."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from samebit.kernels import reference
+from samebit.kernels.triton.equal_tiles import Layer, proved_equal, settled
+from samebit.kernels.triton.matmul import multiply, multiply_first
+from samebit.kernels.triton.tile_file import (
+    AttentionEntry,
+    AttentionTile,
+    MatmulEntry,
+    MatmulTile,
+    Sizes,
+    TileFileError,
+    read_tiles,
+    write_tiles,
+)
+from samebit.kernels.triton.tiles import FILE, attention_tiles, families, matmul_tiles
+
+from ..helpers import assert_near
+from .gpu import DEVICE, DTYPES, poisoned
+
+WIDE = MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=2)
+NARROW = MatmulTile(rows=32, outputs=16, depth=64, warps=4, stages=2)
+ENTRY = MatmulEntry(("bfloat16",), WIDE, NARROW, up_to_rows=64)
+LAYER = Layer(torch.device(DEVICE), 100, 77, torch.bfloat16, biased=True)
+
+
+def changed(*path: str | int, value: Any) -> dict[str, Any]:
+    """The package's file with another value at this place; None removes it."""
+    content = json.loads(FILE.read_text())
+    place = content
+    for key in path[:-1]:
+        place = place[key]
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (changed("default", value=None), r"no family 'default'; allowed"),
+        (changed("sm_90", "tuned", value=3), r"sm_90: tuned is 3; allowed: on what it was measured, or null"),
+        (changed("sm_90", "matmul", 1, "tile", "rows", value=48), r"sm_90: matmul: entry 2: tile: rows: 48; allowed: "),
+        (changed("sm_90", "matmul", 1, "tile", "depth", value=8), r"tile: depth: 8; allowed: a power of two from"),
+        (changed("sm_90", "matmul", 0, "tile", "stages", value=0), r"stages: 0; allowed: a whole number from 1 on"),
+        (changed("sm_90", "matmul", 0, "tile", "warp", value=4), r"entry 1: tile: \[.*'warp'\]; allowed: an object of"),
+        (changed("sm_90", "matmul", 0, "dtypes", value=["float64"]), r"dtypes \['float64'\]; allowed: a list of some"),
+        (changed("sm_90", "matmul", 0, "outputs", value=[9, 8]), r"outputs: \[9, 8\]; allowed: a number, or \[least"),
+        (changed("sm_90", "matmul", 1, "narrow", value=None), r"narrow and up_to_rows; allowed: both or neither"),
+        (changed("sm_90", "matmul", 0, "outputs", value=None), r"entry 5 is for the same layers as entry 1"),
+        (changed("sm_90", "matmul", -1, value=None), r"sm_90: matmul: no entry for float32 of any inputs and outputs"),
+        (changed("sm_90", "attention", 0, "head_dim", value=[1, 60]), r"no entry for bfloat16, head_dim 61"),
+    ],
+)
+def test_a_file_that_says_something_else_is_refused(content: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(TileFileError, match=rf"^other\.json: .*{message}"):
+        read_tiles(path)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    layer = MatmulEntry(("bfloat16",), WIDE, NARROW, 16, Sizes(4096, 4096), Sizes(1024, 1024))
+    heads = AttentionEntry(("bfloat16",), *(AttentionTile(128, 8, 2),) * 2, head_dim=Sizes(80, 80))
+    old = families()["sm_90"]
+    new = old.with_entries("on an H100", [layer], [heads])
+    path = tmp_path / "tiles.json"
+    write_tiles(path, {**families(), "sm_90": new, "sm_75": old})
+    assert read_tiles(path) == {**families(), "sm_90": new, "sm_75": old}
+    assert new.for_layer(4096, 1024, "bfloat16") == layer
+    assert new.for_layer(4096, 1024, "float16") == old.for_layer(4096, 1024, "float16")
+    assert new.for_layer(4096, 1025, "bfloat16") == old.for_layer(4096, 1025, "bfloat16")
+    assert new.for_heads(80, "bfloat16") == heads
+    assert new.with_entries("again", [layer], [heads]).matmul == new.matmul
+
+
+def test_the_tile_depends_on_the_layer_and_an_unknown_gpu_has_one_a_layer() -> None:
+    for family in families().values():
+        for entry in family.matmul:
+            assert entry.for_rows(entry.up_to_rows + 1) == entry.for_rows(100_000) == entry.tile
+            assert entry.for_rows(1) == entry.for_rows(entry.up_to_rows) == (entry.narrow or entry.tile)
+    assert all(entry.narrow is None for entry in families()["default"].matmul)
+    nowhere = torch.device("cpu")
+    assert matmul_tiles(nowhere, 4096, 4096, torch.bfloat16) == families()["default"].matmul[0]
+    with pytest.raises(TypeError, match=r"a matrix product of torch.float64 is not exact"):
+        matmul_tiles(nowhere, 4096, 4096, torch.float64)
+    with pytest.raises(ValueError, match="head_dim 257: attention on a GPU takes heads of up to 256"):
+        attention_tiles(nowhere, 257, torch.bfloat16)
+
+
+def test_few_rows_take_the_narrow_tile_only_where_it_was_found_equal(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        kept = settled(LAYER, ENTRY, lambda layer, entry: True)
+        alone = settled(LAYER, MatmulEntry(("bfloat16",), WIDE), lambda layer, entry: False)
+    assert [kept.for_rows(rows) for rows in (0, 1, 64, 65, 4096)] == [NARROW] * 3 + [WIDE] * 2
+    assert alone.for_rows(1) == WIDE
+    assert caplog.messages == []
+    with caplog.at_level(logging.WARNING):
+        dropped = settled(LAYER, ENTRY, lambda layer, entry: False)
+    assert [dropped.for_rows(rows) for rows in (0, 1, 64, 65, 4096)] == [WIDE] * 5
+    [message] = caplog.messages
+    assert "100 inputs and 77 outputs in torch.bfloat16" in message
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_that_add_in_another_order_are_not_equal(dtype: torch.dtype) -> None:
+    """Also where rounding to the dtype would nearly always hide it. (NumPy multiplies tile by tile of the depth.)"""
+    for inputs, outputs, biased in ((96, 640, True), (129, 77, False)):
+        layer = Layer(torch.device(DEVICE), inputs, outputs, dtype, biased)
+        same = MatmulEntry(("bfloat16",), WIDE, WIDE, up_to_rows=2)
+        other = MatmulEntry(("bfloat16",), WIDE, MatmulTile(64, 64, 16, 4, 2), up_to_rows=2)
+        assert proved_equal(layer, same)
+        assert not proved_equal(layer, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tile", [WIDE, NARROW, MatmulTile(128, 32, 32, 8, 3)], ids=str)
+def test_each_tile_is_near_the_oracle(tile: MatmulTile, dtype: torch.dtype) -> None:
+    for rows, inputs, outputs in ((1, 129, 77), (70, 64, 33), (130, 100, 16)):
+        torch.manual_seed(rows)
+        x, weight = torch.randn(rows, inputs).to(dtype), (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
+        bias = torch.randn(outputs).to(dtype)
+        found = multiply(poisoned(x), poisoned(weight).t(), bias.to(DEVICE), tile)
+        assert_near(found, reference.linear(x.double(), weight.double(), bias.double()), 2)
+
+
+def test_the_first_outputs_are_those_of_the_whole_layer() -> None:
+    x, weight, bias = (torch.randn(shape, device=DEVICE) for shape in ((70, 64), (200, 64), (200,)))
+    whole = multiply(x, weight.t(), bias, WIDE)
+    assert torch.equal(multiply_first(x, weight[:128].t(), bias[:128], WIDE, 200), whole[:, :128])
+    with pytest.raises(ValueError, match="100 of 200 outputs of 70 rows; allowed: a multiple of 64, and up to 512"):
+        multiply_first(x, weight[:100].t(), bias[:100], WIDE, 200)
