@@ -51,11 +51,10 @@ launch = JITFunction.run
 
 def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
     kernel = launch(self, *args, grid=grid, warmup=True, **options)
-    compiled[id(kernel)] = {
-        "name": self.fn.__name__,
-        "shared": kernel.metadata.shared,
-        "cubin": len(kernel.asm["cubin"]),
-    }
+    compiled.setdefault(
+        id(kernel),
+        {"name": self.fn.__name__, "shared": kernel.metadata.shared, "cubin": len(kernel.asm["cubin"])},
+    )
 
 
 def both_ways(run: Callable[..., torch.Tensor], *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> None:
