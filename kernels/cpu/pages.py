@@ -7,6 +7,7 @@ from numba import njit, prange
 
 from .jit import RowKernel
 from .rope import rotate_head
+from .simd_gemm import fetch
 
 _FORWARD = np.float32(1.0)
 
@@ -20,6 +21,15 @@ def _put(key: Any, value: Any, page: int, offset: int, block_size: int, pages: A
     values = page + head_dim * (block_size + offset)
     for d in range(head_dim):
         pages[values + d] = value[d]
+
+
+@njit(inline="always")
+def _fetch_column(first: int, kv_heads: int, head_dim: int, offset: int, block_size: int, pages: Any) -> None:
+    """Ask for the lines that a token's keys go to: each element lies in another one."""
+    for head in range(first, first + kv_heads):
+        page = head * 2 * head_dim * block_size + offset
+        for d in range(head_dim):
+            fetch(pages, page + d * block_size)
 
 
 def _write(k: Any, v: Any, block_of_row: Any, offset_of_row: Any, block_size: int, pages: Any) -> None:
@@ -37,6 +47,8 @@ def _rotate_and_write(
     """Rotated keys and the values into the pages, rotated queries into ``out``."""
     kv_heads, head_dim = k.shape[1], k.shape[2]
     for row in prange(q.shape[0]):
+        after = min(row + 1, q.shape[0] - 1)
+        _fetch_column(block_of_row[after] * kv_heads, kv_heads, head_dim, offset_of_row[after], block_size, pages)
         key = np.empty(head_dim, k.dtype)
         for head in range(q.shape[1]):
             rotate_head(q[row, head], cos[row], sin[row], _FORWARD, out[row, head])
