@@ -33,11 +33,21 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return product
 
 
+def gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """As `samebit.kernels.linear.gradient_of_weight`."""
+    return _product(aligned(grad).t(), aligned(x), None, x.dtype)
+
+
+def gradient_of_inputs(grad: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``grad @ weight`` ``[R, K]`` in this dtype."""
+    return _product(aligned(grad), aligned(weight), None, dtype)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        out = _product(aligned(x.reshape(-1, x.shape[-1])), aligned(weight).t(), bias)
+        out = _product(aligned(x.reshape(-1, x.shape[-1])), aligned(weight).t(), bias, x.dtype)
         return out.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -45,19 +55,22 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
-        rows = aligned(grad.reshape(-1, grad.shape[-1]))
+        rows = grad.reshape(-1, grad.shape[-1])
         return (
-            _product(rows, aligned(weight), None).view(x.shape) if of_x else None,
-            _product(rows.t(), aligned(x.reshape(-1, x.shape[-1])), None) if of_weight else None,
+            gradient_of_inputs(rows, weight, x.dtype).view(x.shape) if of_x else None,
+            gradient_of_weight(rows, x.reshape(-1, x.shape[-1])) if of_weight else None,
             rows.sum(0) if of_bias else None,
         )
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``a @ b + bias``; ``a``: ``[M, K]``, ``b``: ``[K, N]``, each contiguous or the transpose of what is."""
+def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """``a @ b + bias``, rounded to ``dtype``.
+
+    ``a``: ``[M, K]``, ``b``: ``[K, N]``, each contiguous or the transpose of what is.
+    """
     rows, depth = a.shape
     outputs = b.shape[1]
-    out = torch.empty(rows, outputs, dtype=a.dtype, device=a.device)
+    out = torch.empty(rows, outputs, dtype=dtype, device=a.device)
     tile = matmul_tile(depth, outputs, a.dtype)
     grid = (blocks(rows, tile.rows) * blocks(outputs, tile.outputs),)
     if out.numel() == 0:
