@@ -1,4 +1,4 @@
-"""Log-probabilities made part by part beside those of the class's own logits: the same bits, and no epilogue left out."""
+"""Log-probabilities made in parts beside those of the class's own logits: the same bits, and no epilogue left out."""
 
 import inspect
 from types import MethodType

@@ -1,4 +1,4 @@
-"""The head with its log-probabilities: bits of the logits made at once, gradients near the oracle, a bound on memory."""
+"""The head with its log-probabilities: the bits of whole logits, gradients near the oracle, a bound on memory."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -65,7 +65,8 @@ def test_the_bits_are_those_of_the_logits_made_at_once(
         scores = scored(leaf, weight, bias, epilogue, CONFIG, asked)
         assert torch.equal(scores.log_probs, logprobs_from_logits(logits, asked.token_ids, asked.temperatures))
         assert torch.equal(scores.entropy, entropy_from_logits(logits, asked.temperatures))
-    assert max(sizes) == rows_at_once // (64 if rows_at_once > 64 else 1) * (64 if rows_at_once > 64 else 1) * VOCAB
+    panels = scored_head._ROWS
+    assert max(sizes) == (rows_at_once if rows_at_once < panels else rows_at_once // panels * panels) * VOCAB
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
