@@ -111,7 +111,7 @@ def _scores(
 def _scores_of_logits(own: Forward, scoring: Scoring, *args: Any, **kwargs: Any) -> Scores:
     with use_scoring(None):
         logits = own(*args, **kwargs).logits
-    logits = logits.view(*scoring.token_ids.shape, logits.shape[-1])
+    logits = logits.reshape(*scoring.token_ids.shape, logits.shape[-1])
     # Copies, since these may be views.
     return Scores(
         log_probs=logprobs_from_logits(logits, scoring.token_ids, scoring.temperatures).clone(),

@@ -47,8 +47,10 @@ class Scoring:
 
 @dataclass
 class Scores(ModelOutput):
-    """Float32, of the shape of the scored ids. (A `ModelOutput`, so that FSDP2 finds its tensors; no views, which its
-    hooks do not take.)"""
+    """Float32, of the shape of the scored ids.
+
+    A `ModelOutput`, so that FSDP2 finds its tensors; and these are no views, which its hooks do not take.
+    """
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
