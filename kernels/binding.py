@@ -91,8 +91,6 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
         if attached is not None:
             bound.attach(module, *attached)
     head: nn.Linear = model.get_submodule("lm_head")  # type: ignore[assignment]
-    if exact:
-        bound.attach(head, bound.head_forward)
     model.__dict__["samebit"] = Binding(
         family, plan.kv_layout(), vocab_size=head.weight.shape[0], exact=exact, state_layout=plan.state_layout()
     )

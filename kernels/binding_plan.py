@@ -10,6 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from . import bound_modules as bound
 from .attention import AttentionOptions
 from .binding_mixers import MixerPlan
+from .bound_causal import HeadFacts, causal_forward, head_forward, keeping_positions, own_forward
 from .families import BindingError, Family
 from .mamba import mamba_forward
 from .pages import KVLayout
@@ -41,12 +42,18 @@ class Plan:
         return self.mixers.state_layout()
 
     def of_model(self, model: nn.Module) -> list[tuple[nn.Module, Any]]:
-        """What can be bound only when all modules are known: the decoder, and a head that drops positions."""
+        """What can be bound only when all modules are known: the decoder, the head, and the whole."""
         facts = bound.DecoderFacts(attends=bool(self.attentions), recurs=self.state_layout() is not None)
         decoders = [module for module in model.modules() if self._is_decoder(module)]
         found: list[tuple[nn.Module, Any]] = [(module, (bound.decoder_forward, facts)) for module in decoders]
-        if self.family.drops_positions:
-            found.append((model, (bound.positions_forward,)))
+        if self.exact:
+            head = model.get_submodule("lm_head")
+            found.append((head, (head_forward, HeadFacts(self.family.epilogue, self.config))))
+        own = own_forward(model)
+        # A class of the same name from elsewhere, as code of a model's folder, may have another epilogue.
+        known = own is type(model).forward and type(model).__module__.startswith("transformers.")
+        own = keeping_positions(own) if self.family.drops_positions else own
+        found.append((model, (causal_forward(own, known=known and self.exact),)))
         return found
 
     def _is_decoder(self, module: nn.Module) -> bool:

@@ -129,16 +129,6 @@ def _mask(facts: DecoderFacts, context: ForwardContext) -> LayoutMask | dict[str
     return {"full_attention": mask, "linear_attention": mask} if facts.recurs and RECURRENT_MASKS else mask
 
 
-def positions_forward(self: Any, *args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
-    """A causal language model that would drop ``position_ids`` on the way to its decoder (Mamba2)."""
-    if position_ids is None or installed_context() is not None:
-        return type(self).forward(self, *args, **kwargs)
-    ids = args[0] if args else kwargs["input_ids"]
-    layout = training_context(tuple(ids.shape), kwargs.get("attention_mask"), position_ids, ids.device)
-    with use_context(layout):
-        return type(self).forward(self, *args, **kwargs)
-
-
 def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
     if kwargs.get("past_key_values") is not None:
         raise ValueError(
@@ -151,12 +141,6 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
 def linear_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """nn.Linear."""
     return linear(x, self.weight, self.bias)
-
-
-def head_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """The language-model head: float32 logits."""
-    with torch.autocast(x.device.type, enabled=False):
-        return linear(x, self.weight, self.bias).float()
 
 
 def embedding_forward(self: Any, input_ids: torch.Tensor) -> torch.Tensor:

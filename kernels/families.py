@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
+from .epilogue import Epilogue, scaled_down, scaled_up, soft_capped, unchanged
+
 RECURRENT_MASKS = "linear_attention" in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 """transformers 5.13 or later: it knows masks of recurrent layers, and renames Mamba and attention layers on reading."""
 
@@ -25,6 +27,7 @@ class Family:
 
     Attributes:
         prefix: of its class names.
+        epilogue: what its causal language model does to the logits of its head. Every family says it.
         qk_norm: normalise queries and keys not at all, per head, or over all heads together.
         fused: one ``qkv_proj`` instead of three.
         mlp: its projections: a gate and one up, both in one ``gate_up_proj`` or ``input_linear``, or no gate (plain).
@@ -43,6 +46,7 @@ class Family:
     """
 
     prefix: str
+    epilogue: Epilogue
     qk_norm: Literal["none", "head", "full"] = "none"
     fused: bool = False
     norm_offset: float = 0.0
@@ -72,13 +76,14 @@ class Family:
 FAMILIES = {
     family.class_name("ForCausalLM"): family
     for family in (
-        Family("Llama"),
-        Family("Qwen2"),
-        Family("Qwen3", qk_norm="head"),
-        Family("Mistral"),
-        Family("Phi3", fused=True, mlp="fused"),
+        Family("Llama", unchanged),
+        Family("Qwen2", unchanged),
+        Family("Qwen3", unchanged, qk_norm="head"),
+        Family("Mistral", unchanged),
+        Family("Phi3", unchanged, fused=True, mlp="fused"),
         Family(
             "Gemma2",
+            soft_capped,
             norm_offset=1.0,
             norm_eps="eps",
             scaled_embedding="Gemma2TextScaledWordEmbedding",
@@ -86,6 +91,7 @@ FAMILIES = {
         ),
         Family(
             "Gemma3",
+            soft_capped,
             qk_norm="head",
             norm_offset=1.0,
             norm_eps="eps",
@@ -93,10 +99,11 @@ FAMILIES = {
             activation="hidden_activation",
             rope_per_layer_type=True,
         ),
-        Family("Olmo2", qk_norm="full"),
-        Family("StableLm"),
+        Family("Olmo2", unchanged, qk_norm="full"),
+        Family("StableLm", unchanged),
         Family(
             "Bamba",
+            unchanged,
             mixer="Mixer",
             gated_norms=("BambaRMSNormGated",),
             layer_types=("mamba", "attention", "full_attention"),
@@ -104,6 +111,7 @@ FAMILIES = {
         ),
         Family(
             "GraniteMoeHybrid",
+            scaled_down,
             mlp="input_linear",
             mixer="MambaLayer",
             gated_norms=("GraniteMoeHybridRMSNormGated",),
@@ -112,6 +120,7 @@ FAMILIES = {
         ),
         Family(
             "NemotronH",
+            unchanged,
             mlp="plain",
             activation="mlp_hidden_act",
             mixer="Mamba2Mixer",
@@ -122,6 +131,7 @@ FAMILIES = {
         ),
         Family(
             "FalconH1",
+            scaled_up,
             mixer="Mixer",
             gated_norms=("FalconH1RMSNormGated",),
             layer_types=("hybrid",),
@@ -129,6 +139,7 @@ FAMILIES = {
         ),
         Family(
             "Zamba2",
+            unchanged,
             mlp="fused",
             mixer="MambaMixer",
             gated_norms=("Zamba2RMSNormGated",),
@@ -139,6 +150,7 @@ FAMILIES = {
         ),
         Family(
             "Mamba2",
+            unchanged,
             mixer="Mixer",
             gated_norms=("MambaRMSNormGated",),
             drops_positions=True,

@@ -73,6 +73,27 @@ def _is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
 
 
+def gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``grad.T @ x``: of a weight ``[N, K]``, where ``grad`` ``[R, N]`` is that of the result of ``x`` ``[R, K]``."""
+    if device.on_gpu(x):
+        from .triton import linear as gpu
+
+        return gpu.gradient_of_weight(grad, x)
+    return grad.T @ x
+
+
+def add_gradient_of_inputs(sums: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> None:
+    """``sums += grad @ weight``: of inputs ``[R, K]``, added up in float32 over the parts ``[N, K]`` of a weight."""
+    if device.on_gpu(grad):
+        from .triton import linear as gpu
+
+        sums += gpu.gradient_of_inputs(grad, weight, torch.float32)
+    elif weight.dtype == torch.float32:
+        sums.addmm_(grad, weight)
+    else:
+        sums += grad @ weight
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

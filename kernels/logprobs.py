@@ -49,14 +49,10 @@ def logprobs_of_rows(logits: torch.Tensor, token_ids: torch.Tensor, temperatures
     Returns:
         ``[R]`` float32.
     """
-    if device.on_gpu(logits):
-        from .triton import logprobs as gpu
-
-        return gpu.gathered(logits, token_ids, temperatures)
     if torch.is_grad_enabled() and logits.requires_grad:
         out: torch.Tensor = _Gather.apply(logits, token_ids, temperatures)
         return out
-    return _gather(logits, token_ids, temperatures)[0]
+    return gather(logits, token_ids, temperatures)[0]
 
 
 def entropy_from_logits(logits: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -73,14 +69,10 @@ def entropy_from_logits(logits: torch.Tensor, temperature: float | torch.Tensor 
         ValueError: a temperature that is not positive.
     """
     rows, temperatures = _rows(logits, temperature)
-    if device.on_gpu(rows):
-        from .triton import logprobs as gpu
-
-        out: torch.Tensor = gpu.entropies(rows, temperatures)
-    elif torch.is_grad_enabled() and rows.requires_grad:
-        out = _Entropy.apply(rows, temperatures)
+    if torch.is_grad_enabled() and rows.requires_grad:
+        out: torch.Tensor = _Entropy.apply(rows, temperatures)
     else:
-        out = _entropy(rows, temperatures)[0]
+        out = entropies(rows, temperatures)[0]
     return out.view(logits.shape[:-1])
 
 
@@ -111,11 +103,17 @@ def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tenso
     return out
 
 
-def _gather(
-    logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = logits.shape[0]
-    out, peaks, log_totals = torch.empty(3, rows, dtype=torch.float32).unbind(0)
+Reduced = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""``[R]`` float32 each: a value of every row, and its normaliser: the peak and the log of the sum above it."""
+
+
+def gather(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> Reduced:
+    """Each row's token's log-probability, and the normalisers; arguments as in `logprobs_of_rows`, no gradient."""
+    if device.on_gpu(logits):
+        from .triton import logprobs as gpu
+
+        return gpu.gather(logits.detach(), tokens, temperatures)
+    out, peaks, log_totals = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind(0)
     cpu.gather(
         logits.numel(), logits.detach().contiguous().numpy(), tokens.contiguous().numpy(),
         temperatures.contiguous().numpy(), out.numpy(), peaks.numpy(), log_totals.numpy(),
@@ -123,27 +121,52 @@ def _gather(
     return out, peaks, log_totals
 
 
+def gather_gradient(
+    logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, peaks: torch.Tensor,
+    log_totals: torch.Tensor, grad: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """``[R, N]``: the gradient of N logits of each row, all or a part of the vocabulary.
+
+    Args:
+        logits: ``[R, N]``.
+        tokens: ``[R]`` int64, counted from the first of these logits; outside of ``[0, N)`` in other parts.
+        temperatures: ``[R]`` float32.
+        peaks, log_totals: ``[R]`` normalisers of whole rows, by `gather`.
+        grad: ``[R]``, of the log-probabilities.
+    """
+    if device.on_gpu(logits):
+        from .triton import logprobs as gpu
+
+        return gpu.gather_gradient(logits.detach(), tokens, temperatures, peaks, log_totals, grad)
+    out = torch.empty(logits.shape, dtype=torch.float32)
+    cpu.gather_backward(
+        logits.numel(), logits.detach().contiguous().numpy(), tokens.contiguous().numpy(),
+        temperatures.contiguous().numpy(), peaks.numpy(), log_totals.numpy(), grad.float().contiguous().numpy(),
+        out.numpy(),
+    )  # fmt: skip
+    return out
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-        out, peaks, log_totals = _gather(logits, tokens, temperatures)
-        ctx.save_for_backward(logits, tokens, temperatures, peaks, log_totals)
+        out, *normalisers = gather(logits, tokens, temperatures)
+        ctx.save_for_backward(logits, tokens, temperatures, *normalisers)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, tokens, temperatures, peaks, log_totals = ctx.saved_tensors
-        out = torch.empty(logits.shape, dtype=torch.float32)
-        cpu.gather_backward(
-            logits.numel(), logits.contiguous().numpy(), tokens.contiguous().numpy(),
-            temperatures.contiguous().numpy(), peaks.numpy(), log_totals.numpy(), grad.float().contiguous().numpy(),
-            out.numpy(),
-        )  # fmt: skip
-        return out, None, None
+        return gather_gradient(logits, tokens, temperatures, peaks, log_totals, grad), None, None
 
 
-def _entropy(logits: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def entropies(logits: torch.Tensor, temperatures: torch.Tensor) -> Reduced:
+    """Each row's entropy, and the normalisers; ``logits``: as in `logprobs_of_rows`, no gradient."""
+    if device.on_gpu(logits):
+        from .triton import logprobs as gpu
+
+        return gpu.entropies(logits.detach(), temperatures)
     out, peaks, log_totals = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind(0)
     cpu.entropy(
         logits.numel(), logits.detach().contiguous().numpy(), temperatures.contiguous().numpy(), out.numpy(),
@@ -152,21 +175,32 @@ def _entropy(logits: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Te
     return out, peaks, log_totals
 
 
+def entropy_gradient(
+    logits: torch.Tensor, temperatures: torch.Tensor, entropies: torch.Tensor, peaks: torch.Tensor,
+    log_totals: torch.Tensor, grad: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """As `gather_gradient`, of the ``entropies`` ``[R]``."""
+    if device.on_gpu(logits):
+        from .triton import logprobs as gpu
+
+        return gpu.entropy_gradient(logits.detach(), temperatures, entropies, peaks, log_totals, grad)
+    out = torch.empty(logits.shape, dtype=torch.float32)
+    cpu.entropy_backward(
+        logits.numel(), logits.detach().contiguous().numpy(), temperatures.contiguous().numpy(), entropies.numpy(),
+        peaks.numpy(), log_totals.numpy(), grad.float().contiguous().numpy(), out.numpy(),
+    )  # fmt: skip
+    return out
+
+
 class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-        out, peaks, log_totals = _entropy(logits, temperatures)
-        ctx.save_for_backward(logits, temperatures, out, peaks, log_totals)
+        out, *normalisers = entropies(logits, temperatures)
+        ctx.save_for_backward(logits, temperatures, out, *normalisers)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits, temperatures, entropies, peaks, log_totals = ctx.saved_tensors
-        out = torch.empty(logits.shape, dtype=torch.float32)
-        cpu.entropy_backward(
-            logits.numel(), logits.contiguous().numpy(), temperatures.contiguous().numpy(),
-            entropies.contiguous().numpy(), peaks.numpy(), log_totals.numpy(), grad.float().contiguous().numpy(),
-            out.numpy(),
-        )  # fmt: skip
-        return out, None
+        logits, temperatures, values, peaks, log_totals = ctx.saved_tensors
+        return entropy_gradient(logits, temperatures, values, peaks, log_totals, grad), None

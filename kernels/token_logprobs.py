@@ -5,7 +5,7 @@ from torch import nn
 
 from .binding import binding_of
 from .context import ForwardContext, training_context, use_context
-from .logprobs import logprobs_from_logits
+from .scoring import Scoring, use_scoring
 
 
 def token_logprobs(
@@ -19,7 +19,7 @@ def token_logprobs(
     """Log-probability of every token given those before it, equal bit for bit to the rollout worker's.
 
     Padding is taken out before the forward: only real tokens are computed, and only rows that predict one
-    reach the head.
+    reach the head. No more than a part of the logits is in memory at once, in the backward neither (`scored_head`).
 
     Args:
         model: bound (see `samebit.kernels.bind`).
@@ -48,12 +48,12 @@ def token_logprobs(
         return out[:, 1:]
     tokens = input_ids.reshape(-1)
     packed, packed_layout = _packed(tokens, layout, rows)
-    with use_context(packed_layout):
-        logits = model(input_ids=packed, logits_to_keep=predicts.nonzero().squeeze(1)).logits[0]
     targets = rows[predicts] + 1
     temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=input_ids.device).expand(batch, width - 1)
     temperatures = torch.nn.functional.pad(temperatures, (1, 0), value=1.0).reshape(-1)
-    scores = logprobs_from_logits(logits, tokens[targets], temperatures[targets])
+    scoring = Scoring.of(tokens[targets], temperatures[targets], vocab_size)
+    with use_context(packed_layout), use_scoring(scoring):
+        scores = model(input_ids=packed, logits_to_keep=predicts.nonzero().squeeze(1)).log_probs
     return out.view(-1).index_put((targets,), scores).view(batch, width)[:, 1:]
 
 

@@ -89,7 +89,8 @@ def _gather_backward(
         row_in, row_out, temperature = logits[row], out[row], temperatures[row]
         for i in range(len(row_in)):
             row_out[i] = -scale * exp(row_in[i] / temperature - shift)
-        out[row, tokens[row]] += scale
+        if 0 <= tokens[row] < len(row_in):
+            out[row, tokens[row]] += scale
 
 
 def _all(logits: Any, temperatures: Any, out: Any) -> None:

@@ -6,12 +6,9 @@ normaliser is computed: sampler and trainer both read it. Logits are read in the
 chunk: there is no float32 copy of them.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 from triton.language import tensor
 
 from .numeric import aligned
@@ -19,18 +16,6 @@ from .numeric import aligned
 VOCAB_CHUNK = 1024
 
 _WARPS = 4
-
-
-def gathered(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Log-probability ``[R]`` float32 of each row's token; ``logits``: ``[R, V]``, ``tokens``: ``[R]`` int64."""
-    out: torch.Tensor = _Gather.apply(logits, tokens, temperatures)
-    return out
-
-
-def entropies(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Entropy ``[R]`` float32 of each row, in nats; ``logits``: ``[R, V]``."""
-    out: torch.Tensor = _Entropy.apply(logits, temperatures)
-    return out
 
 
 def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -43,52 +28,54 @@ def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tenso
     return out
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-        logits, tokens, temperatures = aligned(logits), aligned(tokens), aligned(temperatures)
-        rows, vocab = logits.shape
-        out, peaks, log_totals = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
-        if rows:
-            _gather[(rows,)](logits, tokens, temperatures, out, peaks, log_totals, vocab, VOCAB_CHUNK, num_warps=_WARPS)
-        ctx.save_for_backward(logits, tokens, temperatures, peaks, log_totals)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits, tokens, temperatures, peaks, log_totals = ctx.saved_tensors
-        out = torch.empty_like(logits)
-        if len(logits):
-            _gather_gradients[(len(logits),)](
-                logits, tokens, temperatures, peaks, log_totals, aligned(grad.float()), out, logits.shape[1],
-                VOCAB_CHUNK, num_warps=_WARPS,
-            )  # fmt: skip
-        return out, None, None
+def gather(
+    logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `samebit.kernels.logprobs.gather`."""
+    logits, tokens, temperatures = aligned(logits), aligned(tokens), aligned(temperatures)
+    rows, vocab = logits.shape
+    out, peaks, log_totals = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+    if rows:
+        _gather[(rows,)](logits, tokens, temperatures, out, peaks, log_totals, vocab, VOCAB_CHUNK, num_warps=_WARPS)
+    return out, peaks, log_totals
 
 
-class _Entropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-        logits, temperatures = aligned(logits), aligned(temperatures)
-        rows, vocab = logits.shape
-        out, peaks, log_totals = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
-        if rows:
-            _entropy[(rows,)](logits, temperatures, out, peaks, log_totals, vocab, VOCAB_CHUNK, num_warps=_WARPS)
-        ctx.save_for_backward(logits, temperatures, out, peaks, log_totals)
-        return out
+def gather_gradient(
+    logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, peaks: torch.Tensor,
+    log_totals: torch.Tensor, grad: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """As `samebit.kernels.logprobs.gather_gradient`; in the dtype of the logits."""
+    out, logits = torch.empty_like(logits, memory_format=torch.contiguous_format), aligned(logits)
+    if len(logits):
+        _gather_gradients[(len(logits),)](
+            logits, aligned(tokens), aligned(temperatures), aligned(peaks), aligned(log_totals), aligned(grad.float()),
+            out, logits.shape[1], VOCAB_CHUNK, num_warps=_WARPS,
+        )  # fmt: skip
+    return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits, temperatures, entropies, peaks, log_totals = ctx.saved_tensors
-        out = torch.empty_like(logits)
-        if len(logits):
-            _entropy_gradients[(len(logits),)](
-                logits, temperatures, entropies, peaks, log_totals, aligned(grad.float()), out, logits.shape[1],
-                VOCAB_CHUNK, num_warps=_WARPS,
-            )  # fmt: skip
-        return out, None
+
+def entropies(logits: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `samebit.kernels.logprobs.entropies`."""
+    logits, temperatures = aligned(logits), aligned(temperatures)
+    rows, vocab = logits.shape
+    out, peaks, log_totals = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+    if rows:
+        _entropy[(rows,)](logits, temperatures, out, peaks, log_totals, vocab, VOCAB_CHUNK, num_warps=_WARPS)
+    return out, peaks, log_totals
+
+
+def entropy_gradient(
+    logits: torch.Tensor, temperatures: torch.Tensor, entropies: torch.Tensor, peaks: torch.Tensor,
+    log_totals: torch.Tensor, grad: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """As `samebit.kernels.logprobs.entropy_gradient`; in the dtype of the logits."""
+    out, logits = torch.empty_like(logits, memory_format=torch.contiguous_format), aligned(logits)
+    if len(logits):
+        _entropy_gradients[(len(logits),)](
+            logits, aligned(temperatures), aligned(entropies), aligned(peaks), aligned(log_totals),
+            aligned(grad.float()), out, logits.shape[1], VOCAB_CHUNK, num_warps=_WARPS,
+        )  # fmt: skip
+    return out
 
 
 @triton.jit

@@ -12,13 +12,27 @@ GROUP = 8
 """Row tiles whose programs run side by side for one tile of outputs after the other: they share the cache."""
 
 
-def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: MatmulTile) -> torch.Tensor:
-    """``a @ b + bias``; ``a``: ``[M, K]``, ``b``: ``[K, N]``, each contiguous or the transpose of what is, aligned."""
-    return multiply_first(a, b, bias, tile, b.shape[1])
+def multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: MatmulTile,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``a @ b + bias``, rounded to ``dtype`` (None: theirs).
+
+    ``a``: ``[M, K]``, ``b``: ``[K, N]``, each contiguous or the transpose of what is, aligned.
+    """
+    return multiply_first(a, b, bias, tile, b.shape[1], dtype)
 
 
 def multiply_first(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: MatmulTile, outputs: int
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: MatmulTile,
+    outputs: int,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Of a layer of ``outputs`` the first, those that ``b`` and ``bias`` hold, with the layer's compiled kernel.
 
@@ -33,7 +47,7 @@ def multiply_first(
             f"{held} of {outputs} outputs of {rows} rows; allowed: a multiple of {tile.outputs}, and up to "
             f"{GROUP * tile.rows} rows"
         )
-    out = torch.empty(rows, outputs, dtype=a.dtype, device=a.device)
+    out = torch.empty(rows, outputs, dtype=dtype or a.dtype, device=a.device)
     if rows == 0 or held == 0:
         return out[:, :held]
     by_rows = a.stride(1) == 1  # else the depth is a number of rows, which changes from call to call

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from samebit.kernels import bind, token_logprobs
+from samebit.kernels import bind, bound_causal, scored_head, token_logprobs
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 1009,
@@ -33,6 +33,8 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 320,
 }
 LENGTHS = (1, 7, 130)
+ROWS_AT_ONCE = 30
+"""Of the head: less than there are."""
 
 
 def build(*, tied: bool, device: str = "cpu") -> Qwen3ForCausalLM:
@@ -98,6 +100,8 @@ def check(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: bo
 
 def main(folder: Path, rank: int, world: int) -> None:
     store = dist.FileStore(str(folder / "store"), world)
+    scored_head.BYTES_AT_ONCE = 4 * CONFIG["vocab_size"] * ROWS_AT_ONCE
+    bound_causal.logprobs_from_logits = None  # of all logits at once, which is not to happen
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     mesh = dist.init_device_mesh("cpu", (world,))
     for dtype, tied, checkpointing in product((torch.float32, torch.bfloat16), (True, False), (True, False)):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from samebit.kernels import bind
+from samebit.kernels import bind, scored_head
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, check, cli
 from samebit.rollout.cache import CacheManager
 from samebit.rollout.cache.index import PrefixIndex
@@ -62,10 +62,11 @@ def test_a_table_for_people(folder: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_another_formula_in_the_trainer_is_found(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def torchs_own(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-        return (logits / temperature[:, None]).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    def torchs_own(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = (logits / temperature[:, None]).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        return found, torch.zeros_like(found), torch.zeros_like(found)
 
-    monkeypatch.setattr(sys.modules["samebit.kernels.token_logprobs"], "logprobs_from_logits", torchs_own)
+    monkeypatch.setattr(scored_head, "gather", torchs_own)
     assert cli.main(["check", folder, "--json", "--tokens", "4"]) == 1
     report = json.loads(capsys.readouterr().out)
     differing = {row["name"]: row["differing"] for row in report["rows"]}

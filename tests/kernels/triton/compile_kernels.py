@@ -19,12 +19,15 @@ from samebit.kernels.activation import gated
 from samebit.kernels.attention import AttentionOptions, attention
 from samebit.kernels.context import ForwardContext, training_context
 from samebit.kernels.conv import causal_conv
+from samebit.kernels.epilogue import unchanged
 from samebit.kernels.linear import linear
 from samebit.kernels.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
 from samebit.kernels.norm import GatedNormOptions, gated_rms_norm, layer_norm, rms_norm
 from samebit.kernels.pages import KVLayout
 from samebit.kernels.rope import RotaryTables, rotate
 from samebit.kernels.sampling import keep_likely
+from samebit.kernels.scored_head import scored
+from samebit.kernels.scoring import Scoring
 from samebit.kernels.ssd import scan
 from samebit.kernels.states import SSMOptions, SSMShape, StateLayout
 from samebit.kernels.triton import sampling, tiles
@@ -106,6 +109,8 @@ def vocabulary() -> None:
     tokens, temperatures = torch.zeros(3, dtype=torch.int64), torch.ones(3)
     both_ways(lambda logits: logprobs_from_logits(logits, tokens, temperatures), (3, 5000))
     both_ways(lambda logits: entropy_from_logits(logits, temperatures), (3, 5000), dtype=torch.float32)
+    asked = Scoring(tokens, temperatures, with_entropy=True)
+    both_ways(lambda x, w, b: scored(x, w, b, unchanged, None, asked).log_probs, (3, 64), (5000, 64), (5000,))
     logits = torch.zeros(3, 5000)
     log_softmax(logits, temperatures)
     sampling.draw(logits, temperatures, temperatures.double())

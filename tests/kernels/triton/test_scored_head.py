@@ -1,0 +1,47 @@
+"""The head with its log-probabilities in Triton: in parts, near the oracle."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from samebit.kernels import device, reference, scored_head
+from samebit.kernels.epilogue import Epilogue, soft_capped, unchanged
+from samebit.kernels.linear import linear
+from samebit.kernels.logprobs import logprobs_from_logits
+from samebit.kernels.scored_head import scored
+from samebit.kernels.scoring import Scoring
+
+from ..helpers import assert_near
+from .gpu import DEVICE, DTYPES, leaf
+
+ROWS, WIDTH, VOCAB = 5, 36, 600
+CONFIG = SimpleNamespace(final_logit_softcapping=3.0)
+
+
+@pytest.mark.parametrize(("dtype", "epilogue"), [*((dtype, unchanged) for dtype in DTYPES), (DTYPES[0], soft_capped)])
+def test_values_and_gradients_are_near_the_oracle(
+    dtype: torch.dtype, epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(scored_head, "BYTES_AT_ONCE", 4 * VOCAB * 2)
+    torch.manual_seed(0)
+    tensors = [part.to(dtype) for part in (torch.randn(ROWS, WIDTH), torch.randn(VOCAB, WIDTH) / 4, torch.randn(VOCAB))]
+    tokens, temperatures = torch.tensor([0, 255, 256, 511, 599]), torch.tensor([1.0, 0.7, 2.0, 1.0, 0.5])
+    upstream = torch.randn(2, ROWS)
+    mine, exact = [leaf(part) for part in tensors], [part.double().requires_grad_() for part in tensors]
+    asked = Scoring(tokens.to(DEVICE), temperatures.to(DEVICE), with_entropy=True)
+    scores = scored(*mine, epilogue, CONFIG, asked)
+    (scores.log_probs @ upstream[0].to(DEVICE) + scores.entropy @ upstream[1].to(DEVICE)).backward()
+    logits = epilogue(CONFIG, reference.linear(*exact))
+    values, entropies = reference.logprobs(logits, tokens, temperatures), reference.entropy(logits, temperatures)
+    (values @ upstream[0].double() + entropies @ upstream[1].double()).backward()
+    if dtype == torch.float32:
+        assert_near(scores.log_probs, values)
+        assert_near(scores.entropy, entropies)
+    for found, oracle in zip(mine, exact, strict=True):
+        assert found.grad is not None
+        assert oracle.grad is not None
+        assert_near(found.grad, oracle.grad, 4)
+    whole = epilogue(CONFIG, linear(*(part.to(DEVICE) for part in tensors)).float())
+    assert torch.equal(scores.log_probs.detach(), logprobs_from_logits(whole, asked.token_ids, asked.temperatures))
