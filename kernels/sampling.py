@@ -10,6 +10,7 @@ import torch
 from . import device
 from .cpu import logprobs as cpu
 from .cpu import philox
+from .packing import indices, sent
 
 _RULED_OUT = float("-inf")
 
@@ -66,12 +67,15 @@ def penalize_repetition(row: torch.Tensor, seen: torch.Tensor, penalty: float) -
 
 def add_bias(row: torch.Tensor, bias: dict[int, float]) -> None:
     """In place: add ``bias[id]`` to the logits of these ids; ``row``: ``[V]``."""
-    row[list(bias)] += torch.tensor(list(bias.values()), dtype=row.dtype, device=row.device)
+    parts = sent(
+        {"ids": np.array(list(bias), np.int64), "values": np.array(list(bias.values()), np.float32)}, row.device
+    )
+    row[parts["ids"]] += parts["values"]
 
 
 def rule_out(row: torch.Tensor, token_ids: tuple[int, ...]) -> None:
     """In place: make these tokens impossible; ``row``: ``[V]``."""
-    row[list(token_ids)] = _RULED_OUT
+    row.index_fill_(0, indices(np.array(token_ids, np.int64), row.device), _RULED_OUT)
 
 
 def keep_likely(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:

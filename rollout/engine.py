@@ -86,12 +86,17 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self._ahead is not None or self.scheduler.has_work
 
     @property
     def drained(self) -> bool:
-        """Whether no request that has started is unfinished."""
-        return self.scheduler.drained
+        """Whether no request that has started is unfinished, and no step is in flight."""
+        return self._ahead is None and self.scheduler.drained
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step was launched that is not committed."""
+        return self._ahead is not None
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -104,7 +109,6 @@ class Engine:
         for request in known:
             self._end_rest(request)
         self.counters.requests_aborted += len(known)
-        self._drop_void_step()
         return known
 
     def abort_started(self) -> list[Request]:
@@ -138,21 +142,22 @@ class Engine:
         if self.run_ahead:
             self._ahead = self._launch_behind(step)
         finished = self._commit(step.plan, self._result(step))
-        if finished:
-            self._drop_void_step()
         self.counters.step_seconds += time.perf_counter() - began
         return finished
 
     def settle(self) -> list[Request]:
         """Commit the step that is in flight, if one is; the requests that ended with it.
 
-        If it has failed, it stays where it is, and the next `step()` raises too.
+        Until its outcome is there nothing changes, whatever interrupts the wait.
         """
         if self._ahead is None:
             return []
+        began = time.perf_counter()
         result = self._result(self._ahead)
         step = self._take_ahead()
-        return [] if step is None else self._commit(step.plan, result)
+        finished = [] if step is None else self._commit(step.plan, result)
+        self.counters.step_seconds += time.perf_counter() - began
+        return finished
 
     def _take_ahead(self) -> _Launched | None:
         """What was launched ahead is the current step now."""
@@ -182,11 +187,6 @@ class Engine:
         result = step.computing.result()
         self.counters.runner_seconds += time.perf_counter() - began
         return result
-
-    def _drop_void_step(self) -> None:
-        """Forget the step in flight if all of its sequences have ended."""
-        if self._ahead is not None and all(item.sequence.finished for item in self._ahead.plan.items):
-            self.settle()
 
     def _check_settled(self) -> None:
         if self._ahead is not None:

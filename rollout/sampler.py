@@ -18,7 +18,7 @@ import torch
 
 from samebit.kernels import sampling as kernels
 from samebit.kernels.logprobs import log_softmax, logprobs_of_rows
-from samebit.kernels.packing import Arrival
+from samebit.kernels.packing import Arrival, indices
 from samebit.rollout.request import Sequence
 from samebit.rollout.step import StepResult
 
@@ -159,7 +159,7 @@ def _process(row: torch.Tensor, sequence: Sequence, may_end: bool) -> None:
     """Penalty, bias, forbidden ends, then the filters: the order of vLLM."""
     params = sequence.params
     if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(sequence.token_ids[: sequence.num_tokens])).to(row.device)
+        seen = indices(np.unique(sequence.token_ids[: sequence.num_tokens]), row.device)
         kernels.penalize_repetition(row, seen, params.repetition_penalty)
     if params.logit_bias:
         kernels.add_bias(row, params.logit_bias)

@@ -104,6 +104,8 @@ class Scheduler:
         if not self._tells_the_next(plan):
             return None
         going_on = [(row, item) for row, item in enumerate(plan.items) if _goes_on(item.sequence)]
+        if len(going_on) < len(plan.items) and self.waiting.head(self.admission_open) is not None:
+            return None  # somebody takes the seat
         if not going_on or not all(self.cache.append(item.sequence, 2) for _, item in going_on):
             return None
         ahead = StepPlan(sources=[row for row, _ in going_on])
@@ -258,8 +260,9 @@ class Scheduler:
 
 
 def _one_token(item: ScheduledSequence) -> bool:
-    """Whether it is a decode whose next one can be drawn before anybody has read this one."""
-    return item.length == 1 and not item.forks and item.sequence.params.foreseeable
+    """Whether it is a decode whose next one can be drawn before anybody has read this one. (The last known token but
+    one of a preempted sequence may come alone too; nothing is drawn from it.)"""
+    return item.samples and item.length == 1 and not item.forks and item.sequence.params.foreseeable
 
 
 def _goes_on(sequence: Sequence) -> bool:

@@ -7,8 +7,8 @@ Invariants
   before its next step.
 * Between two commands there is a step, as long as there is work: a command that ends leaves the lock to the thread.
 * No command, and nothing after the thread's end, meets a step in flight: it is committed before.
-* Every delivery in `_live` ends: with its request, with the error that broke the thread, or with
-  "closed". The thread's one broad `except` is that boundary.
+* Every delivery in `_live` ends: with its request, with the error that broke the worker, or with "closed". The broad
+  `except` of the thread is that boundary, and that of `_settle`: a command commits the step in flight in its own thread.
 * The thread has ended before the interpreter is torn down: a kernel that runs on then aborts the process.
 * With nothing to do the thread sleeps on `_wake`; whatever could give it work sets that event.
 """
@@ -97,7 +97,7 @@ class GenerationService:
         self.check_thread()
         with self.lock:
             self.state.check_usable()
-            self.deliver(self.engine.settle())
+            self._settle()
             try:
                 yield self.engine
             finally:
@@ -177,7 +177,7 @@ class GenerationService:
                 pass
             release_idle_threads()
         with self.lock.generation():
-            self.deliver(self.engine.settle())
+            self._settle()
 
     def _turn(self) -> bool:
         with self.lock.generation():
@@ -188,13 +188,32 @@ class GenerationService:
         self._take_inbox()
         if not self.state.may_step:
             return False
-        self.deliver(self.engine.step())
+        self._hand_over(self.engine.step())
         self._log.after_step()
-        for delivery in tuple(self._streams):
-            delivery.notify()
         if self._closures and self.engine.drained:
             self._signal_drain()
         return self.engine.has_work
+
+    def _hand_over(self, finished: list[Request]) -> None:
+        """What a step gave: results to their callers, new tokens to the streams."""
+        self.deliver(finished)
+        for delivery in tuple(self._streams):
+            delivery.notify()
+
+    def _settle(self) -> None:
+        """Commit the step that is in flight. Under the lock, in any thread.
+
+        Boundary: what goes wrong breaks the worker, as in its own thread; an interrupt of the wait breaks nothing.
+        """
+        if self.state.broken is not None or not self.engine.in_flight:
+            return
+        try:
+            self._hand_over(self.engine.settle())
+        except BaseException as error:
+            if isinstance(error, Exception) or not self.engine.in_flight:
+                logger.exception("the step in flight failed")
+                self._break(error)
+            raise
 
     def _take_inbox(self) -> None:
         while self._inbox:
@@ -213,10 +232,14 @@ class GenerationService:
 
     def _end(self, error: BaseException | None) -> None:
         with self.lock.generation():
-            with self.state.mutex:
-                self.state.broken = error
-            self._fail_deliveries(lambda: _end_error(error))
-            self._signal_drain()
+            self._break(error)
+
+    def _break(self, error: BaseException | None) -> None:
+        """Nothing is computed any more; None: because the worker was closed. Under the lock."""
+        with self.state.mutex:
+            self.state.broken = error
+        self._fail_deliveries(lambda: _end_error(error))
+        self._signal_drain()
 
     def _fail_deliveries(self, make_error: Callable[[], Exception]) -> None:
         """The engine is not asked: it may be what broke."""

@@ -5,11 +5,13 @@ function of `samebit.kernels.cpu.philox`: the same number for a token on either 
 in another order than on the CPU, so a draw at the very border of two tokens may differ between devices.
 """
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from triton.language import tensor
 
+from ..packing import sent
 from .logprobs import VOCAB_CHUNK, chunk_of, chunk_weights, row_peak
 from .numeric import aligned, blocks
 
@@ -44,7 +46,7 @@ def keep_likely(row: torch.Tensor, temperature: float, top_k: int, top_p: float,
     ranked = torch.sort(row, descending=True, stable=True)
     vocab = len(row)
     share = top_p if top_p < 1.0 else 2.0  # more than there is
-    limits = torch.tensor([temperature, share, min_p], dtype=torch.float64, device=row.device)  # numbers go as float32
+    limits = sent({"limits": np.array([temperature, share, min_p])}, row.device)["limits"]  # numbers go as float32
     _rule_out_unlikely[(1,)](
         ranked.values, ranked.indices, row, limits, top_k if top_k > 0 else vocab, vocab, VOCAB_CHUNK, num_warps=4
     )  # fmt: skip

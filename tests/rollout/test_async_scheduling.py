@@ -85,6 +85,32 @@ def test_the_state_of_a_sample_that_ended_is_kept_only_as_of_a_boundary_it_still
     assert second.sequences[0].output_ids.tolist() == oracle(turn, 0, 3)
 
 
+def test_a_token_that_is_computed_again_alone_is_no_decode(
+    make_engine: Build, make_request: Build, oracle: Oracle
+) -> None:
+    """The decodes leave room for one token a step, with which a preempted sample computes its context anew."""
+    engine = make_engine(run_ahead=True, max_num_seqs=4, max_num_batched_tokens=4, prefix_caching=False)
+    requests = [make_request(f"r{i}", [i + 1], max_tokens=21 if i < 3 else 12) for i in range(4)]
+    for request in requests:
+        engine.add(request)
+    for _ in range(8):
+        engine.step()
+    engine.settle()
+    engine.preempt_all()
+    while engine.has_work:
+        engine.step()
+    for i, request in enumerate(requests):
+        assert request.sequences[0].output_ids.tolist() == oracle([i + 1], 0, request.max_new_tokens)
+
+
+def test_a_seat_that_is_known_to_come_free_is_taken_at_once(make_engine: Build, make_request: Build) -> None:
+    engines = [make_engine(run_ahead=ahead, max_num_seqs=2) for ahead in (False, True)]
+    for engine in engines:
+        finish(engine, *(make_request(str(i), [i + 1], max_tokens=4 + i) for i in range(6)))
+    assert engines[1].counters.steps_ahead > 0
+    assert engines[1].counters.steps == engines[0].counters.steps
+
+
 def test_an_engine_refuses_to_change_under_a_step_in_flight(make_engine: Build, make_request: Build) -> None:
     engine = make_engine(run_ahead=True)
     engine.add(make_request("r", PROMPT, max_tokens=9))
@@ -101,7 +127,7 @@ def test_an_engine_refuses_to_change_under_a_step_in_flight(make_engine: Build, 
 
 
 def test_commands_meet_no_step_in_flight(make_worker: Build, oracle: Oracle) -> None:
-    """Updates, sleeps, resets and aborts between steps that run ahead: every sample is the oracle's."""
+    """Updates, sleeps and resets between steps that run ahead, some requests aborted: every sample is the oracle's."""
     worker, _ = make_worker(num_blocks=64, max_num_seqs=4, run_ahead=True)
     weights = {name: tensor.clone() for name, tensor in worker._weights.module.state_dict().items()}
     handles = [worker.submit([index, 5], LONG) for index in range(40)]
@@ -114,8 +140,12 @@ def test_commands_meet_no_step_in_flight(make_worker: Build, oracle: Oracle) -> 
             lambda: (worker.pause(), worker.resume()),
             lambda: worker.receive_weights(weights, in_flight="wait"),
         ][number % 6]()  # type: ignore[operator]
+        if number % 10 == 9:
+            worker.abort(handles[number % 40].request_id)
     for index, handle in enumerate(handles):
-        assert handle.result(60).samples[0].token_ids == oracle([index, 5], 0, 40)
+        sample = handle.result(60).samples[0]
+        whole = oracle([index, 5], 0, 40)
+        assert sample.token_ids == (whole if sample.finish_reason == "length" else whole[: len(sample.token_ids)])
     assert worker.stats()["steps_ahead"] > 100
 
 
@@ -130,3 +160,54 @@ def test_a_step_ahead_that_fails_breaks_the_worker_and_says_so(make_worker: Buil
         handle.result(20)
     with pytest.raises(WorkerStateError, match="the device is lost"):
         worker.receive_weights({})
+
+
+def test_a_result_does_not_wait_for_a_step_that_is_void(make_worker: Build, oracle: Oracle) -> None:
+    worker, runner = make_worker(run_ahead=True)
+    runner.gate = threading.Semaphore(6)  # all that the request needs, and nothing for the step behind it
+    stop = oracle([1, 2], 0, 6)[5]
+    handle = worker.submit([1, 2], SamplingParams(max_tokens=40, stop_token_ids=[stop]))
+    assert len(handle.result(10).samples[0].token_ids) == 6
+
+
+def test_a_stream_sees_what_a_command_has_committed(make_worker: Build) -> None:
+    worker, runner = make_worker(run_ahead=True)
+    handle = worker.submit(PROMPT, LONG)
+    stream = iter(handle)
+    next(stream)
+    worker.pause()
+    seen = 0
+    while seen < worker.stats()["output_tokens"] - 1:
+        seen += len(next(stream).token_ids)
+    worker.resume()
+    assert handle.result(20).samples[0].finish_reason == "length"
+
+
+class FragileTokenizer:
+    """Fails in the main thread, where a command commits."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        if threading.current_thread() is threading.main_thread():
+            raise IndexError("piece id is out of range")
+        return "".join(chr(65 + i % 26) for i in ids)
+
+
+def test_a_commit_that_fails_in_a_command_leaves_nobody_waiting(make_worker: Build) -> None:
+    worker, runner = make_worker(run_ahead=True, tokenizer=FragileTokenizer())
+    gate = runner.gate = threading.Semaphore(4)
+    handles = [
+        worker.submit([1, 2], SamplingParams(max_tokens=50)),
+        worker.submit(PROMPT, SamplingParams(max_tokens=50, stop="zzzzz")),
+    ]
+    next(iter(handles[0]))
+    opens = threading.Timer(0.2, gate.release, [3])
+    opens.start()
+    with pytest.raises((IndexError, WorkerStateError), match="piece id is out of range"):
+        for _ in range(10):
+            worker.pause()
+            worker.resume()
+    opens.join()
+    for handle in handles:
+        with pytest.raises(WorkerStateError, match="piece id is out of range"):
+            handle.result(10)
+    assert "piece id" in worker.trouble()

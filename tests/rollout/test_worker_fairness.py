@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
+
 from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.sampling_params import SamplingParams
 
@@ -104,9 +106,12 @@ class SteadyLoad:
             assert tokens == whole[: len(tokens)]
 
 
-def test_between_two_commands_of_eight_commanders_there_is_a_step(make_worker: MakeWorker, oracle: Oracle) -> None:
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_between_two_commands_of_eight_commanders_there_is_a_step(
+    run_ahead: bool, make_worker: MakeWorker, oracle: Oracle
+) -> None:
     """No clocks: the lock is logged. Each commander asks again at once."""
-    worker, runner = make_worker(max_num_seqs=4, num_blocks=80)
+    worker, runner = make_worker(max_num_seqs=4, num_blocks=80, run_ahead=run_ahead)
     weights = {name: tensor.clone() for name, tensor in worker._weights.module.state_dict().items()}
     log = LockLog(worker)
     load = SteadyLoad(worker, runner)
