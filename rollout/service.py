@@ -8,7 +8,7 @@ Invariants
 * Between two commands there is a step, as long as there is work: a command that ends leaves the lock to the thread.
 * No command, and nothing after the thread's end, meets a step in flight: it is committed before.
 * Every delivery in `_live` ends: with its request, with the error that broke the worker, or with "closed". The broad
-  `except` of the thread is that boundary, and that of `_settle`: a command commits the step in flight in its own thread.
+  `except` of the thread is that boundary, and that of `_settle`, since a command commits the step in flight itself.
 * The thread has ended before the interpreter is torn down: a kernel that runs on then aborts the process.
 * With nothing to do the thread sleeps on `_wake`; whatever could give it work sets that event.
 """

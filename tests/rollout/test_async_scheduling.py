@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from samebit.rollout import SamplingParams, WorkerStateError
 from samebit.rollout.cache.integrity import check_cache
 from samebit.rollout.engine import Engine
 from samebit.rollout.request import Request
+from samebit.rollout.worker_core import WorkerCore
 
 Build = Callable[..., Any]
 Oracle = Callable[..., list[int]]
@@ -106,7 +108,7 @@ def test_a_token_that_is_computed_again_alone_is_no_decode(
 def test_a_seat_that_is_known_to_come_free_is_taken_at_once(make_engine: Build, make_request: Build) -> None:
     engines = [make_engine(run_ahead=ahead, max_num_seqs=2) for ahead in (False, True)]
     for engine in engines:
-        finish(engine, *(make_request(str(i), [i + 1], max_tokens=4 + i) for i in range(6)))
+        finish(engine, *(make_request(str(i), [i + 1], max_tokens=30 if i == 1 else 3) for i in range(11)))
     assert engines[1].counters.steps_ahead > 0
     assert engines[1].counters.steps == engines[0].counters.steps
 
@@ -172,15 +174,33 @@ def test_a_result_does_not_wait_for_a_step_that_is_void(make_worker: Build, orac
 
 def test_a_stream_sees_what_a_command_has_committed(make_worker: Build) -> None:
     worker, runner = make_worker(run_ahead=True)
+    gate = runner.gate = threading.Semaphore(4)
     handle = worker.submit(PROMPT, LONG)
-    stream = iter(handle)
-    next(stream)
+    seen: list[int] = []
+    reads = threading.Thread(target=lambda: [seen.extend(piece.token_ids) for piece in handle])
+    reads.start()
+    while len(seen) < 4:
+        threading.Event().wait(0.001)
+    opens = threading.Timer(
+        0.2, gate.release, [2]
+    )  # for the step that computes now, and the one that is launched ahead
+    opens.start()
     worker.pause()
-    seen = 0
-    while seen < worker.stats()["output_tokens"] - 1:
-        seen += len(next(stream).token_ids)
+    until = time.monotonic() + 10
+    while len(seen) < worker.stats()["output_tokens"] and time.monotonic() < until:
+        threading.Event().wait(0.001)
+    assert len(seen) == worker.stats()["output_tokens"] == 6
+    opens.join()
+    gate.release(100)
     worker.resume()
-    assert handle.result(20).samples[0].finish_reason == "length"
+    reads.join(20)
+    assert len(seen) == 40
+
+
+def pauses(worker: WorkerCore, count: int) -> None:
+    for _ in range(count):
+        worker.pause()
+        worker.resume()
 
 
 class FragileTokenizer:
@@ -203,9 +223,7 @@ def test_a_commit_that_fails_in_a_command_leaves_nobody_waiting(make_worker: Bui
     opens = threading.Timer(0.2, gate.release, [3])
     opens.start()
     with pytest.raises((IndexError, WorkerStateError), match="piece id is out of range"):
-        for _ in range(10):
-            worker.pause()
-            worker.resume()
+        pauses(worker, 10)
     opens.join()
     for handle in handles:
         with pytest.raises(WorkerStateError, match="piece id is out of range"):
