@@ -179,16 +179,24 @@ def test_a_stream_sees_what_a_command_has_committed(make_worker: Build) -> None:
     seen: list[int] = []
     reads = threading.Thread(target=lambda: [seen.extend(piece.token_ids) for piece in handle])
     reads.start()
-    while len(seen) < 4:
-        threading.Event().wait(0.001)
-    opens = threading.Timer(
-        0.2, gate.release, [2]
-    )  # for the step that computes now, and the one that is launched ahead
+
+    def wait_for(count: int) -> None:
+        until = time.monotonic() + 10
+        while len(seen) < count and time.monotonic() < until:
+            threading.Event().wait(0.001)
+
+    def open_for_two_steps() -> None:
+        """The one that computes when the pause is asked for, and the one that was launched ahead."""
+        threading.Event().wait(0.2)
+        gate.release()
+        wait_for(5)
+        gate.release()
+
+    wait_for(4)
+    opens = threading.Thread(target=open_for_two_steps)
     opens.start()
     worker.pause()
-    until = time.monotonic() + 10
-    while len(seen) < worker.stats()["output_tokens"] and time.monotonic() < until:
-        threading.Event().wait(0.001)
+    wait_for(6)
     assert len(seen) == worker.stats()["output_tokens"] == 6
     opens.join()
     gate.release(100)
