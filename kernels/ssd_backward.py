@@ -2,6 +2,8 @@
 
 The states at the chunk boundaries are computed again, chunk by chunk over all sequences at once, then the chunks are
 walked backwards. Axes: z sequence, t and u tokens of a chunk, g group, r head of the group, n state, p head size.
+
+Invariant: what padding rows hold, NaN too, enters no gradient, and theirs are zero.
 """
 
 from dataclasses import dataclass
@@ -70,9 +72,9 @@ def scan_gradients(
     upstream = grad.float().unflatten(-1, (*split, -1))
     rate = decay_rate.view(split)
     sums_of = _chunks(x, b, c, step, upstream, rate, context, GRADIENT_CHUNK)
-    real = (torch.from_numpy(context.tokens_of_rows[0]) >= 0).to(x.device)
+    padding = (torch.from_numpy(context.tokens_of_rows[0]) < 0).to(x.device)
     found = _Gradients(
-        x=upstream * skip.view(*split, 1) * real.view(-1, 1, 1, 1),
+        x=(upstream * skip.view(*split, 1)).masked_fill_(padding.view(-1, 1, 1, 1), 0.0),
         b=torch.zeros_like(b), c=torch.zeros_like(c), step=torch.zeros_like(step), rate=torch.zeros_like(rate),
     )  # fmt: skip
     states = _states(sums_of)
@@ -82,6 +84,7 @@ def scan_gradients(
         after = _chunk_gradients(chunk, state, after, rate, found)
     low, high = options.dt_limits
     grad_dt = found.step.flatten(1) * torch.sigmoid(raw) * ((F.softplus(raw) >= low) & (F.softplus(raw) <= high))
+    grad_dt.masked_fill_(padding[:, None], 0.0)
     grad_xbc = torch.cat([found.x.flatten(1), found.b.flatten(1), found.c.flatten(1)], dim=-1)
     grad_skip = sum((part.grad * part.x).sum((0, 1, 4)) for part in sums_of)
     return (
@@ -113,7 +116,7 @@ def _chunks(
         real = real.to(x.device)
 
         def tile(part: torch.Tensor, rows: torch.Tensor = rows, real: torch.Tensor = real) -> torch.Tensor:
-            return part[rows] * real.view(*real.shape, *([1] * (part.dim() - 1)))
+            return part[rows].masked_fill_(~real.view(*real.shape, *([1] * (part.dim() - 1))), 0.0)
 
         steps = tile(step)
         sums = (steps.double() * rate.double()).cumsum(1)

@@ -59,15 +59,15 @@ class Journal:
         self.origins: dict[tuple[str, int], list[Origin]] = {}
         self.recomputed: set[tuple[str, int]] = set()
         self._engine = worker._engine
-        self._run = worker._engine.runner.run
-        self._engine.runner.run = self._logged_run
+        self._launch = worker._engine.runner.launch
+        self._engine.runner.launch = self._logged_launch
 
-    def _logged_run(self, plan: Any, tables: Any) -> Any:
-        result = self._run(plan, tables)
+    def _logged_launch(self, plan: Any, tables: Any, before: Any) -> Any:
+        step = self._launch(plan, tables, before)
         version = self._engine.weight_version
         for item in plan.items:
             key = _key(item.sequence)
-            anew = not item.sequence.kv_spans
+            anew = plan.sources is None and not item.sequence.kv_spans
             if anew and key in self.context:
                 self.recomputed.add(key)
             if anew:
@@ -78,7 +78,7 @@ class Journal:
             self.kv[key] = extended(self.kv[key], max(end, self.shared[key]), version)
             for sample in (item.sequence, *item.forks) if item.samples else ():
                 self.origins.setdefault(_key(sample), []).append(Origin(self.context[key], self.shared[key]))
-        return result
+        return step
 
 
 def _key(sequence: Any) -> tuple[str, int]:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samebit.kernels.context import training_context
+from samebit.kernels.context import ForwardContext, training_context
+from samebit.kernels.ssd import scan
 from samebit.kernels.states import SSMShape, StateLayout
 
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads
@@ -114,6 +115,26 @@ def test_gradients_are_near_the_oracle(case: Case, dtype: torch.dtype) -> None:
     Layer(*mine).run(packed_context(LENGTHS), case.options).backward(upstream)
     for found, wanted in zip(mine, exact, strict=True):
         assert_near(found.grad.to(dtype), wanted.grad, 8)  # bfloat16: its rounding in between
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_padding_rows_reach_no_gradient(case: Case) -> None:
+    layer = layer_of(case, torch.float32, LENGTHS)
+    mask = left_padding(LENGTHS)
+    real = mask.flatten().bool()
+    upstream = torch.randn(sum(LENGTHS), case.shape.inner)
+
+    def gradients(context: ForwardContext, *rows: torch.Tensor) -> list[torch.Tensor]:
+        inputs = leaves(*rows[:2], *layer.parameters)
+        scan(*inputs, context, case.options).backward(rows[2])
+        return [part.grad for part in inputs]
+
+    rows = layer.x, layer.dt, upstream
+    expected = gradients(packed_context(LENGTHS), *rows)
+    found = gradients(training_context(mask.shape, mask, None), *(padded(part, mask) for part in rows))
+    assert not any(part[~real].any() for part in found[:2]), "of padding rows"
+    for one, other in zip([part[real] for part in found[:2]] + found[2:], expected, strict=True):
+        assert_near(one, other)
 
 
 def test_what_does_not_fit_is_named() -> None:

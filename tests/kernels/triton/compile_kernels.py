@@ -1,15 +1,20 @@
 """Compile the Triton kernels for an H100 on a machine without one. Run by test_compile.py, in a process of its own.
 
 The operations run on CPU tensors; each launch compiles its kernel down to machine code and stops there. Prints one
-object: of each kernel its name and the shared memory that it asks for.
+object: of each kernel its name, the shared memory that it asks for, and the stack of a thread, in bytes: what found no
+place in registers.
 """
 
 import json
+import re
+import subprocess
 from collections.abc import Callable
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -54,10 +59,23 @@ launch = JITFunction.run
 
 def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
     kernel = launch(self, *args, grid=grid, warmup=True, **options)
-    compiled.setdefault(
-        id(kernel),
-        {"name": self.fn.__name__, "shared": kernel.metadata.shared, "cubin": len(kernel.asm["cubin"])},
-    )
+    if id(kernel) not in compiled:
+        compiled[id(kernel)] = {
+            "name": self.fn.__name__,
+            "shared": kernel.metadata.shared,
+            "stack": stack_of(kernel.asm["cubin"]),
+        }
+
+
+def stack_of(cubin: bytes) -> int:
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", usage)
+    assert found is not None, usage
+    return int(found[1])
 
 
 def both_ways(run: Callable[..., torch.Tensor], *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> None:
@@ -119,20 +137,25 @@ def vocabulary() -> None:
 
 
 def mamba() -> None:
-    shape, options = SSMShape(heads=8, head_dim=64, groups=2, state_size=128, taps=4), SSMOptions(0, 64, 2, 128)
-    context = ForwardContext(
-        positions=torch.zeros(20, dtype=torch.int64),
-        row_start=np.array([0, 3], np.int32),
-        lengths=np.array([3, 17], np.int32),
-        starts=np.array([5, 0], np.int32),
-        table_rows=np.array([0, 1], np.int32),
-        block_tables=np.zeros((2, 2), np.int32),
-        block_size=64,
-        states=StateLayout(1, shape, 64).allocate(2, torch.bfloat16, 1),
-    )
-    x, dt = torch.zeros(20, shape.conv_width, dtype=torch.bfloat16), torch.zeros(20, 8, dtype=torch.bfloat16)
-    x = causal_conv(x, torch.zeros(shape.conv_width, 1, 4, dtype=torch.bfloat16), None, context, options)
-    scan(x, dt, torch.zeros(8), torch.zeros(8), torch.zeros(8), context, options)
+    for dtype, head_dim, size in (
+        (torch.bfloat16, 64, 128), (torch.float16, 64, 128), (torch.float32, 64, 128), (torch.bfloat16, 128, 64),
+        (torch.bfloat16, 128, 256), (torch.float32, 128, 256), (torch.float32, 80, 200),
+    ):  # fmt: skip
+        shape = SSMShape(heads=8, head_dim=head_dim, groups=2, state_size=size, taps=4)
+        options = SSMOptions(0, 64, shape.groups, size)
+        context = ForwardContext(
+            positions=torch.zeros(20, dtype=torch.int64),
+            row_start=np.array([0, 3], np.int32),
+            lengths=np.array([3, 17], np.int32),
+            starts=np.array([5, 0], np.int32),
+            table_rows=np.array([0, 1], np.int32),
+            block_tables=np.zeros((2, 2), np.int32),
+            block_size=64,
+            states=StateLayout(1, shape, 64).allocate(2, dtype, 1),
+        )
+        x, dt = torch.zeros(20, shape.conv_width, dtype=dtype), torch.zeros(20, 8, dtype=dtype)
+        x = causal_conv(x, torch.zeros(shape.conv_width, 1, 4, dtype=dtype), None, context, options)
+        scan(x, dt, torch.zeros(8), torch.zeros(8), torch.zeros(8), context, options)
 
 
 def mamba_gradients() -> None:

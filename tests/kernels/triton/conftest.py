@@ -1,6 +1,7 @@
 """The Triton kernels: on a GPU where there is one, else in Triton's interpreter on the CPU.
 
-The interpreter shows accuracy, masks and poison. It shows nothing about bits: its matrix product is NumPy's.
+The interpreter shows accuracy, masks and poison. It shows nothing about the bits of a
+GPU: its matrix product is NumPy's. Equal bits in it mean equal tiles and an equal order of sums.
 """
 
 import warnings

@@ -13,6 +13,9 @@ from pathlib import Path
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on an H100."""
 
+STACK = 512
+"""Bytes of a thread that the scan may keep outside of registers: its state must not be among them."""
+
 
 def test_kernels_compile_for_an_h100() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -27,3 +30,5 @@ def test_kernels_compile_for_an_h100() -> None:
     of_layers = [kernel for kernel in kernels if (kernel["name"], kernel["part"]) == ("_attend_items", "attentions")]
     assert len(of_layers) == 3, "one of each of the attention layers"
     assert [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY] == []
+    scans = [kernel for kernel in kernels if kernel["name"] == "_scan_head"]
+    assert [kernel for kernel in scans if kernel["stack"] > STACK] == []
