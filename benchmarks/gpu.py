@@ -106,7 +106,9 @@ def made(shape: dict[str, Any], sizes: measure.Sizes, device: str) -> PreTrained
 def measure_model(name: str, shape: dict[str, Any], sizes: measure.Sizes, device: str, report: Report) -> None:
     """All parts. Two models at most are there at once, each in a call of its own, so that its memory is given back."""
     model = bind(made(shape, sizes, device))
-    for part in (measure.exactness, measure.decode, measure.prefill, measure.cache, measure.control):
+    for part in (
+        measure.exactness, measure.decode, measure.recurrent, measure.prefill, measure.cache, measure.control,
+    ):  # fmt: skip
         report.run(f"{name} {part.__name__}", part(model, sizes, device))
     _beside_inexact(name, model, shape, sizes, device, report)
     report.run(f"{name} hugging_face", measure.hugging_face(model, made(shape, sizes, device), sizes, device))

@@ -3,8 +3,9 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from peers import LIKE_SAMEBIT, hf_continuous
 from torch.nn import functional as F
@@ -13,8 +14,12 @@ from workload import Workload
 
 from samebit.kernels import token_logprobs
 from samebit.kernels.binding import binding_of
+from samebit.kernels.context import ForwardContext
 from samebit.kernels.linear import linear
+from samebit.kernels.ssd import scan
+from samebit.kernels.states import SSMOptions, StateLayout
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.cuda_recorder import CudaRecorder
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,18 @@ def decode(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure
         needed = _weight_bytes(model) + count * (sizes.prompt + sizes.new_tokens // 2) * _kv_bytes(model)
         yield Figure(f"decode, {count} sequences", count / step, "tokens/s")
         yield Figure(f"decode, {count} sequences: of the bandwidth", needed / step / copied, "")
+
+
+def recurrent(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
+    """A decode step of one Mamba layer's scan over the plain recurrence; the steps take turns over a chunk's positions,
+    and over more states than a cache holds."""
+    layout = binding_of(model).state_layout
+    if layout is None:
+        return
+    for count in sizes.sequences:
+        ours, theirs = _scan_steps(layout, count, device)
+        exact, plain = (seconds(_recorded(run, device), device, sizes.repeats) for run in (ours, theirs))
+        yield Figure(f"exact scan over the recurrent step, {count} sequences", exact / plain, "x")
 
 
 def prefill(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
@@ -150,6 +167,52 @@ def control(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figur
             worker.wake_up()
 
         yield Figure("sleep and wake_up, kv_cache", seconds(nap, device, sizes.repeats) * 1e3, "ms")
+        if device == "cuda":
+            worker.sleep(["kv_cache"])
+            kept = torch.cuda.memory_reserved() - sum(part.nbytes for part in model.state_dict().values())
+            yield Figure("reserved memory beyond the weights while kv_cache sleeps", kept / 2**30, "GiB")
+
+
+def _scan_steps(layout: StateLayout, count: int, device: str) -> tuple[Callable[[], None], Callable[[], None]]:
+    """As many decode steps of `count` sequences: ours, and those of the recurrence."""
+    from gpu_recurrent import recurrent_step
+
+    shape, chunk = layout.shape, 16
+    slots = count * max(chunk, -(-64 // count))
+    memory = replace(layout, num_layers=1).allocate(slots, torch.bfloat16, 1, device)
+    plain = torch.zeros(slots, shape.heads, shape.state_size, shape.head_dim, device=device)
+    xbc = torch.randn(count, shape.conv_width, device=device).bfloat16()
+    dt = torch.randn(count, shape.heads, device=device).bfloat16()
+    rate, bias, skip = -torch.rand(shape.heads, device=device), *torch.randn(2, shape.heads, device=device)
+    options = SSMOptions(0, layout.chunk, shape.groups, shape.state_size)
+    rows = np.arange(count, dtype=np.int32)
+    contexts = [
+        ForwardContext(
+            positions=torch.full((count,), layout.chunk + first // count % chunk, device=device),
+            row_start=rows, lengths=np.ones(count, np.int32),
+            starts=np.full(count, layout.chunk + first // count % chunk, np.int32),
+            table_rows=first + rows, block_tables=np.zeros((slots, 1), np.int32), block_size=layout.chunk,
+            states=memory,
+        )
+        for first in range(0, slots, count)
+    ]  # fmt: skip
+    places = [torch.arange(first, first + count, dtype=torch.int32, device=device) for first in range(0, slots, count)]
+
+    def ours() -> None:
+        for context in contexts:
+            scan(xbc, dt, rate, bias, skip, context, options)
+
+    def theirs() -> None:
+        for place in places:
+            recurrent_step(xbc, dt, rate, bias, skip, place, plain, shape)
+
+    return ours, theirs
+
+
+def _recorded(run: Callable[[], None], device: str) -> Callable[[], None]:
+    """Without what launching costs the host, on a GPU."""
+    with torch.no_grad():
+        return CudaRecorder(torch.device("cuda", torch.cuda.current_device()))(run) if device == "cuda" else run
 
 
 def _worker(model: PreTrainedModel, sizes: Sizes, count: int, device: str, **changes: int | bool) -> RolloutWorker:

@@ -237,6 +237,25 @@ def test_gpu_measures_a_model_on_the_cpu_too(scripts: Scripts, capsys: pytest.Ca
     assert "not run: the time was up" in capsys.readouterr().out
 
 
+def test_the_recurrent_peer_of_a_gpu_computes_the_recurrence(scripts: Scripts) -> None:
+    """In Triton's interpreter, beside the peer of the CPU; and both are measured on the same steps."""
+    pytest.importorskip("triton")
+    from gpu_recurrent import recurrent_step
+
+    shape = scripts.decode_step.SSMShape(4, 20, 2, 17, 4)
+    peer = scripts.recurrent.Recurrence.empty(shape, 3)
+    states = torch.zeros(3, 4, 17, 20)
+    torch.manual_seed(0)
+    rate, bias, skip = -torch.rand(4), torch.randn(4), torch.randn(4)
+    slots = torch.tensor([2, 0], dtype=torch.int32)
+    for _ in range(3):
+        step = torch.randn(2, shape.conv_width), torch.randn(2, 4), rate, bias, skip, slots
+        torch.testing.assert_close(recurrent_step(*step, states, shape), peer.step(*step), rtol=1e-5, atol=1e-5)
+    layout = scripts.gpu_measure.StateLayout(4, shape, 64)
+    for run in scripts.gpu_measure._scan_steps(layout, 2, "cpu"):
+        run()
+
+
 def test_the_tuner_takes_the_fastest_tiles_whose_bits_are_equal(scripts: Scripts) -> None:
     search = scripts.tile_search
     slow, fast, unequal, other = (search.MatmulTile(64, outputs, 64, 4, 4) for outputs in (64, 128, 16, 32))
