@@ -14,7 +14,7 @@ from numba import get_num_threads
 from torch import nn
 
 from . import device
-from .cpu import gemm, gemm_amx, tiles_amx
+from .cpu import gemm, gemm_amx, gemm_few, tiles_amx
 from .cpu.memory import kind_of
 from .cpu.numeric import LANES
 
@@ -137,12 +137,15 @@ def _multiplied_at_once(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.
         out = torch.empty(*shape, outputs, dtype=x.dtype)
         results.append(out)
         places[place] = weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs, out.data_ptr()
-    work = -(-count // LANES) * LANES * inputs * max(place[2] for place in places) // _PRODUCTS_AN_ELEMENT
+    work = inputs * max(place[2] for place in places) // _PRODUCTS_AN_ELEMENT
     arguments = rows.data_ptr(), rows.stride(0), count, inputs, *places
+    lanes = -(-count // LANES) * LANES
     if x.dtype == torch.bfloat16 and tiles_amx.available():
-        gemm_amx.multiply(work, *arguments, get_num_threads())
+        gemm_amx.multiply(lanes * work, *arguments, get_num_threads())
+    elif count <= gemm_few.MOST_ROWS:
+        gemm_few.multiply((count + gemm_few.READING) * work, *arguments, kind_of(x.dtype), get_num_threads())
     else:
-        gemm.multiply(work, *arguments, kind_of(x.dtype), get_num_threads())
+        gemm.multiply(lanes * work, *arguments, kind_of(x.dtype), get_num_threads())
     return results
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit, prange
 
 from .jit import RowKernel
-from .memory import elements
+from .memory import elements, scratch
 from .numeric import LANES, narrow, widen
 from .simd_gemm import OUTPUTS, VECTORS, fetch, multiply_tile, transpose_tile
 
@@ -59,7 +59,7 @@ def _multiply(
         row = item % panels * PANEL_ROWS  # a thread's items: all panels of its share of the outputs
         count = min(PANEL_ROWS, rows - row)
         width = (count + LANES - 1) // LANES * LANES
-        panel = np.empty(min(inputs, _DEPTH) * width, np.float32)
+        panel = scratch(min(inputs, _DEPTH) * width)
         filled = False
         for place in range(3):
             weight, bias, outputs, out = first if place == 0 else (second if place == 1 else third)
@@ -89,7 +89,7 @@ def _multiply_panel(
     first: int, last: int, inputs: int, out: Any, row: int, out_stride: int,
 ) -> None:  # fmt: skip
     """Outputs ``first`` to ``last`` of the rows from ``row`` on; a panel that is ``filled`` holds their inputs."""
-    sums = np.empty(min(last - first, _SHARE) * width, np.float32)
+    sums = scratch(min(last - first, _SHARE) * width)
     for begin in range(first, last, _SHARE):
         end = min(begin + _SHARE, last)
         sums[: (end - begin) * width] = _ZERO

@@ -14,6 +14,9 @@ from numba.extending import intrinsic
 NO_END = 1 << 40
 """For the length of an array that nothing is cut by."""
 
+_CACHE_LINE = 16
+"""Float32 of a cache line."""
+
 _KINDS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 
 
@@ -47,6 +50,13 @@ def elements(address: int, count: int, kind: Any) -> Any:
 def floats(address: int, count: int) -> Any:
     """``count`` float32."""
     return elements(address, count, np.float32(0))
+
+
+@njit(inline="always")
+def scratch(count: int) -> Any:
+    """``count`` float32 of any value from the start of a cache line on: no vector of sixteen lies across two lines."""
+    room = np.empty(count + _CACHE_LINE, np.float32)
+    return room[(-room.ctypes.data // 4) % _CACHE_LINE :]
 
 
 @njit(inline="always")

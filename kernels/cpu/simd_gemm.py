@@ -14,13 +14,13 @@ from .vectors import (
     LANES,
     accumulate,
     fma,
+    load_columns,
     load_vector,
     pointer_to,
     prefetch,
     splat_element,
     splat_pair,
     store_vector,
-    transposed,
     zeros,
 )
 
@@ -127,9 +127,11 @@ def transpose_tile(
         def row_of(array_type: Any, array: Any, base: Any, stride: Any, row: int) -> Any:
             return pointer_to(context, builder, array_type, array, builder.add(base, builder.mul(stride, index(row))))
 
-        rows = [load_vector(builder, row_of(source, from_array, first, step, i), source.dtype) for i in range(LANES)]
-        for i, row in enumerate(transposed(builder, rows)):
-            store_vector(builder, row, row_of(target, to_array, target_first, target_step, i), target.dtype)
+        rows = [row_of(source, from_array, first, step, i) for i in range(LANES)]
+        right = [builder.gep(row, [index(LANES // 2)]) for row in rows]
+        columns = [column for half in (rows, right) for column in load_columns(builder, half, source.dtype)]
+        for i, column in enumerate(columns):
+            store_vector(builder, column, row_of(target, to_array, target_first, target_step, i), target.dtype)
         return context.get_dummy_value()
 
     return signature, generate

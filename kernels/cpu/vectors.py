@@ -27,9 +27,12 @@ def load_vector(builder: Any, pointer: Any, dtype: Any) -> Any:
     """Sixteen elements as float32; bfloat16 (uint16 bits) is widened."""
     if dtype == types.float32:
         return builder.load(builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
-    halves = builder.load(builder.bitcast(pointer, _HALF_BITS.as_pointer()), align=2)
-    shift = ir.Constant(_BITS, [16] * LANES)
-    return builder.bitcast(builder.shl(builder.zext(halves, _BITS), shift), VECTOR)
+    return _widened(builder, builder.load(builder.bitcast(pointer, _HALF_BITS.as_pointer()), align=2))
+
+
+def _widened(builder: Any, halves: Any) -> Any:
+    """Sixteen bfloat16 (uint16 bits) as float32."""
+    return builder.bitcast(builder.shl(builder.zext(halves, _BITS), ir.Constant(_BITS, [16] * LANES)), VECTOR)
 
 
 def store_vector(builder: Any, value: Any, pointer: Any, dtype: Any = types.float32) -> None:
@@ -72,6 +75,15 @@ def splat_element(builder: Any, pointer: Any, dtype: Any) -> Any:
         i32 = ir.IntType(32)
         element = builder.bitcast(builder.shl(builder.zext(element, i32), i32(16)), ir.FloatType())
     return splat(builder, element)
+
+
+def gather_elements(builder: Any, pointers: list[Any], dtype: Any) -> Any:
+    """Sixteen elements from anywhere as float32."""
+    element = ir.FloatType() if dtype == types.float32 else ir.IntType(16)
+    gathered: Any = ir.Constant(ir.VectorType(element, LANES), ir.Undefined)
+    for lane, pointer in enumerate(pointers):
+        gathered = builder.insert_element(gathered, builder.load(pointer), ir.IntType(32)(lane))
+    return gathered if dtype == types.float32 else _widened(builder, gathered)
 
 
 def splat(builder: Any, scalar: Any) -> Any:
@@ -127,14 +139,34 @@ def zeros() -> Any:
     return ir.Constant(VECTOR, [0.0] * LANES)
 
 
+def load_columns(builder: Any, pointers: list[Any], dtype: Any) -> list[Any]:
+    """The columns of sixteen rows of eight elements as float32; each pointer is that of a row's first element."""
+    half = LANES // 2
+    pairs = [_load_halves(builder, pointers[i], pointers[i + half], dtype) for i in range(half)]
+    return transposed(builder, pairs)
+
+
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Sixteen vectors as the columns of what they were the rows of."""
+    """Sixteen vectors as the columns of what they were the rows of.
+
+    Eight are the rows of two squares side by side, each of which is transposed by itself.
+    """
     rows, distance = list(rows), 1
-    while distance < LANES:  # swap the off-diagonal squares of this size
-        for i in (i for i in range(LANES) if not i & distance):
+    while distance < len(rows):  # swap the off-diagonal squares of this size
+        for i in (i for i in range(len(rows)) if not i & distance):
             rows[i], rows[i + distance] = _swap_halves(builder, rows[i], rows[i + distance], distance)
         distance *= 2
     return rows
+
+
+def _load_halves(builder: Any, first: Any, second: Any, dtype: Any) -> Any:
+    """Eight elements from here and eight from there as a vector: the second load needs no shuffle."""
+    half = LANES // 2
+    element = ir.FloatType() if dtype == types.float32 else ir.IntType(16)
+    kind = ir.VectorType(element, half).as_pointer()
+    parts = [builder.load(builder.bitcast(place, kind), align=2) for place in (first, second)]
+    both = builder.shuffle_vector(*parts, ir.Constant(_BITS, list(range(LANES))))
+    return both if dtype == types.float32 else _widened(builder, both)
 
 
 def _swap_halves(builder: Any, upper: Any, lower: Any, distance: int) -> tuple[Any, Any]:

@@ -49,6 +49,51 @@ def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles_amx, "available", lambda: False)
 
 
+@pytest.mark.usefixtures("_without_tiles")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [1, 5, 15, 16, 17, 31, 100, 129, 1000])
+def test_few_rows_have_the_bits_they_have_among_many(inputs: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(inputs)
+    x = torch.randn(130, 2 * inputs).to(dtype)[:, 1 : 1 + inputs]
+    for outputs in (1, 5, 15, 16, 17, 31, 100, 129, 1000):
+        weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+        for added in (None, bias):
+            among_many = linear(x, weight, added)
+            for number in (1, 2):
+                with threads(number):
+                    for rows in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17):
+                        assert torch.equal(linear(x[-rows:], weight, added), among_many[-rows:])
+
+
+_AT_THE_END_OF_MEMORY = """
+import ctypes, mmap
+import samebit.kernels
+import torch
+from samebit.kernels.cpu import tiles_amx
+from samebit.kernels.linear import linear
+tiles_amx.available = lambda: False
+pages = mmap.mmap(-1, 17 * mmap.PAGESIZE)
+last = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + 16 * mmap.PAGESIZE
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(last), mmap.PAGESIZE, 0) == 0, 'neither read nor written'
+for dtype in (torch.float32, torch.bfloat16):
+    for outputs, inputs in ((1, 1), (3, 7), (15, 8), (16, 17), (17, 31), (33, 129)):
+        begin = 16 * mmap.PAGESIZE - outputs * inputs * dtype.itemsize
+        weight = torch.frombuffer(pages, dtype=dtype, count=outputs * inputs, offset=begin).view(outputs, inputs)
+        weight.copy_(torch.randn(outputs, inputs))
+        for rows in (1, 2, 3, 8, 9, 65):
+            x = torch.randn(rows, inputs).to(dtype)
+            assert torch.equal(linear(x, weight), linear(x, weight.clone()))
+print("read no further")
+"""
+
+
+def test_nothing_is_read_beyond_the_weight(tmp_path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", _AT_THE_END_OF_MEMORY], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "read no further"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_and_infinity_stay_in_their_row(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -135,8 +180,9 @@ from samebit.kernels.cpu.simd_gemm import VECTORS
 from samebit.kernels.linear import linear, linears
 torch.manual_seed(0)
 dtype = getattr(torch, sys.argv[1])
-out = linear(torch.randn(83, 301).to(dtype), torch.randn(129, 301).to(dtype), torch.randn(129).to(dtype))
-print(VECTORS, hashlib.sha256(out.float().numpy().tobytes()).hexdigest())
+x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((83, 301), (129, 301), (129,)))
+out = torch.cat([linear(rows, weight, bias).float() for rows in (x, x[:5])])
+print(VECTORS, hashlib.sha256(out.numpy().tobytes()).hexdigest())
 """
 
 
@@ -144,7 +190,8 @@ print(VECTORS, hashlib.sha256(out.float().numpy().tobytes()).hexdigest())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bits_do_not_depend_on_the_vectors_of_the_processor(dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    out = linear(torch.randn(83, 301).to(dtype), torch.randn(129, 301).to(dtype), torch.randn(129).to(dtype)).float()
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((83, 301), (129, 301), (129,)))
+    out = torch.cat([linear(rows, weight, bias).float() for rows in (x, x[:5])])
     environment = {
         **os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "NUMBA_CACHE_DIR": str(tmp_path)
     }  # fmt: skip
