@@ -19,6 +19,7 @@ import numpy as np
 from numba import njit, prange
 
 from .jit import parallel_kernel
+from .memory import scratch
 from .numeric import LANES, exp, fma, narrow, tanh, widen
 from .simd_attention import add_values, greatest, score_chunk
 
@@ -47,9 +48,10 @@ def _attend(
         longest = max(longest, min(QUERY_TILE, lengths[sequence]))
     rows = longest * group
     for thread in prange(threads):  # a thread takes every threads-th item: even loads
-        query, acc = np.empty(rows * head_dim, np.float32), np.empty(rows * head_dim, np.float32)
-        sums, peaks, tokens = np.empty(rows * LANES, np.float32), np.empty(rows, np.float32), np.empty(rows, np.int64)
-        s = np.zeros(4 * KV_CHUNK, np.float32)
+        query, acc, sums = scratch(rows * head_dim), scratch(rows * head_dim), scratch(rows * LANES)
+        peaks, tokens = np.empty(rows, np.float32), np.empty(rows, np.int64)
+        s = scratch(4 * KV_CHUNK)
+        s[:] = _ZERO
         places = np.zeros(4 * _VECTORS, np.int64)
         keys, values, coming_keys, coming_values = (
             places[:_VECTORS],

@@ -14,7 +14,7 @@ from numba import njit, prange
 
 from .gemm import PANEL_ROWS, Layer, shares, write_rows
 from .jit import RowKernel
-from .memory import elements
+from .memory import elements, scratch
 from .numeric import LANES
 from .tiles_amx import (
     TILE_INPUTS,
@@ -45,7 +45,7 @@ def _multiply(
         count = min(PANEL_ROWS, rows - row)
         width = (count + LANES - 1) // LANES * LANES
         steps = (inputs + TILE_INPUTS - 1) // TILE_INPUTS
-        panel = np.empty(steps * (TILE_INPUTS // 2) * width, np.float32)
+        panel = scratch(steps * (TILE_INPUTS // 2) * width)
         _pair_rows(x, row * x_stride, x_stride, count, inputs, panel, width)
         configure_tiles()
         for place in range(3):
@@ -88,7 +88,7 @@ def _multiply_panel(
     out_stride: int,
 ) -> None:  # fmt: skip
     """Outputs ``first`` to ``last`` of the rows from ``row`` on."""
-    sums = np.empty(min((last - first + TILE_OUTPUTS - 1) // TILE_OUTPUTS * TILE_OUTPUTS, _SHARE) * width, np.float32)
+    sums = scratch(min((last - first + TILE_OUTPUTS - 1) // TILE_OUTPUTS * TILE_OUTPUTS, _SHARE) * width)
     patch = np.empty(TILE_OUTPUTS * TILE_INPUTS, np.uint16)
     for begin in range(first, last, _SHARE):
         end = min(begin + _SHARE, last)
