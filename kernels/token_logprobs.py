@@ -19,7 +19,7 @@ def token_logprobs(
     """Log-probability of every token given those before it, equal bit for bit to the rollout worker's.
 
     Padding is taken out before the forward: only real tokens are computed, and only rows that predict one
-    reach the head. No more than a part of the logits is in memory at once, in the backward neither (`scored_head`).
+    reach the head. Of many logits only a part is in memory at once, in the backward too (`scored_head`).
 
     Args:
         model: bound (see `samebit.kernels.bind`).

@@ -150,12 +150,13 @@ class Engine:
 
         Until its outcome is there nothing changes, whatever interrupts the wait.
         """
-        if self._ahead is None:
+        step = self._ahead
+        if step is None:
             return []
         began = time.perf_counter()
-        result = self._result(self._ahead)
-        step = self._take_ahead()
-        finished = [] if step is None else self._commit(step.plan, result)
+        result = self._result(step)
+        self._take_ahead()
+        finished = self._commit(step.plan, result)
         self.counters.step_seconds += time.perf_counter() - began
         return finished
 

@@ -126,7 +126,6 @@ class CacheManager:
 
     def admit(self, sequence: Sequence, *, headroom: int = 0) -> bool:
         """Give a waiting sequence a slot and blocks for its known tokens, with `headroom` blocks to spare.
-
         Cached blocks are shared and `num_computed` says where it goes on.
         """
         match = self._match(sequence)
