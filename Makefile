@@ -19,7 +19,6 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.samebit-installed
-PACKAGES := kernels recipes rollout weight_sync
 
 # Read when the OpenMP runtime loads, so before torch: idle threads soon sleep instead of spinning on a shared core
 # (they spin just long enough for the gaps between the operations of a step), and Numba's thread pool is of the kind
@@ -28,7 +27,7 @@ export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 4000
 export NUMBA_THREADING_LAYER := omp
 
-.PHONY: install grpo grpo-async verl-grpo verl-matrix test soak check bench clean
+.PHONY: install grpo grpo-async verl-grpo verl-matrix test soak check lock bench clean
 
 install: $(STAMP)
 
@@ -50,11 +49,11 @@ verl-grpo: install
 		$(if $(filter-out dense,$(MODEL)),--architecture $(MODEL) --out runs/verl-grpo-$(MODEL)) $(ARGS)
 
 verl-matrix: install
-	$(BIN)/python recipes/verl_grpo/matrix.py $(ARGS)
+	$(BIN)/python benchmarks/verl_matrix/matrix.py $(ARGS)
 
-# Two processes, so one thread of torch's each; Numba's keep both.
+# Two processes, so one thread of torch's each; Numba's keep both. Which files come first: tests/conftest.py.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
 
 soak: install
 	SAMEBIT_SOAK_CASES=$(COUNT) $(BIN)/pytest -m soak $(ARGS)
@@ -62,9 +61,12 @@ soak: install
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build/typing && mkdir -p build/typing/samebit
-	for package in $(PACKAGES); do ln -s $(CURDIR)/$$package build/typing/samebit/$$package; done
-	cd build/typing && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml
+	$(BIN)/mypy
+
+# The runtime dependencies with hashes, of this machine's platform, Python and torch build.
+lock: install
+	$(BIN)/python -m pip install --dry-run --ignore-installed --quiet --report - $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		-c constraints.txt . | $(BIN)/python .ci/lock > requirements.lock
 
 bench: install
 	$(BIN)/python benchmarks/rollout.py $(ARGS)

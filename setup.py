@@ -5,7 +5,7 @@
 
 from setuptools import find_packages, setup
 
-ROOTS = ("kernels", "recipes", "rollout", "weight_sync")
+ROOTS = ("benchmarks", "kernels", "recipes", "rollout", "weight_sync")
 
 setup(
     packages=[f"samebit.{name}" for name in find_packages(include=[p for root in ROOTS for p in (root, f"{root}.*")])],

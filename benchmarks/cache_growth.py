@@ -1,6 +1,6 @@
-"""What the prefix cache's bookkeeping costs as pool and prompts grow. No model: Python alone.
+"""Measure what the prefix cache's bookkeeping costs as pool and prompts grow. No model: Python alone.
 
-All of these in a pool of 100,000 blocks that are all cached, as the scheduler calls it (who computes this already?
+All of these in a pool of 100,000 blocks that are all cached, as the scheduler calls it (does a leader compute this?
 is there room?), and with cold caches of the processor, as after a forward pass. admission_ms_32768: a request of 32,768
 tokens that are cached. admission_uncached_ms_32768: of tokens that are not, so that blocks are evicted.
 eviction_growth: time to evict a block in the large pool over that in a small one, after as many evictions as it has
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from alternate import Spread, spread
 
+from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.rollout import SamplingParams
-from samebit.rollout.cache import CacheManager
-from samebit.rollout.cache.states import StateCache
-from samebit.rollout.request import Request, Sequence
+from samebit.rollout.cache import PrefixCache
+from samebit.rollout.cache.checkpoints.pool import CheckpointPool
+from samebit.rollout.requests.request import Request, Sequence
 
 BLOCK = 16
 VOCABULARY = 32_000
@@ -62,13 +62,13 @@ class _Pool:
 
     def __init__(self, num_blocks: int, num_states: int = 0) -> None:
         slots = 4
-        self.states = StateCache(num_states, BLOCK, range(slots, slots + 1)) if num_states else None
-        self.cache = CacheManager(num_blocks, BLOCK, slots, max_model_len=num_blocks * BLOCK, states=self.states)
+        checkpoints = CheckpointPool(num_states, BLOCK, range(slots, slots + 1)) if num_states else None
+        self.cache = PrefixCache(num_blocks, BLOCK, slots, max_model_len=num_blocks * BLOCK, checkpoints=checkpoints)
         self._random = np.random.default_rng(num_blocks)
         self._made = 0
 
     def request(self, prompt: np.ndarray, samples: int = 1) -> Request:
-        """A new one, hashed as at submission."""
+        """Return a new request, hashed as at submission."""
         self._made += 1
         params = SamplingParams(n=samples)
         request = Request(f"request-{self._made}", prompt, params, ordinal=self._made, max_new_tokens=1)
@@ -76,7 +76,7 @@ class _Pool:
         return request
 
     def sequence(self, prompt: np.ndarray) -> Sequence:
-        """That of a new request."""
+        """Return the sequence of a new request."""
         return self.request(prompt).sequences[0]
 
     def prompt(self, tokens: int) -> np.ndarray:
@@ -85,52 +85,48 @@ class _Pool:
     def compute(self, sequence: Sequence) -> None:
         """Admit it, publish its blocks and release them: they stay in the cache."""
         self.start(sequence)
-        self.cache.release(sequence)
+        self.cache.take_back(sequence)
 
     def start(self, sequence: Sequence) -> None:
         """Admit it and publish its blocks."""
         self.admit(sequence)
         sequence.mark_computed(sequence.num_computed, sequence.num_tokens - sequence.num_computed, 0)
-        self.cache.publish(sequence)
+        self.cache.publish_blocks(sequence)
 
     def admit(self, sequence: Sequence) -> None:
         if self.cache.awaited(sequence) is not None or not self.cache.admit(sequence):
             raise RuntimeError("the pool is too small")
 
     def fill(self) -> None:
-        """Every block cached and free."""
+        """Fill the pool: every block cached and free."""
         self.compute(self.sequence(self.prompt(self.cache.pool.num_blocks * BLOCK)))
 
     def churn(self) -> None:
-        """Every block evicted once, by prompts that begin alike; then every block cached and free."""
+        """Evict every block once, by prompts that begin alike; then every block is cached and free again."""
         blocks = min(64, self.cache.pool.num_blocks // 4)
         beginning, own = self.prompt(blocks // 4 * BLOCK), (blocks - blocks // 4) * BLOCK
-        while self.cache.index is not None and self.cache.index.evictions < self.cache.pool.num_blocks:
+        while self.cache.counters.evictions < self.cache.pool.num_blocks:
             self.compute(self.sequence(np.append(beginning, self.prompt(own))))
 
     def crowd(self, sizes: Sizes) -> None:
-        """States in all slots, a prompt held for its second sample, and a running request that others wait for."""
-        if self.states is None or self.cache.index is None:
-            raise RuntimeError("this pool has no states")
+        """Fill all slots with states, hold a prompt for its second sample, and run a request that others wait for."""
+        checkpoints = self.cache.checkpoints
         entries = iter(self.cache.index.by_block.values())
-        while len(self.states) < self.states.num_checkpoints and (slot := self.states.take()) is not None:
-            self.states.attach(next(entries), slot)
+        while len(checkpoints) < checkpoints.num_checkpoints and (slot := checkpoints.take()) is not None:
+            checkpoints.attach(next(entries), slot)
         first, second = self.request(self.prompt(sizes.held), samples=2).sequences
         self.start(first)
-        self.cache.hold_tail(first, [second])
+        self.cache.hold_prompt(first, [second])
         prompt = self.prompt(sizes.held)
         self.admit(self.sequence(prompt))
         for _ in range(sizes.followers):
             follower = self.sequence(np.append(prompt, self.prompt(1)))
-            blocks = self.cache.awaited(follower)
-            if blocks is None:
-                raise RuntimeError("nobody computes this prompt")
-            self.cache.follow(follower, blocks)
+            if not self.cache.follow(follower):
+                raise RuntimeError("no sequence computes this prompt")
 
 
 def _seconds_of(act: Callable[[], T]) -> tuple[float, T]:
-    """Of this thread's processor time, with cold caches as after a forward pass: other data fills them. And no pause
-    for garbage."""
+    """Measure this thread's processor time, without garbage collection, with cold caches as after a forward pass."""
     gc.collect()
     np.ones(_WEIGHTS, np.int8).sum()
     began = time.thread_time()
@@ -139,7 +135,7 @@ def _seconds_of(act: Callable[[], T]) -> tuple[float, T]:
 
 
 def _eviction_seconds(num_blocks: int, evicted: int) -> float:
-    """Seconds a block, when `evicted` cached blocks give way to a new prompt."""
+    """Return seconds a block, when `evicted` cached blocks give way to a new prompt."""
     pool = _Pool(num_blocks)
     pool.churn()
     sequence = pool.sequence(pool.prompt(evicted * BLOCK))
@@ -148,7 +144,7 @@ def _eviction_seconds(num_blocks: int, evicted: int) -> float:
 
 
 def _large_pool(sizes: Sizes) -> tuple[float, float, float]:
-    """Seconds to admit a long cached prompt, to admit one that is not cached, and to clear the index."""
+    """Measure the seconds to admit a long cached prompt, to admit one that is not cached, and to clear the index."""
     pool = _Pool(sizes.large_pool)
     pool.fill()
     prompt = pool.prompt(sizes.prompt)

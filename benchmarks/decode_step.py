@@ -10,20 +10,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from alternate import Spread, spread
-from recurrent import Recurrence
 
-from samebit.kernels.context import ForwardContext
-from samebit.kernels.conv import causal_conv
-from samebit.kernels.ssd import scan
-from samebit.kernels.states import SSMOptions, SSMShape, StateLayout, StateMemory
+from samebit.benchmarks.contestants.recurrent_cpu import Recurrence
+from samebit.benchmarks.rounds.turns import Spread, spread
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.mamba_states import SSMShape, StateLayout, StateMemory
+from samebit.kernels.layout.options import SSMOptions
+from samebit.kernels.ops.conv import causal_conv
+from samebit.kernels.ops.ssd import scan
 
 BLOCK = 64
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is computed: layers in turn, so that no state stays in a cache that it would not stay in.
+    """The size of the measurement: several layers in turn, so that no state stays in the processor's cache.
 
     rounds: with the most sequences; with fewer there are up to ten times as many, which are shorter.
     """
@@ -36,7 +37,7 @@ class Sizes:
 
 @dataclass
 class Seconds:
-    """Of the steps of one side in a round: whole, and of the scans in them."""
+    """The seconds of one side's steps in a round: whole steps, and their scans."""
 
     whole: float = 0.0
     scans: float = 0.0
@@ -63,7 +64,7 @@ class Layers:
         self.x, self.dt = joined.split([shape.conv_width, shape.heads], dim=-1)
 
     def context(self, position: int, states: StateMemory) -> ForwardContext:
-        """The layout of one token of each sequence."""
+        """Return the layout of one token of each sequence."""
         count = len(self.slots)
         return ForwardContext(
             positions=torch.full((count,), position),
@@ -71,13 +72,13 @@ class Layers:
             lengths=np.ones(count, np.int32),
             starts=np.full(count, position, np.int32),
             table_rows=self.slots,
-            block_tables=np.zeros((1, 1), np.int32),
+            block_tables=np.zeros((count, position // BLOCK + 1), np.int32),
             block_size=BLOCK,
             states=states,
         )
 
     def exact_step(self, position: int, seconds: Seconds) -> torch.Tensor:
-        """All layers; counts the seconds of their scans."""
+        """Run all layers; count the seconds of their scans."""
         context = self.context(position, self.exact)
         token = position % BLOCK
         for options in self.options:
@@ -99,7 +100,7 @@ class Layers:
 
 
 def measure(sizes: Sizes) -> dict[str, Spread]:
-    """The ratio of a whole step, and that of the scans alone, by number of sequences."""
+    """Return the ratios of a whole step and of the scans alone, by number of sequences."""
     metrics: dict[str, Spread] = {}
     for count in sizes.sequences:
         layers = Layers(sizes, count)
@@ -112,7 +113,7 @@ def measure(sizes: Sizes) -> dict[str, Spread]:
 
 @torch.no_grad()
 def _block(layers: Layers, number: int) -> tuple[Seconds, Seconds]:
-    """The steps of one block of tokens, exact and recurrent in turns; another one begins each time."""
+    """Run the steps of one block of tokens, exact and recurrent in turns; blocks alternate which begins."""
     exact, peer = Seconds(), Seconds()
     sides = [(layers.exact_step, exact), (layers.recurrent_step, peer)]
     for position in range(number * BLOCK, (number + 1) * BLOCK):

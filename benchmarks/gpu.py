@@ -9,7 +9,6 @@ reported with its error and the others go on; a part whose turn comes after the 
 import argparse
 import json
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -20,25 +19,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
+if find_spec("samebit") is None:  # a bare machine: the checkout itself is enough
+    sys.path.insert(0, str(ROOT))
 
-def find_samebit() -> None:
-    """Without an installed samebit, import it from this checkout: a folder of links, because its layout is flat."""
-    if find_spec("samebit") is not None:
-        return
-    links = Path(tempfile.mkdtemp(prefix="samebit-")) / "samebit"
-    links.mkdir()
-    for name in ("kernels", "rollout", "weight_sync"):
-        (links / name).symlink_to(ROOT / name)
-    sys.path.insert(0, str(links.parent))
-
-
-find_samebit()
-import gpu_measure as measure  # noqa: E402
-import models  # noqa: E402
-import results_file  # noqa: E402
 import torch  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
+from samebit.benchmarks import gpu_figures as measure  # noqa: E402
+from samebit.benchmarks.rounds import results_file  # noqa: E402
+from samebit.benchmarks.workloads import models  # noqa: E402
 from samebit.kernels import bind  # noqa: E402
 
 _QWEN = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
@@ -96,7 +85,7 @@ class Report:
 
 
 def made(shape: dict[str, Any], sizes: measure.Sizes, device: str) -> PreTrainedModel:
-    """A random bfloat16 model on the device, unbound."""
+    """Return a random bfloat16 model on the device, unbound."""
     with torch.device(device):
         if "layers_block_type" in shape:
             return models.build_hybrid(shape, sizes.max_model_len).to(torch.bfloat16)
@@ -104,7 +93,7 @@ def made(shape: dict[str, Any], sizes: measure.Sizes, device: str) -> PreTrained
 
 
 def measure_model(name: str, shape: dict[str, Any], sizes: measure.Sizes, device: str, report: Report) -> None:
-    """All parts. Two models at most are there at once, each in a call of its own, so that its memory is given back."""
+    """Measure all parts. At most two models exist at once, each in its own call, so that its memory is released."""
     model = bind(made(shape, sizes, device))
     for part in (
         measure.exactness, measure.decode, measure.recurrent, measure.prefill, measure.cache, measure.control,

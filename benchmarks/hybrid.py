@@ -1,4 +1,4 @@
-"""What hybrid models cost and gain: the exact decode step, the cache of states, and samebit beside Hugging Face.
+"""Measure what hybrid models cost and gain: the exact decode step, the cache of states, samebit and Hugging Face.
 
     python benchmarks/hybrid.py [--json FILE] [--rounds N] [--quick]
 
@@ -14,24 +14,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import decode_step
-import models
-import results_file
-import table
-from alternate import Calibration, Spread, Turn, alternate, kept, ratio, spread
-from ours import samebit
-from peers import hf_generate
-from prefix_cache import Prompts
 from transformers import PreTrainedModel
-from workload import Run, Tokens, Workload
 
-from samebit.kernels.states import SSMShape
+from samebit.benchmarks import decode_step
+from samebit.benchmarks.contestants.huggingface import hf_generate
+from samebit.benchmarks.contestants.samebit_worker import samebit
+from samebit.benchmarks.prefix_cache import Prompts
+from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.turns import Calibration, Spread, Turn, alternate, kept, ratio, spread
+from samebit.benchmarks.workloads import models
+from samebit.benchmarks.workloads.workload import Run, Tokens, Workload
+from samebit.kernels.layout.mamba_states import SSMShape
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is computed; tokens unless it says otherwise."""
+    """The size of the measurement, in tokens unless noted otherwise."""
 
     conversations: int = 16
     turns: int = 6
@@ -59,7 +58,7 @@ class Talks:
             worker.generate([self.prompts.tokens(70), self.prompts.tokens(3)], _params(8))
 
     def measure(self, rounds: int, calibration: Calibration) -> dict[str, Spread]:
-        """Prompt tokens computed over the fewest possible, and the gain in the last turn's time to first token."""
+        """Return the prompt tokens computed over the fewest possible, and the gain in the last first-token time."""
         computed: list[float] = []
         before: dict[int, float] = {}
         ideal: dict[int, int] = {}
@@ -90,7 +89,7 @@ class Talks:
         }
 
     def _all_but_the_last(self) -> tuple[Tokens, int]:
-        """The prompts of the last turn, and the fewest prompt tokens that all turns have to compute."""
+        """Return the prompts of the last turn, and the fewest prompt tokens that all turns have to compute."""
         sizes, block = self.sizes, self.on.config.block_size
         talks = [self.prompts.tokens(sizes.first_prompt) for _ in range(sizes.conversations)]
         ideal = sum(map(len, talks))
@@ -113,12 +112,12 @@ def _params(output: int) -> SamplingParams:
 
 
 def _first_token(outputs: list[RequestOutput]) -> float:
-    """Mean seconds to the first token."""
+    """Return the mean seconds to the first token."""
     return statistics.mean(out.time_to_first_token or 0.0 for out in outputs)
 
 
 def first_wave(model: PreTrainedModel, sizes: Sizes) -> dict[str, Spread]:
-    """Share of the requests that arrive together, at a cold cache, and skip what they share down to the grid."""
+    """Return the share of simultaneous requests, at a cold cache, that skip what they share down to the grid."""
     prompts = Prompts(model.config.vocab_size)
     shared = prompts.tokens(sizes.shared)
     with _worker(model, sizes, True) as worker:
@@ -131,7 +130,7 @@ def first_wave(model: PreTrainedModel, sizes: Sizes) -> dict[str, Spread]:
 def beside_hugging_face(
     model: PreTrainedModel, workload: Workload, rounds: int, calibration: Calibration
 ) -> dict[str, Spread]:
-    """Output tokens per second, prefill included."""
+    """Compare output tokens per second with Hugging Face's, prefill included."""
     vocab_size = model.config.vocab_size
 
     def turn(name: str, run: Run) -> Turn:

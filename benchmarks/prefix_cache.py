@@ -1,4 +1,4 @@
-"""What the prefix cache gains: samebit with it beside samebit without it, in turns step by step, both exact.
+"""Measure what the prefix cache gains: samebit with and without it, in turns step by step, both exact.
 
     python benchmarks/prefix_cache.py [--json FILE] [--rounds N] [--quick]
 
@@ -13,23 +13,21 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-import cache_growth
-import models
-import results_file
-import table
 import torch
-import unshared
-from alternate import Spread, spread
-from shared_prefix import SharedPrefix, SharedRound
 from transformers import PreTrainedModel
-from workload import Tokens
 
+from samebit.benchmarks import cache_growth
+from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.turns import Spread, spread
+from samebit.benchmarks.workloads import models, unshared
+from samebit.benchmarks.workloads.shared_prefix import SharedPrefix, SharedRound
+from samebit.benchmarks.workloads.workload import Tokens
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is computed; tokens unless it says otherwise."""
+    """The size of the measurement, in tokens unless noted otherwise."""
 
     requests: int = 64
     shared: int = 1024  # full blocks, all of which are skipped
@@ -63,12 +61,12 @@ class Prompts:
         return self._random.choices(range(self._vocab_size), k=count)
 
     def sharing(self, sizes: Sizes) -> Tokens:
-        """A shared beginning, then ends whose lengths spread like those of chats: log-normal, most of them short."""
+        """Return prompts with a shared beginning and ends of log-normal lengths, like those of chats."""
         shared = self.tokens(sizes.shared)
         return [[*shared, *self.tokens(self._length(sizes.own_mean))] for _ in range(sizes.requests)]
 
     def _length(self, mean: int) -> int:
-        """Log-normal of sigma 1, cut at four times the mean; what is cut so has a mean of 1.5175."""
+        """Draw a log-normal length of sigma 1, cut at four times the mean; the mean of the cut ones is 1.5175."""
         return max(1, min(4 * mean, round(self._random.lognormvariate(0.0, 1.0) * mean / 1.5175)))
 
 
@@ -83,7 +81,7 @@ def _params(output: int, n: int = 1) -> SamplingParams:
 
 
 def shared_prefix(model: PreTrainedModel, sizes: Sizes, rounds: int) -> dict[str, Spread]:
-    """Requests that begin alike, for each length of the output. The model is bound already."""
+    """Measure requests that begin alike, for each length of the output. The model is bound already."""
     prompts = Prompts(model.config.vocab_size)
     contest = SharedPrefix(model, sizes.requests, sizes.longest)
     metrics: dict[str, Spread] = {}
@@ -98,13 +96,13 @@ def shared_prefix(model: PreTrainedModel, sizes: Sizes, rounds: int) -> dict[str
 
 
 def first_wave(worker: RolloutWorker, prompts: Prompts, sizes: Sizes) -> dict[str, Spread]:
-    """Share of the requests that arrive together, at a cold cache, and skip tokens."""
+    """Return the share of simultaneous requests, at a cold cache, that skip tokens."""
     outputs = worker.generate(prompts.sharing(sizes), _params(1))
     return {"first_wave_hit_ratio": spread([sum(out.num_cached_tokens > 0 for out in outputs) / len(outputs)])}
 
 
 def groups(worker: RolloutWorker, prompts: Prompts, sizes: Sizes) -> dict[str, Spread]:
-    """Prompt tokens computed for groups of samples, over the tokens of their prompts."""
+    """Return the prompt tokens computed for groups of samples, over the tokens of their prompts."""
     made = [prompts.tokens(sizes.group_prompt) for _ in range(sizes.groups)]
     before = worker.stats()["prefill_tokens_computed"]
     worker.generate(made, _params(sizes.group_output, sizes.samples))
@@ -113,7 +111,7 @@ def groups(worker: RolloutWorker, prompts: Prompts, sizes: Sizes) -> dict[str, S
 
 
 def multi_turn(worker: RolloutWorker, prompts: Prompts, sizes: Sizes) -> dict[str, Spread]:
-    """Tokens skipped over those that could be: what a conversation had computed in full blocks before each turn."""
+    """Return the tokens skipped over those in full blocks that the conversation had computed before each turn."""
     block = worker.config.block_size
     talks = [prompts.tokens(sizes.own_mean) for _ in range(sizes.conversations)]
     skippable = 0
@@ -129,7 +127,7 @@ def multi_turn(worker: RolloutWorker, prompts: Prompts, sizes: Sizes) -> dict[st
 
 
 def nothing_shared(model: PreTrainedModel, sizes: Sizes, rounds: int) -> dict[str, Spread]:
-    """Speed with the cache over speed without it, where it can not help. The model is bound already."""
+    """Return the speed with the cache over the speed without it, where it can not help. The model is bound already."""
     prompts = Prompts(model.config.vocab_size)
     work = [[prompts.tokens(sizes.own_mean) for _ in range(sizes.requests)] for _ in range(rounds)]
     return {"no_share_ratio": unshared.speed_with_over_without(model, work, sizes.unshared_output)}

@@ -13,15 +13,29 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import floor
-import models
-import results_file
-import table
-from alternate import Calibration, Round, Spread, Turn, alternate, is_steady, kept, ratio, spread
-from ours import samebit
-from peers import LIKE_SAMEBIT, TUNED, continuous_available, hf_continuous, hf_generate
-from workload import Run, Workload
-
+from samebit.benchmarks.contestants import floor
+from samebit.benchmarks.contestants.huggingface import (
+    LIKE_SAMEBIT,
+    TUNED,
+    continuous_available,
+    hf_continuous,
+    hf_generate,
+)
+from samebit.benchmarks.contestants.samebit_worker import samebit
+from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.turns import (
+    Calibration,
+    Round,
+    Spread,
+    Turn,
+    alternate,
+    is_steady,
+    kept,
+    ratio,
+    spread,
+)
+from samebit.benchmarks.workloads import models
+from samebit.benchmarks.workloads.workload import Run, Workload
 from samebit.rollout import RolloutWorker
 
 
@@ -110,7 +124,7 @@ def measure(case: Case, workload: Workload, calibration: Calibration) -> Measure
 
 
 def _with_overhead(turn: Turn, worker: RolloutWorker, shares: list[float]) -> Turn:
-    """The turn, noting what share of the worker's step time was neither model nor sampler."""
+    """Return the turn, noting what share of the worker's step time was neither model nor sampler."""
 
     def once(number: int) -> float:
         before = worker.stats()
@@ -124,7 +138,7 @@ def _with_overhead(turn: Turn, worker: RolloutWorker, shares: list[float]) -> Tu
 
 
 def figures(measured: Measured, workload: Workload, calibration: Calibration) -> dict[str, Spread]:
-    """All figures of one case, from its steady rounds."""
+    """Return all figures of one case, from its steady rounds."""
     suffix = measured.case.suffix
     dtype_suffix = suffix.removeprefix(f"_{measured.case.shape}")
     out: dict[str, Spread] = {}
@@ -165,7 +179,7 @@ def _tokens_per_second(rounds: list[Round], name: str, workload: Workload) -> Sp
 
 
 def disturbed(all_measured: list[Measured], calibration: Calibration) -> tuple[int, int]:
-    """Rounds that are not steady, and all rounds."""
+    """Return the number of rounds that are not steady, and of all rounds."""
     rounds = [round_ for one in all_measured for round_ in (*one.generate, *one.tuned, *one.continuous)]
     return sum(not is_steady(round_, calibration) for round_ in rounds), len(rounds)
 

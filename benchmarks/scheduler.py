@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import results_file
-import table
-from alternate import Spread, spread
 
+from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.rollout import SamplingParams
-from samebit.rollout.cache import CacheManager
-from samebit.rollout.engine import Engine
-from samebit.rollout.request import Request
-from samebit.rollout.step import StepInFlight, StepPlan, StepResult
+from samebit.rollout.cache import build_cache
+from samebit.rollout.engine.engine import Engine
+from samebit.rollout.engine.step_plan import StepInFlight, StepPlan, StepResult
+from samebit.rollout.requests.request import Request
 
 RUNNING = 64
 PROMPT = 256
@@ -67,9 +66,9 @@ def _result(rows: int) -> StepResult:
 
 
 def loaded_engine(waiting: int, new_tokens: int) -> Engine:
-    """`RUNNING` sequences that decode for the next `new_tokens` steps, and `waiting` that find no room."""
+    """Return an engine with `RUNNING` sequences that decode for `new_tokens` steps, and `waiting` that find no room."""
     max_len = PROMPT + new_tokens
-    cache = CacheManager(
+    cache = build_cache(
         num_blocks=RUNNING * -(-max_len // BLOCK), block_size=BLOCK, max_num_seqs=RUNNING, max_model_len=max_len
     )
     engine = Engine(IdleRunner(), cache, max_num_batched_tokens=RUNNING * PROMPT)
@@ -85,7 +84,7 @@ def loaded_engine(waiting: int, new_tokens: int) -> Engine:
 
 
 def measure(few: int, many: int, repetitions: int) -> dict[str, Spread]:
-    """Medians of each repetition: microseconds of a step with `few` and `many` waiting, and their ratio."""
+    """Return medians of each repetition: microseconds of a step with `few` and `many` waiting, and their ratio."""
     engines = {count: loaded_engine(count, (repetitions + 1) * STEPS + 2) for count in (few, many)}
     medians: dict[int, list[float]] = {few: [], many: []}
     for repetition in range(repetitions + 1):

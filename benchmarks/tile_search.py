@@ -1,4 +1,4 @@
-"""Which tiles are tried, and which is taken, given what was measured: everything of tune_tiles.py but the clock."""
+"""The candidates among tiles, and the choice among measured ones: everything of tune_tiles.py but the clock."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from samebit.kernels.triton.tile_file import AttentionTile, MatmulEntry, MatmulTile, Sizes
+from samebit.kernels.triton.tiles.file import AttentionTile, MatmulEntry, MatmulTile, Sizes
 
 PREFILL_ROWS = 4096
 DECODE_ROWS = (1, 16, 64, 256)
@@ -23,7 +23,7 @@ Tile = TypeVar("Tile", MatmulTile, AttentionTile)
 
 @dataclass(frozen=True, order=True)
 class Heads:
-    """Of an attention layer."""
+    """The heads of an attention layer."""
 
     heads: int
     kv_heads: int
@@ -31,7 +31,7 @@ class Heads:
 
 
 def wide_tiles() -> Iterator[MatmulTile]:
-    """For many rows."""
+    """Return tiles for many rows."""
     for (rows, outputs), depth, warps, stages in product(
         ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128)), (32, 64), (4, 8), (3, 4)
     ):
@@ -40,7 +40,7 @@ def wide_tiles() -> Iterator[MatmulTile]:
 
 
 def narrow_tiles() -> Iterator[MatmulTile]:
-    """For few rows: more programs, more bytes on their way."""
+    """Return tiles for few rows: more programs, more bytes in flight."""
     for rows, outputs, depth, stages in product((16, 64), (16, 32, 64, 128), (64, 128), (4, 6, 8)):
         yield MatmulTile(rows, outputs, depth, 4, stages)
 
@@ -51,7 +51,7 @@ def attention_tiles() -> Iterator[AttentionTile]:
 
 
 def linear_layers(model: nn.Module) -> list[tuple[int, int]]:
-    """(inputs, outputs) of its linear layers, each once."""
+    """Return (inputs, outputs) of the linear layers, each once."""
     return sorted({(one.in_features, one.out_features) for one in model.modules() if isinstance(one, nn.Linear)})
 
 
@@ -59,13 +59,13 @@ def tuned_layer(
     inputs: int, outputs: int, dtype: str, measured: Callable[[MatmulTile, Iterable[int]], Seconds | None],
     equal: Callable[[MatmulEntry], bool],
 ) -> MatmulEntry:  # fmt: skip
-    """The entry for one layer.
+    """Return the entry for one layer.
 
     Args:
         inputs: K.
         outputs: N.
         dtype: as the file writes it.
-        measured: the times of a tile for calls of so many rows; None where it does not compile or fit.
+        measured: the times of a tile by the number of rows of a call; None where it does not compile or fit.
         equal: whether an entry's two tiles have equal bits.
 
     Raises:
@@ -85,7 +85,7 @@ def tuned_layer(
 
 
 def fastest(times: Mapping[Tile, Seconds | None]) -> Tile:
-    """The one with the least product of its times: no kind of call counts more because it takes longer.
+    """Return the tile with the least product of its times, so that slow kinds of call count no more than fast ones.
 
     Raises:
         ValueError: none was measured.
@@ -97,7 +97,7 @@ def fastest(times: Mapping[Tile, Seconds | None]) -> Tile:
 
 
 def narrow_choices(wide: Seconds, times: Mapping[MatmulTile, Seconds | None]) -> list[tuple[MatmulTile, int]]:
-    """Tiles that are faster than the wide one up to some number of rows, with that number; the best first."""
+    """Return tiles that are faster than the wide one up to some number of rows, with that number; the best first."""
     found = []
     for tile, each in times.items():
         if each is None:

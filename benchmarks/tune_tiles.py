@@ -1,4 +1,4 @@
-"""Measure tile configurations on this GPU and write the best into kernels/triton/tiles.json, for its family.
+"""Measure tile configurations on this GPU and write the best into kernels/triton/tiles/tiles.json, for its family.
 
     python benchmarks/tune_tiles.py [--models NAME ...] [--model FOLDER] [--dtype bfloat16] [--out FILE]
 
@@ -13,24 +13,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gpu  # finds samebit
-import gpu_measure
-import models
 import numpy as np
-import tile_search as search
 import torch
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from samebit.kernels.attention import AttentionOptions
-from samebit.kernels.context import ForwardContext, training_context
-from samebit.kernels.pages import KVLayout
-from samebit.kernels.triton import attention, attention_backward, tiles
-from samebit.kernels.triton.equal_tiles import Layer, proved_equal
+from samebit.benchmarks import gpu  # finds samebit
+from samebit.benchmarks import gpu_figures as gpu_measure
+from samebit.benchmarks import tile_search as search
+from samebit.benchmarks.workloads import models
+from samebit.kernels.layout.forward_context import ForwardContext, training_context
+from samebit.kernels.layout.kv_pages import KVLayout
+from samebit.kernels.layout.options import AttentionOptions
+from samebit.kernels.ops.attention import attention
+from samebit.kernels.triton import attention as attention_kernels
+from samebit.kernels.triton.gradients import attention as gradient_kernels
 from samebit.kernels.triton.matmul import multiply
-from samebit.kernels.triton.tile_file import (
+from samebit.kernels.triton.tiles import table as tiles
+from samebit.kernels.triton.tiles.file import (
     AttentionEntry,
     AttentionTile,
     MatmulEntry,
@@ -39,6 +41,7 @@ from samebit.kernels.triton.tile_file import (
     read_tiles,
     write_tiles,
 )
+from samebit.kernels.triton.tiles.proved_equal import Layer, proved_equal
 
 CACHE_BYTES = 1 << 28
 """Weights that take turns, so that none is in the GPU's cache: more than any has."""
@@ -80,12 +83,12 @@ def keep(
 
 
 def measured_on() -> str:
-    """As the file says it."""
+    """Return the GPU and versions as the file names them."""
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {__import__('triton').__version__}"
 
 
 def shape_config(name: str) -> PretrainedConfig:
-    """Of one of gpu.py's models."""
+    """Return the config of one of gpu.py's models."""
     shape = gpu.SHAPES[name]
     with torch.device("meta"):
         return (models.build_hybrid(shape, 64) if "layers_block_type" in shape else
@@ -93,7 +96,7 @@ def shape_config(name: str) -> PretrainedConfig:
 
 
 def sizes_of(configs: Iterable[PretrainedConfig]) -> tuple[list[tuple[int, int]], list[search.Heads]]:
-    """Of all linear layers (inputs, outputs), and of all attention layers: of each head size the first."""
+    """Return (inputs, outputs) of all linear layers, and the first attention layer of each head size."""
     layers: set[tuple[int, int]] = set()
     heads: dict[int, search.Heads] = {}
     for config in configs:
@@ -107,7 +110,7 @@ def sizes_of(configs: Iterable[PretrainedConfig]) -> tuple[list[tuple[int, int]]
 
 
 def tuned(layer: Layer, dtype: str, bandwidth: float) -> MatmulEntry:
-    """Of one layer, with its line of the table."""
+    """Tune one layer; return its entry and its line of the table."""
     size = layer.inputs * layer.outputs
     copies = max(2, CACHE_BYTES // (size * layer.dtype.itemsize))
     x = torch.randn(search.PREFILL_ROWS, layer.inputs, device=layer.device).to(layer.dtype)
@@ -138,7 +141,7 @@ def tuned(layer: Layer, dtype: str, bandwidth: float) -> MatmulEntry:
 
 
 def tuned_heads(heads: search.Heads, dtype: str, device: torch.device) -> AttentionEntry:
-    """Of one head size: the forward for a prompt and for a decode step, the gradients for a training call."""
+    """Tune one head size: the forward for a prompt and for a decode step, the gradients for a training call."""
     options = AttentionOptions(0, heads.head_dim**-0.5)
     prompt, decode = training_context((1, PROMPT), None, None, device), decode_context(heads, dtype, device)
 
@@ -151,8 +154,8 @@ def tuned_heads(heads: search.Heads, dtype: str, device: torch.device) -> Attent
     def forward(tile: AttentionTile) -> search.Seconds | None:
         use(AttentionEntry((dtype,), tile, tile))
         return fitting(lambda: {
-            PROMPT: seconds(lambda turn: attention.attention(*many, prompt, options)),
-            SEQUENCES: seconds(lambda turn: attention.attention(*few, decode, options)),
+            PROMPT: seconds(lambda turn: attention(*many, prompt, options)),
+            SEQUENCES: seconds(lambda turn: attention(*few, decode, options)),
         })  # fmt: skip
 
     best = search.fastest({tile: forward(tile) for tile in search.attention_tiles()})
@@ -160,7 +163,7 @@ def tuned_heads(heads: search.Heads, dtype: str, device: torch.device) -> Attent
     def backward(tile: AttentionTile) -> search.Seconds | None:
         use(AttentionEntry((dtype,), best, tile))
         leaves = [part.clone().requires_grad_() for part in many]
-        out = attention.attention(*leaves, prompt, options)
+        out = attention(*leaves, prompt, options)
         upstream = torch.randn_like(out)
         return fitting(lambda: {
             PROMPT: seconds(lambda turn: torch.autograd.grad(out, leaves, upstream, retain_graph=True), graph=False)
@@ -172,7 +175,7 @@ def tuned_heads(heads: search.Heads, dtype: str, device: torch.device) -> Attent
 
 
 def decode_context(heads: search.Heads, dtype: str, device: torch.device) -> ForwardContext:
-    """A step of sequences that have their context in pages of 16 tokens."""
+    """Return the layout of a step of sequences whose context lies in pages of 16 tokens."""
     width = CONTEXT // 16 + 1
     layout = KVLayout(1, heads.kv_heads, heads.head_dim)
     pages = layout.allocate(SEQUENCES * width, 16, tiles.DTYPES[dtype], device.type)
@@ -188,13 +191,13 @@ def decode_context(heads: search.Heads, dtype: str, device: torch.device) -> For
 
 
 def use(entry: AttentionEntry) -> None:
-    """What the kernels find from here on, whatever the heads."""
-    for module in (attention, attention_backward):
+    """Let the kernels use these tiles from here on, for any heads."""
+    for module in (attention_kernels, gradient_kernels):
         module.attention_tiles = lambda device, head_dim, dtype: entry
 
 
 def fitting(run: Callable[[], search.Seconds]) -> search.Seconds | None:
-    """The times; None for a tile that does not compile or needs more than the GPU has."""
+    """Return the times; None for a tile that does not compile or needs more than the GPU has."""
     try:
         return run()
     except (OutOfResources, CompilationError, PTXASError, RuntimeError) as error:
@@ -204,7 +207,7 @@ def fitting(run: Callable[[], search.Seconds]) -> search.Seconds | None:
 
 
 def seconds(launch: Callable[[int], Any], graph: bool = True) -> float:
-    """Of one launch on the device, the median of five times some; as a graph, so that the host's time is not in it."""
+    """Return the seconds of one launch: the median of five times several, as a graph to leave the host's time out."""
     launch(0)
     torch.cuda.synchronize()
 

@@ -1,4 +1,4 @@
-"""How fast weights get into a worker: each way beside a copy of the same bytes, and what a sleep costs.
+"""Measure how fast weights get into a worker: each way beside a copy of the same bytes, and the cost of a sleep.
 
     python benchmarks/weight_sync.py [--megabytes 1024] [--rounds 7] [--json FILE]
 
@@ -14,15 +14,32 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
-import results_file
-import table
 import torch
-from alternate import Calibration, Round, Spread, alternate, is_steady, kept, ratio, spread
 from torch import distributed as dist
 from torch import nn
-from weight_sync_delta import delta_shares
-from weight_sync_peer import BUCKETS, Peer, broadcast_each, build, change, flat_bytes, peak, reset_peak
 
+from samebit.benchmarks.contestants.weight_sender import (
+    BUCKETS,
+    Peer,
+    broadcast_each,
+    build,
+    change,
+    flat_bytes,
+    peak,
+    reset_peak,
+)
+from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.turns import (
+    Calibration,
+    Round,
+    Spread,
+    alternate,
+    is_steady,
+    kept,
+    ratio,
+    spread,
+)
+from samebit.benchmarks.workloads.weight_changes import delta_shares
 from samebit.rollout import RolloutConfig, RolloutWorker
 from samebit.weight_sync import BroadcastReceiver, SharedMemoryReceiver, SyncReport, WeightStream
 
@@ -42,7 +59,7 @@ class Trainer:
         self.spare = [torch.zeros_like(parameter) for parameter in self.model.parameters()]
 
     def memcpy(self, number: int) -> float:
-        """Bare memmove of all weights, tensor by tensor."""
+        """Copy all weights by bare memmove, tensor by tensor."""
         pairs = [(s.data_ptr(), p.data_ptr(), p.nbytes) for s, p in zip(self.spare, self._parameters(), strict=True)]
         began = time.perf_counter()
         for target, source, size in pairs:
@@ -54,7 +71,7 @@ class Trainer:
 
 
 class Contest:
-    """Who is measured. Each turn checks that all weights have changed."""
+    """The contestants. Each turn checks that all weights have changed."""
 
     def __init__(self, trainer: Trainer, worker: RolloutWorker, peer: Peer) -> None:
         self.trainer = trainer
@@ -112,7 +129,7 @@ def _check(report: SyncReport) -> None:
 
 
 def delta_share(contest: Contest) -> float:
-    """Bytes of a delta of one in a hundred of all elements over those of a full update."""
+    """Return the bytes of a delta of one element in a hundred over those of a full update."""
     contest.peer.tell("shm", {"delta": True})
     contest.worker.receive_weights(contest.shm)
     contest.peer.answer()
@@ -124,7 +141,7 @@ def delta_share(contest: Contest) -> float:
 
 
 def peak_buckets(contest: Contest) -> dict[str, list[float]]:
-    """Most memory that either process takes for its first update over a new link, in buckets; the most of all ways."""
+    """Return the largest growth of either process's memory in its first update over a new link, in buckets."""
     ends = {"shm": SharedMemoryReceiver(contest.peer.addresses["memory"]), "gloo": BroadcastReceiver(0)}
     shares = {way: _peak(contest, end, way) for way, end in ends.items()}
     most = max(*shares.values(), _peak(contest, WeightStream.of(contest.trainer.model)))
@@ -135,7 +152,7 @@ def peak_buckets(contest: Contest) -> dict[str, list[float]]:
 
 
 def _peak(contest: Contest, source: object, way: str | None = None) -> float:
-    """`way`: what the other process sends over, if it does."""
+    """Measure the peak of one way; `way` is what the other process sends over, if it sends."""
     before = reset_peak()
     if way is not None:
         contest.peer.tell("peak", way)
@@ -145,7 +162,7 @@ def _peak(contest: Contest, source: object, way: str | None = None) -> float:
 
 
 def sleep_and_wake(worker: RolloutWorker, trainer: Trainer) -> float:
-    """Milliseconds to release all memory without keeping a copy, and to take it again."""
+    """Return the milliseconds to release all memory without keeping a copy, and to take it again."""
     began = time.perf_counter()
     worker.sleep(level=2)
     worker.wake_up()
@@ -155,7 +172,7 @@ def sleep_and_wake(worker: RolloutWorker, trainer: Trainer) -> float:
 
 
 def same_module(trainer: Trainer) -> list[float]:
-    """Milliseconds of an update of a worker that runs on the trainer's own module."""
+    """Return the milliseconds of an update of a worker that runs on the trainer's own module."""
     with RolloutWorker(trainer.model, config=CONFIG) as worker:
         seconds = []
         for _ in range(10):
@@ -167,7 +184,7 @@ def same_module(trainer: Trainer) -> list[float]:
 
 
 def delta_curve(steps: int, warmup: int, folder: Path) -> dict[str, Spread]:
-    """Shares of real GRPO steps, by learning rate: all bytes of the steps, and the extremes of a step."""
+    """Return shares of real GRPO steps, by learning rate: all bytes of the steps, and the extremes of a step."""
     named = {
         f"delta_bytes_over_dense_lr{rate:.0e}": shares for rate, shares in delta_shares(steps, warmup, folder).items()
     }
@@ -213,7 +230,7 @@ def measure(megabytes: int, rounds: int, steps: int, warmup: int) -> tuple[dict[
 
 
 def _speeds(rounds: list[Round], gigabytes: float) -> dict[str, Spread]:
-    """Shares of the reference's speed, and gigabytes a second of everybody."""
+    """Return shares of the reference's speed, and gigabytes a second of each contestant."""
     names = list(rounds[0].seconds)
     copies = [name for name in names if name.startswith(("same_process", "shm"))]
     pairs = [(name, "memcpy") for name in copies] + [("gloo", "broadcast"), ("gloo", "flat_broadcast")]

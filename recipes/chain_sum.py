@@ -16,7 +16,7 @@ SEED_STRIDE = 10_000_000
 
 
 def problems(seed: int, prompt_style: str = "expression") -> Iterator[Problem]:
-    """Endless problems; those of different seeds are drawn independently (not different: there are few)."""
+    """Return endless problems. Different seeds draw independently, and may draw the same ones: there are few."""
     start = SEED_STRIDE * (seed + 1)
     size = SEED_STRIDE
     dataset = ChainSumDataset(ChainSumConfig(min_terms=3, max_terms=5, max_digits=1, seed=start, size=size))
@@ -27,7 +27,7 @@ def problems(seed: int, prompt_style: str = "expression") -> Iterator[Problem]:
 
 
 def held_out_problems(count: int, prompt_style: str = "expression") -> list[Problem]:
-    """The first `count` different problems of a seed that no run uses."""
+    """Return the first `count` distinct problems of a seed that no run uses."""
     found: dict[str, Problem] = {}
     for problem in problems(-1, prompt_style):
         found.setdefault(problem.prompt, problem)
@@ -37,7 +37,7 @@ def held_out_problems(count: int, prompt_style: str = "expression") -> list[Prob
 
 
 def problem_sets(seed: int, training: int, held_out: int, prompt_style: str = "expression") -> ProblemSets:
-    """`training` problems of this seed and the `held_out` problems common to all seeds."""
+    """Return `training` problems of this seed, and the `held_out` problems common to all seeds."""
     kept_back = held_out_problems(held_out, prompt_style)
     prompts = {problem.prompt for problem in kept_back}
     fresh = (problem for problem in problems(seed, prompt_style) if problem.prompt not in prompts)
@@ -45,7 +45,7 @@ def problem_sets(seed: int, training: int, held_out: int, prompt_style: str = "e
 
 
 def working(prompt: str) -> str:
-    """`7-5+9=` gives `[7-5=2;2+9=11]`."""
+    """Return the working of a problem: `[7-5=2;2+9=11]` for `7-5+9=`."""
     first, *operations = re.findall(r"[+-]?\d+", prompt)
     total = int(first)
     steps = []

@@ -1,4 +1,4 @@
-"""What the recipes have in common: policies and problems of each seed, where the results go, what is shown."""
+"""The common part of the recipes: the policy and problems of each seed, the files of results, the tables."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -20,8 +20,7 @@ from samebit.recipes.mismatch import MismatchError, require_none
 from samebit.recipes.problem import Problem, ProblemSets
 from samebit.recipes.sampling import evaluate
 from samebit.recipes.settings import Settings
-from samebit.recipes.sync import Worker
-from samebit.rollout import RolloutConfig, SamplingParams, WorkerLostError
+from samebit.rollout import RolloutConfig, SamplingParams, Worker, WorkerLostError
 
 
 @dataclass(frozen=True)
@@ -48,18 +47,18 @@ class Seed:
 
     @property
     def params(self) -> SamplingParams:
-        """Of the groups that are learned from."""
+        """Return the sampling parameters of the groups that are learned from."""
         settings = self.settings
         return SamplingParams(n=settings.samples, temperature=settings.temperature, max_tokens=settings.max_tokens)
 
     def batches(self) -> Iterator[list[Problem]]:
-        """The problems of each step."""
+        """Yield the problems of each step."""
         prompts = cycle(self.problems.training)
         while True:
             yield list(islice(prompts, self.settings.prompts))
 
     def evaluated(self, worker: Worker) -> Row:
-        """The policy on the held-out problems."""
+        """Evaluate the policy on the held-out problems; return the metrics."""
         return evaluate(worker, self.tokenizer, self.problems.held_out, self.settings.max_tokens)
 
     def before(self, worker: Worker) -> None:
@@ -67,12 +66,12 @@ class Seed:
         self.log.write(self.seed, 0, {**self.warmup_row, **self.evaluated(worker)})
 
     def steps(self) -> "tqdm[int]":
-        """The steps from 1, with a progress bar."""
+        """Yield the steps from 1, with a progress bar."""
         steps = range(1, self.settings.steps + 1)
         return tqdm(steps, desc=f"seed {self.seed} GRPO", unit="step", mininterval=1.0)
 
     def after(self, step: int, row: Row, worker: Worker) -> None:
-        """Evaluate where it is time to, log the step, refuse it if a token differed."""
+        """Evaluate if it is time to, log the step, and refuse it if a token differed."""
         if step % self.settings.eval_every == 0 or step == self.settings.steps:
             row = {**row, **self.evaluated(worker)}
         self.log.write(self.seed, step, row)
@@ -96,7 +95,7 @@ def main(settings: Settings, train: Train) -> None:
 
 
 def run(settings: Settings, train: Train) -> list[Row]:
-    """All seeds one after the other; the rows of metrics.jsonl."""
+    """Run all seeds, one after the other; return the rows of metrics.jsonl."""
     with MetricsLog(settings.out) as log:
         for number in range(settings.seeds):
             with _seed(settings, number, log) as seed:
@@ -107,7 +106,7 @@ def run(settings: Settings, train: Train) -> list[Row]:
 
 @contextmanager
 def _seed(settings: Settings, number: int, log: MetricsLog) -> Iterator[Seed]:
-    """Get a policy and its problems; save it after it was trained."""
+    """Make a policy and its problems; save the policy after it was trained."""
     out = settings.out / f"seed{number}"
     folder = settings.model or out / "warm"
     if settings.model is None:
@@ -134,7 +133,7 @@ def _warm_up(settings: Settings, seed: int, folder: Path) -> tuple[Row, ProblemS
 
 
 def _problem_sets(settings: Settings, seed: int) -> ProblemSets:
-    """The problems for a model that is not warmed up here."""
+    """Return the problems for a model that is not warmed up here."""
     if settings.data is not None:
         return prompt_file.problem_sets(settings.data, seed, settings.held_out)
     return chain_sum.problem_sets(seed, settings.steps * settings.prompts, settings.held_out, settings.prompt_style)

@@ -21,12 +21,12 @@ from samebit.recipes.sync import synced
 
 
 def run(settings: OnPolicy) -> list[Row]:
-    """All seeds; the rows of metrics.jsonl."""
+    """Run all seeds; return the rows of metrics.jsonl."""
     return experiment.run(settings, lambda seed: train(seed, settings))
 
 
 def train(seed: Seed, settings: OnPolicy) -> None:
-    """All GRPO steps of a seed."""
+    """Do all GRPO steps of a seed."""
     with synced(settings.sync, seed.policy, seed.tokenizer, seed.folder, seed.config) as rollout:
         learner = Learner(seed.policy, rollout.update, seed.tokenizer, settings)
         seed.before(rollout.worker)

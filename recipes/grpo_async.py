@@ -30,12 +30,12 @@ from samebit.recipes.sync import own_copy, sent
 
 
 def run(settings: OffPolicy) -> list[Row]:
-    """All seeds; the rows of metrics.jsonl."""
+    """Run all seeds; return the rows of metrics.jsonl."""
     return experiment.run(settings, lambda seed: train(seed, settings))
 
 
 def train(seed: Seed, settings: OffPolicy) -> None:
-    """All GRPO steps of a seed. Trainer and worker have half of the threads each."""
+    """Do all GRPO steps of a seed, with half of the threads for the trainer and half for the worker."""
     with (
         half_of_the_threads() as threads,
         remote_worker(seed.folder, own_copy(seed.config), threads) as worker,
@@ -63,7 +63,7 @@ def train(seed: Seed, settings: OffPolicy) -> None:
 
 @contextmanager
 def half_of_the_threads() -> Iterator[int]:
-    """For the trainer's thread; how many they are."""
+    """Leave the trainer's thread half of the threads; return their number."""
     whole = torch.get_num_threads()
     half = max(1, whole // 2)
     torch.set_num_threads(half)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def group_advantages(rewards_PG: Tensor) -> Tensor:
-    """How much better than its group a sample is, in standard deviations; exactly 0 where a group agrees."""
+    """Return how much better each sample is than its group, in standard deviations; exactly 0 in a group of equals."""
     centred = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
     return centred / (rewards_PG.std(dim=1, keepdim=True) + 1e-4)
 
@@ -13,7 +13,7 @@ def group_advantages(rewards_PG: Tensor) -> Tensor:
 def grpo_loss(
     logprobs: Tensor, rollout_logprobs: Tensor, advantages_B: Tensor, sampled: Tensor, total_tokens: int, clip: float
 ) -> Tensor:
-    """Clipped policy-gradient loss, the mean over `total_tokens` sampled tokens (of all micro-batches).
+    """Return the clipped policy-gradient loss, a mean over `total_tokens` sampled tokens (of all micro-batches).
 
     `logprobs`, `rollout_logprobs` and the mask `sampled` are [B, T-1]. With an exact rollout and one optimizer step
     a batch the ratio is exactly 1: no importance correction is left to make, and nothing is clipped.

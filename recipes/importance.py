@@ -1,4 +1,4 @@
-"""How far the trainer's policy has moved from the one that sampled: exactly nowhere when it is on policy."""
+"""Measure how far the trainer's policy has moved from the one that sampled: not at all when it is on policy."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Importance:
     kl_sum: float = 0.0
 
     def add(self, batch: Batch, logprobs: Tensor, clip: float) -> None:
-        """`logprobs`: the trainer's now, [B, T-1]."""
+        """Add a batch; `logprobs` are the trainer's now, [B, T-1]."""
         log_ratio = (logprobs.detach() - batch.rollout_logprobs)[batch.sampled]
         ratio = log_ratio.exp()
         advantages = batch.advantages[:, None].expand_as(batch.sampled)[batch.sampled]
@@ -31,7 +31,7 @@ class Importance:
         self.kl_sum += (ratio - 1 - log_ratio).sum().item()
 
     def metrics(self) -> Row:
-        """Under the names that RL trainers use; nothing where no sample had an advantage."""
+        """Return the metrics under the names that RL trainers use; none if no sample had an advantage."""
         if not self.tokens:
             return {}
         return {

@@ -44,7 +44,7 @@ class Learner:
         self._previous = previous
 
     def step(self, step: int, rows: Sequence[Trajectory]) -> Row:
-        """Compare, learn, update the weights; the step's metrics. Nothing is updated if a token differs."""
+        """Compare, learn and update the weights; return the step's metrics. Updates nothing if a token differs."""
         mismatch, importance = Mismatch(), Importance()
         version = self.version
         ages = [version - sampled_under for row in rows for sampled_under in row.versions]
@@ -72,7 +72,7 @@ class Learner:
         }
 
     def _compare_only(self, rows: Sequence[Trajectory], mismatch: Mismatch) -> None:
-        """Rows whose group agrees have no gradient; their log-probabilities are compared all the same."""
+        """Compare the rows whose groups agree: they have no gradient, but their log-probabilities must be equal too."""
         with torch.no_grad():
             for batch in self._batches(rows):
                 self._compare(batch, self._logprobs(batch), mismatch)
@@ -92,7 +92,7 @@ class Learner:
         return total
 
     def _compare(self, batch: Batch, logprobs: Tensor, mismatch: Mismatch) -> None:
-        """Each token with the trainer's number under the weights that it was sampled under."""
+        """Compare each token with the trainer's number under the weights that it was sampled under."""
         for version in batch.versions[batch.sampled].unique().tolist():
             if version == self.version:
                 mismatch.add(batch, logprobs, version)
@@ -109,7 +109,8 @@ class Learner:
         report = self._bring_worker_along(self.optimizer.step)
         self.version = report.version
         self.optimizer.zero_grad()
-        return {"sync/changed_tensors": report.changed_tensors, "sync/sent_bytes": report.sent_bytes}
+        known = {} if report.changed_tensors is None else {"sync/changed_tensors": report.changed_tensors}
+        return {**known, "sync/sent_bytes": report.sent_bytes}
 
     def _batches(self, rows: Sequence[Trajectory]) -> Iterator[Batch]:
         return micro_batches(rows, self.settings.micro_batch_tokens, self._pad_id)

@@ -13,7 +13,7 @@ from samebit.recipes.tiny_model import pad_id
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is asked, and the text that answers it; `<eos>` ends each."""
+    """A question, and the text that answers it; `<eos>` ends each."""
 
     prompt: str
     answer: str
@@ -29,7 +29,7 @@ class Rows:
 
 
 def rows(lessons: Sequence[Lesson], tokenizer: PreTrainedTokenizerFast, row_tokens: int = 0) -> Rows:
-    """All lessons in their order, as many in a row as fit into `row_tokens`, but at least one."""
+    """Return all lessons in order, as many in a row as fit into `row_tokens`, but at least one."""
     ids, taught = [], []
     for packed in _packed([_Tokens.of(lesson, tokenizer) for lesson in lessons], row_tokens):
         row = [tokenizer.bos_token_id, *(token for one in packed for token in (*one.prompt, *one.answer))]
@@ -47,7 +47,7 @@ def rows(lessons: Sequence[Lesson], tokenizer: PreTrainedTokenizerFast, row_toke
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Of one lesson."""
+    """The tokens of one lesson."""
 
     prompt: list[int]
     answer: list[int]

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: one JSON object a step in metrics.jsonl, and TensorBoard."""
+"""Log a run's numbers: one JSON object a step in metrics.jsonl, and TensorBoard."""
 
 import json
 from pathlib import Path

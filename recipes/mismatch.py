@@ -23,8 +23,10 @@ class Mismatch:
     probs_diff_max: float = 0.0
 
     def add(self, batch: Batch, trainer_logprobs: Tensor, version: int) -> None:
-        """Compare the tokens of one batch that were sampled under this version of the weights, under which the
-        `trainer_logprobs`, [B, T-1], were computed too."""
+        """Compare the tokens of one batch that were sampled under this version of the weights.
+
+        `trainer_logprobs`, [B, T-1], were computed under the same version.
+        """
         compared = batch.sampled & (batch.versions == version)
         rollout = batch.rollout_logprobs[compared]
         trainer = trainer_logprobs.detach()[compared]
@@ -36,7 +38,7 @@ class Mismatch:
         self.probs_diff_max = max(self.probs_diff_max, float((rollout.exp() - trainer.exp()).abs().max()))
 
     def metrics(self) -> dict[str, float]:
-        """Under the names that RL trainers use."""
+        """Return the metrics under the names that RL trainers use."""
         return {
             "training/rollout_probs_diff_max": self.probs_diff_max,
             "training/rollout_logprobs_diff_max": self.logprobs_diff_max,

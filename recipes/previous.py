@@ -20,13 +20,13 @@ class PreviousPolicy:
         self._version: int | None = None
 
     def keep(self, policy: PreTrainedModel, version: int) -> None:
-        """Called before the policy is updated; `version` is what it has now."""
+        """Keep a copy of the policy before it is updated; `version` is its version now."""
         apply_weights(self._module, policy)
         self._version = version
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, version: int, temperature: float) -> Tensor:
-        """[B, T-1] under the weights of `version`."""
+        """Return the log-probabilities under the weights of `version`, [B, T-1]."""
         if version != self._version:
             raise MismatchError(
                 f"a token was sampled under version {version} of the weights; kept is version {self._version}"

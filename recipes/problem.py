@@ -1,4 +1,4 @@
-"""What a task is made of here: a prompt, the answer expected, and the reward for a completion."""
+"""The parts of a task: a prompt, the expected answer, and the reward for a completion."""
 
 from dataclasses import dataclass
 
@@ -22,12 +22,12 @@ class ProblemSets:
 
 
 def shows_working(completion: str) -> bool:
-    """Whether the completion has a closed `[...]` before its answer."""
+    """Return whether the completion has a closed `[...]` before its answer."""
     return "]" in completion
 
 
 def reward(completion: str, finished: bool, problem: Problem) -> float:
-    """1.0 if the completion ended by itself and what follows its last `]` (or all of it) is the answer, else 0.0.
+    """Return 1.0 if the completion ended by itself and its text after the last `]` is the answer, otherwise 0.0.
 
     Text counts as the answer when it is equal or is the same number (`+07` is `7`).
     """

@@ -13,7 +13,7 @@ COLUMNS = ("prompt", "answer")
 
 
 def load(path: Path) -> list[Problem]:
-    """All rows in the file's order; ValueError names the file and row that can not be used."""
+    """Return all rows in the file's order. Raises `ValueError` with the file and the row that can not be used."""
     readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     if path.suffix not in readers:
         raise ValueError(f"{path}: unknown kind of file '{path.suffix}', expected .parquet or .jsonl")
@@ -26,7 +26,7 @@ def load(path: Path) -> list[Problem]:
 
 
 def problem_sets(path: Path, seed: int, held_out: int) -> ProblemSets:
-    """At most `held_out` prompts, and at most a fifth of them, kept back; the rest in the order of `seed`."""
+    """Hold out at most `held_out` prompts, and at most a fifth of them; return the rest in the order of `seed`."""
     problems = load(path)
     prompts = sorted({problem.prompt for problem in problems})
     random.Random(0).shuffle(prompts)

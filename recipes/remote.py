@@ -26,7 +26,7 @@ _OBJECT_STORE_BYTES = 80 << 20  # for token ids and log-probabilities: weights d
 
 @contextmanager
 def remote_worker(folder: Path, config: RolloutConfig, num_threads: int) -> Iterator["RayWorker"]:
-    """A worker on the model in `folder`, which computes with so many threads."""
+    """Start a worker on the model in `folder`, with this number of threads."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from samebit.rollout.integrations.ray import RayWorker
@@ -37,7 +37,7 @@ def remote_worker(folder: Path, config: RolloutConfig, num_threads: int) -> Iter
 
 @contextmanager
 def _local_ray(num_cpus: int) -> Iterator[None]:
-    """A Ray that this process is connected to already is used as it is."""
+    """Start Ray, unless this process is already connected to one."""
     import ray
 
     if ray.is_initialized():

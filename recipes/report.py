@@ -1,4 +1,4 @@
-"""What a finished run shows: the table on the terminal and reward.png."""
+"""Show a finished run: the table on the terminal and reward.png."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ DIFF = "training/rollout_logprobs_diff_max"
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """One line an evaluation; mismatch, tokens and seconds are of all steps since the one before."""
+    """Return a table with a line an evaluation; mismatch, tokens and seconds cover all steps since the line before."""
     result = Table(
         title="GRPO; mismatch is max |rollout logprob - trainer logprob|",
         box=box.SIMPLE_HEAD,
@@ -37,20 +37,20 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """The claim in one sentence, from the numbers."""
+    """Return the claim in one sentence, from the numbers."""
     worst = max(row[DIFF] for row in rows if DIFF in row)
     return f"max |rollout logprob - trainer logprob| = {worst}: {differing(rows)}"
 
 
 def differing(rows: Sequence[Row]) -> str:
-    """How many of the compared tokens had another bit pattern."""
+    """Return the number of compared tokens with a different bit pattern."""
     compared = sum(row["training/tokens_compared"] for row in rows if DIFF in row)
     count = sum(row["training/tokens_differing"] for row in rows if DIFF in row)
     return f"{count} of {compared:,} tokens differ"
 
 
 def figure(rows: Sequence[Row], path: Path) -> None:
-    """Accuracy, share of samples with working, mismatch and time, and how far off policy; one line a seed."""
+    """Draw accuracy, share of samples with working, mismatch, time, and how far off policy; one line a seed."""
     panels = [_accuracy, _working, _mismatch, _times]
     if any(row.get("staleness/max", 0) for row in rows):
         panels += [_staleness, _clipping]
@@ -121,7 +121,7 @@ def _lines(axes: Axes, rows: Sequence[Row], name: str, label: str, marker: str =
 
 
 def _times(axes: Axes, rows: Sequence[Row]) -> None:
-    """What the trainer waits for at the bottom; a rollout that runs beside it as a line of its own."""
+    """Draw what the trainer waits for at the bottom, and a rollout that runs beside it as a separate line."""
     overlapped = any("perf/time_wait" in row for row in rows)
     first = {"perf/time_wait": "waiting for samples"} if overlapped else {"perf/time_generate": "rollout"}
     steps = sorted({int(row["step"]) for row in rows if "perf/time_generate" in row})

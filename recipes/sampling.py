@@ -1,4 +1,4 @@
-"""What the recipe asks of the rollout worker: groups of samples to learn from, greedy answers to measure with."""
+"""Ask the rollout worker for samples: groups to learn from, greedy answers to measure with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from samebit.recipes.grpo_loss import group_advantages
 from samebit.recipes.metrics import Row
 from samebit.recipes.problem import Problem, reward, shows_working
-from samebit.recipes.sync import Worker
 from samebit.recipes.trajectory import Trajectory
-from samebit.rollout import RequestOutput, SampleOutput, SamplingParams
+from samebit.rollout import RequestOutput, SampleOutput, SamplingParams, Worker
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Scored:
     seconds: float
 
     def trajectories(self) -> list[Trajectory]:
-        """Every sample with its group advantage."""
+        """Return every sample with its group advantage."""
         advantages = group_advantages(self.rewards_PG).tolist()
         return [
             Trajectory(output.prompt_token_ids, sample.token_ids, sample.logprobs, advantage, _versions(sample))
@@ -34,12 +33,12 @@ class Scored:
         ]
 
     def share_with_working(self) -> float:
-        """Of all samples."""
+        """Return the share of samples that show working."""
         samples = self._samples()
         return sum(shows_working(_text(sample)) for sample in samples) / len(samples)
 
     def metrics(self) -> Row:
-        """Of a batch that was sampled to learn from."""
+        """Return the metrics of a batch that was sampled to learn from."""
         lengths = [len(sample.token_ids) for sample in self._samples()]
         ended = [sample.finish_reason == "stop" for sample in self._samples()]
         return {
@@ -60,7 +59,7 @@ class Scored:
 def sample(
     worker: Worker, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], params: SamplingParams
 ) -> Scored:
-    """Generate for every problem and score the text."""
+    """Generate for every problem, and score the text."""
     prompts = [tokenizer(problem.prompt).input_ids for problem in problems]
     started = perf_counter()
     outputs = worker.generate(prompts, params)
@@ -73,7 +72,7 @@ def sample(
 
 
 def evaluate(worker: Worker, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], max_tokens: int) -> Row:
-    """Greedy accuracy on held-out problems, and how many of the answers show working."""
+    """Return the greedy accuracy on held-out problems, and the share of answers that show working."""
     scored = sample(worker, tokenizer, problems, SamplingParams(temperature=0.0, max_tokens=max_tokens))
     return {
         "val/accuracy": scored.rewards_PG.mean().item(),
@@ -84,7 +83,7 @@ def evaluate(worker: Worker, tokenizer: PreTrainedTokenizerFast, problems: Seque
 
 
 def _versions(sample: SampleOutput) -> list[int]:
-    """Of the weights, token by token."""
+    """Return the version of the weights behind each token."""
     return [version for start, end, version in sample.weight_versions for _ in range(start, end)]
 
 

@@ -11,7 +11,7 @@ AnySettings = TypeVar("AnySettings", bound="Settings")
 
 
 def option(default: Any, text: str, **extra: Any) -> Any:
-    """A field that is a command-line option too; its type is the default's unless `type=` says otherwise."""
+    """Return a field that is also a command-line option; its type is the default's unless `type=` is given."""
     kind = {} if isinstance(default, bool) else {"type": type(default)}
     return field(default=default, metadata={"help": text, **kind, **extra})
 
@@ -65,7 +65,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class OnPolicy(Settings):
-    """Of recipes/grpo.py."""
+    """The settings of recipes/grpo.py."""
 
     sync: str = option(
         "shared",
@@ -77,7 +77,7 @@ class OnPolicy(Settings):
 
 @dataclass(frozen=True)
 class OffPolicy(Settings):
-    """Of recipes/grpo_async.py."""
+    """The settings of recipes/grpo_async.py."""
 
     out: Path = option(Path("runs/grpo-async"), "where metrics, figure, TensorBoard events and models go", type=Path)
     in_flight: str = option(
@@ -89,7 +89,7 @@ class OffPolicy(Settings):
 
 
 def parse(kind: type[AnySettings], program: str, arguments: Sequence[str] | None = None) -> AnySettings:
-    """Settings from the command line; an unknown or impossible option ends the program with the reason."""
+    """Return the settings from the command line; an unknown or impossible option ends the program with the reason."""
     parser = argparse.ArgumentParser(
         prog=program,
         description="GRPO whose rollout log-probabilities are bit for bit the trainer's",

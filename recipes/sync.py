@@ -1,4 +1,4 @@
-"""How the worker gets the trainer's weights: on one module, by a copy within the process, or through shared memory.
+"""Bring the trainer's weights to the worker: on one module, by a copy within the process, or by shared memory.
 
 However they travel, a run is the same bit for bit: same samples, same losses, same weights.
 """
@@ -7,24 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from samebit.recipes.remote import remote_worker
-from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout import RolloutConfig, RolloutWorker, Worker
 from samebit.weight_sync import SyncReport, WeightStream
-
-if TYPE_CHECKING:
-    from samebit.rollout.integrations.ray import RayWorker
-
-
-class Worker(Protocol):
-    """What a recipe asks of a worker, wherever it runs."""
-
-    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]: ...
-
 
 Update = Callable[[Callable[[], object]], SyncReport]
 """Calls the function, which changes the policy's weights, and brings the worker to them."""
@@ -42,7 +31,7 @@ class Synced:
 def synced(
     way: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, config: RolloutConfig
 ) -> Iterator[Synced]:
-    """`way` is "shared", "copy" or "shm". `folder` holds the policy as it is now, for a worker with its own model."""
+    """Make a worker; `way` is "shared", "copy" or "shm". A worker with its own model loads the policy from `folder`."""
     if way == "shared":
         with RolloutWorker(policy, config=config, tokenizer=tokenizer) as worker:
             yield Synced(worker, in_place(worker))
@@ -56,12 +45,12 @@ def synced(
 
 
 def own_copy(config: RolloutConfig) -> RolloutConfig:
-    """For a worker that loads the policy's folder itself, in the dtype that the trainer has it in."""
+    """Return the configuration of a worker that loads the policy's folder, in the trainer's dtype."""
     return replace(config, dtype="float32")
 
 
 def in_place(worker: RolloutWorker) -> Update:
-    """The worker runs on the policy's own module: no byte moves."""
+    """Make a worker on the policy's own module: no byte moves."""
 
     def update(change: Callable[[], object]) -> SyncReport:
         with worker.weight_update() as changing:
@@ -74,7 +63,7 @@ def in_place(worker: RolloutWorker) -> Update:
 
 
 def copied(worker: RolloutWorker, policy: PreTrainedModel) -> Update:
-    """One copy within the process."""
+    """Make a worker that gets the weights by one copy within the process."""
 
     def update(change: Callable[[], object]) -> SyncReport:
         change()
@@ -83,8 +72,8 @@ def copied(worker: RolloutWorker, policy: PreTrainedModel) -> Update:
     return update
 
 
-def sent(worker: "RayWorker", policy: PreTrainedModel, in_flight: str = "keep") -> Update:
-    """Through shared memory, to the worker's own process."""
+def sent(worker: Worker, policy: PreTrainedModel, in_flight: str = "keep") -> Update:
+    """Start a worker in its own process, which gets the weights through shared memory."""
 
     def update(change: Callable[[], object]) -> SyncReport:
         change()

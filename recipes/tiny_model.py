@@ -34,7 +34,7 @@ _MAMBA = {
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, `<bos>` in front of every text."""
+    """Return a tokenizer of one token a character, with `<bos>` in front of every text."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = Split(Regex("."), "isolated")
@@ -48,7 +48,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(
     tokenizer: PreTrainedTokenizerFast, seed: int, architecture: str = "dense", **sizes: int
 ) -> PreTrainedModel:
-    """A randomly initialised model in float32; `sizes` replaces entries of its configuration.
+    """Return a randomly initialised model in float32; `sizes` replaces entries of its configuration.
 
     "dense": a Qwen3. "hybrid": a Nemotron-H, two Mamba2 layers around an attention layer.
     """
@@ -80,7 +80,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pat
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Model (float32, because it will be trained) and tokenizer of any local Hugging Face folder."""
+    """Return model (float32, because it will be trained) and tokenizer of any local Hugging Face folder."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
@@ -89,5 +89,5 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 
 
 def pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """What fills the trainer's rows; any token will do, because it is masked."""
+    """Return the token that fills the trainer's rows; any will do, because it is masked."""
     return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)

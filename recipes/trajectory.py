@@ -1,4 +1,4 @@
-"""From the worker's samples to the trainer's right-padded micro-batches."""
+"""Turn the worker's samples into the trainer's right-padded micro-batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class Batch:
 
 
 def collate(rows: Sequence[Trajectory], pad_id: int) -> Batch:
-    """One batch of these rows."""
+    """Return one batch of these rows."""
     length = max(len(row) for row in rows)
     input_ids = torch.full((len(rows), length), pad_id)
     attention_mask = torch.zeros((len(rows), length), dtype=torch.long)
@@ -57,7 +57,7 @@ def collate(rows: Sequence[Trajectory], pad_id: int) -> Batch:
 
 
 def micro_batches(rows: Sequence[Trajectory], max_tokens: int, pad_id: int) -> Iterator[Batch]:
-    """All rows, longest first, in batches of at most `max_tokens` padded tokens (and of at least one row)."""
+    """Yield all rows, longest first, in batches of at most `max_tokens` padded tokens (but at least one row)."""
     ordered = sorted(rows, key=len, reverse=True)
     while ordered:
         count = max(1, max_tokens // len(ordered[0]))

@@ -27,14 +27,14 @@ DIRECT_SHARE = 0.75
 
 @dataclass(frozen=True)
 class WarmupResult:
-    """How the warm-up went."""
+    """The result of the warm-up."""
 
     steps: int
     loss: float
 
 
 def problems_needed(settings: Settings) -> int:
-    """How many problems the longest warm-up reads."""
+    """Return the number of problems that the longest warm-up reads."""
     return (settings.warmup_cap + settings.warmup_mixed) * BATCH
 
 
@@ -48,7 +48,7 @@ class _Trainer:
         self.steps = 0
 
     def step(self, batch: Rows, rate: float) -> None:
-        """One step at `rate` times the learning rate, ramped up over the first steps."""
+        """Make one step at `rate` times the learning rate, ramped up over the first steps."""
         for group in self.optimizer.param_groups:
             group["lr"] = LEARNING_RATE * rate * min(1.0, (self.steps + 1) / RAMP)
         loss = supervised_loss(self.model, batch)
@@ -61,7 +61,7 @@ class _Trainer:
 
 
 def supervised_loss(model: PreTrainedModel, batch: Rows) -> torch.Tensor:
-    """Mean negative log-probability of the answers' tokens, from the same kernels GRPO trains with."""
+    """Return the mean negative log-probability of the answers' tokens, from the kernels that GRPO trains with."""
     logprobs = token_logprobs(model, batch.input_ids, attention_mask=batch.attention_mask)
     return -logprobs[batch.taught].mean()
 

@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from samebit.rollout.config import RolloutConfig
+    from samebit.rollout.control.delivery import RequestHandle, StreamChunk
     from samebit.rollout.errors import (
         ModelLoadError,
         NonFiniteLogitsError,
+        NoTokenLeftError,
         RequestError,
+        TokenizerError,
         WorkerLostError,
         WorkerStateError,
     )
-    from samebit.rollout.handle import RequestHandle, StreamChunk
     from samebit.rollout.outputs import RequestOutput, SampleOutput
-    from samebit.rollout.request import RequestEvent
+    from samebit.rollout.requests.request import RequestEvent
     from samebit.rollout.sampling_params import SamplingParams
     from samebit.rollout.worker import RolloutWorker
+    from samebit.rollout.worker_interface import UpdateOptions, Worker
 
 __all__ = [
     "ModelLoadError",
+    "NoTokenLeftError",
     "NonFiniteLogitsError",
     "RequestError",
     "RequestEvent",
@@ -34,32 +38,24 @@ __all__ = [
     "SampleOutput",
     "SamplingParams",
     "StreamChunk",
+    "TokenizerError",
+    "UpdateOptions",
+    "Worker",
     "WorkerLostError",
     "WorkerStateError",
 ]
 
-_MODULES = {
-    "ModelLoadError": "errors",
-    "NonFiniteLogitsError": "errors",
-    "RequestError": "errors",
-    "RequestEvent": "request",
-    "RequestHandle": "handle",
-    "RequestOutput": "outputs",
-    "RolloutConfig": "config",
-    "RolloutWorker": "worker",
-    "SampleOutput": "outputs",
-    "SamplingParams": "sampling_params",
-    "StreamChunk": "handle",
-    "WorkerLostError": "errors",
-    "WorkerStateError": "errors",
-}
+_MODULES = ("errors", "sampling_params", "config", "requests.request", "outputs", "control.delivery",
+            "worker_interface", "worker")  # fmt: skip
+"""Where the public names are, what is light first: a name is looked for in this order, and what comes later is left."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import_module("samebit.kernels")  # before torch: see samebit.kernels.openmp
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    modules = (import_module(f"{__name__}.{module}") for module in _MODULES)
+    return next(vars(module)[name] for module in modules if name in vars(module))
 
 
 def __dir__() -> list[str]:

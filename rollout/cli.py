@@ -10,9 +10,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from logging import CRITICAL
 
 from samebit.kernels.openmp import ENVIRONMENT
 
+MODEL = "a Hugging Face model folder, or a name of the Hugging Face hub; no tokenizer is needed"
 FAILED, UNUSABLE = 1, 2
 """Exit codes: a promise is broken; the command could not be carried out."""
 
@@ -35,10 +37,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Generates from random prompts under many schedules and compares each reported log-probability "
         "with the training forward, bit for bit. Exit code 0: all equal; 1: some differ; 2: can not be checked.",
     )
-    check.add_argument("model_dir", metavar="MODEL_DIR", help="a Hugging Face model folder; no tokenizer is needed")
+    check.add_argument("model_dir", metavar="MODEL", help=MODEL)
+    check.add_argument("--revision", metavar="REV", help="branch, tag or commit of a name (its main branch)")
     check.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     check.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    check.add_argument("--tokens", type=_positive, default=32, metavar="N", help="new tokens a request (32)")
+    check.add_argument(
+        "--tokens", type=_positive, metavar="N", help="new tokens a request (32), up to half of the model's length"
+    )
     check.add_argument(
         "--ssm-chunk", type=_positive, metavar="N", help="grid of the states of a model with Mamba layers (64)"
     )
@@ -51,7 +56,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Generates from random prompts, all at once, and prints output tokens per second and the time to "
         "the first token: median and extremes of three rounds. Exit code 2: the model can not be measured.",
     )
-    bench.add_argument("model_dir", metavar="MODEL_DIR", help="a Hugging Face model folder; no tokenizer is needed")
+    bench.add_argument("model_dir", metavar="MODEL", help=MODEL)
+    bench.add_argument("--revision", metavar="REV", help="branch, tag or commit of a name (its main branch)")
     bench.add_argument("--memory", action="store_true", help="bytes of a KV block and of states; nothing is computed")
     bench.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     bench.add_argument("--requests", type=_positive, default=16, metavar="N", help="requests at once (16)")
@@ -90,11 +96,12 @@ def _check(arguments: argparse.Namespace) -> int:
     from safetensors import SafetensorError
     from transformers.utils import logging
 
-    from samebit.rollout.check import check_model
-    from samebit.rollout.check_compare import Row
+    from samebit.rollout.audit.audit import check_model
+    from samebit.rollout.audit.compare import Row
     from samebit.rollout.errors import NonFiniteLogitsError
 
     logging.disable_progress_bar()
+    logging.set_verbosity(CRITICAL)  # what matters of it is in the error
     rows: list[Row] = []
     if not arguments.json:
         sys.stdout.write(f"{'':<52}{'tokens':>9}{'differing':>11}{'max |diff|':>12}\n")
@@ -106,6 +113,7 @@ def _check(arguments: argparse.Namespace) -> int:
             arguments.seed,
             arguments.device,
             arguments.ssm_chunk,
+            arguments.revision,
         ):
             rows.append(row)
             if not arguments.json:
@@ -126,16 +134,17 @@ def _bench(arguments: argparse.Namespace) -> int:
     from safetensors import SafetensorError
     from transformers.utils import logging
 
-    from samebit.rollout.bench import Load, memory_figures, speed_figures
+    from samebit.rollout.audit.speed import Load, memory_figures, speed_figures
     from samebit.rollout.errors import NonFiniteLogitsError
 
     logging.disable_progress_bar()
+    logging.set_verbosity(CRITICAL)  # what matters of it is in the error
     load = Load(arguments.requests, arguments.prompt, arguments.tokens, arguments.seed)
     try:
         if arguments.memory:
-            figures = memory_figures(arguments.model_dir, arguments.dtype)
+            figures = memory_figures(arguments.model_dir, arguments.dtype, arguments.revision)
         else:
-            figures = speed_figures(arguments.model_dir, load, arguments.dtype)
+            figures = speed_figures(arguments.model_dir, load, arguments.dtype, arguments.revision)
     except (ValueError, OSError, SafetensorError, NonFiniteLogitsError) as error:
         sys.stderr.write(f"samebit bench: {' '.join(str(error).split())}\n")
         return UNUSABLE

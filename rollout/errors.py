@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class RequestError(ValueError):
-    """The request is wrong; nothing was submitted and the worker goes on serving the others."""
+    """The request is wrong; nothing was submitted and the worker goes on serving all else."""
 
 
 class WorkerStateError(RuntimeError):
@@ -20,6 +20,17 @@ class WorkerLostError(WorkerStateError):
 
 class NonFiniteLogitsError(RuntimeError):
     """The model gave NaN or infinite logits for this request; the other requests are not concerned."""
+
+
+class NoTokenLeftError(RuntimeError):
+    """The logits are finite, but this request's own parameters leave no token to choose; no other is concerned."""
+
+
+class TokenizerError(RuntimeError):
+    """The tokenizer could not decode this request's tokens; no other is concerned.
+
+    What the tokenizer raised is the `__cause__`, where it raised.
+    """
 
 
 class ModelLoadError(ValueError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from samebit.rollout.request import Request, RequestEvent, Sequence, Span
-from samebit.rollout.stopping import Tokenizer
+from samebit.rollout.requests.request import Request, RequestEvent, Sequence, Span
+from samebit.rollout.requests.stopping import Tokenizer, decoded
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutp
         request_id=request.request_id,
         prompt_token_ids=request.prompt.tolist(),
         samples=[_sample_output(sequence, tokenizer) for sequence in request.sequences],
-        num_cached_tokens=first.num_cached_tokens or 0,
+        num_cached_tokens=first.reported_cached_tokens,
         prompt_logprobs=scores,
         prompt_top_logprobs=None if scores is None else first.prompt_top_logprobs,
         events=list(request.events),
@@ -95,11 +95,11 @@ def _sample_output(sequence: Sequence, tokenizer: Tokenizer | None) -> SampleOut
         top_logprobs=sequence.top_logprobs,
         weight_versions=_spans(sequence.weight_spans),
         context_versions=_spans(sequence.context_spans),
-        kv_versions=_spans(sequence.kv_spans),
+        kv_versions=_spans(sequence.reported_kv_spans),
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
         text=_text(sequence, token_ids, tokenizer),
-        num_cached_tokens=sequence.num_cached_tokens or 0,
+        num_cached_tokens=sequence.reported_cached_tokens,
     )
 
 
@@ -108,8 +108,7 @@ def _text(sequence: Sequence, token_ids: list[int], tokenizer: Tokenizer | None)
         return sequence.matcher.text
     if tokenizer is None:
         return None
-    text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
-    return text
+    return decoded(tokenizer, token_ids)
 
 
 def _spans(spans: list[list[int]]) -> list[Span]:

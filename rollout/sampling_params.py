@@ -4,6 +4,8 @@ Invariants
 ----------
 * An instance that exists is valid on its own; what depends on the model (vocabulary, length, tokenizer)
   is checked at submission (`validate.py`).
+* Its numbers are plain Python ones, whatever NumPy scalars it was given, and finite as the float32 that the sampler
+  computes in.
 * Penalties, biases, masks and top-k/p change which token is chosen, never the log-probability that is
   reported for it.
 """
@@ -15,13 +17,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
+from samebit.rollout.checks import SMALLEST_NORMAL, as_bool, as_int, as_number, shown
+
 LOWEST_TEMPERATURE = 1e-4
+MOST_SAMPLES = 1 << 14
+LOWEST_PENALTY = SMALLEST_NORMAL
+"""Its reciprocal is finite too: a smaller one would make an infinity of any logit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to sample. The fields that are not obvious:
 
+    n: samples, up to 16384.
     temperature: 0 chooses greedily (and reports log-probabilities at temperature 1).
     top_k: 0 or -1 for off.
     max_tokens: None for as many as the model's length allows.
@@ -52,11 +62,11 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        self._int("n", 1)
-        self._number("temperature", 0.0, math.inf)
+        self._int("n", 1, MOST_SAMPLES)
+        self._number("temperature", 0.0)
         if 0 < self.temperature < LOWEST_TEMPERATURE:
             raise ValueError(
-                f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE}, got {self.temperature!r}"
+                f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE}, got {shown(self.temperature)}"
             )
         self._number("top_p", 0.0, 1.0, above=True)
         self._int("top_k", -1)
@@ -65,18 +75,17 @@ class SamplingParams:
             self._int("max_tokens", 1)
         self._int("min_tokens", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {shown(self.min_tokens)}")
+        self._bool("ignore_eos")
         if self.seed is not None:
             self._int("seed", 0, 2**63 - 1)
         if self.logprobs is not None:
             self._int("logprobs", 0)
         if self.prompt_logprobs is not None:
             self._int("prompt_logprobs", 0)
-        self._number("repetition_penalty", 0.0, math.inf, above=True)
+        self._number("repetition_penalty", LOWEST_PENALTY)
         if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and self.cache_salt):
-            raise ValueError(f"cache_salt must be a non-empty string or None, got {self.cache_salt!r}")
+            raise ValueError(f"cache_salt must be a non-empty string or None, got {shown(self.cache_salt)}")
         self._own_copies()
 
     @cached_property
@@ -85,12 +94,12 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @cached_property
-    def reshapes(self) -> bool:
+    def changes_logits(self) -> bool:
         """Whether the logits are changed before each choice (``min_tokens`` aside)."""
         return self.filters or self.repetition_penalty != 1.0 or bool(self.logit_bias)
 
     @cached_property
-    def foreseeable(self) -> bool:
+    def can_run_ahead(self) -> bool:
         """Whether the next token but one can be drawn before anybody has read the next one."""
         return self.repetition_penalty == 1.0 and self.logprobs is None
 
@@ -110,50 +119,60 @@ class SamplingParams:
             _check_stop(self.stop)
             object.__setattr__(self, "stop", self.stop_strings)
         if self.stop_token_ids is not None:
-            _check_ids(self.stop_token_ids)
-            object.__setattr__(self, "stop_token_ids", self.stop_ids)
+            object.__setattr__(self, "stop_token_ids", _checked_ids(self.stop_token_ids))
         if self.logit_bias is not None:
-            _check_bias(self.logit_bias)
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     def _int(self, field: str, lowest: int, highest: int | None = None) -> None:
-        value = self.__dict__[field]
-        if not _is_int(value) or value < lowest or (highest is not None and value > highest):
+        given = self.__dict__[field]
+        value = as_int(given)
+        if value is None or value < lowest or (highest is not None and value > highest):
             span = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
-            raise ValueError(f"{field} must be an int {span}, got {value!r}")
+            raise ValueError(f"{field} must be an int {span}, got {shown(given)}")
+        object.__setattr__(self, field, value)
 
-    def _number(self, field: str, lowest: float, highest: float, *, above: bool = False) -> None:
-        value = self.__dict__[field]
-        if not _is_number(value) or not lowest <= value <= highest or (above and value == lowest):
+    def _number(self, field: str, lowest: float, highest: float = math.inf, *, above: bool = False) -> None:
+        given = self.__dict__[field]
+        value = as_number(given)
+        if value is None or not lowest <= value <= highest or (above and value == lowest):
             bound = "above" if above else "of at least"
-            limit = "" if highest == math.inf else f" and at most {highest:g}"
-            raise ValueError(f"{field} must be a finite number {bound} {lowest:g}{limit}, got {value!r}")
+            limit = " as a float32" if highest == math.inf else f" and at most {highest:g}"
+            raise ValueError(f"{field} must be a finite number {bound} {lowest:g}{limit}, got {shown(given)}")
+        object.__setattr__(self, field, value)
+
+    def _bool(self, field: str) -> None:
+        given = self.__dict__[field]
+        value = as_bool(given)
+        if value is None:
+            raise ValueError(f"{field} must be True or False, got {shown(given)}")
+        object.__setattr__(self, field, value)
 
 
 def _check_stop(stop: object) -> None:
     strings = [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, list | tuple) or not all(isinstance(s, str) and s for s in strings):
-        raise ValueError(f"stop must be a non-empty string or a list of them, got {stop!r}")
+        raise ValueError(f"stop must be a non-empty string or a list of them, got {shown(stop)}")
 
 
-def _check_ids(ids: object) -> None:
-    if not isinstance(ids, list | tuple) or not all(_is_int(i) and i >= 0 for i in ids):
-        raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r}")
+def _checked_ids(given: object) -> tuple[int, ...]:
+    plain = given.tolist() if isinstance(given, np.ndarray) else given
+    ids = [as_int(token) for token in plain] if isinstance(plain, list | tuple) else [None]
+    if any(token is None or token < 0 for token in ids):
+        raise ValueError(f"stop_token_ids must be a list of token ids, got {shown(given)}")
+    return tuple(token for token in ids if token is not None)
 
 
-def _check_bias(bias: object) -> None:
-    if not isinstance(bias, dict):
-        raise ValueError(f"logit_bias must be a dict of token id to number, got {bias!r}")
-    for token, value in bias.items():
-        if not _is_int(token) or token < 0:
-            raise ValueError(f"logit_bias has the key {token!r}, which is not a token id")
-        if not _is_number(value):
-            raise ValueError(f"logit_bias of token {token} must be a finite number, got {value!r}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _checked_bias(given: object) -> dict[int, float]:
+    if not isinstance(given, dict):
+        raise ValueError(f"logit_bias must be a dict of token id to number, got {shown(given)}")
+    checked: dict[int, float] = {}
+    for key, value in given.items():
+        token, bias = as_int(key), as_number(value)
+        if token is None or token < 0:
+            raise ValueError(f"logit_bias has the key {shown(key)}, which is not a token id")
+        if bias is None:
+            raise ValueError(
+                f"logit_bias of token {shown(token)} must be a finite number as a float32, got {shown(value)}"
+            )
+        checked[token] = bias
+    return checked

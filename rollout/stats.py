@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import time
 
-from samebit.rollout.cache.counters import StateCounters
-from samebit.rollout.cache.states import StateCache
-from samebit.rollout.engine import Engine
+from samebit.rollout.cache.checkpoints.pool import CheckpointPool
+from samebit.rollout.engine.engine import Engine
+from samebit.rollout.guard import contained
 
 logger = logging.getLogger(__name__)
 
@@ -19,9 +19,9 @@ LOG_SECONDS = 10.0
 
 
 def worker_stats(engine: Engine, num_unstarted: int = 0) -> dict[str, float]:
-    """Counters and sizes; `num_unstarted` requests have not reached the engine."""
+    """Return counters and sizes; `num_unstarted` requests have not reached the engine."""
     scheduler, cache = engine.scheduler, engine.cache
-    index, leaders, counters = cache.index, cache.leaders, cache.counters
+    counters = cache.counters
     return {
         **vars(engine.counters),
         "forward_seconds": engine.runner.forward_seconds,
@@ -33,23 +33,23 @@ def worker_stats(engine: Engine, num_unstarted: int = 0) -> dict[str, float]:
         "prefix_queries": counters.queries,
         "prefix_hits": counters.hits,
         "prefix_lost_to_eviction": counters.lost_to_eviction,
-        "prefix_evictions": 0 if index is None else index.evictions,
-        "leader_waits": 0 if leaders is None else leaders.waits,
+        "prefix_evictions": counters.evictions,
+        "leader_waits": counters.leader_waits,
         "blocks_total": cache.pool.num_blocks,
         "blocks_free": cache.pool.num_free,
-        "blocks_cached": 0 if index is None else len(index),
+        "blocks_cached": cache.num_hittable,
         "blocks_evictable": cache.pool.num_kept,
         "weight_version": engine.weight_version,
-        **_state_stats(cache.states),
+        **_checkpoint_stats(cache.checkpoints),
     }
 
 
-def _state_stats(states: StateCache | None) -> dict[str, float]:
-    """All 0 without Mamba layers, and without prefix caching."""
-    counters = StateCounters() if states is None else states.counters
+def _checkpoint_stats(checkpoints: CheckpointPool) -> dict[str, float]:
+    """Name its numbers: all are 0 without Mamba layers, and without prefix caching."""
+    counters = checkpoints.counters
     return {
-        "states_used": 0 if states is None else len(states),
-        "states_total": 0 if states is None else states.num_checkpoints,
+        "states_used": len(checkpoints),
+        "states_total": checkpoints.num_checkpoints,
         "state_restores": counters.restores,
         "state_forks": counters.forks,
         "state_holds": counters.holds,
@@ -76,11 +76,12 @@ class StatsLog:
         self._due = now + LOG_SECONDS
         stats, last = worker_stats(self._engine), self._last
         self._last = stats
-        logger.info("%s", _line(stats, {name: stats[name] - last[name] for name in stats}, seconds))
+        with contained("logging the statistics"):
+            logger.info("%s", _line(stats, {name: stats[name] - last[name] for name in stats}, seconds))
 
 
 def _line(now: dict[str, float], grown: dict[str, float], seconds: float) -> str:
-    """What has `grown` in so many seconds, and what is now; tokens computed and skipped also since the beginning."""
+    """Write what has `grown` in these seconds, and what is now; tokens computed and skipped also from the start."""
     parts = [
         "{running:.0f} running, {waiting:.0f} waiting".format_map(now),
         f"{grown['output_tokens'] / seconds:.0f} tokens/s out",

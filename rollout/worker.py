@@ -1,34 +1,60 @@
-"""`RolloutWorker`: from a model to a running worker. The RPCs are those of `WorkerCore`.
+"""`RolloutWorker`: the calls that a user makes. What it is made of is built in `build`.
 
-Invariant: building either succeeds as a whole or raises before a thread exists.
+Invariants
+----------
+* Building either succeeds as a whole or raises before a thread exists.
+* Write, version, and what happens to the requests in flight are one hold of the lock.
+* An update that is refused (names, shapes, values, version) changes nothing. One that breaks off while
+  writing leaves "weights incomplete": the requests in flight fail with the cause and the worker refuses
+  to generate until a full update.
+* Every call either acts or raises; nothing that is passed is ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import time
+import weakref
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numba
-import torch
 from torch import nn
 
-from samebit.kernels import bind
-from samebit.kernels.binding import binding_of, is_bound
-from samebit.rollout.cache import CacheManager
+from samebit.rollout.build import WorkerParts, build
 from samebit.rollout.config import RolloutConfig
-from samebit.rollout.engine import Engine
-from samebit.rollout.loading import load_model
-from samebit.rollout.runner import ModelRunner
-from samebit.rollout.stopping import Tokenizer
-from samebit.rollout.weights import WorkerWeights
-from samebit.rollout.worker_core import WorkerCore
+from samebit.rollout.control.delivery import Delivery, RequestHandle
+from samebit.rollout.control.generation_thread import GenerationThread
+from samebit.rollout.control.shelter import Gate, Hold
+from samebit.rollout.control.sleep import TAGS, Sleep, check_sleep, check_tags
+from samebit.rollout.control.weights.links_in_use import LinksInUse
+from samebit.rollout.control.weights.update import Member, Transaction, WeightUpdate
+from samebit.rollout.control.worker_status import WorkerStatus
+from samebit.rollout.engine.engine import Engine
+from samebit.rollout.errors import RequestError, WorkerStateError
+from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.requests.block_digests import PromptDigests
+from samebit.rollout.requests.limits import RequestLimits
+from samebit.rollout.requests.request import IntArray, Request
+from samebit.rollout.requests.stopping import Tokenizer
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.stats import worker_stats
+from samebit.rollout.worker_interface import UpdateOptions
+from samebit.weight_sync import PreparedUpdate, SyncReport, UpdateTerms
+from samebit.weight_sync.closing import Closing
+from samebit.weight_sync.wire.link import ReceiverLink
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from samebit.rollout.worker_interface import UpdateKeywords
 
 
-class RolloutWorker(WorkerCore):
+class RolloutWorker(Closing):
     """Generates from a model folder, or from the trainer's own module without a second copy of it.
 
     The log-probability it reports for each sampled token is bit for bit the one that
-    `samebit.kernels.token_logprobs` computes on the same weights.
+    `samebit.kernels.binding.trainer.training` computes on the same weights.
     """
 
     def __init__(
@@ -38,56 +64,303 @@ class RolloutWorker(WorkerCore):
         config: RolloutConfig | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        self.config = RolloutConfig() if config is None else config
-        _check_threads(self.config.num_threads)
-        loaded = load_model(model, self.config, tokenizer)
-        _bind(loaded.module, self.config.exact)
-        self.config = self.config.with_block_size(binding_of(loaded.module).ssm_chunk)
-        runner = ModelRunner(loaded.module, self.config)
-        left = runner.bytes_left(self.config)
-        cache = CacheManager(
-            num_blocks=self.config.pool_blocks(runner.bytes_per_block(), loaded.max_model_len, left),
-            block_size=runner.block_size,
-            max_num_seqs=self.config.max_num_seqs,
-            max_model_len=loaded.max_model_len,
-            prefix_caching=self.config.enable_prefix_caching,
-            eviction_policy=self.config.eviction_policy,
-            states=runner.state_cache(),
+        self._begin(build(model, RolloutConfig() if config is None else config, tokenizer))
+
+    @classmethod
+    def over(cls, parts: WorkerParts) -> RolloutWorker:
+        """Make a worker of parts that were built elsewhere."""
+        worker = cls.__new__(cls)
+        worker._begin(parts)
+        return worker
+
+    def _begin(self, parts: WorkerParts) -> None:
+        known: list[Member] = parts.weights.users.in_order()
+        for other in known:
+            other.thread.check_thread()
+        engine = parts.engine
+        self.config = parts.config
+        self.tokenizer = parts.tokenizer
+        self.limits = RequestLimits(
+            vocab_size=engine.runner.vocab_size,
+            max_model_len=parts.max_model_len,
+            block_size=engine.cache.block_size,
+            num_blocks=engine.cache.pool.num_blocks,
+            has_tokenizer=parts.tokenizer is not None,
         )
-        super().__init__(
-            Engine(runner, cache, self.config.max_num_batched_tokens, run_ahead=self.config.runs_ahead),
-            WorkerWeights(loaded.module, shared=loaded.shared),
-            max_model_len=loaded.max_model_len,
-            eos_token_ids=loaded.eos_token_ids,
-            tokenizer=loaded.tokenizer,
-            queue_while_asleep=self.config.while_asleep == "wait",
-            on_thread_start=_thread_setup(self.config.num_threads, runner.device),
-        )
+        self._engine = engine
+        self._weights = parts.weights
+        self._eos_token_ids = parts.eos_token_ids
+        self._status = WorkerStatus(queue_while_asleep=parts.config.while_asleep == "wait")
+        self._names = itertools.count()
+        self._links = LinksInUse()
+        self._thread = GenerationThread(engine, self._status, parts.on_thread_start)
+        self._finalizer = weakref.finalize(self, self._thread.request_stop)
+        self._sleep = Sleep(engine, parts.weights, self._status)
+        self._member = Member(self._thread, parts.weights)
+        self._join(known)
+
+    def _join(self, known: list[Member]) -> None:
+        """Take part in the updates of these weights; one that began before this worker was known ends first."""
+        self._weights.users.join(self._member)
+        for other in known:
+            other.thread.wait_a_turn()
+        self._engine.watch.accept()
+        self._weights.accept()
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the model that it generates with: the trainer's own, or the one it has loaded."""
+        return self._weights.module
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Sample from each prompt and wait; the results are in the order of the prompts.
+
+        A bad prompt raises before anything is submitted. If a request fails, the rest of this call is
+        aborted and its error is raised.
+        """
+        handles: list[RequestHandle] = []
+        results: list[RequestOutput] = []
+        try:
+            self._submit(*_pairs(prompts, params), handles)
+            results.extend(handle.result() for handle in handles)
+        finally:
+            if len(results) < len(handles):
+                self._thread.abort(handle.request_id for handle in handles)
+        return results
+
+    def submit_all(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> list[RequestHandle]:
+        """Queue prompts, all or none; the handles are in their order."""
+        handles: list[RequestHandle] = []
+        self._submit(*_pairs(prompts, params), handles)
+        return handles
+
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> RequestHandle:
+        """Queue one prompt; the handle gives the result, streams, or cancels."""
+        if request_id is not None and not (isinstance(request_id, str) and request_id):
+            raise RequestError(f"request_id must be a non-empty string or None, got {request_id!r}")
+        handles: list[RequestHandle] = []
+        self._submit([prompt], [SamplingParams() if params is None else params], [request_id], handles)
+        return handles[0]
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End these requests with what they have so far; those that are finished already stay so."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        if not all(isinstance(request_id, str) for request_id in ids):
+            raise RequestError(f"request ids are strings, got {ids!r}")
+        self._thread.abort(ids)
+
+    def _submit(
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        request_ids: list[str | None],
+        handles: list[RequestHandle],
+    ) -> None:
+        """Queue them. `handles` gets theirs before that: a caller that is interrupted can abort them."""
+        self._thread.check_thread()
+        self._status.check_accepts_requests()
+        self._weights.check_module()
+        checked: list[tuple[IntArray, SamplingParams, int]] = []
+        digests: list[PromptDigests | None] = []
+        for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                ids = self.limits.check_prompt(prompt)
+                checked.append((ids, wanted, self.limits.check_params(wanted, len(ids))))
+                digests.append(self._engine.cache.hash_prompt(ids, wanted.cache_salt))
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                raise RequestError(f"prompt {index}: {error}") from error
+
+        def make(first_ordinal: int) -> list[Request]:
+            return [
+                Request(
+                    request_id or f"request-{next(self._names)}",
+                    ids,
+                    wanted,
+                    ordinal=first_ordinal + index,
+                    max_new_tokens=max_new,
+                    eos_token_ids=self._eos_token_ids,
+                    tokenizer=self.tokenizer,
+                    prompt_digests=digests[index],
+                )
+                for index, ((ids, wanted, max_new), request_id) in enumerate(zip(checked, request_ids, strict=True))
+            ]
+
+        def hand_out(deliveries: list[Delivery]) -> None:
+            handles.extend(
+                RequestHandle(one, self.tokenizer, self.abort, self._thread.check_thread) for one in deliveries
+            )
+
+        self._thread.submit(make, hand_out)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> int:
+        return self._engine.weight_version
+
+    def receive_weights(self, source: object = None, **options: Unpack[UpdateKeywords]) -> SyncReport:
+        """Take new weights, from a dict of tensors, a module, a folder of safetensors, a `WeightStream`, or the
+        receiving end of a link to another process. Waits for the latter while generation goes on.
+
+        `None` on a shared module says that the trainer has changed the parameters in place. The keywords are
+        those of `UpdateOptions`: `version`, `in_flight`, `partial`, `cast`, `verify`.
+        """
+        asked = UpdateOptions.of(options)
+        if source is None:
+            return self._accept_in_place(asked)
+        self._thread.check_thread()
+        self._status.check_usable()
+
+        def write(update: PreparedUpdate, gate: Gate) -> SyncReport:
+            with self._update(asked, gate) as transaction:
+                report = self._weights.write(update, transaction.version, verify=asked.verify)
+                transaction.complete = not asked.partial
+            return report
+
+        def read_and_write(gate: Gate) -> SyncReport:
+            with self._weights.open(source, asked.terms, version=self.weight_version) as update:
+                return write(update, gate)
+
+        if not isinstance(source, ReceiverLink):
+            return self._thread.shelter(read_and_write)
+        with (
+            self._links.in_use(source),
+            self._weights.open(source, asked.terms, version=self.weight_version) as update,  # may be interrupted
+        ):
+            return self._thread.shelter(lambda gate: write(update, gate))
+
+    def load_state_dict(self, state_dict: dict[str, object], *, cast: bool = False) -> SyncReport:
+        """Take a full update from a state dict; `cast` allows other floating dtypes than the model's."""
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"load_state_dict takes a dict of tensors, got {type(state_dict).__name__}")
+        return self.receive_weights(state_dict, cast=cast)
+
+    def weight_update(self, *, version: int | None = None, in_flight: str = "keep") -> Hold[WeightUpdate]:
+        """Open the block of `with worker.weight_update(): optimizer.step()`, on a shared module.
+
+        Generation stands still inside the block, that of other workers on this module too, and worker calls from inside
+        it raise.
+        """
+        asked, member = UpdateOptions(version=version, in_flight=in_flight), self._member
+        self._need_shared("weight_update()")
+
+        def make(gate: Gate) -> WeightUpdate:
+            return WeightUpdate(Transaction(member, asked.version, asked.in_flight, gate), member)
+
+        return self._thread.hold(make)
+
+    def _accept_in_place(self, asked: UpdateOptions) -> SyncReport:
+        self._need_shared("receive_weights() without a source")
+        if asked.terms != UpdateTerms():
+            given = f"partial={asked.partial} and cast={asked.cast}"
+            raise ValueError(f"{given} need a source: without one all parameters are taken as they are")
+        began = time.monotonic()
+
+        def accept(gate: Gate) -> SyncReport:
+            with self._update(asked, gate) as transaction:
+                if self._status.incomplete is not None:
+                    self._weights.check_finite()
+                transaction.complete = True
+                return self._weights.accept_in_place(transaction.version, time.monotonic() - began, read=asked.verify)
+
+        return self._thread.shelter(accept)
+
+    def _update(self, asked: UpdateOptions, gate: Gate) -> Transaction:
+        return Transaction(self._member, asked.version, asked.in_flight, gate)
+
+    def _need_shared(self, what: str) -> None:
+        if not self._weights.shared:
+            raise WorkerStateError(f"{what} needs a worker on the trainer's own module; this one has its own weights")
+
+    # -- memory and control ------------------------------------------------------------------------
+
+    def sleep(self, tags: str | Iterable[str] = TAGS, level: int = 1) -> None:
+        """Release memory. Level 1 keeps the weights in an owner-only file, level 2 discards them.
+
+        Sleeping "kv_cache" preempts the running requests; they go on after `wake_up`.
+        """
+        named = check_sleep(tags, level, shared=self._weights.shared)
+        self._thread.run(lambda _: self._sleep.fall_asleep(named, keep_copy=level == 1))
+
+    def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
+        """Take the memory again, of everything or of `tags`; what is awake already stays as it is.
+
+        Raises:
+            VerificationError: the copy of the weights was damaged meanwhile; a full update is needed.
+        """
+        named = check_tags(TAGS if tags is None else tags)
+        self._thread.run(lambda _: self._sleep.get_up(named))
+
+    def reset_prefix_cache(self) -> None:
+        """Make sure that nothing computed so far is hit again. Running requests go on with the KV they have."""
+        self._thread.run(Engine.clear_prefix_cache)
+
+    def pause(self) -> None:
+        """Stand still between two steps until `resume()`; submissions are queued."""
+        self._thread.run(lambda _: self._set_paused(True))
+
+    def resume(self) -> None:
+        self._thread.run(lambda _: self._set_paused(False))
+
+    def _set_paused(self, paused: bool) -> None:
+        self._status.paused = paused
+
+    def stats(self) -> dict[str, float]:
+        """Counters and sizes, read without the lock; see docs/reference.md for each."""
+        return worker_stats(self._engine, self._thread.num_unstarted)
+
+    def check_usable(self) -> None:
+        """Raise `WorkerStateError` if the worker is closed or broken, with what broke it as the cause."""
+        self._status.check_usable()
+
+    def trouble(self) -> str | None:
+        """Why a request would be refused now; None if it would not."""
+        try:
+            self._status.check_accepts_requests()
+        except WorkerStateError as error:
+            return str(error)
+        return None
+
+    def close(self) -> None:
+        """Stop; pending requests fail, and so does `receive_weights`, whose link is closed. Closing twice is fine."""
+        self._thread.check_thread()
+        self._links.close()
+        self._thread.close()
+        self._weights.users.leave(self._member)
+        self._thread.shelter(self._release_memory)
+
+    def _release_memory(self, gate: Gate) -> None:
+        with self._thread.lock.turn(gate):
+            self._sleep.release_all()
 
 
-def _bind(module: nn.Module, exact: bool) -> None:
-    """A module that the trainer has bound keeps the SSM chunk that is recorded on it."""
-    recorded = binding_of(module).ssm_chunk if is_bound(module) else None
-    if recorded is None:
-        bind(module, exact=exact)
+def _pairs(
+    prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None
+) -> tuple[list[list[int]], list[SamplingParams], list[str | None]]:
+    """Prompts, the parameters of each, and that they have no names."""
+    if not isinstance(prompts, list | tuple):
+        raise RequestError(f"prompts must be a list of token id lists, got {type(prompts).__name__}")
+    if isinstance(params, list | tuple):
+        each = list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts, but {len(each)} params")
     else:
-        bind(module, ssm_chunk=recorded, exact=exact)
-
-
-def _thread_setup(num_threads: int | None, device: torch.device) -> Callable[[], None]:
-    """Thread counts and the current CUDA device belong to the thread that sets them: the generation thread's own."""
-
-    def set_up() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-            numba.set_num_threads(num_threads)
-
-    return set_up
-
-
-def _check_threads(num_threads: int | None) -> None:
-    most: int = numba.config.NUMBA_NUM_THREADS
-    if num_threads is not None and num_threads > most:
-        raise ValueError(f"num_threads must be at most {most} (NUMBA_NUM_THREADS of this process), got {num_threads}")
+        each = [SamplingParams() if params is None else params] * len(prompts)
+    return prompts, each, [None] * len(prompts)

@@ -2,13 +2,36 @@
 interpreter where there is no GPU.
 
 Ray and Triton read this when they are imported; Ray remembers the token from then on.
+
+The files that take longest come first: `make test` gives whole files to two processes, and the last one to run should
+be short.
 """
 
 import os
 from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("RAY_AUTH_TOKEN", "of-the-tests")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 if not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+TESTS = Path(__file__).parent
+LONGEST = (
+    "rollout/integrations/test_verl_runs.py",
+    "exactness/test_check.py",
+    "rollout/integrations/test_verl_turns.py",
+    "exactness/test_hybrids.py",
+    "exactness/test_hybrid_rollout.py",
+    "kernels/triton/test_compile.py",
+    "kernels/test_attention.py",
+    "kernels/triton/test_ssm.py",
+    "kernels/triton/test_ssm_backward.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {TESTS / file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))

@@ -1,18 +1,10 @@
-"""How weights travel into a model: what may be offered, what is checked, what is written.
+"""Move weights into a model: what may be offered, what is checked, what is written.
 
-Knows nothing of `samebit.rollout` or `samebit.kernels`.
+Floors, from the top: `update` (the entry) > `transports` > `wire` (the protocol) > `source`, `apply` (within a process)
+> `manifest`, `digest`, `report`. Knows nothing of `samebit.rollout` or `samebit.kernels`.
 """
 
 from samebit.weight_sync.apply import PreparedUpdate
-from samebit.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
-from samebit.weight_sync.distributed import (
-    BroadcastReceiver,
-    BroadcastSender,
-    connected_store,
-    gloo_group,
-    listening_store,
-)
-from samebit.weight_sync.link import PeerLostError, ReceiverLink, SyncRefusedError, SyncTimeoutError
 from samebit.weight_sync.manifest import (
     Manifest,
     NonFiniteWeightError,
@@ -21,11 +13,20 @@ from samebit.weight_sync.manifest import (
     WeightMismatchError,
 )
 from samebit.weight_sync.report import SyncBrokenError, SyncReport, VerificationError
-from samebit.weight_sync.sender import SendReport, WeightSender
-from samebit.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from samebit.weight_sync.source import TensorSource, WeightSourceError, open_source
-from samebit.weight_sync.stream import WeightStream
+from samebit.weight_sync.transports.broadcast import (
+    BroadcastReceiver,
+    BroadcastSender,
+    connected_store,
+    gloo_group,
+    listening_store,
+)
+from samebit.weight_sync.transports.cuda.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from samebit.weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from samebit.weight_sync.update import apply_weights, open_update
+from samebit.weight_sync.wire.link import PeerLostError, ReceiverLink, SyncRefusedError, SyncTimeoutError
+from samebit.weight_sync.wire.sender import SendReport, WeightSender
+from samebit.weight_sync.wire.stream import WeightStream
 
 __all__ = [
     "BroadcastReceiver",

@@ -1,4 +1,4 @@
-"""Checking an update as a whole, then writing it in place: from sources that can be read twice.
+"""Check an update as a whole, then write it in place: for sources that can be read twice.
 
 Invariants
 ----------
@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from samebit.weight_sync.checksum import copy_scanned, digest_of, hexadecimal, scan
+from samebit.weight_sync.digest import copy_scanned, digest_of, hexadecimal, scan
 from samebit.weight_sync.manifest import (
     Manifest,
     NonFiniteWeightError,
@@ -34,14 +34,14 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 class PreparedUpdate(Protocol):
-    """An update that fits the model. Nothing is written before `write`, which may be called once."""
+    """An update that fits the model. Nothing is written before `write`, which may be called only once."""
 
     def write(self, module: nn.Module, *, version: int, verify: bool = False) -> SyncReport: ...
 
 
 @dataclass(frozen=True)
 class SourceUpdate:
-    """A checked update. Valid while its source is open."""
+    """A checked update, valid while its source is open."""
 
     source: TensorSource
     names: tuple[str, ...]
@@ -84,7 +84,7 @@ def prepare_update(manifest: Manifest, source: TensorSource, terms: UpdateTerms)
 
 
 def verify_digests(targets: Mapping[str, Tensor], expected: Mapping[str, int]) -> None:
-    """Read the tensors back; raise `VerificationError` with the names of those that have another digest."""
+    """Read the tensors back; raise `VerificationError` with the names of those whose digest differs."""
     wrong = [name for name, digest in expected.items() if scan(targets[name]).digest != digest]
     if wrong:
         raise VerificationError(f"read back, these weights are not what was written: {', '.join(wrong)}")
@@ -95,7 +95,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape hold the same bits (0.0 and -0.0 differ)."""
+    """Return whether two tensors of one dtype and shape hold the same bits (0.0 and -0.0 differ)."""
     if left.dtype.is_floating_point:
         as_integer = _INTEGER_OF_SIZE[left.element_size()]
         left, right = left.detach().view(as_integer), right.detach().view(as_integer)
@@ -103,7 +103,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of a floating tensor with NaN or infinity in it, if there is one."""
+    """Return the name of the first tensor that holds NaN or infinity, or None."""
     return next((name for name, tensor in tensors.items() if not scan(tensor).finite), None)
 
 
@@ -131,6 +131,6 @@ def _check_ties(manifest: Manifest, source: TensorSource, offered: Mapping[str, 
 
 
 def one_name_per_tie(manifest: Manifest, offered: Mapping[str, object]) -> tuple[str, ...]:
-    """Of each tensor of the model, the first name that is offered."""
+    """Return the first offered name of each tensor of the model."""
     chosen = [next((n for n in group if n in offered), None) for group in manifest.ties]
     return tuple(name for name in chosen if name is not None)

@@ -1,4 +1,4 @@
-"""What tensors are called in a checkpoint's files, where that is not their name in the module.
+"""Translate the names of tensors in a checkpoint's files into their names in the module.
 
 Hugging Face renames some on the way in (Nemotron-H's `backbone.` is `model.` in the module); the same table
 is applied here.
@@ -15,7 +15,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 
 def module_names(module: nn.Module, known: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """Stored name -> the module's name. One that the module knows, or that no rule renames, stays as it is."""
+    """Return the module's name for each stored name; a name that the module knows, or no rule changes, stays."""
     names = {name: name for name in stored}
     unknown = names.keys() - set(known)
     if not unknown or not isinstance(module, PreTrainedModel):

@@ -1,4 +1,4 @@
-"""What holds something and is closed by leaving its `with` block."""
+"""The base class of everything that is closed, by `close` or by leaving its `with` block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Closing:
     """A context manager that closes itself."""
 
     def close(self) -> None:
-        """Give back what is held. Closing twice is fine."""
+        """Give back what is held. Closing twice does nothing more."""
         raise NotImplementedError
 
     def __enter__(self: Closed) -> Closed:

@@ -1,4 +1,4 @@
-"""What a model holds, by name, and whether an offered set of tensors fits it.
+"""List what a model holds, by name, and check whether an offered set of tensors fits it.
 
 Invariants
 ----------
@@ -47,7 +47,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class UpdateTerms:
-    """What a receiver takes: `partial`, only some of the tensors; `cast`, other floating dtypes than the model's."""
+    """The terms of a receiver. `partial`: only some tensors will do; `cast`: so will other floating dtypes."""
 
     partial: bool = False
     cast: bool = False
@@ -55,14 +55,17 @@ class UpdateTerms:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`specs` has every accepted name; `ties` the names that share one storage, first name first."""
+    """The names, shapes and dtypes of a model's tensors.
+
+    specs: every accepted name. ties: the names that share one storage, first name first.
+    """
 
     specs: dict[str, TensorSpec]
     ties: tuple[tuple[str, ...], ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> Manifest:
-        """The manifest of a module's parameters and persistent buffers."""
+        """Return the manifest of a module's parameters and persistent buffers."""
         return cls.of_tensors(live_tensors(module))
 
     @classmethod
@@ -99,12 +102,12 @@ class Manifest:
         ]
         lines = [f"{len(names)} {what}: {', '.join(names)}" for what, names in faults if names]
         if not terms.partial and not offered:
-            lines.insert(0, "the source offers no tensor at all")
+            lines.insert(0, "the source offers no tensors")
         if lines:
             raise WeightMismatchError("weights do not fit the model, nothing was written; " + "; ".join(lines))
 
     def casts(self, offered: Mapping[str, TensorSpec]) -> list[str]:
-        """`name: from -> to` for each offered tensor whose dtype is not the model's."""
+        """Return `name: from -> to` for each offered tensor whose dtype is not the model's."""
         return [
             f"{name}: {dtype_name(spec.dtype)} -> {dtype_name(self.specs[name].dtype)}"
             for name, spec in offered.items()
@@ -115,20 +118,30 @@ class Manifest:
         return [" or ".join(names) for names in self.ties if not any(name in offered for name in names)]
 
 
+def check_name(name: str) -> None:
+    """Raise `ValueError` for a name that neither a file nor a message can hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the name {name!r} of a weight is not valid Unicode: {error.reason}") from error
+
+
 def castable(offered: torch.dtype, own: torch.dtype) -> bool:
-    """Equal dtypes, or one floating type into another. Integers are never reinterpreted, nor is float8, which means
-    nothing without its scale."""
+    """Return whether the dtypes are equal, or one floating dtype can become the other.
+
+    Integers are never reinterpreted, nor is float8, which means nothing without its scale.
+    """
     return offered == own or (_is_plain_float(offered) and _is_plain_float(own))
 
 
 def live_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers themselves (not copies), tied names included."""
+    """Return the parameters and persistent buffers themselves (not copies), tied names included."""
     state = module.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _identity(tensor: Tensor) -> object:
-    """Equal for two names of one tensor: the same object, or the same view of one storage."""
+    """Return a key that is equal for two names of one tensor: the same object, or the same view of one storage."""
     address = tensor.untyped_storage().data_ptr()
     if address == 0:
         return id(tensor)

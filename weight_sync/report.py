@@ -1,4 +1,4 @@
-"""What an update did, and how it fails once it has begun."""
+"""The report of an update, and the errors of one that has begun."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 class SyncBrokenError(RuntimeError):
-    """An update broke off: the peer went away, took too long, or sent something that is not what it announced."""
+    """An update broke off: the peer went away, took too long, or sent something other than it announced."""
 
 
 class VerificationError(RuntimeError):
@@ -15,19 +15,25 @@ class VerificationError(RuntimeError):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What an update did.
+    """The report of one update.
 
-    bytes: of the tensors whose bits changed; changed: their names; casts: the sender's and the receiver's;
-    sent_bytes: what travelled over a transport (0 within a process); dense_bytes: what a full update sends; digest:
-    of the tensors of this update as they are now, None where nobody read them; verified: they were read back and
-    compared.
+    Attributes:
+        bytes: The size of the tensors whose bits changed. Where a trainer wrote the weights of a shared module in
+            place, only the tensors that were seen to change count; None, as `changed`, when no change was seen, which
+            does not prove that there was none.
+        changed: The names of these tensors.
+        casts: The casts of the sender and of the receiver.
+        digest: The digest of this update's tensors as they are now; None when they were not read.
+        verified: The tensors were read back and compared.
+        sent_bytes: The bytes that travelled over a transport; 0 within a process.
+        dense_bytes: The bytes that a full update sends.
     """
 
     version: int
     tensors: int
-    bytes: int
+    bytes: int | None
     seconds: float
-    changed: tuple[str, ...]
+    changed: tuple[str, ...] | None
     casts: tuple[str, ...]
     digest: str | None = None
     verified: bool = False
@@ -35,5 +41,6 @@ class SyncReport:
     dense_bytes: int = 0
 
     @property
-    def changed_tensors(self) -> int:
-        return len(self.changed)
+    def changed_tensors(self) -> int | None:
+        """Return the number of changed tensors; None where it is not known."""
+        return None if self.changed is None else len(self.changed)

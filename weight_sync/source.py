@@ -1,4 +1,4 @@
-"""What `receive_weights` accepts, turned into named tensors that are loaded one at a time.
+"""Turn what `receive_weights` accepts into named tensors that are loaded one at a time.
 
 Invariants
 ----------
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from samebit.weight_sync.checkpoint_names import module_names
 from samebit.weight_sync.closing import Closing
-from samebit.weight_sync.manifest import TensorSpec, live_tensors
+from samebit.weight_sync.manifest import TensorSpec, check_name, live_tensors
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -42,7 +42,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 class WeightSourceError(ValueError):
-    """The source itself can not be read: no such folder, no weights in it, a damaged file."""
+    """The source itself can not be read: a missing folder, a folder without weights, a damaged file."""
 
 
 class _SafeSlice(Protocol):
@@ -70,9 +70,9 @@ class TensorSource(Closing, ABC):
 
 
 def open_source(source: object, module: nn.Module | None = None) -> TensorSource:
-    """A source over a dict of tensors, a module, or a folder of safetensors.
+    """Return a source over a dict of tensors, a module, or a folder of safetensors.
 
-    Tensors with the names of a checkpoint of `module` are called as in the module.
+    Names of a checkpoint of `module` are translated into the module's names.
     """
     if isinstance(source, nn.Module):
         return TensorDict(live_tensors(source))
@@ -88,13 +88,13 @@ def open_source(source: object, module: nn.Module | None = None) -> TensorSource
 
 
 def _stored_names(module: nn.Module | None, stored: Iterable[str]) -> dict[str, str]:
-    """What each tensor of the module is called in the source; all as they are without a module."""
+    """Return the source's name for each tensor of the module; names stay as they are without a module."""
     if module is None:
         return {name: name for name in stored}
     found: dict[str, str] = {}
     for name, inside in module_names(module, live_tensors(module), stored).items():
         if inside in found:
-            raise WeightSourceError(f"{found[inside]} and {name} are both {inside}")
+            raise WeightSourceError(f"{found[inside]} and {name} are both names of {inside}")
         found[inside] = name
     return found
 
@@ -110,10 +110,21 @@ def _checked_dict(source: Mapping[object, object]) -> dict[str, Tensor]:
     return tensors
 
 
+def check_readable(tensors: Mapping[str, Tensor]) -> None:
+    """Raise `WeightSourceError` with the names of tensors that hold no values, or are not dense."""
+    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if meta:
+        raise WeightSourceError(f"these tensors are on the device 'meta' and hold no values: {', '.join(meta)}")
+    packed = [f"{name} ({tensor.layout})" for name, tensor in tensors.items() if tensor.layout is not torch.strided]
+    if packed:
+        raise WeightSourceError(f"these tensors are not dense: {', '.join(packed)}")
+
+
 class TensorDict(TensorSource):
-    """Tensors that are in memory already."""
+    """A source over tensors that are in memory already."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
+        check_readable(tensors)
         self._tensors = tensors
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -123,11 +134,11 @@ class TensorDict(TensorSource):
         return self._tensors[name].detach()
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: the tensors belong to the caller."""
 
 
 class SafetensorsFolder(TensorSource):
-    """A folder with `*.safetensors`, whole or sharded by an index."""
+    """A source over a folder with `*.safetensors`, sharded by an index or not."""
 
     def __init__(self, folder: Path, module: nn.Module | None = None) -> None:
         if not folder.is_dir():
@@ -167,7 +178,7 @@ class SafetensorsFolder(TensorSource):
 
 
 def _index_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index where there is one, else from the files themselves."""
+    """Return the file of each tensor, from the index or, without one, from the files themselves."""
     index = folder / INDEX_NAME
     if index.is_file():
         return _read_index(index)
@@ -176,6 +187,8 @@ def _index_files(folder: Path) -> dict[str, Path]:
     if not paths:
         raise WeightSourceError(f"no *.safetensors in {folder}")
     for path in paths:
+        if not path.is_file():
+            raise WeightSourceError(f"{path} is not a file")
         names = _open_file(path).keys()
         for name in names:
             if name in files:
@@ -186,16 +199,25 @@ def _index_files(folder: Path) -> dict[str, Path]:
 
 def _read_index(index: Path) -> dict[str, Path]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): str(file) for name, file in weight_map.items()}
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        for name, file in weight_map.items():
+            check_name(name)
+            check_name(file)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightSourceError(f"{index} is not a safetensors index: {error}") from error
-    for file in set(files.values()):
+    for file in set(weight_map.values()):
         if Path(file).name != file:
             raise WeightSourceError(f"{index} names {file!r}, which is not a plain file name")
-        if not (index.parent / file).is_file():
+        if not _is_file(index.parent / file):
             raise WeightSourceError(f"{index} names {file!r}, which is missing")
-    return {name: index.parent / file for name, file in files.items()}
+    return {name: index.parent / file for name, file in weight_map.items()}
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long
+        return False
 
 
 def _open_file(path: Path) -> _SafeFile:

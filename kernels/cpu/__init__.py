@@ -1,4 +1,7 @@
-"""CPU implementations: torch GEMMs on padded rows, and Numba loops in strict IEEE arithmetic.
+"""The kernels on the CPU: Numba loops in strict IEEE arithmetic; `operations` is the table of what is implemented.
+
+It imports `samebit.kernels.layout`, `samebit.kernels.openmp` and nothing else of the package. A file or folder has the
+name of its operation; `base` is what all are made of, `gemm` the matrix products.
 
 Invariant: every Numba kernel fixes the order of its operations in the source (``fastmath`` off, fused
 multiply-adds written out), so its bits do not depend on vector width, thread count or the other rows.

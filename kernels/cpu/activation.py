@@ -1,17 +1,20 @@
 """Gated activations on the CPU, elementwise: act(gate) * up, and its two gradients.
 
-One kernel an activation: a branch inside the loop would keep LLVM from vectorising it.
+One kernel an activation: a branch inside the loop would keep LLVM from vectorising it. T rows of width W.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numba import njit, prange
+from torch.nn import functional as F
 
-from .jit import RowKernel
-from .memory import elements
-from .numeric import narrow, sigmoid, tanh, widen
+from samebit.kernels.cpu.base.jit import RowKernel, array
+from samebit.kernels.cpu.base.memory import elements, kind_of
+from samebit.kernels.cpu.base.numeric import narrow, sigmoid, tanh, widen
+from samebit.kernels.layout.options import Saved
 
 _HALF = np.float32(0.5)
 _ONE = np.float32(1.0)
@@ -22,7 +25,7 @@ _THREE = np.float32(3.0)
 
 @njit(inline="always")
 def _row(x: Any, row: int, stride: int, width: int) -> Any:
-    """A view of one row: an index from 0 on is what lets LLVM vectorise (no wrap-around check)."""
+    """Return a view of one row: an index from 0 on lets LLVM vectorise (no wrap-around check)."""
     return x[row * stride : row * stride + width]
 
 
@@ -91,12 +94,76 @@ def _gelu_tanh_backward(
 
 
 @dataclass(frozen=True)
-class GatedKernels:
-    """The two loops of one activation."""
+class _Loops:
+    """Holds the two loops of one activation."""
 
     forward: RowKernel
     backward: RowKernel
 
 
-SILU = GatedKernels(RowKernel(_silu), RowKernel(_silu_backward))
-GELU_TANH = GatedKernels(RowKernel(_gelu_tanh), RowKernel(_gelu_tanh_backward))
+_SILU_LOOPS = _Loops(RowKernel(_silu), RowKernel(_silu_backward))
+_GELU_TANH_LOOPS = _Loops(RowKernel(_gelu_tanh), RowKernel(_gelu_tanh_backward))
+_LOOPS = {
+    "silu": _SILU_LOOPS,
+    "swish": _SILU_LOOPS,
+    "gelu_pytorch_tanh": _GELU_TANH_LOOPS,
+    "gelu_new": _GELU_TANH_LOOPS,
+}
+"""By name; ``gelu``, the erf form, is torch's, whose result does not vary on contiguous rows (measured)."""
+
+
+def gated_forward(activation: str, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+    """Implement `Operations.gated_forward`."""
+    if activation not in _LOOPS:
+        return (F.gelu(gate.float().contiguous()) * up.float()).to(gate.dtype), (gate, up)
+    gate, up = _rows(gate), _rows(up)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    width, size = gate.shape[-1], gate.numel()
+    _LOOPS[activation].forward(
+        size, gate.data_ptr(), up.data_ptr(), kind_of(gate.dtype), size // width, width, _row_stride(gate),
+        _row_stride(up), out.data_ptr(),
+    )  # fmt: skip
+    return out, (gate, up)
+
+
+def gated_backward(activation: str, saved: Saved, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implement `Operations.gated_backward`."""
+    gate, up = saved
+    if activation not in _LOOPS:
+        return _gelu_backward(gate, up, grad)
+    grad_gate = torch.empty(gate.shape, dtype=gate.dtype)
+    grad_up = torch.empty(up.shape, dtype=up.dtype)
+    width = gate.shape[-1]
+    _LOOPS[activation].backward(
+        gate.numel(), _flat(gate), _flat(up), array(grad.contiguous()).reshape(-1), gate.numel() // width, width,
+        _row_stride(gate), _row_stride(up), array(grad_gate).reshape(-1), array(grad_up).reshape(-1),
+    )  # fmt: skip
+    return grad_gate, grad_up
+
+
+def _gelu_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, upstream = gate.float().contiguous(), grad.float()
+    grad_gate = torch.ops.aten.gelu_backward(upstream * up.float(), x)
+    return grad_gate.to(gate.dtype), (upstream * F.gelu(x)).to(up.dtype)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` itself if its last axis is contiguous and the others are evenly strided, else a copy."""
+    if x.is_contiguous():
+        return x
+    uniform = x.dim() < 3 or all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
+    return x if x.stride(-1) == 1 and uniform else x.contiguous()
+
+
+def _flat(x: torch.Tensor) -> Any:
+    """Return the storage of evenly strided rows, from the first element on, as a flat array."""
+    if x.is_contiguous():
+        return array(x).reshape(-1)
+    width = x.shape[-1]
+    rows = x.numel() // width
+    stride = _row_stride(x)
+    return array(x.as_strided(((rows - 1) * stride + width if rows else 0,), (1,)))
+
+
+def _row_stride(x: torch.Tensor) -> int:
+    return x.stride(-2) if x.dim() > 1 else x.shape[-1]

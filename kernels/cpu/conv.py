@@ -2,16 +2,22 @@
 
 Invariant: an element is ``bias + sum over k of weight[k] * input[t - K + 1 + k]``, k ascending, wherever the inputs
 come from: the rows of this call or the window of those before it. Inputs before position 0 are left out.
+
+T tokens, S sequences, W channels, K taps.
 """
 
 from typing import Any
 
 import numpy as np
+import torch
 from numba import njit, prange
+from torch.nn import functional as F
 
-from .jit import RowKernel
-from .memory import NO_END, elements, integers
-from .numeric import fma, narrow, sigmoid, widen
+from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.memory import NO_END, elements, integers, kind_of, with_unit_stride
+from samebit.kernels.cpu.base.numeric import fma, narrow, sigmoid, widen
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.options import Saved, SSMOptions
 
 _PARTS = 16
 """Pieces that the rows are cut into, so that scratch memory is allocated once a piece."""
@@ -46,12 +52,12 @@ def _convolve(
         )  # fmt: skip
 
 
-convolve = RowKernel(_convolve)
+_convolve_rows = RowKernel(_convolve)
 
 
 @njit(nogil=True, error_model="numpy")
 def _spread(weight: Any, filters: Any) -> None:
-    """``filters[k, c] = weight[c, k]``."""
+    """Write ``filters[k, c] = weight[c, k]``."""
     width = filters.shape[1]
     taps = len(weight) // width
     for k in range(taps):
@@ -83,7 +89,7 @@ def _conv_rows(
 def _conv_row(
     x: Any, stride: int, filters: Any, row: int, within: int, start: int, slot: int, windows: Any, acc: Any
 ) -> None:
-    """The row before its activation, in ``acc``."""
+    """Compute the row before its activation, in ``acc``."""
     taps, width = filters.shape[0] - 1, len(acc)
     for c in range(width):
         acc[c] = filters[taps, c]
@@ -108,7 +114,7 @@ def _move_windows(
     sequence: int, x: Any, stride: int, width: int, size: int, layout: Any, sequences: int, grid: int, windows: Any,
     block_windows: Any, captures: Any, captured: Any,
 ) -> None:  # fmt: skip
-    """After a call: the inputs before its end, before its last block boundary, and where captures want them."""
+    """Keep the inputs before a call's end, before its last block boundary, and where captures want them."""
     row, length = layout[sequence], layout[sequences + sequence]
     start, slot = layout[2 * sequences + sequence], layout[3 * sequences + sequence]
     held = size * width
@@ -127,9 +133,62 @@ def _move_windows(
 
 @njit(inline="always")
 def _window_at(x: Any, stride: int, row: int, offset: int, width: int, size: int, before: Any, target: Any) -> None:
-    """The last inputs before row ``row + offset``; ascending, so that ``target`` may be ``before``."""
+    """Copy the last inputs before row ``row + offset``; ascending, so that ``target`` may be ``before``."""
     for j in range(size):
         place = offset - size + j
         source = (row + place) * stride if place >= 0 else (size + place) * width
         for c in range(width):
             target[j * width + c] = x[source + c] if place >= 0 else before[source + c]
+
+
+def conv_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, options: SSMOptions
+) -> tuple[torch.Tensor, Saved]:
+    """Implement `Operations.conv_forward`."""
+    saved = x, weight, bias
+    rows, width = x.shape
+    x = with_unit_stride(x)
+    weight, bias = weight.contiguous(), bias.contiguous()
+    taps = weight.shape[-1]
+    out = torch.empty(rows, width, dtype=x.dtype)
+    windows, block_windows, captured, captures, kept, grid = 0, 0, 0, 0, 0, 0
+    if context.states is not None:
+        layer = context.states.layers[options.layer]
+        windows, block_windows = layer.window.data_ptr(), layer.block_window.data_ptr()
+        captures, grid = len(context.captures), context.block_size
+        if captures:
+            captured = context.captured.data_ptr()
+            kept = context.states.checkpoints[options.layer].window.data_ptr()
+    _convolve_rows(
+        x.numel() * taps, x.data_ptr(), x.stride(0), weight.data_ptr(), bias.data_ptr(), rows, width, taps,
+        context.row_table.data_ptr(), context.layout.data_ptr(), len(context.lengths), grid, windows, block_windows,
+        captured, captures, kept, out.data_ptr(), kind_of(x.dtype), kind_of(weight.dtype), kind_of(bias.dtype),
+    )  # fmt: skip
+    return out, saved
+
+
+def conv_backward(
+    saved: Saved, grad: torch.Tensor, context: ForwardContext
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Implement `Operations.conv_backward`."""
+    x, weight, bias = saved
+    sequence, within = (torch.from_numpy(part) for part in context.tokens_of_rows)
+    taps = weight[:, 0, :].float().t()
+    inputs = x.float()
+    shifted = [_back(inputs, sequence, within, len(taps) - 1 - k) for k in range(len(taps))]
+    before = bias.float() + sum(part * tap for part, tap in zip(shifted, taps, strict=True))
+    gate = torch.sigmoid(before)
+    upstream = grad.float() * gate * (1 + before * (1 - gate)) * (sequence >= 0)[:, None]
+    grad_x = torch.zeros_like(inputs)
+    for k, tap in enumerate(taps):
+        distance = len(taps) - 1 - k
+        seen = upstream * (within >= distance)[:, None]
+        grad_x[: len(x) - distance] += seen[distance:] * tap
+    grad_weight = torch.stack([(upstream * part).sum(0) for part in shifted], dim=-1)[:, None]
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype), upstream.sum(0).to(bias.dtype)
+
+
+def _back(x: torch.Tensor, sequence: torch.Tensor, within: torch.Tensor, distance: int) -> torch.Tensor:
+    """Return each row's input ``distance`` rows earlier in its sequence, 0 where there is none."""
+    moved = F.pad(x, (0, 0, distance, 0))[: len(x)]
+    return moved * ((sequence >= 0) & (within >= distance))[:, None]

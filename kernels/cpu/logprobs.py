@@ -1,26 +1,29 @@
-"""Log-softmax over the vocabulary on the CPU, in a fixed order, and sampling from it.
+"""Log-softmax and entropy over the vocabulary on the CPU, in a fixed order.
 
 Invariants: a row is divided into chunks of `VOCAB_CHUNK` tokens from token 0 on; each chunk's
-exponentials are summed in sixteen float32 lanes, the chunk sums in one float64. `log_total` is the only
-place where a normaliser is computed: sampler and trainer both read it.
+exponentials are summed in sixteen float32 lanes, the chunk sums in one float64. `_log_total` is the only
+place where a normaliser is computed: sampler and trainer both read it. T rows, V tokens of the vocabulary.
 """
 
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from numba import njit, prange
 
-from .jit import RowKernel
-from .numeric import LANES, exp
-
-VOCAB_CHUNK = 1024
+from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.numeric import exp
+from samebit.kernels.layout.grids import LANES, VOCAB_CHUNK
+from samebit.kernels.layout.options import Reduced
 
 _ZERO = np.float32(0.0)
 _LOWEST = np.float32(-np.inf)
 
 
 @njit(inline="always")
-def _row_max(logits: Any, lanes: Any) -> Any:
+def row_max(logits: Any, lanes: Any) -> Any:
+    """Return the largest logit of a row."""
     vocab = len(logits)
     for lane in range(LANES):
         lanes[lane] = _LOWEST
@@ -38,16 +41,16 @@ def _row_max(logits: Any, lanes: Any) -> Any:
 
 
 @njit(inline="always")
-def _chunk_total(logits: Any, temperature: Any, peak: Any, lanes: Any) -> Any:
-    """Sum of exp(logits / temperature - peak) over one chunk."""
+def chunk_total(logits: Any, temperature: Any, peak: Any, lanes: Any) -> Any:
+    """Sum exp(logits / temperature - peak) over one chunk."""
     for lane in range(LANES):
         lanes[lane] = _ZERO
     whole = len(logits) // LANES * LANES
     for i in range(0, whole, LANES):
         for lane in range(LANES):
-            lanes[lane] = lanes[lane] + _weight(logits[i + lane], temperature, peak)
+            lanes[lane] = lanes[lane] + weight(logits[i + lane], temperature, peak)
     for i in range(whole, len(logits)):
-        lanes[i - whole] = lanes[i - whole] + _weight(logits[i], temperature, peak)
+        lanes[i - whole] = lanes[i - whole] + weight(logits[i], temperature, peak)
     total = _ZERO
     for lane in range(LANES):
         total = total + lanes[lane]
@@ -55,19 +58,19 @@ def _chunk_total(logits: Any, temperature: Any, peak: Any, lanes: Any) -> Any:
 
 
 @njit(inline="always")
-def _weight(logit: Any, temperature: Any, peak: Any) -> Any:
-    """exp(logit / temperature - peak); exactly 0 for a token that was ruled out (-inf)."""
+def weight(logit: Any, temperature: Any, peak: Any) -> Any:
+    """Return exp(logit / temperature - peak); exactly 0 for a token that was ruled out (-inf)."""
     value = exp(logit / temperature - peak)
     return _ZERO if logit == _LOWEST else value
 
 
 @njit(inline="always")
 def _log_total(logits: Any, temperature: Any, lanes: Any) -> Any:
-    """(peak, log of the summed exponentials above it) of a row at a temperature; both float32."""
-    peak = _row_max(logits, lanes) / temperature
+    """Return (peak, log of the summed exponentials above it) of a row at a temperature; both float32."""
+    peak = row_max(logits, lanes) / temperature
     total = 0.0
     for first in range(0, len(logits), VOCAB_CHUNK):
-        total += np.float64(_chunk_total(logits[first : first + VOCAB_CHUNK], temperature, peak, lanes))
+        total += np.float64(chunk_total(logits[first : first + VOCAB_CHUNK], temperature, peak, lanes))
     return peak, np.float32(np.log(total))
 
 
@@ -104,7 +107,7 @@ def _all(logits: Any, temperatures: Any, out: Any) -> None:
 
 @njit(inline="always")
 def _chunk_entropy(logits: Any, temperature: Any, peak: Any, log_total: Any, lanes: Any) -> Any:
-    """Sum of -p log p over one chunk."""
+    """Sum -p log p over one chunk."""
     for lane in range(LANES):
         lanes[lane] = _ZERO
     whole = len(logits) // LANES * LANES
@@ -121,7 +124,7 @@ def _chunk_entropy(logits: Any, temperature: Any, peak: Any, log_total: Any, lan
 
 @njit(inline="always")
 def _surprise(logit: Any, temperature: Any, peak: Any, log_total: Any) -> Any:
-    """-p log p of one token; exactly 0 for one that was ruled out (-inf)."""
+    """Return -p log p of one token; exactly 0 for one that was ruled out (-inf)."""
     logprob = (logit / temperature - peak) - log_total
     value = -logprob * exp(logprob)
     return _ZERO if logit == _LOWEST else value
@@ -153,68 +156,65 @@ def _entropy_backward(
             row_out[i] = _ZERO if row_in[i] == _LOWEST else value
 
 
-def _draw(logits: Any, temperatures: Any, uniforms: Any, out: Any) -> None:
-    """Inverse-CDF sampling: the first token whose cumulated weight exceeds uniform * total; greedy at 0.
-
-    Greedy ties go to the lowest id. A row with NaN or with every token ruled out gives -1.
-    """
-    for row in prange(logits.shape[0]):
-        lanes = np.empty(LANES, np.float32)
-        out[row] = -1
-        if temperatures[row] == _ZERO:
-            out[row] = _likeliest(logits[row], lanes)
-        else:
-            out[row] = _draw_row(logits[row], temperatures[row], uniforms[row], lanes)
+_gather_rows = RowKernel(_gather)
+_gather_gradient_rows = RowKernel(_gather_backward)
+_log_softmax_rows = RowKernel(_all)
+_entropy_rows = RowKernel(_entropy)
+_entropy_gradient_rows = RowKernel(_entropy_backward)
 
 
-@njit(inline="always")
-def _likeliest(logits: Any, lanes: Any) -> int:
-    best = _row_max(logits, lanes)
-    chosen = -1
-    for i in range(len(logits) - 1, -1, -1):
-        if np.isnan(logits[i]):
-            return -1
-        if logits[i] == best and best > _LOWEST:
-            chosen = i
-    return chosen
+def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Implement `Operations.log_softmax`."""
+    out = torch.empty(logits.shape, dtype=torch.float32)
+    _log_softmax_rows(logits.numel(), _widened(logits), temperatures.numpy(), out.numpy())
+    return out
 
 
-@njit(inline="always")
-def _draw_row(logits: Any, temperature: Any, uniform: float, lanes: Any) -> int:
-    vocab = len(logits)
-    chunks = (vocab + VOCAB_CHUNK - 1) // VOCAB_CHUNK
-    totals = np.empty(chunks, np.float32)
-    peak = _row_max(logits, lanes) / temperature
-    total = 0.0
-    for c in range(chunks):
-        totals[c] = _chunk_total(logits[c * VOCAB_CHUNK : (c + 1) * VOCAB_CHUNK], temperature, peak, lanes)
-        total += np.float64(totals[c])
-    if not total > 0.0:
-        return -1
-    target = uniform * total
-    c = 0
-    passed = 0.0
-    while c < chunks - 1 and passed + np.float64(totals[c]) <= target:
-        passed += np.float64(totals[c])
-        c += 1
-    chosen = -1
-    weights = np.empty(VOCAB_CHUNK, np.float32)
-    for first in range(c * VOCAB_CHUNK, vocab, VOCAB_CHUNK):
-        chunk = logits[first : first + VOCAB_CHUNK]
-        for i in range(len(chunk)):
-            weights[i] = _weight(chunk[i], temperature, peak)
-        for i in range(len(chunk)):
-            if weights[i] > _ZERO:
-                chosen = first + i
-                passed += np.float64(weights[i])
-                if passed > target:
-                    return chosen
-    return chosen
+def gather(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> Reduced:
+    """Implement `Operations.gather`."""
+    out, peaks, log_totals = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind(0)
+    _gather_rows(
+        logits.numel(), _widened(logits), tokens.contiguous().numpy(), temperatures.contiguous().numpy(), out.numpy(),
+        peaks.numpy(), log_totals.numpy(),
+    )  # fmt: skip
+    return out, peaks, log_totals
 
 
-gather = RowKernel(_gather)
-gather_backward = RowKernel(_gather_backward)
-log_softmax = RowKernel(_all)
-entropy = RowKernel(_entropy)
-entropy_backward = RowKernel(_entropy_backward)
-draw = RowKernel(_draw)
+def gather_gradient(
+    logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, peaks: torch.Tensor,
+    log_totals: torch.Tensor, grad: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Implement `Operations.gather_gradient`."""
+    out = torch.empty(logits.shape, dtype=torch.float32)
+    _gather_gradient_rows(
+        logits.numel(), _widened(logits), tokens.contiguous().numpy(), temperatures.contiguous().numpy(),
+        peaks.numpy(), log_totals.numpy(), grad.float().contiguous().numpy(), out.numpy(),
+    )  # fmt: skip
+    return out.to(logits.dtype)
+
+
+def entropies(logits: torch.Tensor, temperatures: torch.Tensor) -> Reduced:
+    """Implement `Operations.entropies`."""
+    out, peaks, log_totals = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind(0)
+    _entropy_rows(
+        logits.numel(), _widened(logits), temperatures.contiguous().numpy(), out.numpy(), peaks.numpy(),
+        log_totals.numpy(),
+    )  # fmt: skip
+    return out, peaks, log_totals
+
+
+def entropy_gradient(
+    logits: torch.Tensor, temperatures: torch.Tensor, entropies: torch.Tensor, peaks: torch.Tensor,
+    log_totals: torch.Tensor, grad: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Implement `Operations.entropy_gradient`."""
+    out = torch.empty(logits.shape, dtype=torch.float32)
+    _entropy_gradient_rows(
+        logits.numel(), _widened(logits), temperatures.contiguous().numpy(), entropies.numpy(), peaks.numpy(),
+        log_totals.numpy(), grad.float().contiguous().numpy(), out.numpy(),
+    )  # fmt: skip
+    return out.to(logits.dtype)
+
+
+def _widened(logits: torch.Tensor) -> npt.NDArray[np.float32]:
+    return logits.detach().float().contiguous().numpy()

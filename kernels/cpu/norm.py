@@ -1,13 +1,19 @@
-"""RMSNorm, gated or not, and LayerNorm on the CPU: a row at a time, sums in sixteen lanes added up in a fixed order."""
+"""RMSNorm, gated or not, and LayerNorm on the CPU: a row at a time, sums in sixteen lanes added up in a fixed order.
+
+T rows of width W.
+"""
 
 from typing import Any
 
 import numpy as np
+import torch
 from numba import njit, prange
 
-from .jit import RowKernel
-from .memory import elements, floats
-from .numeric import LANES, fma, narrow, sigmoid, widen
+from samebit.kernels.cpu.base.jit import RowKernel, array, parameter_array, strided_rows
+from samebit.kernels.cpu.base.memory import elements, floats, kind_of
+from samebit.kernels.cpu.base.numeric import fma, narrow, sigmoid, widen
+from samebit.kernels.layout.grids import LANES
+from samebit.kernels.layout.options import GatedNormOptions, Saved
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -15,7 +21,7 @@ _ONE = np.float32(1.0)
 
 @njit(inline="always")
 def _mean_square(x: Any, center: Any, lanes: Any) -> Any:
-    """Mean of (x - center)**2."""
+    """Return the mean of (x - center)**2."""
     width = len(x)
     for lane in range(LANES):
         lanes[lane] = _ZERO
@@ -125,6 +131,100 @@ def _gated_rms_norm_part(
         out[i] = narrow(normed if gate_first else normed * gates[i], out[i])
 
 
-rms_norm = RowKernel(_rms_norm)
-layer_norm = RowKernel(_layer_norm)
-gated_rms_norm = RowKernel(_gated_rms_norm)
+_rms_norm_rows = RowKernel(_rms_norm)
+_layer_norm_rows = RowKernel(_layer_norm)
+_gated_rms_norm_rows = RowKernel(_gated_rms_norm)
+
+
+def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, Saved]:
+    """Implement `Operations.rms_norm_forward`."""
+    dense, factors = x.contiguous(), weight.contiguous()
+    width, size = x.size(-1), x.numel()
+    rows = size // width
+    out = torch.empty_like(dense)
+    inverse = torch.empty(rows, dtype=torch.float32)
+    _rms_norm_rows(
+        size, dense.data_ptr(), kind_of(x.dtype), factors.data_ptr(), kind_of(weight.dtype), np.float32(offset),
+        np.float32(eps), rows, width, out.data_ptr(), inverse.data_ptr(),
+    )  # fmt: skip
+    return out, (x, weight, inverse)
+
+
+def rms_norm_backward(saved: Saved, grad: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implement `Operations.rms_norm_backward`."""
+    x, weight, inverse = saved
+    scale = inverse.view(*x.shape[:-1], 1)
+    normed = x.float() * scale
+    upstream = grad.float()
+    inner = upstream * (weight.float() + offset)
+    grad_x = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
+    grad_weight = (upstream * normed).reshape(-1, x.shape[-1]).sum(0)
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+
+
+def layer_norm_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, Saved]:
+    """Implement `Operations.layer_norm_forward`."""
+    rows_of_x = x.contiguous()
+    width = x.shape[-1]
+    rows = x.numel() // width
+    out = torch.empty_like(rows_of_x)
+    mean = torch.empty(rows, dtype=torch.float32)
+    inverse = torch.empty(rows, dtype=torch.float32)
+    _layer_norm_rows(
+        x.numel(), array(rows_of_x).reshape(-1), parameter_array(weight), parameter_array(bias), np.float32(eps), rows,
+        width, array(out).reshape(-1), mean.numpy(), inverse.numpy(),
+    )  # fmt: skip
+    return out, (x, weight, mean, inverse)
+
+
+def layer_norm_backward(
+    saved: Saved, grad: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Implement `Operations.layer_norm_backward`."""
+    x, weight, mean, inverse = saved
+    scale = inverse.view(*x.shape[:-1], 1)
+    normed = (x.float() - mean.view_as(scale)) * scale
+    upstream = grad.float()
+    inner = upstream * weight.float()
+    centered = inner - inner.mean(-1, keepdim=True)
+    grad_x = scale * (centered - normed * (inner * normed).mean(-1, keepdim=True))
+    rows = upstream.reshape(-1, x.shape[-1])
+    grad_weight = (rows * normed.reshape(-1, x.shape[-1])).sum(0)
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype), rows.sum(0).to(weight.dtype)
+
+
+def gated_rms_norm_forward(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, options: GatedNormOptions
+) -> tuple[torch.Tensor, Saved]:
+    """Implement `Operations.gated_rms_norm_forward`."""
+    rows, width = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _gated_rms_norm_rows(
+        x.numel(), array(x.contiguous()).reshape(-1), *strided_rows(gate), parameter_array(weight),
+        np.float32(options.eps), rows, width, options.groups, options.gate_first, array(out).reshape(-1),
+    )  # fmt: skip
+    return out, (x, gate, weight)
+
+
+def gated_rms_norm_backward(
+    saved: Saved, grad: torch.Tensor, options: GatedNormOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Implement `Operations.gated_rms_norm_backward`."""
+    x, gate, weight = saved
+    first = options.gate_first
+    share = torch.sigmoid(gate.float())
+    silu = gate.float() * share
+    value = x.float() * silu if first else x.float()
+    parts = value.unflatten(-1, (options.groups, -1))
+    scale = (parts.square().mean(-1, keepdim=True) + options.eps).rsqrt()
+    normed = parts * scale
+    flat = normed.flatten(-2)
+    upstream = grad.float() if first else grad.float() * silu
+    inner = (upstream * weight.float()).view_as(parts)
+    grad_value = (scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))).flatten(-2)
+    grad_silu = grad_value * x.float() if first else grad.float() * flat * weight.float()
+    grad_gate = grad_silu * share * (1 + gate.float() * (1 - share))
+    grad_x = grad_value * silu if first else grad_value
+    return grad_x.to(x.dtype), grad_gate.to(gate.dtype), (upstream * flat).sum(0).to(weight.dtype)

@@ -1,16 +1,21 @@
-"""Rotary embedding on the CPU: rotates the first ``2 * R`` elements of each head, copies the rest."""
+"""Rotary embedding on the CPU: rotates the first ``2 * R`` elements of each head, copies the rest.
+
+T tokens, H heads, D head size, R angles.
+"""
 
 from typing import Any
 
+import numpy as np
+import torch
 from numba import njit, prange
 
-from .jit import RowKernel
-from .numeric import fma, narrow, widen
+from samebit.kernels.cpu.base.jit import RowKernel, array
+from samebit.kernels.cpu.base.numeric import fma, narrow, widen
 
 
 @njit(inline="always")
 def rotate_head(x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> None:
-    """One head ``[D]`` of one row by its angles ``[R]``; ``sign`` -1 turns it back."""
+    """Rotate one head ``[D]`` of one row by its angles ``[R]``; ``sign`` -1 turns it back."""
     half = len(cos)
     low, high = x[:half], x[half : 2 * half]
     out_low, out_high = out[:half], out[half : 2 * half]
@@ -29,4 +34,16 @@ def _rotate(x: Any, row_width: int, heads: int, head_dim: int, cos: Any, sin: An
             rotate_head(x[at : at + head_dim], cos[row], sin[row], sign, out[at : at + head_dim])
 
 
-rotate = RowKernel(_rotate)
+_rotate_rows = RowKernel(_rotate)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    """Implement `Operations.rotate`."""
+    x = x.contiguous()
+    _, heads, head_dim = x.shape
+    out = torch.empty_like(x)
+    _rotate_rows(
+        x.numel(), array(x).reshape(-1), heads * head_dim, heads, head_dim, cos.numpy(), sin.numpy(),
+        np.float32(sign), array(out).reshape(-1),
+    )  # fmt: skip
+    return out

@@ -1,4 +1,7 @@
-"""The kernels in Triton, for CUDA. A file here has the functions of its namesake one level up, and their contracts.
+"""The kernels in Triton, for CUDA; `operations` is the table of what is implemented.
+
+It imports `samebit.kernels.layout` and nothing else of the package. A file has the name of its operation; gradients
+that have kernels of their own are in `gradients`, the sizes of tiles in `tiles`.
 
 Rules, beside those of the kernels on the CPU:
 
@@ -6,7 +9,7 @@ Rules, beside those of the kernels on the CPU:
   call to call are not specialised on, addresses are multiples of sixteen bytes. Another variant of a kernel may add
   in another order.
 * Tiles (`tiles`) do not depend on the number of rows: only the grid does; or, where two kernels of a layer were seen to
-  have equal bits, which of them runs (`equal_tiles`). A row of a tile product does not depend on its place in the tile
+  have equal bits, which of them runs (`proved_equal`). A row of a tile product does not depend on its place in the tile
   nor on the rows beside it.
 * No atomics: what several programs add to is written in parts, and the parts are added in order.
 """

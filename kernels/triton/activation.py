@@ -1,15 +1,16 @@
-"""Gated activations and their gradients, element by element."""
+"""Gated activations and their gradients, element by element: T rows of width W."""
 
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 from triton.language import tensor
 
-from .numeric import aligned, blocks, sigmoid, tanh
-from .tiles import ELEMENTS
+from samebit.kernels.layout.grids import ceil_div
+from samebit.kernels.layout.options import Saved
+from samebit.kernels.triton.numeric import aligned, sigmoid, tanh
+from samebit.kernels.triton.tiles.table import ELEMENTS
 
 _SILU, _GELU_TANH, _GELU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KINDS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu": 2}
@@ -20,38 +21,29 @@ _HALF_ROOT = tl.constexpr(0.7071067811865476)  # 1 / sqrt(2)
 _DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 
 
-def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """As `samebit.kernels.activation.gated`, of an activation that is known."""
-    out: torch.Tensor = _Gated.apply(_KINDS[activation], gate, up)
-    return out
+def gated_forward(activation: str, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+    """Implement `Operations.gated_forward`."""
+    gate, up = aligned(gate), aligned(up)
+    out = torch.empty_like(gate)
+    if gate.numel():
+        _forward[(ceil_div(gate.numel(), ELEMENTS),)](gate, up, out, gate.numel(), _KINDS[activation], ELEMENTS)
+    return out, (gate, up)
 
 
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kind: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        gate, up = aligned(gate), aligned(up)
-        ctx.save_for_backward(gate, up)
-        ctx.kind = kind
-        out = torch.empty_like(gate)
-        if gate.numel():
-            _forward[(blocks(gate.numel(), ELEMENTS),)](gate, up, out, gate.numel(), kind, ELEMENTS)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        if gate.numel():
-            _backward[(blocks(gate.numel(), ELEMENTS),)](
-                gate, up, aligned(grad), grad_gate, grad_up, gate.numel(), ctx.kind, ELEMENTS
-            )
-        return None, grad_gate, grad_up
+def gated_backward(activation: str, saved: Saved, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implement `Operations.gated_backward`."""
+    gate, up = saved
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    if gate.numel():
+        _backward[(ceil_div(gate.numel(), ELEMENTS),)](
+            gate, up, aligned(grad), grad_gate, grad_up, gate.numel(), _KINDS[activation], ELEMENTS
+        )
+    return grad_gate, grad_up
 
 
 @triton.jit
 def _value_and_slope(x: tensor, KIND: tl.constexpr) -> Any:
-    """act(x) and its derivative."""
+    """Return act(x) and its derivative."""
     if KIND == _SILU:
         share = sigmoid(x)
         value, slope = x * share, share * (1.0 + x * (1.0 - share))

@@ -2,69 +2,61 @@
 
 Invariants (the row rule and the grid rule):
 
-* A query row walks its keys in tiles of `KV_TILE` tokens anchored at position 0 of its own sequence, through one
+* A query row walks its keys in tiles of `KV_CHUNK` tokens anchored at position 0 of its own sequence, through one
   online-softmax accumulator, in order. A tile in which it sees nothing leaves the accumulator as it is.
 * Tokens and the query heads that share a KV head are the rows of one tile product. So are rows of several sequences
-  that compute one token each, over the blocks they have in common (`work`). The accumulators then wait in memory, in
-  float32, for the item that goes on alone: each row does the same operations in the same order, grouped or not.
+  that compute one token each, over the blocks they have in common (`attention_work`). The accumulators then
+  wait in memory, in float32, for the item that goes on alone: each row does the same operations in the same order,
+  grouped or not.
 * All numbers that tell calls apart (block size, table width, lengths, items) are read at run time: there is one
   compiled kernel a layer.
 * Keys beyond the newest token of an item are not loaded: their pages may hold anything.
 
 A page holds ``block_size`` tokens of one layer: ``pages[block, kv_head, 0]`` the keys as ``[B, D]``,
 ``pages[block, kv_head, 1]`` the values as ``[B, D]``: on a GPU a token's key lies in one piece.
-"""
 
-from typing import Any
+T tokens, S sequences, H heads, G query heads a KV head, D head size, B tokens a block, C tokens a chunk.
+"""
 
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 from triton.language import tensor
 
-from ..attention import AttentionOptions
-from ..context import ForwardContext
-from .attention_backward import gradients
-from .numeric import aligned, dot, tanh
-from .tiles import attention_tiles, power_of_two
-from .work import ITEM, KV_TILE
+from samebit.kernels.layout.attention_work import ITEM
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.grids import KV_CHUNK
+from samebit.kernels.layout.options import AttentionOptions, Saved
+from samebit.kernels.triton.numeric import aligned, dot, tanh
+from samebit.kernels.triton.rope import rotate
+from samebit.kernels.triton.tiles.table import attention_tiles, power_of_two
 
 _ITEM = tl.constexpr(ITEM)
 
 
-def attention(
+def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
-) -> torch.Tensor:
-    """As `samebit.kernels.attention.attention`, of rows and pages that match."""
+) -> tuple[torch.Tensor, Saved]:
+    """Implement `Operations.attention_forward`."""
+    q = aligned(q)
     if context.pages is not None:
         pages = context.pages[options.layer]
         write_pages(k, v, pages, context)
-        return _attend(aligned(q), pages, context, options)[0]
-    out: torch.Tensor = _Attention.apply(q, k, v, context, options)
-    return out
+        return _attend(q, pages, context, options)[0], ()
+    _, kv_heads, head_dim = k.shape
+    shape = (context.num_blocks, kv_heads, 2, head_dim * context.block_size)
+    pages = torch.empty(shape, dtype=k.dtype, device=k.device)
+    write_pages(k, v, pages, context)
+    out, lse = _attend(q, pages, context, options)
+    return out, (q, pages, out, lse)
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
-    ) -> torch.Tensor:
-        _, kv_heads, head_dim = k.shape
-        shape = (context.num_blocks, kv_heads, 2, head_dim * context.block_size)
-        pages = torch.empty(shape, dtype=k.dtype, device=k.device)
-        write_pages(k, v, pages, context)
-        q = aligned(q)
-        out, lse = _attend(q, pages, context, options)
-        ctx.save_for_backward(q, pages, out, lse)
-        ctx.layout, ctx.options = context, options
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        q, pages, out, lse = ctx.saved_tensors
-        return *gradients(q, pages, out, lse, aligned(grad), ctx.layout, ctx.options, KV_TILE), None, None
+def attention_of_unrotated(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor],
+    context: ForwardContext, options: AttentionOptions,
+) -> torch.Tensor:  # fmt: skip
+    """Implement `Operations.attention_of_unrotated`."""
+    return attention_forward(rotate(q, *angles, 1.0), rotate(k, *angles, 1.0), v, context, options)[0]
 
 
 def write_pages(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
@@ -95,7 +87,7 @@ def _write(
 def _attend(
     q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and the log-sum-exp of the scores of each row and head."""
+    """Return the output, and the log-sum-exp of the scores of each row and head."""
     tokens, heads, head_dim = q.shape
     kv_heads, group = pages.shape[1], heads // pages.shape[1]
     layout = context.on_device
@@ -110,14 +102,14 @@ def _attend(
             _attend_items[(len(some), kv_heads)](
                 q, pages, some, layout.queries, layout.tables, out, lse, sums, levels, layout.tables.shape[1],
                 context.block_size, options.scale, options.softcap, heads, kv_heads, head_dim, options.window,
-                options.softcap > 0, rows, KV_TILE, power_of_two(max(head_dim, 16)), num_warps=tile.warps,
+                options.softcap > 0, rows, KV_CHUNK, power_of_two(max(head_dim, 16)), num_warps=tile.warps,
                 num_stages=tile.stages,
             )  # fmt: skip
     return out, lse
 
 
 def _accumulators(rows: int, lse: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for those of so many rows: weighted sums of values; then the sums of the weights, and the peaks."""
+    """Make room for those of as many rows: weighted sums of values; then the sums of the weights, and the peaks."""
     heads = lse.shape[1]
     sizes = (rows, heads, head_dim), (rows, heads, 2)
     sums, levels = (torch.empty(size, dtype=torch.float32, device=lse.device) for size in sizes)

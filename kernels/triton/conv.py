@@ -2,70 +2,43 @@
 
 An element is ``bias + sum over k of weight[k] * input[t - K + 1 + k]``, k ascending, wherever the inputs come from: the
 rows of this call or the window of those before it. Inputs before position 0 are left out.
+T tokens, S sequences, W channels, K taps.
 """
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 from triton.language import tensor
 
-from ..context import ForwardContext
-from ..states import SSMOptions
-from .conv_backward import gradients
-from .numeric import aligned, blocks, sigmoid, with_aligned_rows
-from .tiles import ELEMENTS
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.grids import ceil_div
+from samebit.kernels.layout.options import Saved, SSMOptions
+from samebit.kernels.triton.numeric import aligned, sigmoid, with_aligned_rows
+from samebit.kernels.triton.tiles.table import ELEMENTS
 
 
-def causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, context: ForwardContext, options: SSMOptions
-) -> torch.Tensor:
-    """As `samebit.kernels.conv.causal_conv`, of rows that are the context's."""
-    bias = weight.new_zeros(len(weight)) if bias is None else bias
+def conv_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, options: SSMOptions
+) -> tuple[torch.Tensor, Saved]:
+    """Implement `Operations.conv_forward`."""
+    rows = with_aligned_rows(x)
     if context.states is None:
-        out: torch.Tensor = _CausalConv.apply(x, weight, bias, context)
-        return out
-    x = with_aligned_rows(x)
-    windows = context.states.layers[options.layer].window
-    if windows.dtype != x.dtype:
-        raise TypeError(
-            f"the convolution's input is {x.dtype}, but the states are {windows.dtype}: "
-            "the model changed its dtype after the rollout worker was built"
-        )
-    out = _convolve(x, weight, bias, context, windows)
-    _move_windows(x, context, options)
-    return out
-
-
-class _CausalConv(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.layout = context
-        x = with_aligned_rows(x)
-        return _convolve(x, weight, bias, context, x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        x, weight, bias = ctx.saved_tensors
-        return *gradients(x, weight, bias, grad, ctx.layout), None
+        return _convolve(rows, weight, bias, context, rows), (x, weight, bias)
+    out = _convolve(rows, weight, bias, context, context.states.layers[options.layer].window)
+    _move_windows(rows, context, options)
+    return out, ()
 
 
 def _convolve(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, windows: torch.Tensor
 ) -> torch.Tensor:
-    """``windows`` are read where a sequence began before this call, so not in a training call."""
+    """Convolve; ``windows`` are read where a sequence began before this call, so not in a training call."""
     rows, width = x.shape
     layout = context.on_device
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     taps = weight[:, 0, :].detach().t().to(torch.float32).contiguous()
     if rows:
-        _convolve_row[(rows, blocks(width, ELEMENTS))](
+        _convolve_row[(rows, ceil_div(width, ELEMENTS))](
             x, taps, aligned(bias.float()), layout.sequences, layout.within, layout.starts, layout.slots, windows, out,
             x.stride(0), width, len(taps), ELEMENTS,
         )  # fmt: skip
@@ -97,12 +70,12 @@ def _convolve_row(
 
 
 def _move_windows(x: torch.Tensor, context: ForwardContext, options: SSMOptions) -> None:
-    """After a call: the inputs before its end, before its last block boundary, and where captures want them."""
+    """Keep the inputs before a call's end, before its last block boundary, and where captures want them."""
     if context.states is None or not len(context.lengths):
         return
     layout, layer = context.on_device, context.states.layers[options.layer]
     width = x.shape[1]
-    _move_window[(len(context.lengths), blocks(width, ELEMENTS))](
+    _move_window[(len(context.lengths), ceil_div(width, ELEMENTS))](
         x, layout.row_start, layout.lengths, layout.starts, layout.slots, layer.window, layer.block_window,
         layout.captures, layout.first_capture, context.states.checkpoints[options.layer].window, context.block_size,
         x.stride(0), width, layer.window.shape[1], ELEMENTS,
@@ -136,7 +109,7 @@ def _window_at(
     rows: tensor, offset: tensor, before: tensor, target: tensor, channel: tensor, STRIDE: tl.constexpr,
     WIDTH: tl.constexpr, SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The last inputs before row ``offset``. Ascending, and a channel is one thread's: ``target`` may be ``before``."""
+    """Copy the last inputs before row ``offset``, ascending, a channel by one thread: ``target`` may be ``before``."""
     for j in tl.static_range(SIZE):
         place = tl.full(channel.shape, offset - SIZE + j, tl.int32)
         real = channel < WIDTH

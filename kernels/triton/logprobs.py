@@ -1,9 +1,9 @@
-"""Log-softmax over the vocabulary and sampling from it: one program a row, chunk after chunk.
+"""Log-softmax and entropy over the vocabulary: one program a row, chunk after chunk.
 
 Invariants: a row is divided into chunks of `VOCAB_CHUNK` tokens from token 0 on; a chunk's exponentials are summed in
 float32 in the order of one tile's reduction, the chunk sums in one float64. `_log_total` is the only place where a
 normaliser is computed: sampler and trainer both read it. Logits are read in their own dtype and widened chunk by
-chunk: there is no float32 copy of them.
+chunk: there is no float32 copy of them. T rows, V tokens of the vocabulary, C tokens a chunk.
 """
 
 import torch
@@ -11,16 +11,16 @@ import triton
 import triton.language as tl
 from triton.language import tensor
 
-from .numeric import aligned
-
-VOCAB_CHUNK = 1024
+from samebit.kernels.layout.grids import VOCAB_CHUNK
+from samebit.kernels.layout.options import Reduced
+from samebit.kernels.triton.numeric import aligned
 
 _WARPS = 4
 
 
 def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """As `samebit.kernels.logprobs.log_softmax`."""
-    logits = aligned(logits.detach())
+    """Implement `Operations.log_softmax`."""
+    logits = aligned(logits)
     rows, vocab = logits.shape
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if rows:
@@ -28,10 +28,8 @@ def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tenso
     return out
 
 
-def gather(
-    logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `samebit.kernels.logprobs.gather`."""
+def gather(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> Reduced:
+    """Implement `Operations.gather`."""
     logits, tokens, temperatures = aligned(logits), aligned(tokens), aligned(temperatures)
     rows, vocab = logits.shape
     out, peaks, log_totals = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
@@ -44,7 +42,7 @@ def gather_gradient(
     logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, peaks: torch.Tensor,
     log_totals: torch.Tensor, grad: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """As `samebit.kernels.logprobs.gather_gradient`; in the dtype of the logits."""
+    """Implement `Operations.gather_gradient`."""
     out, logits = torch.empty_like(logits, memory_format=torch.contiguous_format), aligned(logits)
     if len(logits):
         _gather_gradients[(len(logits),)](
@@ -54,8 +52,8 @@ def gather_gradient(
     return out
 
 
-def entropies(logits: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `samebit.kernels.logprobs.entropies`."""
+def entropies(logits: torch.Tensor, temperatures: torch.Tensor) -> Reduced:
+    """Implement `Operations.entropies`."""
     logits, temperatures = aligned(logits), aligned(temperatures)
     rows, vocab = logits.shape
     out, peaks, log_totals = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
@@ -68,7 +66,7 @@ def entropy_gradient(
     logits: torch.Tensor, temperatures: torch.Tensor, entropies: torch.Tensor, peaks: torch.Tensor,
     log_totals: torch.Tensor, grad: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """As `samebit.kernels.logprobs.entropy_gradient`; in the dtype of the logits."""
+    """Implement `Operations.entropy_gradient`."""
     out, logits = torch.empty_like(logits, memory_format=torch.contiguous_format), aligned(logits)
     if len(logits):
         _entropy_gradients[(len(logits),)](
@@ -80,20 +78,20 @@ def entropy_gradient(
 
 @triton.jit
 def chunk_of(row: tensor, first: int, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
-    """Logits of the chunk from ``first`` on, float32; -inf beyond the vocabulary, and for a token ruled out."""
+    """Load the chunk from ``first`` on as float32; -inf beyond the vocabulary, and for a token ruled out."""
     token = first + tl.arange(0, CHUNK)
     return tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def chunk_weights(logits: tensor, temperature: tensor, peak: tensor) -> tensor:
-    """exp(logits / temperature - peak); exactly 0 for -inf."""
+    """Return exp(logits / temperature - peak); exactly 0 for -inf."""
     return tl.where(logits == float("-inf"), 0.0, tl.exp(tl.div_rn(logits, temperature) - peak))
 
 
 @triton.jit
 def row_peak(row: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
-    """The largest logit; NaN if there is one."""
+    """Return the largest logit; NaN if there is one."""
     highest = tl.full((CHUNK,), float("-inf"), tl.float32)
     spoilt = tl.zeros((CHUNK,), tl.int32)
     for first in range(0, VOCAB, CHUNK):
@@ -105,7 +103,7 @@ def row_peak(row: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
 
 @triton.jit
 def _log_total(row: tensor, temperature: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
-    """(peak, log of the summed exponentials above it) of a row at a temperature, both float32."""
+    """Return (peak, log of the summed exponentials above it) of a row at a temperature, both float32."""
     peak = tl.div_rn(row_peak(row, VOCAB, CHUNK), temperature)
     total = tl.full((), 0.0, tl.float64)
     for first in range(0, VOCAB, CHUNK):

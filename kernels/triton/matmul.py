@@ -1,12 +1,13 @@
-"""The matrix product: fixed tiles, the whole depth in one float32 accumulator, in order."""
+"""The matrix product: fixed tiles, the whole depth in one float32 accumulator, in order. M rows, K deep, N outputs."""
 
 import torch
 import triton
 import triton.language as tl
 from triton.language import tensor
 
-from .numeric import aligned, blocks, dot
-from .tile_file import MatmulTile
+from samebit.kernels.layout.grids import ceil_div
+from samebit.kernels.triton.numeric import aligned, dot
+from samebit.kernels.triton.tiles.file import MatmulTile
 
 GROUP = 8
 """Row tiles whose programs run side by side for one tile of outputs after the other: they share the cache."""
@@ -19,7 +20,7 @@ def multiply(
     tile: MatmulTile,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``a @ b + bias``, rounded to ``dtype`` (None: theirs).
+    """Compute ``a @ b + bias``, rounded to ``dtype`` (None: theirs).
 
     ``a``: ``[M, K]``, ``b``: ``[K, N]``, each contiguous or the transpose of what is, aligned.
     """
@@ -34,14 +35,14 @@ def multiply_first(
     outputs: int,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Of a layer of ``outputs`` the first, those that ``b`` and ``bias`` hold, with the layer's compiled kernel.
+    """Compute the first of a layer's ``outputs``, those that ``b`` and ``bias`` hold, with the layer's compiled kernel.
 
     Raises:
         ValueError: they are not all, and no whole number of tiles, or there are too many rows for that.
     """
     rows, depth = a.shape
     held = b.shape[1]
-    row_tiles = blocks(rows, tile.rows)
+    row_tiles = ceil_div(rows, tile.rows)
     if held != outputs and (held % tile.outputs or row_tiles > GROUP):
         raise ValueError(
             f"{held} of {outputs} outputs of {rows} rows; allowed: a multiple of {tile.outputs}, and up to "
@@ -51,7 +52,7 @@ def multiply_first(
     if rows == 0 or held == 0:
         return out[:, :held]
     by_rows = a.stride(1) == 1  # else the depth is a number of rows, which changes from call to call
-    _multiply[(row_tiles * blocks(held, tile.outputs),)](
+    _multiply[(row_tiles * ceil_div(held, tile.outputs),)](
         a, b, out if bias is None else aligned(bias), out, rows, depth, *a.stride(), *b.stride(), outputs,
         bias is not None, by_rows and depth % tile.depth == 0, tile.rows, tile.outputs, tile.depth, GROUP,
         num_warps=tile.warps, num_stages=tile.stages,

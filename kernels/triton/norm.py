@@ -1,7 +1,7 @@
 """RMSNorm, gated RMSNorm and LayerNorm: a row's sums are one reduction of a tile whose shape the width decides.
 
 Gradients of weights are summed over `_GRADIENT_ROWS` rows by one program, row tile after row tile, then over the
-programs: in an order that the number of rows alone decides.
+programs: in an order that the number of rows alone decides. T rows of width W.
 """
 
 from typing import Any
@@ -9,76 +9,54 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 from triton.language import tensor
 
-from ..norm import GatedNormOptions
-from .numeric import aligned, blocks, sigmoid, with_aligned_rows
-from .tiles import row_tile
+from samebit.kernels.layout.grids import ceil_div
+from samebit.kernels.layout.options import GatedNormOptions, Saved
+from samebit.kernels.triton.numeric import aligned, sigmoid, with_aligned_rows
+from samebit.kernels.triton.tiles.table import row_tile
 
 _GRADIENT_ROWS = 128
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-    """As `samebit.kernels.norm.rms_norm`."""
-    normed: torch.Tensor = _RMSNorm.apply(x, weight, eps, offset)
-    return normed
+def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, Saved]:
+    """Implement `Operations.rms_norm_forward`."""
+    return _normalize(x, weight, weight, eps, offset, centered=False), (x, weight)
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `samebit.kernels.norm.layer_norm`."""
-    normed: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps)
-    return normed
+def rms_norm_backward(saved: Saved, grad: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implement `Operations.rms_norm_backward`."""
+    x, weight = saved
+    grad_x, grad_weight, _ = _normalize_backward(x, weight, grad, eps, offset, centered=False)
+    return grad_x, grad_weight.to(weight.dtype)
 
 
-def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, options: GatedNormOptions
-) -> torch.Tensor:
-    """As `samebit.kernels.norm.gated_rms_norm`."""
-    normed: torch.Tensor = _GatedRMSNorm.apply(x, gate, weight, options)
-    return normed
+def layer_norm_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, Saved]:
+    """Implement `Operations.layer_norm_forward`."""
+    return _normalize(x, weight, bias, eps, 0.0, centered=True), (x, weight, bias)
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.offset = eps, offset
-        return _normalize(x, weight, weight, eps, offset, centered=False)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        x, weight = ctx.saved_tensors
-        grad_x, grad_weight, _ = _normalize_backward(x, weight, grad, ctx.eps, ctx.offset, centered=False)
-        return grad_x, grad_weight.to(weight.dtype), None, None
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.eps = eps
-        return _normalize(x, weight, bias, eps, 0.0, centered=True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        x, weight, bias = ctx.saved_tensors
-        grad_x, grad_weight, grad_bias = _normalize_backward(x, weight, grad, ctx.eps, 0.0, centered=True)
-        return grad_x, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype), None
+def layer_norm_backward(
+    saved: Saved, grad: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Implement `Operations.layer_norm_backward`."""
+    x, weight, bias = saved
+    grad_x, grad_weight, grad_bias = _normalize_backward(x, weight, grad, eps, 0.0, centered=True)
+    return grad_x, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype)
 
 
 def _normalize(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, offset: float, *, centered: bool
 ) -> torch.Tensor:
-    """RMSNorm, or LayerNorm if ``centered`` (only then ``bias`` is read)."""
+    """Compute RMSNorm, or LayerNorm if ``centered`` (only then ``bias`` is read)."""
     x, width = aligned(x), x.shape[-1]
     out = torch.empty_like(x)
     count = x.numel() // width
     rows, padded, warps = row_tile(width)
     if count:
-        _norm_rows[(blocks(count, rows),)](
+        _norm_rows[(ceil_div(count, rows),)](
             x, aligned(weight), aligned(bias), out, count, eps, offset, width, rows, padded, centered, num_warps=warps
         )
     return out
@@ -87,12 +65,12 @@ def _normalize(
 def _normalize_backward(
     x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, eps: float, offset: float, *, centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, of the weight and of the bias, the last two float32."""
+    """Return gradients of x, of the weight and of the bias, the last two float32."""
     x, grad, width = aligned(x), aligned(grad), x.shape[-1]
     grad_x = torch.empty_like(x)
     count = x.numel() // width
     rows, padded, warps = row_tile(width)
-    parts = torch.empty(2, blocks(count, _GRADIENT_ROWS), width, dtype=torch.float32, device=x.device)
+    parts = torch.empty(2, ceil_div(count, _GRADIENT_ROWS), width, dtype=torch.float32, device=x.device)
     if count:
         _norm_gradients[(parts.shape[1],)](
             x, aligned(weight), grad, grad_x, parts[0], parts[1], count, eps, offset, width, rows, padded, centered,
@@ -103,7 +81,7 @@ def _normalize_backward(
 
 @triton.jit
 def _statistics(x: tensor, real: tensor, eps: tensor, WIDTH: tl.constexpr, CENTERED: tl.constexpr) -> Any:
-    """The normed rows of a tile, and 1 / their deviation."""
+    """Return the normed rows of a tile, and 1 / their deviation."""
     if CENTERED:
         x = tl.where(real, x - (tl.sum(x, axis=1) / WIDTH)[:, None], 0.0)
     scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / WIDTH + eps)
@@ -156,40 +134,38 @@ def _norm_gradients(
     tl.store(bias_parts + at, of_bias, mask=column < WIDTH)
 
 
-class _GatedRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, options: GatedNormOptions
-    ) -> torch.Tensor:
-        x, gate = aligned(x), with_aligned_rows(gate)
-        ctx.save_for_backward(x, gate, weight)
-        ctx.options = options
-        out = torch.empty_like(x)
-        width = x.shape[1] // options.groups
-        rows, padded, warps = row_tile(width)
-        if len(x):
-            _gated_rows[(blocks(len(x), rows), options.groups)](
-                x, gate, aligned(weight), out, len(x), options.eps, gate.stride(0), options.groups, width,
-                options.gate_first, rows, padded, num_warps=warps,
-            )  # fmt: skip
-        return out
+def gated_rms_norm_forward(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, options: GatedNormOptions
+) -> tuple[torch.Tensor, Saved]:
+    """Implement `Operations.gated_rms_norm_forward`."""
+    x, gate = aligned(x), with_aligned_rows(gate)
+    out = torch.empty_like(x)
+    width = x.shape[1] // options.groups
+    rows, padded, warps = row_tile(width)
+    if len(x):
+        _gated_rows[(ceil_div(len(x), rows), options.groups)](
+            x, gate, aligned(weight), out, len(x), options.eps, gate.stride(0), options.groups, width,
+            options.gate_first, rows, padded, num_warps=warps,
+        )  # fmt: skip
+    return out, (x, gate, weight)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        x, gate, weight = ctx.saved_tensors
-        options: GatedNormOptions = ctx.options
-        grad = aligned(grad)
-        grad_x, grad_gate = torch.empty_like(x), torch.empty_like(x)
-        width = x.shape[1] // options.groups
-        rows, padded, warps = row_tile(width)
-        parts = torch.empty(blocks(len(x), _GRADIENT_ROWS), x.shape[1], dtype=torch.float32, device=x.device)
-        if len(x):
-            _gated_gradients[(len(parts), options.groups)](
-                x, gate, aligned(weight), grad, grad_x, grad_gate, parts, len(x), options.eps, gate.stride(0),
-                options.groups, width, options.gate_first, rows, padded, _GRADIENT_ROWS, num_warps=warps,
-            )  # fmt: skip
-        return grad_x, grad_gate, parts.sum(0).to(weight.dtype), None
+
+def gated_rms_norm_backward(
+    saved: Saved, grad: torch.Tensor, options: GatedNormOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Implement `Operations.gated_rms_norm_backward`."""
+    x, gate, weight = saved
+    grad = aligned(grad)
+    grad_x, grad_gate = torch.empty_like(x), torch.empty_like(x)
+    width = x.shape[1] // options.groups
+    rows, padded, warps = row_tile(width)
+    parts = torch.empty(ceil_div(len(x), _GRADIENT_ROWS), x.shape[1], dtype=torch.float32, device=x.device)
+    if len(x):
+        _gated_gradients[(len(parts), options.groups)](
+            x, gate, aligned(weight), grad, grad_x, grad_gate, parts, len(x), options.eps, gate.stride(0),
+            options.groups, width, options.gate_first, rows, padded, _GRADIENT_ROWS, num_warps=warps,
+        )  # fmt: skip
+    return grad_x, grad_gate, parts.sum(0).to(weight.dtype)
 
 
 @triton.jit(do_not_specialize=["count", "eps"])

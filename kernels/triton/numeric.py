@@ -12,25 +12,20 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """``x`` contiguous, at an address that is a multiple of sixteen: kernels of other addresses are other kernels."""
+    """Return ``x`` contiguous at a multiple of sixteen bytes: kernels of other addresses are other kernels."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` ``[T, W]`` itself when its rows are contiguous and aligned, be they a part of wider ones; else a copy."""
+    """Return ``x`` ``[T, W]`` itself if its rows, parts of wider ones even, are contiguous and aligned; else a copy."""
     strided = x.stride(1) == 1 and x.data_ptr() % 16 == 0 and (x.stride(0) * x.itemsize) % 16 == 0
     return x if strided else aligned(x)
 
 
-def blocks(count: int, size: int) -> int:
-    """Pieces of ``size`` that ``count`` makes."""
-    return -(-count // size)
-
-
 @triton.jit
 def dot(a: tensor, b: tensor, acc: tensor) -> Any:
-    """``acc + a @ b`` in float32, without TF32."""
+    """Compute ``acc + a @ b`` in float32, without TF32."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -38,13 +33,13 @@ def dot(a: tensor, b: tensor, acc: tensor) -> Any:
 
 @triton.jit
 def sigmoid(x: tensor) -> Any:
-    """1 / (1 + e**-x)."""
+    """Compute 1 / (1 + e**-x)."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def tanh(x: tensor) -> Any:
-    """Hyperbolic tangent: a polynomial near zero (Cephes), from ``exp`` elsewhere."""
+    """Compute the hyperbolic tangent: a polynomial near zero (Cephes), from ``exp`` elsewhere."""
     size = tl.abs(x)
     square = x * x
     p = -5.70498872745e-3 * square + 2.06390887954e-2
@@ -58,7 +53,7 @@ def tanh(x: tensor) -> Any:
 
 @triton.jit
 def softplus(x: tensor) -> Any:
-    """log(1 + e**x); for small e**x a series, because 1 + e**x would round it away."""
+    """Compute log(1 + e**x); for small e**x a series, because 1 + e**x would round it away."""
     u = tl.exp(-tl.abs(x))
     w = u / (2.0 + u)
     square = w * w

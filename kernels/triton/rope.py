@@ -1,44 +1,26 @@
-"""Rotary embedding: the first ``2 * R`` elements of each head are turned, the rest is copied."""
+"""Rotary embedding: the first ``2 * R`` elements of each head are turned, the rest is copied.
 
-from typing import Any
+T tokens, H heads, D head size, R angles.
+"""
 
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 from triton.language import tensor
 
-from .numeric import aligned
-from .tiles import power_of_two
+from samebit.kernels.triton.numeric import aligned
+from samebit.kernels.triton.tiles.table import power_of_two
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """As `samebit.kernels.rope.rotate`; ``x``: ``[T, H, D]``, ``cos`` and ``sin``: ``[T, R]`` float32."""
-    turned: torch.Tensor = _Rotate.apply(x, aligned(cos), aligned(sin))
-    return turned
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, sin, -1.0), None, None
-
-
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    """Implement `Operations.rotate`."""
     x = aligned(x)
     tokens, heads, head_dim = x.shape
     half = cos.shape[1]
     out = torch.empty_like(x)
     if x.numel():
         _rotate_token[(tokens,)](
-            x, cos, sin, out, sign, heads, head_dim, half, power_of_two(heads), power_of_two(half),
+            x, aligned(cos), aligned(sin), out, sign, heads, head_dim, half, power_of_two(heads), power_of_two(half),
             power_of_two(max(1, head_dim - 2 * half)),
         )  # fmt: skip
     return out

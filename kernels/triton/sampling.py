@@ -3,6 +3,8 @@
 A draw depends on that row's logits, temperature, key and counter alone. The random words are Philox4x32-10, the integer
 function of `samebit.kernels.cpu.philox`: the same number for a token on either device. The sums over the vocabulary are
 in another order than on the CPU, so a draw at the very border of two tokens may differ between devices.
+
+T rows, V tokens of the vocabulary, C tokens a chunk.
 """
 
 import numpy as np
@@ -11,18 +13,19 @@ import triton
 import triton.language as tl
 from triton.language import tensor
 
-from ..packing import sent
-from .logprobs import VOCAB_CHUNK, chunk_of, chunk_weights, row_peak
-from .numeric import aligned, blocks
+from samebit.kernels.layout.grids import VOCAB_CHUNK, ceil_div
+from samebit.kernels.layout.transfer import sent
+from samebit.kernels.triton.logprobs import chunk_of, chunk_weights, row_peak
+from samebit.kernels.triton.numeric import aligned
 
 _ROWS = 128
 
 
 def uniforms(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """As `samebit.kernels.sampling.uniforms`."""
+    """Implement `Operations.uniforms`."""
     out = torch.empty(len(keys), dtype=torch.float64, device=keys.device)
     if len(keys):
-        _uniforms[(blocks(len(keys), _ROWS),)](aligned(keys), aligned(counters), out, len(keys), _ROWS)
+        _uniforms[(ceil_div(len(keys), _ROWS),)](aligned(keys), aligned(counters), out, len(keys), _ROWS)
     return out
 
 
@@ -42,7 +45,7 @@ def _uniforms(keys: tensor, counters: tensor, out: tensor, count: tensor, ROWS: 
 
 
 def keep_likely(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    """As `samebit.kernels.sampling.keep_likely`: torch sorts, the masses are summed in a fixed order."""
+    """Implement `Operations.keep_likely`: torch sorts, the masses are summed in a fixed order."""
     ranked = torch.sort(row, descending=True, stable=True)
     vocab = len(row)
     share = top_p if top_p < 1.0 else 2.0  # more than there is
@@ -79,7 +82,7 @@ def _ranked_weights(
     values: tensor, first: int, best: tensor, temperature: tensor, kept: tensor, VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> tensor:  # fmt: skip
-    """exp((logit - best) / temperature) in float64 of the ranks from ``first`` on; 0 from rank ``kept`` on."""
+    """Return exp((logit - best) / temperature), float64, of ranks from ``first`` on; 0 from rank ``kept`` on."""
     rank = first + tl.arange(0, CHUNK)
     real = (rank < VOCAB) & (rank < kept)
     logits = tl.load(values + rank, mask=real, other=float("-inf")).to(tl.float64)
@@ -87,7 +90,7 @@ def _ranked_weights(
 
 
 def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """As `samebit.kernels.sampling.draw`; ``uniform``: ``[R]`` float64; ``[R]`` int64 on the device."""
+    """Implement `Operations.draw`."""
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
@@ -99,7 +102,7 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor
 def _draw(
     logits: tensor, temperatures: tensor, uniforms: tensor, out: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr
 ) -> None:
-    """-1 for a row with NaN or with every token ruled out."""
+    """Draw a token for each row; -1 for one with NaN or with every token ruled out."""
     r = tl.program_id(0)
     row = logits + r.to(tl.int64) * VOCAB
     temperature = tl.load(temperatures + r)
@@ -116,7 +119,7 @@ def _draw(
 
 @triton.jit
 def _first_equal(row: tensor, value: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
-    """The lowest id with this logit."""
+    """Return the lowest id with this logit."""
     found = tl.full((), VOCAB, tl.int32)
     for first in range(0, VOCAB, CHUNK):
         token = first + tl.arange(0, CHUNK)
@@ -129,7 +132,7 @@ def _first_equal(row: tensor, value: tensor, VOCAB: tl.constexpr, CHUNK: tl.cons
 def _first_beyond(
     row: tensor, temperature: tensor, peak: tensor, uniform: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr
 ) -> tensor:
-    """The first token whose cumulated weight exceeds uniform * total; the last possible one if rounding leaves none."""
+    """Return the first token whose cumulated weight exceeds uniform * total, the last possible if none does."""
     total = tl.full((), 0.0, tl.float64)
     for first in range(0, VOCAB, CHUNK):
         weights = chunk_weights(chunk_of(row, first, VOCAB, CHUNK), temperature, peak)

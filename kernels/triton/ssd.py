@@ -19,8 +19,10 @@ Invariants (the row rule and the grid rule):
 A program keeps its slice of the state in registers. A decode step reads state and tail once and writes the state once a
 chunk, where the plain recurrence reads and writes it at each token.
 
-The memory is laid out as on the CPU (`samebit.kernels.states`) with two differences: ``tail_dt`` holds the time step
-before bias and softplus, so that one code computes it, and sums are not kept, they are those of the tile.
+The memory is laid out as on the CPU (`samebit.kernels.layout.mamba_states`) with two differences: ``tail_dt`` holds
+the time step before bias and softplus, so that one code computes it, and sums are not kept, they are those of the tile.
+
+T tokens, S sequences, H heads of size P in groups, N state size, C tokens a chunk.
 """
 
 from typing import Any
@@ -28,16 +30,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 from triton.language import tensor
 
-from ..context import ForwardContext
-from ..cpu.numeric import LANES
-from ..cpu.ssd import HEAD_TILE, SCAN_CHUNK
-from ..states import LayerStates, SSMOptions
-from .numeric import aligned, blocks, dot, softplus
-from .ssd_backward import gradients
-from .tiles import power_of_two
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.grids import HEAD_TILE, LANES, SCAN_CHUNK, ceil_div
+from samebit.kernels.layout.mamba_states import LayerStates
+from samebit.kernels.layout.options import Saved, SSMOptions
+from samebit.kernels.triton.numeric import aligned, dot, softplus
+from samebit.kernels.triton.tiles.table import power_of_two
 
 _WARPS = 4
 
@@ -51,55 +51,18 @@ _REGISTERS = 168
 """Of each thread: three programs fit on a multiprocessor of an H100, while one computes the others load their state."""
 
 
-def scan(
-    xbc: torch.Tensor,
-    dt: torch.Tensor,
-    decay_rate: torch.Tensor,
-    dt_bias: torch.Tensor,
-    skip: torch.Tensor,
-    context: ForwardContext,
-    options: SSMOptions,
-) -> torch.Tensor:
-    """As `samebit.kernels.ssd.scan`, of rows that are the context's."""
-    if len(context.captures) and bool((context.captures[:, 1] % options.chunk).any()):
-        raise ValueError(f"captures {context.captures.tolist()} must lie on chunk boundaries (chunk {options.chunk})")
+def scan_forward(
+    xbc: torch.Tensor, dt: torch.Tensor, decay_rate: torch.Tensor, dt_bias: torch.Tensor, skip: torch.Tensor,
+    context: ForwardContext, options: SSMOptions,
+) -> tuple[torch.Tensor, Saved]:  # fmt: skip
+    """Implement `Operations.scan_forward`."""
     xbc, dt = aligned(xbc), aligned(dt)
-    if context.states is None:
-        out: torch.Tensor = _Scan.apply(xbc, dt, decay_rate, dt_bias, skip, context, options)
-        return out
-    layer = context.states.layers[options.layer]
-    if layer.tail_x.dtype != xbc.dtype:
-        raise TypeError(
-            f"x is {xbc.dtype}, but the states are {layer.tail_x.dtype}: "
-            "the model changed its dtype after the rollout worker was built"
-        )
+    layer = None if context.states is None else context.states.layers[options.layer]
     out = _scan(xbc, dt, decay_rate, dt_bias, skip, context, options, layer)
+    if layer is None:
+        return out, (xbc, dt, decay_rate, dt_bias, skip)
     _append(xbc, dt, context, options, layer)
-    return out
-
-
-class _Scan(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        xbc: torch.Tensor,
-        dt: torch.Tensor,
-        decay_rate: torch.Tensor,
-        dt_bias: torch.Tensor,
-        skip: torch.Tensor,
-        context: ForwardContext,
-        options: SSMOptions,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(xbc, dt, decay_rate, dt_bias, skip)
-        ctx.layout, ctx.options = context, options
-        return _scan(xbc, dt, decay_rate, dt_bias, skip, context, options, None)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        xbc, dt, decay_rate, dt_bias, skip = ctx.saved_tensors
-        found = gradients(xbc, dt, decay_rate, dt_bias, skip, grad, ctx.layout, ctx.options)
-        return *found, None, None
+    return out, ()
 
 
 def _scan(
@@ -130,11 +93,11 @@ def _scan(
     if len(context.lengths):
         padded_size, padded_dim = power_of_two(max(16, size)), power_of_two(max(16, head_dim))
         part = min(padded_dim, _HEAD_PART, max(16, _STATE_ELEMENTS // padded_size))
-        _scan_head[(len(context.lengths), heads, blocks(head_dim, part))](
+        _scan_head[(len(context.lengths), heads, ceil_div(head_dim, part))](
             xbc, dt, aligned(decay_rate), aligned(dt_bias), aligned(skip), low, high, layout.row_start, layout.lengths,
             layout.starts, layout.slots, *memory, layout.captures, layout.first_capture, grid, out, heads, head_dim,
-            groups, size, blocks(head_dim, LANES) * LANES, blocks(size, LANES) * LANES,
-            blocks(heads // groups, HEAD_TILE), SCAN_CHUNK, part, padded_size,
+            groups, size, ceil_div(head_dim, LANES) * LANES, ceil_div(size, LANES) * LANES,
+            ceil_div(heads // groups, HEAD_TILE), SCAN_CHUNK, part, padded_size,
             "ieee" if xbc.dtype == torch.float32 else "tf32x3", num_warps=_WARPS, num_stages=1, maxnreg=_REGISTERS,
         )  # fmt: skip
     return out
@@ -149,7 +112,7 @@ def _scan_head(
     WIDE: tl.constexpr, DEEP: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
     PADDED_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One sequence's tokens of the call, for ``PART`` elements of one head.
+    """Run one sequence's tokens of the call, for ``PART`` elements of one head.
 
     ``grid``: of the block boundaries; 0 without memory. ``PRECISION``: of weights times x; TF32 holds an x of 16 bits
     exactly, and a weight in its two parts.
@@ -226,7 +189,7 @@ def _scan_head(
 
 @triton.jit
 def _fed(state: tensor, s: tensor, left: tensor, from_x: tensor, from_b: tensor, real_n: tensor, real_p: tensor) -> Any:
-    """The state ``[N, P]`` with token ``s`` of the chunk, of which ``left[s]`` is left, its x and B at these addresses.
+    """Feed token ``s`` of the chunk, of which ``left[s]`` is left, to the state ``[N, P]``; x, B: at these addresses.
 
     A product and then a fused addition: the compiler has no choice in it, wherever it stands.
     """
@@ -246,9 +209,9 @@ def _append(
     if len(context.lengths):
         _append_head[(len(context.lengths), heads)](
             xbc, dt, layout.row_start, layout.lengths, layout.starts, layout.slots, layer.tail_x, layer.tail_b,
-            layer.tail_dt, heads, head_dim, groups, size, blocks(head_dim, LANES) * LANES, blocks(size, LANES) * LANES,
-            blocks(heads // groups, HEAD_TILE), SCAN_CHUNK, power_of_two(head_dim), power_of_two(size),
-            num_warps=_WARPS,
+            layer.tail_dt, heads, head_dim, groups, size, ceil_div(head_dim, LANES) * LANES,
+            ceil_div(size, LANES) * LANES, ceil_div(heads // groups, HEAD_TILE), SCAN_CHUNK, power_of_two(head_dim),
+            power_of_two(size), num_warps=_WARPS,
         )  # fmt: skip
 
 

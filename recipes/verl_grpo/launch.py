@@ -30,7 +30,8 @@ class Run:
     """One run of verl.
 
     data: what `task.build` wrote. out: where its log and metrics go. options: of verl, by their dotted names. entry:
-    verl's module for the kind of trainer.
+    verl's module for the kind of trainer. words: more options, as a user writes them for Hydra; they win. variables: of
+    the environment of all its processes.
     """
 
     data: Path
@@ -39,14 +40,21 @@ class Run:
     entry: str = V1
     config: str = "tiny"
     num_threads: int = 1
+    words: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def log(self) -> Path:
-        """Everything that its processes say."""
+        """The file with everything that the run's processes print."""
         return self.out / "log.txt"
 
     def command(self) -> list[str]:
-        """verl's entry, with the configuration of this folder."""
+        """Return verl's command, with the configuration of this folder."""
+        entry = [sys.executable, "-m", self.entry, f"--config-path={HERE}", f"--config-name={self.config}"]
+        return entry + self.overrides()
+
+    def overrides(self) -> list[str]:
+        """Return the options that go to Hydra over that configuration."""
         data = self.data.resolve()
         options = {
             "data.train_files": data / "train.parquet",
@@ -55,18 +63,17 @@ class Run:
             "reward.custom_reward_function.path": HERE / "reward.py",
             **self.options,
         }
-        entry = [sys.executable, "-m", self.entry, f"--config-path={HERE}", f"--config-name={self.config}"]
-        return entry + [f"++{name}={_written(value)}" for name, value in options.items()]
+        return [f"++{name}={_written(value)}" for name, value in options.items()] + list(self.words)
 
     def environment(self) -> dict[str, str]:
-        """Of all its processes."""
+        """Return the environment of all processes of the run."""
         own = process_environment(self.num_threads) | _ENVIRONMENT
         own["VERL_FILE_LOGGER_PATH"] = str(self.out.resolve() / "metrics.jsonl")
         inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        return inherited | own
+        return inherited | own | dict(self.variables)
 
     def start(self) -> subprocess.Popen[bytes]:
-        """In a session of its own, so that all its processes can be ended together."""
+        """Start verl in a new session, so that all its processes can be ended together."""
         self.out.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             return subprocess.Popen(
@@ -79,16 +86,16 @@ class Run:
             )
 
     def steps(self) -> list[dict[str, Any]]:
-        """The metrics of each training step, in order."""
+        """Return the metrics of each training step, in order."""
         return [row for row in self.rows() if "training/global_step" in row]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Everything that was logged, with its `step`."""
+        """Return everything that was logged, with its `step`."""
         path = self.out / "metrics.jsonl"
         entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [{"step": entry["step"], **entry["data"]} for entry in entries]
 
 
 def _written(value: object) -> str:
-    """As Hydra reads it."""
+    """Return a value as Hydra reads it."""
     return json.dumps(value) if isinstance(value, bool | list) or value is None else str(value)

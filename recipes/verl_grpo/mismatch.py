@@ -1,4 +1,4 @@
-"""How far rollout and trainer are from each other in a run, as verl measures it."""
+"""Read how far rollout and trainer differ in a run, as verl measures it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,9 @@ MISMATCH = (
 
 
 def worst(steps: Sequence[Mapping[str, Any]]) -> float | None:
-    """The largest of all, absolute; NaN if one of them is, None of no steps."""
+    """Return the largest absolute mismatch: NaN if one is, None without steps or where a step lacks a metric."""
+    if not all(metric in step for step in steps for metric in MISMATCH):
+        return None
     found = [abs(step[metric]) for step in steps for metric in MISMATCH]
     if any(map(math.isnan, found)):
         return math.nan

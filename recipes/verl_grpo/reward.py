@@ -6,5 +6,5 @@ from typing import Any
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """`solution_str`: the completion, ended by itself or cut off at its longest."""
+    """Score a completion, `solution_str`, which ended by itself or was cut off at the longest length."""
     return float(solution_str.removesuffix("<eos>").rpartition("]")[2] == ground_truth)

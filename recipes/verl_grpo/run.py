@@ -1,14 +1,18 @@
 """`make verl-grpo`: GRPO in verl on a CPU; the reward rises, and the mismatch that verl measures is 0.
 
-It builds a tiny model and a data set, starts verl with tiny.yaml, prints a line a step, and draws the figure.
+It builds a tiny model and a data set, starts verl with tiny.yaml, says what it waits for, prints a line a step, and
+draws the figure. verl's options are looked at before anything is built.
 """
 
 import argparse
+import math
+import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +20,7 @@ from rich.table import Table
 
 from samebit.recipes.verl_grpo.launch import Run
 from samebit.recipes.verl_grpo.mismatch import MISMATCH, worst
+from samebit.recipes.verl_grpo.progress import Progress
 from samebit.recipes.verl_grpo.shapes import SHAPES
 
 COLUMNS = {
@@ -47,52 +52,84 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=16, help="GRPO steps")
     parser.add_argument("--out", type=Path, default=Path("runs/verl-grpo"), help="where everything goes")
     parser.add_argument("--architecture", choices=("dense", "hybrid"), default="dense", help="of the model")
-    parser.add_argument("--shape", choices=tuple(SHAPES), help="full: 4.7 M parameters, long prompts; else small")
-    parser.add_argument("--compare", action="store_true", help="run the full shape again, with Hugging Face's generate")
-    parser.add_argument("options", nargs="*", help="any option of verl, as NAME=VALUE")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="small", help="full: 4.7 M parameters, long prompts")
+    parser.add_argument("options", nargs="*", help="any option of verl, as NAME=VALUE; +NAME=VALUE adds one")
     given = parser.parse_args(arguments)
     console = Console(width=max(Console().width, WIDTH))
-    size = given.shape or ("full" if given.compare else "small")
-    shape = SHAPES[size]
-    data = given.out / ("data" if size == "small" else f"data-{size}")
-    data.mkdir(parents=True, exist_ok=True)
-    shape.build(data, given.architecture)
-    options: dict[str, object] = {**shape.options, "trainer.total_training_steps": given.steps}
-    options |= dict(option.split("=", 1) for option in given.options)
-    run = Run(data, given.out, options, num_threads=shape.num_threads)
-    console.print(f"verl is starting; its log is {run.log}", highlight=False)
-    code = follow(run, console)
-    if code != 0:
-        sys.exit(f"error: verl ended with {code}; the cause is at the end of {run.log}")
+    run = prepared(given.shape, given.out, given.steps, tuple(given.options))
+    wanted = look_at_options(run, console)
+    build(run, given.shape, given.architecture, console)
+    train(run, console)
     console.print(table(run.steps()))
     figure(run, given.out / "verl-grpo.png")
-    if given.compare:
-        options["actor_rollout_ref.rollout.custom.generate_with"] = "huggingface"
-        other = Run(data, given.out / "huggingface", options, num_threads=shape.num_threads)
-        console.print("the same with Hugging Face's generate", highlight=False)
-        if follow(other, console) != 0:
-            sys.exit(f"error: the cause is at the end of {other.log}")
-        console.print(comparison(run.steps(), other.steps()))
     found, steps = worst(run.steps()), len(run.steps())
     console.print(f"largest mismatch of {steps} steps: {found}; metrics and figure are in {given.out}")
     if found != 0.0:
         sys.exit("error: rollout and trainer differ, or nothing was compared")
-    wanted = int(str(options["trainer.total_training_steps"]))
-    if steps < wanted:
+    if wanted is not None and steps < wanted:
         sys.exit(f"error: verl ended after {steps} of {wanted} steps")
 
 
+def prepared(size: str, out: Path, steps: int, words: tuple[str, ...] = ()) -> Run:
+    """Return a run of one of the `SHAPES`; its data is not there yet."""
+    shape = SHAPES[size]
+    options: dict[str, object] = {**shape.options, "trainer.total_training_steps": steps}
+    data = out / ("data" if size == "small" else f"data-{size}")
+    return Run(data, out, options, num_threads=shape.num_threads, words=words)
+
+
+def look_at_options(run: Run, console: Console) -> int | None:
+    """Return how many steps are asked for; end the program if an option is wrong."""
+    from samebit.recipes.verl_grpo.options import OptionError, checked
+
+    console.print("looking at the options, for which verl is imported", highlight=False)
+    try:
+        wanted: int | None = checked(run).trainer.total_training_steps
+    except OptionError as error:
+        sys.exit(f"error: {error}")
+    return wanted
+
+
+def build(run: Run, size: str, architecture: str, console: Console) -> None:
+    """Make the model and the data, or take those of an earlier run."""
+    run.data.mkdir(parents=True, exist_ok=True)
+    console.print(f"the model, warmed up, and the data: {run.data}", highlight=False)
+    SHAPES[size].build(run.data, architecture)
+
+
+def train(run: Run, console: Console) -> None:
+    """Let verl run to its end; end the program if it fails."""
+    console.print(f"verl is starting, which takes a minute; its log is {run.log}", highlight=False)
+    code = follow(run, console)
+    if code != 0:
+        sys.exit(f"error: verl ended with {code}; the cause is at the end of {run.log}")
+
+
 def follow(run: Run, console: Console) -> int:
-    """Wait for its end, and say what every step brought meanwhile; verl's exit code."""
+    """Wait for its end, which comes with the end of this program, and say meanwhile what it does.
+
+    Returns:
+        verl's exit code.
+    """
     (run.out / "metrics.jsonl").unlink(missing_ok=True)
     process = run.start()
-    shown = 0
+    try:
+        return _followed(run, process, console)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+
+
+def _followed(run: Run, process: subprocess.Popen[bytes], console: Console) -> int:
+    began, progress, shown = time.monotonic(), Progress(run.log), 0
     while True:
         ended = process.poll()
         steps = run.steps()
+        for stage in () if shown else progress.reached():
+            console.print(f"{time.monotonic() - began:4.0f} s: {stage}", highlight=False)
         for row in steps[shown:]:
             reward, seconds = row["critic/rewards/mean"], row["timing_s/step"]
-            mismatch = row["training/rollout_probs_diff_max"]
+            mismatch = row.get(MISMATCH[0], "not measured")
             console.print(f"step {row['step']}: reward {reward:.3f}, {seconds:.1f} s, mismatch {mismatch}")
         shown = len(steps)
         if ended is not None:
@@ -101,24 +138,15 @@ def follow(run: Run, console: Console) -> int:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A line a step."""
+    """Return a table with one line a step."""
     made = Table(*COLUMNS.values())
     for row in rows:
         made.add_row(*(f"{row[name] + 0.0:.4g}" if name in row else "" for name in COLUMNS))
     return made
 
 
-def comparison(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> Table:
-    """Medians of a step's parts, without the first step, in which things are started and compiled."""
-    made = Table("median seconds a step", "samebit", "Hugging Face generate", "times")
-    for name in ("timing_s/step", *PARTS):
-        here, there = (median(row[name] for row in rows[1:]) for rows in (ours, theirs))
-        made.add_row(COLUMNS[name], f"{here:.3f}", f"{there:.3f}", f"{there / here:.2f}")
-    return made
-
-
 def figure(run: Run, path: Path) -> None:
-    """Reward, where a step's time goes, and the mismatch."""
+    """Draw the reward, the parts of a step's time, and the mismatch."""
     from matplotlib.figure import Figure
 
     rows = run.steps()
@@ -135,7 +163,7 @@ def figure(run: Run, path: Path) -> None:
     middle.set(title="seconds a step", xlabel="step")
     middle.legend(fontsize="small")
     for name in MISMATCH:
-        right.plot(steps, [abs(row[name]) for row in rows], label=COLUMNS[name])
+        right.plot(steps, [abs(row.get(name, math.nan)) for row in rows], label=COLUMNS[name])
     right.set(title="mismatch, absolute", xlabel="step")
     right.legend(fontsize="small")
     drawn.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""How large the runs of `make verl-grpo` are."""
+"""The sizes of the runs of `make verl-grpo`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Shape:
     num_threads: int = 1
 
     def build(self, folder: Path, architecture: str) -> None:
-        """Model, warmed up, and data."""
+        """Build the warmed-up model and the data."""
         task.build(
             folder,
             training=4096,

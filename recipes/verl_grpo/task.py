@@ -29,9 +29,11 @@ def build(
 ) -> None:
     """Write `model/`, `train.parquet` and `test.parquet`, unless they are there.
 
-    warm: teach the model the task first, as recipes/grpo.py does; else its weights are random. architecture: see
-    `tiny_model.build_model`. prompt_tokens: fill prompts, and the rows of the warm-up, up to so many with worked
-    examples. sizes: entries of the model's configuration.
+    Args:
+        warm: Teach the model the task first, as recipes/grpo.py does; otherwise its weights are random.
+        architecture: As for `tiny_model.build_model`.
+        prompt_tokens: Fill prompts, and the rows of the warm-up, with worked examples up to this number of tokens.
+        sizes: Entries of the model's configuration.
     """
     if (folder / "test.parquet").exists():
         return
@@ -49,7 +51,7 @@ def build(
 
 
 def with_examples(problems: Sequence[Problem], tokens: int) -> list[Problem]:
-    """Each with the next ones, worked out, in front of it: as many as leave the prompt within `tokens`."""
+    """Put worked examples, the next problems, in front of each: as many as keep the prompt within `tokens`."""
     return [replace(problem, prompt=_prompt(problems, index, tokens)) for index, problem in enumerate(problems)]
 
 
@@ -67,7 +69,7 @@ def _prompt(problems: Sequence[Problem], index: int, tokens: int) -> str:
 
 
 def save_problems(sets: ProblemSets, folder: Path) -> None:
-    """In the columns that verl reads."""
+    """Write the problems in the columns that verl reads."""
     for name, problems in (("train", sets.training), ("test", sets.held_out)):
         rows = [
             {

@@ -1,6 +1,35 @@
-"""KV memory: which block belongs to whom, and what of it can be used again."""
+"""KV memory: which block belongs to whom, and what of it can be used again.
 
-from samebit.rollout.cache.blocks import NULL_BLOCK, BlockPool
-from samebit.rollout.cache.manager import CacheManager
+`contract` says what the scheduler may ask; `prefix_cache` and `no_prefix_cache` answer. It stands on `requests` and
+imports nothing above it.
+"""
 
-__all__ = ["NULL_BLOCK", "BlockPool", "CacheManager"]
+from samebit.rollout.cache.block_pool import NULL_BLOCK, BlockPool
+from samebit.rollout.cache.checkpoints.pool import CheckpointPool
+from samebit.rollout.cache.contract import Cache
+from samebit.rollout.cache.no_prefix_cache import NoPrefixCache
+from samebit.rollout.cache.prefix_cache import PrefixCache
+
+__all__ = ["NULL_BLOCK", "BlockPool", "Cache", "CacheManager", "NoPrefixCache", "PrefixCache", "build_cache"]
+
+
+def build_cache(
+    num_blocks: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    *,
+    prefix_caching: bool = True,
+    eviction_policy: str = "lru",
+    checkpoints: CheckpointPool | None = None,
+) -> Cache:
+    """Build the cache of a worker; `checkpoints` are those of a model with recurrent states."""
+    if not prefix_caching:
+        return NoPrefixCache(num_blocks, block_size, max_num_seqs, max_model_len)
+    return PrefixCache(
+        num_blocks, block_size, max_num_seqs, max_model_len, eviction_policy=eviction_policy, checkpoints=checkpoints
+    )
+
+
+CacheManager = build_cache
+"""The name under which other code builds a cache."""

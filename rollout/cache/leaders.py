@@ -2,8 +2,8 @@
 
 Invariants
 ----------
-* A digest (or a prompt, `PromptTail`) is led by a running sequence that will publish it; when that sequence
-  stops leading for any reason, whoever waits is handed back to the scheduler, and the first of them to be
+* A digest (or a prompt, `HeldPrompt`) is led by a running sequence that will publish it; when that sequence
+  stops leading for any reason, the followers are handed back to the scheduler, and the first of them to be
   admitted leads.
 * A follower waits for one digest: the last block that it has in common with what is being computed. It
   holds no memory meanwhile.
@@ -12,106 +12,95 @@ Invariants
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from samebit.rollout.cache.cache_entry import HeldPrompt
+from samebit.rollout.requests.block_digests import TokenChain
+from samebit.rollout.requests.request import Sequence
 
-from samebit.rollout.cache.chain import TokenChain
-
-if TYPE_CHECKING:
-    from samebit.rollout.cache.tails import PromptTail
-    from samebit.rollout.request import Sequence
-
-    Awaited = bytes | PromptTail
+Awaited = bytes | HeldPrompt
 
 
 class Leaders:
+    """Leaders and followers of one cache."""
+
     def __init__(self) -> None:
-        self.waits = 0
         self._led: dict[Awaited, Sequence] = {}
         self._leading: dict[Sequence, dict[Awaited, None]] = {}
         self._followers: dict[Awaited, dict[Sequence, None]] = {}
         self._waits_for: dict[Sequence, Awaited] = {}
 
     def __contains__(self, sequence: Sequence) -> bool:
-        """Whether it waits behind a leader."""
+        """Tell whether it waits behind a leader."""
         return sequence in self._waits_for
 
-    def lead(self, sequence: Sequence, digests: list[Awaited]) -> None:
-        """`sequence` is going to compute and publish these blocks."""
-        led = {digest: None for digest in digests if digest not in self._led}
+    def lead(self, sequence: Sequence, awaited: list[Awaited]) -> None:
+        """Note that `sequence` is going to compute and publish these, but for those that are led already."""
+        led = {digest: None for digest in awaited if digest not in self._led}
         if led:
             self._leading[sequence] = led
             for digest in led:
                 self._led[digest] = sequence
 
     def reach(self, chain: TokenChain, start: int) -> int:
-        """How many blocks of a chain there will be, when `start` are there already."""
+        """Return how many blocks of a chain there will be, when `start` are there already."""
         led = self._led
         end = start
         while led and end < len(chain) and chain[end] in led:
             end += 1
         return end
 
-    def leader(self, digest: Awaited) -> Sequence | None:
-        """Who computes this block, if somebody does."""
-        return self._led.get(digest)
-
-    def follow(self, sequence: Sequence, digest: Awaited) -> None:
-        self.waits += 1
-        self._waits_for[sequence] = digest
-        self._followers.setdefault(digest, {})[sequence] = None
-
-    def unfollow(self, sequence: Sequence) -> None:
-        """A follower that goes away itself."""
-        digest = self._waits_for.pop(sequence)
-        followers = self._followers[digest]
-        del followers[sequence]
-        if not followers:
-            del self._followers[digest]
-
     def last_led(self, chain: TokenChain, start: int, end: int) -> int:
-        """The end of the last block of a chain among `start .. end - 1` that is led; `start` for none."""
+        """Return the end of the last block of a chain among `start .. end - 1` that is led; `start` if none is."""
         led = self._led
         while led and end > start and chain[end - 1] not in led:
             end -= 1
         return end if led else start
 
-    def published(self, digest: Awaited, by: Sequence | None = None) -> list[Sequence]:
-        """The block is there: the followers that waited for it. With `by`, only if this sequence leads it."""
-        leader = self._led.get(digest)
+    def leader(self, awaited: Awaited) -> Sequence | None:
+        """Return the sequence that computes this, if one does."""
+        return self._led.get(awaited)
+
+    def add_follower(self, sequence: Sequence, awaited: Awaited) -> None:
+        """Let a sequence wait for this, which is led."""
+        self._waits_for[sequence] = awaited
+        self._followers.setdefault(awaited, {})[sequence] = None
+
+    def remove_follower(self, sequence: Sequence) -> None:
+        """Forget a sequence that goes away itself, if it follows."""
+        awaited = self._waits_for.pop(sequence, None)
+        if awaited is not None:
+            followers = self._followers[awaited]
+            del followers[sequence]
+            if not followers:
+                del self._followers[awaited]
+
+    def wake(self, awaited: Awaited, by: Sequence | None = None) -> list[Sequence]:
+        """Hand back the followers of what is there now. With `by`, only if this sequence leads it."""
+        leader = self._led.get(awaited)
         if leader is None or (by is not None and leader is not by):
             return []
-        del self._led[digest]
+        del self._led[awaited]
         led = self._leading[leader]
-        del led[digest]
+        del led[awaited]
         if not led:
             del self._leading[leader]
-        return self._wake(digest)
+        return self._let_go(awaited)
 
     def resign(self, sequence: Sequence) -> list[Sequence]:
-        """`sequence` will publish nothing more: the followers of what it led."""
+        """Hand back the followers of a sequence that will publish nothing more."""
         woken: list[Sequence] = []
-        for digest in self._leading.pop(sequence, ()):
-            del self._led[digest]
-            woken += self._wake(digest)
+        for awaited in self._leading.pop(sequence, ()):
+            del self._led[awaited]
+            woken += self._let_go(awaited)
         return woken
 
     def resign_all(self) -> list[Sequence]:
-        """Nothing is led any more: all followers."""
+        """Hand back all followers: nothing is led any more."""
         woken = list(self._waits_for)
         self._led, self._leading, self._followers, self._waits_for = {}, {}, {}, {}
         return woken
 
-    def _wake(self, digest: Awaited) -> list[Sequence]:
-        woken = list(self._followers.pop(digest, ()))
+    def _let_go(self, awaited: Awaited) -> list[Sequence]:
+        woken = list(self._followers.pop(awaited, ()))
         for sequence in woken:
             del self._waits_for[sequence]
         return woken
-
-    def check(self) -> None:
-        """Raise unless every follower waits for a block that somebody leads."""
-        for sequence, digest in self._waits_for.items():
-            if digest not in self._led or sequence not in self._followers[digest]:
-                raise AssertionError("a follower waits for a block that nobody computes")
-        led = {digest: leader for leader, digests in self._leading.items() for digest in digests}
-        if led != self._led:
-            raise AssertionError("the blocks led and their leaders differ")

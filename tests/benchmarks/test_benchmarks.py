@@ -1,17 +1,35 @@
 """The benchmarks run from end to end on a model of a few thousand parameters and write what README.md says."""
 
-import importlib
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from samebit.benchmarks import (
+    cache_growth,
+    decode_step,
+    gpu,
+    hybrid,
+    prefix_cache,
+    rollout,
+    scheduler,
+    tile_search,
+    tune_tiles,
+)
+from samebit.benchmarks import gpu_figures as gpu_measure
+from samebit.benchmarks.contestants import huggingface as peers
+from samebit.benchmarks.contestants import recurrent_cpu as recurrent
+from samebit.benchmarks.rounds import machine_noise as neighbours
+from samebit.benchmarks.rounds import turns as alternate
+from samebit.benchmarks.workloads import models, workload
+
+from ..patience import HANG
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -27,30 +45,15 @@ TINY = {
 }
 
 
-class Scripts:
-    """The scripts' modules, imported as the scripts import them."""
-
-    def __getattr__(self, name: str) -> Any:
-        return importlib.import_module(name)
-
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripts]:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    yield Scripts()
-    for name in [path.stem for path in FOLDER.glob("*.py")]:
-        sys.modules.pop(name, None)
-
-
-def test_rollout_writes_every_figure(scripts: Scripts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(scripts.models.SHAPES, "5m", TINY)
-    monkeypatch.setattr(scripts.rollout, "Workload", lambda: scripts.workload.Workload(2, 3, 20, 24))
+def test_rollout_writes_every_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(models.SHAPES, "5m", TINY)
+    monkeypatch.setattr(rollout, "Workload", lambda: workload.Workload(2, 3, 20, 24))
     target, picture = tmp_path / "out.json", tmp_path / "out.png"
     monkeypatch.setattr(sys, "argv", ["rollout.py", "--quick", "--json", str(target), "--plot", str(picture)])
-    scripts.rollout.main()
+    rollout.main()
     content = json.loads(target.read_text())
     names = {"ratio_vs_hf_generate_5m", "exact_tax", "engine_overhead_share", "step_over_floor"}
-    if scripts.peers.continuous_available():
+    if peers.continuous_available():
         names.add("ratio_vs_hf_continuous_tuned_5m")
     assert names <= set(content["metrics"])
     for value in content["metrics"].values():
@@ -59,16 +62,15 @@ def test_rollout_writes_every_figure(scripts: Scripts, monkeypatch: pytest.Monke
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_wrong_number_of_tokens_is_refused(scripts: Scripts) -> None:
-    work = scripts.workload.Workload(prompts=1, samples=2, prompt_tokens=4, new_tokens=3)
+def test_a_wrong_number_of_tokens_is_refused() -> None:
+    work = workload.Workload(prompts=1, samples=2, prompt_tokens=4, new_tokens=3)
     work.check("good", [[1, 2, 3], [1, 2, 4]], vocab_size=5)
     for outputs in ([[1, 2, 3]], [[1, 2, 3], [1, 2]], [[1, 2, 3], [1, 2, 5]], [[1, 2, 3], [1, 2, 3]]):
         with pytest.raises(RuntimeError, match="bad: "):
             work.check("bad", outputs, vocab_size=5)
 
 
-def test_disturbed_rounds_are_dropped(scripts: Scripts) -> None:
-    alternate = scripts.alternate
+def test_disturbed_rounds_are_dropped() -> None:
     calibration = alternate.Calibration(size=8, repeats=1)
     calibration.seconds = [1.0, 1.1, 0.9, 1.2, 1.0, 1.0]
     rounds = [
@@ -84,40 +86,40 @@ def test_disturbed_rounds_are_dropped(scripts: Scripts) -> None:
     assert [one.number for one in alternate.kept(rounds, calibration)] == [0]
 
 
-def test_other_processes_are_seen(scripts: Scripts) -> None:
-    crowd = scripts.neighbours.Neighbours()
+def test_other_processes_are_seen() -> None:
+    crowd = neighbours.Neighbours()
     code = "import time; end = time.time() + 1\nwhile time.time() < end: pass"
     subprocess.run([sys.executable, "-c", code], check=True)
     cores = os.cpu_count() or 1
     assert crowd.share() > 0.5 / cores
 
 
-def test_who_begins_changes(scripts: Scripts) -> None:
+def test_who_begins_changes() -> None:
     order: list[str] = []
 
     def turn(name: str) -> Any:
         return lambda number: order.append(f"{name}{number}") or 1.0
 
-    calibration = scripts.alternate.Calibration(size=8, repeats=1)
-    scripts.alternate.alternate({"a": turn("a"), "b": turn("b")}, 2, calibration)
+    calibration = alternate.Calibration(size=8, repeats=1)
+    alternate.alternate({"a": turn("a"), "b": turn("b")}, 2, calibration)
     assert order == ["a0", "b0", "b1", "a1"]
     assert len(calibration.seconds) == 4
 
 
-def test_scheduler_figures(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripts.scheduler, "STEPS", 20)
-    metrics = scripts.scheduler.measure(few=1, many=50, repetitions=2)
+def test_scheduler_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "STEPS", 20)
+    metrics = scheduler.measure(few=1, many=50, repetitions=2)
     assert set(metrics) == {"schedule_growth", "schedule_us_1_waiting", "schedule_us_50_waiting"}
     assert all(0 < value.min <= value.value <= value.max for value in metrics.values())
 
 
-def test_prefix_cache_figures(scripts: Scripts) -> None:
-    sizes = scripts.prefix_cache.Sizes(
+def test_prefix_cache_figures() -> None:
+    sizes = prefix_cache.Sizes(
         requests=4, shared=48, own_mean=10, outputs=(2, 5), groups=2, samples=3, group_prompt=33, group_output=5,
         conversations=2, turns=3, turn_input=5, turn_output=20, unshared_output=4,
     )  # fmt: skip
-    model = scripts.models.build(TINY, scripts.models.DTYPES["fp32"], sizes.longest)
-    metrics = scripts.prefix_cache.measure(model, sizes, rounds=1)
+    model = models.build(TINY, models.DTYPES["fp32"], sizes.longest)
+    metrics = prefix_cache.measure(model, sizes, rounds=1)
     assert set(metrics) == {
         "speedup_over_ideal_out2", "requests_per_second_gain_out2", "speedup_over_ideal_out5",
         "requests_per_second_gain_out5", "first_wave_hit_ratio", "group_prefill_ratio", "multi_turn_skip_ratio",
@@ -128,17 +130,17 @@ def test_prefix_cache_figures(scripts: Scripts) -> None:
     assert metrics["multi_turn_skip_ratio"].value == 1
 
 
-def test_hybrid_figures(scripts: Scripts) -> None:
+def test_hybrid_figures() -> None:
     shape = {
-        **scripts.models.HYBRID, "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "mamba_num_heads": 3,
+        **models.HYBRID, "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "mamba_num_heads": 3,
         "mamba_head_dim": 20, "ssm_state_size": 17, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
     }  # fmt: skip
-    sizes = scripts.hybrid.Sizes(
+    sizes = hybrid.Sizes(
         conversations=2, turns=3, first_prompt=70, turn_input=5, turn_output=70, requests=4, shared=100, own=3
     )
-    steps = scripts.decode_step.Sizes(scripts.decode_step.SSMShape(3, 20, 1, 17, 4), 1, (1, 2), 1)
-    model = scripts.models.build_hybrid(shape, sizes.longest)
-    metrics = scripts.hybrid.measure(model, sizes, scripts.workload.Workload(2, 3, 20, 24), steps, rounds=1)
+    steps = decode_step.Sizes(decode_step.SSMShape(3, 20, 1, 17, 4), 1, (1, 2), 1)
+    model = models.build_hybrid(shape, sizes.longest)
+    metrics = hybrid.measure(model, sizes, workload.Workload(2, 3, 20, 24), steps, rounds=1)
     assert set(metrics) == {
         "exact_over_recurrent_1", "exact_over_recurrent_2", "exact_over_recurrent_1_scan_alone",
         "exact_over_recurrent_2_scan_alone", "multi_turn_computed_over_ideal", "multi_turn_ttft_gain",
@@ -151,12 +153,12 @@ def test_hybrid_figures(scripts: Scripts) -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "groups"), [(24, 1), (64, 2), (129, 4)])
-def test_the_recurrent_peer_computes_the_recurrence(scripts: Scripts, head_dim: int, groups: int) -> None:
+def test_the_recurrent_peer_computes_the_recurrence(head_dim: int, groups: int) -> None:
     """In float32, beside the float64 oracle."""
-    from samebit.kernels.reference import ssm_scan
+    from ..kernels.reference import ssm_scan
 
-    shape = scripts.decode_step.SSMShape(4, head_dim, groups, 33, 4)
-    peer = scripts.recurrent.Recurrence.empty(shape, 2)
+    shape = decode_step.SSMShape(4, head_dim, groups, 33, 4)
+    peer = recurrent.Recurrence.empty(shape, 2)
     torch.manual_seed(0)
     tokens, sizes = 9, [shape.inner, groups * 33, groups * 33]
     xbc, dt = torch.randn(tokens, 2, sum(sizes)), torch.randn(tokens, 2, 4)
@@ -172,11 +174,11 @@ def test_the_recurrent_peer_computes_the_recurrence(scripts: Scripts, head_dim: 
         torch.testing.assert_close(found[:, row], expected.float(), rtol=1e-4, atol=1e-4)
 
 
-def test_cache_growth_figures(scripts: Scripts) -> None:
-    sizes = scripts.cache_growth.Sizes(
+def test_cache_growth_figures() -> None:
+    sizes = cache_growth.Sizes(
         small_pool=50, large_pool=200, prompt=640, evicted=20, repetitions=1, states=9, followers=3, held=70
     )
-    metrics = scripts.cache_growth.measure(sizes)
+    metrics = cache_growth.measure(sizes)
     assert set(metrics) == {"admission_ms_640", "admission_uncached_ms_640", "eviction_growth", "clear_ms_200"}
     assert all(value.min > 0 for value in metrics.values())
 
@@ -197,7 +199,7 @@ def test_weight_sync_figures(tmp_path: Path) -> None:
         "--json",
         str(target),
     ]
-    subprocess.run(command, check=True, cwd=tmp_path, timeout=120, capture_output=True)
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=HANG, capture_output=True)
     metrics = json.loads(target.read_text())["metrics"]
     names = {
         "same_process_over_memcpy",
@@ -216,14 +218,12 @@ def test_weight_sync_figures(tmp_path: Path) -> None:
     assert curve[1] == metrics["delta_bytes_over_dense"]["value"] < 0.3
 
 
-def test_gpu_measures_a_model_on_the_cpu_too(scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = scripts.gpu_measure.Sizes(
-        sequences=(1, 2), prompt=8, new_tokens=3, prefill_rows=16, max_model_len=128, repeats=1
-    )
-    report = scripts.gpu.Report(minutes=5)
-    model = scripts.gpu.bind(scripts.gpu.made(TINY, sizes, "cpu"))
-    inexact = scripts.gpu.bind(scripts.gpu.made(TINY, sizes, "cpu"), exact=False)
-    measure = scripts.gpu_measure
+def test_gpu_measures_a_model_on_the_cpu_too(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = gpu_measure.Sizes(sequences=(1, 2), prompt=8, new_tokens=3, prefill_rows=16, max_model_len=128, repeats=1)
+    report = gpu.Report(minutes=5)
+    model = gpu.bind(gpu.made(TINY, sizes, "cpu"))
+    inexact = gpu.bind(gpu.made(TINY, sizes, "cpu"), exact=False)
+    measure = gpu_measure
     for part in (measure.exactness, measure.decode, measure.prefill, measure.cache, measure.control):
         report.run(part.__name__, part(model, sizes, "cpu"))
     for beside in (measure.tax, measure.training):
@@ -231,19 +231,19 @@ def test_gpu_measures_a_model_on_the_cpu_too(scripts: Scripts, capsys: pytest.Ca
     assert report.troubles == {}
     assert report.figures["exactness: exactness: tokens compared"].value == 63
     assert report.figures["exactness: exactness: tokens that differ"].value == 0
-    late = scripts.gpu.Report(minutes=0)
+    late = gpu.Report(minutes=0)
     late.run("decode", measure.decode(model, sizes, "cpu"))
     late.table()
     assert "not run: the time was up" in capsys.readouterr().out
 
 
-def test_the_recurrent_peer_of_a_gpu_computes_the_recurrence(scripts: Scripts) -> None:
+def test_the_recurrent_peer_of_a_gpu_computes_the_recurrence() -> None:
     """In Triton's interpreter, beside the peer of the CPU; and both are measured on the same steps."""
     pytest.importorskip("triton")
-    from gpu_recurrent import recurrent_step
+    from samebit.benchmarks.contestants.recurrent_cuda import recurrent_step
 
-    shape = scripts.decode_step.SSMShape(4, 20, 2, 17, 4)
-    peer = scripts.recurrent.Recurrence.empty(shape, 3)
+    shape = decode_step.SSMShape(4, 20, 2, 17, 4)
+    peer = recurrent.Recurrence.empty(shape, 3)
     states = torch.zeros(3, 4, 17, 20)
     torch.manual_seed(0)
     rate, bias, skip = -torch.rand(4), torch.randn(4), torch.randn(4)
@@ -251,13 +251,13 @@ def test_the_recurrent_peer_of_a_gpu_computes_the_recurrence(scripts: Scripts) -
     for _ in range(3):
         step = torch.randn(2, shape.conv_width), torch.randn(2, 4), rate, bias, skip, slots
         torch.testing.assert_close(recurrent_step(*step, states, shape), peer.step(*step), rtol=1e-5, atol=1e-5)
-    layout = scripts.gpu_measure.StateLayout(4, shape, 64)
-    for run in scripts.gpu_measure._scan_steps(layout, 2, "cpu"):
+    layout = gpu_measure.StateLayout(4, shape, 64)
+    for run in gpu_measure._scan_steps(layout, 2, "cpu"):
         run()
 
 
-def test_the_tuner_takes_the_fastest_tiles_whose_bits_are_equal(scripts: Scripts) -> None:
-    search = scripts.tile_search
+def test_the_tuner_takes_the_fastest_tiles_whose_bits_are_equal() -> None:
+    search = tile_search
     slow, fast, unequal, other = (search.MatmulTile(64, outputs, 64, 4, 4) for outputs in (64, 128, 16, 32))
     times = {
         slow: {4096: 2.0}, fast: {4096: 1.0, 1: 10.0, 16: 10.0, 64: 10.0, 256: 10.0},
@@ -281,9 +281,9 @@ def test_the_tuner_takes_the_fastest_tiles_whose_bits_are_equal(scripts: Scripts
 
 
 def test_the_tuner_knows_the_layers_of_a_model_and_keeps_what_it_found(
-    scripts: Scripts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    tune, search = scripts.tune_tiles, scripts.tile_search
+    tune, search = tune_tiles, tile_search
     layers, heads = tune.sizes_of([tune.shape_config("qwen3-8b"), tune.shape_config("nemotron-h-8b")])
     assert {(4096, 1024), (4096, 4096), (4096, 12288), (12288, 4096), (4096, 151936)} <= set(layers)
     assert heads == [search.Heads(32, 8, 128)]

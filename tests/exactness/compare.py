@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from samebit.kernels.binding import binding_of
+from samebit.kernels.binding.binding import binding_of
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
 
 from .layouts import LAYOUTS, Scores, assert_same_bits

@@ -1,5 +1,8 @@
 """Tiny random-weight models of every bound family, with odd widths and logits that are not flat."""
 
+import itertools
+import os
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -69,7 +72,7 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("Qwen3", {"head_dim": 128}),
     "Mistral": ("Mistral", {"head_dim": 64, "sliding_window": 24}),
     "Phi3": ("Phi3", {}),
-    "Phi3, half of the head rotated": ("Phi3", {"partial_rotary_factor": 0.5}),
+    "Phi3, a part of the head rotated": ("Phi3", {"partial_rotary_factor": 0.48}),
     "Gemma2": (
         "Gemma2",
         {"head_dim": 32, **_LOCAL_AND_GLOBAL, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
@@ -204,6 +207,21 @@ def bound_model(name: str, dtype: torch.dtype = torch.float32, ssm_chunk: int = 
     from samebit.kernels import bind
 
     return bind(make_model(name, dtype, **changes), ssm_chunk=ssm_chunk)
+
+
+CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
+"""Whether this is `make soak`."""
+
+
+def paired(names: Sequence[str], *others: Iterable[Any], shift: int = 0) -> list[tuple[Any, ...]]:
+    """Return each name with each combination of the others under `make soak`, and otherwise with one, in turns.
+
+    Tests of the same names shift the turns, so that a name meets another combination there.
+    """
+    combinations = list(itertools.product(*others))
+    if CAMPAIGN:
+        return [(name, *one) for name in names for one in combinations]
+    return [(name, *combinations[(shift + number) % len(combinations)]) for number, name in enumerate(names)]
 
 
 def token_ids(*lengths: int, seed: int = 0) -> list[list[int]]:

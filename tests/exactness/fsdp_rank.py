@@ -20,7 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from samebit.kernels import bind, bound_causal, scored_head, token_logprobs
+from samebit.kernels import bind, token_logprobs
+from samebit.kernels.binding import causal_lm as bound_causal
+from samebit.kernels.binding.trainer import logprob_head as scored_head
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 1009,
@@ -80,6 +82,7 @@ def check(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: bo
         bind(build(tied=tied).to(dtype)),
         sharded(mesh, dtype, tied=tied, checkpointing=checkpointing),
     )
+    assert bind(model) is model, "the classes are FSDP2's now, and that is legal"
     inputs = batch()
     expected = token_logprobs(whole, **inputs, temperature=0.7)
     got = token_logprobs(model, **inputs, temperature=0.7)
@@ -102,7 +105,7 @@ def main(folder: Path, rank: int, world: int) -> None:
     store = dist.FileStore(str(folder / "store"), world)
     scored_head.BYTES_AT_ONCE = 4 * CONFIG["vocab_size"] * ROWS_AT_ONCE
     bound_causal.logprobs_from_logits = None  # of all logits at once, which is not to happen
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=900))
     mesh = dist.init_device_mesh("cpu", (world,))
     for dtype, tied, checkpointing in product((torch.float32, torch.bfloat16), (True, False), (True, False)):
         check(mesh, dtype, tied=tied, checkpointing=checkpointing)

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from samebit.rollout import RolloutConfig
-from samebit.rollout.cache import CacheManager
-from samebit.rollout.engine import Engine
-from samebit.rollout.request import Request
-from samebit.rollout.runner import ModelRunner
+from samebit.rollout.cache import build_cache
+from samebit.rollout.engine.engine import Engine
+from samebit.rollout.requests.request import Request
+from samebit.rollout.runner.model_runner import ModelRunner
 from samebit.rollout.sampling_params import SamplingParams
 
 Span = tuple[int, int, int]
@@ -93,8 +93,8 @@ class Replay:
         config = RolloutConfig(block_size=block_size, max_num_seqs=1, enable_prefix_caching=False)
         self._runner = ModelRunner(next(iter(models.values())), config)
         blocks = -(-max_model_len // block_size)
-        cache = CacheManager(
-            blocks, block_size, 1, max_model_len, prefix_caching=False, states=self._runner.state_cache()
+        cache = build_cache(
+            blocks, block_size, 1, max_model_len, prefix_caching=False, checkpoints=self._runner.checkpoint_pool()
         )
         self._engine = Engine(self._runner, cache, max_model_len)
 

@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from samebit.kernels import logprobs_from_logits
-from samebit.kernels.binding import binding_of
-from samebit.kernels.context import ForwardContext, use_context
+from samebit.kernels.binding.binding import binding_of
+from samebit.kernels.layout.forward_context import ForwardContext, use_context
 
 from .layouts import Scores
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from samebit.kernels.binding import binding_of
+from samebit.kernels.binding.binding import binding_of
 from samebit.rollout import RolloutConfig, RolloutWorker, cli
+from samebit.rollout.runner.pool_sizes import count_held_states
 
 from .families import bound_model, make_model
 
@@ -48,7 +49,7 @@ def test_memory_is_that_of_the_formula_and_of_a_worker(
             sum(tensor.nbytes for layer in part for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor))
             for part in (runner.memory.states.layers, runner.memory.states.checkpoints)
         )
-    assert slots == (3 + config.num_held_states) * shown["state_of_a_sequence"]
+    assert slots == (3 + count_held_states(config)) * shown["state_of_a_sequence"]
     assert checkpoints == worker.stats()["states_total"] * shown["state_of_a_checkpoint"]
     assert (shown["state_of_a_checkpoint"], shown["state_of_a_sequence"]) == formula(name, getattr(torch, dtype))
     assert shown["sequences_running_or_held"] == 64 + 16

@@ -10,9 +10,9 @@ import transformers
 from torch import nn
 
 from samebit.kernels import BindingError, bind, token_logprobs
-from samebit.kernels.binding import binding_of, is_bound
-from samebit.kernels.context import training_context, use_context
-from samebit.kernels.families import RECURRENT_MASKS
+from samebit.kernels.binding.binding import binding_of, is_bound
+from samebit.kernels.binding.families import RECURRENT_MASKS
+from samebit.kernels.layout.forward_context import training_context, use_context
 
 from .families import MAX_LEN, VOCAB, bound_model, make_model
 

@@ -10,16 +10,18 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from samebit.kernels import bind, scored_head
-from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, check, cli
-from samebit.rollout.cache import CacheManager
-from samebit.rollout.cache.index import PrefixIndex
-from samebit.rollout.check_cache import CacheCheck, CacheRuns
-from samebit.rollout.check_weights import WeightsCheck
-from samebit.weight_sync.buckets import Kind
-from samebit.weight_sync.delta import DeltaEncoder, Encoded
+from samebit.kernels import bind
+from samebit.kernels.binding.trainer import logprob_head as scored_head
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, cli
+from samebit.rollout.audit import audit as check
+from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
+from samebit.rollout.audit.weight_updates import WeightsCheck
+from samebit.rollout.cache import PrefixCache
+from samebit.rollout.cache.prefix_tree import PrefixIndex
+from samebit.weight_sync.wire.buckets import Kind
+from samebit.weight_sync.wire.delta import DeltaEncoder, Encoded
 
-from .families import DTYPES, FAMILIES, HYBRIDS, make_model
+from .families import CAMPAIGN, DTYPES, FAMILIES, HYBRIDS, make_model
 
 
 @pytest.fixture
@@ -83,7 +85,6 @@ def test_another_sample_of_the_same_seed_is_found(folder: str, monkeypatch: pyte
     assert differing["one request at a time"] > 0
 
 
-CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
 EVERY = [(name, dtype) for name in (*FAMILIES, *HYBRIDS) for dtype in DTYPES]
 FEW = [("NemotronH", torch.bfloat16), ("Mamba2", torch.float32)]
 
@@ -112,7 +113,7 @@ def test_another_grid_of_states(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "instead", "missing"),
     [
-        (CacheManager, "awaited", lambda self, sequence: None, "no prefix_hits and leader_waits"),
+        (PrefixCache, "awaited", lambda self, sequence: None, "no prefix_hits and leader_waits"),
         (PrefixIndex, "extend_match", lambda self, match, chain, tokens: None, "no prefix_hits"),
     ],
 )
@@ -123,6 +124,28 @@ def test_a_row_that_would_show_nothing_is_an_error(
     monkeypatch.setattr(owner, name, instead)
     with pytest.raises(ValueError, match=missing):
         list(CacheCheck(runs).runs())
+
+
+@pytest.mark.parametrize("tokens", ["161", "100000"])
+def test_more_tokens_than_the_model_has_room_for_are_refused(
+    folder: str, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", folder, "--json", "--tokens", tokens]) == 2
+    printed = capsys.readouterr()
+    assert f"{tokens} new tokens a request were asked for (--tokens); allowed: 1 to 160, half of this" in printed.err
+    assert printed.out == ""
+
+
+def test_the_tokens_that_are_asked_for_are_sampled(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(check._Check, "schedules", lambda self: seen.append(self.workload.new_tokens) or iter(()))
+    for part in ("temperatures", "prefix_cache", "layouts", "weights"):
+        monkeypatch.setattr(check._Check, part, lambda self: iter(()))
+    monkeypatch.setattr(check, "check_gemm_rows", lambda model: (1, 0, 0.0))
+    for tokens in (160, 33, 1, None):
+        assert len(list(check.check_model(folder, new_tokens=tokens))) == 2
+    assert seen == [160, 33, 1, 32]
+    assert check._new_tokens(None, 40) == 20, "a short model gets fewer, of what nobody asked for"
 
 
 def test_a_chunk_for_a_model_without_states_is_refused(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +161,7 @@ def test_a_delta_that_saves_nothing_is_found(monkeypatch: pytest.MonkeyPatch) ->
     model = bind(make_model("Qwen3", torch.bfloat16))
     params = SamplingParams(max_tokens=2, seed=1)
     weights = WeightsCheck(model, ([[1, 2, 3]], [params]), [], 32)
-    monkeypatch.setattr("samebit.rollout.check_weights.STEPS", 3)
+    monkeypatch.setattr("samebit.rollout.audit.weight_updates.STEPS", 3)
     with RolloutWorker(make_model("Qwen3", torch.bfloat16), config=RolloutConfig(max_model_len=32)) as worker:
         run = weights._deltas(worker)
         assert (run.name, run.beside) == ("delta against dense, 3 optimizer steps", (6, 0, 0.0))

@@ -36,7 +36,7 @@ from samebit.kernels import bind
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SampleOutput, SamplingParams, WorkerStateError
 from samebit.weight_sync import WeightStream
 
-from ..rollout.lock_log import LockLog
+from ..rollout.worker.lock_log import LockLog
 from .families import make_model, token_ids
 from .layouts import LAYOUTS
 from .replay import Journal, Replay
@@ -386,6 +386,11 @@ def _check_versions(soak: Soak, out: RequestOutput, sample: SampleOutput, origin
     assert _versions(sample.weight_versions) == [origin.version for origin in origins]
     assert _versions(sample.context_versions) == [origin.oldest for origin in origins]
     computed = soak.journal.kv.get((out.request_id, sample.index), ())
+    if not computed and sample.kv_versions:  # another sample has computed the prompt for it, and it never ran
+        prompt = _versions(sample.kv_versions)
+        assert len(prompt) == len(out.prompt_token_ids)
+        assert [min(prompt)] * len(sample.token_ids) == _versions(sample.context_versions)
+        return
     assert sample.kv_versions in ([], list(computed)), "of the last time that it was computed"
     if sample.finish_reason != "abort" and computed:
         assert sample.kv_versions == list(computed)

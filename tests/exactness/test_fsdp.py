@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ..patience import HANG
+
 SCRIPT = Path(__file__).with_name("fsdp_rank.py")
 
 
@@ -22,7 +24,7 @@ def test_a_sharded_model_gives_the_bits_of_the_whole_one(tmp_path: Path, world: 
         for rank in range(world)
     ]
     try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        said = [rank.communicate(timeout=HANG)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

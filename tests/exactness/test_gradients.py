@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from samebit.kernels import bind
 
-from .families import DTYPES, FAMILIES, make_model, token_ids
+from .families import DTYPES, FAMILIES, make_model, paired, token_ids
 from .gradients import assert_equal, assert_near_the_oracle, gradients, loss, relative_error, take_gradients
 from .layouts import LAYOUTS
 from .test_layouts import checkpointing
@@ -17,8 +17,8 @@ TOLERANCE = {torch.float32: (5e-7, 1e-5), torch.bfloat16: (0.01, 0.1)}
 """Error relative to the oracle, both as 2-norms: of the log-probabilities, and of each parameter's gradient."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES))
 def test_near_the_oracle(family: str, dtype: torch.dtype) -> None:
     assert_near_the_oracle(family, dtype, SEQUENCES, TOLERANCE[dtype])
 

@@ -1,6 +1,5 @@
 """Hybrid models in the worker: whatever the cache of states does, the bits are the trainer's."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, Samplin
 from samebit.rollout.errors import ModelLoadError
 
 from .compare import assert_matches_trainer, assert_same_samples, budget, run
-from .families import DTYPES, HYBRIDS, bound_model, make_model, token_ids
+from .families import CAMPAIGN, DTYPES, HYBRIDS, bound_model, make_model, paired, token_ids
 
 MAX_LEN = 300
 STEM, OTHER = token_ids(200, 200, seed=5)
@@ -20,7 +19,6 @@ PROMPTS = [*(STEM[:length] for length in (1, 2, 3, 4, 63, 64, 65, 128, 130, 192)
 FOUR = [STEM[:130], OTHER[:130], STEM[50:180], OTHER[50:180]]
 NEW = 40
 SIX = ("NemotronH", "Bamba", "GraniteMoeHybrid", "FalconH1", "Zamba2", "Mamba2")
-CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
 EVERY = [(family, dtype) for family in SIX for dtype in DTYPES]
 """What `make soak` runs; `make test` takes fewer."""
 GRIDS = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 256))
@@ -43,9 +41,8 @@ def uncached(
     return outputs
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [*((name, torch.float32) for name in HYBRIDS), *((name, torch.bfloat16) for name in SIX)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype"), paired(HYBRIDS, DTYPES))
 def test_cold_warm_and_next_turn(family: str, dtype: torch.dtype) -> None:
     model = bound_model(family, dtype)
     wanted = params(len(PROMPTS))

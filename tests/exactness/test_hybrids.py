@@ -1,15 +1,13 @@
 """Models with Mamba layers: one set of bits for the trainer's layouts and for steps on pages and states."""
 
-import os
-
 import numba
 import pytest
 import torch
 
 from samebit.kernels import bind
-from samebit.kernels.binding import binding_of
+from samebit.kernels.binding.binding import binding_of
 
-from .families import DTYPES, HYBRIDS, bound_model, make_model, token_ids
+from .families import CAMPAIGN, DTYPES, HYBRIDS, bound_model, make_model, paired, token_ids
 from .gradients import (
     assert_equal,
     assert_near_the_oracle,
@@ -30,15 +28,14 @@ LONG = token_ids(45, 2, 18, 4)
 SHORT = token_ids(29, 2, 18, 4)
 """Within one chunk of Hugging Face's, which is wrong beyond in Nemotron-H and Zamba2 (transformers 5.10)."""
 
-CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
 CHUNKS = (16, 128, 256)
 
 TOLERANCE = {torch.float32: (5e-6, 5e-4), torch.bfloat16: (0.03, 0.4)}
 """As in test_gradients, wider: Hugging Face's mixer computes in float32 even where the model is float64."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype"), paired(HYBRIDS, DTYPES))
 def test_every_layout_gives_the_bits_of_each_sequence_alone(family: str, dtype: torch.dtype) -> None:
     model = bound_model(family, dtype)
     with torch.no_grad():
@@ -52,8 +49,8 @@ def test_every_layout_gives_the_bits_of_each_sequence_alone(family: str, dtype: 
             assert_same_bits(detached(LAYOUTS["left padded"](model, SEQUENCES, 0.7)), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype"), paired(HYBRIDS, DTYPES, shift=1))
 def test_steps_give_the_training_bits(family: str, dtype: torch.dtype) -> None:
     model = bound_model(family, dtype)
     with torch.no_grad():
@@ -149,8 +146,8 @@ def test_checkpoints_and_forks_continue_with_the_same_bits(family: str, dtype: t
     assert torch.equal(both[1], expected[140:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype"), paired(HYBRIDS, DTYPES))
 def test_loaded_or_moved_weights_and_changed_sources(family: str, dtype: torch.dtype) -> None:
     """Nothing derived outlives its source: not A, not a multiplier, whether bound before or after the change."""
     moved = bind(make_model(family)).to(dtype)
@@ -163,8 +160,8 @@ def test_loaded_or_moved_weights_and_changed_sources(family: str, dtype: torch.d
         assert_same_bits(alone(moved, SEQUENCES[:3]), alone(bind(fresh), SEQUENCES[:3]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype"), paired(HYBRIDS, DTYPES, shift=1))
 def test_gradients_near_the_oracle(family: str, dtype: torch.dtype) -> None:
     sequences = SHORT if family.startswith(("NemotronH", "Zamba2")) else LONG
     assert_near_the_oracle(family, dtype, sequences, TOLERANCE[dtype])

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from samebit.kernels import bind, token_logprobs
-from samebit.kernels.binding import is_bound
+from samebit.kernels.binding.binding import is_bound
 
-from .families import DTYPES, FAMILIES, bound_model, make_model, token_ids
+from .families import DTYPES, FAMILIES, bound_model, make_model, paired, token_ids
 from .layouts import LAYOUTS, Scores, alone, assert_same_bits, packed, padded
 
 SEQUENCES = token_ids(65, 2, 100, 1, 64, 130)
@@ -34,8 +34,8 @@ def detached(scores: Scores) -> Scores:
     return [row.detach() for row in scores]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES))
 def test_every_layout_gives_the_bits_of_each_sequence_alone(family: str, dtype: torch.dtype) -> None:
     model = bound_model(family, dtype)
     with torch.no_grad():

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
-from samebit.rollout.cache.integrity import check_cache
 
+from ..patience import HANG
+from ..rollout.cache.cache_integrity import check_cache
 from .compare import assert_same_samples
 from .families import make_model, token_ids
 
@@ -96,13 +97,13 @@ def test_sleeping_by_tag_again_and_again_while_requests_run_and_wait(family: str
                     worker.sleep(tag, level=level if tag == "weights" else 1)
             for tag in woken:
                 worker.wake_up(tag)
-            if worker._state.incomplete:
+            if worker._status.incomplete:
                 worker.receive_weights(model, in_flight="recompute")
             cycles += 1
             steps = worker.stats()["steps"]
             while worker.stats()["steps"] < steps + 3 and worker._engine.has_work:
                 time.sleep(0.001)
-        outputs = [handle.result(60) for handle in handles]
+        outputs = [handle.result(HANG) for handle in handles]
         assert cycles > 8
         assert worker.stats()["preemptions"] > 0
     assert_same_samples(outputs, whole)

@@ -8,6 +8,7 @@ import torch
 
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
 
+from ..patience import HANG
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import DTYPES, bound_model, make_model, token_ids
 from .layouts import assert_same_bits
@@ -176,7 +177,7 @@ def test_what_an_update_leaves_running_is_never_hit() -> None:
         handle = worker.submit(STEM[:20], params(1, max_tokens=120))
         next(iter(handle))
         worker.load_state_dict(second)
-        (old,) = handle.result(timeout=60).samples
+        (old,) = handle.result(timeout=HANG).samples
         assert [version for _, _, version in old.kv_versions] == [0, 1]
         again = ask(worker, STEM[:20] + old.token_ids, params(2))
         assert again.num_cached_tokens == 0

@@ -7,10 +7,11 @@ import numba
 import pytest
 import torch
 
-from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout import NoTokenLeftError, RolloutConfig, RolloutWorker, SamplingParams
 
+from ..patience import HANG
 from .compare import assert_matches_trainer, assert_same_samples, reported, run, tokens_of
-from .families import DTYPES, FAMILIES, bound_model, make_model, token_ids
+from .families import DTYPES, FAMILIES, VOCAB, bound_model, make_model, paired, token_ids
 from .layouts import LAYOUTS, alone, assert_same_bits
 
 PROMPTS = token_ids(1, 2, 3, 63, 64, 65, 100)
@@ -24,8 +25,8 @@ CROWDED = {"num_blocks": 12, "block_size": 16}
 THREADS = range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES, shift=1))
 def test_every_family(family: str, dtype: torch.dtype) -> None:
     model = bound_model(family, dtype)
     whole, _ = run(model, PROMPTS, PARAMS)
@@ -82,6 +83,43 @@ def test_processing_the_choice_leaves_the_report_alone() -> None:
     outputs, _ = run(model, PROMPTS, params)
     assert_matches_trainer(model, outputs, params)
     assert outputs[4].samples[0].token_ids == [7] * 12
+
+
+def test_parameters_at_the_ends_of_float32_choose_and_leave_the_report_alone() -> None:
+    model = bound_model("Llama")
+    largest = float(torch.finfo(torch.float32).max)
+    everything = list(range(VOCAB))
+    options = [
+        {"logit_bias": {7: largest}, "temperature": 0.25},
+        {"logit_bias": {7: largest, 8: -largest}, "temperature": 1.5, "top_p": 0.9},
+        {"logit_bias": {7: largest}, "temperature": 0.0},
+        {"logit_bias": dict.fromkeys(set(everything) - {7}, -largest), "temperature": 1e-4},
+        {"repetition_penalty": 1.2e-38, "temperature": 0.5},
+        {"repetition_penalty": largest, "min_p": 0.1},
+        {"temperature": 3e38},
+        {"top_k": 10**30},
+        {"logit_bias": {7: 1e-45}},
+    ]
+    params = [SamplingParams(seed=3, max_tokens=4, ignore_eos=True, **each) for each in options]
+    outputs, _ = run(model, PROMPTS[:1] * len(options), params)
+    assert_matches_trainer(model, outputs[:6], params[:6])
+    for output in outputs[:4]:
+        assert output.samples[0].token_ids == [7] * 4
+    for output in outputs:
+        assert len(output.samples[0].token_ids) == 4
+
+
+def test_parameters_that_rule_all_tokens_out_fail_their_own_request_and_do_not_blame_the_weights() -> None:
+    model = bound_model("Llama")
+    none = SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=list(range(VOCAB)))
+    with RolloutWorker(model, config=RolloutConfig(max_model_len=64)) as worker:
+        bad, good = worker.submit_all(PROMPTS[:2], [none, PARAMS[1]])
+        with pytest.raises(
+            NoTokenLeftError, match=r"logits .* are finite, but .* leave no token to choose: .*min_tokens=2"
+        ):
+            bad.result(HANG)
+        assert len(good.result(HANG).samples[0].token_ids) == NEW
+        assert worker.stats()["requests_failed"] == 1
 
 
 def test_a_seed_fixes_the_tokens_and_no_seed_does_not() -> None:

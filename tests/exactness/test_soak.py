@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
+from ..patience import HANG
 from .compare import assert_matches_trainer, assert_same_samples, budget
 from .families import DTYPES, FAMILIES, HYBRIDS, bound_model, token_ids
 from .layouts import LAYOUTS, assert_same_bits
@@ -153,7 +154,7 @@ def check_schedule(model: PreTrainedModel, config: RolloutConfig, asked: list[Wi
         for wish in asked:
             handles.append(worker.submit(wish.prompt, wish.params))
             disturb(worker, wish.event, handles[-1].request_id)
-        outputs = [handle.result(timeout=60) for handle in handles]
+        outputs = [handle.result(timeout=HANG) for handle in handles]
         repeated = [number for number, wish in enumerate(asked) if wish.repeat and wish.event != "abort"]
         for number in repeated:
             again = worker.generate([asked[number].prompt], asked[number].params)

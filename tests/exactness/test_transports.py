@@ -9,6 +9,7 @@ import torch
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, WeightStream
 
+from ..patience import HANG
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import DTYPES, bound_model, make_model, token_ids
 
@@ -27,8 +28,8 @@ def test_every_way_into_a_worker_of_its_own_weights(dtype: torch.dtype, tmp_path
     start.save_pretrained(tmp_path / "start")
     trainer.save_pretrained(tmp_path / "trained")
     with (
-        SharedMemorySender(bucket_bytes=8192, timeout=30) as sender,
-        SharedMemoryReceiver(sender.address, timeout=30) as end,
+        SharedMemorySender(bucket_bytes=8192, timeout=HANG) as sender,
+        SharedMemoryReceiver(sender.address, timeout=HANG) as end,
         RolloutWorker(tmp_path / "start", config=RolloutConfig()) as worker,
         ThreadPoolExecutor(1) as other,
     ):

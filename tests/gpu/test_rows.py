@@ -5,10 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from samebit.kernels.activation import gated
-from samebit.kernels.linear import linear
-from samebit.kernels.logprobs import log_softmax
-from samebit.kernels.norm import GatedNormOptions, gated_rms_norm, layer_norm, rms_norm
+from samebit.kernels.layout.options import GatedNormOptions
+from samebit.kernels.ops.activation import gated
+from samebit.kernels.ops.linear import linear
+from samebit.kernels.ops.logprobs import log_softmax
+from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

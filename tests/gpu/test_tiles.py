@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from samebit.kernels.linear import linear
-from samebit.kernels.triton.equal_tiles import Layer, proved_equal, tiles_of
-from samebit.kernels.triton.tile_file import MatmulEntry
-from samebit.kernels.triton.tiles import DTYPES, family
+from samebit.kernels.ops.linear import linear
+from samebit.kernels.triton.tiles.file import MatmulEntry
+from samebit.kernels.triton.tiles.proved_equal import Layer, proved_equal, tiles_of
+from samebit.kernels.triton.tiles.table import DTYPES, family
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from samebit.kernels import reference
-from samebit.kernels.attention import AttentionOptions, attention
-from samebit.kernels.context import ForwardContext
-from samebit.kernels.pages import KVLayout
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.kv_pages import KVLayout
+from samebit.kernels.layout.options import AttentionOptions
+from samebit.kernels.ops.attention import attention
 
+from . import reference
 from .routes import NextCount, steps
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from samebit.kernels import reference
-from samebit.kernels.context import ForwardContext
-from samebit.kernels.conv import causal_conv
-from samebit.kernels.ssd import scan
-from samebit.kernels.states import SSMOptions, SSMShape, StateLayout, StateMemory
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.mamba_states import SSMShape, StateLayout, StateMemory
+from samebit.kernels.layout.options import SSMOptions
+from samebit.kernels.ops.conv import causal_conv
+from samebit.kernels.ops.ssd import scan
 
+from . import reference
 from .routes import NextCount, steps
 
 

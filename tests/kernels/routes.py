@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from samebit.kernels.context import ForwardContext, training_context
+from samebit.kernels.layout.forward_context import ForwardContext, training_context
 
 NextCount = Callable[[int, int], int]
 """Tokens that a sequence (the first number) computes next, after those it has (the second)."""

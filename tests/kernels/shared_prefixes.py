@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from samebit.kernels import reference
-from samebit.kernels.attention import attention
-from samebit.kernels.context import ForwardContext
-from samebit.kernels.pages import KVLayout
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.kv_pages import KVLayout
+from samebit.kernels.ops.attention import attention
 
+from . import reference
 from .attention_layer import Shape
 
 

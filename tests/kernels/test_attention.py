@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samebit.kernels.attention import attention, attention_of_rotated
-from samebit.kernels.context import training_context
-from samebit.kernels.pages import KVLayout
-from samebit.kernels.rope import rotary_tables, rotate
+from samebit.kernels.layout.forward_context import training_context
+from samebit.kernels.layout.kv_pages import KVLayout
+from samebit.kernels.ops.attention import attention, attention_of_rotated
+from samebit.kernels.ops.rope import rotary_tables, rotate
 
 from .attention_layer import Shape, oracle, tensors, through_pages
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from samebit.kernels.cpu import tiles_amx
-from samebit.kernels.linear import linear, linears
+from samebit.kernels.cpu.gemm import amx_tiles as tiles_amx
+from samebit.kernels.ops.linear import linear, linears
 
 from .helpers import DTYPES, THREADS, threads
 
@@ -69,8 +69,8 @@ _AT_THE_END_OF_MEMORY = """
 import ctypes, mmap
 import samebit.kernels
 import torch
-from samebit.kernels.cpu import tiles_amx
-from samebit.kernels.linear import linear
+from samebit.kernels.cpu.gemm import amx_tiles as tiles_amx
+from samebit.kernels.ops.linear import linear
 tiles_amx.available = lambda: False
 pages = mmap.mmap(-1, 17 * mmap.PAGESIZE)
 last = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + 16 * mmap.PAGESIZE
@@ -176,34 +176,37 @@ import hashlib, sys
 import samebit.kernels
 import torch
 from torch import nn
-from samebit.kernels.cpu.simd_gemm import VECTORS
-from samebit.kernels.linear import linear, linears
-torch.manual_seed(0)
-dtype = getattr(torch, sys.argv[1])
-x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((83, 301), (129, 301), (129,)))
-out = torch.cat([linear(rows, weight, bias).float() for rows in (x, x[:5])])
-print(VECTORS, hashlib.sha256(out.numpy().tobytes()).hexdigest())
+from samebit.kernels.cpu.gemm.many_rows_vectors import VECTORS
+from samebit.kernels.ops.linear import linear, linears
+print(VECTORS)
+for name in sys.argv[1:]:
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(shape).to(getattr(torch, name)) for shape in ((83, 301), (129, 301), (129,)))
+    out = torch.cat([linear(rows, weight, bias).float() for rows in (x, x[:5])])
+    print(hashlib.sha256(out.numpy().tobytes()).hexdigest())
 """
 
 
 @pytest.mark.usefixtures("_without_tiles")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_bits_do_not_depend_on_the_vectors_of_the_processor(dtype: torch.dtype, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((83, 301), (129, 301), (129,)))
-    out = torch.cat([linear(rows, weight, bias).float() for rows in (x, x[:5])])
+def test_the_bits_do_not_depend_on_the_vectors_of_the_processor(tmp_path: Path) -> None:
+    digests = []
+    for dtype in DTYPES:
+        torch.manual_seed(0)
+        x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((83, 301), (129, 301), (129,)))
+        out = torch.cat([linear(rows, weight, bias).float() for rows in (x, x[:5])])
+        digests.append(hashlib.sha256(out.numpy().tobytes()).hexdigest())
     environment = {
         **os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "NUMBA_CACHE_DIR": str(tmp_path)
     }  # fmt: skip
     found = subprocess.run(
-        [sys.executable, "-c", _DIGEST, str(dtype).removeprefix("torch.")],
+        [sys.executable, "-c", _DIGEST, *(str(dtype).removeprefix("torch.") for dtype in DTYPES)],
         env=environment,
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert found.stdout.split() == ["1", hashlib.sha256(out.numpy().tobytes()).hexdigest()]
+    assert found.stdout.split() == ["1", *digests]
 
 
 @pytest.mark.parametrize("inputs", [100, 129, 256, 1000, 1030])

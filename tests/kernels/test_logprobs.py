@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from samebit.kernels import logprobs_from_logits, reference
-from samebit.kernels.logprobs import entropy_from_logits, log_softmax
+from samebit.kernels import logprobs_from_logits
+from samebit.kernels.ops.logprobs import entropy_from_logits, log_softmax
 
+from . import reference
 from .helpers import THREADS, assert_near, leaves, threads
 
 VOCABULARIES = (2, 1009, 50257, 151936)

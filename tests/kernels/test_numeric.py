@@ -5,7 +5,7 @@ import pytest
 import torch
 from numba import njit
 
-from samebit.kernels.cpu import numeric
+from samebit.kernels.cpu.base import numeric
 
 
 @njit

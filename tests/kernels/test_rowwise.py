@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from samebit.kernels import reference
-from samebit.kernels.activation import ACTIVATIONS, gated
-from samebit.kernels.context import training_context
-from samebit.kernels.linear import linear
-from samebit.kernels.norm import GatedNormOptions, gated_rms_norm, layer_norm, rms_norm
-from samebit.kernels.rope import rotary_tables, rotate
+from samebit.kernels.layout.forward_context import training_context
+from samebit.kernels.layout.options import GatedNormOptions
+from samebit.kernels.ops.activation import ACTIVATIONS, gated
+from samebit.kernels.ops.linear import linear
+from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
+from samebit.kernels.ops.rope import rotary_tables, rotate
 
+from . import reference
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads
 
 WIDTHS = (100, 129, 1000)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from samebit.kernels import reference
 from samebit.kernels.cpu import philox
-from samebit.kernels.sampling import add_bias, draw, keep_likely, penalize_repetition, rule_out, uniforms
+from samebit.kernels.ops.sampling import add_bias, draw, keep_likely, penalize_repetition, rule_out, uniforms
 
+from . import reference
 from .helpers import THREADS, threads
 
 ONES = 0xFFFFFFFF

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from samebit.kernels import reference, scored_head
-from samebit.kernels.epilogue import Epilogue, scaled_down, scaled_up, soft_capped, unchanged
-from samebit.kernels.linear import linear
-from samebit.kernels.logprobs import entropy_from_logits, logprobs_from_logits
-from samebit.kernels.scored_head import scored
-from samebit.kernels.scoring import Scoring
+from samebit.kernels.binding.epilogue import Epilogue, scaled_down, scaled_up, soft_capped, unchanged
+from samebit.kernels.binding.trainer import logprob_head as scored_head
+from samebit.kernels.binding.trainer.logprob_head import scored
+from samebit.kernels.binding.trainer.logprob_request import Scoring
+from samebit.kernels.ops.linear import linear
+from samebit.kernels.ops.logprobs import entropy_from_logits, logprobs_from_logits
 
+from . import reference
 from .helpers import DTYPES, assert_near, leaves
 
 ROWS, WIDTH, VOCAB = 130, 100, 1009
@@ -142,5 +143,5 @@ def test_bad_input_is_named() -> None:
     ids = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"token_ids must lie in \[0, 5\), got 0\.\.5"):
         Scoring.of(torch.tensor([0, 5]), 1.0, 5)
-    with pytest.raises(ValueError, match="temperature must be positive, got nan"):
+    with pytest.raises(ValueError, match="temperature must be positive and finite as a float32, got nan"):
         Scoring.of(ids, float("nan"), 5)

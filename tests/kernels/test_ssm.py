@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samebit.kernels.context import ForwardContext, training_context
-from samebit.kernels.ssd import scan
-from samebit.kernels.states import SSMShape, StateLayout
+from samebit.kernels.layout.forward_context import ForwardContext, training_context
+from samebit.kernels.layout.mamba_states import SSMShape, StateLayout
+from samebit.kernels.ops.ssd import scan
 
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads
 from .mamba_layer import Case, Layer, layer_of, memory, oracle, step_context, through_states

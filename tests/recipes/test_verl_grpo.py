@@ -2,15 +2,22 @@
 
 import json
 import math
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+from rich.console import Console
 
+from samebit.benchmarks.verl_matrix import cases, matrix
 from samebit.recipes.chain_sum import problem_sets, working
 from samebit.recipes.tiny_model import build_tokenizer
-from samebit.recipes.verl_grpo import cases, matrix, mismatch, reward, run, shapes, task
+from samebit.recipes.verl_grpo import mismatch, progress, reward, run, shapes, task
 from samebit.recipes.verl_grpo.launch import Run
+
+from ..patience import HANG
 
 
 def logged(folder: Path, steps: int, **metrics: float) -> None:
@@ -124,14 +131,14 @@ def test_prompts_can_be_filled_up_with_examples() -> None:
     assert full.prompt_tokens == full.options["data.max_prompt_length"]
 
 
-def test_tables_of_a_run() -> None:
+def test_the_table_of_a_run() -> None:
     rows = [dict.fromkeys(("step", *run.COLUMNS), value) for value in (9.0, 1.0, 2.0, 3.0)]
     assert run.table(rows).row_count == 4
-    compared = run.comparison(rows, [{name: 10 * value for name, value in row.items()} for row in rows])
-    assert list(compared.columns[3].cells) == ["10.00"] * 5
 
 
-def test_a_comparison_is_of_the_full_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[shapes.Shape, str]]:
+    """What was built, which is as far as a run gets."""
     built: list[tuple[shapes.Shape, str]] = []
 
     def build(self: shapes.Shape, folder: Path, architecture: str) -> None:
@@ -139,16 +146,120 @@ def test_a_comparison_is_of_the_full_shape(tmp_path: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shapes.Shape, "build", build)
-    for more in ([], ["--compare"], ["--compare", "--shape", "small"]):
+    return built
+
+
+def test_each_shape_has_data_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[tuple[shapes.Shape, str]]
+) -> None:
+    monkeypatch.setattr(run, "look_at_options", lambda *_: 4)
+    for more in ([], ["--shape", "full"]):
         with pytest.raises(KeyboardInterrupt):
             run.main(["--out", str(tmp_path), *more])
     small, full = shapes.SHAPES.values()
-    assert built == [(small, "data"), (full, "data-full"), (small, "data")]
+    assert built == [(small, "data"), (full, "data-full")]
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("trainer.test_frq=4", r"verl has no option trainer\.test_frq, but trainer\.test_freq \(write \+NAME=VALUE"),
+        ("trainer.test_freq", r"'trainer\.test_freq' is no option: write NAME=VALUE"),
+        ("=4", "'=4' is no option"),
+        ("~trainer.test_frq", r"no option trainer\.test_frq"),
+        ("model_engine=veomny", "veomny"),
+        ("algorithm.adv_estimator=gae", r"adv_estimator=gae.*set algorithm\.adv_estimator=grpo"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null", "ppo_micro_batch_size_per_gpu"),
+    ],
+)
+def test_a_wrong_option_is_named_in_one_line_before_anything_is_built(
+    tmp_path: Path, built: list[tuple[shapes.Shape, str]], word: str, says: str
+) -> None:
+    pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
+    with pytest.raises(SystemExit, match=f"^error: .*{says}") as stopped:
+        run.main(["--out", str(tmp_path), "--", word])
+    assert "\n" not in str(stopped.value)
+    assert not built
+
+
+def test_options_travel_as_they_are_written(tmp_path: Path, built: list[tuple[shapes.Shape, str]]) -> None:
+    pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
+    words = (
+        "trainer.test_freq=7",
+        "trainer.total_training_steps=2",
+        "+trainer.note=mine",
+        "++actor_rollout_ref.rollout.custom.block_size=32",
+        "~critic",
+        "actor_rollout_ref.rollout.temperature=0.7",
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run.main(["--out", str(tmp_path), "--", *words])
+    from samebit.recipes.verl_grpo import options
+
+    asked = run.prepared("small", tmp_path, 16, words)
+    assert asked.command()[-6:] == list(words)
+    config = options.checked(asked)
+    assert (config.trainer.test_freq, config.trainer.note, config.trainer.total_training_steps) == (7, "mine", 2)
+    assert config.actor_rollout_ref.rollout.custom.block_size == 32
+    assert run.look_at_options(asked, Console()) == 2
+
+
+def test_what_verl_does_before_its_first_step_is_told(tmp_path: Path) -> None:
+    """A line each, once; of words that are there when the program looks."""
+    words = list(progress.STAGES)
+    log = [b"x\n" + words[0].encode() + b": {}\n" + words[1].encode()[:9], words[1].encode()[9:] + b"\n", b"noise\n"]
+    log += [f"{words[3]} 1\n(pid=4) {words[4]} \xff\n".encode("latin-1"), words[2].encode() + b"\n"]
+    watched = progress.Progress(tmp_path / "log.txt")
+    assert watched.reached() == []
+    seen = []
+    for part in log:
+        with (tmp_path / "log.txt").open("ab") as file:
+            file.write(part)
+        seen.append(watched.reached())
+    told = list(progress.STAGES.values())
+    assert seen == [[told[0]], [told[1]], [], [told[3], told[4]], []]
+
+
+def test_a_run_says_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Run(tmp_path, tmp_path / "out")
+    words = "\n".join(progress.STAGES)
+    monkeypatch.setattr(Run, "command", lambda _: [sys.executable, "-c", f"print({words!r})"])
+    assert run.follow(made, Console()) == 0
+    said = capsys.readouterr().out
+    assert all(f"s: {stage}" in said for stage in progress.STAGES.values())
+
+
+def test_verl_ends_with_the_program_that_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Run(tmp_path, tmp_path / "out")
+    started: list[subprocess.Popen[bytes]] = []
+    start = Run.start
+
+    def interrupted(self: progress.Progress) -> list[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "command", lambda _: [sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(Run, "start", lambda self: started.append(start(self)) or started[0])
+    monkeypatch.setattr(progress.Progress, "reached", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.follow(made, Console())
+    assert started[0].wait(HANG) == -signal.SIGTERM
+
+
+def test_a_run_without_a_comparison_is_no_traceback(tmp_path: Path) -> None:
+    """With `algorithm.rollout_correction.bypass_mode=True`, say."""
+    logged(tmp_path / "run", 2)
+    made = Run(tmp_path, tmp_path / "run")
+    steps = [{name: value for name, value in step.items() if name not in mismatch.MISMATCH} for step in made.steps()]
+    assert mismatch.worst(steps) is None
+    assert mismatch.worst(made.steps()) == 0.0
 
 
 def test_a_run_that_proves_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes.Shape, "build", lambda *_: None)
     monkeypatch.setattr(run, "follow", lambda *_: 0)
+    monkeypatch.setattr(run, "look_at_options", lambda given, _: given.options["trainer.total_training_steps"])
     monkeypatch.setattr(run, "figure", lambda *_: None)
     for name, steps, metrics, says in (
         ("nothing", 0, {}, "nothing was compared"),

@@ -18,14 +18,19 @@ import pytest
 import torch
 from torch import nn
 
-from samebit.rollout.cache import CacheManager
-from samebit.rollout.cache.states import StateCache, StateMoves
-from samebit.rollout.engine import Engine
-from samebit.rollout.request import Request
+from samebit.rollout.build import WorkerParts
+from samebit.rollout.cache import build_cache
+from samebit.rollout.cache.checkpoints.pool import CheckpointMoves, CheckpointPool
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.control.weights.worker_weights import WorkerWeights
+from samebit.rollout.engine.engine import Engine
+from samebit.rollout.engine.step_plan import PromptLogprobs, ScheduledSequence, StepPlan, StepResult
+from samebit.rollout.engine.weight_watch import ParameterWatch, WeightWatch
+from samebit.rollout.requests.request import Request
 from samebit.rollout.sampling_params import SamplingParams
-from samebit.rollout.step import PromptLogprobs, ScheduledSequence, StepPlan, StepResult
-from samebit.rollout.weights import WorkerWeights
-from samebit.rollout.worker_core import WorkerCore
+from samebit.rollout.worker import RolloutWorker
+
+from ..patience import HANG
 
 VOCAB = 101
 EMPTY = -1
@@ -63,20 +68,24 @@ class FakeStep:
     def result(self) -> StepResult:
         gate = self.runner.gate
         if gate is not None and self.waits:
-            assert gate.acquire(timeout=20), "the test never opened the gate"
+            assert gate.acquire(timeout=HANG), "the test never opened the gate"
         self.waits = False
+        meanwhile, self.runner.meanwhile = self.runner.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
         if self.runner.fail_with is not None:
             raise self.runner.fail_with
         return self.outcome
 
 
 class FakeRunner:
-    """`gate`: when set, each step takes one permit. `fail_with`: raised by the next step.
+    """`gate`: when set, each step takes one permit. `fail_with`: raised by the next step. `meanwhile`: called while the
+    next step computes.
     `nan_ids`: requests whose rows come out as not finite."""
 
     vocab_size = VOCAB
 
-    def __init__(self, block_size: int, states: StateCache | None = None) -> None:
+    def __init__(self, block_size: int, states: CheckpointPool | None = None) -> None:
         self.block_size = block_size
         self.states = states
         self.live: dict[int, State] = {}
@@ -85,6 +94,7 @@ class FakeRunner:
         self.plans: list[list[tuple[str, int, int, int]]] = []
         self.gate: threading.Semaphore | None = None
         self.fail_with: Exception | None = None
+        self.meanwhile: Callable[[], None] | None = None
         self.nan_ids: set[str] = set()
         self.salt = 0
         self.current_version = lambda: 0
@@ -160,7 +170,7 @@ class FakeRunner:
             prompt_logprobs=scores,
         )
 
-    def _move(self, moves: StateMoves) -> None:
+    def _move(self, moves: CheckpointMoves) -> None:
         for slot, checkpoint in moves.saves:
             state = self.live[slot]
             boundary = len(state.tokens) // self.block_size * self.block_size
@@ -208,21 +218,22 @@ def build_engine(
     num_checkpoints: int = 0,
     num_held: int = 0,
     run_ahead: bool = False,
+    watch: WeightWatch | None = None,
 ) -> Engine:
     """`recurrent`: the model has states too."""
     states = (
-        StateCache(num_checkpoints, block_size, range(max_num_seqs, max_num_seqs + num_held)) if recurrent else None
+        CheckpointPool(num_checkpoints, block_size, range(max_num_seqs, max_num_seqs + num_held)) if recurrent else None
     )
-    cache = CacheManager(
+    cache = build_cache(
         num_blocks,
         block_size,
         max_num_seqs,
         max_model_len,
         prefix_caching=prefix_caching,
         eviction_policy=eviction_policy,
-        states=states,
+        checkpoints=states,
     )
-    engine = Engine(FakeRunner(block_size, states), cache, max_num_batched_tokens, run_ahead=run_ahead)
+    engine = Engine(FakeRunner(block_size, states), cache, max_num_batched_tokens, run_ahead=run_ahead, watch=watch)
     engine.runner.current_version = lambda: engine.weight_version
     engine.runner.budget = lambda: engine.scheduler.max_num_batched_tokens
     return engine
@@ -277,28 +288,37 @@ def oracle() -> Callable[..., list[int]]:
 
 
 @pytest.fixture
-def make_worker() -> Iterator[Callable[..., tuple[WorkerCore, FakeRunner]]]:
-    """`make_worker(shared=..., **engine options)`; every worker is closed at the end of the test."""
-    built: list[tuple[WorkerCore, FakeRunner]] = []
+def make_worker() -> Iterator[Callable[..., tuple[RolloutWorker, FakeRunner]]]:
+    """`make_worker(shared=..., **engine options)`; every worker is closed at the end of the test.
+
+    `module`: in the place of a `TinyModule`. `beside`: a worker on a shared module, which the new one is to run on too.
+    """
+    built: list[tuple[RolloutWorker, FakeRunner]] = []
 
     def make(
         *,
         shared: bool = False,
+        module: nn.Module | None = None,
+        beside: RolloutWorker | None = None,
         eos: tuple[int, ...] = (),
         tokenizer: object = None,
         while_asleep: str = "raise",
         **engine: int,
-    ) -> tuple[WorkerCore, FakeRunner]:
-        core = build_engine(**engine)
+    ) -> tuple[RolloutWorker, FakeRunner]:
+        if module is None:
+            module = TinyModule() if beside is None else beside.module
+        users = None if beside is None else beside._weights.users
+        core = build_engine(**engine, watch=ParameterWatch(module) if shared else None)
         runner = core.runner
-        worker = WorkerCore(
+        parts = WorkerParts(
+            RolloutConfig(while_asleep=while_asleep),
             core,
-            WorkerWeights(TinyModule(), shared=shared),
+            WorkerWeights(module, shared=shared, users=users),
             max_model_len=engine.get("max_model_len", 64),
             eos_token_ids=eos,
             tokenizer=tokenizer,
-            queue_while_asleep=while_asleep == "wait",
         )
+        worker = RolloutWorker.over(parts)
         built.append((worker, runner))
         return worker, runner
 

@@ -29,7 +29,7 @@ from samebit.weight_sync import (
 )
 
 BUCKET = 4096
-TIMEOUT = 20
+TIMEOUT = 1800
 
 
 def model() -> nn.Sequential:

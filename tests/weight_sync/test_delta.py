@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, SyncBrokenError, apply_weights
-from samebit.weight_sync.buckets import Kind
-from samebit.weight_sync.delta import DeltaEncoder, apply_encoded
+from samebit.weight_sync.wire.buckets import Kind
+from samebit.weight_sync.wire.delta import DeltaEncoder, apply_encoded
+
+from ..patience import HANG
 
 TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -78,8 +80,8 @@ class Pair:
 
     def __init__(self) -> None:
         self.trainer, self.model = Model(), Model()
-        self.sender = SharedMemorySender(bucket_bytes=16384, timeout=20)
-        self.end = SharedMemoryReceiver(self.sender.address, timeout=20)
+        self.sender = SharedMemorySender(bucket_bytes=16384, timeout=HANG)
+        self.end = SharedMemoryReceiver(self.sender.address, timeout=HANG)
         self.version = 0
 
     def sync(self, *, cast: bool = False, **options: Any) -> tuple[Any, Any]:
@@ -136,7 +138,7 @@ def test_a_receiver_that_missed_an_update_gets_all_of_it(pair: Pair, caplog: pyt
     sent, _ = pair.sync(delta=True)
     assert not sent.delta
     pair.assert_equal()
-    assert "asked for all of them" in caplog.text
+    assert "asked for all weights" in caplog.text
     assert pair.sync(delta=True)[0].delta, "which is the new base"
     pair.version = 4
     nudge(pair.trainer, 0.01)

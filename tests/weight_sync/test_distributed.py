@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,15 +17,21 @@ from torch import nn
 from samebit.weight_sync import (
     BroadcastReceiver,
     BroadcastSender,
+    Manifest,
     PeerLostError,
+    SyncBrokenError,
     SyncRefusedError,
     SyncTimeoutError,
+    UpdateTerms,
     WeightMismatchError,
     apply_weights,
     connected_store,
     gloo_group,
     listening_store,
+    open_update,
 )
+
+from ..patience import HANG
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 
@@ -41,7 +48,7 @@ def test_three_ranks(tmp_path: Path) -> None:
         for rank in range(3)
     ]
     try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        said = [rank.communicate(timeout=HANG)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -57,15 +64,15 @@ def test_a_group_without_a_world() -> None:
     store = listening_store("127.0.0.1")
 
     def receive(rank: int) -> None:
-        group = gloo_group(connected_store("127.0.0.1", store.port), rank, 3, timeout=30)
-        apply_weights(targets[rank - 1], BroadcastReceiver(0, group, timeout=30))
+        group = gloo_group(connected_store("127.0.0.1", store.port), rank, 3, timeout=HANG)
+        apply_weights(targets[rank - 1], BroadcastReceiver(0, group, timeout=HANG))
 
     with ThreadPoolExecutor(2) as threads:
         received = [threads.submit(receive, rank) for rank in (1, 2)]
-        with BroadcastSender(gloo_group(store, 0, 3, timeout=30), timeout=30) as sender:
+        with BroadcastSender(gloo_group(store, 0, 3, timeout=HANG), timeout=HANG) as sender:
             report = sender.send(source)
         for one in received:
-            one.result(30)
+            one.result(HANG)
     assert report.tensors == 2
     for target in targets:
         assert torch.equal(target.weight, source.weight)
@@ -77,7 +84,7 @@ def test_a_group_that_a_rank_does_not_join() -> None:
     with ThreadPoolExecutor(1) as other:
         joining = other.submit(gloo_group, connected_store("127.0.0.1", store.port), 1, 3, timeout=0.5)
         for join in (lambda: gloo_group(store, 0, 3, timeout=0.5), joining.result):
-            with pytest.raises(SyncTimeoutError, match=r"2 of 3 ranks of the group came within 0\.5 seconds"):
+            with pytest.raises(SyncTimeoutError, match=r"[12] of 3 ranks of the group came within 0\.5 seconds"):
                 join()
 
 
@@ -103,13 +110,54 @@ def test_a_long_refusal_says_that_it_was_cut() -> None:
     store = listening_store("127.0.0.1")
 
     def receive() -> None:
+        group = gloo_group(connected_store("127.0.0.1", store.port), 1, 2, timeout=HANG)
+        apply_weights(nn.Linear(3, 3), BroadcastReceiver(0, group, timeout=HANG))
+
+    with ThreadPoolExecutor(1) as other:
+        received = other.submit(receive)
+        sender = BroadcastSender(gloo_group(store, 0, 2, timeout=HANG), timeout=HANG)
+        with pytest.raises(SyncRefusedError, match=r"unknown: \w+, .* \.\.\. \(\d+ more characters: see the error at"):
+            sender.send({f"unknown{number}": torch.zeros(1) for number in range(1000)})
+        with pytest.raises(WeightMismatchError, match="unknown999"):
+            received.result(HANG)
+
+
+@pytest.mark.parametrize(
+    "reason", ["\U0001f600" * 342, "\U0001f600" * 9000, "\x01" * 5000, "\ud800" * 5000, '"\\' * 5000]
+)
+def test_a_reason_of_any_characters_leaves_the_group_of_use(reason: str) -> None:
+    """Whatever a failure says, in any alphabet: it fits the message of set size, and the next sync goes well."""
+    store = listening_store("127.0.0.1")
+    model, trainer = nn.Linear(3, 5), nn.Linear(3, 5)
+
+    def receive() -> None:
         group = gloo_group(connected_store("127.0.0.1", store.port), 1, 2, timeout=30)
-        apply_weights(nn.Linear(3, 3), BroadcastReceiver(0, group, timeout=30))
+        end = BroadcastReceiver(0, group, timeout=30)
+        with pytest.raises(RuntimeError), open_update(end, model, Manifest.of(model), UpdateTerms(), version=0):
+            raise RuntimeError(reason)
+        apply_weights(model, end)
 
     with ThreadPoolExecutor(1) as other:
         received = other.submit(receive)
         sender = BroadcastSender(gloo_group(store, 0, 2, timeout=30), timeout=30)
-        with pytest.raises(SyncRefusedError, match=r"unknown: \w+, .* \.\.\. \(\d+ more characters: see the error at"):
-            sender.send({f"unknown{number}": torch.zeros(1) for number in range(1000)})
-        with pytest.raises(WeightMismatchError, match="unknown999"):
-            received.result(30)
+        with pytest.raises(SyncBrokenError, match="1 of 1 receivers failed: RuntimeError: "):
+            sender.send(trainer)
+        sender.send(trainer)
+        received.result(HANG)
+    assert torch.equal(model.weight, trainer.weight)
+
+
+def test_closing_a_receiver_ends_its_wait() -> None:
+    store = listening_store("127.0.0.1")
+    with ThreadPoolExecutor(1) as other:
+        joined = other.submit(gloo_group, connected_store("127.0.0.1", store.port), 1, 2, timeout=1)
+        group = gloo_group(store, 0, 2, timeout=1)
+        end = BroadcastReceiver(0, joined.result(), timeout=300)
+        received = other.submit(apply_weights, nn.Linear(3, 3), end)
+        time.sleep(0.1)
+        end.close()
+        with pytest.raises(PeerLostError, match=r"the link (was|is) closed"):
+            received.result(HANG)
+        with pytest.raises(PeerLostError, match="the link is closed"):
+            end.listen()
+    del group

@@ -14,8 +14,8 @@ except ModuleNotFoundError as error:
 
 from samebit.rollout.integrations.ray.actor import Health, RolloutActor
 from samebit.rollout.integrations.ray.calls import lost_worker, wait_for, wait_for_async
+from samebit.rollout.integrations.ray.client import RayRequestHandle, RayWorker, start_actor
 from samebit.rollout.integrations.ray.links import BroadcastFrom, BroadcastGroup, SharedMemoryAt
-from samebit.rollout.integrations.ray.worker import RayRequestHandle, RayWorker, start_actor
 
 __all__ = [
     "BroadcastFrom",

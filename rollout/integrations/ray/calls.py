@@ -1,6 +1,6 @@
 """Waiting for an actor: what comes back is its result, its own error, or `WorkerLostError`.
 
-Invariant: nobody waits for an actor whose process has died. Ray notices that when the connection to it breaks, in
+Invariant: no call waits for an actor whose process has died. Ray notices that when the connection to it breaks, in
 milliseconds, and ends every call that waits (a whole machine that vanishes takes as long as Ray's health checks).
 """
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def wait_for(reference: ray.ObjectRef[T], timeout: float | None = None) -> T:
-    """The result of a call. Raises the error it raised, `WorkerLostError`, or `TimeoutError` (the call goes on)."""
+    """Return the result of a call. Raises its error, `WorkerLostError`, or `TimeoutError` (the call goes on)."""
     try:
         return ray.get(reference, timeout=timeout)
     except GetTimeoutError as error:
@@ -27,7 +27,7 @@ def wait_for(reference: ray.ObjectRef[T], timeout: float | None = None) -> T:
 
 
 async def wait_for_async(reference: ray.ObjectRef[T]) -> T:
-    """`wait_for` for asyncio."""
+    """Do as `wait_for` for asyncio."""
     try:
         return await reference
     except (RayTaskError, RayActorError) as error:
@@ -35,7 +35,7 @@ async def wait_for_async(reference: ray.ObjectRef[T]) -> T:
 
 
 def lost_worker(error: RayActorError) -> WorkerLostError:
-    """What a dead actor means to its callers."""
+    """Return the error that a dead actor means to its callers."""
     reason = " ".join(str(error).split())
     return WorkerLostError(f"the rollout worker's actor died, and what it was generating is lost: {reason}")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samebit.weight_sync import BroadcastReceiver, ReceiverLink, SharedMemoryReceiver, connected_store, gloo_group
-from samebit.weight_sync.link import DEFAULT_TIMEOUT
+from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Sources:
 
     @contextmanager
     def opened(self, source: object) -> Iterator[object]:
-        """For one update: a link, or a folder as it is, or None; no weights come with a call. Waits for a group.
+        """Open the source of one update: a link, or a folder as it is, or None; no weights come with a call.
 
         A link is closed after a failure, so that the next update opens it anew, and when its group was for this one.
         """

@@ -1,6 +1,8 @@
-"""What the servers are called in Ray."""
+"""What samebit is called in verl, and its servers in Ray."""
+
+NAME = "samebit"
 
 
 def server_name(replica_rank: int, *, kind: str = "", suffix: str = "") -> str:
-    """`kind`: "reward" or "teacher" for a server of such a model."""
+    """Return the name of a server; `kind`: "reward" or "teacher" for a server of such a model."""
     return f"samebit_server_{kind}{'_' if kind else ''}{replica_rank}{suffix}"

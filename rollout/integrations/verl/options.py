@@ -13,8 +13,9 @@ from typing import Any
 
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
-from samebit.rollout.loading import TOKENIZER_FILES
-from samebit.weight_sync.link import DEFAULT_TIMEOUT, check_timeout
+from samebit.rollout.models.loading import TOKENIZER_FILES
+from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
+from samebit.weight_sync.wire.patience import check_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +24,8 @@ DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp3
 WORKER_OPTIONS = ("block_size", "num_blocks", "kv_cache_gb", "eviction_policy", "state_cache_gb", "num_threads")
 """Of `rollout.custom`: fields of `RolloutConfig` that verl has no option for."""
 
-SERVER_OPTIONS = ("num_cpus", "sync_timeout", "generate_with")
-"""Of `rollout.custom`: cores that Ray reserves for a server; the longest wait in a weight update, in seconds; whose
-generation it is."""
-
-GENERATORS = ("samebit", "huggingface")
-"""The second is for comparing step times with, and not exact."""
+SERVER_OPTIONS = ("num_cpus", "sync_timeout")
+"""Of `rollout.custom`: cores that Ray reserves for a server; the longest wait in a weight update, in seconds."""
 
 _NOT_HONOURED: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
@@ -69,7 +66,7 @@ _OF_ENTROPY = ("entropy_checkpointing", "entropy_from_logits_with_chunking")
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What one server is started with.
+    """Holds what one server is started with.
 
     frees_memory: `sleep` and `release_kv_cache` release memory (verl's `free_cache_engine`).
     traces: where profiles go, None for a server that is not profiled.
@@ -87,11 +84,10 @@ class ServerOptions:
     num_cpus: int
     sync_timeout: float
     traces: Path | None
-    generate_with: str = "samebit"
 
 
 def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, name: str) -> ServerOptions:
-    """From verl's `RolloutConfig` and its options of the model. `name`: of the server.
+    """Translate verl's `RolloutConfig` and its options of the model. `name`: of the server.
 
     Raises:
         ValueError: options that samebit refuses, and unknown ones in `rollout.custom`, by name.
@@ -110,9 +106,6 @@ def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, na
     num_cpus = custom.get("num_cpus", 1)
     if isinstance(num_cpus, bool) or not isinstance(num_cpus, int) or num_cpus < 1:
         raise ValueError(f"rollout.custom.num_cpus must be an int of at least 1, got {num_cpus!r}")
-    generate_with = custom.get("generate_with", "samebit")
-    if generate_with not in GENERATORS:
-        raise ValueError(f"rollout.custom.generate_with must be one of {', '.join(GENERATORS)}, got {generate_with!r}")
     return ServerOptions(
         name=name,
         model=model["path"],
@@ -126,12 +119,11 @@ def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, na
         num_cpus=num_cpus,
         sync_timeout=sync_timeout(custom),
         traces=_traces(rollout.profiler, replica_rank),
-        generate_with=generate_with,
     )
 
 
 def sync_timeout(custom: Mapping[str, Any] | None) -> float:
-    """Of `rollout.custom`. Raises ValueError for what is no time."""
+    """Return the `sync_timeout` of `rollout.custom`. Raises ValueError for what is no time."""
     try:
         return check_timeout((custom or {}).get("sync_timeout", DEFAULT_TIMEOUT))
     except ValueError as error:
@@ -200,7 +192,7 @@ def _custom(custom: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _traces(profiler: Any, replica_rank: int) -> Path | None:
-    """Where the traces of this server go, if `rollout.profiler` wants any."""
+    """Return where the traces of this server go, if `rollout.profiler` wants any."""
     if profiler is None or not profiler.enable or not (profiler.all_ranks or profiler.ranks):
         return None
     if profiler.tool != "torch":
@@ -232,7 +224,7 @@ def warn_about_the_rest(rollout: Any, engine: Mapping[str, Any]) -> None:
 
 
 def _value(rollout: Any, name: str, default: Any) -> Any:
-    """Of an option, or of one inside another, which verl leaves a dict where its yaml files have no entry of it."""
+    """Return the value of an option, or of one inside another, which is a dict where verl's yaml files lack it."""
     outer, _, inner = name.partition(".")
     value = vars(rollout)[outer]
     return value.get(inner, default) if inner else value

@@ -27,7 +27,7 @@ class CPUPlatform(PlatformBase):
 
     @property
     def device_module(self) -> Any:
-        """`torch.cpu`, with the calls that verl makes of every device module."""
+        """Return `torch.cpu`, with the calls that verl makes of every device module."""
         return _DEVICE_MODULE
 
     def is_available(self) -> bool:
@@ -37,17 +37,17 @@ class CPUPlatform(PlatformBase):
         return not any(Path(driver).exists() for driver in _DRIVERS)
 
     def current_device(self) -> str:
-        """What tensors are sent to: an index would mean a CUDA device."""
+        """Return what tensors are sent to: an index would mean a CUDA device."""
         return "cpu"
 
     def device_count(self) -> int:
         return 1
 
     def set_device(self, device_index: int) -> None:
-        """There is one device."""
+        """Do nothing: the machine has one device."""
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Nothing runs on its own."""
+        """Do nothing: nothing runs on its own."""
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -56,10 +56,10 @@ class CPUPlatform(PlatformBase):
         torch.manual_seed(seed)
 
     def set_allocator_settings(self, settings: str) -> None:
-        """Settings of CUDA's allocator."""
+        """Do nothing: these are settings of CUDA's allocator."""
 
     def empty_cache(self) -> None:
-        """There is none."""
+        """Do nothing: a CPU has no such cache."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         return None, None
@@ -95,7 +95,7 @@ class CPUPlatform(PlatformBase):
 
 
 def _peak_memory() -> int:
-    """Bytes of this process at its largest."""
+    """Return the bytes of this process at its largest."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -3,9 +3,12 @@
 The operations run on CPU tensors; each launch compiles its kernel down to machine code and stops there. Prints one
 object: of each kernel its name, the shared memory that it asks for, and the stack of a thread, in bytes: what found no
 place in registers.
+
+Under `make soak` every kernel in every shape, dtype and tile configuration; otherwise each kernel in a few.
 """
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -19,25 +22,29 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from samebit.kernels import device
-from samebit.kernels.activation import gated
-from samebit.kernels.attention import AttentionOptions, attention
-from samebit.kernels.context import ForwardContext, training_context
-from samebit.kernels.conv import causal_conv
-from samebit.kernels.epilogue import unchanged
-from samebit.kernels.linear import linear
-from samebit.kernels.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
-from samebit.kernels.norm import GatedNormOptions, gated_rms_norm, layer_norm, rms_norm
-from samebit.kernels.pages import KVLayout
-from samebit.kernels.rope import RotaryTables, rotate
-from samebit.kernels.sampling import keep_likely
-from samebit.kernels.scored_head import scored
-from samebit.kernels.scoring import Scoring
-from samebit.kernels.ssd import scan
-from samebit.kernels.states import SSMOptions, SSMShape, StateLayout
-from samebit.kernels.triton import sampling, tiles
+from samebit.kernels.binding.epilogue import unchanged
+from samebit.kernels.binding.trainer.logprob_head import scored
+from samebit.kernels.binding.trainer.logprob_request import Scoring
+from samebit.kernels.layout import device
+from samebit.kernels.layout.forward_context import ForwardContext, training_context
+from samebit.kernels.layout.kv_pages import KVLayout
+from samebit.kernels.layout.mamba_states import SSMShape, StateLayout
+from samebit.kernels.layout.options import AttentionOptions, GatedNormOptions, SSMOptions
+from samebit.kernels.ops.activation import gated
+from samebit.kernels.ops.attention import attention
+from samebit.kernels.ops.conv import causal_conv
+from samebit.kernels.ops.linear import linear
+from samebit.kernels.ops.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
+from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
+from samebit.kernels.ops.rope import RotaryTables, rotate
+from samebit.kernels.ops.sampling import keep_likely
+from samebit.kernels.ops.ssd import scan
+from samebit.kernels.triton import sampling
 from samebit.kernels.triton.matmul import multiply
-from samebit.kernels.triton.tile_file import MatmulEntry
+from samebit.kernels.triton.tiles import table as tiles
+from samebit.kernels.triton.tiles.file import MatmulEntry
+
+CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
 
 
 class H100:
@@ -137,10 +144,11 @@ def vocabulary() -> None:
 
 
 def mamba() -> None:
-    for dtype, head_dim, size in (
-        (torch.bfloat16, 64, 128), (torch.float16, 64, 128), (torch.float32, 64, 128), (torch.bfloat16, 128, 64),
-        (torch.bfloat16, 128, 256), (torch.float32, 128, 256), (torch.float32, 80, 200),
-    ):  # fmt: skip
+    few = (torch.bfloat16, 64, 128), (torch.float32, 80, 200), (torch.bfloat16, 128, 256)
+    more = (
+        (torch.float16, 64, 128), (torch.float32, 64, 128), (torch.bfloat16, 128, 64), (torch.float32, 128, 256),
+    )  # fmt: skip
+    for dtype, head_dim, size in few + more if CAMPAIGN else few:
         shape = SSMShape(heads=8, head_dim=head_dim, groups=2, state_size=size, taps=4)
         options = SSMOptions(0, 64, shape.groups, size)
         context = ForwardContext(
@@ -160,10 +168,9 @@ def mamba() -> None:
 
 def mamba_gradients() -> None:
     context = training_context((1, 70), None, None)
-    for dtype, heads, head_dim, groups, size in (
-        (torch.bfloat16, 8, 64, 2, 128), (torch.float32, 8, 64, 2, 128), (torch.float32, 3, 20, 1, 100),
-        (torch.bfloat16, 4, 128, 4, 256), (torch.float32, 4, 128, 1, 128),
-    ):  # fmt: skip
+    few = (torch.bfloat16, 8, 64, 2, 128), (torch.float32, 3, 20, 1, 100)
+    more = (torch.float32, 8, 64, 2, 128), (torch.bfloat16, 4, 128, 4, 256), (torch.float32, 4, 128, 1, 128)
+    for dtype, heads, head_dim, groups, size in few + more if CAMPAIGN else few:
         width, options = heads * head_dim + 2 * groups * size, SSMOptions(0, 64, groups, size)
         both_ways(
             lambda x, w, b, o=options: causal_conv(x, w, b, context, o), (70, width), (width, 1, 4), (width,),
@@ -176,8 +183,10 @@ def mamba_gradients() -> None:
 
 
 def configurations() -> None:
-    """All in tiles.json, whatever GPU they are for."""
-    for name, family in tiles.families().items():
+    """Under `make soak` all in tiles.json, whatever GPU they are for."""
+    every = tiles.families()
+    for name in every if CAMPAIGN else ("sm_90",):
+        family = every[name]
         tiles.family_name = lambda device, name=name: name
         tiles.family.cache_clear()
         tiles.attention_tiles.cache_clear()

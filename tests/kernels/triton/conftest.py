@@ -1,21 +1,49 @@
 """The Triton kernels: on a GPU where there is one, else in Triton's interpreter on the CPU.
 
 The interpreter shows accuracy, masks and poison. It shows nothing about the bits of a
-GPU: its matrix product is NumPy's. Equal bits in it mean equal tiles and an equal order of sums.
+GPU. Equal bits in it mean equal tiles and an equal order of sums: in these tests its matrix
+product adds in the order of the depth, as a GPU's does. (NumPy's, which it would take, gives a
+row other bits in another place of the tile on many processors.)
 """
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
+import numba
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 if not torch.cuda.is_available() and not knobs.runtime.interpret:
     pytest.skip("no GPU, and Triton was imported before its interpreter was asked for", allow_module_level=True)
+
+
+@numba.njit("void(float32[:, :], float32[:, :], float32[:, ::1])", cache=True)
+def _add_product(a: Any, b: Any, acc: Any) -> None:
+    """One chain over the depth for each element: vectors run along a row, so they change no order."""
+    for row in range(acc.shape[0]):
+        for depth in range(a.shape[1]):
+            for output in range(acc.shape[1]):
+                acc[row, output] += a[row, depth] * b[depth, output]
+
+
+def _dot(builder: InterpreterBuilder, a: TensorHandle, b: TensorHandle, acc: TensorHandle, *precision: Any) -> Any:
+    product = np.array(acc.data, np.float32, order="C")
+    _add_product(a.data, b.data, product)
+    return TensorHandle(product, acc.dtype.scalar)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sums_in_order() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", _dot)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from samebit.kernels import device
-from samebit.kernels.attention import attention
-from samebit.kernels.context import training_context
+from samebit.kernels.layout import device
+from samebit.kernels.layout.forward_context import training_context
+from samebit.kernels.ops.attention import attention
 
 from ..attention_layer import Shape, oracle, tensors, through_pages
 from ..helpers import assert_near, leaves

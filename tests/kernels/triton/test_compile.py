@@ -1,5 +1,5 @@
-"""Every kernel compiles for an H100 with every tile configuration in the file, with a GPU or without: the interpreter
-takes what the compiler does not.
+"""Every kernel compiles for an H100, with a GPU or without: the interpreter takes what the compiler does not. Under
+`make soak` with every tile configuration in the file.
 
 And there is one of a layer: training, decode, and sequences that share blocks run the same compiled kernel.
 """
@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on an H100."""
 
@@ -17,6 +19,7 @@ STACK = 512
 """Bytes of a thread that the scan may keep outside of registers: its state must not be among them."""
 
 
+@pytest.mark.soak
 def test_kernels_compile_for_an_h100() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_kernels.py")

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from samebit.kernels import device, logprobs, reference, sampling
-from samebit.kernels.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
+from samebit.kernels.layout import device
+from samebit.kernels.ops import logprobs, sampling
+from samebit.kernels.ops.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
 from samebit.kernels.triton import sampling as gpu
 
+from .. import reference
 from ..helpers import assert_near
 from .gpu import DEVICE, DTYPES, leaf
 

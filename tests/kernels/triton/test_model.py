@@ -1,4 +1,7 @@
-"""Whole models on the Triton kernels: the training forward, its gradients and a rollout, beside the CPU's."""
+"""Whole models on the Triton kernels: the training forward, its gradients and a rollout, beside the CPU's.
+
+On a GPU and under `make soak` all of it; otherwise a smaller model, for the interpreter is slow.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,15 +12,23 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from samebit.kernels import bind, device, token_logprobs
-from samebit.kernels.packing import Arrays, Tensors
-from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams, step_graphs
-from samebit.rollout.step_graphs import StepGraph
+from samebit.kernels import bind, token_logprobs
+from samebit.kernels.layout import device
+from samebit.kernels.layout.transfer import Tensors
+from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.runner import cuda_graphs as step_graphs
+from samebit.rollout.runner.cuda_graphs import StepGraph
+from samebit.rollout.runner.step_arrays import StepArrays
 
-from ...exactness.families import make_model
+from ...exactness.families import CAMPAIGN, make_model
 from .gpu import DEVICE
 
-NAMES = ("Gemma3", "NemotronH")
+WHOLE = CAMPAIGN or DEVICE == "cuda"
+NAMES = ("Gemma3", "NemotronH") if WHOLE else ("NemotronH",)
+SMALLER = {
+    "NemotronH": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 2},
+    "Gemma3": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
+}
 
 
 @contextmanager
@@ -32,8 +43,8 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def small(name: str) -> PreTrainedModel:
-    """The interpreter is slow."""
-    return make_model(name, torch.float32, vocab_size=100, hidden_size=100, intermediate_size=129)
+    fewer = {} if WHOLE else SMALLER[name]
+    return make_model(name, torch.float32, vocab_size=100, hidden_size=100, intermediate_size=129, **fewer)
 
 
 def gradients(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,6 +56,7 @@ def gradients(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> 
     return scores.detach().cpu(), torch.cat(parts)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
 def test_training_is_near_that_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bind(small(name))
@@ -93,6 +105,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rollout_is_near_training_with_graphs_and_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of one size computed from buffers with room for more give the bits of those without."""
@@ -114,7 +127,8 @@ def test_a_rollout_is_near_training_with_graphs_and_without(name: str, monkeypat
                 assert torch.allclose(own, torch.tensor(sample.logprobs), atol=2e-4)
 
 
-@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.soak
+@pytest.mark.parametrize("enforce_eager", [True, False] if WHOLE else [False])
 def test_decodes_that_are_launched_ahead_take_their_tokens_from_the_device(
     enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +145,7 @@ def test_decodes_that_are_launched_ahead_take_their_tokens_from_the_device(
         assert vars(one.samples[0]) == vars(other.samples[0])
 
 
+@pytest.mark.soak
 def test_samples_that_share_blocks_in_graphs_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph replays other groups than it was recorded with, and none: samples end one after the other."""
     model = bind(small("Gemma3")).to(DEVICE)
@@ -138,8 +153,8 @@ def test_samples_that_share_blocks_in_graphs_and_without(monkeypatch: pytest.Mon
     params = [SamplingParams(seed=seed, n=2, max_tokens=seed + 4, ignore_eos=True) for seed in range(3)]
     groups, replay = [], StepGraph.replay
 
-    def spied(self: StepGraph, arrays: Arrays, drawn: torch.Tensor | None) -> tuple[Tensors, torch.Tensor]:
-        groups.append(sum(len(array) for name, array in arrays.items() if name.startswith("prefixes")))
+    def spied(self: StepGraph, arrays: StepArrays, drawn: torch.Tensor | None) -> tuple[Tensors, torch.Tensor]:
+        groups.append(sum(len(array) for name, array in arrays.layout.items() if name.startswith("prefixes")))
         return replay(self, arrays, drawn)
 
     monkeypatch.setattr(StepGraph, "replay", spied)
@@ -158,6 +173,7 @@ def test_samples_that_share_blocks_in_graphs_and_without(monkeypatch: pytest.Mon
             assert torch.allclose(expected[-len(sample.token_ids) :], torch.tensor(sample.logprobs), atol=2e-4)
 
 
+@pytest.mark.soak
 def test_graphs_are_recorded_anew_when_what_they_read_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph holds addresses: of pages that slept, and of weights that the trainer has put elsewhere."""
     model = bind(small("Gemma3")).to(DEVICE)

@@ -5,13 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from samebit.kernels import device, reference, scored_head
-from samebit.kernels.epilogue import Epilogue, soft_capped, unchanged
-from samebit.kernels.linear import linear
-from samebit.kernels.logprobs import logprobs_from_logits
-from samebit.kernels.scored_head import scored
-from samebit.kernels.scoring import Scoring
+from samebit.kernels.binding.epilogue import Epilogue, soft_capped, unchanged
+from samebit.kernels.binding.trainer import logprob_head as scored_head
+from samebit.kernels.binding.trainer.logprob_head import scored
+from samebit.kernels.binding.trainer.logprob_request import Scoring
+from samebit.kernels.layout import device
+from samebit.kernels.ops.linear import linear
+from samebit.kernels.ops.logprobs import logprobs_from_logits
 
+from .. import reference
 from ..helpers import assert_near
 from .gpu import DEVICE, DTYPES, leaf
 

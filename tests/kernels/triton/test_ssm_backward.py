@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from samebit.kernels import device, reference
-from samebit.kernels.context import ForwardContext, training_context
-from samebit.kernels.conv import causal_conv
-from samebit.kernels.ssd import scan
-from samebit.kernels.states import SSMOptions
+from samebit.kernels.layout import device
+from samebit.kernels.layout.forward_context import ForwardContext, training_context
+from samebit.kernels.layout.options import SSMOptions
+from samebit.kernels.ops.conv import causal_conv
+from samebit.kernels.ops.ssd import scan
 
+from .. import reference
 from ..helpers import assert_near
 from .gpu import DEVICE, poisoned
 

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from samebit.kernels.context import ForwardContext
-from samebit.kernels.triton.work import AttentionWork, names_of_items, room_for_items
+from samebit.kernels.layout.attention_work import AttentionWork, names_of_items, room_for_items
+from samebit.kernels.layout.forward_context import ForwardContext
 
 BLOCK = 16
 

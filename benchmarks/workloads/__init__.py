@@ -1,0 +1,1 @@
+"""The workloads: models by shape, prompts, requests that begin alike or share nothing."""

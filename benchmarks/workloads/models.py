@@ -1,0 +1,72 @@
+"""The models that are measured: Qwen3 and Nemotron-H, randomly initialised, by shape."""
+
+from typing import Any
+
+import torch
+from transformers import NemotronHConfig, NemotronHForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "5m": {
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
+    "100m": {
+        "vocab_size": 32000,
+        "hidden_size": 640,
+        "intermediate_size": 1792,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 5,
+        "head_dim": 64,
+        "tie_word_embeddings": False,
+    },
+}
+
+HYBRID: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "layers_block_type": ["mamba", "mlp", "mamba", "mlp", "attention", "mlp", "mamba", "mlp", "mamba", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "n_groups": 1,
+    "ssm_state_size": 128,
+    "chunk_size": 16,  # of Hugging Face alone
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
+"""A small Nemotron-H: heads and state of the size that the large ones have."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build(shape: dict[str, Any], dtype: torch.dtype, max_tokens: int) -> Qwen3ForCausalLM:
+    """Build a model of this shape for sequences of up to `max_tokens`; no end token, so that nothing stops early."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **shape, max_position_embeddings=max_tokens, bos_token_id=None, eos_token_id=None, pad_token_id=0
+    )
+    config._attn_implementation = "sdpa"
+    return Qwen3ForCausalLM(config).to(dtype).eval()
+
+
+def build_hybrid(shape: dict[str, Any], max_tokens: int) -> NemotronHForCausalLM:
+    """Build the same for a Nemotron-H, in float32."""
+    torch.manual_seed(0)
+    config = NemotronHConfig(
+        **shape, max_position_embeddings=max_tokens, bos_token_id=None, eos_token_id=None, pad_token_id=0
+    )
+    config._attn_implementation = "sdpa"
+    return NemotronHForCausalLM(config).eval()
+
+
+def num_parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,56 @@
+"""The workload of every contestant: some prompts, some samples of each, all of one length."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Tokens = list[list[int]]
+
+Timed = tuple[float, Tokens]
+Run = Callable[[Tokens, int], Timed]
+"""A contestant: prompts and the number of new tokens in; its seconds and all continuations out, in any order."""
+
+
+def timed(action: Callable[[], Tokens]) -> Timed:
+    """Call it; return the result with its seconds."""
+    began = time.perf_counter()
+    result = action()
+    return time.perf_counter() - began, result
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`prompts` x `samples` sequences of `prompt_tokens` + `new_tokens`, sampled at temperature 1."""
+
+    prompts: int = 8
+    samples: int = 8
+    prompt_tokens: int = 256
+    new_tokens: int = 128
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def output_tokens(self) -> int:
+        return self.sequences * self.new_tokens
+
+    def make_prompts(self, vocab_size: int, seed: int) -> Tokens:
+        """Return random token ids; another seed gives prompts that no cache has seen."""
+        generator = torch.Generator().manual_seed(seed)
+        ids: Tokens = torch.randint(0, vocab_size, (self.prompts, self.prompt_tokens), generator=generator).tolist()
+        return ids
+
+    def check(self, name: str, outputs: Tokens, vocab_size: int) -> None:
+        """Raise unless these are the sampled continuations that were asked for."""
+        lengths = sorted({len(tokens) for tokens in outputs})
+        if len(outputs) != self.sequences or lengths != [self.new_tokens]:
+            raise RuntimeError(
+                f"{name}: {len(outputs)} sequences of {lengths} tokens, asked for {self.sequences} of {self.new_tokens}"
+            )
+        if any(not 0 <= token < vocab_size for tokens in outputs for token in tokens):
+            raise RuntimeError(f"{name}: token ids outside of the vocabulary")
+        if len({tuple(tokens) for tokens in outputs}) != self.sequences:
+            raise RuntimeError(f"{name}: equal continuations; these are not samples")

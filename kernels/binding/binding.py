@@ -1,0 +1,179 @@
+"""``bind(model)``: give a Hugging Face causal language model samebit's forward, in place.
+
+Invariants:
+
+* Only the instance changes: the ``forward`` of modules that are known by class. Nothing of torch or
+  transformers is patched, parameters and state dict stay what they were, ``copy.deepcopy`` works.
+* A module that computes and is not known is an error that names it. Nothing is dropped silently.
+* Derived values (rotary frequencies, embedding scales) come from the config in float32; the module's own
+  buffers are ignored, because ``.to(bfloat16)`` truncates them and no state dict holds them.
+* Autocast does not reach the operations: a bound model computes in the dtype of its parameters.
+* The modules stay what was bound (`bound_record`), or the next one who uses the model raises.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import MethodType
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from samebit.kernels.binding import modules as bound
+from samebit.kernels.binding.bound_record import BoundModules, check_not_compiled
+from samebit.kernels.binding.families import FAMILIES, BindingError, Family, inexact_features
+from samebit.kernels.binding.plan import Plan
+from samebit.kernels.binding.users import Users
+from samebit.kernels.layout.device import DTYPES
+from samebit.kernels.layout.kv_pages import KVLayout
+from samebit.kernels.layout.mamba_states import StateLayout
+from samebit.kernels.ops.activation import ACTIVATIONS, PLAIN_ACTIVATIONS
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What `bind` found out about a model.
+
+    Attributes:
+        modules: the model's modules as they were bound.
+        users: the workers that generate with this model itself.
+    """
+
+    family: Family
+    kv_layout: KVLayout
+    vocab_size: int
+    exact: bool
+    modules: BoundModules = field(repr=False)
+    state_layout: StateLayout | None = None
+    users: Users[Any] = field(default_factory=Users, repr=False)
+
+    @property
+    def ssm_chunk(self) -> int | None:
+        """The grid of its Mamba layers' states, which a block must be a multiple of; None without such layers."""
+        return None if self.state_layout is None else self.state_layout.chunk
+
+
+def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
+    """Give ``model`` the forward whose bits do not depend on the batch; binding twice changes nothing.
+
+    The same module then serves trainer and rollout. It takes ``input_ids``, ``attention_mask`` (left or right
+    padded), ``position_ids`` (packed batches), ``logits_to_keep``; it gives float32 logits (those
+    of torch's own head with ``exact=False``) and keeps no Hugging Face cache. Gradient checkpointing works as before.
+
+    Args:
+        model: a Hugging Face causal language model on the CPU or on a CUDA device, float32 or bfloat16, on CUDA
+            also float16.
+        ssm_chunk: the grid of the Mamba layers' states in tokens, where there are such layers: a power of two, at
+            least 16, that divides the rollout's block size. It changes no bit.
+            It is part of the arithmetic, and it is recorded on the model: trainer and rollout can not differ.
+        exact: False leaves norms, activations and GEMMs to torch. For measuring what exactness costs.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        BindingError: a family, feature, module, dtype or device that is not exact, by name, or a bound model whose
+            modules are not those that were bound. The model is left as it was.
+    """
+    _check_chunk(ssm_chunk)
+    if is_bound(model):
+        bound_before = checked_binding_of(model)
+        _check_tensors(model)
+        if bound_before.exact != exact:
+            raise BindingError(f"the model is already bound with exact={not exact}")
+        if bound_before.ssm_chunk not in (None, ssm_chunk):
+            raise BindingError(f"the model is already bound with ssm_chunk={bound_before.ssm_chunk}")
+        return model
+    family = _family_of(model)
+    check_not_compiled(model)
+    _check_tensors(model)
+    config: Any = model.config
+    plan = Plan(family, config, config.to_dict(), ssm_chunk, exact)
+    bindings = [(module, plan.binding_of(name, module)) for name, module in model.named_modules()]
+    bindings += plan.of_model(model)
+    for module, attached in bindings:
+        if attached is not None:
+            bound.attach(module, *attached)
+    head: nn.Linear = model.get_submodule("lm_head")  # type: ignore[assignment]
+    model.__dict__["samebit"] = Binding(
+        family,
+        plan.kv_layout(),
+        vocab_size=head.weight.shape[0],
+        exact=exact,
+        modules=BoundModules.of(model),
+        state_layout=plan.state_layout(),
+    )
+    return model
+
+
+def is_bound(model: nn.Module) -> bool:
+    """Whether `bind` has been applied to this model."""
+    return isinstance(model.__dict__.get("samebit"), Binding)
+
+
+def binding_of(model: nn.Module) -> Binding:
+    """The model's `Binding`.
+
+    Raises:
+        ValueError: the model is not bound.
+    """
+    binding = model.__dict__.get("samebit")
+    if not isinstance(binding, Binding):
+        raise ValueError(f"{type(model).__name__} is not bound: call samebit.kernels.bind(model) first")
+    return binding
+
+
+def checked_binding_of(model: nn.Module) -> Binding:
+    """The model's `Binding`, if its modules are still those that were bound.
+
+    Raises:
+        ValueError: the model is not bound.
+        BindingError: a module, forward or class is not what was bound, by name.
+    """
+    binding = binding_of(model)
+    binding.modules.check()
+    return binding
+
+
+def wrap_forward(model: nn.Module, forward: Callable[..., Any]) -> None:
+    """Give a bound model another forward, a function of the model that calls the bound one: it counts as bound."""
+    binding = checked_binding_of(model)
+    model.__dict__["forward"] = MethodType(forward, model)
+    model.__dict__["samebit"] = replace(binding, modules=BoundModules.of(model))
+
+
+def _check_chunk(given: object) -> None:
+    if not isinstance(given, int) or isinstance(given, bool) or given < 16 or given & (given - 1):
+        raise BindingError(f"ssm_chunk must be a power of two, at least 16, got {given!r}")
+
+
+def _family_of(model: nn.Module) -> Family:
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise BindingError(f"{name} is not a Hugging Face model; bound families: {', '.join(FAMILIES)}")
+    config = model.config.to_dict()
+    family = FAMILIES.get(name)
+    reasons = inexact_features(family, config, [key for key, _ in model.named_parameters()])
+    if family is None:
+        reasons.insert(0, "it is of no known family")
+    else:
+        exact = PLAIN_ACTIVATIONS if family.mlp == "plain" else ACTIVATIONS
+        if config[family.activation] not in exact:
+            reasons.append(f"activation {config[family.activation]!r} (exact: {', '.join(exact)})")
+    if family is None or reasons:
+        raise BindingError(
+            f"{name} can not be bound exactly: {'; '.join(reasons)}. Bound families: {', '.join(FAMILIES)}"
+        )
+    return family
+
+
+def _check_tensors(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.device.type not in DTYPES:
+            raise BindingError(f"{name} is on device {parameter.device}; there are kernels for cpu and cuda")
+        exact = DTYPES[parameter.device.type]
+        if parameter.dtype not in exact:
+            allowed = ", ".join(map(str, exact))
+            raise BindingError(f"{name} is {parameter.dtype}; exact on {parameter.device.type} are {allowed}")

@@ -1,0 +1,200 @@
+"""What the modules of a model were when `bind` was done, and whether they still are that.
+
+Invariants:
+
+* Legal afterwards is what leaves the arithmetic to the bound forwards: hooks, ``train()`` and ``eval()``, parameters
+  that are other tensors of the same shapes, gradient checkpointing (its wrapper too), FSDP2, which changes classes, and
+  the wrappers of `_TRANSPARENT`, which only switch autocast on.
+* Everything else is named: a module, forward, class or parameter that was added, replaced or removed, a module that
+  is compiled in place, and a dropout that was idle.
+* A check costs one comparison of dictionaries a module; it builds names only where something differs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+
+from samebit.kernels.binding.families import BindingError
+
+_TRANSPARENT = ("torch.amp.autocast_mode", "accelerate.utils.operations")
+"""Modules whose wrappers of a forward (Accelerate's mixed precision) hand its arguments and float32 results on."""
+
+_NAMED_AT_ONCE = 4
+"""Differences that an error spells out."""
+
+_REMEDY = (
+    "Undo that, or change a model that is not bound, and call samebit.kernels.bind on it as it is to stay; adapters, "
+    "parametrizations and torch.compile are not bound exactly"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundModule:
+    """One module as it was.
+
+    Attributes:
+        name: in the model; empty for the model itself.
+        module: the object.
+        kind: its class.
+        class_forward: the forward of its class.
+        forward: the forward of the instance, None where that of the class runs.
+        children: its submodules by name.
+        shapes: those of its parameters by name.
+        idle: whether it is a dropout.
+    """
+
+    name: str
+    module: nn.Module
+    kind: type[nn.Module]
+    class_forward: object
+    forward: object
+    children: dict[str, nn.Module | None]
+    shapes: dict[str, torch.Size]
+    idle: bool
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module) -> "BoundModule":
+        """The module as it is now."""
+        kind = type(module)
+        own = module.__dict__.get("forward")
+        idle = isinstance(module, nn.Dropout)
+        return cls(name, module, kind, kind.forward, own, dict(module._modules), _shapes(module), idle)
+
+    def is_as_it_was(self) -> bool:
+        """Whether there is certainly no difference; quick, since it runs for each module at each use of a model."""
+        now = self.module.__dict__
+        return (
+            type(self.module) is self.kind
+            and now["_modules"] == self.children
+            and now.get("forward") == self.forward
+            and now.get("_compiled_call_impl") is None
+            and self.kind.forward is self.class_forward
+            and (_shapes(self.module) == self.shapes if now["_parameters"] else not self.shapes)
+            and not self.idle
+        )
+
+    def differences(self) -> Iterator[str]:
+        """Say what is not as it was."""
+        module, kind = self.module, type(self.module)
+        title = self.name or "the model"
+        if module._modules != self.children:
+            yield from self._other_children()
+        if kind is not self.kind and kind.__bases__ != (FSDPModule, self.kind):
+            yield f"{title} was a {_name(self.kind)}, and its class is {_name(kind)}"
+        elif kind.forward is not self.class_forward:
+            yield f"the forward of {title}'s class {_name(self.kind)} was replaced"
+        if not _leads_to(module.__dict__.get("forward"), self.forward):
+            yield f"the forward of {title} ({_name(self.kind)}) was replaced"
+        if module._compiled_call_impl is not None:
+            yield f"{title} ({_name(self.kind)}) was compiled in place, by its compile()"
+        if _shapes(module) != self.shapes:
+            yield from self._other_parameters()
+        if self.idle and module.p != 0.0:
+            yield f"{title}, a Dropout that did nothing, has p={module.p}"
+
+    def _other_children(self) -> Iterator[str]:
+        now = {name: _inside(child) for name, child in self.module._modules.items()}
+        prefix = f"{self.name}." if self.name else ""
+        for name in {**self.children, **now}:
+            before, after = self.children.get(name), now.get(name)
+            if before is after:
+                continue
+            if before is None:
+                yield f"{prefix}{name} was added, a {_name(type(after))}"
+            elif after is None:
+                yield f"{prefix}{name}, a {_name(type(before))}, was removed"
+            else:
+                yield f"{prefix}{name} was a {_name(type(before))}, and is another module: a {_name(type(after))}"
+
+    def _other_parameters(self) -> Iterator[str]:
+        now = _shapes(self.module)
+        prefix = f"{self.name}." if self.name else ""
+        for name in {**self.shapes, **now}:
+            if name not in now:
+                yield f"{prefix}{name} is a parameter no more"
+            elif name not in self.shapes:
+                yield f"{prefix}{name} was added, a parameter"
+            elif now[name] != self.shapes[name]:
+                yield f"{prefix}{name} had the shape {list(self.shapes[name])}, and has {list(now[name])}"
+
+
+@dataclass(frozen=True, eq=False)
+class BoundModules:
+    """All modules of a model as `bind` left them."""
+
+    modules: tuple[BoundModule, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "BoundModules":
+        """The modules as they are now."""
+        return cls(tuple(BoundModule.of(name, module) for name, module in model.named_modules()))
+
+    def check(self) -> None:
+        """Compare.
+
+        Raises:
+            BindingError: something is not as it was bound, by name.
+        """
+        others = [module for module in self.modules if not module.is_as_it_was()]
+        found = [difference for module in others for difference in module.differences()]
+        if found:
+            more = len(found) - _NAMED_AT_ONCE
+            named = "; ".join(found[:_NAMED_AT_ONCE]) + (f"; and {more} more" if more > 0 else "")
+            raise BindingError(f"the model is not what was bound: {named}. {_REMEDY}")
+
+
+def check_not_compiled(model: nn.Module) -> None:
+    """Refuse what would run the modules through torch.compile.
+
+    Raises:
+        BindingError: a module or a forward that is compiled, by name.
+    """
+    for name, module in model.named_modules():
+        forward = _function(module.__dict__.get("forward"))
+        if module._compiled_call_impl is not None or "_torchdynamo_orig_callable" in _attributes(forward):
+            raise BindingError(
+                f"{name or 'the model'} ({_name(type(module))}) is compiled (torch.compile, or its compile()), which "
+                "can not be bound exactly: bind a model that is not compiled"
+            )
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in module._parameters.items() if tensor is not None}
+
+
+def _inside(module: nn.Module | None) -> nn.Module | None:
+    """What the wrapper of gradient checkpointing holds, which computes nothing else."""
+    while type(module) is CheckpointWrapper:
+        module = module._checkpoint_wrapped_module
+    return module
+
+
+def _leads_to(forward: object, recorded: object) -> bool:
+    """Whether a forward is the recorded one, or a transparent wrapper of it."""
+    if forward == recorded:
+        return True
+    function, wanted = _function(forward), _function(recorded)
+    while function is not wanted and function is not None:
+        home = function.__globals__["__name__"] if isinstance(function, FunctionType) else type(function).__module__
+        function = _function(_attributes(function).get("__wrapped__")) if home in _TRANSPARENT else None
+    return function is not None
+
+
+def _function(forward: object) -> Any:
+    return forward.__func__ if isinstance(forward, MethodType) else forward
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    return {} if thing is None else thing.__dict__
+
+
+def _name(kind: type) -> str:
+    """Short for those of torch and transformers, which `bind` knows."""
+    known = kind.__module__.partition(".")[0] in ("torch", "transformers")
+    return kind.__qualname__ if known else f"{kind.__module__}.{kind.__qualname__}"

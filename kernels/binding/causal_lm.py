@@ -1,0 +1,119 @@
+"""The forwards that `bind` gives to a causal language model and to its head.
+
+Invariants:
+
+* Without a `Scoring` the class's own forward runs. With one, the decoder runs as in that forward, and the head gives
+  log-probabilities of the rows that reach it (`logprob_head`): inside the head's own call, because that is where FSDP2
+  has its weight in one piece, and as its output and the model's, because FSDP2 prepares the backward of those.
+* The epilogue of the class's forward is then the family's (`epilogue`). Where it may be another one, or something
+  stands between the head and its logits, all logits are made by the class's own forward and scored afterwards.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from samebit.kernels.binding.epilogue import Epilogue
+from samebit.kernels.binding.trainer.logprob_head import scored
+from samebit.kernels.binding.trainer.logprob_request import Scores, Scoring, installed_scoring, use_scoring
+from samebit.kernels.layout.forward_context import installed_context, training_context, use_context
+from samebit.kernels.ops.linear import linear
+from samebit.kernels.ops.logprobs import entropy_from_logits, logprobs_from_logits
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """The epilogue of the model that the head is of, and the model's config."""
+
+    epilogue: Epilogue
+    config: Any
+
+
+def head_forward(self: Any, x: torch.Tensor) -> torch.Tensor | Scores:
+    """The language-model head: float32 logits, or scores."""
+    scoring, facts = installed_scoring(), self.samebit
+    with torch.autocast(x.device.type, enabled=False):
+        if scoring is None:
+            return linear(x, self.weight, self.bias).float()
+        x = x.to(self.weight.dtype)  # Mamba2's are float32, and its class rounds them before the head
+        return scored(x, self.weight, self.bias, facts.epilogue, facts.config, scoring)
+
+
+def own_forward(model: nn.Module) -> Forward:
+    """What a call of the unbound model runs, a function of the model: its class's forward, or what replaced it."""
+    replaced = model.__dict__.get("forward")
+    if replaced is None:
+        return type(model).forward
+    if isinstance(replaced, MethodType):
+        return replaced.__func__
+    return functools.wraps(replaced)(lambda self, *args, **kwargs: replaced(*args, **kwargs))
+
+
+def causal_forward(own: Forward, *, known: bool) -> Forward:
+    """The forward of a causal language model whose class has the forward ``own``.
+
+    Args:
+        own: takes the model first.
+        known: its head is bound, and its epilogue is the family's.
+    """
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scoring = installed_scoring()
+        if scoring is None:
+            return own(self, *args, **kwargs)
+        if known and _is_bound_alone(self.lm_head):
+            return _scores(self, *args, **kwargs)
+        return _scores_of_logits(own, scoring, self, *args, **kwargs)
+
+    return forward
+
+
+def keeping_positions(own: Forward) -> Forward:
+    """``own`` of a class that drops ``position_ids`` on the way to its decoder (Mamba2)."""
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if position_ids is None or installed_context() is not None:
+            return own(self, *args, **kwargs)
+        ids = args[0] if args else kwargs["input_ids"]
+        layout = training_context(tuple(ids.shape), kwargs.get("attention_mask"), position_ids, ids.device)
+        with use_context(layout):
+            return own(self, *args, **kwargs)
+
+    return forward
+
+
+def _is_bound_alone(head: nn.Module) -> bool:
+    """Whether a call of the head gives what `head_forward` gives: nobody wraps it, nobody but FSDP2 hooks it."""
+    forward = head.__dict__.get("forward")
+    hooks = len(head._forward_hooks) - isinstance(head, FSDPModule)
+    return isinstance(forward, MethodType) and forward.__func__ is head_forward and hooks == 0
+
+
+def _scores(
+    self: Any, *args: Any, logits_to_keep: int | torch.Tensor = 0, return_dict: bool | None = None, **kwargs: Any
+) -> Scores:
+    rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+    hidden = self.base_model(*args, **kwargs)[0]
+    scores: Scores = self.lm_head(hidden[:, rows])
+    return scores
+
+
+def _scores_of_logits(own: Forward, scoring: Scoring, *args: Any, **kwargs: Any) -> Scores:
+    with use_scoring(None):
+        logits = own(*args, **kwargs).logits
+    logits = logits.reshape(*scoring.token_ids.shape, logits.shape[-1])
+    # Copies, since these may be views.
+    return Scores(
+        log_probs=logprobs_from_logits(logits, scoring.token_ids, scoring.temperatures).clone(),
+        entropy=entropy_from_logits(logits, scoring.temperatures).clone() if scoring.with_entropy else None,
+    )

@@ -1,0 +1,227 @@
+"""The model families that are bound exactly, and what tells one from another.
+
+Hugging Face writes each family's modules out in full, under the family's own prefix (``Qwen3Attention``,
+``Qwen3MLP``, ...). What the bound forward needs to know beyond the config is in `Family`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+
+from samebit.kernels.binding.epilogue import Epilogue, scaled_down, scaled_up, soft_capped, unchanged
+
+RECURRENT_MASKS = "linear_attention" in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+"""transformers 5.13 or later: it knows masks of recurrent layers, and renames Mamba and attention layers on reading."""
+
+_NEW_NAMES = {"mamba": "linear_attention", "attention": "full_attention"} if RECURRENT_MASKS else {}
+
+
+class BindingError(ValueError):
+    """The model can not be bound exactly; the message names every reason."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One Hugging Face decoder family.
+
+    Attributes:
+        prefix: of its class names.
+        epilogue: what its causal language model does to the logits of its head. Every family says it.
+        qk_norm: normalise queries and keys not at all, per head, or over all heads together.
+        fused: one ``qkv_proj`` instead of three.
+        mlp: its projections: a gate and one up, both in one ``gate_up_proj`` or ``input_linear``, or no gate (plain).
+        norm_offset: added to the RMSNorm weight (Gemma stores weight - 1).
+        norm_eps: the norm module's attribute that holds epsilon.
+        scaled_embedding: class of an embedding that multiplies by sqrt(hidden_size), if any.
+        activation: the config's name for the MLP activation.
+        rope_per_layer_type: separate rotary frequencies for local and global layers.
+        mixer: what follows the prefix in the class name of the Mamba2 mixer, if any.
+        gated_norms: class names of the mixer's norm, over the versions of transformers.
+        dt_floor: the mixer's time step is at least the config's ``time_step_min``, not within ``time_step_limit``.
+        drops_positions: the causal language model does not hand ``position_ids`` on.
+        layer_types: what its layers may be, in the words of the configs before transformers 5.13.
+        required_layer: a layer type without which Hugging Face can not run the family, if there is one.
+        conv_bias: the config's key for whether the mixers' convolutions have a bias; of families with a mixer.
+    """
+
+    prefix: str
+    epilogue: Epilogue
+    qk_norm: Literal["none", "head", "full"] = "none"
+    fused: bool = False
+    norm_offset: float = 0.0
+    norm_eps: str = "variance_epsilon"
+    scaled_embedding: str = ""
+    activation: str = "hidden_act"
+    rope_per_layer_type: bool = False
+    mlp: Literal["separate", "fused", "input_linear", "plain"] = "separate"
+    mixer: str = ""
+    gated_norms: tuple[str, ...] = ()
+    dt_floor: bool = False
+    drops_positions: bool = False
+    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
+    required_layer: str = ""
+    conv_bias: str = ""
+
+    @property
+    def allowed_layers(self) -> tuple[str, ...]:
+        """What its layers may be, in the words of the configs of this transformers."""
+        return tuple(dict.fromkeys(_NEW_NAMES.get(kind, kind) for kind in self.layer_types))
+
+    def class_name(self, part: str) -> str:
+        """Hugging Face's name of one of the family's classes: 'Attention', 'MLP', ..."""
+        return self.prefix + part
+
+
+FAMILIES = {
+    family.class_name("ForCausalLM"): family
+    for family in (
+        Family("Llama", unchanged),
+        Family("Qwen2", unchanged),
+        Family("Qwen3", unchanged, qk_norm="head"),
+        Family("Mistral", unchanged),
+        Family("Phi3", unchanged, fused=True, mlp="fused"),
+        Family(
+            "Gemma2",
+            soft_capped,
+            norm_offset=1.0,
+            norm_eps="eps",
+            scaled_embedding="Gemma2TextScaledWordEmbedding",
+            activation="hidden_activation",
+        ),
+        Family(
+            "Gemma3",
+            soft_capped,
+            qk_norm="head",
+            norm_offset=1.0,
+            norm_eps="eps",
+            scaled_embedding="Gemma3TextScaledWordEmbedding",
+            activation="hidden_activation",
+            rope_per_layer_type=True,
+        ),
+        Family("Olmo2", unchanged, qk_norm="full"),
+        Family("StableLm", unchanged),
+        Family(
+            "Bamba",
+            unchanged,
+            mixer="Mixer",
+            gated_norms=("BambaRMSNormGated",),
+            layer_types=("mamba", "attention", "full_attention"),
+            conv_bias="mamba_conv_bias",
+        ),
+        Family(
+            "GraniteMoeHybrid",
+            scaled_down,
+            mlp="input_linear",
+            mixer="MambaLayer",
+            gated_norms=("GraniteMoeHybridRMSNormGated",),
+            layer_types=("mamba", "attention", "full_attention"),
+            conv_bias="mamba_conv_bias",
+        ),
+        Family(
+            "NemotronH",
+            unchanged,
+            mlp="plain",
+            activation="mlp_hidden_act",
+            mixer="Mamba2Mixer",
+            gated_norms=("Zamba2RMSNormGated", "NemotronHRMSNormGated"),
+            dt_floor=True,
+            layer_types=("mamba", "attention", "mlp"),
+            conv_bias="use_conv_bias",
+        ),
+        Family(
+            "FalconH1",
+            scaled_up,
+            mixer="Mixer",
+            gated_norms=("FalconH1RMSNormGated",),
+            layer_types=("hybrid",),
+            conv_bias="mamba_conv_bias",
+        ),
+        Family(
+            "Zamba2",
+            unchanged,
+            mlp="fused",
+            mixer="MambaMixer",
+            gated_norms=("Zamba2RMSNormGated",),
+            dt_floor=True,
+            layer_types=("mamba", "hybrid"),
+            required_layer="hybrid",
+            conv_bias="use_conv_bias",
+        ),
+        Family(
+            "Mamba2",
+            unchanged,
+            mixer="Mixer",
+            gated_norms=("MambaRMSNormGated",),
+            drops_positions=True,
+            layer_types=("mamba",),
+            conv_bias="use_conv_bias",
+        ),
+    )
+}
+"""By the class name of the causal language model."""
+
+EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary scalings whose frequencies are fixed by the config alone."""
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_DROPOUTS = (
+    "attention_dropout",
+    "hidden_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "dropout",
+    "residual_dropout",
+    "embedding_dropout",
+)
+
+
+def inexact_features(family: Family | None, config: dict[str, Any], parameter_names: list[str]) -> list[str]:
+    """What a model has that is not exact, each with where it was seen; empty for a plain dense decoder.
+
+    Args:
+        family: of the model, if it is known.
+        config: the Hugging Face config as a dictionary.
+        parameter_names: of the model's state dict.
+    """
+    found = [f"dropout ({name}={config[name]})" for name in _DROPOUTS if config.get(name)]
+    if "moe" in (config.get("layers_block_type") or ["moe"]):  # Nemotron-H counts experts even where no layer has any
+        found += [f"routed experts ({name}={config[name]})" for name in _EXPERT_COUNTS if config.get(name)]
+    found += _layer_features(family, config) + _rope_features(config)
+    sinks = [name for name in parameter_names if name.endswith("sinks")]
+    if sinks:
+        found.append(f"attention sinks ({sinks[0]})")
+    if config.get("alibi") or config.get("position_embedding_type") == "alibi":
+        found.append("ALiBi position biases")
+    if config.get("kv_lora_rank"):
+        found.append(f"latent attention (kv_lora_rank={config['kv_lora_rank']})")
+    if config.get("use_bidirectional_attention"):
+        found.append("bidirectional attention (use_bidirectional_attention)")
+    if config.get("use_parallel_residual"):
+        found.append("parallel residual (use_parallel_residual)")
+    if config.get("qk_layernorm"):
+        found.append("per-head LayerNorm of queries and keys (qk_layernorm)")
+    if config.get("mamba_ssm_cache_dtype", "float32") != "float32":
+        found.append(f"a state that is not float32 (mamba_ssm_cache_dtype={config['mamba_ssm_cache_dtype']})")
+    if config.get("quantization_config"):
+        found.append("quantized weights (quantization_config)")
+    return found
+
+
+def _layer_features(family: Family | None, config: dict[str, Any]) -> list[str]:
+    """Layers that Hugging Face may take for attention although the config calls them something else."""
+    given = {*(config.get("layer_types") or ()), *(config.get("layers_block_type") or ())}
+    allowed = Family.layer_types if family is None else family.allowed_layers
+    names = f"layer types given: {', '.join(sorted(given))}; allowed: {', '.join(allowed)}"
+    found = [f"layers of type {kind!r} ({names})" for kind in sorted(given - {*allowed})]
+    if family is not None and family.required_layer and family.required_layer not in given:
+        found.append(f"no layer of type {family.required_layer!r}, without which Hugging Face can not run it ({names})")
+    return found
+
+
+def _rope_features(config: dict[str, Any]) -> list[str]:
+    parameters = config.get("rope_parameters") or {}
+    sets = [entry for entry in parameters.values() if isinstance(entry, dict)] or [parameters]
+    kinds = sorted({str(entry.get("rope_type", "default")) for entry in sets} - set(EXACT_ROPE_TYPES))
+    return [f"{kind} rotary scaling (it depends on the longest position of the whole call)" for kind in kinds]

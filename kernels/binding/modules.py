@@ -1,0 +1,242 @@
+"""The forwards that `bind` gives to the modules of a Hugging Face model.
+
+Each is a plain function of the module, attached to the instance together with the facts it needs
+(`attach`), so that ``copy.deepcopy`` of a bound model gives a bound model.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from samebit.kernels.binding.families import RECURRENT_MASKS
+from samebit.kernels.layout.forward_context import (
+    ForwardContext,
+    LayoutMask,
+    installed_context,
+    layout_of,
+    training_context,
+    use_context,
+)
+from samebit.kernels.layout.options import AttentionOptions
+from samebit.kernels.ops.activation import activated, gated
+from samebit.kernels.ops.attention import attention, attention_of_rotated
+from samebit.kernels.ops.linear import linear, linears
+from samebit.kernels.ops.norm import layer_norm, rms_norm
+from samebit.kernels.ops.rope import RotaryTables, rotary_tables
+
+
+@dataclass(frozen=True)
+class NormFacts:
+    """eps of a norm, and the offset of its weight."""
+
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True)
+class DecoderFacts:
+    """Whether a decoder has attention layers, and whether it has recurrent ones."""
+
+    attends: bool
+    recurs: bool
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """Shapes and options of an attention module; `fused` and `qk_norm` as in `families.Family`.
+
+    Attributes:
+        key_multiplier: factor on the keys.
+        adapter: place in the lists of adapters that a shared attention adds to its projections; -1 for none.
+    """
+
+    kv_heads: int
+    head_dim: int
+    fused: bool
+    qk_norm: str
+    options: AttentionOptions
+    key_multiplier: float = 1.0
+    adapter: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryFacts:
+    """Inverse frequencies ``[R]`` float32 and scaling of each layer type ('' where there is only one)."""
+
+    frequencies: dict[str, torch.Tensor]
+    scaling: dict[str, float]
+    _moved: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    def on(self, device: torch.device, layer_type: str) -> torch.Tensor:
+        """The frequencies of a layer type on this device; moved once, because a CUDA graph can not record that."""
+        if (layer_type, device) not in self._moved:
+            self._moved[layer_type, device] = self.frequencies[layer_type].to(device)
+        return self._moved[layer_type, device]
+
+
+@dataclass(frozen=True)
+class MLPFacts:
+    """Activation of an MLP, the form of its projections (`families.Family.mlp`), and factors.
+
+    Attributes:
+        gate_multiplier: factor on the gate.
+        down_multiplier: factor on the result.
+        adapter: place in the list of adapters that a shared MLP adds to its first projection; -1 for none.
+    """
+
+    activation: str
+    form: str
+    gate_multiplier: float = 1.0
+    down_multiplier: float = 1.0
+    adapter: int = -1
+
+
+@dataclass(frozen=True)
+class EmbeddingFacts:
+    """Factor on the embeddings."""
+
+    scale: float
+
+
+def attach(module: nn.Module, forward: Callable[..., Any], facts: Any = None) -> None:
+    """Replace the forward of this instance."""
+    module.__dict__["samebit"] = facts
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The decoder's own forward, inside the layout that its arguments describe."""
+    ids = args[0] if args else kwargs.get("input_ids")
+    ids = kwargs["inputs_embeds"][..., 0] if ids is None else ids
+    _refuse_unsupported(kwargs)
+    mask, positions = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
+    context = installed_context() or training_context(tuple(ids.shape), mask, positions, ids.device)
+    if len(context.positions) != ids.numel():
+        raise ValueError(f"the installed ForwardContext has {len(context.positions)} rows, input_ids {ids.numel()}")
+    if torch.is_autocast_enabled(ids.device.type):
+        warnings.warn(
+            "a bound model computes in the dtype of its parameters: autocast does not change it", stacklevel=2
+        )
+    mask = _mask(self.samebit, context)
+    kwargs.update(attention_mask=mask, position_ids=context.positions.view(ids.shape), use_cache=False)
+    with use_context(context), torch.autocast(ids.device.type, enabled=False):
+        return type(self).forward(self, *args, **kwargs)
+
+
+def _mask(facts: DecoderFacts, context: ForwardContext) -> LayoutMask | dict[str, LayoutMask]:
+    if not facts.attends:
+        return LayoutMask.of(context, dimensions=2)
+    mask = LayoutMask.of(context, dimensions=4)
+    # transformers that has masks of recurrent layers drops a ready one there, but takes one for each kind of layer
+    return {"full_attention": mask, "linear_attention": mask} if facts.recurs and RECURRENT_MASKS else mask
+
+
+def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("past_key_values") is not None:
+        raise ValueError(
+            "a bound model keeps no Hugging Face cache (past_key_values): generate with samebit.rollout.RolloutWorker"
+        )
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions=True: a bound model never forms the attention weights")
+
+
+def linear_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """nn.Linear."""
+    return linear(x, self.weight, self.bias)
+
+
+def embedding_forward(self: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """An embedding with a factor, rounded to the embedding's dtype as the family defines it."""
+    facts: EmbeddingFacts = self.samebit
+    scale = torch.tensor(facts.scale, dtype=self.weight.dtype)
+    return F.embedding(input_ids, self.weight, self.padding_idx) * scale
+
+
+def rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """RMSNorm over the last axis."""
+    facts: NormFacts = self.samebit
+    return rms_norm(x, self.weight, facts.eps, facts.offset)
+
+
+def layer_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """nn.LayerNorm over the last axis."""
+    return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str = "") -> RotaryTables:
+    """The angles of this call, and with them its layout on its way to the attention layers."""
+    facts: RotaryFacts = self.samebit
+    context = installed_context()
+    if context is None:
+        raise ValueError("the rotary module of a bound model runs only inside the model's forward")
+    frequencies = facts.on(context.positions.device, layer_type)
+    return rotary_tables(frequencies, facts.scaling[layer_type], context)
+
+
+def mlp_forward(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """An MLP; what remains of the arguments is the layer number, which `bind` knows."""
+    facts: MLPFacts = self.samebit
+    if facts.form == "plain":
+        out: torch.Tensor = self.down_proj(activated(facts.activation, self.up_proj(x)))
+        return out
+    if facts.form == "input_linear":
+        gate, up = self.input_linear(x).chunk(2, dim=-1)
+        out = self.output_linear(gated(facts.activation, gate, up))
+        return out
+    if facts.form == "fused":
+        joined = self.gate_up_proj(x)
+        joined = joined + self.gate_up_proj_adapter_list[facts.adapter](x) if facts.adapter >= 0 else joined
+        gate, up = joined.chunk(2, dim=-1)
+    else:
+        gate, up = linears(x, (self.gate_proj, self.up_proj))
+    gate = gate if facts.gate_multiplier == 1.0 else gate * facts.gate_multiplier
+    out = self.down_proj(gated(facts.activation, gate, up))
+    return out if facts.down_multiplier == 1.0 else out * facts.down_multiplier
+
+
+def attention_forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: RotaryTables | None = None,
+    attention_mask: torch.Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Self-attention; what remains of the arguments are Hugging Face's cache and positions, which hold nothing here."""
+    facts: AttentionFacts = self.samebit
+    q, k, v = _queries_keys_values(self, facts, hidden_states)
+    k = k if facts.key_multiplier == 1.0 else k * facts.key_multiplier
+    if isinstance(position_embeddings, RotaryTables):
+        out = attention_of_rotated(q, k, v, position_embeddings, facts.options)
+    else:
+        out = attention(q, k, v, layout_of(attention_mask), facts.options)
+    projected: torch.Tensor = self.o_proj(out.view(*hidden_states.shape[:-1], -1))
+    return projected, None
+
+
+def _queries_keys_values(
+    self: Any, facts: AttentionFacts, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``[T, heads, D]`` each, normalised but not rotated."""
+    if facts.fused:
+        qkv = self.qkv_proj(x)
+        kv_width = facts.kv_heads * facts.head_dim
+        q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
+    else:
+        q, k, v = linears(x, (self.q_proj, self.k_proj, self.v_proj))
+    if facts.adapter >= 0:
+        q = q + self.linear_q_adapter_list[facts.adapter](x)
+        k = k + self.linear_k_adapter_list[facts.adapter](x)
+        v = v + self.linear_v_adapter_list[facts.adapter](x)
+    if facts.qk_norm == "full":
+        q, k = self.q_norm(q), self.k_norm(k)
+    q, k, v = (part.reshape(-1, part.shape[-1] // facts.head_dim, facts.head_dim) for part in (q, k, v))
+    if facts.qk_norm == "head":
+        q, k = self.q_norm(q), self.k_norm(k)
+    return q, k, v

@@ -1,0 +1,202 @@
+"""Which forward each module of a model gets: the plan that `bind` carries out."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from samebit.kernels.binding import modules as bound
+from samebit.kernels.binding.causal_lm import HeadFacts, causal_forward, head_forward, keeping_positions, own_forward
+from samebit.kernels.binding.families import BindingError, Family
+from samebit.kernels.binding.mamba_mixer import mamba_forward
+from samebit.kernels.binding.mamba_plan import MixerPlan
+from samebit.kernels.layout.kv_pages import KVLayout
+from samebit.kernels.layout.mamba_states import StateLayout
+from samebit.kernels.layout.options import AttentionOptions
+
+_CONTAINERS = ("ForCausalLM", "DecoderLayer", "Block", "MambaDecoderLayer", "AttentionDecoderLayer", "HybridLayer")
+"""What follows the prefix in the names of classes that only call others."""
+
+
+class Plan:
+    """Decides, module by module in the order of the traversal, which forward it gets."""
+
+    def __init__(self, family: Family, config: Any, facts: dict[str, Any], ssm_chunk: int, exact: bool) -> None:
+        self.family = family
+        self.config = config
+        self.facts = facts
+        self.exact = exact
+        self.attentions: list[bound.AttentionFacts] = []
+        self.rotated: list[tuple[int, float]] = []
+        self.mixers = MixerPlan(family, config, ssm_chunk)
+
+    def kv_layout(self) -> KVLayout:
+        """Return the layout of the KV of the attention layers found."""
+        if not self.attentions:
+            return KVLayout(0, 0, 0)
+        return KVLayout(len(self.attentions), self.attentions[0].kv_heads, self.attentions[0].head_dim)
+
+    def state_layout(self) -> StateLayout | None:
+        """Return the layout of the states of the Mamba layers found; None without any."""
+        return self.mixers.state_layout()
+
+    def of_model(self, model: nn.Module) -> list[tuple[nn.Module, Any]]:
+        """What can be bound only when all modules are known: the decoder, the head, and the whole."""
+        self._check_heads()
+        facts = bound.DecoderFacts(attends=bool(self.attentions), recurs=self.state_layout() is not None)
+        decoders = [module for module in model.modules() if self._is_decoder(module)]
+        found: list[tuple[nn.Module, Any]] = [(module, (bound.decoder_forward, facts)) for module in decoders]
+        if self.exact:
+            head = model.get_submodule("lm_head")
+            found.append((head, (head_forward, HeadFacts(self.family.epilogue, self.config))))
+        own = own_forward(model)
+        # A class of the same name from elsewhere, as code of a model's folder, may have another epilogue.
+        known = own is type(model).forward and type(model).__module__.startswith("transformers.")
+        own = keeping_positions(own) if self.family.drops_positions else own
+        found.append((model, (causal_forward(own, known=known and self.exact),)))
+        return found
+
+    def _is_decoder(self, module: nn.Module) -> bool:
+        return type(module).__name__ in [self.family.class_name(part) for part in ("Model", "TextModel")]
+
+    def binding_of(self, name: str, module: nn.Module) -> tuple[Any, ...] | None:
+        """(forward, facts) for `attach`, or None for what needs none."""
+        family, kind = self.family, type(module).__name__
+        if self._is_decoder(module):
+            return None
+        if kind == family.class_name("Attention"):
+            return bound.attention_forward, self._attention(name, module)
+        if family.mixer and kind == family.class_name(family.mixer):
+            return mamba_forward, self.mixers.mixer(name, module)
+        if kind == family.class_name("RotaryEmbedding"):
+            return bound.rotary_forward, self._rotary(module)
+        if kind == family.scaled_embedding:
+            return bound.embedding_forward, bound.EmbeddingFacts(self.config.hidden_size**0.5)
+        rowwise = self._rowwise(name, module)
+        if rowwise is None and not self.mixers.computes(name) and not self._needs_no_binding(module):
+            raise BindingError(f"{self.family.prefix}: {name} is a {kind}, which is not bound exactly")
+        return rowwise if self.exact else None
+
+    def _rowwise(self, name: str, module: nn.Module) -> tuple[Any, ...] | None:
+        """Forwards of the modules that torch computes too, only with bits that depend on the batch."""
+        family, kind = self.family, type(module).__name__
+        if kind == family.class_name("MLP"):
+            return bound.mlp_forward, self._mlp(name, module)
+        if kind == family.class_name("RMSNorm"):
+            return bound.rms_norm_forward, bound.NormFacts(vars(module)[family.norm_eps], family.norm_offset)
+        if type(module) is nn.Linear:
+            return (bound.linear_forward,)
+        if type(module) is nn.LayerNorm and module.weight is not None and module.bias is not None:
+            return (bound.layer_norm_forward,)
+        return None
+
+    def _needs_no_binding(self, module: nn.Module) -> bool:
+        containers = [self.family.class_name(part) for part in _CONTAINERS]
+        idle = isinstance(module, nn.Dropout) and module.p == 0.0
+        activation = type(module) is type(ACT2FN[self.facts[self.family.activation]])  # the bound MLP computes it
+        return (
+            type(module).__name__ in containers
+            or type(module) in (nn.ModuleList, nn.Sequential, nn.Embedding, nn.Identity)
+            or idle
+            or activation
+        )
+
+    def _mlp(self, name: str, module: nn.Module) -> bound.MLPFacts:
+        gate, down = self.facts.get("mlp_multipliers") or (1.0, 1.0)
+        adapter = self._adapter(name, module, "gate_up_proj_adapter_list")
+        return bound.MLPFacts(self.facts[self.family.activation], self.family.mlp, gate, down, adapter)
+
+    def _attention(self, name: str, module: nn.Module) -> bound.AttentionFacts:
+        layer = len(self.attentions)
+        if self.family.mixer:
+            head_dim, scale, window = vars(module)["head_dim"], vars(module)["scaling"], 0
+        else:
+            head_dim, scale = self._head_dim_and_scale()
+            window = self._window(layer)
+        facts = bound.AttentionFacts(
+            kv_heads=self.config.num_key_value_heads,
+            head_dim=head_dim,
+            fused=self.family.fused,
+            qk_norm=self.family.qk_norm,
+            options=AttentionOptions(layer, scale, window, self.facts.get("attn_logit_softcapping") or 0.0),
+            key_multiplier=self.facts.get("key_multiplier") or 1.0,
+            adapter=self._adapter(name, module, "linear_q_adapter_list"),
+        )
+        self.attentions.append(facts)
+        return facts
+
+    def _head_dim_and_scale(self) -> tuple[int, float]:
+        config = self.config
+        head_dim: int = self.facts.get("head_dim") or config.hidden_size // config.num_attention_heads
+        return head_dim, (self.facts.get("query_pre_attn_scalar") or head_dim) ** -0.5
+
+    def _adapter(self, name: str, module: nn.Module, adapters: str) -> int:
+        """Which adapter of a shared layer (Zamba2) this one uses; -1 where it has none."""
+        if adapters not in dict(module.named_children()):
+            return -1
+        layer = next(int(part) for part in name.split(".") if part.isdigit())
+        place: int = self.config.hybrid_layer_ids.index(layer)
+        if isinstance(module.get_submodule(f"{adapters}.{place}"), nn.Identity):
+            raise BindingError(
+                f"{self.family.prefix}: layer {layer} has no adapter of its own (num_mem_blocks="
+                f"{self.config.num_mem_blocks}, hybrid layers {self.config.hybrid_layer_ids}); Hugging Face can not "
+                "run this layout either"
+            )
+        return place
+
+    def _window(self, layer: int) -> int:
+        window: int = self.facts.get("sliding_window") or 0
+        layer_types = self.facts.get("layer_types")
+        if layer_types is None:
+            return window
+        return window if layer_types[layer] == "sliding_attention" else 0
+
+    def _rotary(self, module: Any) -> bound.RotaryFacts:
+        frequencies, scaling = {}, {}
+        for layer_type in sorted(set(self.config.layer_types)) if self.family.rope_per_layer_type else [""]:
+            parameters = self.config.rope_parameters
+            parameters = parameters[layer_type] if layer_type else parameters
+            kind = parameters["rope_type"]
+            compute = module.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+            arguments = {"layer_type": layer_type} if layer_type else {}
+            part = parameters.get("partial_rotary_factor", self.facts.get("partial_rotary_factor"))
+            part = 1.0 if part is None else part
+            if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+                raise BindingError(f"{self.family.prefix}: partial_rotary_factor={part!r}; allowed: above 0, up to 1")
+            inverse, factor = compute(self.config, **arguments)
+            self.rotated.append((inverse.numel(), part))
+            frequencies[layer_type] = inverse.to(torch.float32)
+            scaling[layer_type] = float(factor)
+        return bound.RotaryFacts(frequencies, scaling)
+
+    def _check_heads(self) -> None:
+        """Check that each query head has its keys, and each rotated element its pair, in all layers.
+
+        Raises:
+            BindingError: sizes that can not be computed, by their numbers.
+        """
+        heads, kv_heads = self.facts.get("num_attention_heads"), self.facts.get("num_key_value_heads")
+        if self.attentions and heads and kv_heads and heads % kv_heads:
+            raise BindingError(
+                f"{self.family.prefix}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+            )
+        for size in {facts.head_dim for facts in self.attentions}:
+            for pairs, part in self.rotated:
+                self._check_rotated(size, pairs, part)
+
+    def _check_rotated(self, size: int, pairs: int, part: float) -> None:
+        prefix = self.family.prefix
+        found = [rotated for rotated in (int(size * part), size) if (rotated + 1) // 2 == pairs]
+        if not found:
+            raise BindingError(
+                f"{prefix}: the rotary embedding has {pairs} frequencies, which turn {2 * pairs} elements of a head; "
+                f"here heads have {size} (partial_rotary_factor={part})"
+            )
+        if found[0] % 2:
+            raise BindingError(
+                f"{prefix}: of heads of {size} elements {found[0]} are rotated, an odd number, which has no pairs; "
+                "allowed: an even head size (head_dim, or hidden_size / num_attention_heads), and an even part of it "
+                "(partial_rotary_factor)"
+            )

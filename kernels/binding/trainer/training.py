@@ -1,0 +1,89 @@
+"""The trainer's face of the log-probability: a differentiable forward of the bound model."""
+
+import torch
+from torch import nn
+
+from samebit.kernels.binding.binding import checked_binding_of
+from samebit.kernels.binding.trainer.logprob_request import Scoring, use_scoring
+from samebit.kernels.layout.forward_context import ForwardContext, training_context, use_context
+from samebit.kernels.ops.score_arguments import check_ids, temperatures_of
+
+
+def token_logprobs(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    temperature: float | torch.Tensor = 1.0,
+) -> torch.Tensor:
+    """Log-probability of every token given those before it, equal bit for bit to the rollout worker's.
+
+    Padding is taken out before the forward: only real tokens are computed, and only rows that predict one
+    reach the head. Of many logits only a part is in memory at once, in the backward too (`logprob_head`).
+
+    Args:
+        model: bound (see `samebit.kernels.bind`).
+        input_ids: ``[B, T]`` integers.
+        attention_mask: ``[B, T]``, nonzero for tokens; left or right padding.
+        position_ids: ``[B, T]`` or ``[1, T]`` integers; a new sequence starts wherever they do not go up by one (packed
+            batches).
+        temperature: a positive number, or a tensor that broadcasts to ``[B, T - 1]``.
+
+    Returns:
+        ``[B, T - 1]`` float32: entry t is the log-probability of token t + 1, and 0 where t + 1 is padding
+        or begins a sequence.
+
+    Raises:
+        ValueError: a model that is not bound, shapes that do not match, ids outside the vocabulary, a temperature that
+            is not positive and finite.
+        TypeError: ids or positions that are no integers, a mask that is no tensor.
+        BindingError: the model's modules are not those that were bound, by name.
+    """
+    vocab_size = checked_binding_of(model).vocab_size
+    check_ids("input_ids", input_ids)
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids must be [B, T], got shape {tuple(input_ids.shape)}")
+    if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocab_size:
+        raise ValueError(f"input_ids must lie in [0, {vocab_size}), got {int(input_ids.min())}..{int(input_ids.max())}")
+    input_ids = input_ids.long()
+    batch, width = input_ids.shape
+    temperatures = temperatures_of(temperature, (batch, max(width - 1, 0)), input_ids.device, axes="[B, T - 1]")
+    layout = training_context((batch, width), attention_mask, position_ids, input_ids.device)
+    rows, predicts = (part.to(input_ids.device) for part in _token_rows(layout))
+    out = torch.zeros(batch, width, dtype=torch.float32, device=input_ids.device)
+    if not bool(predicts.any()):
+        return out[:, 1:]
+    tokens = input_ids.reshape(-1)
+    packed, packed_layout = _packed(tokens, layout, rows)
+    targets = rows[predicts] + 1
+    temperatures = torch.nn.functional.pad(temperatures, (1, 0), value=1.0).reshape(-1)
+    scoring = Scoring.of(tokens[targets], temperatures[targets], vocab_size)
+    with use_context(packed_layout), use_scoring(scoring):
+        scores = model(input_ids=packed, logits_to_keep=predicts.nonzero().squeeze(1)).log_probs
+    return out.view(-1).index_put((targets,), scores).view(batch, width)[:, 1:]
+
+
+def _token_rows(layout: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that hold a token, and which of those are followed by another token of their sequence."""
+    starts = torch.from_numpy(layout.row_start).long()
+    lengths = torch.from_numpy(layout.lengths).long()
+    rows = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths) + torch.arange(int(lengths.sum()))
+    predicts = torch.ones(len(rows), dtype=torch.bool)
+    predicts[lengths.cumsum(0) - 1] = False
+    return rows, predicts
+
+
+def _packed(tokens: torch.Tensor, layout: ForwardContext, rows: torch.Tensor) -> tuple[torch.Tensor, ForwardContext]:
+    """The N tokens without their padding as ``[1, N]``, and their layout."""
+    ends = layout.lengths.cumsum()
+    packed = ForwardContext(
+        positions=layout.positions[rows],
+        row_start=(ends - layout.lengths).astype(layout.lengths.dtype),
+        lengths=layout.lengths,
+        starts=layout.starts,
+        table_rows=layout.table_rows,
+        block_tables=layout.block_tables,
+        block_size=layout.block_size,
+    )
+    return tokens[rows][None], packed

@@ -1,0 +1,184 @@
+"""Gradients of the paged causal attention of one training call, on the CPU.
+
+One work item is a sequence and a KV head; it owns the gradients of its keys, its values and of the query
+heads that read them, so no two items add to the same place. Probabilities are recomputed from the saved
+log-sum-exp (Dao et al. 2022). Pages of a training call hold one KV chunk each.
+
+T tokens, S sequences, H heads, G query heads a KV head, D head size, C tokens a chunk.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit, prange
+
+from samebit.kernels.cpu.attention.groups import Place, Shape, Softmax
+from samebit.kernels.cpu.base.jit import parallel_kernel
+from samebit.kernels.cpu.base.numeric import exp, fma, tanh, widen
+from samebit.kernels.cpu.base.rows import Rows
+from samebit.kernels.cpu.base.tile_multiply import tile_multiply, tile_multiply_add
+from samebit.kernels.layout.grids import KV_CHUNK, LANES
+
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+
+
+class _Queries(NamedTuple):
+    """Holds the rows of an item, tokens times G heads, flat: ``[rows, D]`` padded to ``wide``, ``delta [rows]``.
+
+    delta: the product of a row's output and the gradient of it (``upstream``).
+    """
+
+    query: Any
+    upstream: Any
+    delta: Any
+    grad_query: Any
+    wide: int
+
+
+class _Chunk(NamedTuple):
+    """Holds a chunk of keys and values as ``[D, C]``, the keys and both gradients as ``[C, D]``, D padded; flat."""
+
+    keys: Any
+    values: Any
+    key_rows: Any
+    grad_keys: Any
+    grad_values: Any
+
+
+def _backward(
+    q: Any, pages: Any, sequences: Any, block_tables: Any, scales: Any, window: int, out: Any, lse: Any, grad: Any,
+    grad_q: Any, grad_kv: Any, threads: int,
+) -> None:  # fmt: skip
+    """Compute the gradients of q ``[T, H, D]`` and of keys and values ``[2, T, KV heads, D]`` in float32.
+
+    ``out`` and ``lse`` are what the forward gave, ``grad`` the gradient of ``out``; the others are as there.
+    """
+    kv_heads = grad_kv.shape[2]
+    items = sequences.shape[1] * kv_heads
+    share = (items + threads - 1) // threads
+    for slot in prange(share * threads):
+        item = (np.int64(slot) % share) * threads + np.int64(slot) // share
+        if item < items:
+            _backward_head(
+                item, q, pages, sequences, block_tables, scales, window, out, lse, grad, grad_q, grad_kv
+            )  # fmt: skip
+
+
+backward = parallel_kernel(_backward)
+
+
+@njit(nogil=True, error_model="numpy")
+def _backward_head(
+    item: int, q: Any, pages: Any, sequences: Any, block_tables: Any, scales: Any, window: int, out: Any, lse: Any,
+    grad: Any, grad_q: Any, grad_kv: Any,
+) -> None:  # fmt: skip
+    """Compute the gradients of one sequence's keys and values of a KV head, and of the queries that read them."""
+    kv_heads, head_dim = pages.shape[1], q.shape[2]
+    shape = Shape(kv_heads, q.shape[1] // kv_heads, head_dim, pages.shape[3] // head_dim)
+    softmax = Softmax(scales[0], scales[1], window)
+    sequence = item // kv_heads
+    place = Place(sequences[3, sequence], sequences[0, sequence], 0, sequences[1, sequence], item % kv_heads)
+    queries = _load_queries(q, out, grad, shape, place)
+    wide = queries.wide
+    chunk = _Chunk(
+        np.zeros(wide * KV_CHUNK, np.float32), np.zeros(wide * KV_CHUNK, np.float32),
+        np.zeros(KV_CHUNK * wide, np.float32), np.zeros(KV_CHUNK * wide, np.float32),
+        np.zeros(KV_CHUNK * wide, np.float32),
+    )  # fmt: skip
+    for base in range(0, place.count, KV_CHUNK):
+        count = min(KV_CHUNK, place.count - base)
+        block = block_tables[place.table, base // shape.block_size]
+        _load_chunk(pages[block, place.kv_head], shape.block_size, head_dim, wide, count, chunk)
+        chunk.grad_keys[:] = _ZERO
+        chunk.grad_values[:] = _ZERO
+        _chunk_gradients(shape, softmax, place, base, count, lse, queries, chunk)
+        for j in range(count):
+            for d in range(head_dim):
+                grad_kv[0, place.row + base + j, place.kv_head, d] = chunk.grad_keys[j * wide + d]
+                grad_kv[1, place.row + base + j, place.kv_head, d] = chunk.grad_values[j * wide + d]
+    for r in range(place.count * shape.group):
+        token, head = place.row + r // shape.group, place.kv_head * shape.group + r % shape.group
+        for d in range(head_dim):
+            grad_q[token, head, d] = queries.grad_query[r * wide + d]
+
+
+@njit(inline="always")
+def _load_queries(q: Any, out: Any, grad: Any, shape: Any, place: Any) -> Any:
+    """Load the rows of an item in float32, padded with zeros."""
+    group, head_dim = shape.group, shape.head_dim
+    wide = (head_dim + LANES - 1) // LANES * LANES  # rows padded to whole vectors
+    rows = place.count * group
+    query, upstream = np.zeros(rows * wide, np.float32), np.zeros(rows * wide, np.float32)
+    delta = np.zeros(rows, np.float32)
+    for r in range(rows):
+        token, head = place.row + r // group, place.kv_head * group + r % group
+        for d in range(head_dim):
+            query[r * wide + d] = widen(q[token, head, d])
+            upstream[r * wide + d] = widen(grad[token, head, d])
+            delta[r] = fma(upstream[r * wide + d], widen(out[token, head, d]), delta[r])
+    return _Queries(query, upstream, delta, np.zeros(rows * wide, np.float32), wide)
+
+
+@njit(inline="always")
+def _load_chunk(page: Any, block_size: int, head_dim: int, wide: int, count: int, chunk: Any) -> None:
+    """Load the keys and values of a chunk from its page ``[2, D * B]``; 0 where there is no token."""
+    for d in range(head_dim):
+        for j in range(KV_CHUNK):
+            key = widen(page[0, d * block_size + j]) if j < count else _ZERO
+            chunk.keys[d * KV_CHUNK + j] = key
+            chunk.values[d * KV_CHUNK + j] = widen(page[1, j * head_dim + d]) if j < count else _ZERO
+            chunk.key_rows[j * wide + d] = key
+
+
+@njit(inline="always")
+def _chunk_gradients(
+    shape: Any, softmax: Any, place: Any, base: int, count: int, lse: Any, queries: Any, chunk: Any
+) -> None:
+    """Add what the chunk of ``count`` tokens at ``base`` gives to the gradients of its keys, values and queries."""
+    group, wide, window = shape.group, queries.wide, softmax.window
+    query, upstream = queries.query, queries.upstream
+    grad_keys, grad_values = chunk.grad_keys, chunk.grad_values
+    rows = place.count * group
+    last_row = rows if window <= 0 else min(rows, (base + count - 1 + window) * group)
+    p = np.zeros(KV_CHUNK, np.float32)
+    slope = np.zeros(KV_CHUNK, np.float32)
+    for r in range(base * group, last_row):
+        token = r // group
+        lo = max(0, token - window + 1 - base) if window > 0 else 0
+        hi = min(count, token + 1 - base)
+        for at in range(0, hi, 2 * LANES):
+            tile_multiply(
+                1, 2, Rows(query, r * wide, wide), Rows(chunk.keys, at, KV_CHUNK), shape.head_dim,
+                Rows(p, at, KV_CHUNK),
+            )  # fmt: skip
+            tile_multiply(
+                1, 2, Rows(upstream, r * wide, wide), Rows(chunk.values, at, KV_CHUNK), shape.head_dim,
+                Rows(slope, at, KV_CHUNK),
+            )  # fmt: skip
+        shift = lse[place.row + token, place.kv_head * group + r % group]
+        _to_slopes(softmax, shift, queries.delta[r], lo, hi, p, slope)
+        for d in range(0, wide, LANES):
+            tile_multiply_add(
+                1, 1, Rows(slope, 0, KV_CHUNK), Rows(chunk.key_rows, d, wide), hi,
+                Rows(queries.grad_query, r * wide + d, wide),
+            )  # fmt: skip
+        for j in range(lo, hi):
+            for d in range(wide):
+                grad_values[j * wide + d] = fma(p[j], upstream[r * wide + d], grad_values[j * wide + d])
+                grad_keys[j * wide + d] = fma(slope[j], query[r * wide + d], grad_keys[j * wide + d])
+
+
+@njit(inline="always")
+def _to_slopes(softmax: Any, shift: Any, delta: Any, lo: int, hi: int, p: Any, slope: Any) -> None:
+    """Turn raw scores ``p`` into probabilities, and their gradients ``slope`` into those of the raw scores."""
+    for j in range(KV_CHUNK):
+        s = p[j] * softmax.scale
+        bend = _ONE
+        if softmax.softcap > _ZERO:
+            t = tanh(s / softmax.softcap)
+            s = softmax.softcap * t
+            bend = _ONE - t * t
+        seen = lo <= j and j < hi
+        p[j] = exp(s - shift) if seen else _ZERO
+        slope[j] = p[j] * (slope[j] - delta) * bend * softmax.scale if seen else _ZERO

@@ -1,0 +1,93 @@
+"""Paged causal attention on the CPU as operations call it: gives the kernels of this folder arrays of tensors.
+
+T tokens, S sequences, H heads, D head size. Pages hold B tokens of a KV head each (`samebit.kernels.layout.kv_pages`).
+"""
+
+import numpy as np
+import torch
+from numba import get_num_threads
+
+from samebit.kernels.cpu.attention import backward, forward, write_pages
+from samebit.kernels.cpu.base.jit import array
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.options import AttentionOptions, Saved
+
+_SCATTER = 8
+"""Writing a key touches a cache line for each element: it weighs more than its number of elements."""
+
+_NO_LSE = np.empty((0, 0), np.float32)
+
+
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
+) -> tuple[torch.Tensor, Saved]:
+    """Implement `Operations.attention_forward`."""
+    if context.pages is not None:
+        pages = context.pages[options.layer]
+        _write(k, v, pages, context)
+        return _attend(q, pages, context, options, None), ()
+    tokens, kv_heads, head_dim = k.shape
+    pages = torch.empty(context.num_blocks, kv_heads, 2, head_dim * context.block_size, dtype=k.dtype)
+    lse = torch.zeros(tokens, q.shape[1], dtype=torch.float32)
+    _write(k, v, pages, context)
+    out = _attend(q, pages, context, options, lse)
+    return out, (q, pages, out, lse)
+
+
+def attention_of_unrotated(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor],
+    context: ForwardContext, options: AttentionOptions,
+) -> torch.Tensor:  # fmt: skip
+    """Implement `Operations.attention_of_unrotated`: queries and keys are rotated on their way to the pages."""
+    if context.pages is None:
+        raise ValueError("a context without pages; allowed: a rollout's")
+    pages, (cos, sin) = context.pages[options.layer], angles
+    q = q.contiguous()
+    rotated = torch.empty_like(q)
+    blocks, offsets = context.slots
+    write_pages.rotate_and_write(
+        q.numel() + _SCATTER * k.numel(), array(q), array(k.contiguous()), array(v.contiguous()), cos.numpy(),
+        sin.numpy(), blocks, offsets, context.block_size, array(pages).reshape(-1), array(rotated),
+    )  # fmt: skip
+    return _attend(rotated, pages, context, options, None)
+
+
+def attention_backward(
+    saved: Saved, grad: torch.Tensor, context: ForwardContext, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Implement `Operations.attention_backward`."""
+    q, pages, out, lse = saved
+    tokens, _, head_dim = q.shape
+    grad_q = torch.zeros(q.shape, dtype=torch.float32)
+    grad_kv = torch.zeros(2, tokens, pages.shape[1], head_dim, dtype=torch.float32)
+    backward.backward(
+        array(q.contiguous()), array(pages), context.layout.numpy(), context.block_tables, _scales(options),
+        options.window, array(out), lse.numpy(), array(grad.contiguous()), grad_q.numpy(), grad_kv.numpy(),
+        get_num_threads(),
+    )  # fmt: skip
+    return grad_q.to(q.dtype), grad_kv[0].to(q.dtype), grad_kv[1].to(q.dtype)
+
+
+def _scales(options: AttentionOptions) -> tuple[np.float32, np.float32]:
+    return np.float32(options.scale), np.float32(options.softcap)
+
+
+def _write(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
+    blocks, offsets = context.slots
+    write_pages.write_pages(
+        _SCATTER * k.numel(), array(k.contiguous()), array(v.contiguous()), blocks, offsets, context.block_size,
+        array(pages).reshape(-1),
+    )  # fmt: skip
+
+
+def _attend(
+    q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: AttentionOptions, lse: torch.Tensor | None
+) -> torch.Tensor:
+    """Attend; ``lse`` ``[T, H]`` float32 gets the log-sum-exp of the scores where it is given."""
+    q = q.contiguous()
+    out = torch.empty_like(q) if context.covers_all_rows else torch.zeros_like(q)
+    forward.attend(
+        array(q), array(pages), context.layout.numpy(), context.block_tables, context.tiles, _scales(options),
+        options.window, array(out), _NO_LSE if lse is None else lse.numpy(), get_num_threads(),
+    )  # fmt: skip
+    return out

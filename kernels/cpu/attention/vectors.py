@@ -1,0 +1,190 @@
+"""Micro-kernels of attention over one chunk of tokens, written as LLVM vectors (why: see `base.tile_multiply`).
+
+A chunk is stored in pieces of sixteen tokens that may lie anywhere: piece c of the keys is ``[D, 16]`` from element
+``keys[c]`` on, rows ``key_stride`` apart; piece c of the values is ``[16, D]`` from element ``values[c]`` on.
+D is the head size.
+With ``fetch`` a kernel also asks for the cache lines at the same places of the ``coming`` chunk.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from samebit.kernels.cpu.base.rows import unpacked
+from samebit.kernels.cpu.base.vectors import (
+    VECTOR,
+    accumulate,
+    fma,
+    load_vector,
+    pointer_to,
+    prefetch,
+    row_of,
+    splat,
+    store_vector,
+    zeros,
+)
+from samebit.kernels.layout.grids import LANES
+
+_LANE_NUMBERS = ir.VectorType(ir.IntType(32), LANES)
+_ROWS = (1, 2, 4)
+_PIECES = (1, 2, 3, 4)
+_COLUMNS = (1, 2, 4)
+
+
+@contextmanager
+def _when(builder: Any, value: Any, wanted: int) -> Iterator[None]:
+    with builder.if_then(builder.icmp_signed("==", value, value.type(wanted))):
+        yield
+
+
+def _dispatch(
+    builder: Any, rows: Any, columns: Any, fetch: Any, widths: tuple[int, ...], emit: Callable[[int, int, bool], None]
+) -> None:
+    """Emit each variant, and the branches to the one that is asked for."""
+    for row_count in _ROWS:
+        with _when(builder, rows, row_count):
+            for width in widths:
+                with _when(builder, columns, width):
+                    for fetching in (False, True):
+                        with _when(builder, fetch, int(fetching)):
+                            emit(row_count, width, fetching)
+
+
+@intrinsic
+def score_chunk(
+    typingctx: Any, rows: Any, pieces: Any, fetch: Any, query: Any, source: Any, keys: Any, coming: Any,
+    key_stride: Any, s: Any,
+) -> Any:  # fmt: skip
+    """Compute ``s[r, 16 c + lane] = chain over d < D of query[r, d] * key[16 c + lane, d]``, from 0.
+
+    ``rows`` is 1, 2 or 4, ``pieces`` (c) 1 to 4. ``query`` and ``s`` are `Rows`, those of ``query`` D apart.
+    """
+    i64 = types.int64
+    signature = types.void(i64, i64, types.boolean, query, source, keys, coming, i64, s)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        many, wide, fetching, query_given, pages, places, next_places, step, s_given = args
+        index = many.type
+        queries, scores = unpacked(context, builder, query, query_given), unpacked(context, builder, s, s_given)
+        depth = queries[-1]
+
+        def piece_at(table_type: Any, table: Any, piece: int) -> Any:
+            offset = builder.load(pointer_to(context, builder, table_type, table, index(piece)))
+            return pointer_to(context, builder, source, pages, offset)
+
+        def emit(row_count: int, piece_count: int, asking: bool) -> None:
+            here = [piece_at(keys, places, c) for c in range(piece_count)]
+            ahead = [piece_at(coming, next_places, c) for c in range(piece_count) if asking]
+            query_rows = [row_of(context, builder, *queries, r) for r in range(row_count)]
+
+            def body(d: Any, sums: list[Any]) -> list[Any]:
+                moved = builder.mul(d, step)
+                loaded = [load_vector(builder, builder.gep(piece, [moved]), source.dtype) for piece in here]
+                for piece in ahead:
+                    prefetch(builder, builder.gep(piece, [moved]))
+                factors = [splat(builder, builder.load(builder.gep(row, [d]))) for row in query_rows]
+                pairs = [(factor, piece) for factor in factors for piece in loaded]
+                return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+
+            found = accumulate(builder, depth, [zeros() for _ in range(row_count * piece_count)], body)
+            for r in range(row_count):
+                row = row_of(context, builder, *scores, r)
+                for c in range(piece_count):
+                    store_vector(builder, found[r * piece_count + c], builder.gep(row, [index(LANES * c)]))
+
+        _dispatch(builder, many, wide, fetching, _PIECES, emit)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def add_values(
+    typingctx: Any, rows: Any, columns: Any, fetch: Any, s: Any, lo: Any, hi: Any, source: Any, values: Any,
+    coming: Any, column: Any, acc: Any,
+) -> Any:  # fmt: skip
+    """Add to ``acc[r, 0 : 16 columns]`` the chain over lo <= j < hi of ``s[r, j] * value[j, column : ...]``.
+
+    The chain starts at ``acc`` and ascends. ``rows`` is 1, 2 or 4, ``columns`` 1, 2 or 4. ``s`` and ``acc`` are
+    `Rows`, those of ``acc`` D apart.
+    """
+    i64 = types.int64
+    signature = types.void(i64, i64, types.boolean, s, i64, i64, source, values, coming, i64, acc)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        many, wide, fetching, s_given, begin, end, pages, places, next_places, first_column, acc_given = args
+        index = many.type
+        scores, sums_at = unpacked(context, builder, s, s_given), unpacked(context, builder, acc, acc_given)
+        depth = sums_at[-1]
+
+        def value_at(table_type: Any, table: Any, token: Any) -> Any:
+            """Return where the value of this token of the chunk begins."""
+            piece = builder.load(
+                pointer_to(context, builder, table_type, table, builder.lshr(token, index(LANES.bit_length() - 1)))
+            )
+            inside = builder.mul(builder.and_(token, index(LANES - 1)), depth)
+            offset = builder.add(builder.add(piece, inside), first_column)
+            return pointer_to(context, builder, source, pages, offset)
+
+        def emit(row_count: int, column_count: int, asking: bool) -> None:
+            lanes = [index(LANES * c) for c in range(column_count)]
+            weights = [row_of(context, builder, *scores, r) for r in range(row_count)]
+            targets = [
+                builder.gep(row_of(context, builder, *sums_at, r), [lane]) for r in range(row_count) for lane in lanes
+            ]
+
+            def body(i: Any, sums: list[Any]) -> list[Any]:
+                token = builder.add(begin, i)
+                start = value_at(values, places, token)
+                if asking:
+                    ahead = value_at(coming, next_places, token)
+                    for lane in lanes:
+                        prefetch(builder, builder.gep(ahead, [lane]))
+                loaded = [load_vector(builder, builder.gep(start, [lane]), source.dtype) for lane in lanes]
+                factors = [splat(builder, builder.load(builder.gep(row, [token]))) for row in weights]
+                pairs = [(factor, vector) for factor in factors for vector in loaded]
+                return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+
+            initial = [load_vector(builder, target, types.float32) for target in targets]
+            count = builder.sub(end, begin)
+            for target, total in zip(targets, accumulate(builder, count, initial, body), strict=True):
+                store_vector(builder, total, target)
+
+        _dispatch(builder, many, wide, fetching, _COLUMNS, emit)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def greatest(typingctx: Any, array: Any, at: Any) -> Any:
+    """Return the greatest of the 64 float32 from ``array[at]`` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        start = pointer_to(context, builder, array, *args)
+        lanes = [args[1].type(LANES * piece) for piece in range(_PIECES[-1])]
+        found = [load_vector(builder, builder.gep(start, [lane]), types.float32) for lane in lanes]
+        while len(found) > 1:
+            found = [_greater(builder, a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
+        return builder.extract_element(_greatest_lane(builder, found[0]), ir.IntType(32)(0))
+
+    return types.float32(array, types.int64), generate
+
+
+def _greater(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _greatest_lane(builder: Any, vector: Any) -> Any:
+    """Return the greatest lane, in every lane."""
+    distance = LANES // 2
+    while distance:
+        turned = [(lane + distance) % LANES for lane in range(LANES)]
+        other = builder.shuffle_vector(vector, ir.Constant(VECTOR, ir.Undefined), ir.Constant(_LANE_NUMBERS, turned))
+        vector = _greater(builder, other, vector)
+        distance //= 2
+    return vector

@@ -1,0 +1,85 @@
+"""How the Numba kernels are compiled and started.
+
+Invariants: OpenMP is Numba's threading layer (see `openmp`); ``fastmath`` is off; the GIL is released. A
+kernel is compiled at its first call for a dtype and kept in Numba's on-disk cache.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from samebit.kernels import openmp  # noqa: F401  (its import chooses the threading layer)
+
+_PARALLEL_WORK = 1 << 15
+"""Elements below which waking the other threads costs more than they save."""
+
+
+def _renamed(function: Callable[..., None], suffix: str) -> Callable[..., None]:
+    """Return a copy under another name: Numba's disk cache tells functions apart by name, not by options."""
+    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__ + suffix)
+    copy.__qualname__ = function.__qualname__ + suffix
+    return copy
+
+
+_OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy"}
+
+
+def parallel_kernel(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile a loop whose ``prange`` is always worth other threads, and which takes long to compile."""
+    compiled: Callable[..., None] = numba.njit(parallel=True, **_OPTIONS)(function)
+    return compiled
+
+
+class RowKernel:
+    """Runs one loop over independent rows, compiled twice: serial, and with its ``prange`` in parallel.
+
+    The bits are the same either way because the rows are independent and each row's arithmetic is fixed;
+    the size of the work only chooses whether other threads are woken.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._serial = numba.njit(**_OPTIONS)(function)
+        self._parallel = numba.njit(parallel=True, **_OPTIONS)(_renamed(function, "_parallel"))
+
+    def __call__(self, work: int, *args: Any) -> None:
+        """Run on ``args``; ``work`` is the number of elements touched."""
+        if work < _PARALLEL_WORK:
+            self._serial(*args)
+        else:
+            self._parallel(*args)
+
+
+def array(tensor: torch.Tensor) -> Any:
+    """Return a contiguous CPU tensor as the NumPy array that kernels take (bfloat16 as uint16), no copy."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return tensor.numpy()
+
+
+def parameter_array(tensor: torch.Tensor) -> Any:
+    """Do as `array`, for what may be a view of a parameter.
+
+    ``Tensor.numpy()`` marks the storage as one that can not be resized, for good, and FSDP2 frees the storage of
+    gathered parameters by resizing it; through DLPack there is no mark.
+    """
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return np.from_dlpack(tensor)
+
+
+def strided_rows(tensor: torch.Tensor) -> tuple[Any, int]:
+    """Return rows ``[T, W]`` as a flat array from the first element on, and the distance of two rows.
+
+    Kernels take rows in this form, so that a part of a wider matrix needs no copy and compiles no second kernel.
+    """
+    tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    rows, width = tensor.shape
+    stride = tensor.stride(0)
+    return array(tensor.as_strided(((rows - 1) * stride + width if rows else 0,), (1,))), stride

@@ -1,0 +1,163 @@
+"""Scalar building blocks of the Numba kernels: exact by IEEE rules, and vectorisable.
+
+No libm call appears in a loop that LLVM may vectorise: a vector math library rounds differently in the
+vector body and in the scalar tail. ``exp`` and ``tanh`` are Cephes polynomials written with explicit
+fused multiply-adds instead, the same operations for every element.
+
+bfloat16 travels as its ``uint16`` bits (Numba has no such type): `widen` on the way in, `narrow` out.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+_LOG2E = np.float32(1.4426950408889634)
+_LN2_HI = np.float32(0.693359375)
+_LN2_LO = np.float32(-2.12194440e-4)
+_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to the nearest integer
+_EXP_LOWEST = np.float32(-87.0)
+_EXP_HIGHEST = np.float32(88.0)
+_E0 = np.float32(1.9875691500e-4)
+_E1 = np.float32(1.3981999507e-3)
+_E2 = np.float32(8.3334519073e-3)
+_E3 = np.float32(4.1665795894e-2)
+_E4 = np.float32(1.6666665459e-1)
+_E5 = np.float32(5.0000001201e-1)
+_T0 = np.float32(-5.70498872745e-3)
+_T1 = np.float32(2.06390887954e-2)
+_T2 = np.float32(-5.37397155531e-2)
+_T3 = np.float32(1.33314422036e-1)
+_T4 = np.float32(-3.33332819422e-1)
+_L3, _L5, _L7 = np.float32(1 / 3), np.float32(1 / 5), np.float32(1 / 7)
+_L9, _L11, _L13, _L15 = np.float32(1 / 9), np.float32(1 / 11), np.float32(1 / 13), np.float32(1 / 15)
+_TANH_SMALL = np.float32(0.625)
+_ONE = np.float32(1.0)
+_TWO = np.float32(2.0)
+_ZERO = np.float32(0.0)
+
+
+@intrinsic
+def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """Compute ``a * b + c`` in float32 with one rounding, in vector and scalar code alike."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+@intrinsic
+def bits_of(typingctx: Any, x: Any) -> Any:
+    """Return the bits of a float32 as an int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def float_of(typingctx: Any, x: Any) -> Any:
+    """Return the float32 with these int32 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def widen(typingctx: Any, x: Any) -> Any:
+    """Return an element of a float32 array, or of a bfloat16 one as uint16 bits, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if signature.args[0] == types.float32:
+            return args[0]
+        i32 = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], i32), i32(16)), ir.FloatType())
+
+    return (types.float32(x), generate) if x in (types.float32, types.uint16) else None
+
+
+@intrinsic
+def narrow(typingctx: Any, x: Any, like: Any) -> Any:
+    """Return float32 ``x`` as the element type of ``like``: itself, or the bits of the nearest bfloat16.
+
+    Rounds to nearest, ties to even; NaN stays NaN.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if signature.return_type == types.float32:
+            return args[0]
+        i32 = ir.IntType(32)
+        bits = builder.bitcast(args[0], i32)
+        odd = builder.and_(builder.lshr(bits, i32(16)), i32(1))
+        rounded = builder.lshr(builder.add(builder.add(bits, i32(0x7FFF)), odd), i32(16))
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.trunc(builder.select(is_nan, i32(0x7FC0), rounded), ir.IntType(16))
+
+    return (like(types.float32, like), generate) if like in (types.float32, types.uint16) else None
+
+
+@njit(inline="always")
+def exp(x: Any) -> Any:
+    """Compute e**x in float32, relative error below 1e-7; below -87 it stays at exp(-87); NaN stays NaN."""
+    clamped = _EXP_LOWEST if x < _EXP_LOWEST else x
+    clamped = _EXP_HIGHEST if clamped > _EXP_HIGHEST else clamped
+    shifted = fma(clamped, _LOG2E, _ROUND)
+    n = shifted - _ROUND
+    r = fma(n, -_LN2_HI, clamped)
+    r = fma(n, -_LN2_LO, r)
+    p = fma(_E0, r, _E1)
+    p = fma(p, r, _E2)
+    p = fma(p, r, _E3)
+    p = fma(p, r, _E4)
+    p = fma(p, r, _E5)
+    p = fma(p, r * r, r) + _ONE
+    return p * float_of((bits_of(shifted) << np.int32(23)) + np.int32(0x3F800000))
+
+
+@njit(inline="always")
+def tanh(x: Any) -> Any:
+    """Compute the hyperbolic tangent in float32: a polynomial near zero, from ``exp`` elsewhere."""
+    size = -x if x < _ZERO else x
+    square = x * x
+    p = fma(_T0, square, _T1)
+    p = fma(p, square, _T2)
+    p = fma(p, square, _T3)
+    p = fma(p, square, _T4)
+    near = fma(p * square, x, x)
+    far = _ONE - _TWO / (exp(size + size) + _ONE)
+    far = -far if x < _ZERO else far
+    return near if size < _TANH_SMALL else far
+
+
+@njit(inline="always")
+def sigmoid(x: Any) -> Any:
+    """Compute 1 / (1 + e**-x) in float32."""
+    return _ONE / (_ONE + exp(-x))
+
+
+@njit(inline="always")
+def log1p(u: Any) -> Any:
+    """Compute log(1 + u) in float32 for 0 <= u <= 1: twice the area tangent of u / (2 + u), an odd polynomial."""
+    w = u / (_TWO + u)
+    square = w * w
+    p = fma(_L15, square, _L13)
+    p = fma(p, square, _L11)
+    p = fma(p, square, _L9)
+    p = fma(p, square, _L7)
+    p = fma(p, square, _L5)
+    p = fma(p, square, _L3)
+    return _TWO * fma(p * square, w, w)
+
+
+@njit(inline="always")
+def softplus(x: Any) -> Any:
+    """Compute log(1 + e**x) in float32, relative error below 1e-6."""
+    size = -x if x < _ZERO else x
+    above = _ZERO if x < _ZERO else x
+    return above + log1p(exp(-size))

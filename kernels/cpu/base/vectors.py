@@ -1,0 +1,187 @@
+"""Vectors of sixteen float32 lanes in LLVM: what the micro-kernels are made of.
+
+Each function emits instructions at the builder's place. Arrays are flat; offsets count elements.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from samebit.kernels.layout.grids import LANES
+
+VECTOR = ir.VectorType(ir.FloatType(), LANES)
+"""The type of a vector."""
+
+_BITS = ir.VectorType(ir.IntType(32), LANES)
+_HALF_BITS = ir.VectorType(ir.IntType(16), LANES)
+
+
+def pointer_to(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    """Return where the element at ``offset`` lies."""
+    data = context.make_array(array_type)(context, builder, value=array).data
+    return builder.gep(data, [offset])
+
+
+def row_of(context: Any, builder: Any, array_type: Any, array: Any, base: Any, stride: Any, row: int) -> Any:
+    """Return where a row begins of an array whose rows are ``stride`` apart, the first at ``base``."""
+    offset = builder.add(base, builder.mul(stride, base.type(row)))
+    return pointer_to(context, builder, array_type, array, offset)
+
+
+def load_vector(builder: Any, pointer: Any, dtype: Any) -> Any:
+    """Load sixteen elements as float32; bfloat16 (uint16 bits) is widened."""
+    if dtype == types.float32:
+        return builder.load(builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
+    return _widened(builder, builder.load(builder.bitcast(pointer, _HALF_BITS.as_pointer()), align=2))
+
+
+def _widened(builder: Any, halves: Any) -> Any:
+    """Return sixteen bfloat16 (uint16 bits) as float32."""
+    return builder.bitcast(builder.shl(builder.zext(halves, _BITS), ir.Constant(_BITS, [16] * LANES)), VECTOR)
+
+
+def store_vector(builder: Any, value: Any, pointer: Any, dtype: Any = types.float32) -> None:
+    """Store sixteen float32 as elements of this type, bfloat16 (uint16 bits) rounded as by `numeric.narrow`."""
+    if dtype == types.float32:
+        builder.store(value, builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
+        return
+
+    def every(number: int) -> Any:
+        return ir.Constant(_BITS, [number] * LANES)
+
+    bits = builder.bitcast(value, _BITS)
+    odd = builder.and_(builder.lshr(bits, every(16)), every(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, every(0x7FFF)), odd), every(16))
+    kept = builder.select(builder.fcmp_unordered("uno", value, value), every(0x7FC0), rounded)
+    builder.store(builder.trunc(kept, _HALF_BITS), builder.bitcast(pointer, _HALF_BITS.as_pointer()), align=2)
+
+
+def stream_vector(builder: Any, value: Any, pointer: Any) -> None:
+    """Store past the caches, where the target begins a cache line: what nobody reads soon would only fill them."""
+    stored = builder.store(value, builder.bitcast(pointer, VECTOR.as_pointer()), align=64)
+    stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
+
+def splat_pair(builder: Any, pointer: Any) -> tuple[Any, Any]:
+    """Load two neighbouring bfloat16 (uint16 bits), each widened and in every lane: one load, two instructions."""
+    pair = ir.VectorType(ir.IntType(32), LANES)
+    word = builder.load(builder.bitcast(pointer, ir.IntType(32).as_pointer()), align=2)
+    lane0 = builder.insert_element(ir.Constant(pair, ir.Undefined), word, ir.IntType(32)(0))
+    words = builder.shuffle_vector(lane0, ir.Constant(pair, ir.Undefined), ir.Constant(_BITS, [0] * LANES))
+    low = builder.shl(words, ir.Constant(_BITS, [16] * LANES))
+    high = builder.and_(words, ir.Constant(_BITS, [0xFFFF0000] * LANES))
+    return builder.bitcast(low, VECTOR), builder.bitcast(high, VECTOR)
+
+
+def splat_element(builder: Any, pointer: Any, dtype: Any) -> Any:
+    """Load an element into every lane; bfloat16 (uint16 bits) is widened."""
+    element = builder.load(pointer)
+    if dtype != types.float32:
+        i32 = ir.IntType(32)
+        element = builder.bitcast(builder.shl(builder.zext(element, i32), i32(16)), ir.FloatType())
+    return splat(builder, element)
+
+
+def gather_elements(builder: Any, pointers: list[Any], dtype: Any) -> Any:
+    """Load sixteen elements from anywhere as float32."""
+    element = ir.FloatType() if dtype == types.float32 else ir.IntType(16)
+    gathered: Any = ir.Constant(ir.VectorType(element, LANES), ir.Undefined)
+    for lane, pointer in enumerate(pointers):
+        gathered = builder.insert_element(gathered, builder.load(pointer), ir.IntType(32)(lane))
+    return gathered if dtype == types.float32 else _widened(builder, gathered)
+
+
+def splat(builder: Any, scalar: Any) -> Any:
+    lane0 = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), scalar, ir.IntType(32)(0))
+    return builder.shuffle_vector(lane0, ir.Constant(VECTOR, ir.Undefined), ir.Constant(_BITS, [0] * LANES))
+
+
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    function_type = ir.FunctionType(VECTOR, [VECTOR, VECTOR, VECTOR])
+    function = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fma.v{LANES}f32")
+    return builder.call(function, [a, b, c])
+
+
+def prefetch(builder: Any, pointer: Any) -> None:
+    """Ask for a cache line (a read, into the second-level cache, of data)."""
+    i32, address = ir.IntType(32), ir.IntType(8).as_pointer()
+    function_type = ir.FunctionType(ir.VoidType(), [address, i32, i32, i32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    builder.call(function, [builder.bitcast(pointer, address), i32(0), i32(2), i32(1)])
+
+
+def accumulate(builder: Any, count: Any, initial: list[Any], step: Any) -> list[Any]:
+    """Emit ``for i in range(count): accumulators = step(i, accumulators)``, the accumulators in registers."""
+    i64 = count.type
+    entry = builder.block
+    body = builder.append_basic_block("simd.body")
+    done = builder.append_basic_block("simd.done")
+    builder.cbranch(builder.icmp_signed(">", count, i64(0)), body, done)
+    builder.position_at_end(body)
+    index = builder.phi(i64)
+    carried = [builder.phi(VECTOR) for _ in initial]
+    updated = step(index, carried)
+    following = builder.add(index, i64(1))
+    index.add_incoming(i64(0), entry)
+    index.add_incoming(following, builder.block)
+    for phi, start, new in zip(carried, initial, updated, strict=True):
+        phi.add_incoming(start, entry)
+        phi.add_incoming(new, builder.block)
+    last = builder.block
+    builder.cbranch(builder.icmp_signed("<", following, count), body, done)
+    builder.position_at_end(done)
+    results = []
+    for start, new in zip(initial, updated, strict=True):
+        phi = builder.phi(VECTOR)
+        phi.add_incoming(start, entry)
+        phi.add_incoming(new, last)
+        results.append(phi)
+    return results
+
+
+def zeros() -> Any:
+    """Return a vector of zeros."""
+    return ir.Constant(VECTOR, [0.0] * LANES)
+
+
+def load_columns(builder: Any, pointers: list[Any], dtype: Any) -> list[Any]:
+    """Load the columns of sixteen rows of eight elements as float32; each pointer is a row's first element."""
+    half = LANES // 2
+    pairs = [_load_halves(builder, pointers[i], pointers[i + half], dtype) for i in range(half)]
+    return transposed(builder, pairs)
+
+
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Return sixteen vectors as the columns of what they were the rows of.
+
+    Eight are the rows of two squares side by side, each of which is transposed by itself.
+    """
+    rows, distance = list(rows), 1
+    while distance < len(rows):  # swap the off-diagonal squares of this size
+        for i in (i for i in range(len(rows)) if not i & distance):
+            rows[i], rows[i + distance] = _swap_halves(builder, rows[i], rows[i + distance], distance)
+        distance *= 2
+    return rows
+
+
+def _load_halves(builder: Any, first: Any, second: Any, dtype: Any) -> Any:
+    """Load eight elements from here and eight from there as a vector: the second load needs no shuffle."""
+    half = LANES // 2
+    element = ir.FloatType() if dtype == types.float32 else ir.IntType(16)
+    kind = ir.VectorType(element, half).as_pointer()
+    parts = [builder.load(builder.bitcast(place, kind), align=2) for place in (first, second)]
+    both = builder.shuffle_vector(*parts, ir.Constant(_BITS, list(range(LANES))))
+    return both if dtype == types.float32 else _widened(builder, both)
+
+
+def _swap_halves(builder: Any, upper: Any, lower: Any, distance: int) -> tuple[Any, Any]:
+    """Return two rows whose lanes with the bit ``distance`` (upper) and without it (lower) have changed places."""
+    mask = ir.VectorType(ir.IntType(32), LANES)
+    first = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+    second = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+    return (
+        builder.shuffle_vector(upper, lower, ir.Constant(mask, first)),
+        builder.shuffle_vector(upper, lower, ir.Constant(mask, second)),
+    )

@@ -1,0 +1,1 @@
+"""Matrix products on the CPU, equal bits for any number of rows; `*_vectors` and `amx_tiles` are micro-kernels."""

@@ -1,0 +1,84 @@
+"""Matrix product ``out = x @ weight.T + bias`` on the CPU for a few rows, as of a decode step: the bits of `many_rows`.
+
+Invariant: an output is summed as `many_rows` does it, in chains of `SUM_BLOCK` inputs; only the lanes of the
+vectors are others (see `few_rows_vectors`). T rows, K inputs, N outputs.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.memory import elements, scratch
+from samebit.kernels.cpu.base.numeric import narrow, widen
+from samebit.kernels.cpu.gemm.few_rows_vectors import ROWS, multiply_few
+from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
+from samebit.kernels.cpu.gemm.many_rows import SUM_BLOCK
+from samebit.kernels.layout.grids import LANES
+
+MOST_ROWS = ROWS[-1]
+"""Rows up to which this kernel is the faster one."""
+
+READING = 4
+"""Rows whose products take the time of reading the weight."""
+
+_ZERO = np.float32(0.0)
+
+
+def _multiply(x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any, threads: int) -> None:
+    """Multiply as `many_rows.multiply` does, up to `MOST_ROWS` rows; an item is a share of each layer's outputs."""
+    parts = shares(1, most_outputs(layers), LANES, threads) if rows > 0 else 0
+    for part in prange(parts):
+        _multiply_part(np.int64(part), parts, x_address, x_stride, rows, inputs, layers, kind)
+
+
+multiply = RowKernel(_multiply)
+
+
+@njit(nogil=True, error_model="numpy")
+def _multiply_part(
+    part: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any
+) -> None:
+    """Compute one of ``parts`` shares of each layer's outputs."""
+    panel = scratch(MOST_ROWS * inputs)
+    _copy_rows(elements(x_address, rows * x_stride, kind), x_stride, rows, inputs, panel)
+    for place in range(MOST_LAYERS):
+        share = share_of(layers, place, part, parts, LANES, rows, inputs, kind)
+        _multiply_share(panel, rows, inputs, share)
+
+
+@njit(inline="always")
+def _tile_rows(rows: int) -> int:
+    """Return the rows of the smallest tile that these fit in."""
+    return 1 << int(rows > 1) + int(rows > 2) + int(rows > 4)
+
+
+@njit(nogil=True, error_model="numpy")
+def _copy_rows(x: Any, x_stride: int, rows: int, inputs: int, panel: Any) -> None:
+    """Write ``panel[row, k] = x[row, k]`` in float32; the last row also stands for those that a tile has beyond."""
+    for row in range(_tile_rows(rows)):
+        at = min(row, rows - 1) * x_stride
+        for k in range(inputs):
+            panel[row * inputs + k] = widen(x[at + k])
+
+
+@njit(nogil=True, error_model="numpy")
+def _multiply_share(panel: Any, rows: int, inputs: int, share: Any) -> None:
+    """Compute a share of the outputs for the rows of a panel."""
+    weight, bias, out, out_stride, first, last = share
+    many = _tile_rows(rows)
+    sums = scratch(many * LANES)
+    for begin in range(first, last, LANES):
+        count = min(LANES, last - begin)
+        sums[:] = _ZERO
+        for k in range(0, inputs, SUM_BLOCK):
+            multiply_few(
+                many, panel, k, inputs, count, weight, begin * inputs + k, inputs, min(SUM_BLOCK, inputs - k), sums
+            )
+        for row in range(rows):
+            for lane in range(count):
+                total = sums[row * LANES + lane]
+                if len(bias) > 0:
+                    total += widen(bias[begin + lane])
+                out[row * out_stride + begin + lane] = narrow(total, out[0])

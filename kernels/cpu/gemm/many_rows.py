@@ -1,0 +1,160 @@
+"""Matrix product ``out = x @ weight.T + bias`` on the CPU: float32, or bfloat16 that is widened and rounded once.
+
+Invariants (the row rule):
+
+* An output is the sum, in order, of blocks of `SUM_BLOCK` inputs, each block one chain of fused multiply-adds from 0
+  ascending; then the bias. Nothing else enters its arithmetic: not the number of rows, not the threads, not where
+  the operands lie.
+* Every output is written by one work item; tiles of rows and outputs are only a matter of speed.
+
+A work item is a panel of up to `PANEL_ROWS` rows, transposed so that vectors run over rows, times a share of the
+outputs of each layer. Weights are read where they lie, each once a panel. Panels and micro-kernels: Goto & van de
+Geijn 2008. T rows, K inputs, N outputs.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit, prange
+
+from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.memory import elements, scratch
+from samebit.kernels.cpu.base.numeric import narrow, widen
+from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
+from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, VECTORS, fetch, multiply_tile, transpose_tile
+from samebit.kernels.layout.grids import CACHE_LINE, LANES
+
+SUM_BLOCK = 128
+"""Inputs of one chain. A constant of the arithmetic: changing it changes bits."""
+
+PANEL_ROWS = 64
+
+_DEPTH = 8 * SUM_BLOCK
+"""Inputs of a panel that are transposed at a time: it stays in the second-level cache."""
+
+_SHARE = 252
+"""Outputs whose sums are kept at a time; a whole number of tiles."""
+
+_TILE, _PAIR, _ = OUTPUTS
+_LINE = CACHE_LINE // 4
+"""Float32 of a cache line: weights are asked for in steps of as many, bfloat16 too."""
+
+_ZERO = np.float32(0.0)
+
+
+class Panel(NamedTuple):
+    """Holds ``rows`` rows of ``x`` from ``row`` on, transposed: ``values[k, row]``, rows of that ``width`` apart."""
+
+    values: Any
+    width: int
+    row: int
+    rows: int
+
+
+def _multiply(x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any, threads: int) -> None:
+    """Multiply one to three layers with the same ``x``: its rows are a stride apart, those of the results contiguous.
+
+    ``kind``: the type of all elements (`memory.kind_of`).
+    """
+    panels = (rows + PANEL_ROWS - 1) // PANEL_ROWS
+    parts = shares(panels, most_outputs(layers), _TILE, threads)
+    for item in prange(panels * parts):  # a thread's items: all panels of its share of the outputs
+        number = np.int64(item)
+        row, part = number % panels * PANEL_ROWS, number // panels
+        _multiply_item(row, part, parts, x_address, x_stride, rows, inputs, layers, kind)
+
+
+multiply = RowKernel(_multiply)
+
+
+@njit(nogil=True, error_model="numpy")
+def _multiply_item(
+    row: int, part: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any
+) -> None:
+    """Compute one of ``parts`` shares of each layer's outputs, for the panel of rows from ``row`` on."""
+    x = elements(x_address, rows * x_stride, kind)
+    count = min(PANEL_ROWS, rows - row)
+    width = (count + LANES - 1) // LANES * LANES
+    panel = Panel(scratch(min(inputs, _DEPTH) * width), width, row, count)
+    filled = False
+    for place in range(MOST_LAYERS):
+        share = share_of(layers, place, part, parts, _TILE, rows, inputs, kind)
+        _multiply_panel(x, x_stride, inputs, panel, filled, share)
+        filled = filled or share.first < share.last
+
+
+@njit(nogil=True, error_model="numpy")
+def _multiply_panel(x: Any, x_stride: int, inputs: int, panel: Any, filled: bool, share: Any) -> None:
+    """Compute a share of the outputs for the rows of a panel, which holds their inputs already if ``filled``."""
+    values, width, row, rows = panel
+    weight, first, last = share.weight, share.first, share.last
+    sums = scratch(min(last - first, _SHARE) * width)
+    for begin in range(first, last, _SHARE):
+        end = min(begin + _SHARE, last)
+        sums[: (end - begin) * width] = _ZERO
+        for depth in range(0, inputs, _DEPTH):
+            count = min(_DEPTH, inputs - depth)
+            if inputs > _DEPTH or not filled:
+                _transpose_rows(x, row * x_stride + depth, x_stride, rows, count, values, width)
+            _add_products(values, width, weight, inputs, depth, count, begin, end, last, sums)
+        filled = True
+        write_rows(sums, panel, share, begin, end)
+
+
+@njit(nogil=True, error_model="numpy")
+def _transpose_rows(x: Any, at: int, stride: int, rows: int, count: int, panel: Any, width: int) -> None:
+    """Write ``panel[k, row] = x[row, k]`` for ``count`` inputs, rows beyond the last being 0."""
+    whole = count // LANES * LANES
+    for row in range(0, width, LANES):
+        if row + LANES <= rows:
+            for k in range(0, whole, LANES):
+                transpose_tile(x, at + row * stride + k, stride, panel, k * width + row, width)
+            for k in range(whole, count):
+                for lane in range(row, row + LANES):
+                    panel[k * width + lane] = widen(x[at + lane * stride + k])
+        else:
+            for k in range(count):
+                for lane in range(row, row + LANES):
+                    panel[k * width + lane] = widen(x[at + lane * stride + k]) if lane < rows else _ZERO
+
+
+@njit(nogil=True, error_model="numpy")
+def _add_products(
+    panel: Any, width: int, weight: Any, weight_stride: int, depth: int, count: int, begin: int, end: int, last: int,
+    sums: Any,
+) -> None:  # fmt: skip
+    """Add to ``sums[output, row]`` the products of the panel's inputs from ``depth`` on, block after block."""
+    output = begin
+    while output < end:
+        many = _TILE if output + _TILE <= end else (_PAIR if output + _PAIR <= end else 1)
+        for coming in range(output + many, min(output + many + _TILE, last)):  # what the next tile reads
+            for k in range(0, count, _LINE):
+                fetch(weight, coming * weight_stride + depth + k)
+        for k in range(0, count, SUM_BLOCK):
+            for lane in range(0, width, VECTORS * LANES):
+                multiply_tile(
+                    min(VECTORS, (width - lane) // LANES), many, panel, k * width + lane, width,
+                    weight, output * weight_stride + depth + k, weight_stride, min(SUM_BLOCK, count - k),
+                    sums, (output - begin) * width + lane,
+                )  # fmt: skip
+        output += many
+
+
+@njit(nogil=True, error_model="numpy")
+def write_rows(sums: Any, panel: Any, share: Any, begin: int, end: int) -> None:
+    """Write ``out[row, output] = sums[output, row] + bias[output]``, rounded once; an empty bias is none."""
+    width, rows = panel.width, panel.rows
+    bias, out, stride = share.bias, share.out, share.outputs
+    at = panel.row * stride
+    if len(bias) > 0:
+        for output in range(begin, end):
+            for row in range(width):
+                sums[(output - begin) * width + row] += widen(bias[output])
+    whole_rows = rows // LANES * LANES
+    whole = (end - begin) // LANES * LANES
+    for output in range(0, whole, LANES):
+        for row in range(0, whole_rows, LANES):
+            transpose_tile(sums, output * width + row, width, out, at + row * stride + begin + output, stride)
+    for row in range(rows):
+        for output in range(whole if row < whole_rows else 0, end - begin):
+            out[at + row * stride + begin + output] = narrow(sums[output * width + row], out[0])

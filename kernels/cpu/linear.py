@@ -1,0 +1,62 @@
+"""The linear layer on the CPU: which of the matrix products in `gemm` computes, and its gradients, which are torch's.
+
+T rows, K inputs, N outputs. Up to three layers of one input share the preparation of it and the start of the threads.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from numba import get_num_threads
+
+from samebit.kernels.cpu.base.memory import kind_of, with_unit_stride
+from samebit.kernels.cpu.gemm import amx, amx_tiles, few_rows, many_rows
+from samebit.kernels.cpu.gemm.layers import in_one
+from samebit.kernels.layout.grids import LANES, ceil_div
+from samebit.kernels.layout.options import Layer
+
+_PRODUCTS_AN_ELEMENT = 16
+"""Products that take the time of one element of a row-wise kernel."""
+
+
+def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
+    """Implement `Operations.multiply`."""
+    *shape, inputs = x.shape
+    rows = with_unit_stride(x if len(shape) == 1 else x.reshape(-1, inputs))
+    count, dtype = rows.size(0), x.dtype
+    addresses: list[int] = []
+    results: list[torch.Tensor] = []
+    held = []  # what the addresses point to
+    for weight, bias in layers:
+        weight, bias, outputs = weight.contiguous(), None if bias is None else bias.contiguous(), weight.size(0)
+        out = torch.empty(*shape, outputs, dtype=dtype)
+        addresses += weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs, out.data_ptr()
+        held.append((weight, bias))
+        results.append(out)
+    work = inputs * max(addresses[2::4]) // _PRODUCTS_AN_ELEMENT
+    arguments = rows.data_ptr(), rows.stride(0), count, inputs, in_one(addresses)
+    lanes = ceil_div(count, LANES) * LANES
+    if dtype == torch.bfloat16 and amx_tiles.available():
+        amx.multiply(lanes * work, *arguments, get_num_threads())
+    elif count <= few_rows.MOST_ROWS:
+        few_rows.multiply((count + few_rows.READING) * work, *arguments, kind_of(dtype), get_num_threads())
+    else:
+        many_rows.multiply(lanes * work, *arguments, kind_of(dtype), get_num_threads())
+    return results
+
+
+def gradient_of_inputs(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Implement `Operations.gradient_of_inputs`."""
+    return grad @ weight
+
+
+def gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Implement `Operations.gradient_of_weight`."""
+    return grad.T @ x
+
+
+def add_gradient_of_inputs(sums: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> None:
+    """Implement `Operations.add_gradient_of_inputs`."""
+    if weight.dtype == torch.float32:
+        sums.addmm_(grad, weight)
+    else:
+        sums += grad @ weight

@@ -1,0 +1,49 @@
+"""The table of the CPU: `samebit.kernels.ops.dispatch.Operations`, implemented in Numba, LLVM and torch."""
+
+from samebit.kernels.cpu.activation import gated_backward, gated_forward
+from samebit.kernels.cpu.attention.operation import attention_backward, attention_forward, attention_of_unrotated
+from samebit.kernels.cpu.conv import conv_backward, conv_forward
+from samebit.kernels.cpu.linear import add_gradient_of_inputs, gradient_of_inputs, gradient_of_weight, multiply
+from samebit.kernels.cpu.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
+from samebit.kernels.cpu.norm import (
+    gated_rms_norm_backward,
+    gated_rms_norm_forward,
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+)
+from samebit.kernels.cpu.rope import rotate
+from samebit.kernels.cpu.sampling import draw, keep_likely, uniforms
+from samebit.kernels.cpu.ssd.operation import scan_backward, scan_forward
+
+__all__ = [
+    "add_gradient_of_inputs",
+    "attention_backward",
+    "attention_forward",
+    "attention_of_unrotated",
+    "conv_backward",
+    "conv_forward",
+    "draw",
+    "entropies",
+    "entropy_gradient",
+    "gated_backward",
+    "gated_forward",
+    "gated_rms_norm_backward",
+    "gated_rms_norm_forward",
+    "gather",
+    "gather_gradient",
+    "gradient_of_inputs",
+    "gradient_of_weight",
+    "keep_likely",
+    "layer_norm_backward",
+    "layer_norm_forward",
+    "log_softmax",
+    "multiply",
+    "rms_norm_backward",
+    "rms_norm_forward",
+    "rotate",
+    "scan_backward",
+    "scan_forward",
+    "uniforms",
+]

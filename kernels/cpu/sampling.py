@@ -1,0 +1,110 @@
+"""Counter-based random numbers and inverse-CDF sampling on the CPU. T rows, V tokens of the vocabulary."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from samebit.kernels.cpu import philox
+from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.logprobs import chunk_total, row_max, weight
+from samebit.kernels.layout.grids import LANES, VOCAB_CHUNK
+
+_ZERO = np.float32(0.0)
+_LOWEST = np.float32(-np.inf)
+
+
+def _draw(logits: Any, temperatures: Any, uniforms: Any, out: Any) -> None:
+    """Choose the first token whose cumulated weight exceeds uniform * total; greedy at 0.
+
+    Greedy ties go to the lowest id. A row with NaN or with every token ruled out gives -1.
+    """
+    for row in prange(logits.shape[0]):
+        lanes = np.empty(LANES, np.float32)
+        out[row] = -1
+        if temperatures[row] == _ZERO:
+            out[row] = _likeliest(logits[row], lanes)
+        else:
+            out[row] = _draw_row(logits[row], temperatures[row], uniforms[row], lanes)
+
+
+@njit(inline="always")
+def _likeliest(logits: Any, lanes: Any) -> int:
+    best = row_max(logits, lanes)
+    chosen = -1
+    for i in range(len(logits) - 1, -1, -1):
+        if np.isnan(logits[i]):
+            return -1
+        if logits[i] == best and best > _LOWEST:
+            chosen = i
+    return chosen
+
+
+@njit(inline="always")
+def _draw_row(logits: Any, temperature: Any, uniform: float, lanes: Any) -> int:
+    vocab = len(logits)
+    chunks = (vocab + VOCAB_CHUNK - 1) // VOCAB_CHUNK
+    totals = np.empty(chunks, np.float32)
+    peak = row_max(logits, lanes) / temperature
+    total = 0.0
+    for c in range(chunks):
+        totals[c] = chunk_total(logits[c * VOCAB_CHUNK : (c + 1) * VOCAB_CHUNK], temperature, peak, lanes)
+        total += np.float64(totals[c])
+    if not total > 0.0:
+        return -1
+    target = uniform * total
+    c = 0
+    passed = 0.0
+    while c < chunks - 1 and passed + np.float64(totals[c]) <= target:
+        passed += np.float64(totals[c])
+        c += 1
+    chosen = -1
+    weights = np.empty(VOCAB_CHUNK, np.float32)
+    for first in range(c * VOCAB_CHUNK, vocab, VOCAB_CHUNK):
+        chunk = logits[first : first + VOCAB_CHUNK]
+        for i in range(len(chunk)):
+            weights[i] = weight(chunk[i], temperature, peak)
+        for i in range(len(chunk)):
+            if weights[i] > _ZERO:
+                chosen = first + i
+                passed += np.float64(weights[i])
+                if passed > target:
+                    return chosen
+    return chosen
+
+
+_draw_rows = RowKernel(_draw)
+
+
+def uniforms(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """Implement `Operations.uniforms`."""
+    words = np.empty((len(counters), 4), np.uint32)
+    philox.blocks(words.size, counters.numpy(), keys.numpy(), words)
+    high = (words[:, 0] >> np.uint32(5)).astype(np.float64)
+    low = (words[:, 1] >> np.uint32(6)).astype(np.float64)
+    return torch.from_numpy((high * 67108864.0 + low) / 9007199254740992.0)
+
+
+def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Implement `Operations.draw`."""
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    _draw_rows(logits.numel(), logits.numpy(), temperatures.numpy(), uniform.numpy(), out.numpy())
+    return out
+
+
+def keep_likely(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Implement `Operations.keep_likely`."""
+    order = torch.sort(row, descending=True, stable=True).indices
+    scaled = row[order].double() / temperature
+    keep = torch.ones(len(row), dtype=torch.bool)
+    if top_k > 0:
+        keep[top_k:] = False
+    weights = torch.where(keep, (scaled - scaled[0]).exp(), 0.0)
+    if top_p < 1.0:
+        mass = weights.cumsum(0)
+        keep &= mass - weights < top_p * mass[-1]
+    if min_p > 0.0:
+        keep &= weights >= min_p * weights[0]
+    keep[0] = True
+    row[order[~keep]] = float("-inf")

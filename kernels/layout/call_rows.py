@@ -1,0 +1,118 @@
+"""Which rows of a forward call belong to which sequence, at which positions, in which blocks of which memory.
+
+Invariants:
+
+* It is immutable. Rows of one sequence are consecutive; rows that belong to none are padding.
+* Positions count from 0 at the first token of a sequence: padding and packing never shift the KV grid.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from samebit.kernels.layout.grids import QUERY_TILE, ceil_div
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CallRows:
+    """Says where the T rows of a call with S sequences lie.
+
+    Attributes:
+        positions: ``[T]`` int64, what rotates each row; 0 for padding.
+        row_start: ``[S]`` first row of each sequence.
+        lengths: ``[S]`` rows of each sequence in this call, at least 1.
+        starts: ``[S]`` tokens of each sequence that earlier calls have put into its pages.
+        table_rows: ``[S]`` row of ``block_tables`` that each sequence reads.
+        block_tables: ``[rows, W]`` block of each ``block_size`` tokens; block 0 is nobody's.
+        block_size: tokens a block (B).
+        write_from: ``[S]`` tokens of each sequence that are not written, because the pages have them already;
+            None for none.
+        captures: ``[M, 3]`` (sequence, absolute position, checkpoint): keep the state of that sequence at that chunk
+            boundary, which this call reaches or passes, in that checkpoint of the memory of Mamba layers.
+    """
+
+    positions: torch.Tensor
+    row_start: Ints
+    lengths: Ints
+    starts: Ints
+    table_rows: Ints
+    block_tables: Ints
+    block_size: int
+    write_from: Ints | None = None
+    captures: Ints = field(default_factory=lambda: np.empty((0, 3), np.int32))
+
+    @cached_property
+    def tiles(self) -> Ints:
+        """List ``[N, 2]`` (sequence, first row within it) of the pieces that attention works on."""
+        counts = ceil_div(self.lengths, QUERY_TILE)
+        sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        before = np.repeat(np.cumsum(counts) - counts, counts)
+        piece = np.arange(len(sequence), dtype=np.int32) - before
+        return np.stack([sequence, piece * QUERY_TILE], axis=1).astype(np.int32)
+
+    @cached_property
+    def slots(self) -> tuple[Ints, Ints]:
+        """Return ``[T]`` block and offset in it that each row's key and value go to.
+
+        (0, 0) for padding and for tokens that are not written.
+        """
+        total = int(self.lengths.sum())
+        sequence = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        within = np.arange(total) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
+        token = self.starts[sequence] + within
+        rows = self.row_start[sequence] + within
+        blocks = np.zeros(len(self.positions), np.int32)
+        offsets = np.zeros(len(self.positions), np.int32)
+        blocks[rows] = self.block_tables[self.table_rows[sequence], token // self.block_size]
+        offsets[rows] = token % self.block_size
+        if self.write_from is not None:
+            kept = rows[token < self.write_from[sequence]]
+            blocks[kept] = offsets[kept] = 0
+        return blocks, offsets
+
+    @cached_property
+    def tokens_of_rows(self) -> tuple[Ints, Ints]:
+        """Return ``[T]`` sequence of each row, and its place among that one's rows of the call; (-1, 0): padding."""
+        sequences = np.full(len(self.positions), -1, np.int32)
+        within = np.zeros(len(self.positions), np.int32)
+        owner = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
+        place = np.arange(len(owner)) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
+        rows = self.row_start[owner] + place
+        sequences[rows] = owner
+        within[rows] = place
+        return sequences, within
+
+    @cached_property
+    def layout(self) -> torch.Tensor:
+        """Return ``[4, S]`` int32, first row, length, start, table row of each sequence, for what takes addresses."""
+        return torch.from_numpy(np.array([self.row_start, self.lengths, self.starts, self.table_rows], np.int32))
+
+    @cached_property
+    def row_table(self) -> torch.Tensor:
+        """Return `tokens_of_rows` as ``[2, T]`` int32, likewise."""
+        return torch.from_numpy(np.array(self.tokens_of_rows, np.int32))
+
+    @cached_property
+    def captured(self) -> torch.Tensor:
+        """Return the captures ``[M, 3]`` int32, likewise."""
+        return torch.from_numpy(np.ascontiguousarray(self.captures, np.int32))
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Return T."""
+        return len(self.positions)
+
+    @cached_property
+    def covers_all_rows(self) -> bool:
+        """Return True when no row is padding."""
+        return int(self.lengths.sum()) == self.num_rows
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Return how many blocks the tables name, the null block included (training calls)."""
+        return int(self.block_tables.max(initial=0)) + 1

@@ -1,0 +1,28 @@
+"""Which kind of device computes, and in which dtypes: the tensor's device decides, here and nowhere else."""
+
+import torch
+
+EXACT_EVERYWHERE = (torch.float32, torch.bfloat16)
+"""What is computed exactly on every device."""
+
+_GPU_DTYPES = (*EXACT_EVERYWHERE, torch.float16)
+
+DTYPES = {"cpu": EXACT_EVERYWHERE, "cuda": _GPU_DTYPES, "meta": _GPU_DTYPES}
+"""What is computed exactly on a type of device. Parameters on "meta" get their memory later: ranks of a sharded model
+that do not load it start so."""
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Return whether the kernels of a GPU compute on this tensor.
+
+    Raises:
+        ValueError: neither these nor those of the CPU do: it is on "meta", where there is no memory, say.
+    """
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise ValueError(f"a tensor is on {tensor.device}; there are kernels for cpu and cuda")
+    return tensor.is_cuda
+
+
+def exact_dtypes(tensor: torch.Tensor) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that are computed exactly where this tensor is."""
+    return DTYPES["cuda" if on_gpu(tensor) else "cpu"]

@@ -1,0 +1,249 @@
+"""The layout of one forward call, and the memory that it reads and writes.
+
+Invariants:
+
+* A context is immutable (see `call_rows`).
+* Without pages of its own (`pages` is None) a context is a training call: every sequence starts at 0 and
+  its keys live in pages that the attention layer makes for this call.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from samebit.kernels.layout.attention_work import AttentionWork
+from samebit.kernels.layout.call_rows import CallRows, Ints
+from samebit.kernels.layout.device_layout import DeviceLayout
+from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
+from samebit.kernels.layout.mamba_states import StateMemory
+from samebit.kernels.layout.transfer import Tensors
+
+TRAINING_BLOCK = KV_CHUNK
+"""Block size of the pages of a training call: a page is a chunk."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ForwardContext(CallRows):
+    """Lays out the T rows of one forward call with S sequences, and names its memory; see `CallRows` for the rest.
+
+    Attributes:
+        pages: one tensor a layer (see `samebit.kernels.layout.kv_pages.KVLayout`), or None for a training call.
+        states: the memory of Mamba layers, slot ``table_rows[s]`` for sequence s; None where there are none, and for
+            a training call.
+        device_layout: what of this was sent to the device before; None to have it sent.
+    """
+
+    pages: tuple[torch.Tensor, ...] | None = None
+    states: StateMemory | None = None
+    device_layout: DeviceLayout | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.lengths):
+            self._check_layout()
+        if len(self.captures):
+            sequence, position = self.captures[:, 0], self.captures[:, 1]
+            starts = self.starts[sequence]
+            reached = (starts < position) & (position <= starts + self.lengths[sequence])
+            if self.states is None or not bool(reached.all()):
+                raise ValueError(
+                    f"captures {self.captures.tolist()}: a context with states captures positions (the second number) "
+                    f"after the start {starts.tolist()} and up to the end of what a sequence computes"
+                )
+
+    def _check_layout(self) -> None:
+        """Raise ValueError unless these numbers lead to rows and blocks: kernels follow them to addresses."""
+        rows, size, (tables, width) = self.num_rows, self.block_size, self.block_tables.shape
+        first, lengths, starts, table_rows = self.row_start, self.lengths, self.starts, self.table_rows
+        if not first.shape == starts.shape == table_rows.shape == lengths.shape:
+            given = [list(part.shape) for part in (first, lengths, starts, table_rows)]
+            raise ValueError(f"row_start, lengths, starts and table_rows have the shapes {given}; allowed: four alike")
+        if size < 1 or size & (size - 1):
+            raise ValueError(f"block_size is {size}; allowed: a power of two")
+        idle = not lengths.any()  # a step is recorded with room for sequences, none of which computes anything
+        if (lengths.min() < 1 and not idle) or first.min() < 0 or (first + lengths).max() > rows:
+            raise ValueError(f"sequences of {lengths} rows begin at the rows {first}; allowed: within {rows} rows")
+        if table_rows.min() < 0 or table_rows.max() >= tables:
+            raise ValueError(f"sequences read the block tables {table_rows}; allowed: 0 to {tables - 1}")
+        if starts.min() < 0 or (starts + lengths).max() > width * size:
+            raise ValueError(f"sequences of {starts + lengths} tokens; allowed: 1 to {width * size}, in {width} blocks")
+
+    @cached_property
+    def last_written_block(self) -> int:
+        """Return the highest number of a block that keys and values go to."""
+        return int(self.slots[0].max(initial=0))
+
+    @cached_property
+    def last_slot(self) -> int:
+        """Return the highest number of a slot that a sequence has its states in."""
+        return int(self.table_rows.max(initial=0))
+
+    @cached_property
+    def work(self) -> AttentionWork:
+        """Return what the programs of a GPU's attention compute, on the host."""
+        return AttentionWork.of(self)
+
+    @cached_property
+    def on_device(self) -> DeviceLayout:
+        """Return what a GPU's kernels read of this layout, on the device of ``positions``."""
+        if self.device_layout is not None:
+            return self.device_layout
+        return DeviceLayout.of(self, self.work, self.positions.device)
+
+    def as_sent(self, parts: Tensors) -> "ForwardContext":
+        """Return the context whose layout, and ``positions``, are these `device_layout.layout_parts` on the device."""
+        return replace(self, positions=parts["positions"], device_layout=DeviceLayout.from_parts(parts, self.work))
+
+
+class LayoutMask(torch.Tensor):
+    """Stands for the attention mask of a bound decoder: masks nothing, carries the layout to the layers.
+
+    Hugging Face hands it on as it is. As an argument of the layers it survives gradient checkpointing: the
+    recomputation gets the same object, whatever call was made in between and in whichever thread it runs.
+    """
+
+    context: ForwardContext
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def of(context: ForwardContext, dimensions: int) -> "LayoutMask":
+        """Make a mask of this layout; four dimensions tell Hugging Face that it is ready for attention."""
+        plain = torch.zeros([1] * dimensions, dtype=torch.bool, device=context.positions.device)
+        mask = plain.as_subclass(LayoutMask)
+        mask.context = context
+        return mask
+
+    def detach(self) -> "LayoutMask":
+        """Return itself: reentrant checkpointing detaches its arguments."""
+        return self
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> "LayoutMask":
+        """Return itself."""
+        return self
+
+    def __getitem__(self, index: Any) -> "LayoutMask":
+        """Return itself: Hugging Face cuts a two-dimensional mask to the tokens of the call."""
+        return self
+
+
+def layout_of(mask: torch.Tensor | None) -> ForwardContext:
+    """Return the layout that a layer's mask carries, else the installed one.
+
+    Raises:
+        ValueError: neither exists.
+    """
+    context = mask.context if isinstance(mask, LayoutMask) else installed_context()
+    if context is None:
+        raise ValueError(
+            "this layer's mask carries no layout: a bound layer runs only inside the model's forward (and "
+            "under gradient checkpointing this version of transformers drops the mask)"
+        )
+    return context
+
+
+_installed: ContextVar[ForwardContext | None] = ContextVar("samebit_forward_context", default=None)
+
+
+def installed_context() -> ForwardContext | None:
+    """Return the context installed around the running code, if any."""
+    return _installed.get()
+
+
+@contextmanager
+def use_context(context: ForwardContext) -> Iterator[None]:
+    """Run bound models with this layout instead of the one their arguments describe."""
+    token = _installed.set(context)
+    try:
+        yield
+    finally:
+        _installed.reset(token)
+
+
+def training_context(
+    shape: tuple[int, int],
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    device: str | torch.device = "cpu",
+) -> ForwardContext:
+    """Build the layout of a trainer's call on ``input_ids`` of this shape.
+
+    Args:
+        shape: ``(B, T)``.
+        attention_mask: ``[B, T]``, nonzero for tokens; each row one run of tokens, padded left or right.
+        position_ids: ``[B, T]`` or ``[1, T]``. A new sequence starts wherever they do not go up by one
+            (packed batches), and it starts at 0. Without them positions count from 0 at each row's first token.
+        device: where the model computes.
+
+    Raises:
+        ValueError: shapes that do not match, a mask with holes, a sequence that does not start at position 0.
+        TypeError: positions that are no integers, a mask that is no tensor.
+    """
+    valid = _valid_tokens(shape, attention_mask)
+    if position_ids is None:
+        positions = np.where(valid, np.cumsum(valid, axis=1) - 1, 0)
+    else:
+        _check_positions(position_ids, shape)
+        positions = np.broadcast_to(position_ids.detach().cpu().numpy(), shape)
+        positions = np.where(valid, positions, 0)
+    first = valid.copy()
+    follows = valid[:, 1:] & valid[:, :-1]
+    first[:, 1:] &= ~(follows & (positions[:, 1:] == positions[:, :-1] + 1))
+    if position_ids is None and attention_mask is not None and bool((first.sum(1) > 1).any()):
+        raise ValueError("attention_mask must mark one run of tokens a row; it has holes")
+    row_start = np.flatnonzero(first.reshape(-1)).astype(np.int32)
+    if bool(positions.reshape(-1)[row_start].any()):
+        raise ValueError(
+            "position_ids: every sequence must start at position 0 at its first token (with left padding, pass "
+            "attention_mask alone, or attention_mask.cumsum(-1) - 1), as it does in the rollout"
+        )
+    flat = valid.reshape(-1)
+    sequence_of_row = np.cumsum(first.reshape(-1)) - 1
+    lengths = np.bincount(sequence_of_row[flat], minlength=len(row_start)).astype(np.int32)
+    return ForwardContext(
+        positions=torch.from_numpy(np.ascontiguousarray(positions.reshape(-1), dtype=np.int64)).to(device),
+        row_start=row_start,
+        lengths=lengths,
+        starts=np.zeros(len(row_start), np.int32),
+        table_rows=np.arange(len(row_start), dtype=np.int32),
+        block_tables=_consecutive_blocks(lengths),
+        block_size=TRAINING_BLOCK,
+    )
+
+
+def _check_positions(given: object, shape: tuple[int, int]) -> None:
+    allowed = f"a tensor of integers of the shape {list(shape)} or {[1, shape[1]]}"
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"position_ids must be {allowed}, got {type(given).__name__}")
+    if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype is torch.bool:
+        raise TypeError(f"position_ids must be {allowed}, got {given.dtype}")
+    if tuple(given.shape) not in (shape, (1, shape[1])):
+        raise ValueError(f"position_ids must be {allowed}, got the shape {list(given.shape)}")
+
+
+def _valid_tokens(shape: tuple[int, int], attention_mask: torch.Tensor | None) -> npt.NDArray[np.bool_]:
+    if attention_mask is None:
+        return np.ones(shape, np.bool_)
+    if not isinstance(attention_mask, torch.Tensor):
+        raise TypeError(
+            f"attention_mask must be a tensor of the shape of input_ids, got {type(attention_mask).__name__}"
+        )
+    if tuple(attention_mask.shape) != tuple(shape):
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids, {tuple(shape)}, got {tuple(attention_mask.shape)}"
+        )
+    mask: npt.NDArray[np.bool_] = (attention_mask.detach() != 0).cpu().numpy()
+    return mask
+
+
+def _consecutive_blocks(lengths: Ints) -> Ints:
+    """Make ``[S, W]`` block tables in which each sequence owns the next blocks, from block 1 on."""
+    counts = ceil_div(lengths, TRAINING_BLOCK)
+    before = np.cumsum(counts) - counts + 1
+    columns = np.arange(int(counts.max(initial=0)))
+    return np.where(columns[None, :] < counts[:, None], before[:, None] + columns[None, :], 0).astype(np.int32)

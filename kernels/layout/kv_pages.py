@@ -1,0 +1,31 @@
+"""Paged KV memory: what a block is in bytes, and how its two halves are laid out.
+
+``pages[layer]`` is ``[blocks, kv_heads, 2, D * B]``: half 0 holds keys as ``[D, B]``, half 1 values as
+``[B, D]``; on a GPU keys are ``[B, D]`` too. Block 0 is the null block: padding rows write there and nobody reads it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from samebit.kernels.layout.memory_pool import zeroed_pool
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Shapes the KV memory of a model: one attention layer after the other, all alike."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one block over all layers, keys and values."""
+        return self.num_layers * self.num_kv_heads * 2 * self.head_dim * block_size * dtype.itemsize
+
+    def allocate(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: str | torch.device = "cpu"
+    ) -> tuple[torch.Tensor, ...]:
+        """Allocate zeroed pages for blocks 0 .. num_blocks, one tensor a layer."""
+        shape = (num_blocks + 1, self.num_kv_heads, 2, self.head_dim * block_size)
+        return tuple(zeroed_pool(shape, dtype, device) for _ in range(self.num_layers))

@@ -1,0 +1,22 @@
+"""Memory for what lives as long as a worker: KV pages, states of Mamba layers, checkpoints."""
+
+import math
+
+import numpy as np
+import torch
+
+from samebit.kernels.layout.grids import CACHE_LINE
+
+
+def zeroed_pool(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
+    """Allocate zeros that begin a cache line, on the CPU in huge pages where the system has some.
+
+    A decode step reads a pool all over, so with small pages it waits for their translation as well. NumPy asks the
+    system for huge pages (``MADV_HUGEPAGE``), torch does not.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = torch.from_numpy(np.zeros(size + CACHE_LINE, np.uint8))
+    first = -memory.data_ptr() % CACHE_LINE
+    return memory[first : first + size].view(dtype).view(shape)

@@ -1,0 +1,35 @@
+"""What an operation checks before its kernel starts: kernels take addresses, and read whatever lies behind them.
+
+Invariant: a check reads no data, only shapes, dtypes and devices; it costs less than a microsecond.
+"""
+
+import torch
+
+from samebit.kernels.layout.device import DTYPES
+
+
+def check_shape(name: str, tensor: torch.Tensor, *allowed: int) -> None:
+    """Raise ValueError unless the tensor has this shape."""
+    if tensor.shape != allowed:
+        raise ValueError(f"{name} has the shape {list(tensor.shape)}; allowed: {list(allowed)}")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, allowed: torch.dtype) -> None:
+    """Raise TypeError unless the tensor has this dtype."""
+    if tensor.dtype is not allowed:
+        raise TypeError(f"{name} is {tensor.dtype}; allowed: {allowed}")
+
+
+def check_host(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the tensor is in the host's memory."""
+    if not tensor.is_cpu:
+        raise ValueError(
+            f"{name} is on {tensor.device}, what it is computed with on the CPU; allowed: one device for all"
+        )
+
+
+def check_dtype_of_cpu(dtype: torch.dtype) -> None:
+    """Raise TypeError unless the kernels of the CPU compute in this dtype."""
+    allowed = DTYPES["cpu"]
+    if dtype not in allowed:
+        raise TypeError(f"the elements are {dtype}; allowed on the CPU: {', '.join(map(str, allowed))}")

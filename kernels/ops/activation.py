@@ -1,0 +1,79 @@
+"""Gated activations ``act(gate) * up`` with autograd.
+
+Contract: elementwise in float32, rounded once. torch's own ``silu`` and tanh-``gelu`` round differently in
+their vector body and scalar tail, so an element would change with the number of elements around it.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from samebit.kernels.layout import device
+from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host
+from samebit.kernels.ops.dispatch import operations_for
+
+ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu")
+"""Activations that are exact, by their Hugging Face names."""
+
+PLAIN_ACTIVATIONS = ("relu2",)
+"""Activations of MLPs without a gate."""
+
+
+def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Compute ``activation(gate) * up``.
+
+    Args:
+        activation: one of `ACTIVATIONS`.
+        gate: ``[..., W]`` float32 or bfloat16; rows may be strided (a half of a fused projection).
+        up: like ``gate``.
+
+    Returns:
+        ``[..., W]``, contiguous, in the dtype of ``gate``.
+
+    Raises:
+        ValueError: for an activation that is not exact, or a gate and an up of different shapes.
+        TypeError: for a gate and an up of different dtypes.
+    """
+    if gate.shape != up.shape or not gate.dim():
+        raise ValueError(f"gate is {list(gate.shape)} and up {list(up.shape)}; allowed: two alike, [..., W]")
+    if gate.dtype != up.dtype:
+        raise TypeError(f"gate is {gate.dtype} and up {up.dtype}; allowed: two alike")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is not exact; allowed: {', '.join(ACTIVATIONS)}")
+    if not device.on_gpu(gate):
+        check_host("up", up)
+        check_dtype_of_cpu(gate.dtype)
+    if not gate.numel():
+        return gate * up
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        out: torch.Tensor = _Gated.apply(activation, gate, up)
+        return out
+    return operations_for(gate).gated_forward(activation, gate, up)[0]
+
+
+def activated(activation: str, x: torch.Tensor) -> torch.Tensor:
+    """Compute ``activation(x)``; relu2 is ``max(x, 0) ** 2``: torch's, one IEEE product an element.
+
+    Raises:
+        ValueError: for an activation that is not exact.
+    """
+    if activation not in PLAIN_ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is not exact; allowed: {', '.join(PLAIN_ACTIVATIONS)}")
+    return F.relu(x).square()
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        kernels = ctx.kernels = operations_for(gate)
+        out, saved = kernels.gated_forward(activation, gate, up)
+        ctx.save_for_backward(*saved)
+        ctx.activation = activation
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+        return None, *ctx.kernels.gated_backward(ctx.activation, ctx.saved_tensors, grad)

@@ -1,0 +1,118 @@
+"""Paged causal attention with autograd: prefill, mixed batches, decode and training through one kernel.
+
+Contract (the row rule and the grid rule of docs/exactness.md): a query row's output depends on its own query and on the
+keys and values of its own sequence up to its own position, walked in fixed chunks from position 0.
+Grouped-query attention: Ainslie et al. 2023. Soft-capping: Gemma 2.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from samebit.kernels.layout import device
+from samebit.kernels.layout.forward_context import TRAINING_BLOCK, ForwardContext
+from samebit.kernels.layout.options import AttentionOptions
+from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host, check_shape
+from samebit.kernels.ops.dispatch import operations_for
+from samebit.kernels.ops.errors import changed_dtype
+from samebit.kernels.ops.rope import RotaryTables, check_rotation, rotate
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
+) -> torch.Tensor:
+    """Put the call's keys and values into their pages, then attend.
+
+    Args:
+        q: ``[T, H, D]`` float32 or bfloat16, rotated.
+        k: ``[T, KV heads, D]``, same dtype, rotated.
+        v: ``[T, KV heads, D]``.
+        context: the layout of the T rows. With pages (rollout) no gradient flows.
+        options: the layer's scale, window and soft-cap.
+
+    Returns:
+        ``[T, H, D]``; zero for padding rows.
+
+    Raises:
+        ValueError: rows that are not the context's, heads that do not match each other or the pages.
+        TypeError: dtypes that differ, pages of another dtype.
+    """
+    _check(q, k, v, context, options)
+    if context.pages is None and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out: torch.Tensor = _Attention.apply(q, k, v, context, options)
+        return out
+    return operations_for(q).attention_forward(q, k, v, context, options)[0]
+
+
+def attention_of_rotated(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: RotaryTables, options: AttentionOptions
+) -> torch.Tensor:
+    """Do as `attention` of rotated queries and keys; in a rollout they may rotate on their way to the pages, same bits.
+
+    Arguments, result and errors are those of `attention`; ``tables``: the angles and the layout of the T rows.
+    """
+    context = tables.context
+    if context.pages is None:
+        return attention(rotate(q, tables), rotate(k, tables), v, context, options)
+    check_rotation("q", q, tables)
+    check_rotation("k", k, tables)
+    _check(q, k, v, context, options)
+    return operations_for(q).attention_of_unrotated(q, k, v, (tables.cos, tables.sin), context, options)
+
+
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
+) -> None:
+    """Check shapes, dtypes and pages, and on the CPU what its kernels can read."""
+    if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or not q.shape[0] == k.shape[0] == context.num_rows:
+        rows = context.num_rows
+        raise ValueError(
+            f"q, k and v have the shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}, the context has {rows} "
+            f"rows; allowed: [{rows}, heads, D], and twice [{rows}, KV heads, D]"
+        )
+    _, kv_heads, head_dim = k.shape
+    if not kv_heads or q.shape[1] % kv_heads or q.shape[2] != head_dim:
+        raise ValueError(
+            f"q has {q.shape[1]} heads of {q.shape[2]} elements, k and v have {kv_heads} of {head_dim}; allowed: a "
+            "multiple of their number, and their size"
+        )
+    if q.dtype is not k.dtype:
+        raise TypeError(f"queries are {q.dtype} and keys {k.dtype}; allowed: all alike")
+    pages = None if context.pages is None else context.pages[options.layer]
+    if pages is not None:
+        _check_pages(pages, kv_heads, head_dim, context)
+    if not device.on_gpu(q):
+        check_dtype_of_cpu(q.dtype)
+        check_host("k", k)
+        check_host("v", v)
+        if pages is None and context.block_size != TRAINING_BLOCK:
+            raise ValueError(f"a context without pages has blocks of {context.block_size}; allowed: {TRAINING_BLOCK}")
+    held = k.dtype if pages is None else pages.dtype
+    if not k.dtype == v.dtype == held:
+        raise changed_dtype(f"keys are {k.dtype} and values {v.dtype}", "KV pages", held)
+
+
+def _check_pages(pages: torch.Tensor, kv_heads: int, head_dim: int, context: ForwardContext) -> None:
+    check_shape("the layer's KV memory", pages, len(pages), kv_heads, 2, head_dim * context.block_size)
+    if not pages.is_contiguous():
+        raise ValueError("the layer's KV memory is not contiguous: what is written to a copy of it would be lost")
+    if pages.is_cpu and context.last_written_block >= len(pages):
+        raise ValueError(f"block {context.last_written_block} is to be written; the layer has {len(pages)} of them")
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
+    ) -> torch.Tensor:
+        kernels = ctx.kernels = operations_for(q)
+        out, saved = kernels.attention_forward(q, k, v, context, options)
+        ctx.save_for_backward(*saved)
+        ctx.layout, ctx.options = context, options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        return *ctx.kernels.attention_backward(ctx.saved_tensors, grad, ctx.layout, ctx.options), None, None

@@ -1,0 +1,89 @@
+"""Depthwise causal convolution with bias and silu over ragged sequences, with autograd.
+
+Contract: a row depends on the K - 1 inputs of its own sequence before it and on itself, be they rows of this call or
+of earlier ones (the window in the state memory). One call for all sequences; float32 inside, rounded once.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from samebit.kernels.layout import device
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.mamba_states import LayerStates
+from samebit.kernels.layout.options import SSMOptions
+from samebit.kernels.layout.shape_checks import check_host, check_shape
+from samebit.kernels.ops.dispatch import operations_for
+from samebit.kernels.ops.errors import changed_dtype
+
+
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, context: ForwardContext, options: SSMOptions
+) -> torch.Tensor:
+    """Compute ``silu(conv(x) + bias)``, each channel by itself.
+
+    Args:
+        x: ``[T, W]`` float32 or bfloat16, rows may be strided.
+        weight: ``[W, 1, K]`` as in ``nn.Conv1d``; the last tap is the row itself.
+        bias: ``[W]`` or None.
+        context: the layout of the T rows. With states (rollout) no gradient flows and the windows move on.
+        options: the layer's.
+
+    Returns:
+        ``[T, W]`` contiguous, same dtype; zero for padding rows.
+
+    Raises:
+        ValueError: rows that are not the context's, weight, bias or states of another shape.
+        TypeError: dtypes of which there are no kernels, states of another dtype than x.
+    """
+    _check(x, weight, bias)
+    if x.shape[0] != context.num_rows:
+        raise ValueError(f"x has {x.shape[0]} rows, the context {len(context.positions)}")
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    if context.states is not None:
+        _check_memory(x, weight.shape[-1], context.states.layers[options.layer], context)
+    elif torch.is_grad_enabled():
+        out: torch.Tensor = _CausalConv.apply(x, weight, bias, context, options)
+        return out
+    return operations_for(x).conv_forward(x, weight, bias, context, options)[0]
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if x.dim() != 2 or weight.dim() != 3 or not weight.numel():
+        raise ValueError(f"x is {list(x.shape)} and weight {list(weight.shape)}; allowed: [T, W] and [W, 1, K]")
+    check_shape("weight", weight, x.shape[1], 1, weight.shape[2])
+    if bias is not None:
+        check_shape("bias", bias, x.shape[1])
+    if not device.on_gpu(x):
+        check_host("weight", weight)
+        if bias is not None:
+            check_host("bias", bias)
+
+
+def _check_memory(x: torch.Tensor, taps: int, memory: LayerStates, context: ForwardContext) -> None:
+    window, slots = memory.window, len(memory.window)
+    if memory.dtype is not x.dtype:
+        raise changed_dtype(f"the convolution's input is {x.dtype}", "states", memory.dtype)
+    if not device.on_gpu(x):
+        check_shape("the layer's window", window, slots, taps - 1, x.shape[1])
+        if context.last_slot >= slots:
+            raise ValueError(f"slot {context.last_slot} is to be read; the layer has {slots} of them")
+
+
+class _CausalConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext,
+        options: SSMOptions,
+    ) -> torch.Tensor:  # fmt: skip
+        kernels = ctx.kernels = operations_for(x)
+        out, saved = kernels.conv_forward(x, weight, bias, context, options)
+        ctx.save_for_backward(*saved)
+        ctx.layout = context
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        return *ctx.kernels.conv_backward(ctx.saved_tensors, grad, ctx.layout), None, None

@@ -1,0 +1,157 @@
+"""The one place where an operation meets a device: what a device implements, and which table a tensor's device has.
+
+A device is a module that has all functions of `Operations`, by these names and signatures: for the CPU
+`samebit.kernels.cpu.operations`, for a GPU `samebit.kernels.triton.operations`. The second is loaded by the first
+tensor that is there: a machine without a GPU needs no Triton.
+
+Rules for both sides of it:
+
+* Arguments have been checked by the operation in `samebit.kernels.ops`: an implementation checks nothing again.
+* A forward gives its result and what its backward reads (`Saved`), as saved tensors of autograd. A backward gives the
+  gradients of the forward's tensors in their order, each in its tensor's dtype. Neither records a gradient itself.
+* Axis letters are those of `samebit.kernels`.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from samebit.kernels.cpu import operations as cpu
+from samebit.kernels.layout import device
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.options import AttentionOptions, GatedNormOptions, Layer, Reduced, Saved, SSMOptions
+
+Tensor = torch.Tensor
+
+
+class Operations(Protocol):
+    """Lists what a device implements."""
+
+    # samebit.kernels.ops.linear
+    def multiply(self, x: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
+        """Multiply ``x`` ``[..., K]`` with each of up to three layers: ``[..., N]``."""
+
+    def gradient_of_inputs(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Return ``grad @ weight`` ``[..., K]``."""
+
+    def gradient_of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Return ``grad.T @ x`` ``[N, K]``."""
+
+    def add_gradient_of_inputs(self, sums: Tensor, grad: Tensor, weight: Tensor) -> None:
+        """Add ``grad @ weight`` to the float32 ``sums`` ``[T, K]``."""
+
+    # samebit.kernels.ops.norm
+    def rms_norm_forward(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Saved]:
+        """Compute RMSNorm over the last axis."""
+
+    def rms_norm_backward(self, saved: Saved, grad: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and weight."""
+
+    def layer_norm_forward(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Saved]:
+        """Compute LayerNorm over the last axis."""
+
+    def layer_norm_backward(self, saved: Saved, grad: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of x, weight and bias."""
+
+    def gated_rms_norm_forward(
+        self, x: Tensor, gate: Tensor, weight: Tensor, options: GatedNormOptions
+    ) -> tuple[Tensor, Saved]:
+        """Compute the gated RMSNorm of rows."""
+
+    def gated_rms_norm_backward(
+        self, saved: Saved, grad: Tensor, options: GatedNormOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of x, gate and weight."""
+
+    # samebit.kernels.ops.activation
+    def gated_forward(self, activation: str, gate: Tensor, up: Tensor) -> tuple[Tensor, Saved]:
+        """Compute ``activation(gate) * up``."""
+
+    def gated_backward(self, activation: str, saved: Saved, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of gate and up."""
+
+    # samebit.kernels.ops.rope
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+        """Rotate heads by the angles of their token, or back for ``sign`` -1."""
+
+    # samebit.kernels.ops.attention
+    def attention_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, options: AttentionOptions
+    ) -> tuple[Tensor, Saved]:
+        """Put keys and values into their pages, those of the call where the context has none, and attend."""
+
+    def attention_of_unrotated(
+        self, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], context: ForwardContext,
+        options: AttentionOptions,
+    ) -> Tensor:  # fmt: skip
+        """Rotate queries and keys by ``angles``, cosines and sines, then attend as above in the context's pages."""
+
+    def attention_backward(
+        self, saved: Saved, grad: Tensor, context: ForwardContext, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v."""
+
+    # samebit.kernels.ops.conv
+    def conv_forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor, context: ForwardContext, options: SSMOptions
+    ) -> tuple[Tensor, Saved]:
+        """Convolve and activate; the windows of the context's memory move on."""
+
+    def conv_backward(self, saved: Saved, grad: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of x, weight and bias."""
+
+    # samebit.kernels.ops.ssd
+    def scan_forward(
+        self, xbc: Tensor, dt: Tensor, decay_rate: Tensor, dt_bias: Tensor, skip: Tensor, context: ForwardContext,
+        options: SSMOptions,
+    ) -> tuple[Tensor, Saved]:  # fmt: skip
+        """Run the sequences through their states; the slots of the context's memory move on."""
+
+    def scan_backward(
+        self, saved: Saved, grad: Tensor, context: ForwardContext, options: SSMOptions
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of xbc, dt, decay_rate, dt_bias and skip."""
+
+    # samebit.kernels.ops.logprobs
+    def log_softmax(self, logits: Tensor, temperatures: Tensor) -> Tensor:
+        """Return every token's log-probability ``[T, V]`` float32."""
+
+    def gather(self, logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Reduced:
+        """Return each row's token's log-probability."""
+
+    def gather_gradient(
+        self, logits: Tensor, tokens: Tensor, temperatures: Tensor, peaks: Tensor, log_totals: Tensor, grad: Tensor
+    ) -> Tensor:
+        """Return the gradient of all or a part of the logits of each row."""
+
+    def entropies(self, logits: Tensor, temperatures: Tensor) -> Reduced:
+        """Return each row's entropy."""
+
+    def entropy_gradient(
+        self, logits: Tensor, temperatures: Tensor, entropies: Tensor, peaks: Tensor, log_totals: Tensor, grad: Tensor
+    ) -> Tensor:
+        """Return the gradient of all or a part of the logits of each row."""
+
+    # samebit.kernels.ops.sampling
+    def uniforms(self, keys: Tensor, counters: Tensor) -> Tensor:
+        """Return a uniform number of each row's key and counter."""
+
+    def draw(self, logits: Tensor, temperatures: Tensor, uniform: Tensor) -> Tensor:
+        """Return the token that each row's uniform number chooses."""
+
+    def keep_likely(self, row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+        """Rule out all but the likely tokens of ``row``."""
+
+
+def operations_for(tensor: Tensor) -> Operations:
+    """Return the table of the device that the tensor is on."""
+    return _gpu() if device.on_gpu(tensor) else cpu
+
+
+@cache
+def _gpu() -> Operations:
+    from samebit.kernels.triton import operations
+
+    return operations

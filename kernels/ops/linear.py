@@ -1,0 +1,127 @@
+"""Row-invariant linear layer, with autograd.
+
+Contract: ``linear(x, w, b)[i]`` depends on ``x[i]`` alone, not on how many rows are multiplied with it nor
+on the number of threads. The order of the sum is written out (`cpu.gemm`): torch's GEMMs keep that promise in no dtype.
+In float32 a thread's share of under four rows runs another kernel; in bfloat16, on processors with tile instructions
+(AMX), the number of rows and of threads decides how the sum is cut. Gradients on the CPU are torch's own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from samebit.kernels.layout import device
+from samebit.kernels.layout.device import EXACT_EVERYWHERE, exact_dtypes
+from samebit.kernels.layout.options import Layer
+from samebit.kernels.layout.shape_checks import check_host
+from samebit.kernels.ops.dispatch import operations_for
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute ``x @ weight.T + bias`` with bits that do not depend on the other rows.
+
+    Args:
+        x: ``[..., K]``, the dtype of ``weight``.
+        weight: ``[N, K]``.
+        bias: ``[N]`` or None.
+
+    Returns:
+        ``[..., N]`` in the same dtype.
+
+    Raises:
+        ValueError: shapes that do not match.
+        TypeError: dtypes that differ, or others than float32 and bfloat16 (on a GPU float16 too).
+    """
+    layers = ((weight, bias),)
+    _check(x, layers)
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        product: torch.Tensor = _Linear.apply(x, weight, bias)
+        return product
+    return operations_for(x).multiply(x, layers)[0]
+
+
+def linears(x: torch.Tensor, modules: Sequence[nn.Linear]) -> list[torch.Tensor]:
+    """Make each module's own call on the same ``x``, or one call of all where nobody could tell: the same bits.
+
+    Args:
+        x: ``[..., K]``.
+        modules: up to three bound ones, each ``[N, K]``.
+    """
+    if not torch.is_grad_enabled():
+        layers = [(module.weight, module.bias) for module in modules if _is_plain(module)]
+        if len(layers) == len(modules):
+            _check(x, layers)
+            return operations_for(x).multiply(x, layers)
+    return [module(x) for module in modules]
+
+
+def gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Compute ``grad.T @ x``, the gradient ``[N, K]`` of a weight.
+
+    Args:
+        grad: ``[T, N]``, of the result.
+        x: ``[T, K]``, what was multiplied.
+    """
+    return operations_for(x).gradient_of_weight(grad, x)
+
+
+def add_gradient_of_inputs(sums: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> None:
+    """Add ``grad @ weight`` to the gradient of inputs, in float32 over the parts ``[N, K]`` of a weight.
+
+    Args:
+        sums: ``[T, K]`` float32.
+        grad: ``[T, N]``, of the result of this part.
+        weight: the part.
+    """
+    operations_for(grad).add_gradient_of_inputs(sums, grad, weight)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a call does no more than multiply: no adapter in the module's place, no hook."""
+    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def _check(x: torch.Tensor, layers: Sequence[Layer]) -> None:
+    if not x.dim():
+        raise ValueError("x is a single number; allowed: [..., K]")
+    width, dtype, by_cpu = x.size(-1), x.dtype, not device.on_gpu(x)
+    exact = dtype in EXACT_EVERYWHERE or dtype in exact_dtypes(x)
+    for weight, bias in layers:
+        outputs, inputs = weight.shape if weight.dim() == 2 else (0, -1)
+        if width != inputs or (bias is not None and bias.shape != (outputs,)):
+            raise ValueError(
+                f"x is {list(x.shape)}, weight {list(weight.shape)}, "
+                f"bias {None if bias is None else list(bias.shape)}; allowed: [..., K], [N, K] and [N] or None"
+            )
+        if not (exact and dtype is weight.dtype and (bias is None or dtype is bias.dtype)):
+            given = f"x is {dtype}, weight {weight.dtype}, bias {None if bias is None else bias.dtype}"
+            raise TypeError(f"{given}; allowed: all alike, of {', '.join(map(str, exact_dtypes(x)))}")
+        if by_cpu:
+            check_host("weight", weight)
+            if bias is not None:
+                check_host("bias", bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        kernels = ctx.kernels = operations_for(x)
+        ctx.save_for_backward(x, weight)
+        return kernels.multiply(x, ((weight, bias),))[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (
+            ctx.kernels.gradient_of_inputs(grad, weight) if of_x else None,
+            ctx.kernels.gradient_of_weight(rows, x.reshape(-1, x.shape[-1])) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )

@@ -1,0 +1,86 @@
+"""Rotary position embedding (Su et al. 2021, half-split layout) with autograd.
+
+Contract: angles are float32 products of a position and a frequency computed from the model's config, never
+from a module's buffer (``.to(bfloat16)`` truncates those); the rotation runs in float32 and rounds once.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from samebit.kernels.layout import device
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.shape_checks import check_dtype, check_dtype_of_cpu, check_host, check_shape
+from samebit.kernels.ops.dispatch import operations_for
+
+
+class RotaryTables:
+    """Holds what a bound rotary module hands to the layers: the angles of one forward call, and its layout.
+
+    Riding on an argument of the layer, the layout survives gradient checkpointing: the recomputation gets
+    the same object, whatever forward call was made in between and in whichever thread it runs. No dataclass: FSDP2
+    casts the tensors of those to the dtype it computes in, and angles stay float32.
+
+    Attributes:
+        cos: ``[T, R]`` float32, scaled by the model's attention scaling.
+        sin: ``[T, R]`` float32.
+        context: the layout of the T rows.
+    """
+
+    __slots__ = ("context", "cos", "sin")
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext) -> None:
+        if cos.dim() != 2 or len(cos) != context.num_rows:
+            raise ValueError(f"cos has the shape {list(cos.shape)}; allowed: [{context.num_rows}, R]")
+        check_shape("sin", sin, *cos.shape)
+        check_dtype("cos", cos, torch.float32)
+        check_dtype("sin", sin, torch.float32)
+        self.cos = cos
+        self.sin = sin
+        self.context = context
+
+
+def rotary_tables(inverse_frequencies: torch.Tensor, scaling: float, context: ForwardContext) -> RotaryTables:
+    """Compute the angles of the context's positions; ``inverse_frequencies``: ``[R]`` float32 on their device."""
+    angles = context.positions.to(torch.float32)[:, None] * inverse_frequencies[None, :]
+    return RotaryTables(cos=angles.cos() * scaling, sin=angles.sin() * scaling, context=context)
+
+
+def rotate(x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
+    """Rotate the first ``2 R`` elements of every head of ``x``: ``[T, H, D]``; the others are copied.
+
+    Raises:
+        ValueError: another number of rows than of angles, or heads of fewer elements than are rotated.
+    """
+    check_rotation("x", x, tables)
+    if torch.is_grad_enabled() and x.requires_grad:
+        rotated: torch.Tensor = _Rotate.apply(x, tables)
+        return rotated
+    return operations_for(x).rotate(x, tables.cos, tables.sin, 1.0)
+
+
+def check_rotation(name: str, x: torch.Tensor, tables: RotaryTables) -> None:
+    """Raise ValueError unless there are angles for each row of ``x``: ``[T, H, D]``, and elements for them to turn."""
+    rows, half = tables.cos.shape
+    if x.dim() != 3 or x.shape[0] != rows or x.shape[2] < 2 * half:
+        raise ValueError(
+            f"{name} has the shape {list(x.shape)}; allowed with {rows} rows of {half} angles: [{rows}, heads, D], D "
+            f"at least {2 * half}"
+        )
+    if not device.on_gpu(x):
+        check_dtype_of_cpu(x.dtype)
+        check_host("cos", tables.cos)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
+        kernels = ctx.kernels = operations_for(x)
+        ctx.tables = tables
+        return kernels.rotate(x, tables.cos, tables.sin, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.kernels.rotate(grad, ctx.tables.cos, ctx.tables.sin, -1.0), None

@@ -1,0 +1,88 @@
+"""Choosing the next token: logit processing, counter-based random numbers, inverse-CDF sampling.
+
+Contract: a row's choice depends on that row's logits, parameters and counter alone. Processing changes the
+choice, never the reported log-probability, which comes from the unprocessed logits.
+"""
+
+import numpy as np
+import torch
+
+from samebit.kernels.layout import device
+from samebit.kernels.layout.shape_checks import check_dtype, check_host, check_shape
+from samebit.kernels.layout.transfer import indices, sent
+from samebit.kernels.ops.dispatch import operations_for
+
+_RULED_OUT = float("-inf")
+
+
+def uniforms(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """Compute a uniform number in [0, 1) with 53 bits for each row, from Philox4x32-10 (Salmon et al. 2011).
+
+    Args:
+        keys: ``[T, 2]`` uint32.
+        counters: ``[T, 4]`` uint32.
+
+    Returns:
+        ``[T]`` float64 on the device of the counters, the same bits on each.
+    """
+    check_shape("keys", keys, len(counters), 2)
+    check_shape("counters", counters, len(counters), 4)
+    if not device.on_gpu(counters):
+        for name, part in (("keys", keys), ("counters", counters)):
+            check_host(name, part)
+            check_dtype(name, part, torch.uint32)
+    return operations_for(counters).uniforms(keys, counters)
+
+
+def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Sample one token a row from softmax(logits / temperature); greedy (lowest id on ties) at temperature 0.
+
+    Args:
+        logits: ``[T, V]`` float32, contiguous; -inf rules a token out.
+        temperatures: ``[T]`` float32, not negative.
+        uniform: ``[T]`` float64 in [0, 1).
+
+    Returns:
+        ``[T]`` int64 on the device of the logits; -1 for a row from which nothing can be drawn.
+    """
+    if logits.dim() != 2:
+        raise ValueError(f"logits has the shape {list(logits.shape)}; allowed: [R, V]")
+    check_shape("temperatures", temperatures, len(logits))
+    check_shape("uniform", uniform, len(logits))
+    if not device.on_gpu(logits):
+        for name, part in (("logits", logits), ("temperatures", temperatures), ("uniform", uniform)):
+            check_host(name, part)
+            check_dtype(name, part, torch.float64 if name == "uniform" else torch.float32)
+    return operations_for(logits).draw(logits, temperatures, uniform)
+
+
+def penalize_repetition(row: torch.Tensor, seen: torch.Tensor, penalty: float) -> None:
+    """Divide the logits ``row[seen]`` by the penalty where positive, multiply them where negative; in place.
+
+    Keskar et al. 2019; ``row``: ``[V]``, ``seen``: int64 ids of prompt and output.
+    """
+    picked = row[seen]
+    row[seen] = torch.where(picked > 0, picked / penalty, picked * penalty)
+
+
+def add_bias(row: torch.Tensor, bias: dict[int, float]) -> None:
+    """Add ``bias[id]`` to the logits of these ids, in place; ``row``: ``[V]``."""
+    parts = sent(
+        {"ids": np.array(list(bias), np.int64), "values": np.array(list(bias.values()), np.float32)}, row.device
+    )
+    row[parts["ids"]] += parts["values"]
+
+
+def rule_out(row: torch.Tensor, token_ids: tuple[int, ...]) -> None:
+    """Make these tokens impossible, in place; ``row``: ``[V]``."""
+    row.index_fill_(0, indices(np.array(token_ids, np.int64), row.device), _RULED_OUT)
+
+
+def keep_likely(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Rule out all but the likely tokens of ``row``, ``[V]``, in place.
+
+    Top-k first, then top-p of what is left (Holtzman et al. 2020), then min-p relative to the likeliest
+    (Nguyen et al. 2024), as vLLM orders them. Ties are broken by the lower id. At least one token stays.
+    ``top_k <= 0``, ``top_p == 1`` and ``min_p == 0`` switch the filters off.
+    """
+    operations_for(row).keep_likely(row, temperature, top_k, top_p, min_p)

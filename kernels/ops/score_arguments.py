@@ -1,0 +1,54 @@
+"""What a caller says about a score, checked: which token ids, and at which temperatures."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+def check_ids(name: str, ids: object) -> None:
+    """Raise TypeError unless these are a tensor of integers (no bools), which token ids are."""
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of integers, got {type(ids).__name__}")
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
+        raise TypeError(f"{name} must be a tensor of integers, as torch.int64, got {ids.dtype}")
+    if ids.is_meta:
+        raise TypeError(f"{name} must be a tensor of integers, got one on the device 'meta', which holds no values")
+
+
+def temperatures_of(given: object, shape: Sequence[int], device: torch.device, axes: str = "") -> torch.Tensor:
+    """Return ``shape`` float32 of a number, or of what broadcasts to this shape; the values are not looked at.
+
+    Args:
+        given: what a caller gave.
+        axes: what the axes of the shape are, for the error.
+
+    Raises:
+        ValueError: no number and no numbers, or of a shape that does not broadcast.
+    """
+    wanted = f"{axes or 'the shape of the tokens'}, {list(shape)}"
+    is_array = isinstance(given, torch.Tensor | np.ndarray | np.generic)
+    try:
+        if isinstance(given, bool | str):
+            raise TypeError("that is no number")
+        numbers = torch.as_tensor(given, dtype=None if is_array else torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"temperature must be a positive number, or a tensor that broadcasts to {wanted}, got {given!r}"
+        ) from error
+    if numbers.dtype.is_complex or numbers.dtype is torch.bool:
+        raise ValueError(f"temperature must be of real numbers, got {numbers.dtype}")
+    fits = numbers.dim() <= len(shape) and all(
+        own in (1, wide) for own, wide in zip(reversed(numbers.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"temperature must broadcast to {wanted}, got the shape {list(numbers.shape)}")
+    return numbers.to(dtype=torch.float32, device=device).expand(shape)
+
+
+def check_temperatures(temperatures: torch.Tensor) -> None:
+    """Raise ValueError unless all are positive, and finite as float32."""
+    good = (temperatures > 0) & (temperatures < torch.inf)
+    if not bool(good.all()):
+        bad = temperatures[~good].reshape(-1)[0].item()
+        raise ValueError(f"temperature must be positive and finite as a float32, got {bad}")

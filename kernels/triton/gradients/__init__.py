@@ -1,0 +1,1 @@
+"""Backward kernels of attention, convolution and scan in Triton."""

@@ -1,0 +1,170 @@
+"""Gradients of the paged causal attention of a training call: every sequence starts at position 0.
+
+Two kernels, so that nothing is added to from two programs: one owns a tile of queries and walks the keys they saw, the
+other owns a tile of keys and walks the queries that saw them. Probabilities are recomputed from the saved log-sum-exp
+(Dao et al. 2022).
+
+T tokens, S sequences, H heads, G query heads a KV head, D head size, B tokens a block, C tokens a chunk.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import tensor
+
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.grids import KV_CHUNK
+from samebit.kernels.layout.options import AttentionOptions, Saved
+from samebit.kernels.triton.numeric import aligned, dot, tanh
+from samebit.kernels.triton.tiles.table import attention_tiles, power_of_two
+
+
+def attention_backward(
+    saved: Saved, grad: torch.Tensor, context: ForwardContext, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Implement `Operations.attention_backward`."""
+    q, pages, out, lse = saved
+    grad = aligned(grad)
+    tokens, heads, head_dim = q.shape
+    kv_heads, group = pages.shape[1], heads // pages.shape[1]
+    layout = context.on_device
+    empty = torch.empty if context.covers_all_rows else torch.zeros
+    grad_q = empty(q.shape, dtype=q.dtype, device=q.device)
+    grad_k, grad_v = (empty(tokens, kv_heads, head_dim, dtype=q.dtype, device=q.device) for _ in range(2))
+    inward = torch.empty_like(lse)
+    tile = attention_tiles(q.device, head_dim, q.dtype).gradients
+    rows = max(tile.rows, power_of_two(group))
+    layer = (
+        layout.tables.shape[1], context.block_size, options.scale, options.softcap, heads, kv_heads, head_dim,
+        options.window, options.softcap > 0, rows, KV_CHUNK, power_of_two(max(head_dim, 16)),
+    )  # fmt: skip
+    where = layout.row_start, layout.lengths, layout.tables
+    queries, keys = layout.tiles(rows // group), layout.tiles(KV_CHUNK)
+    if len(queries):
+        _of_queries[(len(queries), kv_heads)](
+            q, pages, out, lse, grad, grad_q, inward, queries, *where, *layer, num_warps=tile.warps,
+            num_stages=tile.stages,
+        )  # fmt: skip
+        _of_keys[(len(keys), kv_heads)](
+            q, pages, lse, grad, inward, grad_k, grad_v, keys, *where, *layer, num_warps=tile.warps,
+            num_stages=tile.stages,
+        )  # fmt: skip
+    return grad_q, grad_k, grad_v
+
+
+@triton.jit
+def _weights_and_slopes(
+    query: tensor, keys: tensor, upstream: tensor, values: tensor, level: tensor, inward: tensor, seen: tensor,
+    scale: tensor, softcap: tensor, CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Return the probabilities of a tile of rows and keys ``[D, KEYS]``, and gradients of the products q . k."""
+    scores = dot(query, keys, tl.zeros((ROWS, KEYS), tl.float32)) * scale
+    bend = scale
+    if CAPPED:
+        t = tanh(scores / softcap)
+        scores, bend = t * softcap, (1.0 - t * t) * scale
+    weights = tl.where(seen, tl.exp(scores - level[:, None]), 0.0)
+    wanted = dot(upstream, values, tl.zeros((ROWS, KEYS), tl.float32))
+    return weights, weights * (wanted - inward[:, None]) * bend
+
+
+@triton.jit(do_not_specialize=["table_width", "block_size"])
+def _of_queries(
+    q: tensor, pages: tensor, out: tensor, lse: tensor, grad: tensor, grad_q: tensor, inwards: tensor, tiles: tensor,
+    row_start: tensor, lengths: tensor, tables: tensor, table_width: tensor, block_size: tensor, scale: tensor,
+    softcap: tensor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED_DIM: tl.constexpr,
+) -> None:  # fmt: skip
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    TOKENS: tl.constexpr = ROWS // GROUP
+    sequence = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    kv_head = tl.program_id(1)
+    length = tl.load(lengths + sequence)
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, PADDED_DIM)
+    token = first + r // GROUP
+    newest = tl.minimum(first + TOKENS, length) - 1
+    real = (r < TOKENS * GROUP) & (token < length)
+    place = (tl.load(row_start + sequence) + token).to(tl.int64) * HEADS + kv_head * GROUP + r % GROUP
+    inside = real[:, None] & (d[None, :] < HEAD_DIM)
+    at = place[:, None] * HEAD_DIM + d[None, :]
+    query = tl.load(q + at, mask=inside, other=0.0)
+    upstream = tl.load(grad + at, mask=inside, other=0.0)
+    level = tl.load(lse + place, mask=real, other=0.0)
+    output = tl.load(out + at, mask=inside, other=0.0)
+    inward = tl.sum(upstream.to(tl.float32) * output.to(tl.float32), axis=1)
+    tl.store(inwards + place, inward, mask=real)
+    acc = tl.zeros((ROWS, PADDED_DIM), tl.float32)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first - WINDOW + 1, 0) // KEYS * KEYS
+    for base in range(begin, newest + 1, KEYS):
+        key = base + tl.arange(0, KEYS)
+        there = key <= newest
+        block = tl.load(tables + sequence * table_width + key // block_size, mask=there, other=0).to(tl.int64)
+        page = (block * KV_HEADS + kv_head) * 2 * block_size + key % block_size
+        held = there[None, :] & (d[:, None] < HEAD_DIM)
+        keys = tl.load(pages + page[None, :] * HEAD_DIM + d[:, None], mask=held, other=0.0)
+        values = tl.load(pages + (page + block_size)[None, :] * HEAD_DIM + d[:, None], mask=held, other=0.0)
+        seen = real[:, None] & (key[None, :] <= token[:, None])
+        if WINDOW > 0:
+            seen &= key[None, :] > token[:, None] - WINDOW
+        _, slopes = _weights_and_slopes(
+            query, keys, upstream, values, level, inward, seen, scale, softcap, CAPPED, ROWS, KEYS
+        )
+        acc = dot(slopes.to(keys.dtype), tl.trans(keys), acc)
+    tl.store(grad_q + at, acc.to(grad_q.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_width", "block_size"])
+def _of_keys(
+    q: tensor, pages: tensor, lse: tensor, grad: tensor, inwards: tensor, grad_k: tensor, grad_v: tensor, tiles: tensor,
+    row_start: tensor, lengths: tensor, tables: tensor, table_width: tensor, block_size: tensor, scale: tensor,
+    softcap: tensor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED_DIM: tl.constexpr,
+) -> None:  # fmt: skip
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    TOKENS: tl.constexpr = ROWS // GROUP
+    sequence = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    base = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    kv_head = tl.program_id(1)
+    length, row = tl.load(lengths + sequence), tl.load(row_start + sequence)
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, PADDED_DIM)
+    key = base + tl.arange(0, KEYS)
+    there = key < length
+    block = tl.load(tables + sequence * table_width + key // block_size, mask=there, other=0).to(tl.int64)
+    page = (block * KV_HEADS + kv_head) * 2 * block_size + key % block_size
+    held = there[None, :] & (d[:, None] < HEAD_DIM)
+    keys = tl.load(pages + page[None, :] * HEAD_DIM + d[:, None], mask=held, other=0.0)
+    values = tl.load(pages + (page + block_size)[None, :] * HEAD_DIM + d[:, None], mask=held, other=0.0)
+    of_keys = tl.zeros((KEYS, PADDED_DIM), tl.float32)
+    of_values = tl.zeros((KEYS, PADDED_DIM), tl.float32)
+    last = length
+    if WINDOW > 0:
+        last = tl.minimum(length, base + KEYS - 1 + WINDOW)
+    for first in range(base, last, TOKENS):
+        token = first + r // GROUP
+        real = (r < TOKENS * GROUP) & (token < last)
+        place = (row + token).to(tl.int64) * HEADS + kv_head * GROUP + r % GROUP
+        inside = real[:, None] & (d[None, :] < HEAD_DIM)
+        at = place[:, None] * HEAD_DIM + d[None, :]
+        query = tl.load(q + at, mask=inside, other=0.0)
+        upstream = tl.load(grad + at, mask=inside, other=0.0)
+        level = tl.load(lse + place, mask=real, other=0.0)
+        inward = tl.load(inwards + place, mask=real, other=0.0)
+        seen = real[:, None] & there[None, :] & (key[None, :] <= token[:, None])
+        if WINDOW > 0:
+            seen &= key[None, :] > token[:, None] - WINDOW
+        weights, slopes = _weights_and_slopes(
+            query, keys, upstream, values, level, inward, seen, scale, softcap, CAPPED, ROWS, KEYS
+        )
+        of_values = dot(tl.trans(weights.to(upstream.dtype)), upstream, of_values)
+        of_keys = dot(tl.trans(slopes.to(query.dtype)), query, of_keys)
+    at = ((row + key).to(tl.int64) * KV_HEADS + kv_head)[:, None] * HEAD_DIM + d[None, :]
+    inside = there[:, None] & (d[None, :] < HEAD_DIM)
+    tl.store(grad_k + at, of_keys.to(grad_k.dtype.element_ty), mask=inside)
+    tl.store(grad_v + at, of_values.to(grad_v.dtype.element_ty), mask=inside)

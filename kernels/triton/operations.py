@@ -1,0 +1,52 @@
+"""The table of a GPU: `samebit.kernels.ops.dispatch.Operations`, implemented in Triton."""
+
+from samebit.kernels.triton.activation import gated_backward, gated_forward
+from samebit.kernels.triton.attention import attention_forward, attention_of_unrotated
+from samebit.kernels.triton.conv import conv_forward
+from samebit.kernels.triton.gradients.attention import attention_backward
+from samebit.kernels.triton.gradients.conv import conv_backward
+from samebit.kernels.triton.gradients.ssd import scan_backward
+from samebit.kernels.triton.linear import add_gradient_of_inputs, gradient_of_inputs, gradient_of_weight, multiply
+from samebit.kernels.triton.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
+from samebit.kernels.triton.norm import (
+    gated_rms_norm_backward,
+    gated_rms_norm_forward,
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+)
+from samebit.kernels.triton.rope import rotate
+from samebit.kernels.triton.sampling import draw, keep_likely, uniforms
+from samebit.kernels.triton.ssd import scan_forward
+
+__all__ = [
+    "add_gradient_of_inputs",
+    "attention_backward",
+    "attention_forward",
+    "attention_of_unrotated",
+    "conv_backward",
+    "conv_forward",
+    "draw",
+    "entropies",
+    "entropy_gradient",
+    "gated_backward",
+    "gated_forward",
+    "gated_rms_norm_backward",
+    "gated_rms_norm_forward",
+    "gather",
+    "gather_gradient",
+    "gradient_of_inputs",
+    "gradient_of_weight",
+    "keep_likely",
+    "layer_norm_backward",
+    "layer_norm_forward",
+    "log_softmax",
+    "multiply",
+    "rms_norm_backward",
+    "rms_norm_forward",
+    "rotate",
+    "scan_backward",
+    "scan_forward",
+    "uniforms",
+]

@@ -1,0 +1,119 @@
+"""Which tiles a layer's product takes: the narrow one, for few rows, only where it was seen to have the other's bits.
+
+Invariants:
+
+* The choice is made once a layer and device, at its first call, however many rows that has: so before a CUDA graph is
+  recorded, and the same for rollout and trainer.
+* What is compared are the compiled kernels that the layer itself runs, on operands whose products cancel: of the sum
+  nothing is left but what the accumulator rounded away, so another order of adding shows in every bit.
+* Bounded: a few hundred rows and a thousand outputs, whatever the layer has.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from samebit.kernels.triton.matmul import GROUP, multiply_first
+from samebit.kernels.triton.numeric import aligned
+from samebit.kernels.triton.tiles.file import MatmulEntry
+from samebit.kernels.triton.tiles.table import matmul_tiles
+
+logger = logging.getLogger(__name__)
+
+_OUTPUTS = 512
+"""Outputs that are compared at most. A multiple of those of any tile."""
+
+_COUNTS = (1, 7, 16, 33, 64, 100, 129, 200)
+"""Rows of the compared calls, as far as the narrow tile is for so many."""
+
+_ROWS = 300
+"""Of the call that they are compared with."""
+
+_EXPONENT = 4
+"""Operands are scaled by powers of two from the inverse of this one's to it: float16 holds every sum."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Holds what decides which kernels the forward product of a layer compiles to, beside the tile."""
+
+    device: torch.device
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+    biased: bool
+
+
+Prover = Callable[[Layer, MatmulEntry], bool]
+"""Whether narrow tile and tile of an entry, which has both, give this layer equal bits."""
+
+
+@cache
+def tiles_of(device: torch.device, inputs: int, outputs: int, dtype: torch.dtype, biased: bool) -> MatmulEntry:
+    """Return the tiles of a layer. The first call compares them.
+
+    Raises:
+        TypeError: a dtype that is not computed exactly.
+        RuntimeError: the first call is one of those that a CUDA graph records.
+    """
+    layer = Layer(device, inputs, outputs, dtype, biased)
+    return settled(layer, matmul_tiles(device, inputs, outputs, dtype), proved_equal)
+
+
+def settled(layer: Layer, entry: MatmulEntry, equal: Prover) -> MatmulEntry:
+    """Return the entry; without its narrow tile, and with a warning, where that has other bits."""
+    if entry.narrow is None or equal(layer, entry):
+        return entry
+    logger.warning(
+        "products of %d inputs and %d outputs in %s: on %s %s does not have the bits of %s, which therefore computes "
+        "the calls of up to %d rows too",
+        layer.inputs, layer.outputs, layer.dtype, layer.device, entry.narrow, entry.tile, entry.up_to_rows,
+    )  # fmt: skip
+    return replace(entry, narrow=None, up_to_rows=0)
+
+
+@torch.no_grad()
+def proved_equal(layer: Layer, entry: MatmulEntry) -> bool:
+    """Compare on the device: calls of few rows with the narrow tile, and the same rows among many with the other.
+
+    Raises:
+        RuntimeError: the device is recording a CUDA graph.
+    """
+    if entry.narrow is None:
+        return True
+    if layer.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the first call of a layer of {layer.inputs} inputs and {layer.outputs} outputs came while a CUDA graph "
+            "was recorded; allowed: any call before"
+        )
+    rows = min(_ROWS, GROUP * entry.tile.rows)
+    x, weight, bias = _operands(layer, rows)
+    whole = multiply_first(x, weight.t(), bias, entry.tile, layer.outputs)
+    most = min(entry.up_to_rows, GROUP * entry.narrow.rows, rows)
+    for count in sorted({most, *(count for count in _COUNTS if count < most)}):
+        first = (rows - count) // 2
+        few = multiply_first(aligned(x[first : first + count]), weight.t(), bias, entry.narrow, layer.outputs)
+        if not torch.equal(few, whole[first : first + count]):
+            return False
+    return True
+
+
+def _operands(layer: Layer, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Make x, weight and bias; in every second row the second half of the products are the first's, negated."""
+    held, half = min(layer.outputs, _OUTPUTS), layer.inputs // 2
+    generator = torch.Generator(layer.device).manual_seed(layer.inputs)
+
+    def random(*shape: int) -> torch.Tensor:
+        values, scale = (torch.empty(shape, dtype=torch.float32, device=layer.device) for _ in range(2))
+        scale.random_(-_EXPONENT, _EXPONENT + 1, generator=generator).exp2_()
+        return values.normal_(generator=generator).mul_(scale).to(layer.dtype)
+
+    x, weight = random(rows, layer.inputs), random(held, layer.inputs)
+    order = torch.randperm(half, generator=generator, device=layer.device)
+    weight[:, half : 2 * half] = weight[:, order]
+    x[::2, half : 2 * half] = -x[::2, order]
+    x[::2, 2 * half :] = 0
+    return aligned(x), aligned(weight), random(held) if layer.biased else None

@@ -1,0 +1,124 @@
+"""A worker behind an event loop: what an actor or a server has inside.
+
+Invariants
+----------
+* Requests wait on the event loop, without a thread each; a call that is cancelled aborts its requests. What takes the
+  worker's lock or waits for a sender runs in a thread.
+* `stats` and `abort` answer whatever the worker is doing.
+* Weights come over a link or from a folder, never inside a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from samebit.rollout.control.sleep import TAGS
+from samebit.rollout.errors import WorkerStateError
+from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.worker_interface import Handle, LocalWorker, UpdateOptions
+from samebit.weight_sync import SyncReport
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from samebit.rollout.worker_interface import UpdateKeywords
+
+MOST_COMMANDS = 32
+T = TypeVar("T")
+
+
+class Sources(Protocol):
+    """Opens what a call names as the source of weights."""
+
+    def opened(self, source: object) -> AbstractContextManager[object]: ...
+
+    def close(self) -> None: ...
+
+
+class AsyncWorker:
+    """The calls of a worker as coroutines. It has no worker until `build`."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._loaded: LocalWorker | None = None
+        self._sources = sources
+        self._threads = ThreadPoolExecutor(MOST_COMMANDS, "samebit-command")
+
+    async def build(self, make: Callable[[], LocalWorker]) -> LocalWorker:
+        """Make the worker in a thread; what that raises reaches the caller as it is."""
+        if self._loaded is not None:
+            raise WorkerStateError("this actor has a worker already")
+        self._loaded = await self.in_thread(make)
+        return self._loaded
+
+    async def generate(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        return await _results(self.worker.submit_all(prompts, params))
+
+    async def run(self, prompt: list[int], params: SamplingParams | None, request_id: str) -> RequestOutput:
+        """Generate one request under an id by which it can be aborted."""
+        return (await _results([self.worker.submit(prompt, params, request_id)]))[0]
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        self.worker.abort(request_ids)
+
+    async def receive_weights(self, source: object = None, **options: Unpack[UpdateKeywords]) -> SyncReport:
+        """Take weights as the worker does; `source` names a link."""
+        UpdateOptions.of(options)
+
+        def receive() -> SyncReport:
+            with self._sources.opened(source) as opened:
+                return self.worker.receive_weights(opened, **options)
+
+        return await self.in_thread(receive)
+
+    async def sleep(self, tags: str | Iterable[str] = TAGS, level: int = 1) -> None:
+        await self.in_thread(lambda: self.worker.sleep(tags, level))
+
+    async def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
+        await self.in_thread(lambda: self.worker.wake_up(tags))
+
+    async def pause(self) -> None:
+        await self.in_thread(self.worker.pause)
+
+    async def resume(self) -> None:
+        await self.in_thread(self.worker.resume)
+
+    async def reset_prefix_cache(self) -> None:
+        await self.in_thread(self.worker.reset_prefix_cache)
+
+    async def stats(self) -> dict[str, float]:
+        return self.worker.stats()
+
+    async def close(self) -> None:
+        """Stop the worker and hang up; the process goes on."""
+        if self._loaded is not None:
+            await self.in_thread(self._loaded.close)
+        self._sources.close()
+
+    @property
+    def worker(self) -> LocalWorker:
+        if self._loaded is None:
+            raise WorkerStateError("no model is loaded yet")
+        return self._loaded
+
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """Run what may wait where it does not hold up the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+async def _results(handles: Sequence[Handle]) -> list[RequestOutput]:
+    """Wait for all; if one fails, or the wait is cancelled, abort the rest."""
+    results: list[RequestOutput] = []
+    try:
+        for handle in handles:
+            results.append(await handle.result_async())
+    finally:
+        for handle in handles[len(results) :]:
+            handle.cancel()
+    return results

@@ -1,0 +1,48 @@
+"""Bit by bit comparisons for `samebit check`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from samebit.rollout.outputs import RequestOutput
+
+NAN_DIFFERENCE = 3.4e38
+"""Reported for a difference that is not a number, which JSON can not hold."""
+
+Difference = tuple[int, int, float]
+"""(tokens, how many differ in any bit or are not numbers, largest difference)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report: how many tokens were compared under this condition, and how many differ."""
+
+    name: str
+    tokens: int
+    differing: int
+    max_abs_diff: float
+
+
+def reported(outputs: list[RequestOutput]) -> list[torch.Tensor]:
+    """Return the log-probabilities of each sample, at the sampling temperature."""
+    return [torch.tensor(sample.logprobs) for out in outputs for sample in out.samples]
+
+
+def compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Difference:
+    a, b = torch.cat(found), torch.cat(expected)
+    differing = (a.view(torch.int32) != b.view(torch.int32)) | a.isnan() | b.isnan()
+    largest = (a - b).abs().nan_to_num(nan=NAN_DIFFERENCE, posinf=NAN_DIFFERENCE).max() if len(a) else 0.0
+    return len(a), int(differing.sum()), float(largest)
+
+
+def compare_samples(outputs: list[RequestOutput], first: list[RequestOutput]) -> Difference:
+    """Compare two runs of the same requests; different tokens are a difference too."""
+    tokens, differing, largest = compare(reported(outputs), reported(first))
+    ids = [[token for out in run for sample in out.samples for token in sample.token_ids] for run in (outputs, first)]
+    return tokens, max(differing, sum(a != b for a, b in zip(*ids, strict=True))), largest
+
+
+def worst(a: Difference, b: Difference) -> Difference:
+    return a[0] + b[0], a[1] + b[1], max(a[2], b[2])

@@ -1,0 +1,110 @@
+"""`samebit bench`: how fast this model is on this machine, and how much memory a sequence takes.
+
+The prompts are random tokens, other ones each round; nothing is shared and no end token ends a sample.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from samebit.kernels import bind
+from samebit.kernels.binding.binding import binding_of
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.models.loading import load_model, naming
+from samebit.rollout.runner.model_runner import ModelRunner
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.worker import RolloutWorker
+
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number with its unit; over several rounds the median and the extremes."""
+
+    name: str
+    unit: str
+    value: float
+    min: float
+    max: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """Counts the requests at once, and the prompt tokens and new tokens of each."""
+
+    requests: int = 16
+    prompt_tokens: int = 128
+    new_tokens: int = 64
+    seed: int = 0
+
+
+def memory_figures(folder: str | Path, dtype: str = "auto", revision: str | None = None) -> list[Figure]:
+    """Measure bytes over all layers: of a KV block, a running sequence's state and a cached state (0 without Mamba
+    layers), and what the default configuration makes of the states: how many of each, and all of them together.
+
+    Raises:
+        ValueError: the model can not be loaded or bound.
+    """
+    config = RolloutConfig(dtype=dtype, revision=revision)
+    loaded = load_model(folder, config, None, unlimited_len=1)
+    with naming(folder):
+        model = bind(loaded.module)
+    runner = ModelRunner(model, config.with_block_size(binding_of(model).ssm_chunk))
+    sizes = {
+        f"kv_block_of_{runner.block_size}_tokens": runner.bytes_per_block(),
+        "state_of_a_sequence": runner.bytes_per_slot(),
+        "state_of_a_checkpoint": runner.bytes_per_checkpoint(),
+    }
+    bytes_each = [_exactly(name, "bytes", size) for name, size in sizes.items()]
+    if binding_of(model).state_layout is None:
+        return bytes_each
+    slots, checkpoints = runner.held_slots.stop, runner.num_checkpoints
+    total = slots * runner.bytes_per_slot() + checkpoints * runner.bytes_per_checkpoint()
+    return [
+        *bytes_each,
+        _exactly("sequences_running_or_held", "slots", slots),
+        _exactly("checkpoints", "slots", checkpoints),
+        _exactly("all_states", "bytes", total),
+    ]
+
+
+def speed_figures(folder: str | Path, load: Load, dtype: str = "auto", revision: str | None = None) -> list[Figure]:
+    """Output tokens per second, log-probabilities included, and the mean time to the first token.
+
+    Raises:
+        ValueError: the model can not be loaded or bound, or is too short for this load.
+    """
+    length = load.prompt_tokens + load.new_tokens
+    loaded = load_model(folder, RolloutConfig(dtype=dtype, max_model_len=length, revision=revision), None)
+    with naming(folder):
+        model = bind(loaded.module)
+    config = RolloutConfig(
+        max_num_seqs=load.requests, max_num_batched_tokens=max(2048, load.requests), max_model_len=length
+    )
+    params = SamplingParams(max_tokens=load.new_tokens, ignore_eos=True)
+    rng = random.Random(load.seed)
+    speeds, first_tokens = [], []
+    vocab_size = binding_of(model).vocab_size
+    with RolloutWorker(model, config=config) as worker:
+        for number in range(ROUNDS + 1):
+            prompts = [rng.choices(range(vocab_size), k=load.prompt_tokens) for _ in range(load.requests)]
+            began = time.perf_counter()
+            outputs = worker.generate(prompts, params)
+            seconds = time.perf_counter() - began
+            if number > 0:  # the first one compiles
+                speeds.append(load.requests * load.new_tokens / seconds)
+                first_tokens.append(1e3 * statistics.mean(out.time_to_first_token or 0.0 for out in outputs))
+    return [_spread("output_tokens_per_second", "tokens/s", speeds), _spread("time_to_first_token", "ms", first_tokens)]
+
+
+def _exactly(name: str, unit: str, value: float) -> Figure:
+    return Figure(name, unit, value, value, value)
+
+
+def _spread(name: str, unit: str, values: list[float]) -> Figure:
+    return Figure(name, unit, statistics.median(values), min(values), max(values))

@@ -1,0 +1,111 @@
+"""The layouts in which a trainer may compute the same sequences, for `samebit check`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from samebit.kernels import logprobs_from_logits, token_logprobs
+
+MICRO_BATCH = 1024
+"""Tokens, padding included, of one training forward: bounds the memory of the logits."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sequence whose last tokens are to be scored."""
+
+    context: list[int]
+    scored: list[int]
+
+    @property
+    def ids(self) -> list[int]:
+        return self.context + self.scored
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that holds the model."""
+    return next(model.parameters()).device
+
+
+Layout = Callable[[nn.Module, list[Sample], float], list[torch.Tensor]]
+"""(model, samples, temperature) -> for each sample the log-probabilities of its scored tokens."""
+
+
+def packed(model: nn.Module, samples: list[Sample], temperature: float) -> list[torch.Tensor]:
+    """Score one row, its sequences told apart by their positions; the forward keeps a graph, as in training."""
+    found = []
+    for batch in _micro_batches(samples):
+        ids = torch.tensor([token for sample in batch for token in sample.ids], device=device_of(model))[None]
+        positions = torch.cat([torch.arange(len(sample.ids)) for sample in batch])[None]
+        scores = token_logprobs(model, ids, position_ids=positions, temperature=temperature).detach()[0].cpu()
+        ends = torch.tensor([len(sample.ids) for sample in batch]).cumsum(0) - 1
+        found += [scores[int(end) - len(sample.scored) : int(end)] for sample, end in zip(batch, ends, strict=True)]
+    return found
+
+
+def alone(model: nn.Module, samples: list[Sample], temperature: float) -> list[torch.Tensor]:
+    """Score each sequence in a forward of its own."""
+    return [packed(model, [sample], temperature)[0] for sample in samples]
+
+
+def left_padded(model: nn.Module, samples: list[Sample], temperature: float) -> list[torch.Tensor]:
+    """Score a rectangle with the sequences at its right edge."""
+    return _padded(model, samples, temperature, left=True, through_logits=False)
+
+
+def right_padded(model: nn.Module, samples: list[Sample], temperature: float) -> list[torch.Tensor]:
+    """Score a rectangle with the sequences at its left edge."""
+    return _padded(model, samples, temperature, left=False, through_logits=False)
+
+
+def logits_of_padded(model: nn.Module, samples: list[Sample], temperature: float) -> list[torch.Tensor]:
+    """Score as a trainer does that calls the model itself, so that the padding is computed too."""
+    return _padded(model, samples, temperature, left=True, through_logits=True)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "each sequence alone": alone,
+    "left padded": left_padded,
+    "right padded": right_padded,
+    "packed": packed,
+    "logits of a left-padded batch": logits_of_padded,
+}
+
+
+def _micro_batches(samples: list[Sample]) -> Iterator[list[Sample]]:
+    batch: list[Sample] = []
+    for sample in samples:
+        width = max(len(other.ids) for other in [*batch, sample])
+        if batch and width * (len(batch) + 1) > MICRO_BATCH:
+            yield batch
+            batch = []
+        batch.append(sample)
+    yield batch
+
+
+@torch.no_grad()
+def _padded(
+    model: nn.Module, samples: list[Sample], temperature: float, *, left: bool, through_logits: bool
+) -> list[torch.Tensor]:
+    found = []
+    for batch in _micro_batches(samples):
+        width = max(len(sample.ids) for sample in batch) + 3
+        starts = [width - len(sample.ids) if left else 0 for sample in batch]
+        ids = torch.zeros(len(batch), width, dtype=torch.int64, device=device_of(model))
+        mask = torch.zeros_like(ids)
+        for row, (sample, start) in enumerate(zip(batch, starts, strict=True)):
+            ids[row, start : start + len(sample.ids)] = torch.tensor(sample.ids)
+            mask[row, start : start + len(sample.ids)] = 1
+        if through_logits:
+            logits = model(input_ids=ids, attention_mask=mask).logits
+            scores = logprobs_from_logits(logits[:, :-1], ids[:, 1:], temperature)
+        else:
+            scores = token_logprobs(model, ids, attention_mask=mask, temperature=temperature)
+        for row, (sample, start) in enumerate(zip(batch, starts, strict=True)):
+            end = start + len(sample.ids) - 1
+            found.append(scores[row, end - len(sample.scored) : end].cpu())
+    return found

@@ -1,0 +1,109 @@
+"""From a model to the parts of a worker.
+
+Invariant: nothing runs yet, and no thread exists, when the parts are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numba
+import torch
+from torch import nn
+
+from samebit.kernels import bind
+from samebit.kernels.binding.binding import binding_of, is_bound
+from samebit.rollout.cache import build_cache
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.control.weights.worker_weights import WorkerWeights
+from samebit.rollout.engine.engine import Engine
+from samebit.rollout.engine.weight_watch import ParameterWatch
+from samebit.rollout.models.loading import load_model, naming
+from samebit.rollout.requests.stopping import Tokenizer
+from samebit.rollout.runner.model_runner import ModelRunner
+from samebit.rollout.runner.pool_sizes import count_blocks
+
+
+def _nothing() -> None:
+    """Leave the thread as it is."""
+
+
+@dataclass(frozen=True)
+class WorkerParts:
+    """Holds what a worker is made of.
+
+    config: with the block size that was chosen. on_thread_start: runs first in the generation thread.
+    """
+
+    config: RolloutConfig
+    engine: Engine
+    weights: WorkerWeights
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer: Tokenizer | None = None
+    on_thread_start: Callable[[], None] = _nothing
+
+
+def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Tokenizer | None) -> WorkerParts:
+    """Load the model, or take the trainer's, bind it, and size its memory."""
+    _check_threads(config.num_threads)
+    loaded = load_model(model, config, tokenizer)
+    with naming(model):
+        _bind(loaded.module, config.exact)
+    config = config.with_block_size(binding_of(loaded.module).ssm_chunk)
+    runner = ModelRunner(loaded.module, config)
+    left = runner.bytes_left(config)
+    cache = build_cache(
+        num_blocks=count_blocks(config, runner.bytes_per_block(), loaded.max_model_len, left),
+        block_size=runner.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=loaded.max_model_len,
+        prefix_caching=config.enable_prefix_caching,
+        eviction_policy=config.eviction_policy,
+        checkpoints=runner.checkpoint_pool(),
+    )
+    return WorkerParts(
+        config,
+        Engine(
+            runner,
+            cache,
+            config.max_num_batched_tokens,
+            run_ahead=config.runs_ahead,
+            watch=ParameterWatch(loaded.module) if loaded.shared else None,
+        ),
+        WorkerWeights(loaded.module, shared=loaded.shared, users=binding_of(loaded.module).users),
+        max_model_len=loaded.max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        tokenizer=loaded.tokenizer,
+        on_thread_start=_thread_setup(config.num_threads, runner.device),
+    )
+
+
+def _bind(module: nn.Module, exact: bool) -> None:
+    """Bind the module; one that the trainer has bound keeps the SSM chunk that is recorded on it."""
+    recorded = binding_of(module).ssm_chunk if is_bound(module) else None
+    if recorded is None:
+        bind(module, exact=exact)
+    else:
+        bind(module, ssm_chunk=recorded, exact=exact)
+
+
+def _thread_setup(num_threads: int | None, device: torch.device) -> Callable[[], None]:
+    """Thread counts and the current CUDA device belong to the thread that sets them: the generation thread's own."""
+
+    def set_up() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+            numba.set_num_threads(num_threads)
+
+    return set_up
+
+
+def _check_threads(num_threads: int | None) -> None:
+    most: int = numba.config.NUMBA_NUM_THREADS
+    if num_threads is not None and num_threads > most:
+        raise ValueError(f"num_threads must be at most {most} (NUMBA_NUM_THREADS of this process), got {num_threads}")

@@ -1,0 +1,64 @@
+"""What the cache remembers: for one sequence, and of a prompt that is held for samples which have not begun."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from samebit.rollout.cache.prefix_tree import CachedBlock
+from samebit.rollout.requests.block_digests import TokenChain
+from samebit.rollout.requests.request import Sequence
+
+NEVER = -1
+
+
+@dataclass(slots=True, eq=False)
+class HeldPrompt:
+    """A prompt that several samples share.
+
+    leader: the sample that computed it and goes on writing behind it; what the prompt filled stays.
+    num_unstarted: samples that have not begun. held_slot: where the state as of the prompt's end is kept; None where
+    it is not. running: samples that run and have the prompt in their blocks. keeper: the one of them that owns
+    `blocks`, None when it has stopped.
+    """
+
+    leader: Sequence
+    length: int
+    num_unstarted: int
+    blocks: list[int] = field(default_factory=list)
+    held_slot: int | None = None
+    running: dict[Sequence, None] = field(default_factory=dict)
+    keeper: Sequence | None = None
+
+    @property
+    def state_slot(self) -> int | None:
+        """Where the prompt's state is: kept, or that of the leader as long as it has not gone on."""
+        if self.held_slot is not None:
+            return self.held_slot
+        return self.leader.slot if self.leader.slot >= 0 and self.leader.num_computed == self.length else None
+
+
+@dataclass(slots=True, eq=False)
+class CacheEntry:
+    """What the cache remembers of one sequence; nothing else writes it.
+
+    chain: what its blocks are called. match: the entries of the index that a waiting sequence begins with.
+    num_published: leading blocks that the index knows. num_passed: leading blocks that are behind what it computes;
+    fewer than published while it computes cached ones again for their states. epoch: that of the oldest live KV,
+    `NEVER` for a sequence that must not publish.
+    prompt: what the samples of its request share, once it was computed. waits_for: the same, for a sample that has not
+    begun. rebuilds_prompt: it computes that prompt again, and will hold it for those that have not begun.
+    checkpoints_due: positions of which a checkpoint will be taken when they are computed. counted_waiting: its blocks
+    that are counted among those of sequences that wait.
+    """
+
+    sequence: Sequence
+    chain: TokenChain
+    match: list[CachedBlock] = field(default_factory=list)
+    num_published: int = 0
+    num_passed: int = 0
+    epoch: int = NEVER
+    prompt: HeldPrompt | None = None
+    waits_for: HeldPrompt | None = None
+    rebuilds_prompt: bool = False
+    checkpoints_due: set[int] = field(default_factory=set)
+    counted_waiting: list[bytes] = field(default_factory=list)

@@ -1,0 +1,175 @@
+"""What the scheduler asks of KV memory: `Cache`, which `PrefixCache` and `NoPrefixCache` answer.
+
+What a cache and a sequence share
+---------------------------------
+* A cache writes `slot`; and when it admits a sequence, through `Sequence.resume_at`, `num_computed`, `write_from` and
+  `num_cached_tokens`. It writes nothing else of a sequence or its request.
+* It reads `token_ids[:num_tokens]`, `num_prompt_tokens`, `num_computed`, `num_ahead`, `prompt_logprobs_wanted`, and of
+  the request `prompt`, `prompt_digests`, `params.cache_salt`, `sequences` and `error`.
+* What it remembers of a sequence between `track` and `forget` is its own (`CacheEntry`): no other writes it.
+
+Invariants
+----------
+* A sequence that runs has a slot, and blocks for all of its known tokens; one that does not run has neither.
+* Every call either does the whole of what it says or changes nothing: a sequence that is not admitted leaves even the
+  order of eviction as it was.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Items
+
+from samebit.rollout.cache.block_pool import BlockPool
+from samebit.rollout.cache.block_tables import BlockTables
+from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointPool
+from samebit.rollout.cache.counters import CacheCounters
+from samebit.rollout.cache.held_prompts import HeldPrompts
+from samebit.rollout.requests.block_digests import PromptDigests
+from samebit.rollout.requests.request import IntArray, Request, Sequence
+
+
+class Cache(ABC):
+    """Blocks and slots of the sequences that run, and whatever of their KV can be used again.
+
+    checkpoints: of recurrent states; a pool without slots where none are kept. held: prompts for samples that have not
+    begun; none where nothing is shared.
+    Methods that return sequences return the followers that wait no longer: the scheduler queues them again.
+    """
+
+    shares_prompts: bool
+    """Whether one sample of a request computes the prompt for all of them."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int, checkpoints: CheckpointPool
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), block_size)
+        self.checkpoints = checkpoints
+        self.held = HeldPrompts(self.pool, self.tables, self._give_back, checkpoints)
+        self.counters = CacheCounters()
+        self._copies: list[tuple[int, int]] = []
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.tables.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold this many tokens."""
+        return -(-num_tokens // self.tables.block_size)
+
+    # -- before a sequence runs --------------------------------------------------------------------
+
+    @abstractmethod
+    def hash_prompt(self, prompt: IntArray, cache_salt: str | None) -> PromptDigests | None:
+        """Name the full blocks of a prompt, where names are used. Any thread may call it."""
+
+    @abstractmethod
+    def track(self, request: Request) -> None:
+        """Make the sequences of a new request known."""
+
+    @abstractmethod
+    def follow(self, sequence: Sequence) -> bool:
+        """Let a waiting sequence stand behind the running one that computes what it needs, if there is one; tell
+        whether there is."""
+
+    @abstractmethod
+    def admit(self, sequence: Sequence, *, headroom: int = 0) -> bool:
+        """Give a waiting sequence a slot and blocks for its known tokens, if `headroom` blocks stay free; tell whether
+        it was admitted. `num_computed` then says where it goes on."""
+
+    @abstractmethod
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is remembered of a sequence that does not run and never will again."""
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Hand over the (from, to) blocks that have to be copied before the coming step computes anything."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    # -- while it runs -----------------------------------------------------------------------------
+
+    def reserve(self, sequence: Sequence, count: int) -> bool:
+        """Make a running sequence's blocks hold `count` tokens behind the computed ones; tell whether they do."""
+        slot = sequence.slot
+        num_tokens = sequence.num_computed + count
+        if num_tokens <= self.tables.capacity(slot):
+            return True
+        missing = self.blocks_for(num_tokens) - len(self.tables.blocks(slot))
+        if missing > self.pool.num_free:
+            return False
+        self._extend(slot, missing)
+        return True
+
+    @abstractmethod
+    def chunk_end(self, sequence: Sequence, end: int) -> int:
+        """Return where a chunk ends that may go on to `end`."""
+
+    @abstractmethod
+    def may_publish(self, sequence: Sequence) -> bool:
+        """Tell whether others may use what a running sequence computes: all of its KV is of the current weights."""
+
+    @property
+    @abstractmethod
+    def keeps_checkpoints(self) -> bool:
+        """Whether there are states to move before a step, and to keep during it."""
+
+    @property
+    @abstractmethod
+    def depends_on_tokens(self) -> bool:
+        """Whether what a step keeps depends on its tokens: on whether a sequence that waits begins with them."""
+
+    @abstractmethod
+    def plan_captures(self, sequence: Sequence, end: int) -> Captures:
+        """Choose the states to keep while a step computes this sequence up to `end`."""
+
+    @abstractmethod
+    def publish_blocks(self, sequence: Sequence, captures: Captures = ()) -> list[Sequence]:
+        """Make hittable what a step has computed of a sequence: its full blocks, with the states kept at their ends.
+        Nothing of a request that has failed is published."""
+
+    @abstractmethod
+    def hold_prompt(self, leader: Sequence, samples: Items[Sequence]) -> None:
+        """Keep the blocks of a prompt, the partly filled last one too, for the other samples of the request."""
+
+    @abstractmethod
+    def take_back(self, sequence: Sequence, *, waits_again: bool = False) -> list[Sequence]:
+        """Take a running sequence's slot and blocks back, for ever or until it is admitted again."""
+
+    # -- the cache as a whole ----------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def num_hittable(self) -> int:
+        """Blocks that can be hit, used or free."""
+
+    @abstractmethod
+    def clear_index(self) -> list[Sequence]:
+        """Make sure that nothing computed so far is hit again; blocks and running sequences stay."""
+
+    @abstractmethod
+    def sweep(self) -> None:
+        """Do a step's share of freeing what `clear_index` left."""
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _extend(self, slot: int, count: int) -> None:
+        """Give a slot this many new blocks, which the caller has seen to be free."""
+        blocks, evicted = self.pool.allocate(count)
+        self._evict(evicted)
+        self.tables.extend(slot, blocks)
+
+    def _free_slot(self, sequence: Sequence) -> None:
+        """Give back a sequence's blocks, the last one first, and its slot."""
+        self._give_back(self.tables.blocks(sequence.slot)[::-1])
+        self.tables.empty(sequence.slot)
+        sequence.slot = -1
+
+    @abstractmethod
+    def _give_back(self, blocks: list[int]) -> None:
+        """Release blocks, in this order."""
+
+    @abstractmethod
+    def _evict(self, blocks: list[int]) -> None:
+        """Forget the content of blocks whose memory is needed."""

@@ -1,0 +1,168 @@
+"""Which blocks can be hit: a tree whose paths are chains of digests.
+
+Invariants
+----------
+* An entry's KV was computed in the current epoch, with that of all blocks before it. Clearing starts a new
+  epoch; nothing of an old one is reachable.
+* An entry's parent is in the index as long as the entry is: a block is published by an owner of its
+  parent, owners release the last one first, and the least recently released goes first. So a chain is matched
+  from its root, and a match whose last entry still stands is whole.
+* A block is one entry at most, and what follows an entry has a digest each.
+* Clearing is O(1): the old entries are freed in slices, by later steps.
+
+Why a tree: one dictionary of all digests is larger than a processor's caches, and each look-up waits for memory. A
+chain's next entry is found without one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from samebit.rollout.cache.block_pool import NULL_BLOCK
+from samebit.rollout.cache.cleared import Cleared
+from samebit.rollout.cache.recent_digests import RecentDigests
+from samebit.rollout.requests.block_digests import TokenChain
+from samebit.rollout.requests.request import IntArray
+
+
+@dataclass(slots=True, eq=False)
+class CachedBlock:
+    """An entry of the index.
+
+    parent: the entry of the block before it, the root for a first one; None for the root and for what left the tree.
+    child, more_children: the entries that follow it; one, and the others by digest.
+    stands: False once the block was evicted. had_checkpoint: there is, or was, a state for it.
+    """
+
+    block: int
+    digest: bytes
+    epoch: int
+    parent: CachedBlock | None = field(default=None, repr=False)
+    child: CachedBlock | None = field(default=None, repr=False)
+    more_children: dict[bytes, CachedBlock] | None = field(default=None, repr=False)
+    stands: bool = True
+    had_checkpoint: bool = False
+
+    @property
+    def has_children(self) -> bool:
+        """Whether an entry follows."""
+        return self.child is not None or bool(self.more_children)
+
+    def following(self, digest: bytes) -> CachedBlock | None:
+        """Return the entry of this digest that follows, if there is one."""
+        if self.child is not None and self.child.digest == digest:
+            return self.child
+        return None if self.more_children is None else self.more_children.get(digest)
+
+    def adopt(self, entry: CachedBlock) -> None:
+        """Let `entry` follow this one."""
+        if self.child is None:
+            self.child = entry
+        elif self.more_children is None:
+            self.more_children = {entry.digest: entry}
+        else:
+            self.more_children[entry.digest] = entry
+        entry.parent = self
+
+    def detach(self) -> None:
+        """Take this entry out of the tree."""
+        parent, self.parent = self.parent, None
+        if parent is None:
+            return
+        if parent.child is self:
+            parent.child = None
+        elif parent.more_children is not None:
+            del parent.more_children[self.digest]
+
+
+class PrefixIndex:
+    """The tree of the current epoch, and the tokens of each block in it."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.epoch = 0
+        self.tokens: npt.NDArray[np.int32] = np.zeros((num_blocks + 1, block_size), np.int32)
+        self.root = self._new_root()
+        self.by_block: dict[int, CachedBlock] = {}
+        self._evicted = RecentDigests(num_blocks)
+        self._cleared: Cleared[int, CachedBlock] = Cleared()
+
+    def __len__(self) -> int:
+        return len(self.by_block)
+
+    def extend_match(self, match: list[CachedBlock], chain: TokenChain, tokens: IntArray) -> None:
+        """Bring a match of `chain` up to date: drop what is gone from its end, add what has come.
+
+        `tokens` are the sequence's own: a digest that agrees with other tokens is no hit.
+        """
+        while match and not (match[-1].stands and match[-1].epoch == self.epoch):
+            match.pop()
+        known = len(match)
+        last = match[-1] if match else self.root
+        for index in range(known, len(chain)):
+            following = last.following(chain[index])
+            if following is None:
+                break
+            match.append(following)
+            last = following
+        del match[known + self._agreeing(match[known:], tokens[known * self.block_size :]) :]
+
+    def _agreeing(self, entries: list[CachedBlock], tokens: IntArray) -> int:
+        """Return how many of the entries, from the first on, hold these tokens."""
+        if not entries:
+            return 0
+        given = tokens[: len(entries) * self.block_size].reshape(len(entries), self.block_size)
+        equal = (self.tokens[[entry.block for entry in entries]] == given).all(axis=1)
+        return len(entries) if bool(equal.all()) else int(equal.argmin())
+
+    def insert(self, block: int, digest: bytes, tokens: IntArray, previous: int | None) -> int | None:
+        """Make a block hittable; return the block that had this content already if there is one, else `block`.
+
+        `previous` is the block before it, None for a first one. None is returned when the digest names other tokens:
+        this block can not be hit.
+
+        Raises:
+            RuntimeError: the block is in the index already.
+        """
+        if block in self.by_block:
+            raise RuntimeError(f"block {block} is published already")
+        parent = self.root if previous is None else self.by_block[previous]
+        entry = parent.following(digest)
+        if entry is not None:
+            return entry.block if np.array_equal(self.tokens[entry.block], tokens) else None
+        entry = self.by_block[block] = CachedBlock(block, digest, self.epoch)
+        parent.adopt(entry)
+        self.tokens[block] = tokens
+        return block
+
+    def remove(self, block: int) -> None:
+        """Take a block out, because its memory is needed or it has no owner."""
+        entry = self.by_block.pop(block)
+        entry.detach()
+        entry.stands = False
+        self._evicted.add(entry.digest)
+
+    def was_evicted(self, digest: bytes) -> bool:
+        """Tell whether a block that is not here was, in this epoch, and had to go (the last ones are known)."""
+        return digest in self._evicted
+
+    def clear(self) -> None:
+        """Forget everything and start an epoch."""
+        self.epoch += 1
+        self._cleared.add(self.by_block)
+        self._evicted.clear()
+        self.root, self.by_block = self._new_root(), {}
+
+    def sweep(self, limit: int) -> None:
+        """Free a little of what `clear` left."""
+        for _ in range(limit):
+            if self._cleared:
+                self._cleared.pop()[1].detach()  # parents and children hold each other
+            elif not self._evicted.sweep():
+                return
+
+    def _new_root(self) -> CachedBlock:
+        return CachedBlock(NULL_BLOCK, b"", self.epoch)

@@ -1,0 +1,72 @@
+"""Numbers that a caller gives, taken as the plain Python ones.
+
+Invariant: NumPy's scalars count as the numbers that they hold, a bool as neither an int nor a number. What is no such
+number is None here; the caller names the field, the value given and the values allowed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+_LONGEST = 200
+"""Characters."""
+
+_LARGEST = float(np.finfo(np.float32).max)
+SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
+
+
+def as_int(value: object) -> int | None:
+    """Return an int or a NumPy integer as an int."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return None
+    return int(value)
+
+
+def as_bool(value: object) -> bool | None:
+    """Return a bool, Python's or NumPy's, as a bool."""
+    return bool(value) if isinstance(value, bool | np.bool_) else None
+
+
+def as_number(value: object) -> float | None:
+    """Return a number that is finite, as a float32 too, as an int or a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return None
+    if isinstance(value, np.generic):
+        value = int(value) if isinstance(value, np.integer) else float(value)
+    return value if -_LARGEST <= value <= _LARGEST else None
+
+
+def shown(value: object) -> str:
+    """Return what a caller gave as an error shows it, whatever its length."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more than 4,300 digits has no repr
+        text = f"an {type(value).__name__} of too many digits to show"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def is_positive_number(value: object) -> bool:
+    """Return whether a value is a finite number above 0."""
+    number = as_number(value)
+    return number is not None and number > 0 and math.isfinite(number)
+
+
+def check_positive_int(name: str, value: object) -> None:
+    """Raise ValueError unless a field is an int of at least 1."""
+    number = as_int(value)
+    if number is None or number < 1:
+        raise ValueError(f"{name} must be an int of at least 1, got {shown(value)}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise ValueError unless a field is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
+
+
+def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless a field is one of the strings that are allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {shown(value)}")

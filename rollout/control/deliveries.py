@@ -1,0 +1,71 @@
+"""The deliveries that are not finished, by the id of their request.
+
+Invariants
+----------
+* A request id is in use from the moment its delivery is made until that ends, or is dropped: a submission that is
+  interrupted before it is queued leaves no id behind, since only a weak reference knows of it.
+* Every delivery that was `started` ends: with its request, or with the error that is given for all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+from samebit.rollout.control.delivery import Delivery
+from samebit.rollout.errors import RequestError
+from samebit.rollout.requests.request import Request
+
+
+class Deliveries:
+    """Makes the delivery of each request, and ends it."""
+
+    def __init__(self) -> None:
+        self._started: dict[str, Delivery] = {}
+        self._known: dict[str, weakref.ref[Delivery]] = {}
+        self._streams: set[Delivery] = set()
+
+    def make(self, requests: list[Request]) -> list[Delivery]:
+        """Return a delivery for each request. Raises `RequestError` when an id is in use; then none is made."""
+        self._check_ids(requests)
+        made = [Delivery(request, self._streams) for request in requests]
+        for delivery in made:
+            self._known[delivery.request.request_id] = weakref.ref(delivery)
+        return made
+
+    def start(self, delivery: Delivery) -> None:
+        """Keep a delivery whose request goes to the engine. Under the lock, as all that follows."""
+        self._started[delivery.request.request_id] = delivery
+
+    def finish(self, ended: Iterable[Request]) -> None:
+        """Hand ended requests to their callers."""
+        for request in ended:
+            delivery = self._started.pop(request.request_id)
+            self._known.pop(request.request_id, None)
+            self._streams.discard(delivery)
+            delivery.finish(request.error)
+
+    def notify_streams(self) -> None:
+        """Let those who stream look for the tokens of a step."""
+        for delivery in tuple(self._streams):
+            delivery.notify()
+
+    def fail_all(self, make_error: Callable[[], Exception]) -> None:
+        """End every delivery with an error of its own."""
+        for request_id in list(self._started):
+            self._started.pop(request_id).finish(make_error())
+
+    def _check_ids(self, requests: list[Request]) -> None:
+        seen: set[str] = set()
+        for request in requests:
+            if self._is_in_use(request.request_id) or request.request_id in seen:
+                raise RequestError(
+                    f"request id {request.request_id!r} is in use by a request that has not finished; allowed: any "
+                    "other non-empty string, or None for a new one"
+                )
+            seen.add(request.request_id)
+
+    def _is_in_use(self, request_id: str) -> bool:
+        known = self._known.get(request_id)
+        delivery = None if known is None else known()
+        return delivery is not None and not delivery.done

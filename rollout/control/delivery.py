@@ -1,0 +1,213 @@
+"""How a result travels from the generation thread to the callers that wait for it.
+
+Invariants
+----------
+* `Delivery` ends exactly once, with the request or with an error; the callers that wait are woken then.
+* What a callback raises, in the thread that ends the request, is logged and goes no further.
+* The generation thread touches a delivery when its request ends, and after a step only while someone
+  streams from it. The lists of a result are built in the caller's thread.
+* An interrupt (Ctrl-C) of a caller that waits leaves nothing behind that the generation thread could wait for: each
+  waits at a lock of its own. (Inside of `threading.Condition` it can leave the condition's lock taken.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from samebit.kernels.openmp import release_idle_threads
+from samebit.rollout.guard import contained
+from samebit.rollout.outputs import RequestOutput, request_output
+from samebit.rollout.requests.request import Request, Sequence
+from samebit.rollout.requests.stopping import Tokenizer
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """New tokens of one sample; `finished` is True on its last chunk (which may be empty)."""
+
+    sample: int
+    token_ids: list[int]
+    logprobs: list[float]
+    finished: bool
+    finish_reason: str | None
+
+
+class Delivery:
+    """The generation thread's end: a request on its way to its caller."""
+
+    def __init__(self, request: Request, streams: set[Delivery]) -> None:
+        self.request = request
+        self.error: Exception | None = None
+        self.done = False
+        self._streams = streams
+        self._waiting: deque[threading.Lock] = deque()
+        self._callbacks: deque[Callable[[], None]] = deque()
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Note that the request ended; the first call counts. Under the worker's lock."""
+        if not self.done:
+            self.error = error
+            self.done = True
+        self.notify()
+        while self._callbacks:
+            self._call_one()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call it once, in the thread that ends the request, or here if that has happened. It must not wait."""
+        self._callbacks.append(callback)
+        if self.done:
+            self._call_one()
+
+    def notify(self) -> None:
+        """Let streams look for the new tokens of a step."""
+        with suppress(IndexError):  # a caller waits no longer
+            for _ in range(len(self._waiting)):
+                self._waiting.popleft().release()
+
+    def wait(self, timeout: float | None) -> bool:
+        if not self.done:
+            release_idle_threads()
+        return self._wait_for(lambda: self.done, timeout)
+
+    def wait_for_tokens(self, sequences: list[Sequence], seen: list[int]) -> None:
+        """Wait until a sequence has more tokens than `seen` says, or has finished, or all is done."""
+        self._streams.add(self)
+        release_idle_threads()
+        self._wait_for(
+            lambda: self.done or any(s.finished or s.num_new_tokens > n for s, n in zip(sequences, seen, strict=True)),
+            None,
+        )
+
+    def stop_streaming(self) -> None:
+        self._streams.discard(self)
+
+    def _call_one(self) -> None:
+        """Call a callback, unless the other side has taken the last one meanwhile."""
+        try:
+            callback = self._callbacks.popleft()
+        except IndexError:
+            return
+        with contained("a callback at the end of a request"):
+            callback()
+
+    def _wait_for(self, holds: Callable[[], bool], timeout: float | None) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not holds():
+            gate = threading.Lock()
+            gate.acquire()
+            self._waiting.append(gate)
+            left = -1 if deadline is None else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+            if holds() or not gate.acquire(timeout=left):  # what changes after this look releases the gate
+                with suppress(ValueError):
+                    self._waiting.remove(gate)
+                return holds()
+        return True
+
+
+class RequestHandle:
+    """The caller's end. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        tokenizer: Tokenizer | None,
+        cancel: Callable[[str], None],
+        check_thread: Callable[[], None],
+    ) -> None:
+        self._delivery = delivery
+        self._tokenizer = tokenizer
+        self._cancel = cancel
+        self._check_thread = check_thread
+        self._output: RequestOutput | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._delivery.request.request_id
+
+    @property
+    def done(self) -> bool:
+        return self._delivery.done
+
+    def cancel(self) -> None:
+        """Abort the request; `result()` then gives what it had, with finish_reason "abort"."""
+        self._cancel(self.request_id)
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Wait for the end. Raises what failed the request, or TimeoutError (the request goes on)."""
+        if not self._delivery.done:
+            self._check_thread()
+        if not self._delivery.wait(timeout):
+            raise TimeoutError(f"request {self.request_id!r} is not finished after {timeout} s")
+        if self._delivery.error is not None:
+            raise self._delivery.error
+        if self._output is None:
+            self._output = request_output(self._delivery.request, self._tokenizer)
+        return self._output
+
+    async def result_async(self) -> RequestOutput:
+        """Do as `result()` for asyncio: the event loop goes on meanwhile. Cancelling it cancels the request."""
+        if not self._delivery.done:
+            self._check_thread()
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        self._delivery.when_done(lambda: _wake(loop, ended))
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self.result()
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        """Yield new tokens as they come, from the first one, over all samples; ends with the request."""
+        delivery = self._delivery
+        open_sequences = list(delivery.request.sequences)
+        seen = [0] * len(open_sequences)
+        try:
+            while open_sequences:
+                if not delivery.done:
+                    self._check_thread()
+                delivery.wait_for_tokens(open_sequences, seen)
+                if delivery.error is not None:
+                    raise delivery.error
+                still_open: list[Sequence] = []
+                counts: list[int] = []
+                for sequence, count in zip(open_sequences, seen, strict=True):
+                    chunk = _new_tokens(sequence, count)
+                    if chunk.token_ids or chunk.finished:
+                        yield chunk
+                    if not chunk.finished:
+                        still_open.append(sequence)
+                        counts.append(count + len(chunk.token_ids))
+                open_sequences, seen = still_open, counts
+            delivery.wait(None)
+            if delivery.error is not None:
+                raise delivery.error
+        finally:
+            delivery.stop_streaming()
+
+
+def _wake(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+    """Set the event from another thread. A loop that was closed meanwhile (RuntimeError) has no caller that waits."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(ended.set)
+
+
+def _new_tokens(sequence: Sequence, seen: int) -> StreamChunk:
+    """Return the tokens behind the first `seen`; `finished` is read first, so a last chunk lacks none."""
+    finished = sequence.finished
+    count = sequence.num_new_tokens
+    start = sequence.num_prompt_tokens
+    return StreamChunk(
+        sample=sequence.sample_index,
+        token_ids=sequence.token_ids[start + seen : start + count].tolist(),
+        logprobs=sequence.logprobs[seen:count].tolist(),
+        finished=finished,
+        finish_reason=sequence.finish_reason if finished else None,
+    )

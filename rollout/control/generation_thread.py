@@ -1,0 +1,314 @@
+"""The generation thread, its queue, and the lock that serialises it against commands.
+
+Invariants
+----------
+* The engine is touched only under `lock`, by the generation thread or by a command.
+* Submissions and aborts need no lock: they go through the inbox, in order, and the thread takes them in
+  before its next step.
+* Between two commands there is a step, as long as there is work: a command that ends leaves the lock to the thread.
+* No command, and nothing after the thread's end, meets a step in flight: it is committed before.
+* Every delivery ends: with its request, with the error that broke the worker, or with "closed". The broad
+  `except` of the thread is that boundary, and that of `_settle`, since a command commits the step in flight itself.
+* The thread has ended before the interpreter is torn down: a kernel that runs on then aborts the process.
+* With nothing to do the thread sleeps on `_wake`; all that could give it work rings that bell.
+* A signal handler may raise between any two calls of a submission (Ctrl-C). Then it is queued as a whole or not at
+  all: one call into C is what queues it. Commands are sheltered from handlers (`shelter`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from samebit.kernels.openmp import release_idle_threads
+from samebit.rollout.control.deliveries import Deliveries
+from samebit.rollout.control.delivery import Delivery
+from samebit.rollout.control.draining import Draining
+from samebit.rollout.control.shelter import Gate, Hold, Once, in_main_thread
+from samebit.rollout.control.turn_lock import TurnLock
+from samebit.rollout.control.worker_status import WorkerStatus, broken_error
+from samebit.rollout.engine.engine import Engine
+from samebit.rollout.errors import WorkerStateError
+from samebit.rollout.guard import contained
+from samebit.rollout.requests.request import Request
+from samebit.rollout.stats import StatsLog
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+EXIT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class _Abort:
+    request_ids: tuple[str, ...]
+
+
+class GenerationThread:
+    """Steps an engine until it is closed, between commands that hold `lock`."""
+
+    def __init__(self, engine: Engine, status: WorkerStatus, on_start: Callable[[], None]) -> None:
+        self.engine = engine
+        self.status = status
+        self.lock = TurnLock(self._owes_a_turn)
+        self._on_start = on_start
+        self._inbox: deque[Delivery | _Abort] = deque()
+        self._deliveries = Deliveries()
+        self._draining = Draining(engine, status)
+        self._wake = _Bell()
+        self._hold: weakref.ref[Hold[Any]] | None = None
+        self._next_ordinal = 0
+        self._log = StatsLog(engine)
+        self._thread = threading.Thread(target=self._main, name="samebit-generation", daemon=True)
+        self._thread.start()
+        self._at_exit = functools.partial(_stop_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    @property
+    def num_unstarted(self) -> int:
+        return len(self._inbox)
+
+    def check_thread(self) -> None:
+        """Refuse calls that would wait for the thread while holding its lock, and those of a forked process."""
+        self.status.check_process()
+        hold = None if self._hold is None else self._hold()
+        if self.lock.held_by_me or (hold is not None and hold.open_here):
+            raise WorkerStateError("this call was made inside weight_update(): finish that block first")
+
+    def submit(self, make_requests: Callable[[int], list[Request]], hand_out: Callable[[list[Delivery]], None]) -> None:
+        """Queue requests, all or none.
+
+        `make_requests` gets the ordinal of the first one; `hand_out` gets what they are delivered by, before they are
+        queued.
+        """
+        with self.status.mutex:
+            self.status.check_accepts_requests()
+            requests = make_requests(self._next_ordinal)
+            deliveries = self._deliveries.make(requests)
+            self._next_ordinal += len(requests)
+            hand_out(deliveries)
+            self._inbox.extend(deliveries)
+        self._wake.ring()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        self.status.check_process()
+        self._inbox.append(_Abort(tuple(request_ids)))
+        self._wake.ring()
+
+    def run(self, act: Callable[[Engine], T]) -> T:
+        """Call `act` with the engine between two steps."""
+
+        def turn(gate: Gate) -> T:
+            with self.command(gate) as engine:
+                return act(engine)
+
+        return self.shelter(turn)
+
+    def shelter(self, work: Callable[[Gate], T]) -> T:
+        """Call `work` where no signal handler breaks it off; it waits at the gate that it is given."""
+        with self.hold(lambda gate: Once(lambda: work(gate))) as result:
+            return result
+
+    def hold(self, make: Callable[[Gate], AbstractContextManager[T]]) -> Hold[T]:
+        """Return a block for the caller, inside of what `make` gives for the gate at which it waits."""
+        return Hold(make, self._on_start, self._begin_hold)
+
+    def _begin_hold(self, hold: Hold[T]) -> None:
+        self.check_thread()
+        if in_main_thread():  # in other threads the lock itself knows its holder
+            self._hold = weakref.ref(hold)
+
+    def share_block(self, other: GenerationThread) -> None:
+        """Count the block of another worker on the same weights as one that holds this worker too. Under the lock."""
+        self._hold = other._hold
+
+    def wait_a_turn(self) -> None:
+        """Return when a command that was running has ended, whatever state the worker is in."""
+
+        def pass_by(gate: Gate) -> None:
+            with self.lock.turn(gate):
+                pass
+
+        self.shelter(pass_by)
+
+    @contextmanager
+    def command(self, gate: Gate) -> Iterator[Engine]:
+        """Hold the engine between two steps. In a shelter."""
+        with self.lock.turn(gate):
+            self.status.check_usable()
+            self._settle()
+            try:
+                yield self.engine
+            finally:
+                self._draining.look_again()
+
+    @contextmanager
+    def drained_command(self, gate: Gate) -> Iterator[Engine]:
+        """Hold the engine as `command` does, but enter when every request that has started is finished.
+
+        New ones wait meanwhile. Raises when the worker can not run them to their end.
+        """
+        with self._draining.drained(self.lock, gate):
+            yield self.engine
+
+    def deliver(self, ended: Iterable[Request]) -> None:
+        """Hand ended requests to their callers. Under the lock."""
+        self._deliveries.finish(ended)
+
+    def fail_all(self, make_error: Callable[[], Exception]) -> None:
+        """Fail all that is queued or in flight. Under the lock."""
+        self._take_inbox()
+        self.engine.abort(list(self.engine.requests))
+        self._fail_deliveries(make_error)
+
+    def close(self) -> None:
+        """Stop the thread; pending requests fail. Returns when it has ended."""
+        self.check_thread()
+        with self.status.mutex:
+            self.status.closed = True
+        self._wake.ring()
+        self._thread.join()
+        atexit.unregister(self._at_exit)
+
+    def request_stop(self) -> None:
+        """Ask the thread to end without waiting for it (for finalizers: takes no lock)."""
+        self.status.closed = True
+        self._wake.ring()
+
+    def stop_at_exit(self) -> None:
+        """Let the step that runs now finish, and end the thread."""
+        self.request_stop()
+        self._thread.join(EXIT_SECONDS)
+
+    # -- the generation thread ---------------------------------------------------------------------
+
+    def _main(self) -> None:
+        """Serve until the end. Boundary: what goes wrong in this thread reaches every caller that waits for it."""
+        try:
+            self._on_start()
+            self._serve()
+        except BaseException as error:
+            with contained("logging what failed the generation thread"):
+                logger.exception("the generation thread failed")
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _serve(self) -> None:
+        while not self.status.closed:
+            self._wake.wait()
+            while self._turn():
+                pass
+            release_idle_threads()
+        with self.lock.generation():
+            self._settle()
+
+    def _turn(self) -> bool:
+        with self.lock.generation():
+            return self._step()
+
+    def _step(self) -> bool:
+        """Take in the inbox and compute a step; tell whether more is to do."""
+        self._take_inbox()
+        if not self.status.may_step:
+            return False
+        self._hand_over(self.engine.step())
+        self._log.after_step()
+        if self._draining.awaited and self.engine.drained:
+            self._draining.look_again()
+        return self.engine.has_work
+
+    def _hand_over(self, finished: list[Request]) -> None:
+        """Hand over what a step gave: results to their callers, new tokens to the streams."""
+        self.deliver(finished)
+        self._deliveries.notify_streams()
+
+    def _settle(self) -> None:
+        """Commit the step that is in flight. Under the lock, in any thread.
+
+        Boundary: what goes wrong breaks the worker, as in its own thread; an interrupt of the wait breaks nothing.
+        """
+        if self.status.broken is not None or not self.engine.in_flight:
+            return
+        try:
+            self._hand_over(self.engine.settle())
+        except BaseException as error:
+            if isinstance(error, Exception) or not self.engine.in_flight:
+                self._break(error)
+                with contained("logging what failed the step in flight"):
+                    logger.exception("the step in flight failed")
+            raise
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            entry = self._inbox.popleft()
+            if isinstance(entry, _Abort):
+                self.deliver(self.engine.abort(entry.request_ids))
+            else:
+                self._deliveries.start(entry)
+                self.engine.add(entry.request)
+
+    def _owes_a_turn(self) -> bool:
+        """Tell whether a step is due after the command that is ending; then the thread is on its way."""
+        due = self.status.may_step and (self.engine.has_work or bool(self._inbox))
+        if due:
+            self._wake.ring()
+        return due
+
+    def _end(self, error: BaseException | None) -> None:
+        with self.lock.generation():
+            self._break(error)
+
+    def _break(self, error: BaseException | None) -> None:
+        """End all deliveries: nothing is computed any more (None: because the worker was closed). Under the lock."""
+        with self.status.mutex:
+            self.status.broken = error
+        self._fail_deliveries(lambda: _end_error(error))
+        self._draining.look_again()
+
+    def _fail_deliveries(self, make_error: Callable[[], Exception]) -> None:
+        """Fail what is queued or in flight without asking the engine: it may be what broke."""
+        while self._inbox:
+            entry = self._inbox.popleft()
+            if isinstance(entry, Delivery):
+                entry.finish(make_error())
+        self._deliveries.fail_all(make_error)
+
+
+class _Bell:
+    """Wakes the one thread that waits. Rung before, it does not let it wait.
+
+    A bare lock: an interrupt inside of `threading.Event` can leave the event's own lock taken.
+    """
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()
+        self._silent.acquire()
+
+    def ring(self) -> None:
+        with suppress(RuntimeError):  # rung already
+            self._silent.release()
+
+    def wait(self) -> None:
+        self._silent.acquire()
+
+
+def _stop_at_exit(generation: weakref.ref[GenerationThread]) -> None:
+    alive = generation()
+    if alive is not None:
+        alive.stop_at_exit()
+
+
+def _end_error(cause: BaseException | None) -> WorkerStateError:
+    if cause is None:
+        return WorkerStateError("the worker was closed before this request finished")
+    return broken_error(cause)

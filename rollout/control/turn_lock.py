@@ -1,0 +1,159 @@
+"""The lock between commands and the generation thread: a step between any two commands.
+
+Invariants
+----------
+* Commands get it in the order in which they asked; none overtakes.
+* A command that gives it back leaves it to generation, whether that asks already or not, as long as there is work:
+  `owed()` says so, asked by the thread that holds the lock. With no work it goes to the next command.
+* Generation gives it back to the command that has waited longest.
+* A thread that holds it and asks again gets an error, never a deadlock.
+* It is not taken in a thread where a signal handler may raise: see `shelter`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+from samebit.rollout.control.shelter import GO, CallerLeftError, Gate, wait_at
+
+
+class TurnLock:
+    """`with lock:` is a command's turn, `with lock.generation():` a turn of generation, which is one thread.
+
+    owed: whether generation wants a turn now. Once it has said yes, generation must come: no command gets the lock
+    before.
+    """
+
+    def __init__(self, owed: Callable[[], bool]) -> None:
+        self._owed = owed
+        self._mutex = threading.Lock()
+        self._queue: deque[Ticket] = deque()
+        self._first: Ticket | None = None
+        self._reserved = False
+        self._holder: int | None = None
+
+    @property
+    def held_by_me(self) -> bool:
+        return self._holder == threading.get_ident()
+
+    @property
+    def num_waiting(self) -> int:
+        """Commands in the queue."""
+        return len(self._queue)
+
+    def acquire(self, gate: Gate | None = None) -> None:
+        """Take the lock for a command, which waits at `gate`.
+
+        Raises:
+            CallerLeftError: the caller of the command went away meanwhile; the place in the queue is given up.
+        """
+        ticket = Ticket(threading.get_ident(), gate)
+        with self._mutex:
+            self._check_not_holder()
+            if self._holder is None and not self._reserved:
+                self._give(ticket)
+            else:
+                self._stand_in_line(ticket)
+        self._wait(ticket)
+
+    def release(self) -> None:
+        """Give the lock back, at the end of a command."""
+        with self._mutex:
+            self._check_holder()
+            self._pass_on()
+
+    @contextmanager
+    def turn(self, gate: Gate) -> Iterator[None]:
+        """Hold the lock for a command's turn, which is waited for at `gate`."""
+        self.acquire(gate)
+        try:
+            yield
+        finally:
+            self.release()
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Hold the lock for a turn of generation, before every command that waits; after it, the next of them."""
+        ticket = Ticket(threading.get_ident())
+        with self._mutex:
+            self._check_not_holder()
+            if self._holder is None:
+                self._give(ticket)
+            else:
+                self._first = ticket
+        self._wait(ticket)
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._give_to_next()
+
+    def _check_holder(self) -> None:
+        if self._holder != threading.get_ident():
+            raise RuntimeError("this thread does not hold the lock")
+
+    def _check_not_holder(self) -> None:
+        if self._holder == threading.get_ident():
+            raise RuntimeError("this thread holds the lock already")
+
+    def _pass_on(self) -> None:
+        """Pass the lock on: a command is done."""
+        if self._first is not None:
+            self._give(self._first)
+        elif self._owed():
+            self._holder = None
+            self._reserved = True
+        else:
+            self._give_to_next()
+
+    def _stand_in_line(self, ticket: Ticket) -> None:
+        self._queue.append(ticket)
+
+    def _give_to_next(self) -> None:
+        if self._queue:
+            self._give(self._queue.popleft())
+        else:
+            self._holder = None
+
+    def _give(self, ticket: Ticket) -> None:
+        """Give the lock to the owner of a ticket: it is given nowhere else."""
+        self._first = None
+        self._reserved = False
+        self._holder = ticket.owner
+        ticket.gate.put(GO)
+
+    def _wait(self, ticket: Ticket) -> None:
+        try:
+            wait_at(ticket.gate)
+        except CallerLeftError:
+            self._withdraw(ticket)
+            raise
+
+    def _withdraw(self, ticket: Ticket) -> None:
+        """Leave the queue, or pass on a lock that came meanwhile."""
+        with self._mutex:
+            if ticket in self._queue:
+                self._queue.remove(ticket)
+            else:
+                self._pass_on()
+
+    def __enter__(self) -> TurnLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Ticket:
+    """A place in the queue; `GO` comes to `gate` when the lock is handed over."""
+
+    __slots__ = ("gate", "owner")
+
+    def __init__(self, owner: int, gate: Gate | None = None) -> None:
+        self.owner = owner
+        self.gate: Gate = SimpleQueue() if gate is None else gate

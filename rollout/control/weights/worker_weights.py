@@ -1,0 +1,205 @@
+"""The weights a worker runs on: whose they are, how they are replaced, where they sleep.
+
+Invariants
+----------
+* The manifest is taken once, while the weights are there; updates are checked against it even when the
+  tensors are spilled.
+* On a shared module nothing is ever reallocated: the trainer's optimizer holds the same tensors.
+* Sleeping frees parameters and persistent buffers; every other buffer stays. Waking at level 1 restores
+  the same bits in the same memory layout, or raises: the copy is checksummed.
+* What a report does not know it does not say: on a shared module, that nothing changed (`Marks`).
+* No locks here: the caller holds the worker's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samebit.kernels.binding.binding import binding_of, is_bound
+from samebit.kernels.binding.users import Users
+from samebit.rollout.control.weights.marks import Marks
+from samebit.rollout.control.weights.spill import Spill
+from samebit.rollout.errors import WorkerStateError
+from samebit.rollout.models.loading import is_sharded
+from samebit.weight_sync import (
+    Manifest,
+    NonFiniteWeightError,
+    PreparedUpdate,
+    SyncReport,
+    UpdateTerms,
+    VerificationError,
+    open_update,
+)
+from samebit.weight_sync.apply import first_non_finite
+from samebit.weight_sync.digest import digest_of, hexadecimal, scan
+from samebit.weight_sync.manifest import live_tensors
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What is needed to allocate a tensor again: `shape` and `stride` as it lay in memory; `digest` of its copy."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    digest: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, kept: bool) -> _Layout:
+        digest = scan(tensor).digest if kept else None
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, digest)
+
+
+class WorkerWeights:
+    """The weights of one worker. users: where the workers on a shared module are known, that of its binding."""
+
+    def __init__(self, module: nn.Module, *, shared: bool, users: Users[Any] | None = None) -> None:
+        self.module = module
+        self.shared = shared
+        self.users: Users[Any] = Users() if users is None else users
+        self.manifest = Manifest.of(module)
+        self._seen = self._marks() if shared else None
+        self._layouts: dict[str, _Layout] = {}
+        self._spill: Spill | None = None
+
+    # -- updates -----------------------------------------------------------------------------------
+
+    def open(self, source: object, terms: UpdateTerms, *, version: int) -> AbstractContextManager[PreparedUpdate]:
+        """Return an update from `source` that was checked; `version` is that of the weights now."""
+        return open_update(source, self.module, self.manifest, terms, version=version)
+
+    def write(self, update: PreparedUpdate, version: int, *, verify: bool) -> SyncReport:
+        """Copy a checked update in; on a shared module, what the trainer changed in place counts too."""
+        in_place = self._changed_in_place()
+        report = update.write(self.module, version=version, verify=verify)
+        self.accept()
+        written = report.changed or ()
+        changed = (*in_place, *(name for name in written if name not in in_place))
+        if self.shared and not changed:
+            return replace(report, changed=None, bytes=None)
+        return _said(replace(report, changed=changed, bytes=self._bytes(changed)))
+
+    def accept(self) -> None:
+        """Take the shared weights as they are now: what has changed is no part of this worker's next report."""
+        if self.shared:
+            self._seen = self._marks()
+
+    def check_module(self) -> None:
+        """Raise if a shared module is not what was bound any more, or was sharded.
+
+        Raises:
+            BindingError: its modules are not those that were bound.
+            WorkerStateError: its parameters are shards.
+        """
+        if not self.shared or not is_bound(self.module):
+            return
+        binding_of(self.module).modules.check()
+        if is_sharded(self.module.get_parameter("lm_head.weight")):
+            raise WorkerStateError(
+                "the module was sharded (DTensor) after this worker was built on it, and can not be served in place: "
+                "give the worker a model of its own, and send it the weights"
+            )
+
+    def accept_in_place(self, version: int, seconds: float, *, read: bool = False) -> SyncReport:
+        """Take shared parameters that the trainer changed itself; report which are seen to have changed.
+
+        Of the values only samples are read unless `read`, which adds the digest and checks that all are finite.
+        """
+        self.check_module()
+        digest = self._read() if read else None
+        changed = self._changed_in_place()
+        self.accept()
+        return SyncReport(
+            version=version,
+            tensors=len(self.manifest.ties),
+            bytes=self._bytes(changed) if changed else None,
+            seconds=seconds,
+            changed=changed or None,
+            casts=(),
+            digest=digest,
+            verified=read,
+            dense_bytes=self._bytes(names[0] for names in self.manifest.ties),
+        )
+
+    def _bytes(self, names: Iterable[str]) -> int:
+        return sum(self.manifest.specs[name].num_bytes for name in names)
+
+    def _read(self) -> str:
+        tensors = live_tensors(self.module)
+        scans = {names[0]: scan(tensors[names[0]]) for names in self.manifest.ties}
+        bad = [name for name, found in scans.items() if not found.finite]
+        if bad:
+            raise NonFiniteWeightError(f"NaN or infinity in {', '.join(bad)}")
+        return hexadecimal(digest_of({name: found.digest for name, found in scans.items()}))
+
+    def check_finite(self) -> None:
+        bad = first_non_finite(live_tensors(self.module))
+        if bad is not None:
+            raise NonFiniteWeightError(f"{bad} holds NaN or infinity")
+
+    def _marks(self) -> Marks:
+        return Marks(live_tensors(self.module), [names[0] for names in self.manifest.ties])
+
+    def _changed_in_place(self) -> tuple[str, ...]:
+        return () if self._seen is None else self._marks().changed_since(self._seen)
+
+    # -- sleep -------------------------------------------------------------------------------------
+
+    @property
+    def spilled(self) -> bool:
+        return self._spill is not None
+
+    def free(self, *, keep_copy: bool) -> None:
+        """Release the memory, after writing the bits to a file (see `Spill`) when `keep_copy`."""
+        tensors = live_tensors(self.module)
+        firsts = {names[0]: tensors[names[0]].detach() for names in self.manifest.ties}
+        if keep_copy:
+            self._spill = Spill(firsts)
+        self._layouts = {name: _Layout.of(tensor, kept=keep_copy) for name, tensor in firsts.items()}
+        for tensor in tensors.values():
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def restore(self) -> bool:
+        """Allocate again; True when the bits came back, False when the values are undefined.
+
+        Raises:
+            VerificationError: the copy is damaged; the memory is there, its values are undefined.
+        """
+        tensors = live_tensors(self.module)
+        damaged: list[str] = []
+        for names in self.manifest.ties:
+            layout = self._layouts[names[0]]
+            fresh = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+            if self._spill is not None:
+                self._spill.read(names[0], fresh)
+                damaged += [names[0]] if scan(fresh).digest != layout.digest else []
+            for name in names:
+                tensors[name].data = fresh
+        self._layouts = {}
+        complete = self.spilled
+        self.drop_spill()
+        if damaged:
+            raise VerificationError(f"the copy of the weights that slept is damaged: {', '.join(damaged)}")
+        return complete
+
+    def drop_spill(self) -> None:
+        if self._spill is not None:
+            self._spill.close()
+            self._spill = None
+
+
+def _said(report: SyncReport) -> SyncReport:
+    """Warn of an update that changed nothing: it is legal, and mostly a mistake."""
+    if not report.changed:
+        logger.warning("weight update %d changed no parameter", report.version)
+    return report

@@ -1,0 +1,385 @@
+"""schedule -> run -> commit. No threads and no locks: one caller at a time.
+
+Invariants
+----------
+* Between two steps every known request is either waiting or running; a finished one is returned by the
+  call that finished it, exactly once, and forgotten.
+* A row whose logits are not finite, or from which nothing can be drawn, and a tokenizer that can not decode a sample
+  fail their own request and no other; it publishes nothing.
+* An exception from the runner leaves this engine unusable; the caller fails what is in flight.
+* With `run_ahead`, a step may be launched before the tokens of the one before it are read, and is then in flight
+  between two calls of `step()`. Whoever changes what it computes with (weights, memory) commits it first: `settle()`.
+  What it computed of a sequence that had ended is dropped.
+* Weights that were written without `weights_changed` (`WeightWatch`) are noticed before a step is launched, and again
+  before it is committed. What was computed over such a change is dropped, the weights get a version of their own, and
+  whatever runs is computed again: no token and no cached block is of a mixture.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from samebit.rollout.cache import Cache
+from samebit.rollout.engine.failures import not_decoded, not_finite, nothing_drawn
+from samebit.rollout.engine.scheduler import Scheduler
+from samebit.rollout.engine.step_plan import Runner, ScheduledSequence, StepInFlight, StepPlan, StepResult
+from samebit.rollout.engine.weight_watch import Unwatched, WeightWatch
+from samebit.rollout.errors import TokenizerError
+from samebit.rollout.requests.request import Request, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+UNTOLD = (
+    "the parameters of the shared module were changed outside of weight_update(), and this worker was not told: the "
+    "weight version went up, the prefix cache was cleared, and requests in flight are computed again. Write "
+    "`with worker.weight_update(): optimizer.step()`; not every such change can be noticed. Further ones are counted "
+    "(untold_updates of stats()), not logged"
+)
+
+
+@dataclass
+class EngineCounters:
+    """Running totals since the engine was built.
+
+    steps_ahead: those of the steps that were launched before the tokens of the one before were read.
+    void_tokens: computed in such a step for a sequence that had ended, or over a change of weights that was not told.
+    untold_updates: such changes.
+    first_tokens, first_token_seconds: requests that have their first token, and how long they waited for it in all.
+    """
+
+    steps: int = 0
+    steps_ahead: int = 0
+    void_tokens: int = 0
+    untold_updates: int = 0
+    prefill_tokens_computed: int = 0
+    decode_tokens_computed: int = 0
+    output_tokens: int = 0
+    first_tokens: int = 0
+    first_token_seconds: float = 0.0
+    requests_finished: int = 0
+    requests_aborted: int = 0
+    requests_failed: int = 0
+    step_seconds: float = 0.0
+    runner_seconds: float = 0.0
+
+
+class _Rows:
+    """A step's result as Python lists, which are read one row at a time."""
+
+    __slots__ = ("drawn", "finite", "logprobs", "raw_logprobs", "tokens", "top")
+
+    def __init__(self, result: StepResult) -> None:
+        self.tokens: list[int] = result.token_ids.tolist()
+        self.logprobs: list[float] = result.logprobs.tolist()
+        self.raw_logprobs: list[float] = result.raw_logprobs.tolist()
+        self.finite: list[bool] = result.finite.tolist()
+        self.drawn: list[bool] = (result.finite & (result.token_ids >= 0)).tolist()
+        self.top = result.top_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    plan: StepPlan
+    computing: StepInFlight
+
+
+class Engine:
+    """One step after the other, of the requests that were added."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: Cache,
+        max_num_batched_tokens: int,
+        *,
+        run_ahead: bool = False,
+        watch: WeightWatch | None = None,
+    ) -> None:
+        self.runner = runner
+        self.watch = Unwatched() if watch is None else watch
+        self.run_ahead = run_ahead
+        self.cache = cache
+        self.scheduler = Scheduler(cache, max_num_batched_tokens)
+        self.requests: dict[str, Request] = {}
+        self.counters = EngineCounters()
+        self.weight_version = 0
+        self._ahead: _Launched | None = None
+        self._failed: dict[Request, None] = {}
+        runner.allocate_cache(cache.pool.num_blocks)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step()` would find something to do."""
+        return self._ahead is not None or self.scheduler.has_work
+
+    @property
+    def drained(self) -> bool:
+        """Whether no request that has started is unfinished, and no step is in flight."""
+        return self._ahead is None and self.scheduler.drained
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step was launched that is not committed."""
+        return self._ahead is not None
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.requests[request.request_id] = request
+        self.cache.track(request)
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """End these requests with what they have; ids that are not known are finished already."""
+        known = [self.requests.pop(i) for i in request_ids if i in self.requests]
+        for request in known:
+            self._end_rest(request)
+        self.counters.requests_aborted += len(known)
+        return known
+
+    def abort_started(self) -> list[Request]:
+        """Abort every request that has begun to compute."""
+        return self.abort([i for i, request in self.requests.items() if request.started])
+
+    def preempt_all(self) -> None:
+        """Drop the KV of every running sequence; they are recomputed by later steps."""
+        self._check_settled()
+        self.scheduler.preempt_all()
+
+    def weights_changed(self, version: int) -> None:
+        """Note what the new weights are called, and make sure that nothing computed under the old ones is hit again."""
+        self.clear_prefix_cache()
+        self.weight_version = version
+        self.watch.accept()
+
+    def clear_prefix_cache(self) -> None:
+        """Make sure that nothing computed so far is hit again; running requests go on with what they have."""
+        self._check_settled()
+        self.scheduler.clear_index()
+
+    def step(self) -> list[Request]:
+        """Compute one step; return the requests that ended with it."""
+        began = time.perf_counter()
+        step = self._take_ahead()
+        if step is None:
+            if self.watch.moved():
+                self._start_over()
+            plan = self.scheduler.schedule()
+            if not plan.items:
+                return []
+            step = self._launch(plan)
+        if self.run_ahead:
+            self._ahead = self._launch_behind(step)
+        finished = self._conclude(step, self._result(step))
+        self.counters.step_seconds += time.perf_counter() - began
+        return finished
+
+    def settle(self) -> list[Request]:
+        """Commit the step that is in flight, if one is; return the requests that ended with it.
+
+        Until its outcome is there nothing changes, whatever interrupts the wait.
+        """
+        step = self._ahead
+        if step is None:
+            return []
+        began = time.perf_counter()
+        result = self._result(step)
+        self._take_ahead()
+        finished = self._conclude(step, result)
+        self.counters.step_seconds += time.perf_counter() - began
+        return finished
+
+    def _take_ahead(self) -> _Launched | None:
+        """Make what was launched ahead the current step."""
+        step, self._ahead = self._ahead, None
+        if step is not None:
+            self.scheduler.take_ahead(step.plan)
+        return step
+
+    def _launch(self, plan: StepPlan, before: StepInFlight | None = None) -> _Launched:
+        began = time.perf_counter()
+        computing = self.runner.launch(plan, self.cache.tables.rows, before)
+        self.counters.runner_seconds += time.perf_counter() - began
+        self.counters.steps += 1
+        return _Launched(plan, computing)
+
+    def _launch_behind(self, step: _Launched) -> _Launched | None:
+        """Launch the step after this one, if it can be told by now."""
+        plan = self.scheduler.schedule_ahead(step.plan)
+        if plan is None:
+            return None
+        self.counters.steps_ahead += 1
+        return self._launch(plan, step.computing)
+
+    def _result(self, step: _Launched) -> StepResult:
+        began = time.perf_counter()
+        result = step.computing.result()
+        self.counters.runner_seconds += time.perf_counter() - began
+        return result
+
+    def _conclude(self, step: _Launched, result: StepResult) -> list[Request]:
+        """Commit a step, unless the weights moved meanwhile."""
+        if not self.watch.moved():
+            return self._commit(step.plan, result)
+        ahead = self._take_ahead()
+        if ahead is not None:
+            self._result(ahead)  # it writes to the same memory
+            self._drop(ahead.plan)
+        self._drop(step.plan)
+        self._start_over()
+        return []
+
+    def _drop(self, plan: StepPlan) -> None:
+        """What this step computed is of no set of weights."""
+        self.counters.void_tokens += plan.num_tokens
+        self.scheduler.drop(plan)
+
+    def _start_over(self) -> None:
+        """The weights are others, and nobody said so: what runs is computed again under those that there are now."""
+        if self.counters.untold_updates == 0:
+            logger.warning(UNTOLD)
+        self.counters.untold_updates += 1
+        self.weights_changed(self.weight_version + 1)
+        self.scheduler.preempt_all()
+
+    def _check_settled(self) -> None:
+        if self._ahead is not None:
+            raise RuntimeError("a step is in flight, and what it computes with is about to change: settle() first")
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        self._keep_prompt_logprobs(result)
+        rows = _Rows(result)
+        version = self.weight_version
+        ended: list[Sequence] = []
+        row = decodes = taken = void = 0
+        for item in plan.items:
+            sequence = item.sequence
+            if plan.sources is not None and self._is_void(item):
+                void += 1
+                row += 1
+                continue
+            sequence.mark_computed(item.start, item.length, version)
+            if item.length == 1 and item.start >= sequence.num_prompt_tokens:
+                decodes += 1
+            if item.samples:
+                for sample in item.forks:
+                    sample.take_prompt_of(sequence)
+                for sample in (sequence, *item.forks) if item.forks else (sequence,):
+                    if self._take_row(rows, row, sample, sequence.oldest_kv):
+                        ended.append(sample)
+                    taken += rows.drawn[row]
+                    row += 1
+            self.scheduler.publish_item(item)
+            if item.forks and sequence.request.error is None:
+                self.scheduler.fork(sequence, item.forks)
+        self.counters.decode_tokens_computed += decodes
+        self.counters.prefill_tokens_computed += plan.num_tokens - decodes - void
+        self.counters.output_tokens += taken
+        self.counters.void_tokens += void
+        return self._collect(ended)
+
+    def _is_void(self, item: ScheduledSequence) -> bool:
+        """Tell whether the sequence of a step that ran ahead has ended; drop what was kept of it."""
+        if item.sequence.finished:
+            self.cache.checkpoints.free_captured(item.captures)
+            return True
+        return False
+
+    def _take_row(self, rows: _Rows, row: int, sequence: Sequence, context: int) -> bool:
+        """Append a row's token to its sequence; tell whether that ended it. `context`: the oldest weights of its KV."""
+        if not rows.drawn[row]:
+            self._fail(sequence.request, nothing_drawn(sequence) if rows.finite[row] else not_finite(sequence))
+        if sequence.request.error is not None:
+            return False
+        token = rows.tokens[row]
+        version = self.weight_version
+        sequence.append(token, rows.logprobs[row], rows.raw_logprobs[row], version=version, context=context)
+        if rows.top is not None and sequence.top_logprobs is not None:
+            sequence.top_logprobs.append(rows.top[row] or {})
+        if sequence.num_new_tokens == 1:
+            self._count_first_token(sequence)
+        try:
+            return end_of_sample(sequence, token)
+        except TokenizerError as error:
+            self._fail(sequence.request, not_decoded(sequence, error))
+            return False
+
+    def _count_first_token(self, sequence: Sequence) -> None:
+        """Count the first token of a request, whichever sample it is of."""
+        request = sequence.request
+        now = request.record("first_token", sequence.sample_index)
+        if not request.answered:
+            request.answered = True
+            self.counters.first_tokens += 1
+            self.counters.first_token_seconds += now - request.arrival
+
+    def _collect(self, ended: list[Sequence]) -> list[Request]:
+        """Retire what ended or failed in this step."""
+        if not ended and not self._failed:
+            return []
+        self.scheduler.retire(ended)
+        failed, self._failed = self._failed, {}
+        done = {s.request: None for s in ended if s.request.unfinished == 0}
+        finished = [request for request in done if request not in failed]
+        for request in failed:
+            self._end_rest(request)
+        for request in (*finished, *failed):
+            del self.requests[request.request_id]
+        self.counters.requests_finished += len(finished)
+        self.counters.requests_failed += len(failed)
+        return [*finished, *failed]
+
+    def _end_rest(self, request: Request) -> None:
+        rest = [sequence for sequence in request.sequences if not sequence.finished]
+        self.scheduler.retire(rest)
+        for sequence in rest:
+            sequence.finish("abort", None)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """The first error counts."""
+        if request.error is None:
+            self._failed[request] = None
+            request.error = error
+
+    def _keep_prompt_logprobs(self, result: StepResult) -> None:
+        for piece in result.prompt_logprobs:
+            sequence, start = piece.sequence, piece.start
+            end = start + len(piece.logprobs)
+            if np.isnan(piece.logprobs).any():
+                self._fail(sequence.request, not_finite(sequence))
+            if sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs[start:end] = piece.logprobs
+            if sequence.prompt_top_logprobs is not None and piece.top is not None:
+                sequence.prompt_top_logprobs[start:end] = piece.top
+            if end == sequence.num_prompt_tokens:
+                sequence.prompt_logprobs_wanted = False
+
+
+def end_of_sample(sequence: Sequence, token: int) -> bool:
+    """Apply the stop rules after `token` was appended; tell whether one ended the sequence.
+
+    Raises:
+        TokenizerError: the text can not be searched; the sequence is not finished.
+    """
+    request = sequence.request
+    new = sequence.num_tokens - sequence.num_prompt_tokens
+    free_to_stop = new > sequence.params.min_tokens
+    matcher = sequence.matcher
+    stop_string = None if matcher is None else matcher.push(token, search=free_to_stop)
+    ends = free_to_stop and token in request.end_ids
+    if not ends and stop_string is None and new < request.max_new_tokens:
+        return False
+    if matcher is not None and stop_string is None:
+        matcher.flush()
+    if ends:
+        sequence.finish("stop", token if token in sequence.params.stop_ids else None)
+    elif stop_string is not None:
+        sequence.finish("stop", stop_string)
+    else:
+        sequence.finish("length", None)
+    return True

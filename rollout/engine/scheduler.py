@@ -1,0 +1,282 @@
+"""What the next step computes.
+
+Invariants
+----------
+* Cost: a step is O(running) plus the sequences it admits or sends behind a leader; never O(waiting), never
+  O(pool), and never the length of what is cached. With recurrent states, a head that can not be admitted is the
+  exception: each step walks back over the blocks of its match to the last one that has a checkpoint.
+* `running` is in order of admission. Only its last sequence is ever preempted, so the first one always
+  advances, and since admission is first come first served, none starves.
+* A preempted sequence keeps its tokens, loses its blocks, and waits again in order of arrival.
+* Every running sequence that is decoding is in every plan; prefills take what is left of the budget, each as
+  much as it can. So at most one of them is unfinished after a step, beside those whose chunk ended at the end of a
+  prompt that is held again.
+* With prefix caching, one sample of a request computes the prompt, and the others wait behind it
+  (`siblings`) until they take their first token from the same logits. The prompt is held for those that find no
+  seat; it is given up before anybody is preempted, and only if no sample that has it runs.
+* A sequence whose next block is being computed by a running one waits for that block, and lets others pass.
+* A step that is planned ahead, before the tokens of the one before it are known, is of decodes only. It takes no
+  memory from another sequence and admits none, so it is planned only while none waits that might be admitted. What it
+  computes of a sequence that turns out to have ended is void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+
+from samebit.rollout.cache import Cache
+from samebit.rollout.engine.step_plan import ScheduledSequence, StepPlan
+from samebit.rollout.engine.waiting_queue import WaitingQueue
+from samebit.rollout.requests.request import Request, Sequence, SequenceStatus
+
+
+class Scheduler:
+    """Decides which sequences run, and what the next step computes of each."""
+
+    def __init__(self, cache: Cache, max_num_batched_tokens: int) -> None:
+        self.cache = cache
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.running: list[Sequence] = []
+        self.waiting = WaitingQueue()
+        self.num_unfinished = 0
+        self.admission_open = True
+        self._may_admit = False
+        self.preemptions = 0
+        self._arrivals = count()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule()` would find something to compute."""
+        return bool(self.running) or self.waiting.head(self.admission_open) is not None
+
+    @property
+    def drained(self) -> bool:
+        """Whether no request that has started is unfinished."""
+        return not self.running and not self.waiting.any_started
+
+    def add(self, request: Request) -> None:
+        """Queue a new request, which the cache knows already."""
+        first, *rest = request.sequences
+        self._may_admit = True
+        for sequence in request.sequences:
+            sequence.arrival = next(self._arrivals)
+        self.num_unfinished += len(request.sequences)
+        self.waiting.push(first)
+        if self.cache.shares_prompts:
+            first.siblings = rest
+        else:
+            self._wait(rest)
+
+    def retire(self, sequences: Iterable[Sequence]) -> None:
+        """Forget finished or aborted sequences and take back what they own."""
+        gone = set(sequences)
+        self._may_admit = True
+        for sequence in gone:
+            if sequence.slot >= 0:
+                self._wait(self.cache.take_back(sequence))
+        for sequence in gone:
+            self.waiting.discard(sequence)
+            self.cache.forget(sequence)
+            sequence.siblings = []  # they end with it
+        self.num_unfinished -= len(gone)
+        self.running = [sequence for sequence in self.running if sequence not in gone]
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step, admitting and preempting as memory allows."""
+        plan = StepPlan()
+        self.cache.sweep()
+        prefills = self._plan_decodes(plan)
+        budget = self.max_num_batched_tokens - plan.num_tokens
+        for sequence in prefills:
+            if budget > 0:
+                budget -= self._plan_chunk(plan, sequence, budget)
+        self._admit(plan, budget)
+        self._may_admit = False
+        plan.copies = self.cache.take_copies()
+        if self.cache.keeps_checkpoints and plan.items:
+            self._plan_checkpoints(plan)
+        return plan
+
+    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Plan the step behind `plan`, which is computed now: one more token of each of its decodes, whatever they are.
+
+        Return None where it can not be told yet.
+        """
+        if not self._next_is_known(plan):
+            return None
+        continuing = [(row, item) for row, item in enumerate(plan.items) if _continues(item.sequence)]
+        if len(continuing) < len(plan.items) and self.waiting.head(self.admission_open) is not None:
+            return None  # a sequence that waits takes the seat
+        if not continuing or not all(self.cache.reserve(item.sequence, 2) for _, item in continuing):
+            return None
+        ahead = StepPlan(sources=[row for row, _ in continuing])
+        self.cache.sweep()
+        for _, item in continuing:
+            item.sequence.num_ahead = 1
+            ahead.add(item.sequence, item.start + 1, 1, True)
+        if self.cache.keeps_checkpoints:
+            self._plan_checkpoints(ahead)
+        return ahead
+
+    def take_ahead(self, plan: StepPlan) -> None:
+        """Make the step that was launched ahead the current one."""
+        for item in plan.items:
+            item.sequence.num_ahead = 0
+
+    def open_admission(self, is_open: bool) -> None:
+        """Say whether requests that have not started may start."""
+        self.admission_open = is_open
+        self._may_admit = True
+
+    def publish_item(self, item: ScheduledSequence) -> None:
+        """Let others use what a step has computed for this sequence."""
+        woken = self.cache.publish_blocks(item.sequence, item.captures)
+        if woken:
+            self._wait(woken)
+
+    def drop(self, plan: StepPlan) -> None:
+        """Take back what this step computed: its sequences stand where they stood before it."""
+        for item in plan.items:
+            sequence = item.sequence
+            self.cache.checkpoints.free_captured(item.captures)
+            if item.forks:
+                sequence.siblings = list(item.forks)
+            if not sequence.kv_spans:  # what it found in the cache goes with it
+                sequence.num_cached_tokens = None
+
+    def fork(self, leader: Sequence, samples: tuple[Sequence, ...]) -> None:
+        """Let the samples that took their first token from the leader's logits go on by themselves."""
+        continuing = [sample for sample in samples if not sample.finished]
+        for _ in range(len(samples) - len(continuing)):
+            self.cache.counters.count(leader.num_prompt_tokens)
+        self.cache.hold_prompt(leader, continuing)
+        self._wait(continuing)
+
+    def preempt_all(self) -> None:
+        """Take the blocks of every running sequence; all of them are recomputed later."""
+        while self.running:
+            self._preempt_last()
+        self.cache.held.drop_all()
+
+    def clear_index(self) -> None:
+        """Make sure that nothing cached is hit again; running sequences keep what they have."""
+        self._wait(self.cache.clear_index())
+
+    def _wait(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self.waiting.push(sequence)
+            self._may_admit = True
+
+    def _next_is_known(self, plan: StepPlan) -> bool:
+        """Tell whether all that a plan computes are decodes, and nothing but their tokens decides what comes next."""
+        if self.cache.depends_on_tokens or (self._may_admit and self.waiting.head(self.admission_open) is not None):
+            return False
+        return all(item.start >= item.sequence.num_prompt_tokens and _one_token(item) for item in plan.items)
+
+    def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
+        """Plan one token for each running decode, and return the running prefills.
+
+        Sequences are visited in order of admission and victims come from the end, so a victim has not
+        been planned yet.
+        """
+        prefills: list[Sequence] = []
+        reserve, add = self.cache.reserve, plan.add
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            index += 1
+            start = sequence.num_computed
+            todo = sequence.num_tokens - start
+            if not reserve(sequence, todo) and not self._make_room(sequence):
+                break
+            if todo == 1 and not sequence.siblings:
+                add(sequence, start, 1, True)
+            else:
+                prefills.append(sequence)
+        return prefills
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Give up held prompts one by one, then preempt from the end, until `sequence` has its blocks, or is the one
+        preempted."""
+        todo = sequence.num_tokens - sequence.num_computed
+        while not self.cache.reserve(sequence, todo):
+            if not self.cache.held.free_one() and self._preempt_last() is sequence:
+                return False
+        return True
+
+    def _preempt_last(self) -> Sequence:
+        victim = self.running.pop()
+        woken = self.cache.take_back(victim, waits_again=True)
+        victim.forget_computed()
+        victim.request.record("preempted", victim.sample_index)
+        self._wait([victim, *woken])
+        self.preemptions += 1
+        return victim
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        """Admit from the head of the queue while slots, blocks and budget last.
+
+        A newcomer leaves one free block for each sequence that runs already: it is not admitted only to be
+        preempted before the others have filled a block, and a victim is not taken back in the same step.
+        """
+        while budget > 0 and self.cache.tables.has_free_slot:
+            sequence = self.waiting.head(self.admission_open)
+            if sequence is None:
+                return
+            if self.cache.follow(sequence):
+                self.waiting.discard(sequence)
+                continue
+            if self.cache.admit(sequence, headroom=len(self.running)):
+                self._start(sequence)
+                budget -= self._plan_chunk(plan, sequence, budget)
+            elif self.running or not self.cache.held.free_one():
+                return
+
+    def _plan_checkpoints(self, plan: StepPlan) -> None:
+        """Plan which states to move, and which to keep on the way, now that it is known who waits for them."""
+        plan.moves = self.cache.checkpoints.take_moves()
+        for item in plan.items:
+            item.captures = self.cache.plan_captures(item.sequence, item.start + item.length)
+
+    def _start(self, sequence: Sequence) -> None:
+        self.waiting.discard(sequence)
+        self.running.append(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        request = sequence.request
+        if not request.started:
+            request.started = True
+            self.waiting.promote(request)
+        request.record("scheduled", sequence.sample_index)
+
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
+        """Plan as much of a prefill as the budget allows, wherever that ends; return the number of tokens planned."""
+        start, total = sequence.num_computed, sequence.num_tokens
+        length = self.cache.chunk_end(sequence, min(total, start + budget)) - start
+        ends = start + length == total
+        plan.add(sequence, start, length, ends, self._forks(sequence) if ends and sequence.siblings else ())
+        return length
+
+    def _forks(self, sequence: Sequence) -> tuple[Sequence, ...]:
+        """Return the samples that take their first token from this prompt's logits.
+
+        None of them does when weights changed while it was computed: the next sample then computes it again.
+        """
+        siblings, sequence.siblings = sequence.siblings, []
+        if self.cache.may_publish(sequence):
+            return tuple(siblings)
+        first, *rest = siblings
+        first.siblings = rest
+        self.waiting.push(first)
+        return ()
+
+
+def _one_token(item: ScheduledSequence) -> bool:
+    """Tell whether it is a decode whose next one can be drawn before the host has read this one. (The last known token
+    but one of a preempted sequence may come alone too; nothing is drawn from it.)"""
+    return item.samples and item.length == 1 and not item.forks and item.sequence.params.can_run_ahead
+
+
+def _continues(sequence: Sequence) -> bool:
+    """Tell whether it has not ended, and its length allows a token behind the one that is computed now."""
+    return not sequence.finished and sequence.num_new_tokens + 1 < sequence.request.max_new_tokens

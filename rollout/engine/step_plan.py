@@ -1,0 +1,121 @@
+"""What passes between the engine and whatever computes a step.
+
+A step is planned (`StepPlan`), launched (`Runner.launch`), and its outcome (`StepResult`) committed by the
+engine. A runner reads sequences and never writes to them. Steps compute one after the other, in the order of their
+launches, whenever their results are asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointMoves
+from samebit.rollout.requests.request import Sequence
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """Compute positions `start .. start + length - 1` of a sequence.
+
+    `samples` is True when the chunk ends at the sequence's last known token: the next one is sampled, from
+    the same logits for this sequence and for each of `forks`. captures: (position, checkpoint) of recurrent
+    states to keep; positions after `start` and up to the chunk's end.
+    """
+
+    sequence: Sequence
+    start: int
+    length: int
+    samples: bool
+    forks: tuple[Sequence, ...] = ()
+    captures: Captures = ()
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Decodes first, then running prefills, then newly admitted sequences.
+
+    copies: (from, to) blocks whose KV is copied before anything is computed, all at once.
+    moves: what happens to recurrent states before anything is computed.
+    sources: of a step that is launched behind another, before that one's tokens are known: each item computes one
+        token, and this is the row of the other's draws that it is. None where all tokens are known.
+    """
+
+    items: list[ScheduledSequence] = field(default_factory=list)
+    sources: list[int] | None = None
+    num_tokens: int = 0
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    moves: CheckpointMoves = field(default_factory=CheckpointMoves)
+
+    def add(self, sequence: Sequence, start: int, length: int, samples: bool, forks: tuple[Sequence, ...] = ()) -> None:
+        self.items.append(ScheduledSequence(sequence, start, length, samples, forks))
+        self.num_tokens += length
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt tokens at positions `start .. start + len(logprobs) - 1`.
+
+    The token at position p is scored by the logits at p - 1, so `start` is at least 1, and a chunk that
+    computes positions `a .. b` gives those of `a + 1 .. min(b + 1, num_prompt_tokens - 1)`.
+    `top` has the most likely tokens at each of these positions, None when none were asked for.
+    """
+
+    sequence: Sequence
+    start: int
+    logprobs: npt.NDArray[np.float32]
+    top: list[dict[int, float] | None] | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step found: one entry for each sequence that samples, those of the items, each followed by its forks (R).
+
+    logprobs: [R] at the sampling temperature; raw_logprobs: [R] at temperature 1.
+    finite: [R], False where the logits held NaN or infinity; that token is void. A token of -1: there was none to draw,
+        of finite logits; the request's parameters rule all out.
+    top_logprobs: None when no sampled request asked for them, else one entry a row.
+    prompt_logprobs: for each item whose sequence has `prompt_logprobs_wanted`.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32]
+    raw_logprobs: npt.NDArray[np.float32]
+    finite: npt.NDArray[np.bool_]
+    top_logprobs: list[dict[int, float] | None] | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+
+class StepInFlight(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Return its outcome, as often as it is asked for; wait for the device."""
+
+
+class Runner(Protocol):
+    """Computes steps: the model, its KV pages and the sampler, and how long they took in all."""
+
+    vocab_size: int
+    forward_seconds: float
+    sampler_seconds: float
+
+    def bytes_per_block(self) -> int:
+        """Return the bytes of one KV block over all layers."""
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Allocate zeroed pages for blocks 0 .. num_blocks, block 0 being the null block."""
+
+    def release_cache(self) -> None:
+        """Give the pages back. Nothing is run until they are allocated again."""
+
+    def launch(
+        self, plan: StepPlan, block_tables: npt.NDArray[np.int32], before: StepInFlight | None = None
+    ) -> StepInFlight:
+        """Start to compute the plan. Row `sequence.slot` of `block_tables` [slots, blocks] lists its blocks.
+
+        `before`: the step whose draws a plan with `sources` goes on from.
+        """

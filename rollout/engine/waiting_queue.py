@@ -1,0 +1,71 @@
+"""The sequences that wait, in order of arrival.
+
+Invariants
+----------
+* The head is the earliest to arrive, wherever it came from: newly added, preempted, or from behind a
+  leader. While admission is closed only sequences of requests that have started count.
+* Adding costs O(log waiting), removing O(1): an entry whose sequence has gone is dropped when it surfaces.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from samebit.rollout.requests.request import Request, Sequence
+
+_Entry = tuple[int, Sequence]
+
+
+class WaitingQueue:
+    """Sequences that no longer wait for another one, and not yet run."""
+
+    def __init__(self) -> None:
+        self._members: set[Sequence] = set()
+        self._fresh: list[_Entry] = []
+        self._started: list[_Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._members
+
+    def push(self, sequence: Sequence) -> None:
+        """Queue a sequence, at the place of its arrival."""
+        self._members.add(sequence)
+        heapq.heappush(self._started if sequence.request.started else self._fresh, (sequence.arrival, sequence))
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take a sequence out, if it waits."""
+        self._members.discard(sequence)
+
+    def promote(self, request: Request) -> None:
+        """Let the waiting sequences of a request that has just started go on while admission is closed."""
+        for sequence in request.sequences:
+            if sequence in self._members:
+                heapq.heappush(self._started, (sequence.arrival, sequence))
+
+    def head(self, admission_open: bool) -> Sequence | None:
+        """Return the earliest to arrive of those that may be admitted."""
+        started = self._top(self._started)
+        if not admission_open:
+            return started
+        fresh = self._top(self._fresh)
+        if started is None or fresh is None:
+            return started or fresh
+        return min(started, fresh, key=lambda sequence: sequence.arrival)
+
+    @property
+    def any_started(self) -> bool:
+        """Whether a sequence waits whose request has started."""
+        return self._top(self._started) is not None
+
+    def _top(self, heap: list[_Entry]) -> Sequence | None:
+        """Return the first sequence of a heap that still waits there."""
+        while heap:
+            sequence = heap[0][1]
+            moved = heap is self._fresh and sequence.request.started
+            if sequence in self._members and not moved:
+                return sequence
+            heapq.heappop(heap)
+        return None

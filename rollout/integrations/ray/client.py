@@ -1,0 +1,252 @@
+"""The caller's side of a worker in an actor: the face of `RolloutWorker`, and where its process starts.
+
+Invariants
+----------
+* Every call ends with a result, with the error that the worker raised, or with `WorkerLostError` once the
+  actor's process has died; so does a `receive_weights` that is sending.
+* The process has its OpenMP environment before it loads torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from torch import Tensor, nn
+
+from samebit.kernels.openmp import process_environment
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.control.sleep import TAGS
+from samebit.rollout.errors import RequestError, WorkerLostError
+from samebit.rollout.integrations.ray.actor import Health, RolloutActor
+from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
+from samebit.rollout.integrations.ray.links import SharedMemoryAt
+from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.worker_interface import UpdateOptions
+from samebit.weight_sync import SharedMemorySender, SyncBrokenError, SyncRefusedError, SyncReport, WeightStream
+from samebit.weight_sync.closing import Closing
+from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from samebit.rollout.worker_interface import UpdateKeywords
+
+HEALTH_TIMEOUT = 2.0
+MOST_CALLS = 10_000
+"""That wait in an actor at once; they wait without a thread."""
+
+
+def start_actor(actor_class: type, *, num_cpus: int = 1, num_threads: int | None = None, **options: Any) -> Any:
+    """Start an actor of this class, whose process computes with `num_threads` (`num_cpus` if None) threads.
+
+    options: Ray's own, as in `.options()`: `name`, `scheduling_strategy`, ...; variables of its `runtime_env` win.
+    """
+    environment = process_environment(num_cpus if num_threads is None else num_threads)
+    runtime: dict[str, Any] = dict(options.pop("runtime_env", None) or {})
+    runtime["env_vars"] = {**environment, **runtime.get("env_vars", {})}
+    return ray.remote(actor_class).options(num_cpus=num_cpus, runtime_env=runtime, **options).remote()
+
+
+class RayWorker(Closing):
+    """A rollout worker in an actor, called like a `RolloutWorker`. `actor`: a handle of a `RolloutActor`.
+
+    sync_timeout: how long a weight update waits for the other side while no weights move, in seconds.
+    """
+
+    def __init__(self, actor: Any, *, sync_timeout: float = DEFAULT_TIMEOUT) -> None:
+        self.actor = actor
+        self._sync_timeout = sync_timeout
+        self._sending = threading.Lock()
+        self._sender: SharedMemorySender | None = None
+
+    @classmethod
+    def start(
+        cls,
+        model: str | Path,
+        *,
+        config: RolloutConfig | None = None,
+        num_cpus: int = 1,
+        sync_timeout: float = DEFAULT_TIMEOUT,
+        **options: Any,
+    ) -> RayWorker:
+        """Start an actor and load a model folder there. Ray must be running (`ray.init`).
+
+        num_cpus: cores that Ray reserves, and threads that the worker computes with unless its config says. options:
+        see `start_actor`. Raises what building a `RolloutWorker` raises.
+        """
+        num_threads = None if config is None else config.num_threads
+        options.setdefault("max_concurrency", MOST_CALLS)
+        actor = start_actor(RolloutActor, num_cpus=num_cpus, num_threads=num_threads, **options)
+        worker = cls(actor, sync_timeout=sync_timeout)
+        try:
+            wait_for(worker.actor.load.remote(str(model), config))
+        except BaseException:
+            ray.kill(worker.actor)
+            raise
+        return worker
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = wait_for(self.actor.generate.remote(prompts, params))
+        return outputs
+
+    async def generate_async(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Do as `generate` for asyncio; cancelling it aborts its requests."""
+        reference = self.actor.generate.remote(prompts, params)
+        try:
+            outputs: list[RequestOutput] = await wait_for_async(reference)
+        except asyncio.CancelledError:
+            ray.cancel(reference)
+            raise
+        return outputs
+
+    def submit(
+        self, prompt: list[int], params: SamplingParams | None = None, request_id: str | None = None
+    ) -> RayRequestHandle:
+        """Queue one prompt. What is wrong with it is raised by the handle's `result`."""
+        name = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
+        return RayRequestHandle(self.actor, name, self.actor.run.remote(prompt, params, name))
+
+    def submit_all(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+    ) -> list[RayRequestHandle]:
+        """Submit each prompt, in this order; a bad one does not keep the rest from being queued."""
+        each = params if isinstance(params, list | tuple) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts, but {len(each)} params")
+        return [self.submit(prompt, wanted) for prompt, wanted in zip(prompts, each, strict=True)]
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        wait_for(self.actor.abort.remote(request_ids if isinstance(request_ids, str) else list(request_ids)))
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> int:
+        return self.health().weight_version
+
+    def join_group(self, init_method: str, world_size: int, rank: int, backend: str = "gloo") -> None:
+        """See `RolloutActor.join_group`. Waits for the other ranks."""
+        wait_for(self.actor.join_group.remote(init_method, world_size, rank, backend))
+
+    def receive_weights(self, source: object = None, **options: Unpack[UpdateKeywords]) -> SyncReport:
+        """Take new weights: from a module, a dict of tensors or a `WeightStream` in this process, which are sent
+        through shared memory (the actor has to be on this machine); or from what the actor can open itself: a folder,
+        `SharedMemoryAt`, `BroadcastFrom`.
+        """
+        UpdateOptions.of(options)
+        if isinstance(source, nn.Module | Mapping):
+            return self._send(WeightStream.of(source), options)
+        if isinstance(source, WeightStream):
+            return self._send(source, options)
+        report: SyncReport = wait_for(self.actor.receive_weights.remote(source, **options))
+        return report
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *, cast: bool = False) -> SyncReport:
+        """Take a full update from a state dict, through shared memory; `cast` as in `receive_weights`."""
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"load_state_dict takes a dict of tensors, got {type(state_dict).__name__}")
+        return self.receive_weights(state_dict, cast=cast)
+
+    def _send(self, stream: WeightStream, options: UpdateKeywords) -> SyncReport:
+        """Send in the caller's thread, since its weights may be a collective; another waits for the actor."""
+        with self._sending, ThreadPoolExecutor(1) as other:
+            sender = self._sender = self._sender or SharedMemorySender(timeout=self._sync_timeout)
+            link = SharedMemoryAt(sender.address, self._sync_timeout)
+            received = other.submit(_received, sender, self.actor.receive_weights.remote(link, **options))
+            try:
+                sender.send(stream)
+                return received.result()
+            except BaseException as error:
+                self._hang_up()
+                if isinstance(error, SyncBrokenError | SyncRefusedError):
+                    received.result()  # why the other side ended it is the error to raise
+                raise
+
+    def _hang_up(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    # -- memory and control ------------------------------------------------------------------------
+
+    def sleep(self, tags: str | Iterable[str] = TAGS, level: int = 1) -> None:
+        wait_for(self.actor.sleep.remote(tags if isinstance(tags, str) else tuple(tags), level))
+
+    def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
+        wait_for(self.actor.wake_up.remote(tags if tags is None or isinstance(tags, str) else tuple(tags)))
+
+    def pause(self) -> None:
+        wait_for(self.actor.pause.remote())
+
+    def resume(self) -> None:
+        wait_for(self.actor.resume.remote())
+
+    def reset_prefix_cache(self) -> None:
+        wait_for(self.actor.reset_prefix_cache.remote())
+
+    def stats(self) -> dict[str, float]:
+        numbers: dict[str, float] = wait_for(self.actor.stats.remote())
+        return numbers
+
+    def health(self, timeout: float = HEALTH_TIMEOUT) -> Health:
+        """Tell whether the actor answers and would take requests. Raises `WorkerLostError` if it does not answer."""
+        try:
+            state: Health = wait_for(self.actor.health.remote(), timeout)
+        except TimeoutError as error:
+            raise WorkerLostError(f"the rollout worker's actor did not answer within {timeout} s") from error
+        return state
+
+    def close(self) -> None:
+        """Stop the worker and end its process; pending requests fail. Closing twice is fine."""
+        self._hang_up()
+        with suppress(WorkerLostError):
+            wait_for(self.actor.close.remote())
+        ray.kill(self.actor)
+
+
+class RayRequestHandle:
+    """A request that was submitted to an actor."""
+
+    def __init__(self, actor: Any, request_id: str, reference: ray.ObjectRef[RequestOutput]) -> None:
+        self.request_id = request_id
+        self._actor = actor
+        self._reference = reference
+
+    @property
+    def done(self) -> bool:
+        return bool(ray.wait([self._reference], timeout=0)[0])
+
+    def cancel(self) -> None:
+        """Abort the request; `result()` then gives what it had, with finish_reason "abort"."""
+        wait_for(self._actor.abort.remote(self.request_id))
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Wait for the end. Raises what failed the request, `WorkerLostError`, or TimeoutError (it goes on)."""
+        return wait_for(self._reference, timeout)
+
+    async def result_async(self) -> RequestOutput:
+        return await wait_for_async(self._reference)
+
+
+def _received(sender: SharedMemorySender, reference: ray.ObjectRef[SyncReport]) -> SyncReport:
+    """Return the receiver's report. When it has failed, the sending ends."""
+    try:
+        return wait_for(reference)
+    except BaseException:
+        sender.close()
+        raise

@@ -1,0 +1,103 @@
+"""A rollout replica of verl: one server, started and driven from the process of the trainer's loop.
+
+Invariant: a server that died or broke is known here within a second; `launched` says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import ray
+from omegaconf import OmegaConf
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.single_controller.ray import RayClassWithInitArgs
+from verl.workers.rollout.replica import RolloutReplica
+
+from samebit.rollout.integrations.ray import start_actor, wait_for, wait_for_async
+from samebit.rollout.integrations.verl.names import server_name
+from samebit.rollout.integrations.verl.options import check_trainer, server_options
+from samebit.rollout.integrations.verl.patches import replace_trainer_functions
+from samebit.rollout.integrations.verl.server import broadcast as checkpoint
+from samebit.rollout.integrations.verl.server.launched import note_launched
+from samebit.rollout.integrations.verl.server.server import SamebitServer
+
+logger = logging.getLogger(__name__)
+
+
+class SamebitReplica(RolloutReplica):
+    """See `RolloutReplica`; `sleep`, `abort_all_requests` and the like are its own, they call the server."""
+
+    server_class: type[SamebitServer] = SamebitServer
+
+    def __init__(self, replica_rank: int, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(replica_rank, config, model_config, *args, **kwargs)
+        _prepare_process()
+        kind = "reward" if self.is_reward_model else "teacher" if self.is_teacher_model else ""
+        name = server_name(replica_rank, kind=kind, suffix=self.name_suffix)
+        self.options = server_options(self.config, model_config, replica_rank, name)
+        if self.is_policy:
+            check_trainer(self.config.dtype, model_config, _mixed_precision(config))
+        self.failure: Exception | None = None
+        self.seen: dict[str, float] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """fully_async starts its servers in one process and trains in another: that one watches them too."""
+        self.__dict__.update(state)
+        _prepare_process()
+        self._begin_to_watch()
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether its server has the weights that are trained; else it is one of a reward or teacher model."""
+        return not (self.is_reward_model or self.is_teacher_model)
+
+    def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
+        """Return the worker beside a server with resources of its own."""
+        return RayClassWithInitArgs(
+            cls=ray.remote(checkpoint.SamebitCheckpointWorker),
+            rollout_config=self.config,
+            model_config=self.model_config,
+            replica_rank=self.replica_rank,
+        )
+
+    async def launch_servers(self) -> None:
+        """Start the server on the machine of its worker."""
+        node = await self.workers[0].__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+        name = self.options.name
+        server = start_actor(
+            self.server_class,
+            num_cpus=self.options.num_cpus,
+            num_threads=self.options.worker.num_threads,
+            name=name,
+            max_concurrency=self.max_concurrency,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+        )
+        await wait_for_async(server.load.remote(self.options, self.rollout_mode))
+        self.servers = [server]
+        self._server_handle = server
+        self._server_address = name
+        self._begin_to_watch()
+
+    def _begin_to_watch(self) -> None:
+        threading.Thread(target=self._watch, name=f"{self.options.name}-watch", daemon=True).start()
+        note_launched(self)
+
+    def _watch(self) -> None:
+        try:
+            wait_for(self._server_handle.watch.remote())
+        except Exception as error:
+            self.failure = error
+            logger.error("%s: %s", self._server_address, error)
+
+
+def _prepare_process() -> None:
+    """Tell verl what it needs to know in the process of the trainer's loop."""
+    replace_trainer_functions()
+    checkpoint.register()
+
+
+def _mixed_precision(rollout_config: Any) -> Any:
+    """Return the actor's, whose options stand beside the rollout's."""
+    return OmegaConf.select(rollout_config, "..actor.fsdp_config.mixed_precision")

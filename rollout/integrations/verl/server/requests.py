@@ -1,0 +1,78 @@
+"""A request in verl's words, and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from samebit.rollout.errors import RequestError
+from samebit.rollout.integrations.verl.options import ServerOptions
+from samebit.rollout.outputs import RequestOutput, SampleOutput
+from samebit.rollout.sampling_params import SamplingParams
+
+_HONOURED = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop", "stop_token_ids",
+    "ignore_eos", "seed", "logit_bias",
+)  # fmt: skip
+_LENGTHS = ("max_tokens", "max_new_tokens")
+
+
+def sampling_params(
+    asked: Mapping[str, Any], num_prompt_tokens: int, options: ServerOptions, *, room: int, eos: tuple[int, ...]
+) -> SamplingParams:
+    """Translate what an agent loop asks for.
+
+    room: tokens that fit behind the prompt. eos: ids that end a response beside those of the model.
+
+    Raises:
+        RequestError: a parameter that samebit does not know, or a prompt without room for a token.
+    """
+    known = (*_HONOURED, *_LENGTHS, "logprobs")
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise RequestError(f"unknown sampling parameters: {', '.join(unknown)}; samebit knows {', '.join(known)}")
+    if room < 1:
+        raise RequestError(f"the prompt has {num_prompt_tokens} tokens: there is no room for a token behind it")
+    chosen = {name: asked[name] for name in _HONOURED if name in asked}
+    chosen.setdefault("repetition_penalty", options.repetition_penalty)
+    if not chosen.setdefault("ignore_eos", options.ignore_eos):
+        chosen["stop_token_ids"] = [*(chosen.get("stop_token_ids") or ()), *eos]
+    length = next((asked[name] for name in _LENGTHS if asked.get(name) is not None), None)
+    if length is None:
+        length = min(options.response_length, options.prompt_length + options.response_length - num_prompt_tokens)
+    return SamplingParams(max_tokens=max(1, min(length, room)), **chosen)
+
+
+def finished(output: RequestOutput, *, with_logprobs: bool, steps: Mapping[int, int]) -> dict[str, Any]:
+    """Return the fields of verl's `TokenOutput`. `steps`: the trainer's step of each version of the weights."""
+    sample = output.samples[0]
+    first, last = _steps(sample, steps)
+    return {
+        "token_ids": sample.token_ids,
+        "log_probs": sample.logprobs if with_logprobs else None,
+        "stop_reason": "aborted" if sample.finish_reason == "abort" else "completed",
+        "num_preempted": sum(event.name == "preempted" for event in output.events),
+        "extra_fields": {
+            "global_steps": last,
+            "min_global_steps": first,
+            "max_global_steps": last,
+            "num_cached_tokens": output.num_cached_tokens,
+        },
+    }
+
+
+def turned_away(step: int) -> dict[str, Any]:
+    """Answer a request that was not let in: the client asks another server, or again."""
+    return {
+        "token_ids": [],
+        "log_probs": [],
+        "stop_reason": "aborted",
+        "extra_fields": {"global_steps": step, "min_global_steps": step, "max_global_steps": step},
+    }
+
+
+def _steps(sample: SampleOutput, steps: Mapping[int, int]) -> tuple[int, int]:
+    """Return the steps of the first and last token; the newest without tokens, and for weights of no known step."""
+    newest = max(steps)
+    versions = [version for _, _, version in sample.weight_versions] or [newest]
+    return steps.get(versions[0], steps[newest]), steps.get(versions[-1], steps[newest])

@@ -1,0 +1,234 @@
+"""A rollout server of verl: an actor of Ray with a `RolloutWorker` inside.
+
+Invariants
+----------
+* Requests wait on the event loop; what takes the worker's lock or waits for weights runs in a thread.
+* Every result names the trainer's step whose weights sampled it.
+* A worker that broke ends `watch` with the cause; so does the death of the process, for the caller that waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
+
+# isort: split
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from verl.utils.fs import copy_to_local
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
+
+from samebit.rollout.async_worker import AsyncWorker
+from samebit.rollout.control.sleep import TAGS
+from samebit.rollout.errors import RequestError
+from samebit.rollout.integrations.ray.links import Sources
+from samebit.rollout.integrations.verl.options import ServerOptions, check_tokenizer
+from samebit.rollout.integrations.verl.server import requests
+from samebit.rollout.integrations.verl.server.gate import Gate
+from samebit.rollout.integrations.verl.server.profiling import Tracing
+from samebit.rollout.worker import RolloutWorker
+from samebit.rollout.worker_interface import LocalWorker
+from samebit.weight_sync import SyncReport
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from samebit.rollout.worker_interface import UpdateKeywords
+
+logger = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.5
+
+
+class SamebitServer:
+    """Plain class; `SamebitReplica` makes the actor. A subclass may put another worker inside (`make_worker`)."""
+
+    def __init__(self) -> None:
+        self._options: ServerOptions
+        self._mode: RolloutMode
+        self._tracing: Tracing
+        self._inside = AsyncWorker(Sources())
+        self._gate = Gate()
+        self._steps = {0: 0}
+        self._held = {0}
+        self._numbers = itertools.count()
+        self._busy = Busy()
+        self._counted = dict.fromkeys(("syncs", "sync_seconds", "sync_bytes", "released_bytes"), 0.0)
+        self._eos: tuple[int, ...]
+
+    async def load(self, options: ServerOptions, mode: RolloutMode) -> None:
+        """Build the worker. Apart from `__init__` so that its errors reach the caller as they are."""
+        self._options = options
+        self._mode = mode
+        self._tracing = Tracing(options.traces, options.name)
+        await self._inside.build(self._build)
+
+    def _build(self) -> LocalWorker:
+        folder, words = copy_to_local(self._options.model), copy_to_local(self._options.tokenizer)
+        check_tokenizer(words)
+        tokenizer = AutoTokenizer.from_pretrained(words)
+        self._eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        return self.make_worker(folder, self._options, tokenizer)
+
+    def make_worker(self, folder: str, options: ServerOptions, tokenizer: PreTrainedTokenizerBase) -> LocalWorker:
+        """Return the worker that answers the requests."""
+        return RolloutWorker(folder, config=options.worker, tokenizer=tokenizer)
+
+    @property
+    def _worker(self) -> LocalWorker:
+        return self._inside.worker
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        audio_data: list[Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        priority: int = 0,
+    ) -> TokenOutput:
+        """Token ids in, token ids and log-probabilities out."""
+        if image_data or video_data or audio_data or mm_processor_kwargs:
+            raise RequestError("samebit serves text only: no images, video or audio")
+        if priority:
+            raise RequestError(f"samebit serves requests in their order: priority must be 0, got {priority}")
+        prompt = list(prompt_ids)
+        room = self._worker.limits.max_model_len - len(prompt)
+        params = requests.sampling_params(sampling_params, len(prompt), self._options, room=room, eos=self._eos)
+        name = f"{request_id}-{next(self._numbers)}"
+        if not await self._gate.enter(name):
+            return TokenOutput(**requests.turned_away(self._step))
+        try:
+            with self._busy:
+                output = await self._worker.submit(prompt, params, name).result_async()
+        finally:
+            self._gate.leave(name)
+        wanted = bool(sampling_params.get("logprobs"))
+        return TokenOutput(**requests.finished(output, with_logprobs=wanted, steps=self._steps))
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """End all requests with what they have, and let none in until `resume_generation`."""
+        aborted = await self._gate.close(reject=reject_request, abort=self._worker.abort)
+        return {"aborted_count": len(aborted), "request_ids": aborted}
+
+    async def resume_generation(self) -> None:
+        self._gate.open()
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    async def receive_weights(self, source: object = None, **options: Unpack[UpdateKeywords]) -> SyncReport:
+        """Take weights as `RolloutWorker.receive_weights`; `source` names a link."""
+        began = time.monotonic()
+        report = await self._inside.receive_weights(source, **options)
+        if report.changed_tensors:
+            self._held = set()
+        self._counted["sync_seconds"] += time.monotonic() - began
+        self._counted["sync_bytes"] += report.sent_bytes
+        self._counted["syncs"] += 1
+        return report
+
+    async def set_global_steps(self, version: int, global_steps: int) -> None:
+        """Note that the weights of this version, which it has now, are those of that step of the trainer."""
+        self._steps[version] = global_steps
+        self._held.add(global_steps)
+
+    async def steps_of_weights(self) -> set[int]:
+        """Return the steps of the trainer whose weights are, bit for bit, the ones it has."""
+        return set(self._held)
+
+    @property
+    def _step(self) -> int:
+        return self._steps[max(self._steps)]
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    async def sleep(self) -> None:
+        """Release the weights, which the next update brings again, and the KV cache."""
+        if not self._options.frees_memory or self._mode == RolloutMode.STANDALONE:
+            return
+        level = 2 if self._mode == RolloutMode.HYBRID else 1
+        await self._release(TAGS, level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        if self._mode != RolloutMode.STANDALONE:
+            await self._inside.wake_up(tags)
+
+    async def clear_kv_cache(self) -> None:
+        await self._inside.reset_prefix_cache()
+
+    async def release_kv_cache(self) -> None:
+        if self._options.frees_memory:
+            await self._release("kv_cache")
+
+    async def resume_kv_cache(self) -> None:
+        if self._options.frees_memory:
+            await self._inside.wake_up("kv_cache")
+
+    async def _release(self, tags: str | tuple[str, ...], level: int = 1) -> None:
+        before = _resident_bytes()
+        await self._inside.sleep(tags, level)
+        self._counted["released_bytes"] += max(0, before - _resident_bytes())
+
+    # -- state -------------------------------------------------------------------------------------
+
+    async def stats(self) -> dict[str, float]:
+        """Return the worker's counters; how long requests ran, and weights came, in seconds; bytes that came and that
+        the process gave back to the system."""
+        return {**self._worker.stats(), **self._counted, "generation_seconds": self._busy.seconds}
+
+    async def check_usable(self) -> None:
+        """Raises what broke the worker."""
+        self._worker.check_usable()
+
+    async def watch(self) -> None:
+        """Never returns; raises what broke the worker."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            await self.check_usable()
+
+    async def close(self) -> None:
+        """Stop the worker; the process stays until the actor is ended."""
+        await self._inside.close()
+
+    async def start_profile(self, **labels: Any) -> None:
+        """Begin a trace, if `rollout.profiler` asks for one of this server. labels: verl's name of what is profiled."""
+        self._tracing.start()
+
+    async def stop_profile(self) -> None:
+        path = self._tracing.stop()
+        if path is not None:
+            logger.info("trace of %s: %s", self._options.name, path)
+
+
+def _resident_bytes() -> int:
+    """Return the resident bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Busy:
+    """Seconds during which there was at least one request. A context manager for one of them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._inside = 0
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        if self._inside == 0:
+            self._began = time.monotonic()
+        self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._inside -= 1
+        if self._inside == 0:
+            self.seconds += time.monotonic() - self._began

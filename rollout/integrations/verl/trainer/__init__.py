@@ -1,0 +1,1 @@
+"""verl's training engine with samebit's forward and log-probabilities."""

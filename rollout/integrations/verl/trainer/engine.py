@@ -1,0 +1,102 @@
+"""verl's FSDP engine with samebit's forward and log-probabilities.
+
+It is in use where `model.fused_kernel_options.impl_backend` is "samebit"; verl then leaves the model's class alone and
+reads `log_probs` and `entropy` from the model's output. On a CPU the class also serves other models, since verl has no
+engine for that device.
+
+Invariants
+----------
+* Trainer and rollout worker bind the same model the same way; what would change its arithmetic is refused by name
+  (`exactness`).
+* Autocast is off: parameters and inputs are in the dtype that FSDP2's mixed precision asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from verl.utils import tensordict_utils
+from verl.utils.device import get_device_name
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from samebit.kernels import bind
+from samebit.rollout.integrations.verl.trainer.exactness import check_class, check_exact
+from samebit.rollout.integrations.verl.trainer.fused_forward import give_logprobs
+from samebit.weight_sync import WeightStream
+
+BACKEND = "samebit"
+STRATEGIES = ("fsdp", "fsdp2")
+
+
+class SamebitEngine(FSDPEngineWithLMHead):
+    """Actor and reference policy."""
+
+    _autocast_dtype: torch.dtype
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        self.exact = is_asked_for(model_config)
+        if self.exact:
+            check_exact(model_config, engine_config)
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _build_module(self) -> nn.Module:
+        if self.exact:
+            # The bound model has an attention of its own, and flash-attention, verl's default, may not be there.
+            self.model_config.hf_config._attn_implementation = "sdpa"
+        module: nn.Module = super()._build_module()
+        if not self.exact:
+            return module
+        check_class(module)
+        return give_logprobs(bind(module))
+
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        with _without_pinned_memory(self.engine_config):
+            sharded: nn.Module = super()._build_fsdp_module(module)
+        if self.exact:
+            self._computes_in: torch.dtype = self._autocast_dtype
+            self._autocast_dtype = torch.float32  # for verl this means: no autocast
+        return sharded
+
+    def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        inputs, output_args = super().prepare_model_inputs(micro_batch)
+        if self.exact:
+            wanted = tensordict_utils.get_non_tensor_data(micro_batch, key="calculate_entropy", default=False)
+            inputs["with_entropy"] = bool(wanted)
+        return inputs, output_args
+
+    def get_per_tensor_param(self, **options: Any) -> tuple[Any, Any]:
+        """Return for the rollout a `WeightStream` in the dtype of the forward, gathered tensor by tensor."""
+        if not self.exact:
+            return super().get_per_tensor_param(**options)  # type: ignore[no-any-return]
+        return WeightStream.of(self.module, dtype=self._computes_in), None
+
+
+def register() -> None:
+    """Make verl use it: for every FSDP model on a CPU, and on NVIDIA GPUs instead of its own, which it behaves like
+    where samebit is not asked for."""
+    if SamebitEngine not in EngineRegistry._engines["language_model"]["fsdp2"].values():
+        as_engine = EngineRegistry.register
+        as_engine("language_model", list(STRATEGIES), device="cpu")(SamebitEngine)
+        as_engine("language_model", list(STRATEGIES), device="cuda", vendor="nvidia")(SamebitEngine)
+
+
+def is_asked_for(model_config: Any) -> bool:
+    """Tell whether the model's log-probabilities shall be samebit's."""
+    options = model_config.fused_kernel_options or {}
+    return options.get("impl_backend") == BACKEND
+
+
+@contextmanager
+def _without_pinned_memory(engine_config: Any) -> Iterator[None]:
+    """Wrap a reference policy like an actor: verl offloads it to pinned memory, which needs an accelerator."""
+    forward_only = engine_config.forward_only
+    engine_config.forward_only = forward_only and get_device_name() != "cpu"
+    try:
+        yield
+    finally:
+        engine_config.forward_only = forward_only

@@ -1,0 +1,71 @@
+"""Under which of verl's options the trainer's bits would not be the servers'.
+
+Invariant: a server builds its model from the folder `model.path` alone, with transformers' own classes; an option that
+makes the trainer's model another one, or computes it in another way, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.utils.device import get_device_name
+
+_ATTENTION = "attn_implementation"
+"""The entry of `model.override_config` that says nothing here: a bound model has an attention of its own."""
+
+
+def check_exact(model: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
+    """Raise for every option under which the bits would not be samebit's.
+
+    Args:
+        model: verl's options of the model, before or after it made its `HFModelConfig` of them.
+        engine: verl's options of the training engine.
+
+    Raises:
+        ValueError: all of them, by name.
+    """
+    precision = (engine.get("mixed_precision") or {}).get("param_dtype")
+    refused = {
+        "model.use_fused_kernels=False": not model["use_fused_kernels"],
+        "model.use_liger=True": model["use_liger"],
+        "model.lora_rank > 0": model["lora_rank"] > 0,
+        "model.lora.rank > 0": ((model.get("lora") or {}).get("rank") or 0) > 0,
+        "model.lora_adapter_path": model.get("lora_adapter_path"),
+        "model.tiled_mlp.enabled=True": (model["tiled_mlp"] or {}).get("enabled"),
+        "model.trust_remote_code=True (servers run no code of the folder's)": model["trust_remote_code"],
+        **{f"{name} (servers read the folder's config.json: set it there)": True for name in _of_another_config(model)},
+        f"strategy={engine.get('strategy')} (use fsdp2)": engine.get("strategy") != "fsdp2",
+        "ulysses_sequence_parallel_size > 1": engine.get("ulysses_sequence_parallel_size", 1) > 1,
+        "qat.enable=True": (engine.get("qat") or {}).get("enable"),
+        "mixed_precision.param_dtype=fp16": precision in ("fp16", "float16", "half"),
+        f"a device that is not the CPU ({get_device_name()})": get_device_name() != "cpu",
+    }
+    found = [option for option, present in refused.items() if present]
+    if found:
+        raise ValueError(f"fused_kernel_options.impl_backend=samebit can not be exact with {'; '.join(found)}")
+
+
+def check_class(module: object) -> None:
+    """Raise unless the trainer's model is of transformers, as a server's is: `model.external_lib` may register more.
+
+    Raises:
+        ValueError: where the class comes from.
+    """
+    found = type(module)
+    if not found.__module__.startswith("transformers."):
+        raise ValueError(
+            f"the trainer's {found.__name__} is of {found.__module__}, the servers' of transformers: with "
+            "fused_kernel_options.impl_backend=samebit nothing, model.external_lib neither, may register another class"
+        )
+
+
+def _of_another_config(model: Mapping[str, Any]) -> list[str]:
+    """Return the options by which the trainer's config would differ from the one in the folder."""
+    given = model["override_config"] or {}
+    nested = given.get("model_config") or {}
+    names = [f"model.override_config.{name}" for name in given if name not in (_ATTENTION, "model_config")]
+    names += [f"model.override_config.model_config.{name}" for name in nested if name != _ATTENTION]
+    if model["hf_config_path"] not in (None, model["path"]):
+        names.append(f"model.hf_config_path={model['hf_config_path']}")
+    return names

@@ -1,0 +1,95 @@
+"""From what a user calls a model to the folder that holds it: a path, or a name of the Hugging Face hub.
+
+Invariants
+----------
+* A name is resolved once, to the snapshot of one commit; every reader of that folder reads the same files.
+* A folder that exists is taken, whatever it is called. What is written as a path is never looked for on the hub.
+* Weights come as safetensors only: no pickle is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils._validators import validate_repo_id
+
+from samebit.rollout.errors import ModelLoadError
+
+WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
+"""Weights, config and tokenizer."""
+UNWANTED = ["*/*", "consolidated*.safetensors"]
+"""What lies in folders, and copies of the weights under other names."""
+
+
+def model_folder(model: str | Path, revision: str | None = None) -> Path:
+    """Return the folder of a model; a name's snapshot is downloaded where the cache lacks it.
+
+    revision: a branch, tag or commit of a name.
+
+    Raises:
+        ModelLoadError: no such folder; or the name is not known, or not to be reached.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        if revision is not None:
+            raise ModelLoadError(
+                f"revision={revision!r} is for a name of the Hugging Face hub, and {folder} is a folder"
+            )
+        return folder
+    if isinstance(model, Path) or not _may_be_a_name(model):
+        raise ModelLoadError(f"no such model folder: {folder}")
+    return _snapshot(model, revision)
+
+
+def _may_be_a_name(text: str) -> bool:
+    if text.startswith(("/", ".", "~")) or text.endswith("/") or os.path.lexists(text):
+        return False
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _snapshot(name: str, revision: str | None) -> Path:
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+    except (RevisionNotFoundError, GatedRepoError, RepositoryNotFoundError) as error:
+        raise _refusal(name, revision, error) from error
+    except (OSError, ValueError) as error:
+        cached = _cached(name, revision)
+        if cached is None:
+            raise _refusal(name, revision, error) from error
+        return cached
+
+
+def _cached(name: str, revision: str | None) -> Path | None:
+    """Return what the local cache has, where the hub is not reached."""
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+
+
+def _refusal(name: str, revision: str | None, error: Exception) -> ModelLoadError:
+    if isinstance(error, RevisionNotFoundError):
+        return ModelLoadError(f"{name} has no revision {revision!r} on the Hugging Face hub")
+    get = _download(name, revision)
+    if isinstance(error, GatedRepoError):
+        return ModelLoadError(f"{name} asks for its terms to be accepted on the Hugging Face hub; then {get}")
+    if isinstance(error, RepositoryNotFoundError):
+        return ModelLoadError(
+            f"no such model folder: {name}; and the Hugging Face hub knows no model of that name, or shows it to others"
+        )
+    what = "" if revision is None else f" at revision {revision!r}"
+    return ModelLoadError(
+        f"no such model folder: {name}; and as a name of the Hugging Face hub it is not in the local cache{what} and "
+        f"can not be reached ({type(error).__name__}): {get} where it can"
+    )
+
+
+def _download(name: str, revision: str | None) -> str:
+    return f"run `hf download {name}{f' --revision {revision}' if revision is not None else ''}`"

@@ -1,0 +1,216 @@
+"""From a model folder or a module to what the worker serves; every refusal names its cause.
+
+Invariants
+----------
+* A folder is read locally and without pickle; weights that the checkpoint lacks are an error, never a
+  random initialisation. A name of the hub becomes a folder first (`hub`).
+* Whatever is wrong with a folder, the error is a `ModelLoadError` that names it, or a `BindingError`.
+* A module is taken as it is: no copy, no `train()`/`eval()`, no change of dtype or device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from samebit.kernels import BindingError
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.errors import ModelLoadError
+from samebit.rollout.models.hub import model_folder
+from samebit.rollout.requests.stopping import Tokenizer, as_token_ids
+from samebit.weight_sync.apply import first_non_finite
+from samebit.weight_sync.manifest import live_tensors
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What a worker is built on. shared: the module is the trainer's own."""
+
+    module: PreTrainedModel
+    shared: bool
+    tokenizer: Tokenizer | None
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+def load_model(
+    model: str | Path | nn.Module,
+    config: RolloutConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    unlimited_len: int | None = None,
+) -> LoadedModel:
+    """Load a folder or take a module. `unlimited_len`: for a config without a limit (pure Mamba), which else raises."""
+    if isinstance(model, str | Path):
+        folder = model_folder(model, config.revision)
+        with naming(folder):
+            return _load_folder(folder, config, tokenizer, unlimited_len)
+    if config.revision is not None:
+        raise ModelLoadError(
+            f"revision={config.revision!r} is for a name of the Hugging Face hub, and this is a module"
+        )
+    if isinstance(model, PreTrainedModel):
+        module = model
+        _check_asked_dtype(module, config)
+    else:
+        raise ModelLoadError(
+            "the model must be a folder, a name of the Hugging Face hub or a Hugging Face causal language model "
+            "(a PreTrainedModel), got "
+            f"{type(model).__name__}"
+        )
+    return _facts(module, True, tokenizer, config, unlimited_len)
+
+
+@contextmanager
+def naming(model: object) -> Iterator[None]:
+    """Boundary: a folder that is damaged makes transformers, and what it calls, raise errors of any kind.
+
+    They become one that says what could not be loaded. Those of a module's code are left as they are.
+    """
+    try:
+        yield
+    except (ModelLoadError, BindingError, MemoryError):
+        raise
+    except Exception as error:
+        if not isinstance(model, str | Path):
+            raise
+        reason = " ".join(str(error).split())
+        raise ModelLoadError(f"{model} can not be loaded: {type(error).__name__}: {reason}") from error
+
+
+def _load_folder(
+    folder: Path, config: RolloutConfig, tokenizer: Tokenizer | None, unlimited_len: int | None
+) -> LoadedModel:
+    module = _from_folder(folder, config)
+    if tokenizer is None and any((folder / name).is_file() for name in TOKENIZER_FILES):
+        tokenizer = cast(Tokenizer, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    return _facts(module, False, tokenizer, config, unlimited_len)
+
+
+def _facts(
+    module: PreTrainedModel,
+    shared: bool,
+    tokenizer: Tokenizer | None,
+    config: RolloutConfig,
+    unlimited_len: int | None,
+) -> LoadedModel:
+    _check_tensors(module, config)
+    return LoadedModel(
+        module=module,
+        shared=shared,
+        tokenizer=tokenizer,
+        max_model_len=_max_model_len(module, config, unlimited_len),
+        eos_token_ids=_eos_token_ids(module),
+    )
+
+
+def _from_folder(folder: Path, config: RolloutConfig) -> PreTrainedModel:
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"{folder} has no config.json: it is not a Hugging Face model folder")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelLoadError(f"{folder} has no weights (*.safetensors; pickled weights are not read)")
+    dtype: torch.dtype | str = config.torch_dtype() or "auto"
+    loaded = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, use_safetensors=True, dtype=dtype, output_loading_info=True
+    )
+    module, info = cast(tuple[nn.Module, dict[str, Any]], loaded)
+    if info["missing_keys"]:
+        raise ModelLoadError(
+            f"the weights in {folder} lack {len(info['missing_keys'])} tensors: "
+            f"{', '.join(sorted(info['missing_keys']))}"
+        )
+    if info["unexpected_keys"]:
+        logger.warning(
+            "%s holds tensors that the model has no place for: %s",
+            folder,
+            ", ".join(sorted(info["unexpected_keys"])),
+        )
+    bad = first_non_finite(live_tensors(module))
+    if bad is not None:
+        raise ModelLoadError(f"{bad} in {folder} holds NaN or infinity")
+    if not isinstance(module, PreTrainedModel):
+        raise ModelLoadError(f"{folder} does not hold a causal language model")
+    cast(nn.Module, module).to(config.device)
+    return module
+
+
+def _check_asked_dtype(module: nn.Module, config: RolloutConfig) -> None:
+    asked = config.torch_dtype()
+    if asked is None:
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.dtype != asked:
+            raise ModelLoadError(
+                f"dtype={config.dtype!r} was asked for, but the module's {name} is {parameter.dtype}; a module "
+                "is served as it is: convert it yourself or leave dtype out"
+            )
+
+
+def _check_tensors(module: nn.Module, config: RolloutConfig) -> None:
+    allowed = config.allowed_dtypes()
+    for name, tensor in live_tensors(module).items():
+        if is_sharded(tensor):
+            raise ModelLoadError(f"{name} is a DTensor; a sharded module can not be served in place")
+        if tensor.device.type != config.device:
+            raise ModelLoadError(f"{name} is on {tensor.device}, but RolloutConfig(device={config.device!r})")
+        if tensor.dtype.is_floating_point and tensor.dtype not in allowed.values():
+            raise ModelLoadError(
+                f"{name} is {tensor.dtype}; supported on {config.device} are {', '.join(allowed)}: pass "
+                "RolloutConfig(dtype=...)"
+            )
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Tell whether this is a DTensor, of which each rank holds a part."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def _max_model_len(module: PreTrainedModel, config: RolloutConfig, unlimited_len: int | None) -> int:
+    text_config = module.config.get_text_config()
+    layers = text_config.num_hidden_layers
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise ModelLoadError(f"the config's num_hidden_layers must be an int of at least 1, got {layers!r}")
+    if not hasattr(text_config, "max_position_embeddings"):
+        length = config.max_model_len or unlimited_len
+        if length is None:
+            raise ModelLoadError("the model's config has no max_position_embeddings: give max_model_len")
+        return length
+    limit = text_config.max_position_embeddings
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 2:
+        raise ModelLoadError(f"the config's max_position_embeddings must be an int of at least 2, got {limit!r}")
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ModelLoadError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions")
+    return config.max_model_len
+
+
+def _eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
+    """Read them from the generation config, which is where a chat model lists all of its end tokens."""
+    generation = module.generation_config
+    if generation is not None and generation.eos_token_id is not None:
+        return _checked_ids(generation.eos_token_id)
+    return _checked_ids(module.config.get_text_config().eos_token_id)
+
+
+def _checked_ids(given: Any) -> tuple[int, ...]:
+    ids = as_token_ids(given)
+    if any(isinstance(one, bool) or not isinstance(one, int) for one in ids):
+        raise ModelLoadError(f"the model's eos_token_id must be an int or several, got {given!r}")
+    return ids

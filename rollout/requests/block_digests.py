@@ -1,0 +1,94 @@
+"""What a block of tokens is called: a digest of its tokens and of all that come before them.
+
+Invariants
+----------
+* Equal digests mean equal tokens from position 0 on, under one salt. The key is this process's own, so
+  no caller can prepare two prompts that collide; a hit compares the tokens all the same.
+* Only full blocks have a digest, and each is computed once: a chain is kept and extended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+DIGEST_BYTES = 16
+_TOKEN = np.dtype(np.int32)
+
+
+class PromptDigests(NamedTuple):
+    """What a prompt's blocks are called. root: what the first one follows. blocks: the digests of the full ones."""
+
+    root: bytes
+    blocks: list[bytes]
+
+
+class ChainHasher:
+    """Keyed BLAKE2b, 128 bits, chained over blocks of `block_size` tokens."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._key = os.urandom(DIGEST_BYTES)
+
+    def root(self, cache_salt: str | None) -> bytes:
+        """Return what the first block under this salt follows."""
+        salt = "" if cache_salt is None else cache_salt
+        return hashlib.blake2b(salt.encode(errors="surrogatepass"), key=self._key, digest_size=DIGEST_BYTES).digest()
+
+    def prompt(self, cache_salt: str | None, tokens: npt.NDArray[np.int64]) -> PromptDigests:
+        """Name the full blocks of a prompt."""
+        root = self.root(cache_salt)
+        return PromptDigests(root, self.extend(root, tokens))
+
+    def extend(self, parent: bytes, tokens: npt.NDArray[np.int64]) -> list[bytes]:
+        """Return the digests of the full blocks among `tokens`, which follow the block `parent`."""
+        width = self.block_size * _TOKEN.itemsize
+        data = tokens.astype(_TOKEN).tobytes()
+        key, blake2b = self._key, hashlib.blake2b
+        digests: list[bytes] = []
+        for at in range(0, len(data) - width + 1, width):
+            parent = blake2b(parent + data[at : at + width], key=key, digest_size=DIGEST_BYTES).digest()
+            digests.append(parent)
+        return digests
+
+
+class TokenChain:
+    """The digests of a sequence's full blocks, as far as they were needed.
+
+    Those of the prompt are shared by all samples of a request.
+    """
+
+    __slots__ = ("_hasher", "_own", "_prompt", "_root")
+
+    def __init__(self, hasher: ChainHasher, prompt: PromptDigests) -> None:
+        self._hasher = hasher
+        self._root, self._prompt = prompt
+        self._own: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self._prompt) + len(self._own)
+
+    def __getitem__(self, index: int) -> bytes:
+        split = len(self._prompt)
+        return self._prompt[index] if index < split else self._own[index - split]
+
+    def head(self, count: int) -> list[bytes]:
+        """Return the first `count` digests, or as many as are known."""
+        return self._prompt[:count] + self._own[: max(0, count - len(self._prompt))]
+
+    def beyond(self, start: int) -> list[bytes]:
+        """Return the digests from block `start` on."""
+        return self._prompt[start:] + self._own[max(0, start - len(self._prompt)) :]
+
+    def cover(self, tokens: npt.NDArray[np.int64]) -> None:
+        """Extend the chain to all full blocks of these tokens, the sequence's own from position 0 on."""
+        size = self._hasher.block_size
+        known = len(self)
+        full = len(tokens) // size
+        if full > known:
+            parent = self[known - 1] if known else self._root
+            self._own += self._hasher.extend(parent, tokens[known * size : full * size])

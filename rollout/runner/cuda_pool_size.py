@@ -1,0 +1,45 @@
+"""How much of a GPU's memory the KV pool takes (`RolloutConfig.gpu_memory_utilization`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from samebit.kernels.layout.forward_context import training_context
+from samebit.kernels.ops.logprobs import log_softmax
+from samebit.rollout.runner.logits import logits_of
+
+
+def kv_cache_bytes(model: nn.Module, share: float, num_tokens: int, num_sequences: int, other_bytes: int) -> int:
+    """Return what is left for pages on the model's CUDA device when ``share`` of its memory may be in use.
+
+    Args:
+        model: bound, on the device.
+        share: of the whole device's memory, all its users taken together.
+        num_tokens: of the largest step, which is computed once to see what it needs.
+        num_sequences: of which tokens are drawn in it.
+        other_bytes: of what is allocated beside the pages: states of Mamba layers, the logits of graphs.
+    """
+    device = next(model.parameters()).device
+    with torch.cuda.device(device):
+        needed = _step_bytes(model, num_tokens, num_sequences, device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+    return left_for_pages(total, free, share, 2 * needed + other_bytes)  # twice: graphs keep theirs apart
+
+
+def left_for_pages(total: int, free: int, share: float, reserved: int) -> int:
+    """Return the bytes of ``total``, of which ``free`` are, up to ``share`` of it, less ``reserved``; not below 0."""
+    return max(0, int(share * total) - (total - free) - reserved)
+
+
+@torch.no_grad()
+def _step_bytes(model: nn.Module, num_tokens: int, num_sequences: int, device: torch.device) -> int:
+    """Return the memory that a step of this many tokens takes at its height."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    context = training_context((1, num_tokens), None, None, device)
+    rows = torch.arange(min(num_tokens, num_sequences), device=device)
+    logits = logits_of(model, torch.zeros(num_tokens, dtype=torch.int64, device=device), rows, context)
+    log_softmax(logits, torch.ones(len(rows), device=device))
+    return torch.cuda.max_memory_allocated(device) - before

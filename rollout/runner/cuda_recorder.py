@@ -1,0 +1,41 @@
+"""Recording of CUDA graphs.
+
+What recording does to a process: torch allows one recording at a time, so recorders take turns. While one is under way
+no other thread may draw random numbers on the GPU or empty torch's cache of its memory; a trainer in the same process
+does neither while it waits for samples.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Run = Callable[[], None]
+Recorder = Callable[[Run], Run]
+"""Records a function: what comes back computes the same anew, from the same memory into the same memory."""
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+class CudaRecorder:
+    """Records on one device; what it records shares one pool of memory: a replay spoils what one before it left."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> Run:
+        """Runs it once before, on the recording's own stream: that compiles its kernels and takes what they keep."""
+        graph = torch.cuda.CUDAGraph()
+        with _ONE_AT_A_TIME:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                run()
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            # thread_local: other threads may use the device meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                run()
+        return graph.replay

@@ -1,0 +1,43 @@
+"""The contract of a step's forward call, and the call itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from samebit.kernels.layout.forward_context import ForwardContext, use_context
+from samebit.rollout.runner.sampler import DrawInputs
+from samebit.rollout.runner.step_inputs import StepInputs
+
+
+@dataclass(frozen=True, eq=False)
+class StepLogits:
+    """Holds ``[K, V]`` float32 logits of the rows that reach the head, valid until the next step, and beside them what
+    the draws need."""
+
+    logits: torch.Tensor
+    draws: DrawInputs
+
+
+class Forward(Protocol):
+    """Computes a step's logits."""
+
+    def __call__(self, model: nn.Module, inputs: StepInputs, drawn: torch.Tensor | None) -> StepLogits:
+        """Call the model, which writes to the memory that the inputs name. ``drawn``: the tokens that
+        ``inputs.sources`` are rows of, int64 on the model's device; None without them."""
+
+    def forget_memory(self) -> None:
+        """Forget where pages and states were: they are elsewhere from now on."""
+
+
+@torch.no_grad()
+def logits_of(
+    model: nn.Module, token_ids: torch.Tensor, head_rows: torch.Tensor, context: ForwardContext
+) -> torch.Tensor:
+    """Return float32 logits ``[K, V]`` of the rows ``head_rows`` ``[K]``; ``token_ids``: ``[T]``."""
+    with use_context(context):
+        logits: torch.Tensor = model(input_ids=token_ids[None], logits_to_keep=head_rows).logits[0]
+    return logits.float()  # already float32 but for exact=False

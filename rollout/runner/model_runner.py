@@ -1,0 +1,174 @@
+"""Computes a step: token rows in, sampled tokens and their log-probabilities out.
+
+Invariants
+----------
+* A token's random number depends on its seed (or on the engine's seed and the request's ordinal), its
+  sample and its absolute position; never on the batch.
+* What is reported comes from the unprocessed logits through `logprobs_from_logits`, the trainer's formula.
+* Sequences are read, never written.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from samebit.kernels import logprobs_from_logits
+from samebit.kernels.binding.binding import binding_of
+from samebit.kernels.layout.mamba_states import StateMemory
+from samebit.kernels.layout.transfer import indices
+from samebit.rollout.cache.checkpoints.pool import CheckpointMoves, CheckpointPool
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.engine.step_plan import PromptLogprobs, StepInFlight, StepPlan, StepResult
+from samebit.rollout.runner.cuda_pool_size import kv_cache_bytes
+from samebit.rollout.runner.forward import forward_for
+from samebit.rollout.runner.pool_sizes import count_checkpoints, count_held_states
+from samebit.rollout.runner.sampler import Draws, Sampler, most_likely
+from samebit.rollout.runner.step_inputs import Memory, PromptPiece, step_inputs
+
+Ints = npt.NDArray[np.int32]
+
+
+class ModelRunner:
+    """The bound model with its KV pages and its sampler. See `samebit.rollout.engine.step_plan.Runner`."""
+
+    def __init__(self, model: nn.Module, config: RolloutConfig) -> None:
+        binding = binding_of(model)
+        self.model = model
+        self.vocab_size = binding.vocab_size
+        self.layout = binding.kv_layout
+        head = model.get_parameter("lm_head.weight")
+        self.dtype, self.device = head.dtype, head.device
+        if config.block_size is None:
+            raise ValueError("the block size is not decided yet: see RolloutConfig.with_block_size()")
+        self.block_size = config.block_size
+        self.state_layout = binding.state_layout
+        self.held_slots = range(config.max_num_seqs, config.max_num_seqs + count_held_states(config))
+        self.num_checkpoints = count_checkpoints(config, self.bytes_per_checkpoint())
+        self.sampler = Sampler(config.seed, config.exact)
+        self.memory: Memory | None = None
+        self.forward = forward_for(head, config)
+        self.forward_seconds = 0.0
+        self.sampler_seconds = 0.0
+
+    def bytes_per_block(self) -> int:
+        """Return the bytes of one KV block over all layers."""
+        return self.layout.bytes_per_block(self.block_size, self.dtype)
+
+    def bytes_per_slot(self) -> int:
+        """Return the bytes of a running sequence's state over all Mamba layers; 0 without."""
+        return 0 if self.state_layout is None else self.state_layout.bytes_per_slot(self.dtype)
+
+    def bytes_per_checkpoint(self) -> int:
+        """Return the bytes of a cached state over all Mamba layers; 0 without."""
+        return 0 if self.state_layout is None else self.state_layout.bytes_per_checkpoint(self.dtype)
+
+    def bytes_left(self, config: RolloutConfig) -> int:
+        """Return what is left for pages of the share of the device's memory in the config; 0 where it names none."""
+        if config.gpu_memory_utilization is None:
+            return 0
+        slots, kept = self.held_slots.stop * self.bytes_per_slot(), self.num_checkpoints * self.bytes_per_checkpoint()
+        logits = config.max_num_seqs * self.vocab_size * torch.float32.itemsize
+        return kv_cache_bytes(
+            self.model, config.gpu_memory_utilization, config.max_num_batched_tokens, config.max_num_seqs,
+            slots + kept + logits,
+        )  # fmt: skip
+
+    def checkpoint_pool(self) -> CheckpointPool | None:
+        """The bookkeeping of the checkpoints; None without Mamba layers."""
+        if self.state_layout is None:
+            return None
+        return CheckpointPool(self.num_checkpoints, self.block_size, self.held_slots)
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Allocate zeroed pages for blocks 0 .. num_blocks, block 0 being the null block, and zeroed states."""
+        pages = self.layout.allocate(num_blocks, self.block_size, self.dtype, self.device)
+        states = None
+        if self.state_layout is not None:
+            states = self.state_layout.allocate(self.held_slots.stop, self.dtype, self.num_checkpoints, self.device)
+        self.memory = Memory(pages, states, self.block_size)
+
+    def release_cache(self) -> None:
+        """Give pages and states back."""
+        self.forward.forget_memory()
+        self.memory = None
+
+    def launch(self, plan: StepPlan, block_tables: Ints, before: StepInFlight | None = None) -> StepInFlight:
+        """Start to compute the plan; row ``sequence.slot`` of ``block_tables`` lists a sequence's blocks.
+
+        `before`: the step whose draws a plan with `sources` goes on from, of this runner.
+        """
+        if self.memory is None:
+            raise RuntimeError("the cache is not allocated: see allocate_cache()")
+        drawn = None
+        if plan.sources is not None:
+            if not isinstance(before, ModelStep):
+                raise TypeError(f"a plan with sources goes on from a step of this runner, got {before!r}")
+            drawn = before.draws.tokens
+        inputs = step_inputs(plan, block_tables, self.memory, self.sampler)
+        began = time.perf_counter()
+        self._copy_blocks(self.memory, plan.copies)
+        if self.memory.states is not None:
+            _move_states(self.memory.states, plan.moves)
+        found = self.forward(self.model, inputs, drawn)
+        forwarded = time.perf_counter()
+        count = inputs.num_sampling_rows
+        draws = self.sampler.sample(found.logits[:count], inputs.sequences, inputs.positions, found.draws)
+        step = ModelStep(self, draws, _prompt_logprobs(found.logits[count:], inputs.pieces))
+        self.forward_seconds += forwarded - began
+        self.sampler_seconds += time.perf_counter() - forwarded
+        return step
+
+    @torch.no_grad()
+    def _copy_blocks(self, memory: Memory, copies: list[tuple[int, int]]) -> None:
+        if not copies:
+            return
+        sources, targets = indices(np.array(copies, np.int64).T, self.device)
+        for pages in memory.pages:
+            pages[targets] = pages[sources]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelStep:
+    """A step that a `ModelRunner` has launched. See `samebit.rollout.engine.step_plan.StepInFlight`."""
+
+    runner: ModelRunner
+    draws: Draws
+    prompt_logprobs: list[PromptLogprobs]
+
+    def result(self) -> StepResult:
+        """Return its outcome; wait for the device."""
+        began = time.perf_counter()
+        result = self.draws.result()
+        result.prompt_logprobs = self.prompt_logprobs
+        self.runner.sampler_seconds += time.perf_counter() - began
+        return result
+
+
+@torch.no_grad()
+def _move_states(states: StateMemory, moves: CheckpointMoves) -> None:
+    states.take_checkpoints(moves.saves)
+    states.copy_slots(moves.holds)
+    states.restore_checkpoints(moves.restores)
+    states.copy_slots(moves.forks)
+
+
+def _prompt_logprobs(logits: torch.Tensor, pieces: list[PromptPiece]) -> list[PromptLogprobs]:
+    """Score prompt tokens at temperature 1, and the most likely tokens where they are wanted."""
+    results: list[PromptLogprobs] = []
+    done = 0
+    for piece in pieces:
+        rows = logits[done : done + len(piece.rows)]
+        done += len(piece.rows)
+        ids = piece.sequence.token_ids[piece.start : piece.start + len(piece.rows)]
+        tokens = torch.from_numpy(ids).to(rows.device)
+        scores = logprobs_from_logits(rows, tokens)
+        count = piece.sequence.params.prompt_logprobs
+        top = most_likely(rows, tokens, torch.ones(len(rows), device=rows.device), count) if count else None
+        results.append(PromptLogprobs(piece.sequence, piece.start, scores.cpu().numpy(), top))
+    return results

@@ -1,0 +1,79 @@
+"""How many blocks, checkpoints and held states the memory of a configuration buys, in bytes that the model says."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from samebit.rollout.config import RolloutConfig
+
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+DEFAULT_STATE_CACHE_BYTES = 1 << 28
+
+logger = logging.getLogger(__name__)
+
+
+def count_held_states(config: RolloutConfig) -> int:
+    """Return how many prompts keep their live state for samples that begin later."""
+    return max(1, config.max_num_seqs // 4) if config.enable_prefix_caching else 0
+
+
+def count_checkpoints(config: RolloutConfig, bytes_per_checkpoint: int) -> int:
+    """Return how many states of Mamba layers are cached, when one takes this many bytes over all layers.
+
+    bytes_per_checkpoint: 0 for a model without such layers.
+    """
+    if bytes_per_checkpoint == 0:
+        if config.state_cache_gb is not None:
+            raise ValueError(f"state_cache_gb={config.state_cache_gb}, but this model has no Mamba layers")
+        return 0
+    if not config.enable_prefix_caching:
+        return 0
+    if config.state_cache_gb is None:
+        return max(1, DEFAULT_STATE_CACHE_BYTES // bytes_per_checkpoint)
+    if config.state_cache_gb == 0:
+        logger.warning("state_cache_gb=0: no state is cached, so a prefix that is hit saves memory, not computing")
+        return 0
+    count = int(config.state_cache_gb * 2**30) // bytes_per_checkpoint
+    if count < 1:
+        raise ValueError(
+            f"state_cache_gb={config.state_cache_gb} does not hold one state of {bytes_per_checkpoint} bytes; "
+            f"at least {_gib(bytes_per_checkpoint)} are needed, or 0 for no cached states"
+        )
+    return count
+
+
+def count_blocks(config: RolloutConfig, bytes_per_block: int, max_model_len: int, bytes_left: int = 0) -> int:
+    """Return the number of blocks in the KV pool of a model whose block takes `bytes_per_block` over all layers.
+
+    bytes_left: for pages, of the share that is `gpu_memory_utilization`.
+    """
+    if config.block_size is None:
+        raise ValueError("the block size is not decided yet: see with_block_size()")
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_cache_gb is not None:
+        blocks = int(config.kv_cache_gb * 2**30) // max(1, bytes_per_block)
+        if blocks < 1:
+            raise ValueError(
+                f"kv_cache_gb={config.kv_cache_gb} does not hold one block of {bytes_per_block} bytes "
+                f"(block_size={config.block_size}); at least {_gib(bytes_per_block)} are needed"
+            )
+        return blocks
+    per_sequence = math.ceil(max_model_len / config.block_size)
+    if config.gpu_memory_utilization is not None:
+        blocks = bytes_left // max(1, bytes_per_block)
+        if blocks < per_sequence:
+            raise ValueError(
+                f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {_gib(bytes_left)} GiB for pages; "
+                f"one sequence of max_model_len={max_model_len} needs {_gib(per_sequence * bytes_per_block)}"
+            )
+        return blocks
+    affordable = max(DEFAULT_KV_CACHE_BYTES // max(1, bytes_per_block), per_sequence)
+    return min(config.max_num_seqs * per_sequence, affordable)
+
+
+def _gib(count: int) -> str:
+    """Return the GiB that hold this many bytes, to six digits, rounded up."""
+    millionths = -(-count * 10**6 // 2**30)
+    return f"{millionths // 10**6}.{millionths % 10**6:06d}"

@@ -1,0 +1,177 @@
+"""From a step's logits to its tokens: parameters of each row, random numbers, what is reported.
+
+Invariants
+----------
+* Processing (penalties, biases, filters) works on a copy of a row and changes the choice only.
+* At temperature 0 the choice is greedy and the report is at temperature 1.
+* What is drawn depends on the position that a token goes to, not on what its sequence holds when it is drawn. (A
+  repetition penalty and likely tokens are the exceptions: see `SamplingParams.can_run_ahead`.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from samebit.kernels.layout.transfer import Arrival, indices
+from samebit.kernels.ops import sampling as kernels
+from samebit.kernels.ops.logprobs import log_softmax, logprobs_of_rows
+from samebit.rollout.engine.step_plan import StepResult
+from samebit.rollout.requests.request import Sequence
+
+TopLogprobs = list[dict[int, float] | None]
+
+_UNSEEDED = 1 << 31
+"""Set in the counter of requests without a seed: their streams never meet those of seeded ones."""
+
+_WORD = 0xFFFFFFFF
+
+LARGEST_LOGIT = 3e38
+"""Of float32, with room for rounding where it is divided by a temperature again."""
+
+
+@dataclass(frozen=True, eq=False)
+class DrawInputs:
+    """What R draws need besides the logits, on the host or on the device.
+
+    rows: ``[R]`` int64, of the logits: a fork draws from the row of the sequence that it left. temperatures: ``[R]``
+    float32. keys, counters: of the random numbers, ``[R, 2]`` and ``[R, 4]`` uint32.
+    """
+
+    rows: torch.Tensor
+    temperatures: torch.Tensor
+    keys: torch.Tensor
+    counters: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """What was drawn. tokens: ``[R]`` int64, where the logits are. top: the likeliest of each row, None if unasked."""
+
+    tokens: torch.Tensor
+    found: Arrival
+    top: TopLogprobs | None
+
+    def result(self) -> StepResult:
+        """Return it on the host; wait for the device."""
+        chosen, scores, at_one = self.found.numpy()
+        logprobs, raw = scores.astype(np.float32), at_one.astype(np.float32)
+        return StepResult(
+            token_ids=chosen.astype(np.int64),
+            logprobs=logprobs,
+            raw_logprobs=raw,
+            finite=np.isfinite(logprobs) & np.isfinite(raw),
+            top_logprobs=self.top,
+        )
+
+
+class Sampler:
+    """Chooses the next token of each row and reports its log-probability."""
+
+    def __init__(self, seed: int, exact: bool) -> None:
+        self.seed = seed
+        self._report = logprobs_of_rows if exact else _torch_logprobs
+
+    def draw_inputs(self, sequences: list[Sequence], positions: list[int], rows: npt.NDArray[np.int64]) -> DrawInputs:
+        """Return what drawing each sequence's token for its position needs; on the host."""
+        keys = np.empty((len(sequences), 2), np.uint32)
+        counters = np.zeros((len(sequences), 4), np.uint32)
+        counters[:, 0] = positions
+        for row, sequence in enumerate(sequences):
+            seed = sequence.params.seed
+            counters[row, 1] = sequence.sample_index
+            if seed is None:
+                seed = self.seed
+                ordinal = sequence.request.ordinal
+                counters[row, 2] = ordinal & _WORD
+                counters[row, 3] = (ordinal >> 32) | _UNSEEDED
+            keys[row, 0] = seed & _WORD
+            keys[row, 1] = (seed >> 32) & _WORD
+        temperatures = torch.tensor([s.params.temperature for s in sequences], dtype=torch.float32)
+        return DrawInputs(torch.from_numpy(rows), temperatures, torch.from_numpy(keys), torch.from_numpy(counters))
+
+    def sample(
+        self, logits: torch.Tensor, sequences: list[Sequence], positions: list[int], inputs: DrawInputs
+    ) -> Draws:
+        """Draw one token a row; does not wait for the device, unless likely tokens are asked for.
+
+        Args:
+            logits: ``[R, V]`` float32, unprocessed, or fewer where several draw from one row.
+            sequences: the R sequences, and the positions that their tokens go to.
+            inputs: theirs, on the device of the logits.
+        """
+        logits = logits.contiguous() if len(logits) == len(sequences) else logits[inputs.rows]
+        temperatures = inputs.temperatures
+        uniform = kernels.uniforms(inputs.keys, inputs.counters)
+        chosen = kernels.draw(_processed(logits, sequences, positions), temperatures, uniform)
+        tokens = chosen.clamp(min=0)
+        report_at = torch.where(temperatures == 0, 1.0, temperatures)
+        scores = self._report(logits, tokens, report_at)
+        plain = all(sequence.params.temperature in (0, 1) for sequence in sequences)
+        at_one = scores if plain else self._report(logits, tokens, torch.ones_like(report_at))
+        found = Arrival(torch.stack([chosen.double(), scores.double(), at_one.double()]))
+        return Draws(tokens, found, _top_logprobs(logits, tokens, report_at, sequences))
+
+
+def _torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Compute what most engines report (``exact=False``)."""
+    return torch.log_softmax(logits / temperatures[:, None], dim=-1).gather(1, tokens[:, None])[:, 0]
+
+
+def most_likely(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, count: int) -> TopLogprobs:
+    """Return the ``count`` likeliest tokens of each row and the row's own token, with their log-probabilities."""
+    scores = log_softmax(logits, temperatures)
+    best = scores.topk(min(count, scores.shape[1]), dim=1)
+    rows: TopLogprobs = []
+    for row, token in enumerate(tokens.tolist()):
+        entry = dict(zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True))
+        entry.setdefault(token, float(scores[row, token]))
+        rows.append(entry)
+    return rows
+
+
+def _top_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, sequences: list[Sequence]
+) -> TopLogprobs | None:
+    if all(sequence.params.logprobs is None for sequence in sequences):
+        return None
+    result: TopLogprobs = [None] * len(sequences)
+    for row, sequence in enumerate(sequences):
+        count = sequence.params.logprobs
+        if count is not None:
+            only = slice(row, row + 1)
+            result[row] = most_likely(logits[only], tokens[only], temperatures[only], count)[0]
+    return result
+
+
+def _processed(logits: torch.Tensor, sequences: list[Sequence], positions: list[int]) -> torch.Tensor:
+    """Return ``logits`` itself when no row wants processing, else a copy with those rows processed."""
+    copy = None
+    for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+        may_end = position >= sequence.num_prompt_tokens + sequence.params.min_tokens
+        if sequence.params.changes_logits or not may_end:
+            copy = logits.clone() if copy is None else copy
+            _process(copy[row], sequence, may_end)
+    return logits if copy is None else copy
+
+
+def _process(row: torch.Tensor, sequence: Sequence, may_end: bool) -> None:
+    """Penalty, bias, forbidden ends, then the filters: the order of vLLM.
+
+    What a penalty or a bias drives beyond float32 stays at its end, so that a choice is left.
+    """
+    params = sequence.params
+    if params.repetition_penalty != 1.0:
+        seen = indices(np.unique(sequence.token_ids[: sequence.num_tokens]), row.device)
+        kernels.penalize_repetition(row, seen, params.repetition_penalty)
+    if params.logit_bias:
+        kernels.add_bias(row, params.logit_bias)
+    if params.logit_bias or params.repetition_penalty != 1.0:
+        row.clamp_(max=LARGEST_LOGIT * min(1.0, params.temperature or 1.0))
+    if not may_end:
+        kernels.rule_out(row, sequence.request.eos_token_ids)
+    if params.temperature > 0 and params.filters:
+        kernels.keep_likely(row, params.temperature, min(params.top_k, len(row)), params.top_p, params.min_p)

@@ -1,0 +1,136 @@
+"""The arrays of a step, on the host: which rows are computed, in which layout, and what is drawn from them.
+
+Invariants
+----------
+* The rows are the planned tokens, sequence after sequence.
+* The rows that reach the head are first those that sample, then those that score prompt tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.mamba_states import StateMemory
+from samebit.rollout.engine.step_plan import ScheduledSequence, StepPlan
+from samebit.rollout.requests.request import Sequence
+from samebit.rollout.runner.sampler import DrawInputs, Sampler
+
+Ints = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """What a step reads and writes beside its arrays. `states`: None without Mamba layers."""
+
+    pages: tuple[torch.Tensor, ...]
+    states: StateMemory | None
+    block_size: int
+
+
+@dataclass(frozen=True)
+class PromptPiece:
+    """Rows of the step that score the prompt tokens of a sequence from position `start` on."""
+
+    sequence: Sequence
+    start: int
+    rows: range
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """T rows, K of which reach the head.
+
+    context: of the T rows; its positions are on the host. token_ids: [T]; where `sources` [T] are given, they are
+    the draws of the step before in these rows instead. head_rows: [K], the first `num_sampling_rows` of which sample.
+    sequences: those that get a token, with its position and `draws` for each. pieces: of the prompts that are scored.
+    """
+
+    context: ForwardContext
+    token_ids: Rows
+    sources: Rows | None
+    head_rows: Rows
+    num_sampling_rows: int
+    sequences: list[Sequence]
+    positions: list[int]
+    draws: DrawInputs
+    pieces: list[PromptPiece]
+
+
+def step_inputs(plan: StepPlan, block_tables: Ints, memory: Memory, sampler: Sampler) -> StepInputs:
+    """Make the arrays of a plan; row `sequence.slot` of `block_tables` lists a sequence's blocks."""
+    items = plan.items
+    lengths = np.array([item.length for item in items], np.int32)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    context = _context(items, lengths, ends, block_tables, memory)
+    sampling = [item for item in items if item.samples]
+    sampling_rows = [int(end) - 1 for item, end in zip(items, ends, strict=True) if item.samples]
+    pieces = _prompt_pieces(items, ends)
+    sequences = [sequence for item in sampling for sequence in (item.sequence, *item.forks)]
+    positions = [item.start + item.length for item in sampling for _ in range(1 + len(item.forks))]
+    drawn_rows = np.repeat(np.arange(len(sampling)), [1 + len(item.forks) for item in sampling])
+    return StepInputs(
+        context=context,
+        token_ids=_token_ids(plan),
+        sources=None if plan.sources is None else np.array(plan.sources, np.int64),
+        head_rows=np.array(sampling_rows + [row for piece in pieces for row in piece.rows], np.int64),
+        num_sampling_rows=len(sampling),
+        sequences=sequences,
+        positions=positions,
+        draws=sampler.draw_inputs(sequences, positions, drawn_rows),
+        pieces=pieces,
+    )
+
+
+def _token_ids(plan: StepPlan) -> Rows:
+    """Return the token of each row, zeros where they are not known yet."""
+    if plan.sources is not None:
+        return np.zeros(plan.num_tokens, np.int64)
+    return np.concatenate([item.sequence.token_ids[item.start : item.start + item.length] for item in plan.items])
+
+
+def _context(
+    items: list[ScheduledSequence], lengths: Ints, ends: Rows, block_tables: Ints, memory: Memory
+) -> ForwardContext:
+    count = int(ends[-1])
+    starts = np.array([item.start for item in items], np.int32)
+    positions = np.arange(count) + np.repeat(starts - (ends - lengths), lengths)
+    return ForwardContext(
+        positions=torch.from_numpy(positions),
+        row_start=(ends - lengths).astype(np.int32),
+        lengths=lengths,
+        starts=starts,
+        table_rows=np.array([item.sequence.slot for item in items], np.int32),
+        block_tables=block_tables,
+        block_size=memory.block_size,
+        pages=memory.pages,
+        write_from=np.array([item.sequence.write_from for item in items], np.int32),
+        states=memory.states,
+        captures=_captures(items),
+    )
+
+
+def _captures(items: list[ScheduledSequence]) -> Ints:
+    """Return ``[M, 3]`` (item, position, checkpoint)."""
+    rows = [(number, *capture) for number, item in enumerate(items) for capture in item.captures]
+    return np.array(rows, np.int32).reshape(-1, 3)
+
+
+def _prompt_pieces(items: list[ScheduledSequence], ends: Rows) -> list[PromptPiece]:
+    pieces = [
+        _prompt_piece(item, int(end))
+        for item, end in zip(items, ends, strict=True)
+        if item.sequence.prompt_logprobs_wanted
+    ]
+    return [piece for piece in pieces if piece.rows]
+
+
+def _prompt_piece(item: ScheduledSequence, end: int) -> PromptPiece:
+    count = min(item.start + item.length, item.sequence.num_prompt_tokens - 1) - item.start
+    first = end - item.length
+    return PromptPiece(item.sequence, item.start + 1, range(first, first + max(count, 0)))

@@ -1,0 +1,281 @@
+"""A bound model whose modules are not those that were bound is refused by name; what is legal stays legal."""
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from samebit.kernels import BindingError, bind, token_logprobs
+from samebit.kernels.binding.binding import binding_of
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+
+from .families import make_model
+
+IDS = torch.arange(1, 40)[None]
+FEW = SamplingParams(max_tokens=2)
+
+
+class Wrapper(nn.Module):
+    """Does what an adapter's layer does: it holds the layer it stands for, and adds nothing at first."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.Linear(base_layer.in_features, 8, bias=False)
+        self.lora_B = nn.Linear(8, base_layer.out_features, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.base_layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+class Same(nn.Linear):
+    """Another class for an object that stays."""
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def attention(model: Any) -> Any:
+    return model.model.layers[1].self_attn
+
+
+def wrap(parent: nn.Module, *names: str) -> None:
+    for name in names:
+        setattr(parent, name, Wrapper(parent.get_submodule(name)))
+
+
+def become(module: nn.Module, kind: type[nn.Module]) -> None:
+    module.__class__ = kind
+
+
+def with_adapters(model: nn.Module) -> None:
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"]))
+
+
+Q = r"model\.layers\.1\.self_attn\.q_proj"
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "adapters of peft": (
+        with_adapters,
+        r"layers\.0\.self_attn\.q_proj was a Linear, and is another module: a peft.*more",
+    ),
+    "a wrapped layer": (lambda model: wrap(attention(model), "q_proj"), rf"{Q} was a Linear, and is.*\.Wrapper"),
+    "a wrapped head": (
+        lambda model: wrap(model, "lm_head"),
+        "lm_head was a Linear, and is another module: a .*Wrapper",
+    ),
+    "another layer of its class": (
+        lambda model: setattr(attention(model), "q_proj", nn.Linear(200, 200)),
+        rf"{Q} was a Linear, and is another module: a Linear",
+    ),
+    "larger embeddings": (
+        lambda model: model.resize_token_embeddings(1100),
+        "embed_tokens was a Embedding|lm_head was",
+    ),
+    "a layer taken out": (
+        lambda model: model.model.layers.pop(1),
+        r"model\.layers\.1, a LlamaDecoderLayer, was removed",
+    ),
+    "fewer layers": (
+        lambda model: setattr(model.model, "layers", model.model.layers[:1]),
+        r"model\.layers was a ModuleList",
+    ),
+    "layers in another order": (
+        lambda model: model.model.layers.__init__(list(model.model.layers)[::-1]),
+        r"model\.layers\.0 was a LlamaDecoderLayer, and is another",
+    ),
+    "an added module": (
+        lambda model: model.model.layers[0].add_module("gate", nn.Linear(2, 2)),
+        r"model\.layers\.0\.gate was added, a Linear",
+    ),
+    "another activation": (
+        lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Tanh()),
+        r"mlp\.act_fn was a SiLUActivation, and is another module: a Tanh",
+    ),
+    "a compiled model": (lambda model: model.compile(), r"the model \(LlamaForCausalLM\) was compiled in place"),
+    "a compiled layer": (
+        lambda model: model.model.layers[1].compile(),
+        r"model\.layers\.1 \(Llama.* compiled in place",
+    ),
+    "a layer in torch.compile": (
+        lambda model: model.model.layers.__setitem__(0, torch.compile(model.model.layers[0])),
+        r"model\.layers\.0 was a LlamaDecoderLayer, and is another module: a OptimizedModule",
+    ),
+    "a compiled forward": (
+        lambda model: setattr(model, "forward", torch.compile(model.forward)),
+        r"the forward of the model \(LlamaForCausalLM\) was replaced",
+    ),
+    "another forward": (
+        lambda model: setattr(attention(model).q_proj, "forward", attention(model).q_proj.weight.matmul),
+        rf"the forward of {Q} \(Linear\) was replaced",
+    ),
+    "a container's forward": (
+        lambda model: setattr(
+            model.model.layers[0], "forward", MethodType(lambda self, x, **_: x, model.model.layers[0])
+        ),
+        r"the forward of model\.layers\.0 \(LlamaDecoderLayer\) was replaced",
+    ),
+    "the class's forward again": (
+        lambda model: delattr(attention(model).q_proj, "forward"),
+        rf"the forward of {Q} \(Linear\) was replaced",
+    ),
+    "another class": (
+        lambda model: become(attention(model).q_proj, Same),
+        rf"{Q} was a Linear, and its class is .*Same",
+    ),
+    "a parametrization": (
+        lambda model: parametrize.register_parametrization(attention(model).q_proj, "weight", Twice()),
+        rf"{Q}\.parametrizations was added.*{Q} was a Linear, and its class is ParametrizedLinear",
+    ),
+    "weight norm": (lambda model: parametrizations.weight_norm(attention(model).q_proj), "ParametrizedLinear"),
+    "spectral norm": (lambda model: nn.utils.spectral_norm(attention(model).q_proj), rf"{Q}\.weight is a parameter no"),
+    "a pruned layer": (
+        lambda model: prune.l1_unstructured(attention(model).q_proj, "weight", 0.5),
+        rf"{Q}\.weight is a parameter no more; {Q}\.weight_orig was added",
+    ),
+    "a bias": (
+        lambda model: setattr(attention(model).q_proj, "bias", nn.Parameter(torch.zeros(200))),
+        rf"{Q}\.bias was added, a parameter",
+    ),
+    "a smaller head": (
+        lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.zeros(5, 200))),
+        r"lm_head\.weight had the shape \[1009, 200\], and has \[5, 200\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_is_not_what_was_bound_is_refused_by_whoever_uses_it(name: str) -> None:
+    change, message = CHANGES[name]
+    model = bind(make_model("Llama", tie_word_embeddings=False))
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=8, max_model_len=64)) as worker:
+        change(model)
+        uses: list[Callable[[], object]] = [
+            lambda: token_logprobs(model, IDS),
+            lambda: bind(model),
+            lambda: RolloutWorker(model),
+            lambda: worker.generate([[1, 2, 3]], FEW),
+            lambda: worker.submit([1, 2, 3], FEW),
+        ]
+        for use in uses:
+            with pytest.raises(BindingError, match=message) as caught:
+                use()
+        assert "samebit.kernels.bind" in str(caught.value)
+
+
+def test_a_change_that_is_undone_is_forgotten() -> None:
+    model = bind(make_model("Llama"))
+    expected = token_logprobs(model, IDS)
+    layer = attention(model).q_proj
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=8, max_model_len=64)) as worker:
+        with pytest.raises(BindingError, match="Wrapper"), worker.weight_update():
+            wrap(attention(model), "q_proj")
+        attention(model).q_proj = layer
+        worker.receive_weights()
+        assert len(worker.generate([[1, 2, 3]], FEW)) == 1
+    assert torch.equal(token_logprobs(model, IDS), expected)
+
+
+def test_a_compiled_model_is_not_bound() -> None:
+    for compiled in (lambda model: model, lambda model: model.model.layers[1].mlp):
+        model = make_model("Llama")
+        compiled(model).compile()
+        with pytest.raises(BindingError, match=r"(the model|layers\.1\.mlp) .* is compiled"):
+            bind(model)
+    model = make_model("Llama")
+    model.forward = torch.compile(model.forward)
+    with pytest.raises(BindingError, match=r"the model \(LlamaForCausalLM\) is compiled"):
+        bind(model)
+
+
+def test_an_idle_dropout_that_wakes_up() -> None:
+    model = make_model("Llama")
+    model.model.layers[0].resid_dropout = nn.Dropout(0.0)
+    bind(model).train()
+    token_logprobs(model, IDS)
+    model.model.layers[0].resid_dropout.p = 0.1
+    with pytest.raises(BindingError, match=r"layers\.0\.resid_dropout, a Dropout that did nothing, has p=0\.1"):
+        token_logprobs(model, IDS)
+
+
+def wrapped_layers(model: Any) -> None:
+    """Gradient checkpointing as torch's own trainers do it."""
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer)
+
+
+def prepared_by_accelerate(model: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+
+
+LEGAL: dict[str, Callable[[Any], object]] = {
+    "train": lambda model: model.train(),
+    "eval": lambda model: model.eval(),
+    "gradient checkpointing": lambda model: (model.train(), model.gradient_checkpointing_enable()),
+    "checkpointed and left": lambda model: (
+        model.gradient_checkpointing_enable(),
+        model.gradient_checkpointing_disable(),
+    ),
+    "wrappers of checkpointing": wrapped_layers,
+    "hooks": lambda model: [
+        (
+            module.register_forward_pre_hook(lambda module, given: None),
+            module.register_forward_hook(lambda module, given, output: None),
+            module.register_full_backward_hook(lambda module, given, output: None),
+        )
+        for module in (model, attention(model), attention(model).q_proj)
+    ],
+    "gradients of the inputs": lambda model: model.enable_input_require_grads(),
+    "frozen": lambda model: model.requires_grad_(False),
+    "assigned weights": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+    "other parameters": lambda model: setattr(
+        attention(model).q_proj, "weight", nn.Parameter(attention(model).q_proj.weight.detach().clone())
+    ),
+    "a buffer": lambda model: model.register_buffer("calls", torch.zeros(1)),
+    "mixed precision of Accelerate": prepared_by_accelerate,
+}
+
+
+@pytest.mark.filterwarnings("ignore:a bound model computes in the dtype of its parameters")
+@pytest.mark.parametrize("name", LEGAL)
+def test_what_is_legal_after_binding(name: str) -> None:
+    model = bind(make_model("Llama"))
+    expected = token_logprobs(model, IDS).detach()
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=8, max_model_len=64)) as worker:
+        LEGAL[name](model)
+        assert bind(model) is model
+        assert torch.equal(token_logprobs(model, IDS), expected)
+        output = worker.generate([[1, 2, 3]], FEW)[0]
+    ids = torch.tensor([output.prompt_token_ids + output.samples[0].token_ids])
+    assert token_logprobs(model, ids)[0, -2:].tolist() == output.samples[0].logprobs
+
+
+def test_a_copy_is_bound_by_itself() -> None:
+    model = bind(make_model("Llama"))
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=8, max_model_len=64)):
+        twin = copy.deepcopy(model)
+        assert torch.equal(token_logprobs(twin, IDS), token_logprobs(model, IDS))
+        assert not binding_of(twin).users.in_order()
+        wrap(attention(twin), "q_proj")
+        with pytest.raises(BindingError, match=Q):
+            token_logprobs(twin, IDS)
+        token_logprobs(model, IDS)

@@ -1,0 +1,192 @@
+"""What each kernel computes, in float64: slow, obvious, the oracle of the tests.
+
+Plain torch, differentiable by torch's own autograd, one dense sequence at a time, no tiling, no padding.
+
+Shapes: T query tokens, S tokens of the sequence, H query heads, G KV heads, D head size, R rotated pairs,
+V vocabulary.
+"""
+
+import math
+
+import torch
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T + bias``; ``x``: ``[..., K]``, ``weight``: ``[N, K]``."""
+    product = x.double() @ weight.double().T
+    return product if bias is None else product + bias.double()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """``x / sqrt(mean(x**2) + eps) * (weight + offset)`` over the last axis."""
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight.double() + offset)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axis."""
+    centered = x.double() - x.double().mean(-1, keepdim=True)
+    normed = centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt()
+    return normed * weight.double() + bias.double()
+
+
+def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``activation(gate) * up``, by the activation's Hugging Face name."""
+    x = gate.double()
+    if activation in ("silu", "swish"):
+        y = x / (1 + (-x).exp())
+    elif activation in ("gelu_pytorch_tanh", "gelu_new"):
+        y = 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
+    elif activation == "gelu":
+        y = 0.5 * x * (1 + (x / math.sqrt(2)).erf())
+    else:
+        raise ValueError(f"no reference for activation {activation!r}")
+    return y * up.double()
+
+
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, inverse_frequencies: torch.Tensor, scaling: float = 1.0
+) -> torch.Tensor:
+    """Turn the pairs (i, R + i) of each head by position * frequency; elements from 2 R on stay.
+
+    Args:
+        x: ``[T, H, D]``.
+        positions: ``[T]``.
+        inverse_frequencies: ``[R]``.
+        scaling: factor on sine and cosine.
+    """
+    x, half = x.double(), len(inverse_frequencies)
+    angles = (positions.double()[:, None] * inverse_frequencies.double())[:, None]
+    cos, sin = angles.cos() * scaling, angles.sin() * scaling
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int = 0, softcap: float = 0.0
+) -> torch.Tensor:
+    """Causal attention of the last T tokens of one sequence to all S of them.
+
+    Args:
+        q: ``[T, H, D]``; row t is token ``S - T + t``.
+        k: ``[S, G, D]``; query head h reads KV head ``h // (H / G)``.
+        v: ``[S, G, D]``.
+        scale: factor on the scores.
+        window: a token sees itself and the ``window - 1`` before it; 0 for all.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 for off.
+    """
+    group = q.shape[1] // k.shape[1]
+    keys, values = (part.double().repeat_interleave(group, dim=1) for part in (k, v))
+    scores = torch.einsum("thd,shd->hts", q.double(), keys) * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    query_token = torch.arange(len(k) - len(q), len(k))[:, None]
+    key_token = torch.arange(len(k))[None, :]
+    seen = key_token <= query_token
+    if window:
+        seen &= key_token > query_token - window
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    return torch.einsum("hts,shd->thd", weights, values)
+
+
+def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """Log-softmax of ``logits / temperature`` at the tokens; ``logits``: ``[..., V]``, the others ``[...]``."""
+    scaled = logits.double() / torch.as_tensor(temperature, dtype=torch.float64).expand(token_ids.shape)[..., None]
+    return scaled.log_softmax(-1).gather(-1, token_ids[..., None])[..., 0]
+
+
+def entropy(logits: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """Entropy in nats of the softmax of ``logits / temperature``; ``logits``: ``[..., V]``."""
+    scaled = logits.double() / torch.as_tensor(temperature, dtype=torch.float64).expand(logits.shape[:-1])[..., None]
+    logprobs = scaled.log_softmax(-1)
+    return -torch.where(scaled == -math.inf, 0.0, logprobs.exp() * logprobs).sum(-1)
+
+
+def penalize_repetition(logits: torch.Tensor, seen: set[int], penalty: float) -> torch.Tensor:
+    """The logits ``[V]`` of tokens seen so far, divided by the penalty if positive, else multiplied."""
+    out = logits.double().clone()
+    for token in seen:
+        out[token] = out[token] / penalty if out[token] > 0 else out[token] * penalty
+    return out
+
+
+def sampling_distribution(
+    logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> torch.Tensor:
+    """Probability of each of V tokens after top-k, then top-p, then min-p; ``logits``: ``[V]``.
+
+    Top-p keeps the shortest run of likeliest tokens whose share of what top-k left reaches ``top_p``, min-p
+    those that are at least ``min_p`` times as likely as the likeliest. Ties go to the lower id.
+    """
+    probabilities = (logits.double() / temperature).softmax(-1).tolist()
+    ranked = sorted(range(len(probabilities)), key=lambda token: (-probabilities[token], token))
+    ranked = ranked[:top_k] if top_k > 0 else ranked
+    left = sum(probabilities[token] for token in ranked)
+    kept, mass = [], 0.0
+    for token in ranked:
+        if mass >= top_p * left:
+            break
+        kept.append(token)
+        mass += probabilities[token]
+    kept = [token for token in kept if probabilities[token] >= min_p * probabilities[ranked[0]]]
+    out = torch.zeros(len(probabilities), dtype=torch.float64)
+    out[kept] = torch.tensor([probabilities[token] for token in kept], dtype=torch.float64)
+    return out / out.sum()
+
+
+def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """silu of the depthwise causal convolution of one sequence; ``x``: ``[T, W]``, ``weight``: ``[W, 1, K]``."""
+    taps = weight.shape[-1]
+    padded = torch.nn.functional.pad(x.double(), (0, 0, taps - 1, 0))
+    out = torch.stack([(padded[t : t + taps] * weight[:, 0].double().T).sum(0) for t in range(len(x))])
+    return torch.nn.functional.silu(out if bias is None else out + bias.double())
+
+
+def ssm_scan(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    dt: torch.Tensor,
+    decay_rate: torch.Tensor,
+    dt_bias: torch.Tensor,
+    skip: torch.Tensor,
+    dt_limits: tuple[float, float] = (0.0, math.inf),
+) -> torch.Tensor:
+    """The Mamba2 recurrence ``S_t = exp(A dt_t) S + dt_t B_t x_t``, ``y_t = C_t S_t + D x_t`` of one sequence.
+
+    Args:
+        x: ``[T, H, P]``.
+        b: ``[T, G, N]``; head h reads group ``h // (H / G)``.
+        c: ``[T, G, N]``.
+        dt: ``[T, H]`` before bias and softplus.
+        decay_rate: ``[H]``, A.
+        dt_bias: ``[H]``.
+        skip: ``[H]``, D.
+        dt_limits: bounds of the time step.
+
+    Returns:
+        ``[T, H, P]``.
+    """
+    repeat = x.shape[1] // b.shape[1]
+    x, b, c = x.double(), b.double().repeat_interleave(repeat, 1), c.double().repeat_interleave(repeat, 1)
+    step = torch.nn.functional.softplus(dt.double() + dt_bias.double(), threshold=40).clamp(*dt_limits)
+    state = torch.zeros(x.shape[1], x.shape[2], b.shape[2], dtype=torch.float64)
+    out = []
+    for t in range(len(x)):
+        kept = (step[t] * decay_rate.double()).exp()[:, None, None] * state
+        state = kept + (step[t][:, None] * x[t])[:, :, None] * b[t][:, None, :]
+        out.append((state * c[t][:, None, :]).sum(-1) + skip.double()[:, None] * x[t])
+    return torch.stack(out)
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, groups: int = 1, gate_first: bool = True
+) -> torch.Tensor:
+    """RMSNorm of each of ``groups`` parts of the last axis, times silu(gate) before or after it."""
+    x, gate = x.double(), gate.double()
+    gate = gate / (1 + (-gate).exp())
+    x = x * gate if gate_first else x
+    parts = x.unflatten(-1, (groups, -1))
+    normed = (parts / (parts.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2) * weight.double()
+    gated_after: torch.Tensor = normed if gate_first else normed * gate
+    return gated_after

@@ -1,0 +1,21 @@
+"""What tests of the cache do with an engine."""
+
+from __future__ import annotations
+
+from samebit.rollout.engine.engine import Engine
+from samebit.rollout.requests.request import Request
+
+from .cache_integrity import check_cache
+
+
+def run(engine: Engine, *requests: Request) -> None:
+    """Add these and step until nobody has work; the cache is in order before each step, and has its blocks back."""
+    for request in requests:
+        engine.add(request)
+    for _ in range(500):
+        check_cache(engine.cache)
+        if not engine.has_work:
+            break
+        engine.step()
+    assert engine.scheduler.num_unfinished == 0, "somebody waits for ever"
+    assert engine.cache.pool.num_free == engine.cache.pool.num_blocks

@@ -1,0 +1,140 @@
+"""What a step computes, in which order, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from samebit.rollout.engine.engine import Engine
+from samebit.rollout.requests.request import Request
+
+from ..cache.cache_integrity import check_cache
+
+
+def test_decodes_come_first_then_running_prefills_then_newcomers(
+    make_engine: Callable[..., Engine], make_request: Callable[..., Request]
+) -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    engine.add(make_request("a", [1] * 3, max_tokens=8))
+    engine.step()
+    engine.add(make_request("b", [2] * 12, max_tokens=8))
+    engine.add(make_request("c", [3] * 2, max_tokens=8))
+    for _ in range(3):
+        engine.step()
+    assert engine.runner.plans == [
+        [("a", 0, 0, 3)],
+        [("a", 0, 3, 1), ("b", 0, 0, 7)],
+        [("a", 0, 4, 1), ("b", 0, 7, 5), ("c", 0, 0, 2)],
+        [("a", 0, 5, 1), ("b", 0, 12, 1), ("c", 0, 2, 1)],
+    ]
+
+
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_and_sampled_once(
+    make_engine: Callable[..., Engine],
+    make_request: Callable[..., Request],
+    oracle: Callable[..., list[int]],
+) -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    prompt = list(range(21))
+    request = make_request("a", prompt, max_tokens=1)
+    engine.add(request)
+    assert [engine.step() for _ in range(3)] == [[], [], [request]]
+    assert [plan[0][2:] for plan in engine.runner.plans] == [(0, 8), (8, 8), (16, 5)]
+    assert request.sequences[0].output_ids.tolist() == oracle(prompt, 0, 1)
+
+
+def test_the_last_admitted_is_preempted_and_goes_to_the_head_of_the_queue(
+    make_engine: Callable[..., Engine],
+    make_request: Callable[..., Request],
+    oracle: Callable[..., list[int]],
+) -> None:
+    engine = make_engine(num_blocks=6, block_size=4)
+    requests = {name: make_request(name, [index] * 7, max_tokens=10) for index, name in enumerate("abc")}
+    for request in requests.values():
+        engine.add(request)
+    finished: list[str] = []
+    preempted_while_waiting: list[str] = []
+    while engine.has_work:
+        before = engine.scheduler.preemptions
+        finished += [request.request_id for request in engine.step()]
+        if engine.scheduler.preemptions > before:
+            head = engine.scheduler.waiting.head(admission_open=True)
+            assert head is not None
+            preempted_while_waiting.append(head.request.request_id)
+    assert preempted_while_waiting
+    assert preempted_while_waiting[0] == "b", "a and b run; b came last; c has not started"
+    assert finished == ["a", "b", "c"]
+    for index, request in enumerate(requests.values()):
+        assert request.sequences[0].output_ids.tolist() == oracle([index] * 7, 0, 10)
+    assert "preempted" in [event.name for event in requests["b"].events]
+    assert "preempted" not in [event.name for event in requests["a"].events]
+    check_cache(engine.cache)
+    assert engine.cache.pool.num_free == 6
+
+
+@pytest.mark.parametrize("waiting", [100, 20_000])
+def test_a_step_looks_at_no_more_of_a_longer_queue(
+    make_engine: Callable[..., Engine],
+    make_request: Callable[..., Request],
+    monkeypatch: pytest.MonkeyPatch,
+    waiting: int,
+) -> None:
+    engine = make_engine(num_blocks=128, block_size=16, max_num_seqs=80, max_num_batched_tokens=512)
+    for index in range(64 + waiting):
+        engine.add(make_request(str(index), [1, 2], max_tokens=30))
+    while len(engine.scheduler.running) < 64:
+        engine.step()
+    looked_at: list[object] = []
+    follow = engine.cache.follow
+    monkeypatch.setattr(engine.cache, "follow", lambda sequence: looked_at.append(sequence) or follow(sequence))
+    for _ in range(10):
+        engine.step()
+    assert len(engine.scheduler.waiting) == waiting
+    assert 0 < len(looked_at) <= 10, "at most the head of the queue, once a step"
+
+
+def test_aborting_waiting_and_running_requests_frees_what_they_own(
+    make_engine: Callable[..., Engine], make_request: Callable[..., Request]
+) -> None:
+    engine = make_engine(max_num_seqs=2)
+    requests = [make_request(str(index), [1, 2, 3], max_tokens=5) for index in range(4)]
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    aborted = engine.abort(["0", "3", "unknown"])
+    assert aborted == [requests[0], requests[3]]
+    assert [request.sequences[0].finish_reason for request in aborted] == ["abort", "abort"]
+    assert len(aborted[0].sequences[0].output_ids) == 1
+    assert len(aborted[1].sequences[0].output_ids) == 0
+    check_cache(engine.cache)
+    done: list[str] = []
+    while engine.has_work:
+        done += [request.request_id for request in engine.step()]
+    assert done == ["1", "2"]
+    assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
+
+
+@pytest.mark.parametrize(("prefix_caching", "slots"), [(False, 2), (True, 1)])
+def test_closed_admission_lets_started_requests_finish_and_no_other_begin(
+    make_engine: Callable[..., Engine], make_request: Callable[..., Request], prefix_caching: bool, slots: int
+) -> None:
+    engine = make_engine(max_num_seqs=slots, prefix_caching=prefix_caching)
+    group = make_request("group", [1, 2], n=3, max_tokens=4)
+    later = make_request("later", [5], max_tokens=2)
+    engine.add(group)
+    engine.add(later)
+    engine.step()
+    engine.scheduler.admission_open = False
+    engine.preempt_all()
+    assert not engine.drained
+    finished: list[Request] = []
+    while engine.has_work:
+        finished += engine.step()
+    assert finished == [group], "its third sample had not begun, but the request had"
+    assert engine.drained
+    assert engine.step() == []
+    engine.scheduler.admission_open = True
+    while engine.has_work:
+        finished += engine.step()
+    assert finished == [group, later]

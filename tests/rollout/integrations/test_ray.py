@@ -1,0 +1,291 @@
+"""A worker in an actor of Ray: the results of one in this process, weights over every link, and death in time."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from transformers import LlamaForCausalLM
+
+ray = pytest.importorskip("ray")
+
+from samebit.rollout import (  # noqa: E402
+    ModelLoadError,
+    RequestError,
+    RolloutConfig,
+    RolloutWorker,
+    SamplingParams,
+    WorkerLostError,
+    WorkerStateError,
+    integrations,
+)
+from samebit.rollout.integrations.ray import BroadcastFrom, BroadcastGroup, RayWorker, SharedMemoryAt  # noqa: E402
+from samebit.rollout.integrations.ray.links import Sources  # noqa: E402
+from samebit.weight_sync import (  # noqa: E402
+    BroadcastSender,
+    NonFiniteWeightError,
+    PeerLostError,
+    SharedMemorySender,
+    WeightMismatchError,
+    WeightStream,
+    gloo_group,
+    listening_store,
+)
+
+from ...patience import HANG, wait_until  # noqa: E402
+from ..tiny_llama import tiny  # noqa: E402
+
+CONFIG = RolloutConfig(max_num_seqs=8, num_blocks=200, seed=3)
+PROMPTS = [[1], [2, 3, 4], list(range(5, 22))]
+PARAMS = SamplingParams(n=2, max_tokens=9, temperature=0.7)
+LONG = SamplingParams(max_tokens=1900, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Ray with nothing that outlives the tests; see tests/conftest.py."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as temporary:
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+            configure_logging=False,
+            _temp_dir=temporary,
+        )
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny(0).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def worker(cluster: None, folder: Path) -> Iterator[RayWorker]:
+    with RayWorker.start(folder, config=CONFIG, num_cpus=2) as remote:
+        yield remote
+
+
+@pytest.fixture
+def local(folder: Path) -> Iterator[RolloutWorker]:
+    with RolloutWorker(folder, config=CONFIG) as here:
+        yield here
+
+
+def seeded(seed: int) -> SamplingParams:
+    return SamplingParams(n=2, max_tokens=9, temperature=0.7, seed=seed)
+
+
+def drawn(outputs: list[Any]) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities, to be compared bit for bit (they are float32 values)."""
+    return [(sample.token_ids, sample.logprobs) for output in outputs for sample in output.samples]
+
+
+def serves(worker: RayWorker, weights: LlamaForCausalLM) -> bool:
+    """Whether it generates what a worker on these weights does, bit for bit."""
+    with RolloutWorker(weights, config=CONFIG) as here:
+        return drawn(worker.generate(PROMPTS, seeded(5))) == drawn(here.generate(PROMPTS, seeded(5)))
+
+
+def test_every_way_to_ask_gives_what_a_local_worker_gives(worker: RayWorker, local: RolloutWorker) -> None:
+    worker.receive_weights(tiny(0))
+    expected = drawn(local.generate(PROMPTS, seeded(1)))
+    assert drawn(worker.generate(PROMPTS, seeded(1))) == expected
+    handles = [worker.submit(prompt, seeded(1)) for prompt in PROMPTS]
+    assert drawn([handle.result(HANG) for handle in handles]) == expected
+    assert all(handle.done for handle in handles)
+    assert drawn([handle.result(HANG) for handle in worker.submit_all(PROMPTS, seeded(1))]) == expected
+    bad, good = worker.submit_all([[], PROMPTS[0]], [seeded(1)] * 2)
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        bad.result(HANG)
+    assert drawn([good.result(HANG)]) == expected[:2]
+    with pytest.raises(RequestError, match="3 prompts, but 1 params"):
+        worker.submit_all(PROMPTS, [seeded(1)])
+
+    async def at_once() -> list[Any]:
+        whole = [worker.generate_async(PROMPTS, seeded(1)) for _ in range(8)]
+        return [*await asyncio.gather(*whole), [await worker.submit(PROMPTS[0], seeded(1)).result_async()]]
+
+    *every, single = asyncio.run(at_once())
+    assert [drawn(outputs) for outputs in every] == [expected] * 8
+    assert drawn(single) == expected[:2]
+
+
+def test_errors_arrive_as_they_are(worker: RayWorker, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
+        worker.generate([[1], []])
+    with pytest.raises(RequestError, match="vocabulary"):
+        worker.submit([1000]).result(HANG)
+    with pytest.raises(ValueError, match="tags must be of"):
+        worker.sleep("wheels")
+    with pytest.raises(TypeError, match="not from RolloutConfig"):
+        worker.receive_weights(CONFIG)
+    with pytest.raises(WorkerStateError, match="has its own weights"):
+        worker.receive_weights()
+    with pytest.raises(ModelLoadError, match="no such model folder"):
+        RayWorker.start(tmp_path / "nowhere")
+
+
+def test_requests_can_be_cancelled(worker: RayWorker) -> None:
+    worker.pause()
+    handle = worker.submit([1], LONG)
+    with pytest.raises(TimeoutError):
+        handle.result(0.1)
+    other = worker.submit([2], LONG, request_id="mine")
+    handle.cancel()
+    worker.abort("mine")
+    worker.resume()
+    assert {h.result(HANG).samples[0].finish_reason for h in (handle, other)} == {"abort"}
+
+    async def impatient() -> None:
+        await asyncio.wait_for(worker.generate_async([[1]] * 3, LONG), 0.1)
+
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(impatient())
+    wait_until(lambda: not worker.stats()["running"])
+
+
+def test_the_process_is_set_up_before_torch_loads(worker: RayWorker) -> None:
+    state = worker.health()
+    assert state.pid != os.getpid()
+    assert state.trouble is None
+    environment = Path(f"/proc/{state.pid}/environ").read_bytes().split(b"\0")
+    for expected in (b"OMP_WAIT_POLICY=passive", b"GOMP_SPINCOUNT=4000", b"OMP_NUM_THREADS=2", b"NUMBA_NUM_THREADS=2"):
+        assert expected in environment
+
+
+def test_weights_from_this_process_go_through_shared_memory(worker: RayWorker) -> None:
+    version = worker.weight_version
+    report = worker.receive_weights(tiny(1), verify=True)
+    assert (report.version, report.verified) == (version + 1, True)
+    assert report.sent_bytes == report.dense_bytes > 0
+    assert report.casts == ()
+    assert serves(worker, tiny(1))
+    with pytest.raises(WeightMismatchError, match="of another dtype"):
+        worker.receive_weights(WeightStream.of(tiny(1), dtype=torch.bfloat16))
+    casts = worker.receive_weights(WeightStream.of(tiny(1), dtype=torch.bfloat16), cast=True).casts
+    assert {"model.norm.weight: float32 -> bfloat16", "model.norm.weight: bfloat16 -> float32"} <= set(casts)
+    assert worker.load_state_dict(tiny(2).state_dict()).version == version + 3
+    assert serves(worker, tiny(2))
+
+
+def test_weights_that_are_refused_or_break_off(worker: RayWorker) -> None:
+    worker.receive_weights(tiny(1))
+    with pytest.raises(WeightMismatchError, match=r"missing: .*q_proj"):
+        worker.receive_weights({"model.norm.weight": torch.ones(64)})
+    assert serves(worker, tiny(1))
+    bad = tiny(2)
+    with torch.no_grad():
+        bad.model.norm.weight[3] = torch.nan
+    with pytest.raises(NonFiniteWeightError, match=r"model\.norm\.weight"):
+        worker.receive_weights(bad)
+    assert serves(worker, tiny(1)), "the first bucket said that the sender broke off"
+
+
+def test_weights_over_links_that_the_actor_opens(worker: RayWorker, folder: Path, tmp_path: Path) -> None:
+    worker.receive_weights(str(folder))
+    assert serves(worker, tiny(0))
+    with SharedMemorySender() as sender, ThreadPoolExecutor(1) as other:
+        for seed in (4, 5):
+            sent = other.submit(sender.send, tiny(seed), delta=True)
+            assert worker.receive_weights(SharedMemoryAt(sender.address)).digest == sent.result().digest
+            assert serves(worker, tiny(seed))
+    store = f"file://{tmp_path / 'store'}"
+    with ThreadPoolExecutor(1) as other:
+        joined = other.submit(worker.join_group, store, 2, 1)
+        dist.init_process_group("gloo", init_method=store, world_size=2, rank=0)
+        joined.result()
+        sent = other.submit(BroadcastSender().send, tiny(6))
+        assert worker.receive_weights(BroadcastFrom(0)).digest == sent.result().digest
+    dist.destroy_process_group()
+    assert serves(worker, tiny(6))
+
+
+def test_a_link_stays_open_until_an_update_fails_or_its_group_is_done() -> None:
+    sources = Sources()
+
+    def opened(source: object) -> object:
+        with sources.opened(source) as link:
+            return link
+
+    link = opened(SharedMemoryAt("nobody"))
+    assert opened(SharedMemoryAt("nobody")) is link
+    assert opened(SharedMemoryAt("another")) is not link
+    with pytest.raises(TimeoutError), sources.opened(SharedMemoryAt("nobody")):
+        raise TimeoutError
+    assert opened(SharedMemoryAt("nobody")) is not link
+    store = listening_store("127.0.0.1")
+    with ThreadPoolExecutor(1) as other:
+        trainer = other.submit(gloo_group, store, 0, 2)
+        group = opened(BroadcastGroup("127.0.0.1", store.port, rank=1, size=2, timeout=HANG))
+        trainer.result()
+    with pytest.raises(PeerLostError, match="closed"):
+        group.listen()
+
+
+def test_a_broadcast_over_the_device_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    links = importlib.import_module(BroadcastFrom.__module__)
+    monkeypatch.setattr(links, "BroadcastReceiver", lambda *place, **options: made.append((place, options)))
+    BroadcastFrom(3, timeout=7, device="cuda").open()
+    assert made == [((3,), {"timeout": 7, "device": "cuda"})]
+
+
+def test_memory_and_control(worker: RayWorker) -> None:
+    worker.receive_weights(tiny(1))
+    worker.sleep()
+    assert "asleep" in str(worker.health().trouble)
+    with pytest.raises(WorkerStateError, match="asleep"):
+        worker.generate([[1]])
+    worker.wake_up()
+    worker.reset_prefix_cache()
+    assert worker.stats()["blocks_cached"] == 0
+    assert serves(worker, tiny(1))
+
+
+def test_a_killed_actor_is_an_error_at_all_callers(cluster: None, folder: Path) -> None:
+    worker = RayWorker.start(folder, config=CONFIG, name="doomed")
+    sender = SharedMemorySender(timeout=2 * HANG)
+    with ThreadPoolExecutor(8) as threads:
+        worker.pause()
+        waiting: list[Future[Any]] = [
+            threads.submit(worker.generate, [[1]] * 8, LONG),
+            threads.submit(asyncio.run, worker.generate_async([[1]] * 8, LONG)),
+            threads.submit(worker.submit([1], LONG).result),
+            threads.submit(worker.receive_weights, SharedMemoryAt(sender.address)),
+            threads.submit(worker.receive_weights, tiny(1), in_flight="wait"),
+        ]
+        worker.resume()
+        wait_until(lambda: worker.stats()["output_tokens"] >= 50)
+        assert worker.stats()["running"] > 0
+        os.kill(worker.health().pid, signal.SIGKILL)
+        for future in waiting:
+            with pytest.raises(WorkerLostError, match="actor died"):
+                future.result(HANG)
+    for call in (worker.health, worker.stats, lambda: worker.generate([[1]]), lambda: worker.receive_weights(tiny(1))):
+        with pytest.raises(WorkerLostError):
+            call()
+    worker.close()
+    sender.close()
+
+
+def test_without_ray_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'samebit\[ray\]'"):
+        importlib.reload(sys.modules["samebit.rollout.integrations.ray"])
+    importlib.reload(integrations)

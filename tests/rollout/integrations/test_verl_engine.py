@@ -1,0 +1,254 @@
+"""verl's training engine with samebit's forward: its log-probabilities are the rollout worker's, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
+
+from verl.trainer.config import CheckpointConfig
+from verl.utils import fsdp_utils, tensordict_utils
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+
+from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.integrations.verl import patches as replacements
+from samebit.rollout.integrations.verl.trainer import engine as engines
+
+from .verl_model import save_model
+
+PROMPTS = [[1], [1, 5, 6, 7], list(range(4, 20)) * 2]
+TEMPERATURE = 0.7
+NAMES = {"float32": "fp32", "bfloat16": "bf16"}
+PACKINGS: dict[str, dict[str, Any]] = {
+    "padded": {"use_remove_padding": False, "micro_batch_size_per_gpu": 6},
+    "padded, one by one": {"use_remove_padding": False, "micro_batch_size_per_gpu": 1},
+    "packed": {"micro_batch_size_per_gpu": 6},
+    "packed, two by two": {"micro_batch_size_per_gpu": 2},
+    "dynamic": {"use_dynamic_bsz": True, "max_token_len_per_gpu": 100},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def configs(folder: Path, dtype: str, **options: Any) -> tuple[HFModelConfig, FSDPEngineConfig]:
+    name = NAMES[dtype]
+    options = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "samebit"}, **options}
+    model = HFModelConfig(path=str(folder), **options)
+    precision = {"param_dtype": name, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    return model, FSDPEngineConfig(
+        strategy="fsdp2", model_dtype="fp32", mixed_precision=precision, use_fused_kernels=True
+    )
+
+
+def build(model: HFModelConfig, engine: FSDPEngineConfig) -> engines.SamebitEngine:
+    optimizer = FSDPOptimizerConfig(lr=1e-2, total_training_steps=4, lr_warmup_steps_ratio=0.0)
+    built = engines.SamebitEngine(model, engine, optimizer, CheckpointConfig())
+    built.initialize()
+    return built
+
+
+def batch(outputs: list[RequestOutput], **options: Any) -> Any:
+    """As verl's trainer hands sampled sequences to its engine."""
+    sequences = [torch.tensor(out.prompt_token_ids + s.token_ids) for out in outputs for s in out.samples]
+    masks = [
+        torch.tensor([0.0] * len(out.prompt_token_ids) + [1.0] * len(s.token_ids))
+        for out in outputs
+        for s in out.samples
+    ]
+    tensors = {
+        "input_ids": _nested(sequences),
+        "position_ids": _nested([torch.arange(len(sequence)) for sequence in sequences]),
+        "loss_mask": _nested(masks),
+    }
+    defaults = {
+        "use_remove_padding": True,
+        "use_dynamic_bsz": False,
+        "use_fused_kernels": True,
+        "temperature": TEMPERATURE,
+        "calculate_entropy": True,
+        "pad_token_id": 0,
+    }
+    return tensordict_utils.get_tensordict(tensors, {**defaults, **options})
+
+
+def _nested(parts: list[Tensor]) -> Tensor:
+    return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+
+def responses(engine: engines.SamebitEngine, outputs: list[RequestOutput], **options: Any) -> dict[str, Tensor]:
+    """What the engine says of all sampled tokens, in order."""
+    with engine.eval_mode():
+        found = engine.infer_batch(batch(outputs, **options))["model_output"]
+    samples = [(len(out.prompt_token_ids), len(s.token_ids)) for out in outputs for s in out.samples]
+    return {
+        name: torch.cat([row[p - 1 : p - 1 + length] for (p, length), row in zip(samples, rows.unbind(), strict=True)])
+        for name, rows in found.items()
+    }
+
+
+def sampled(worker: RolloutWorker) -> tuple[list[RequestOutput], Tensor]:
+    outputs = worker.generate(PROMPTS, SamplingParams(n=2, temperature=TEMPERATURE, max_tokens=40))
+    return outputs, torch.tensor([x for out in outputs for s in out.samples for x in s.logprobs])
+
+
+@pytest.mark.filterwarnings("error:.*autocast")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_the_engine_gives_the_workers_log_probabilities(
+    tmp_path: Path, dtype: str, tied: bool, checkpointing: bool
+) -> None:
+    folder = save_model(tmp_path, tied=tied)
+    model, options = configs(folder, dtype, enable_gradient_checkpointing=checkpointing)
+    engine = build(model, options)
+    with RolloutWorker(folder, config=RolloutConfig(dtype=dtype, max_num_seqs=8)) as worker:
+        for step in range(2):
+            outputs, reported = sampled(worker)
+            for packing in PACKINGS.values():
+                found = responses(engine, outputs, **packing)
+                assert torch.equal(found["log_probs"], reported), (step, packing)
+                assert bool((found["entropy"] > 0).all())
+                alone = responses(engine, outputs, calculate_entropy=False, **packing)
+                assert torch.equal(alone["log_probs"], reported)
+                assert "entropy" not in alone
+            with engine.train_mode():
+                engine.train_batch(batch(outputs, micro_batch_size_per_gpu=2), loss_function=_loss)
+            stream = engine.get_per_tensor_param()[0]
+            assert {str(spec.dtype) for spec in stream.specs.values()} == {f"torch.{dtype}"}
+            report = worker.receive_weights(stream)
+            assert report.changed_tensors == report.tensors, "every weight was trained, and is the worker's now"
+            assert bool(report.casts) == (dtype == "bfloat16")
+
+
+def test_filling_up_and_compilation_change_no_bit(tmp_path: Path) -> None:
+    """verl compiles its own entropy, which is not asked: nothing is compiled."""
+    folder = save_model(tmp_path)
+    model, options = configs(folder, "float32")
+    engine = build(model, replace(options, use_torch_compile=True, pad_to_length=True, pad_to_length_bucket=64))
+    assert engine.pad_to_length
+    counters.clear()
+    with RolloutWorker(folder, config=RolloutConfig(dtype="float32")) as worker:
+        outputs, reported = sampled(worker)
+    for name in ("packed", "packed, two by two", "dynamic"):
+        assert torch.equal(responses(engine, outputs, **PACKINGS[name])["log_probs"], reported), name
+    assert not counters["stats"]
+
+
+def _loss(model_output: dict[str, Tensor], data: Any, dp_group: Any) -> tuple[Tensor, dict[str, float]]:
+    return -model_output["log_probs"].values().sum() - 0.1 * model_output["entropy"].values().sum(), {}
+
+
+def test_a_reference_policy_needs_no_accelerator(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    model, options = configs(folder, "float32")
+    engine = build(model, replace(options, forward_only=True))
+    with RolloutWorker(folder, config=RolloutConfig(dtype="float32")) as worker:
+        outputs, reported = sampled(worker)
+    assert torch.equal(responses(engine, outputs, micro_batch_size_per_gpu=6)["log_probs"], reported)
+    assert engine.engine_config.forward_only
+
+
+def test_weights_that_are_kept_for_old_log_probabilities_are_a_copy(tmp_path: Path) -> None:
+    replacements.replace_snapshot()
+    engine = build(*configs(save_model(tmp_path), "float32"))
+    shards, layout = fsdp_utils.fsdp2_sharded_save_to_cpu(engine.module)
+    (name, parameter), *_ = engine.module.named_parameters()
+    before = parameter.full_tensor().clone()
+    with torch.no_grad():
+        parameter.add_(1)
+    assert torch.equal(shards[name][0], before)
+    fsdp_utils.fsdp2_sharded_load_from_cpu(engine.module, shards, layout)
+    assert torch.equal(parameter.full_tensor(), before)
+
+
+def test_without_samebit_the_engine_is_verls(tmp_path: Path) -> None:
+    override = {"attn_implementation": "sdpa"}
+    model, options = configs(
+        save_model(tmp_path), "float32", use_fused_kernels=False, fused_kernel_options={}, override_config=override
+    )
+    options.use_fused_kernels = False
+    engine = build(model, options)
+    assert not engine.exact
+    with RolloutWorker(tmp_path, config=RolloutConfig(dtype="float32")) as worker:
+        outputs, reported = sampled(worker)
+    logprobs = responses(engine, outputs, micro_batch_size_per_gpu=6, use_fused_kernels=False)["log_probs"]
+    assert not torch.equal(logprobs, reported), "verl's own arithmetic is not samebit's: the other tests would be idle"
+    assert torch.allclose(logprobs, reported, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "engine_options", "says"),
+    [
+        ({"use_fused_kernels": False}, {}, "use_fused_kernels=False"),
+        ({"use_liger": True}, {}, "use_liger"),
+        ({"lora_rank": 8}, {}, "lora_rank"),
+        ({}, {"strategy": "fsdp"}, "strategy=fsdp"),
+        ({}, {"ulysses_sequence_parallel_size": 2}, "ulysses"),
+        ({}, {"mixed_precision": {"param_dtype": "fp16"}}, "fp16"),
+        ({"override_config": {"rms_norm_eps": 1e-2}}, {}, r"model\.override_config\.rms_norm_eps"),
+        ({"override_config": {"model_config": {"rope_theta": 9.0}}}, {}, r"override_config\.model_config\.rope_theta"),
+        ({"trust_remote_code": True}, {}, "trust_remote_code=True"),
+    ],
+)
+def test_what_is_not_exact_is_refused_by_name(
+    tmp_path: Path, options: dict[str, Any], engine_options: dict[str, Any], says: str
+) -> None:
+    model, engine = configs(save_model(tmp_path), "float32", **options)
+    with pytest.raises(ValueError, match=says):
+        build(model, replace(engine, **engine_options))
+
+
+def test_a_config_of_another_folder_is_refused(tmp_path: Path) -> None:
+    folder, other = save_model(tmp_path / "model"), save_model(tmp_path / "other")
+    with pytest.raises(ValueError, match=f"model.hf_config_path={other}"):
+        build(*configs(folder, "float32", hf_config_path=str(other)))
+    assert build(*configs(folder, "float32", hf_config_path=str(folder))).exact
+
+
+def test_a_class_that_the_servers_do_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `model.external_lib` may register one: of the same name, which is all that `bind` asks, with other logits."""
+
+    class Halved(Qwen3ForCausalLM):
+        def forward(self, *given: Any, **options: Any) -> Any:
+            output = super().forward(*given, **options)
+            output.logits = output.logits / 2
+            return output
+
+    Halved.__name__ = "Qwen3ForCausalLM"
+    monkeypatch.setitem(AutoModelForCausalLM._model_mapping._extra_content, Qwen3Config, Halved)
+    with pytest.raises(ValueError, match=rf"Qwen3ForCausalLM is of {__name__}.*model\.external_lib"):
+        build(*configs(save_model(tmp_path), "float32"))
+
+
+def test_the_labels_and_what_is_computed_are_those_asked_for(tmp_path: Path) -> None:
+    engine = build(*configs(save_model(tmp_path), "float32"))
+    ids = torch.tensor([[1, 4, 5]])
+    plain = engine.module(input_ids=ids, temperature=TEMPERATURE)
+    assert plain.entropy is None
+    same = engine.module(input_ids=ids, temperature=TEMPERATURE, shift_labels=ids.roll(-1, 1), with_entropy=True)
+    assert torch.equal(same.log_probs, plain.log_probs)
+    assert same.entropy.shape == ids.shape
+    others = engine.module(input_ids=ids, temperature=TEMPERATURE, shift_labels=torch.tensor([[4, 7, 1]]))
+    assert (others.log_probs == plain.log_probs).tolist() == [[True, False, True]]
+
+
+def test_logits_are_not_handed_out_silently(tmp_path: Path) -> None:
+    engine = build(*configs(save_model(tmp_path), "float32"))
+    with pytest.raises(ValueError, match="use_fused_kernels"):
+        engine.module(input_ids=torch.tensor([[1, 4, 5]]))

@@ -1,0 +1,87 @@
+"""A short run of verl's trainer, from its command line to its metrics: exact, and a dead server ends it with the cause.
+
+All processes listen on the loopback interface alone, which is looked at.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
+pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install 'samebit[verl]'")
+
+from samebit.benchmarks.verl_matrix import cases
+from samebit.recipes.verl_grpo.launch import Run
+from samebit.recipes.verl_grpo.mismatch import MISMATCH
+
+from .verl_run import build_data, listening_elsewhere, running, spied, wait_for_end, wait_for_steps
+
+
+def test_a_run_in_which_trainer_and_rollout_share_their_resources_until_the_server_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed, float32, temperature 0.7, an untied head; with validation. The plugin is named, not found.
+
+    In colocate_async, where verl would try again for ever to reach a dead server.
+    """
+    named = {
+        "VERL_USE_EXTERNAL_PLUGINS": "none",
+        "VERL_USE_EXTERNAL_MODULES": "samebit.rollout.integrations.verl,verl_spy",
+    }
+    more = {
+        "actor_rollout_ref.rollout.temperature": 0.7,
+        "actor_rollout_ref.rollout.custom.block_size": 16,
+        "trainer.test_freq": 2,
+    }
+    run = _run_until_the_server_dies("colocate_async-packed-fp32", tmp_path, monkeypatch, named, more)
+    steps = run.steps()
+    assert len(steps) >= 3
+    _check_steps(steps)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif("SAMEBIT_SOAK_CASES" not in os.environ, reason="make soak: a run of verl each")
+@pytest.mark.parametrize(
+    "name", ["sync-packed-fp32", "separate_async-packed-fp32", "one_step_off-packed-fp32", "fully_async-packed-fp32"]
+)
+def test_a_server_that_dies_in_generation_ends_the_run_of_each_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    _run_until_the_server_dies(name, tmp_path, monkeypatch, {}, {})
+
+
+def _run_until_the_server_dies(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], more: cases.Options
+) -> Run:
+    """Of the case `name`; killed while it generates, after some steps."""
+    answers = 5 * cases.PROMPTS * cases.SAMPLES
+    died = spied(folder, monkeypatch, SPY_LAST_ANSWER=str(answers), **environment) / "died"
+    case = cases.cases()[name]
+    options = {**cases.settings(200), **case.settings(200), **more}
+    run = Run(build_data(folder / "data"), folder, options, entry=case.entry)
+    with running(run) as process:
+        wait_for_steps(run, process, 1)
+        assert listening_elsewhere(run) == []
+        code = wait_for_end(run, process)
+    said = run.log.read_text()
+    assert died.exists(), said[-4000:]
+    assert code != 0
+    assert "samebit_server_0 is lost" in said or "ActorDiedError" in said
+    assert "actor died" in said
+    return run
+
+
+def _check_steps(steps: list[dict[str, Any]]) -> None:
+    for row in steps:
+        assert [row[name] for name in MISMATCH] == [0.0, 0.0, 0.0]
+        assert row["samebit/on_policy/trajectories"] == 16
+        assert row["samebit/on_policy/tokens"] > 16
+        assert row["samebit/on_policy/tokens_differing"] == 0
+        assert row["samebit/requests_finished"] >= 16
+        assert row["samebit/syncs"] >= 1
+        assert row["samebit/released_bytes"] > 0
+    assert any(name.startswith("val-core/chain_sum") for row in steps for name in row)

@@ -1,0 +1,130 @@
+"""Names of the Hugging Face hub, over a cache folder laid out as huggingface_hub lays it out, and no network."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from samebit.rollout.cli import main
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.errors import ModelLoadError
+from samebit.rollout.models.hub import model_folder
+from samebit.rollout.models.loading import load_model
+from samebit.rollout.worker import RolloutWorker
+
+NAME = "samebit-tests/tiny-llama"
+FIRST, SECOND = "a" * 40, "b" * 40
+
+
+class Cache:
+    """The cache of one user: blobs, and snapshots and refs that name them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.repo = folder / f"models--{NAME.replace('/', '--')}"
+
+    def add(self, commit: str, files: Path, ref: str) -> Path:
+        """Add a snapshot of these files, which the branch or tag `ref` then points at."""
+        snapshot = self.repo / "snapshots" / commit
+        for folder in (self.repo / "blobs", self.repo / "refs", snapshot):
+            folder.mkdir(parents=True, exist_ok=True)
+        for file in files.iterdir():
+            blob = self.repo / "blobs" / f"{commit}-{file.name}"
+            shutil.copyfile(file, blob)
+            (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
+        (self.repo / "refs" / ref).write_text(commit)
+        return snapshot
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two folders with other weights."""
+    folders = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=50,
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                max_position_embeddings=40,
+            )
+        )
+        folders.append(tmp_path_factory.mktemp("model"))
+        model.save_pretrained(folders[-1])
+    return folders
+
+
+@pytest.fixture
+def cache(tmp_path: Path, models: list[Path], monkeypatch: pytest.MonkeyPatch) -> Cache:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    cache = Cache(tmp_path / "hub")
+    cache.add(FIRST, models[0], "v1")
+    cache.add(SECOND, models[1], "main")
+    return cache
+
+
+def test_a_name_is_the_folder_of_one_commit(cache: Cache, models: list[Path]) -> None:
+    folder = model_folder(NAME)
+    assert folder == cache.repo / "snapshots" / SECOND
+    cache.add("c" * 40, models[0], "main")
+    assert model_folder(NAME) != folder, "the branch has moved on, and what was resolved before has not"
+    assert model_folder(NAME, "v1") == model_folder(NAME, FIRST) == cache.repo / "snapshots" / FIRST
+
+
+def test_a_worker_takes_a_name_and_a_revision(cache: Cache, models: list[Path]) -> None:
+    for revision, folder in ((None, models[1]), ("v1", models[0])):
+        with RolloutWorker(NAME, config=RolloutConfig(revision=revision)) as worker:
+            wanted = LlamaForCausalLM.from_pretrained(folder).model.norm.weight
+            assert torch.equal(worker.module.model.norm.weight, wanted)
+            head = LlamaForCausalLM.from_pretrained(folder).lm_head.weight
+            assert torch.equal(worker.module.lm_head.weight, head)
+            assert len(worker.generate([[1, 2]])) == 1
+
+
+def test_the_command_line_takes_names(cache: Cache, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", NAME, "--memory", "--revision", "v1"]) == 0
+    assert "kv block" in capsys.readouterr().out
+    for command in ("check", "bench"):
+        assert main([command, "samebit-tests/other"]) == 2
+        assert "hf download samebit-tests/other" in capsys.readouterr().err
+        assert main([command, NAME, "--revision", "v9"]) == 2
+        assert f"hf download {NAME} --revision v9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "typo", ["./qwen", "/no/where", "~/model", "a/b/c", "model/", "...", "a b", "-x/y", Path("org/name")]
+)
+def test_what_is_written_as_a_path_is_no_name(cache: Cache, typo: str | Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"^no such model folder: [^;]*$"):
+        model_folder(typo)
+
+
+def test_a_folder_that_is_called_like_a_name_comes_first(cache: Cache, models: list[Path]) -> None:
+    shutil.copytree(models[0], NAME)
+    assert model_folder(NAME) == Path(NAME)
+    with pytest.raises(ModelLoadError, match="revision='v1' is for a name"):
+        load_model(NAME, RolloutConfig(revision="v1"), None)
+    with pytest.raises(ModelLoadError, match="and this is a module"):
+        load_model(LlamaForCausalLM.from_pretrained(NAME), RolloutConfig(revision="v1"), None)
+
+
+def test_a_word_may_be_a_folder_or_a_name(cache: Cache) -> None:
+    with pytest.raises(ModelLoadError, match=r"no such model folder: tiny; .* `hf download tiny`"):
+        model_folder("tiny")
+
+
+def test_a_snapshot_without_weights_says_so(cache: Cache) -> None:
+    for file in (cache.repo / "snapshots" / SECOND).glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ModelLoadError, match=r"hf download|has no weights"):
+        load_model(NAME, RolloutConfig(), None)

@@ -1,0 +1,111 @@
+"""Models that can not be served, each refused with its cause; and the few facts taken from one that can."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.errors import ModelLoadError
+from samebit.rollout.models.loading import load_model
+
+DEFAULT = RolloutConfig()
+
+
+def tiny(**changes: object) -> LlamaForCausalLM:
+    settings: dict[str, object] = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 40,
+        "eos_token_id": [3, 4],
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, value in changes.items():
+        tensors.pop(name)
+        if value is not None:
+            tensors[name] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_folder_gives_an_own_model_with_its_facts(folder: Path) -> None:
+    loaded = load_model(folder, DEFAULT, None)
+    assert not loaded.shared
+    assert (loaded.max_model_len, loaded.eos_token_ids, loaded.tokenizer) == (40, (3, 4), None)
+    assert loaded.module.dtype == torch.float32
+    assert load_model(str(folder), RolloutConfig(dtype="bfloat16"), None).module.dtype == torch.bfloat16
+    assert load_model(folder, RolloutConfig(max_model_len=24), None).max_model_len == 24
+
+
+def test_auto_takes_the_dtype_of_the_checkpoint(tmp_path: Path) -> None:
+    tiny().to(torch.bfloat16).save_pretrained(tmp_path)
+    assert load_model(tmp_path, DEFAULT, None).module.dtype == torch.bfloat16
+    assert load_model(tmp_path, RolloutConfig(dtype="float32"), None).module.dtype == torch.float32
+
+
+def test_a_module_is_taken_as_it_is() -> None:
+    module = tiny().train()
+    loaded = load_model(module, DEFAULT, None)
+    assert loaded.module is module
+    assert loaded.shared
+    assert module.training
+
+
+def test_the_model_limits_max_model_len() -> None:
+    with pytest.raises(ModelLoadError, match="max_model_len=41 is more than the model's 40"):
+        load_model(tiny(), RolloutConfig(max_model_len=41), None)
+
+
+def test_folders_without_what_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no such model folder"):
+        load_model(tmp_path / "nowhere", DEFAULT, None)
+    with pytest.raises(ModelLoadError, match=r"no config\.json"):
+        load_model(tmp_path, DEFAULT, None)
+    tiny().config.save_pretrained(tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match="has no weights"):
+        load_model(tmp_path, DEFAULT, None)
+
+
+def test_a_missing_tensor_is_never_made_up(folder: Path) -> None:
+    edit_weights(folder, **{"model.layers.0.mlp.up_proj.weight": None})
+    with pytest.raises(ModelLoadError, match=r"lack 1 tensors: model\.layers\.0\.mlp\.up_proj\.weight"):
+        load_model(folder, DEFAULT, None)
+
+
+def test_nan_weights_are_refused_by_name(folder: Path) -> None:
+    edit_weights(folder, **{"model.norm.weight": torch.full((16,), float("nan"))})
+    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight in .* holds NaN"):
+        load_model(folder, DEFAULT, None)
+
+
+def test_dtypes_that_are_not_served() -> None:
+    with pytest.raises(ModelLoadError, match=r"is torch\.float16; supported on cpu are float32, bfloat16"):
+        load_model(tiny().half(), DEFAULT, None)
+    with pytest.raises(ModelLoadError, match=r"is torch\.float32; a module is served as it is"):
+        load_model(tiny(), RolloutConfig(dtype="bfloat16"), None)
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear(2, 2), 3, None])
+def test_other_objects_are_no_model(wrong: object) -> None:
+    with pytest.raises(ModelLoadError, match=f"got {type(wrong).__name__}"):
+        load_model(wrong, DEFAULT, None)

@@ -1,0 +1,94 @@
+"""kill -9 of a worker's process in the middle of generate: the trainer hears of it in time, and another takes over."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samebit.rollout import RolloutWorker
+from samebit.weight_sync import PeerLostError, SharedMemorySender, SyncTimeoutError
+
+from ...patience import HANG
+from ..tiny_llama import tiny
+from .worker_process import CONFIG, samples
+
+SCRIPT = Path(__file__).with_name("worker_process.py")
+SHORT = 1.0
+
+
+class WorkerProcess:
+    def __init__(self, folder: Path, address: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder), address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+        )
+
+    def tell(self, command: str) -> None:
+        assert self._process.stdin is not None
+        print(command, file=self._process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def ask(self, command: str) -> Any:
+        self.tell(command)
+        return self.answer()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        assert self._process.returncode == -signal.SIGKILL
+
+
+def test_a_worker_process_is_killed_while_it_generates(tmp_path: Path) -> None:
+    """While the trainer waits for it, and before a sync; the third process has all weights, and the right ones."""
+    trainer = tiny(1)
+    tiny(2).save_pretrained(tmp_path)
+    with SharedMemorySender(timeout=2 * HANG) as sender, ThreadPoolExecutor(1) as beside:
+
+        def synced(worker: WorkerProcess) -> Any:
+            worker.tell("receive")
+            report = sender.send(trainer, delta=True)
+            assert worker.answer() == 1
+            return report
+
+        worker = WorkerProcess(tmp_path, sender.address)
+        synced(worker)
+        assert worker.ask("begin") > 0
+        sending = beside.submit(sender.send, trainer, delta=True)
+        time.sleep(0.2)
+        assert not sending.done(), "it waits for a worker that is in generate"
+        began = time.monotonic()
+        worker.kill()
+        with pytest.raises(PeerLostError, match="the other side"):
+            sending.result(HANG)
+        assert time.monotonic() - began < HANG
+
+        worker = WorkerProcess(tmp_path, sender.address)
+        assert not synced(worker).delta
+        assert worker.ask("begin") > 0
+        worker.kill()
+        sender.link.patience.seconds = SHORT
+        with pytest.raises(SyncTimeoutError, match="no receiver connected"):
+            sender.send(trainer, delta=True)
+
+        sender.link.patience.seconds = 2 * HANG
+        worker = WorkerProcess(tmp_path, sender.address)
+        report = synced(worker)
+        assert not report.delta, "all of it"
+        assert report.sent_bytes == report.dense_bytes
+        with RolloutWorker(trainer, config=CONFIG) as local:
+            assert worker.ask("samples") == samples(local)
+        worker.kill()

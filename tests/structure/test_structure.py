@@ -1,0 +1,130 @@
+"""The shape of the house: imports go one way, no circles, and no folder or file too large to take in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from fnmatch import fnmatch
+
+import pytest
+
+from .imports import PACKAGES, ROOT, Import, find_cycles, module_files, parameters_of, read_imports
+
+# Per package: its rooms, from the ground up. A module imports from its own floor and from those below it.
+FLOORS = {
+    "samebit": ["kernels weight_sync", "rollout", "recipes", "benchmarks"],
+    "samebit.kernels": ["openmp", "layout", "cpu triton", "ops", "binding"],
+    "samebit.rollout": [
+        "errors checks guard",
+        "config sampling_params",
+        "requests outputs",
+        "cache",
+        "engine",
+        "runner stats",
+        "models",
+        "control",
+        "worker_interface build",
+        "worker",
+        "async_worker",
+        "audit integrations",
+        "cli",
+    ],
+    "samebit.weight_sync": [
+        "closing manifest report checkpoint_names digest",
+        "source apply",
+        "wire",
+        "transports",
+        "update",
+    ],
+}
+DISPATCH = "samebit.kernels.ops.dispatch"  # the one place where a device's implementations are chosen
+PRODUCT = ("samebit.kernels*", "samebit.rollout*", "samebit.weight_sync*")
+SCRIPTS = ("benchmarks", "recipes")  # each of their modules is a command of its own: they may be many
+MOST_MODULES = 12
+MOST_LINES = 400
+MOST_PARAMETERS = 12
+
+
+@pytest.fixture(scope="module")
+def imports() -> list[Import]:
+    found = read_imports()
+    assert len(found) > 500, "the imports were not found"
+    return found
+
+
+def test_no_modules_import_each_other(imports: list[Import]) -> None:
+    assert not find_cycles(imports)
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_imports_go_down(imports: list[Import], package: str) -> None:
+    floor = {room: number for number, rooms in enumerate(FLOORS[package]) for room in rooms.split()}
+    rooms = [(found, _room(found.source, package), _room(found.target, package)) for found in imports]
+    known = [(found, source, target) for found, source, target in rooms if source and target]
+    assert not {room for _, *both in known for room in both} - set(floor), "a room without a floor"
+    assert not [str(found) for found, source, target in known if floor[source] < floor[target]]
+
+
+def test_only_the_dispatch_knows_the_devices(imports: list[Import]) -> None:
+    devices = ("samebit.kernels.cpu*", "samebit.kernels.triton*")
+    product = [found for found in imports if any(fnmatch(found.source, package) for package in PRODUCT)]
+    neutral = [found for found in product if not any(fnmatch(found.source, device) for device in devices)]
+    named = [found for found in neutral if any(fnmatch(found.target, device) for device in devices)]
+    assert not [str(found) for found in named if found.source != DISPATCH]
+
+
+def test_the_devices_do_not_know_each_other(imports: list[Import]) -> None:
+    devices = ("samebit.kernels.cpu", "samebit.kernels.triton")
+    for one, other in (devices, devices[::-1]):
+        assert not [str(x) for x in imports if _within(x.source, one) and _within(x.target, other)]
+
+
+def test_no_folder_is_too_large_to_take_in() -> None:
+    modules = Counter(path.parent for path in module_files().values() if path.stem != "__init__")
+    ours = {folder: count for folder, count in modules.items() if folder.relative_to(ROOT).parts[0] not in SCRIPTS}
+    assert not {str(folder): count for folder, count in ours.items() if count > MOST_MODULES}
+
+
+def test_no_module_is_too_long() -> None:
+    lines = {name: len(path.read_text().splitlines()) for name, path in module_files().items()}
+    assert not {name: count for name, count in lines.items() if count > MOST_LINES}
+
+
+def test_no_function_of_the_worker_has_too_many_parameters() -> None:
+    rollout = {name: path for name, path in module_files().items() if _within(name, "samebit.rollout")}
+    counts = {f"{name}.{function}": count for name, path in rollout.items() for function, count in parameters_of(path)}
+    assert len(counts) > 500, "the functions were not found"
+    assert not {name: count for name, count in counts.items() if count > MOST_PARAMETERS}
+
+
+def test_every_folder_says_what_lives_there() -> None:
+    folders = {path.parent for path in module_files().values()}
+    assert not [str(folder) for folder in folders if not (folder / "__init__.py").read_text().startswith('"""')]
+
+
+def test_a_checkout_works_in_its_root_without_an_install() -> None:
+    """`samebit.*` is found through the links in `samebit/`; transformers does not take our `kernels` for another."""
+    script = (
+        "import sys\n"
+        "sys.meta_path[:] = [finder for finder in sys.meta_path if 'ditable' not in repr(finder)]\n"
+        "sys.path_hooks[:] = [hook for hook in sys.path_hooks if 'ditable' not in repr(hook)]\n"
+        "from samebit.rollout import RolloutWorker\n"
+        "from transformers.utils import is_kernels_available\n"
+        "found = sys.modules['samebit.rollout'].__file__\n"
+        "assert found.startswith(sys.argv[1]), found\n"
+        "assert not is_kernels_available()\n"
+        "twice = [name for name in sys.modules if name.split('.')[0] in sys.argv[2:] and '.' in name]\n"
+        "assert not twice, twice\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script, str(ROOT), *PACKAGES]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=600)
+
+
+def _room(module: str, package: str) -> str | None:
+    """Return the part of `package` that holds `module`; None outside it, and for the package's own `__init__`."""
+    return module[len(package) + 1 :].split(".")[0] if module.startswith(f"{package}.") else None
+
+
+def _within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")

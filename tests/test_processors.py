@@ -1,0 +1,65 @@
+"""Tests hold on other processors too: some again in a process in which the libraries take this one for another.
+
+OpenBLAS multiplies for NumPy, and so for Triton's interpreter; Numba compiles the kernels of the CPU. Under `make soak`
+all tests of the kernels, otherwise a few.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from llvmlite.binding import get_host_cpu_features
+
+from .exactness.families import CAMPAIGN
+from .patience import HANG
+
+ROOT = Path(__file__).parents[1]
+FEATURES = get_host_cpu_features()
+HASWELL = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe,+popcnt"}
+
+INTERPRETED = ["tests/kernels/triton/test_tiles.py", "-k", "another_order and bfloat16"]
+COMPILED = [
+    "tests/kernels/test_numeric.py",
+    "tests/kernels/test_rowwise.py",
+    "-k",
+    "numeric or (same_bits_in_every_call and rms_norm and dtype1)",
+]
+
+
+def run_tests(arguments: list[str], environment: dict[str, str], minutes: float) -> None:
+    """In a process of their own, one after the other."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    found = subprocess.run(
+        [Path(sys.executable).with_name("pytest"), "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *arguments],
+        env=kept | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60 * minutes,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
+    assert " passed" in found.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("core", ["Haswell", "Zen", "SkylakeX"])
+def test_as_openblas_multiplies_on_other_processors(core: str) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    needed = "avx512f" if core == "SkylakeX" else "avx2"
+    if not FEATURES.get(needed):
+        pytest.skip(f"this processor has no {needed}")
+    arguments = ["tests/kernels/triton"] if CAMPAIGN else INTERPRETED
+    run_tests(arguments, {"OPENBLAS_CORETYPE": core}, 60 if CAMPAIGN else HANG / 60)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not FEATURES.get("avx2"), reason="this processor has no avx2")
+def test_as_numba_compiles_for_a_haswell(tmp_path: Path) -> None:
+    """Nothing comes from the cache of this processor's kernels, and nothing gets there."""
+    arguments = ["tests/kernels", "--ignore", "tests/kernels/triton"] if CAMPAIGN else COMPILED
+    run_tests(arguments, HASWELL | {"NUMBA_CACHE_DIR": str(tmp_path)}, 60 if CAMPAIGN else HANG / 60)

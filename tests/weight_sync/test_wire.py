@@ -1,0 +1,348 @@
+"""What a peer may say, and that anything else is one of the documented errors, in little time and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import tracemalloc
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from samebit.weight_sync import (
+    NonFiniteWeightError,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    SyncBrokenError,
+    SyncRefusedError,
+    SyncTimeoutError,
+    TensorSpec,
+    WeightMismatchError,
+    apply_weights,
+)
+from samebit.weight_sync.digest import Lanes
+from samebit.weight_sync.transports.cuda.memory import MemoryHandle
+from samebit.weight_sync.transports.shared_memory import SharedFile
+from samebit.weight_sync.transports.unix_socket import Free, Full, NoMemory
+from samebit.weight_sync.wire.buckets import BucketHeader, BucketWriter, Ending, Kind, RecordHeader, open_records
+from samebit.weight_sync.wire.decoding import decode, encode
+from samebit.weight_sync.wire.link import MOST_BYTES, Announcement, Answer, Base, Outcome
+from samebit.weight_sync.wire.patience import Patience
+
+from ..patience import HANG
+from .strangers import BUCKET, DEEP, EVIL, framed, mutated, receiving_from_a_stranger, sending_to_a_stranger
+
+WEIGHT = TensorSpec("weight", (3, 100), torch.bfloat16)
+HEADER = BucketHeader(0, 128, Ending.LAST, (1 << 64) - 1, 7)
+MESSAGES = [
+    Announcement((WEIGHT, TensorSpec("ä\0\U0001f600", (), torch.bool)), Base(3, "ab"), ("weight: cast",), 4),
+    Announcement(()),
+    Answer("no, \U0001f600", True, 3),
+    Answer(),
+    Outcome(7, "0f", None, 2),
+    Outcome(failed="it did"),
+    Full(3, 1, HEADER, (RecordHeader(0, Kind.BITMAP, 64, 9, 1 << 63),)),
+    Full(3, 0, HEADER, ()),
+    Free(3, 1),
+    NoMemory("none"),
+    SharedFile(),
+    MemoryHandle("GPU-1", 2048, "ab" * 64, 4096, 512, "cd" * 20, 3, "ef" * 64, True),
+]  # fmt: skip
+KINDS = tuple({type(message) for message in MESSAGES})
+CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "40"))
+DOCUMENTED = (SyncBrokenError, SyncRefusedError, WeightMismatchError, NonFiniteWeightError)
+
+
+class Model(nn.Module):
+    """Larger than a bucket, smaller, empty."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = nn.Parameter(torch.randn(3, 129, dtype=dtype))
+        self.one = nn.Parameter(torch.randn(1, dtype=dtype))
+        self.none = nn.Parameter(torch.randn(0, 3, dtype=dtype))
+
+
+ANNOUNCED = tuple(TensorSpec.of(name, one) for name, one in Model().state_dict().items())
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_is_what_it_was_after_its_journey(message: object) -> None:
+    assert decode(encode(message), *KINDS) == message
+
+
+@pytest.mark.soak
+@settings(max_examples=8 * CASES, deadline=None)
+@given(content=mutated([encode(message) for message in MESSAGES]))
+def test_a_mutated_message_is_valid_or_a_documented_error(content: bytes) -> None:
+    said = ""
+    try:
+        found = decode(content, *KINDS)
+    except SyncBrokenError as error:
+        said = str(error)
+    else:
+        assert decode(encode(found), *KINDS) == found
+    assert len(said) < 1000, "it is bounded too"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b"3", b'"kind"', b"{}", b'{"kind": []}', b'{"kind": "Free"}', DEEP, b'{"a":' * 9999]
+    + [b'{"kind": "Free", "sync": %s, "bucket": 0}' % n for n in (b"9" * 4300, b"9" * 400_000, b"1e5", b"-1", b"true")]
+    + [b'{"kind": "Free", "sync": 0, "bucket": 0, "more": 0}', b'{"kind": "Answer", "sync": 0, "bucket": 0}']
+    + [b'{"kind": "NoMemory", "reason": "\\ud800"}', b'{"kind": "NoMemory", "reason": "\xed\xa0\x80"}'],
+)
+def test_what_is_no_message_is_a_broken_sync(content: bytes) -> None:
+    with pytest.raises(SyncBrokenError):
+        decode(content, Free, NoMemory)
+
+
+def test_an_announcement_is_one_of_different_tensors_that_torch_can_hold() -> None:
+    for tensors in ((WEIGHT, WEIGHT), (replace(WEIGHT, shape=(1,) * 65),)):
+        body = {"kind": "Announcement", "base": None, "casts": [], "sync": 0}
+        listed = [{"name": one.name, "shape": one.shape, "dtype": "bfloat16"} for one in tensors]
+        with pytest.raises(SyncBrokenError, match=r"announced twice|more than 64 dimensions"):
+            decode(json.dumps({**body, "tensors": listed}).encode(), Announcement)
+
+
+# -- a bucket --------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+@settings(max_examples=4 * CASES, deadline=None)
+@given(data=st.data())
+def test_the_bytes_of_a_bucket_are_checked(data: st.DataObject) -> None:
+    buffer = np.zeros(BUCKET, np.uint8)
+    writer = BucketWriter(buffer)
+    writer.copy(0, 0, np.arange(200, dtype=np.uint8), Lanes.of(torch.uint8))
+    writer.copy(1, 64, np.arange(65, dtype=np.uint8), Lanes.of(torch.uint8))
+    header = writer.seal(0, Ending.MORE, 0)
+    words = buffer.view(np.uint64)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.sampled_from([0, 1, 2, 3, 4, 40, 41, 42, 43, 44]) | st.integers(0, BUCKET // 8 - 1))
+        words[place] = data.draw(st.sampled_from([0, 1, 3, 63, 64, 65, 1 << 62, (1 << 64) - 64, (1 << 64) - 1]))
+    used = data.draw(st.sampled_from([header.used, 0, 64, 1000, 1024, 1025, 1 << 63]))
+    with_used = replace(header, used=used)
+    try:
+        records = open_records(with_used, buffer, sequence=0, sizes=[200, 1000], kinds=frozenset({Kind.DENSE}))
+    except SyncBrokenError:
+        return
+    assert all(0 < len(record.payload) <= 200 for record in records)
+
+
+def test_a_piece_without_bytes_is_refused() -> None:
+    buffer = np.zeros(BUCKET, np.uint8)
+    writer = BucketWriter(buffer)
+    writer.copy(0, 0, np.zeros(0, np.uint8), Lanes.of(torch.uint8))
+    header = writer.seal(0, Ending.MORE, 0)
+    with pytest.raises(SyncBrokenError, match="0 bytes at 0 of tensor 0"):
+        open_records(header, buffer, sequence=0, sizes=[200], kinds=frozenset({Kind.DENSE}))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_an_empty_piece_over_a_link(cast: bool) -> None:
+    with receiving_from_a_stranger(Model(torch.bfloat16 if cast else torch.float32)) as (stranger, received):
+        stranger.hand_over()
+        stranger.send(
+            Announcement(tuple(TensorSpec.of(name, one) for name, one in Model().state_dict().items()), sync=1)
+        )
+        if not cast:
+            stranger.receive(Answer)
+        writer = BucketWriter(np.zeros(BUCKET, np.uint8))
+        writer.copy(0, 0, np.zeros(0, np.uint8), Lanes.of(torch.float32))
+        stranger.send(Full(1, 0, writer.seal(0, Ending.MORE, 0), ()))
+        with pytest.raises(DOCUMENTED):
+            received.result(HANG)
+
+
+# -- over a socket ---------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+@settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(stage=st.integers(0, 2), data=st.data())
+def test_a_receiver_hears_a_mutated_message(stage: int, data: st.DataObject) -> None:
+    said = [SharedFile(), Announcement(ANNOUNCED, sync=1), Full(1, 0, HEADER, ())]
+    with receiving_from_a_stranger(Model()) as (stranger, received):
+        for message in said[:stage]:
+            stranger.hand_over() if message == said[0] else stranger.send(message)
+        content = data.draw(mutated([encode(said[stage])]))
+        stranger.raw.sendall(framed(content))
+        stranger.close()
+        with pytest.raises(DOCUMENTED):
+            received.result(HANG)
+
+
+@pytest.mark.soak
+@settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(stage=st.integers(0, 2), data=st.data())
+def test_a_sender_hears_a_mutated_message(stage: int, data: st.DataObject) -> None:
+    said = [Answer(sync=1), Free(1, 0), Outcome(1, "", "it failed", 1)]
+    with (
+        SharedMemorySender(bucket_bytes=BUCKET, timeout=20) as sender,
+        sending_to_a_stranger(sender, Model()) as (stranger, raw, sent),
+    ):
+        stranger.receive(SharedFile)
+        stranger.receive(Announcement)
+        for message in said[:stage]:
+            stranger.send(message)
+        raw.sendall(framed(data.draw(mutated([encode(said[stage])]))))
+        stranger.close()
+        with pytest.raises(DOCUMENTED):
+            sent.result(HANG)
+
+
+@pytest.mark.parametrize("value", EVIL, ids=lambda value: repr(value)[:12])
+def test_a_message_of_no_known_kind_leaves_the_sender_of_use(value: object) -> None:
+    with SharedMemorySender(bucket_bytes=BUCKET, timeout=20) as sender:
+        with sending_to_a_stranger(sender, Model()) as (_, raw, sent):
+            raw.sendall(framed(json.dumps({"kind": value, "sync": 1}).encode()))
+            with pytest.raises(SyncBrokenError):
+                sent.result(HANG)
+        other = Model()
+        with SharedMemoryReceiver(sender.address, timeout=20) as end:
+            receiving = threading.Thread(target=apply_weights, args=(other, end))
+            receiving.start()
+            sender.send(Model())
+            receiving.join(HANG)
+        assert torch.equal(other.wide, Model().wide)
+
+
+def test_an_announcement_is_bounded_by_what_the_model_can_need() -> None:
+    """The length alone is refused: no byte of it is read."""
+    with receiving_from_a_stranger(Model()) as (stranger, received):
+        stranger.hand_over()
+        stranger.raw.sendall((60 << 20).to_bytes(4, "big"))
+        with pytest.raises(SyncBrokenError, match=r"a message of 62914560 bytes; at most 1\d{6} are allowed"):
+            received.result(HANG)
+
+
+def test_an_announcement_that_is_allowed_costs_little() -> None:
+    names = [{"name": f"{number}", "shape": [], "dtype": "bool"} for number in range(18_000)]
+    body = json.dumps({"kind": "Announcement", "tensors": names, "base": None, "casts": [], "sync": 0}).encode()
+    assert 0.8 * MOST_BYTES < len(body) < MOST_BYTES
+    tracemalloc.start()
+    assert len(decode(body, Announcement).tensors) == len(names)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 32 * MOST_BYTES
+
+
+def test_a_model_with_very_many_tensors_may_be_announced() -> None:
+    """Its announcement is longer than the bound of other messages."""
+    many = nn.ParameterDict({f"{'a' * 1000}{number}": nn.Parameter(torch.zeros(1)) for number in range(1_200)})
+    assert len(encode(Announcement(tuple(TensorSpec.of(name, one) for name, one in many.items())))) > MOST_BYTES
+    with SharedMemorySender(timeout=60) as sender, SharedMemoryReceiver(sender.address, timeout=60) as end:
+        sending = threading.Thread(target=sender.send, args=(many,))
+        sending.start()
+        assert apply_weights(many, end).tensors == 1_200
+        sending.join(HANG)
+
+
+# -- patience --------------------------------------------------------------------------------------
+
+
+def talk(say: object, seconds: float = 8.0) -> None:
+    """Say it until nobody listens any more."""
+    end = time.monotonic() + seconds
+    try:
+        while time.monotonic() < end:
+            say()  # type: ignore[operator]
+            time.sleep(0.02)
+    except (SyncBrokenError, OSError):
+        return
+    raise AssertionError("it is still listened to")
+
+
+def _empty_buckets(stranger: object) -> object:
+    """Whole, sealed, in turn, and without a byte of weights."""
+    sequence = iter(range(1 << 20))
+    writer = BucketWriter(np.zeros(BUCKET, np.uint8))
+
+    def say() -> None:
+        number = next(sequence)
+        stranger.send(Full(1, number % 2, writer.seal(number, Ending.MORE, 0), ()))  # type: ignore[attr-defined]
+
+    return say
+
+
+@pytest.mark.parametrize("what", ["empty buckets", "another sync", "a byte at a time", "leftovers before it begins"])
+def test_a_sender_that_talks_without_weights_is_left_at_the_deadline(what: str) -> None:
+    with receiving_from_a_stranger(Model(), timeout=0.3) as (stranger, received):
+        stranger.hand_over()
+        if what != "leftovers before it begins":
+            stranger.send(Announcement(ANNOUNCED, sync=1))
+            stranger.receive(Answer)
+        if what == "empty buckets":
+            talk(_empty_buckets(stranger))
+        elif what == "a byte at a time":
+            stranger.raw.sendall((1000).to_bytes(4, "big"))
+            talk(lambda: stranger.raw.sendall(b" "))
+        else:
+            talk(lambda: stranger.send(Full(9, 0, HEADER, ())))
+        with pytest.raises(SyncTimeoutError, match=r"moved no weights for 0\.3 seconds"):
+            received.result(HANG)
+
+
+@pytest.mark.parametrize("what", ["another sync", "a byte at a time"])
+def test_a_receiver_that_talks_is_left_at_the_deadline(what: str) -> None:
+    with (
+        SharedMemorySender(bucket_bytes=BUCKET, timeout=0.3) as sender,
+        sending_to_a_stranger(sender, Model()) as (stranger, raw, sent),
+    ):
+        stranger.receive(SharedFile)
+        stranger.receive(Announcement)
+        stranger.send(Answer(sync=1))
+        if what == "another sync":
+            talk(lambda: stranger.send(Free(9, 0)))
+        else:
+            raw.sendall((1000).to_bytes(4, "big"))
+            talk(lambda: raw.sendall(b" "))
+        with pytest.raises(SyncTimeoutError, match=r"moved no weights for 0\.3 seconds"):
+            sent.result(HANG)
+
+
+def test_what_this_end_does_itself_costs_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("samebit.weight_sync.wire.patience.time", SimpleNamespace(monotonic=lambda: clock.now))
+    patience = Patience(10)
+    patience.begin(100)
+    clock.now += 1000
+    with patience.waiting() as deadline:
+        assert deadline == clock.now + 10
+        clock.now += 4
+    clock.now += 1000
+    with patience.waiting() as deadline:
+        assert deadline == clock.now + 6
+    for moved, left in ((0, 6), (99, 10), (1, 10), (0, 10)):
+        patience.progress(moved)
+        with patience.waiting() as deadline:
+            assert deadline == clock.now + left
+            clock.now += 1 if moved == 0 else 0
+    patience.progress(1)
+    with patience.waiting() as deadline:
+        assert deadline == clock.now + 9, "more than was announced is no progress"
+
+
+def test_the_changes_of_a_delta_come_once() -> None:
+    """A sender that sends one change for ever would bring the sync on for ever."""
+    from samebit.weight_sync.wire.buckets import Record, encoded_digest
+    from samebit.weight_sync.wire.destination import Destination
+
+    target = torch.zeros(64)
+    destination = Destination(TensorSpec("x", (64,), torch.float32), target)
+    payload = np.arange(64, dtype=np.uint8)
+    record = Record(0, Kind.DENSE, 0, encoded_digest(payload), payload)
+    destination.put_change(record)
+    with pytest.raises(SyncBrokenError, match="a change of x that came before, at byte 0"):
+        destination.put_change(record)
+    destination.put_change(replace(record, offset=64))

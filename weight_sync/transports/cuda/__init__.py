@@ -1,0 +1,1 @@
+"""Buckets in a GPU's memory (CUDA IPC). Not run on a GPU yet."""

@@ -1,0 +1,185 @@
+"""The two ends of a link, which each transport implements, and the messages between them.
+
+A sync: the sender announces, each receiver answers, buckets follow, each receiver tells the outcome.
+
+Invariants
+----------
+* Nothing is sent before every receiver has answered. A receiver that refuses stops the sync for all; one that lacks
+  the base of a delta makes it a full update for all.
+* Neither end waits longer than its `Patience` (`SyncTimeoutError`). A peer that goes away is a `PeerLostError`.
+* What comes from a peer is JSON and bytes, checked before use (`wire.decoding`); nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from samebit.weight_sync.closing import Closing
+from samebit.weight_sync.digest import readable_bytes
+from samebit.weight_sync.manifest import TensorSpec
+from samebit.weight_sync.report import SyncBrokenError
+from samebit.weight_sync.wire.buckets import ALIGN, BucketHeader, Kind, Record, Writer, open_records
+from samebit.weight_sync.wire.decoding import encode
+from samebit.weight_sync.wire.destination import Destination
+
+DEFAULT_BUCKET = 8 << 20
+DEFAULT_TIMEOUT = 300.0
+MOST_BYTES = 1 << 20
+"""The longest message, except for the announcement of a model that needs more."""
+
+_MOST_DIMENSIONS = 64
+
+
+class SyncRefusedError(RuntimeError):
+    """A receiver refused the announced weights; nothing was sent, nothing was written."""
+
+
+class PeerLostError(SyncBrokenError):
+    """The other side closed the link or died."""
+
+
+class SyncTimeoutError(SyncBrokenError, TimeoutError):
+    """The other side did not do its part within the timeout."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The weights that a delta is a difference to."""
+
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """The first message of a sync.
+
+    casts: the sender's casts, as in a report. sync: the number that tells the syncs on one socket apart.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    base: Base | None = None
+    casts: tuple[str, ...] = ()
+    sync: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.specs) < len(self.tensors):
+            raise ValueError("a tensor is announced twice")
+        if any(len(spec.shape) > _MOST_DIMENSIONS for spec in self.tensors):
+            raise ValueError(f"a tensor has more than {_MOST_DIMENSIONS} dimensions")
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {spec.name: spec for spec in self.tensors}
+
+    @property
+    def most_payload(self) -> int:
+        """Return the most bytes that the buckets of this sync hold together, headers included."""
+        return 4 * ALIGN + sum(4 * ALIGN + 2 * spec.num_bytes for spec in self.tensors)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A receiver's answer. `refused`: why nothing may be sent; `full`: all weights are needed, not a delta."""
+
+    refused: str | None = None
+    full: bool = False
+    sync: int = 0
+
+    def shortened(self, most: int) -> Answer:
+        return self if self.refused is None else replace(self, refused=shortened(self.refused, most))
+
+    @classmethod
+    def of_all(cls, answers: Iterable[Answer]) -> Answer:
+        """Return the one answer that several come to."""
+        each = list(answers)
+        reasons = [answer.refused for answer in each if answer.refused is not None]
+        return cls("; ".join(reasons) if reasons else None, any(answer.full for answer in each))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a sync: the version and digest that a receiver has now, or why it failed."""
+
+    version: int = 0
+    digest: str = ""
+    failed: str | None = None
+    sync: int = 0
+
+    def shortened(self, most: int) -> Outcome:
+        return self if self.failed is None else replace(self, failed=shortened(self.failed, most))
+
+
+def most_announced(specs: Mapping[str, TensorSpec]) -> int:
+    """Return the most bytes that an announcement to a model with these tensors may have."""
+    return MOST_BYTES + 4 * len(encode(Announcement(tuple(specs.values()))))
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a reason as it can travel: without lone surrogates, and cut after `most` characters."""
+    clean = text.encode(errors="backslashreplace").decode()
+    if len(clean) <= most:
+        return clean
+    return f"{clean[:most]} ... ({len(clean) - most} more characters: see the error at that receiver)"
+
+
+class SenderLink(Closing, ABC):
+    """The trainer's end. `bucket_bytes` is the size of each of the two buckets of a sync."""
+
+    bucket_bytes: int
+
+    @abstractmethod
+    def announce(self, announcement: Announcement) -> Answer:
+        """Begin a sync; return what the receivers' answers come to."""
+
+    @abstractmethod
+    def open_bucket(self) -> Writer:
+        """Return a bucket to fill, once the receivers are done with its previous content."""
+
+    def readable(self, tensor: Tensor) -> Any:
+        """Return the bits of a tensor as the writer takes them."""
+        return readable_bytes(tensor)
+
+    @abstractmethod
+    def send_bucket(self, header: BucketHeader) -> None:
+        """Send the bucket that was opened last."""
+
+    @abstractmethod
+    def outcomes(self) -> list[Outcome]:
+        """Wait for the end of the sync; return what each receiver says of it."""
+
+
+class ReceiverLink(Closing, ABC):
+    """The worker's end: a source for `receive_weights`. Closing it, in any thread, ends a wait for the sender."""
+
+    @abstractmethod
+    def listen(self, most_bytes: int = MOST_BYTES) -> Announcement:
+        """Wait for the next sync, whose announcement has at most `most_bytes`."""
+
+    @abstractmethod
+    def answer(self, answer: Answer) -> Answer:
+        """Tell the sender whether it may begin; return what all receivers' answers come to."""
+
+    @abstractmethod
+    def next_bucket(self) -> tuple[BucketHeader, Any]:
+        """Wait for a bucket; return its header and its memory, valid until the next call."""
+
+    def next_records(
+        self, *, sequence: int, sizes: Sequence[int], kinds: frozenset[Kind]
+    ) -> tuple[BucketHeader, list[Record]]:
+        """Wait for a bucket; return its records, checked by `open_records` and valid until the next call."""
+        header, buffer = self.next_bucket()
+        return header, open_records(header, buffer, sequence=sequence, sizes=sizes, kinds=kinds)
+
+    def destination(self, spec: TensorSpec, target: Tensor) -> Destination:
+        """Return what writes the records of a tensor into `target`."""
+        return Destination(spec, target)
+
+    @abstractmethod
+    def tell_outcome(self, outcome: Outcome) -> None:
+        """Tell the sender how the sync ended."""

@@ -1,0 +1,222 @@
+"""The worker's side of a sync: check the announcement, then copy what arrives into the model.
+
+Invariants
+----------
+* The announcement is checked, and the first bucket has come, before `write` may be called: a sender that goes away
+  before that has changed nothing.
+* No record is used before the seal of its bucket was checked, and none goes where it was not announced.
+* `write` returns when all announced tensors are there with the sender's digest, and agree where they are
+  tied; or raises, and the weights are a mixture.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from samebit.weight_sync.apply import num_bytes, verify_digests
+from samebit.weight_sync.digest import digest_of, hexadecimal, readable_bytes, scan
+from samebit.weight_sync.manifest import Manifest, TensorSpec, UpdateTerms, WeightMismatchError, live_tensors
+from samebit.weight_sync.report import SyncBrokenError, SyncReport
+from samebit.weight_sync.wire.buckets import BucketHeader, Ending, Kind, Record
+from samebit.weight_sync.wire.destination import Destination
+from samebit.weight_sync.wire.link import (
+    Announcement,
+    Answer,
+    Base,
+    Outcome,
+    ReceiverLink,
+    SyncRefusedError,
+    most_announced,
+)
+from samebit.weight_sync.wire.stream import WeightStream
+
+logger = logging.getLogger(__name__)
+
+_WHOLE = frozenset({Kind.DENSE})
+_CHANGES = frozenset(Kind)
+
+
+class StreamUpdate:
+    """An update from an iterator in this process: one copy, no buckets."""
+
+    def __init__(self, stream: WeightStream, manifest: Manifest, terms: UpdateTerms) -> None:
+        manifest.check(stream.specs, terms)
+        self._stream = stream
+        self._manifest = manifest
+
+    def write(self, module: nn.Module, *, version: int, verify: bool = False) -> SyncReport:
+        writing = _Writing(module, self._manifest, self._stream.specs)
+        for name, tensor in self._stream.tensors():
+            writing.destinations[name].put(0, readable_bytes(tensor))
+        writing.check_whole(None)
+        report = writing.conclude(version, verify=verify)
+        return replace(report, casts=(*self._stream.casts, *report.casts))
+
+
+class LinkUpdate:
+    """An update from another process. `outcome`: what to tell the sender, once the update is written."""
+
+    def __init__(self, link: ReceiverLink, manifest: Manifest, announced: Announcement) -> None:
+        self._link = link
+        self._manifest = manifest
+        self._announced = announced
+        self._sizes = [spec.num_bytes for spec in announced.specs.values()]
+        self._sequence = 0
+        self.outcome: Outcome | None = None
+        self._next = self._receive()
+
+    def write(self, module: nn.Module, *, version: int, verify: bool = False) -> SyncReport:
+        specs = self._announced.specs
+        writing = _Writing(module, self._manifest, specs, self._link.destination)
+        ordered = list(writing.destinations.values())
+        is_delta = self._announced.base is not None
+        sent = total = 0
+        for header, records in self._buckets():
+            for record in records:
+                destination = ordered[record.tensor]
+                destination.put_change(record) if is_delta else destination.put_record(record)
+                sent += len(record.payload)
+            total = header.total
+        writing.check_changed(total) if is_delta else writing.check_whole(total)
+        report = writing.conclude(version, verify=verify)
+        self.outcome = Outcome(version, report.digest or "")
+        return replace(report, sent_bytes=sent, casts=(*self._announced.casts, *report.casts))
+
+    def _buckets(self) -> Iterator[tuple[BucketHeader, list[Record]]]:
+        while True:
+            header, records = self._next
+            yield header, records
+            if header.ending is Ending.LAST:
+                return
+            self._next = self._receive()
+
+    def _receive(self) -> tuple[BucketHeader, list[Record]]:
+        kinds = _WHOLE if self._announced.base is None else _CHANGES
+        found = self._link.next_records(sequence=self._sequence, sizes=self._sizes, kinds=kinds)
+        self._sequence += 1
+        return found
+
+
+@contextmanager
+def receiving(
+    link: ReceiverLink, module: nn.Module, manifest: Manifest, terms: UpdateTerms, *, version: int
+) -> Iterator[LinkUpdate]:
+    """Wait for the next sync and agree to it; on the way out, tell the sender how it ended.
+
+    `version` is the version of the weights now.
+
+    Raises:
+        WeightMismatchError: The announced weights do not fit; nothing was written.
+        SyncRefusedError: Another receiver refused; nothing was written.
+    """
+    announced = _agree(link, module, manifest, terms, version=version)
+    try:
+        update = LinkUpdate(link, manifest, announced)
+        yield update
+    except BaseException as error:
+        with suppress(SyncBrokenError):
+            link.tell_outcome(Outcome(failed=f"{type(error).__name__}: {error}"))
+        raise
+    try:
+        link.tell_outcome(update.outcome or Outcome(failed="the update was not written"))
+    except SyncBrokenError:
+        logger.warning("the sender went away before it heard that the update is complete", exc_info=True)
+
+
+def _agree(
+    link: ReceiverLink, module: nn.Module, manifest: Manifest, terms: UpdateTerms, *, version: int
+) -> Announcement:
+    """Wait for an announcement and answer it; return it, without its base if all weights will be sent."""
+    announced = link.listen(most_announced(manifest.specs))
+    try:
+        manifest.check(announced.specs, terms)
+    except WeightMismatchError as error:
+        link.answer(Answer(refused=str(error)))
+        raise
+    lacks = announced.base is not None and not _has_base(announced.base, module, manifest, announced, version)
+    decided = link.answer(Answer(full=lacks))
+    if decided.refused is not None:
+        raise SyncRefusedError(decided.refused)
+    if lacks:
+        logger.warning("the base of this delta is not the weights here (version %d): asked for all weights", version)
+    return replace(announced, base=None) if decided.full else announced
+
+
+def _has_base(base: Base, module: nn.Module, manifest: Manifest, announced: Announcement, version: int) -> bool:
+    """Return whether the weights here are, bit for bit, the base of the delta."""
+    if base.version != version or manifest.casts(announced.specs):
+        return False
+    targets = live_tensors(module)
+    here = digest_of({name: scan(targets[name]).digest for name in announced.specs})
+    return hexadecimal(here) == base.digest
+
+
+class _Writing:
+    """An update on its way into the model."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        manifest: Manifest,
+        specs: Mapping[str, TensorSpec],
+        destination: Callable[[TensorSpec, Tensor], Destination] = Destination,
+    ) -> None:
+        targets = live_tensors(module)
+        self._began = time.monotonic()
+        self._manifest = manifest
+        self._specs = specs
+        self.destinations = {name: destination(spec, targets[name]) for name, spec in specs.items()}
+        self._digests: dict[str, int] = {}
+
+    def check_whole(self, total: int | None) -> None:
+        """Check that every tensor came, and that together they have the sender's digest (None within a process)."""
+        torn = [name for name, destination in self.destinations.items() if not destination.whole]
+        if torn:
+            raise SyncBrokenError(f"the sender ended without all of {', '.join(torn)}")
+        self._finish()
+        self._digests = {name: destination.digest for name, destination in self.destinations.items()}
+        if total is not None and digest_of({name: one.sent_digest for name, one in self.destinations.items()}) != total:
+            raise SyncBrokenError("wrong checksum of the weights as a whole")
+
+    def check_changed(self, total: int) -> None:
+        """Check that the weights, with these changes, have the sender's digest."""
+        self._finish()
+        self._digests = {name: scan(one.target).digest for name, one in self.destinations.items()}
+        if digest_of(self._digests) != total:
+            raise SyncBrokenError("wrong checksum of the weights after the changes")
+
+    def conclude(self, version: int, *, verify: bool) -> SyncReport:
+        given = [tuple(n for n in group if n in self.destinations) for group in self._manifest.ties]
+        groups = [names for names in given if names]
+        self._check_ties(groups)
+        changed = tuple(names[0] for names in groups if any(self.destinations[n].changed for n in names))
+        targets = {name: destination.target for name, destination in self.destinations.items()}
+        if verify:
+            verify_digests(targets, self._digests)
+        return SyncReport(
+            version=version,
+            tensors=len(groups),
+            bytes=sum(num_bytes(targets[name]) for name in changed),
+            seconds=time.monotonic() - self._began,
+            changed=changed,
+            casts=tuple(self._manifest.casts(self._specs)),
+            digest=hexadecimal(digest_of(self._digests)),
+            verified=verify,
+            dense_bytes=sum(spec.num_bytes for spec in self._specs.values()),
+        )
+
+    def _finish(self) -> None:
+        for destination in self.destinations.values():
+            destination.settle()
+
+    def _check_ties(self, groups: list[tuple[str, ...]]) -> None:
+        """Check that tied weights came with equal bits. (Each was written to the one tensor.)"""
+        for names in groups:
+            if len({self._digests[name] for name in names}) > 1:
+                raise SyncBrokenError(f"tied weights came with different values: {', '.join(names)}")

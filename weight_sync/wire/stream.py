@@ -1,0 +1,106 @@
+"""Weights that come once: names, shapes and dtypes first, then each tensor in turn.
+
+Invariants
+----------
+* `specs` is known before the first tensor exists; `tensors()` may be called once, and yields exactly the
+  announced tensors, in any order, or raises.
+* A sharded tensor is gathered when its turn comes, by all ranks that hold a shard: part by part where it is split by
+  rows, else whole. So every one of these ranks has to go through `tensors()`, `weights()` or `exhaust()`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from samebit.weight_sync.digest import Lanes
+from samebit.weight_sync.manifest import TensorSpec, check_name, dtype_name, live_tensors
+from samebit.weight_sync.report import SyncBrokenError
+from samebit.weight_sync.source import check_readable
+from samebit.weight_sync.wire.sharded import Sharded, in_parts
+
+
+class WeightStream:
+    """An iterable of (name, tensor), announced by `specs`."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec], weights: Iterable[tuple[str, Tensor | Sharded]]) -> None:
+        for name, spec in specs.items():
+            if not isinstance(name, str) or not isinstance(spec, TensorSpec) or spec.name != name:
+                raise TypeError(f"specs maps a name to the TensorSpec of that name, got {name!r}: {spec!r}")
+            check_name(name)
+            Lanes.of(spec.dtype)
+        self.specs = dict(specs)
+        self.casts: tuple[str, ...] = ()
+        self._weights = iter(weights)
+        self._begun = False
+
+    @classmethod
+    def of(cls, weights: nn.Module | Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> WeightStream:
+        """Stream a module (tied weights once) or a dict; floating tensors are cast to `dtype`, one at a time."""
+        tensors = dict(weights) if isinstance(weights, Mapping) else _untied(live_tensors(weights))
+        check_readable(tensors)
+        own = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
+        specs = {name: _cast_spec(spec, dtype) for name, spec in own.items()}
+        stream = cls(specs, ((name, _as_it_travels(tensor, specs[name].dtype)) for name, tensor in tensors.items()))
+        stream.casts = tuple(
+            f"{name}: {dtype_name(own[name].dtype)} -> {dtype_name(spec.dtype)}"
+            for name, spec in specs.items()
+            if spec.dtype != own[name].dtype
+        )
+        return stream
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor whole. Raises `SyncBrokenError` for a tensor that is not as announced."""
+        for name, weight in self.weights():
+            yield name, weight.whole() if isinstance(weight, Sharded) else weight
+
+    def weights(self) -> Iterator[tuple[str, Tensor | Sharded]]:
+        """Yield each tensor; a `Sharded` one has to be gathered, part by part, before the next."""
+        if self._begun:
+            raise RuntimeError("this stream was read already: make another for the next update")
+        self._begun = True
+        missing = dict(self.specs)
+        for name, weight in self._weights:
+            spec = missing.pop(name, None)
+            if spec is None:
+                raise SyncBrokenError(f"the stream gave {name!r}, which was not announced or came before")
+            given = TensorSpec(name, tuple(weight.shape), weight.dtype)
+            if given != spec:
+                raise SyncBrokenError(f"the stream gave {given} for {name}, not {spec}")
+            yield name, weight
+        if missing:
+            raise SyncBrokenError(f"the stream ended without {', '.join(missing)}")
+
+    def exhaust(self) -> None:
+        """Gather what is left and drop it, as a rank does that holds shards and sends nothing."""
+        self._begun = True
+        for _, weight in self._weights:
+            if isinstance(weight, Sharded):
+                deque(weight.parts(), maxlen=0)
+
+
+def _as_it_travels(tensor: Tensor, dtype: torch.dtype) -> Tensor | Sharded:
+    """Return a tensor as it is sent. A sharded one takes a collective, now or when it is gathered."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        if in_parts(tensor):
+            return Sharded(tensor, dtype)
+        tensor = tensor.full_tensor()
+    return tensor.to(dtype)
+
+
+def _cast_spec(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
+    if dtype is None or not spec.dtype.is_floating_point:
+        return spec
+    return replace(spec, dtype=dtype)
+
+
+def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors by the first name of each."""
+    first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
+    return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
