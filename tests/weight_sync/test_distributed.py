@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from samebit.weight_sync import (
     open_update,
 )
 
-from ..patience import HANG
+from ..patience import HANG, wait_until
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 
@@ -131,15 +132,15 @@ def test_a_reason_of_any_characters_leaves_the_group_of_use(reason: str) -> None
     model, trainer = nn.Linear(3, 5), nn.Linear(3, 5)
 
     def receive() -> None:
-        group = gloo_group(connected_store("127.0.0.1", store.port), 1, 2, timeout=30)
-        end = BroadcastReceiver(0, group, timeout=30)
+        group = gloo_group(connected_store("127.0.0.1", store.port), 1, 2, timeout=HANG)
+        end = BroadcastReceiver(0, group, timeout=HANG)
         with pytest.raises(RuntimeError), open_update(end, model, Manifest.of(model), UpdateTerms(), version=0):
             raise RuntimeError(reason)
         apply_weights(model, end)
 
     with ThreadPoolExecutor(1) as other:
         received = other.submit(receive)
-        sender = BroadcastSender(gloo_group(store, 0, 2, timeout=30), timeout=30)
+        sender = BroadcastSender(gloo_group(store, 0, 2, timeout=HANG), timeout=30)
         with pytest.raises(SyncBrokenError, match="1 of 1 receivers failed: RuntimeError: "):
             sender.send(trainer)
         sender.send(trainer)
@@ -161,3 +162,49 @@ def test_closing_a_receiver_ends_its_wait() -> None:
         with pytest.raises(PeerLostError, match="the link is closed"):
             end.listen()
     del group
+
+
+class _EndsAsItsSliceIsOver(dist.Work):
+    """A collective that completes between the end of a slice of its wait and the look at whether it has completed."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work
+        self._tired = False
+
+    def wait(self, timeout: timedelta) -> bool:
+        if not self._tired:
+            self._tired = True
+            wait_until(self._work.is_completed)
+            raise RuntimeError("Operation timed out!")
+        return self._work.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._tired and self._work.is_completed()
+
+
+class _BusyGroup(dist.ProcessGroupGloo):
+    """A group whose broadcasts all end at the most awkward moment."""
+
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> dist.Work:
+        return _EndsAsItsSliceIsOver(super().broadcast(tensors, options))
+
+
+def test_a_collective_that_ends_as_its_slice_is_over() -> None:
+    """It is no timeout: the update is whole, and the group of use. (Seen in CI: a link that broke, weights incomplete.)"""
+    store = listening_store("127.0.0.1")
+    model, trainer = nn.Linear(300, 129), nn.Linear(300, 129)
+    limit = timedelta(seconds=HANG)
+
+    def receive() -> None:
+        group = _BusyGroup(connected_store("127.0.0.1", store.port), 1, 2, timeout=limit)
+        for _ in range(2):
+            apply_weights(model, BroadcastReceiver(0, group, timeout=HANG))
+
+    with ThreadPoolExecutor(1) as other:
+        received = other.submit(receive)
+        sender = BroadcastSender(_BusyGroup(store, 0, 2, timeout=limit), bucket_bytes=1 << 13, timeout=HANG)
+        for _ in range(2):
+            sender.send(trainer)
+        received.result(HANG)
+    assert torch.equal(model.weight, trainer.weight)

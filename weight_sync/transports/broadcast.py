@@ -313,18 +313,17 @@ class _Collectives:
             self._guarded(lambda: self._finish(work, deadline))
 
     def _finish(self, work: dist.Work, deadline: float) -> None:
-        """Wait for a collective, on the host in slices: nothing else ends a wait for gloo."""
-        while True:
-            left = max(_SHORTEST, deadline - time.monotonic())
-            last = left <= _SLICE or self._device.type != "cpu"
-            try:
-                work.wait(timedelta(seconds=left if last else _SLICE))
-                return
-            except RuntimeError:
-                if last or work.is_completed():
-                    raise
+        """Wait for a collective, on the host in slices: nothing else ends a wait for gloo.
+
+        A slice that is over and a collective that failed raise the same error, and the one may turn into the end of
+        the other meanwhile: so a collective that has completed is waited for once more, which tells how it ended.
+        """
+        while self._device.type == "cpu" and deadline - time.monotonic() > _SLICE and not work.is_completed():
+            with suppress(RuntimeError):
+                work.wait(timedelta(seconds=_SLICE))
             if self._closed:
                 raise PeerLostError("the link was closed")
+        work.wait(timedelta(seconds=max(_SHORTEST, deadline - time.monotonic())))
 
     def _guarded(self, act: Callable[[], T]) -> T:
         """Run a collective; after one has failed refuse all others, since ranks no longer agree on which comes next."""
