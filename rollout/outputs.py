@@ -1,4 +1,4 @@
-"""What a caller gets back. Plain data, detached from the engine."""
+"""Hold what a caller gets back: plain data, detached from the engine."""
 
 from __future__ import annotations
 

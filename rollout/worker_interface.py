@@ -1,4 +1,4 @@
-"""What a worker is to its callers, wherever it runs: in this process, in an actor of Ray, behind a server.
+"""Say what a worker is to its callers, wherever it runs: in this process, in an actor of Ray, behind a server.
 
 Invariants
 ----------
@@ -36,7 +36,7 @@ class UpdateKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
-    """How an update of the weights is taken.
+    """Says how an update of the weights is taken.
 
     version: of the weights after it, above the current one; None for the next.
     in_flight: what becomes of the requests that have begun: "keep" goes on with the KV they have, "recompute" computes

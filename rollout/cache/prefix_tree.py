@@ -1,4 +1,4 @@
-"""Which blocks can be hit: a tree whose paths are chains of digests.
+"""Find the blocks that can be hit: a tree whose paths are chains of digests.
 
 Invariants
 ----------
@@ -48,7 +48,7 @@ class CachedBlock:
 
     @property
     def has_children(self) -> bool:
-        """Whether an entry follows."""
+        """Return whether an entry follows."""
         return self.child is not None or bool(self.more_children)
 
     def following(self, digest: bytes) -> CachedBlock | None:

@@ -1,4 +1,4 @@
-"""Which digests were added lately."""
+"""Remember which digests were added lately."""
 
 from __future__ import annotations
 

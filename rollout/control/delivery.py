@@ -1,4 +1,4 @@
-"""How a result travels from the generation thread to the callers that wait for it.
+"""Carry a result from the generation thread to the callers that wait for it.
 
 Invariants
 ----------

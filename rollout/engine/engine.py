@@ -115,17 +115,17 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step()` would find something to do."""
+        """Return whether `step()` would find something to do."""
         return self._ahead is not None or self.scheduler.has_work
 
     @property
     def drained(self) -> bool:
-        """Whether no request that has started is unfinished, and no step is in flight."""
+        """Return whether no request that has started is unfinished, and no step is in flight."""
         return self._ahead is None and self.scheduler.drained
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step was launched that is not committed."""
+        """Return whether a step was launched that is not committed."""
         return self._ahead is not None
 
     def add(self, request: Request) -> None:
@@ -235,7 +235,7 @@ class Engine:
         return []
 
     def _drop(self, plan: StepPlan) -> None:
-        """What this step computed is of no set of weights."""
+        """Discard what this step computed: it is of no set of weights."""
         self.counters.void_tokens += plan.num_tokens
         self.scheduler.drop(plan)
 

@@ -36,7 +36,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What a worker is built on. shared: the module is the trainer's own."""
+    """Holds what a worker is built on. shared: the module is the trainer's own."""
 
     module: PreTrainedModel
     shared: bool

@@ -54,7 +54,7 @@ class RequestEvent:
 
 
 class Request:
-    """What was asked for, and the n sequences that answer it.
+    """Holds what was asked for, and the n sequences that answer it.
 
     `prompt_digests`: what the prompt's full blocks are called, None if it was not hashed at submission. It has
     `started` when a sequence was admitted, and is `answered` when one has a token.
@@ -181,12 +181,12 @@ class Sequence:
 
     @property
     def num_new_tokens(self) -> int:
-        """How many tokens were sampled."""
+        """Return how many tokens were sampled."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended, for whatever reason."""
+        """Return whether it has ended, for whatever reason."""
         return self.status is SequenceStatus.FINISHED
 
     @property

@@ -1,4 +1,4 @@
-"""When a sample ends.
+"""Decide when a sample ends.
 
 Invariants
 ----------

@@ -1,4 +1,4 @@
-"""Where a sequence goes on from, and which of its states are kept on the way.
+"""Decide where a sequence goes on from, and which of its states are kept on the way.
 
 Invariants
 ----------
@@ -32,7 +32,7 @@ class ResumePolicy:
 
     @property
     def depends_on_tokens(self) -> bool:
-        """Whether a sequence waits that could resume behind a state which is taken on the way."""
+        """Return whether a sequence waits that could resume behind a state which is taken on the way."""
         return False
 
     # -- of a sequence that waits ------------------------------------------------------------------

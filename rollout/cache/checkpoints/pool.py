@@ -27,7 +27,7 @@ Captures = tuple[tuple[int, int], ...]
 
 @dataclass
 class CheckpointMoves:
-    """What happens to states before a step computes anything: all saves, holds, restores, forks, in this order.
+    """Lists what happens to states before a step computes anything: all saves, holds, restores, forks, in this order.
 
     saves: (live slot, checkpoint) of sequences that have stopped: the state at their last block boundary.
     restores: (checkpoint, live slot). holds and forks: (live slot, live slot), the whole of it.
@@ -88,7 +88,7 @@ class CheckpointPool:
 
     @property
     def may_hold(self) -> bool:
-        """Whether there will be a slot for a prompt's state after the coming moves."""
+        """Return whether there will be a slot for a prompt's state after the coming moves."""
         return bool(self._free_held or self._free_after_moves)
 
     def hold(self, slot: int) -> int | None:

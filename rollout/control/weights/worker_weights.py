@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Layout:
-    """What is needed to allocate a tensor again: `shape` and `stride` as it lay in memory; `digest` of its copy."""
+    """Holds what allocates a tensor again: `shape` and `stride` as it lay in memory; `digest` of its copy."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

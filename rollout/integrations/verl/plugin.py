@@ -1,4 +1,4 @@
-"""What verl is told about samebit when it imports the plugin.
+"""Tell verl about samebit when it imports the plugin.
 
 Invariants
 ----------

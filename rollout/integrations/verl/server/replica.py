@@ -50,7 +50,7 @@ class SamebitReplica(RolloutReplica):
 
     @property
     def is_policy(self) -> bool:
-        """Whether its server has the weights that are trained; else it is one of a reward or teacher model."""
+        """Return whether its server has the weights that are trained; else it is one of a reward or teacher model."""
         return not (self.is_reward_model or self.is_teacher_model)
 
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
