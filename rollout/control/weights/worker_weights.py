@@ -27,6 +27,7 @@ from samebit.kernels.binding.users import Users
 from samebit.rollout.control.weights.marks import Marks
 from samebit.rollout.control.weights.spill import Spill
 from samebit.rollout.errors import WorkerStateError
+from samebit.rollout.guard import contained
 from samebit.rollout.models.loading import is_sharded
 from samebit.weight_sync import (
     Manifest,
@@ -201,5 +202,6 @@ class WorkerWeights:
 def _said(report: SyncReport) -> SyncReport:
     """Warn of an update that changed nothing: it is legal, and mostly a mistake."""
     if not report.changed:
-        logger.warning("weight update %d changed no parameter", report.version)
+        with contained("warning of an update that changed nothing"):
+            logger.warning("weight update %d changed no parameter", report.version)
     return report
