@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from samebit.rollout.requests.request import Request, RequestEvent, Sequence, Span
-from samebit.rollout.requests.stopping import Tokenizer, decoded
+from samebit.rollout.requests.tokenizer import Tokenizer, decoded
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ class HeldPrompt:
 class CacheEntry:
     """Holds what the cache remembers of one sequence; nothing else writes it.
 
-    chain: what its blocks are called. match: the entries of the index that a waiting sequence begins with.
-    num_published: leading blocks that the index knows. num_passed: leading blocks that are behind what it computes;
+    chain: what its blocks are called. match: the blocks in the tree that a waiting sequence begins with.
+    num_published: leading blocks that are in the tree. num_passed: leading blocks that are behind what it computes;
     fewer than published while it computes cached ones again for their states. epoch: that of the oldest live KV,
     `NEVER` for a sequence that must not publish.
     prompt: what the samples of its request share, once it was computed. waits_for: the same, for a sample that has not

@@ -1,4 +1,4 @@
-"""Say what the scheduler asks of KV memory: `Cache`, which `PrefixCache` and `NoPrefixCache` answer.
+"""Say what the scheduler asks of KV memory: `Cache`. `prefix_cache.py` and `no_prefix_cache.py` implement it.
 
 What a cache and a sequence share
 ---------------------------------
@@ -146,7 +146,8 @@ class Cache(ABC):
 
     @abstractmethod
     def clear_index(self) -> list[Sequence]:
-        """Make sure that nothing computed so far is hit again; blocks and running sequences stay."""
+        """Make sure that nothing computed so far is hit again, as after a weight update; blocks and running sequences
+        stay."""
 
     @abstractmethod
     def sweep(self) -> None:

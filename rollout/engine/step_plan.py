@@ -90,14 +90,14 @@ class StepResult:
 
 
 class StepInFlight(Protocol):
-    """A step that was launched."""
+    """Stands for a step that was launched."""
 
     def result(self) -> StepResult:
         """Return its outcome, as often as it is asked for; wait for the device."""
 
 
 class Runner(Protocol):
-    """Computes steps: the model, its KV pages and the sampler, and how long they took in all."""
+    """Computes steps: the model, its KV pages and the sampler, and how long they took in all. `ModelRunner` is one."""
 
     vocab_size: int
     forward_seconds: float

@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from samebit.rollout.requests.block_digests import PromptDigests
-from samebit.rollout.requests.stopping import StopStringMatcher, Tokenizer
+from samebit.rollout.requests.stop_strings import StopStringMatcher
+from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.sampling_params import SamplingParams
 
 Span = tuple[int, int, int]

@@ -18,7 +18,7 @@ from samebit.rollout.cache.cache_entry import CacheEntry, HeldPrompt
 from samebit.rollout.cache.checkpoints.leaving_points import LeavingPoints
 from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointPool
 from samebit.rollout.cache.leaders import Leaders
-from samebit.rollout.cache.prefix_tree import CachedBlock, PrefixIndex
+from samebit.rollout.cache.prefix_tree import CachedBlock, PrefixTree
 from samebit.rollout.requests.request import Sequence
 
 
@@ -85,7 +85,7 @@ class CheckpointPolicy(ResumePolicy):
 
     keeps_checkpoints = True
 
-    def __init__(self, leaders: Leaders, pool: CheckpointPool, index: PrefixIndex, tables: BlockTables) -> None:
+    def __init__(self, leaders: Leaders, pool: CheckpointPool, index: PrefixTree, tables: BlockTables) -> None:
         super().__init__(leaders)
         self.pool = pool
         self.waiting = LeavingPoints()

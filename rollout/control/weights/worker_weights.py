@@ -88,7 +88,7 @@ class WorkerWeights:
         changed = (*in_place, *(name for name in written if name not in in_place))
         if self.shared and not changed:
             return replace(report, changed=None, bytes=None)
-        return _said(replace(report, changed=changed, bytes=self._bytes(changed)))
+        return _warned_if_unchanged(replace(report, changed=changed, bytes=self._bytes(changed)))
 
     def accept(self) -> None:
         """Take the shared weights as they are now: what has changed is no part of this worker's next report."""
@@ -199,8 +199,8 @@ class WorkerWeights:
             self._spill = None
 
 
-def _said(report: SyncReport) -> SyncReport:
-    """Warn of an update that changed nothing: it is legal, and mostly a mistake."""
+def _warned_if_unchanged(report: SyncReport) -> SyncReport:
+    """Return the report; warn of an update that changed nothing: it is legal, and mostly a mistake."""
     if not report.changed:
         with contained("warning of an update that changed nothing"):
             logger.warning("weight update %d changed no parameter", report.version)
