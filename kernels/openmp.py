@@ -1,4 +1,4 @@
-"""The OpenMP threads of torch and Numba: one pool where possible, and no idle one beside a busy one.
+"""Set up the OpenMP threads of torch and Numba: one pool where possible, and no idle one beside a busy one.
 
 Torch brings its own copy of libgomp and Numba takes the system's. With both in a process, the idle workers
 of one pool hold the cores that the other wants: 17.4 ms against 14.6 ms for the GEMMs and the attention of
@@ -56,7 +56,7 @@ def release_idle_threads() -> None:
 
 @cache
 def _runtimes() -> tuple[ctypes.CDLL, ...]:
-    """Every libgomp of this process that can pause (OpenMP 5.0); none where there is no such list."""
+    """List every libgomp of this process that can pause (OpenMP 5.0); none where there is no such list."""
     if not _MAPS.exists():
         return ()
     paths = sorted({line.split()[-1] for line in _MAPS.read_text().splitlines() if "libgomp" in line})

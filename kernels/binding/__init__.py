@@ -1,4 +1,4 @@
-"""A Hugging Face model in, a bound model out: the same module, computing with samebit's operations.
+"""Turn a Hugging Face model into a bound model: the same module, computing with samebit's operations.
 
 `binding` is the door; `plan` finds each module's forward by `families`; the forwards are in `modules`, `mamba_mixer`,
 `causal_lm`; `training` and `logprob_head` are the trainer's side.

@@ -1,4 +1,4 @@
-"""``bind(model)``: give a Hugging Face causal language model samebit's forward, in place.
+"""Give a Hugging Face causal language model samebit's forward, in place: ``bind(model)``.
 
 Invariants:
 
@@ -51,7 +51,8 @@ class Binding:
 
     @property
     def ssm_chunk(self) -> int | None:
-        """The grid of its Mamba layers' states, which a block must be a multiple of; None without such layers."""
+        """Return the grid of its Mamba layers' states, which a block must be a multiple of; None without such
+        layers."""
         return None if self.state_layout is None else self.state_layout.chunk
 
 
@@ -114,7 +115,7 @@ def is_bound(model: nn.Module) -> bool:
 
 
 def binding_of(model: nn.Module) -> Binding:
-    """The model's `Binding`.
+    """Return the model's `Binding`.
 
     Raises:
         ValueError: the model is not bound.
@@ -126,7 +127,7 @@ def binding_of(model: nn.Module) -> Binding:
 
 
 def checked_binding_of(model: nn.Module) -> Binding:
-    """The model's `Binding`, if its modules are still those that were bound.
+    """Return the model's `Binding`, if its modules are still those that were bound.
 
     Raises:
         ValueError: the model is not bound.

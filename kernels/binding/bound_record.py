@@ -23,10 +23,10 @@ from torch.distributed.fsdp import FSDPModule
 from samebit.kernels.binding.families import BindingError
 
 _TRANSPARENT = ("torch.amp.autocast_mode", "accelerate.utils.operations")
-"""Modules whose wrappers of a forward (Accelerate's mixed precision) hand its arguments and float32 results on."""
+"""Wrappers of a forward in these modules (Accelerate's mixed precision) hand its arguments and float32 results on."""
 
 _NAMED_AT_ONCE = 4
-"""Differences that an error spells out."""
+"""An error spells out at most so many differences."""
 
 _REMEDY = (
     "Undo that, or change a model that is not bound, and call samebit.kernels.bind on it as it is to stay; adapters, "
@@ -36,7 +36,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, eq=False)
 class BoundModule:
-    """One module as it was.
+    """Holds one module as it was.
 
     Attributes:
         name: in the model; empty for the model itself.
@@ -60,7 +60,7 @@ class BoundModule:
 
     @classmethod
     def of(cls, name: str, module: nn.Module) -> "BoundModule":
-        """The module as it is now."""
+        """Return the module as it is now."""
         kind = type(module)
         own = module.__dict__.get("forward")
         idle = isinstance(module, nn.Dropout)
@@ -126,13 +126,13 @@ class BoundModule:
 
 @dataclass(frozen=True, eq=False)
 class BoundModules:
-    """All modules of a model as `bind` left them."""
+    """Holds all modules of a model as `bind` left them."""
 
     modules: tuple[BoundModule, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> "BoundModules":
-        """The modules as they are now."""
+        """Return the modules as they are now."""
         return cls(tuple(BoundModule.of(name, module) for name, module in model.named_modules()))
 
     def check(self) -> None:
@@ -195,6 +195,6 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 
 def _name(kind: type) -> str:
-    """Short for those of torch and transformers, which `bind` knows."""
+    """Shorten the names of torch and transformers, which `bind` knows."""
     known = kind.__module__.partition(".")[0] in ("torch", "transformers")
     return kind.__qualname__ if known else f"{kind.__module__}.{kind.__qualname__}"

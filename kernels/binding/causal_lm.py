@@ -1,4 +1,4 @@
-"""The forwards that `bind` gives to a causal language model and to its head.
+"""Define the forwards that `bind` gives to a causal language model and to its head.
 
 Invariants:
 
@@ -31,14 +31,14 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """The epilogue of the model that the head is of, and the model's config."""
+    """Holds the epilogue of the model that the head is of, and the model's config."""
 
     epilogue: Epilogue
     config: Any
 
 
 def head_forward(self: Any, x: torch.Tensor) -> torch.Tensor | Scores:
-    """The language-model head: float32 logits, or scores."""
+    """Compute a language model's logits in float32, or the scores that were asked for instead."""
     scoring, facts = installed_scoring(), self.samebit
     with torch.autocast(x.device.type, enabled=False):
         if scoring is None:
@@ -58,7 +58,7 @@ def own_forward(model: nn.Module) -> Forward:
 
 
 def causal_forward(own: Forward, *, known: bool) -> Forward:
-    """The forward of a causal language model whose class has the forward ``own``.
+    """Return the forward of a causal language model whose class has the forward ``own``.
 
     Args:
         own: takes the model first.
@@ -78,7 +78,7 @@ def causal_forward(own: Forward, *, known: bool) -> Forward:
 
 
 def keeping_positions(own: Forward) -> Forward:
-    """``own`` of a class that drops ``position_ids`` on the way to its decoder (Mamba2)."""
+    """Wrap the forward ``own`` of a class that drops ``position_ids`` on the way to its decoder (Mamba2)."""
 
     @functools.wraps(own)
     def forward(self: Any, *args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:

@@ -10,27 +10,27 @@ from typing import Any
 import torch
 
 Epilogue = Callable[[Any, torch.Tensor], torch.Tensor]
-"""(config of the model, float32 logits of its head) -> the model's logits."""
+"""An epilogue makes the model's logits from its config and the float32 logits of its head."""
 
 
 def unchanged(config: Any, logits: torch.Tensor) -> torch.Tensor:
-    """The head's logits are the model's."""
+    """Return the head's logits as the model's."""
     return logits
 
 
 def soft_capped(config: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Gemma, where the config has a ``final_logit_softcapping``."""
+    """Cap the logits as Gemma does where the config has a ``final_logit_softcapping``."""
     cap = config.final_logit_softcapping
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def scaled_down(config: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Granite's ``logits_scaling``."""
+    """Divide the logits by Granite's ``logits_scaling``."""
     scaling: float = config.logits_scaling
     return logits / scaling
 
 
 def scaled_up(config: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Falcon-H1's ``lm_head_multiplier``."""
+    """Multiply the logits with Falcon-H1's ``lm_head_multiplier``."""
     multiplier: float = config.lm_head_multiplier
     return logits * multiplier

@@ -1,4 +1,4 @@
-"""The model families that are bound exactly, and what tells one from another.
+"""List the model families that are bound exactly, and what tells one from another.
 
 Hugging Face writes each family's modules out in full, under the family's own prefix (``Qwen3Attention``,
 ``Qwen3MLP``, ...). What the bound forward needs to know beyond the config is in `Family`.
@@ -12,7 +12,8 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from samebit.kernels.binding.epilogue import Epilogue, scaled_down, scaled_up, soft_capped, unchanged
 
 RECURRENT_MASKS = "linear_attention" in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
-"""transformers 5.13 or later: it knows masks of recurrent layers, and renames Mamba and attention layers on reading."""
+"""Tells transformers 5.13 or later: it knows masks of recurrent layers, and renames Mamba and attention layers on
+reading."""
 
 _NEW_NAMES = {"mamba": "linear_attention", "attention": "full_attention"} if RECURRENT_MASKS else {}
 
@@ -23,7 +24,7 @@ class BindingError(ValueError):
 
 @dataclass(frozen=True)
 class Family:
-    """One Hugging Face decoder family.
+    """Describes one Hugging Face decoder family.
 
     Attributes:
         prefix: of its class names.
@@ -69,7 +70,7 @@ class Family:
         return tuple(dict.fromkeys(_NEW_NAMES.get(kind, kind) for kind in self.layer_types))
 
     def class_name(self, part: str) -> str:
-        """Hugging Face's name of one of the family's classes: 'Attention', 'MLP', ..."""
+        """Return Hugging Face's name of one of the family's classes: 'Attention', 'MLP', ..."""
         return self.prefix + part
 
 
@@ -159,10 +160,10 @@ FAMILIES = {
         ),
     )
 }
-"""By the class name of the causal language model."""
+"""Finds a family by the class name of its causal language model."""
 
 EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary scalings whose frequencies are fixed by the config alone."""
+"""Lists the rotary scalings whose frequencies are fixed by the config alone."""
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _DROPOUTS = (
@@ -210,7 +211,7 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
 
 
 def _layer_features(family: Family | None, config: dict[str, Any]) -> list[str]:
-    """Layers that Hugging Face may take for attention although the config calls them something else."""
+    """Name the layers that Hugging Face may take for attention although the config calls them something else."""
     given = {*(config.get("layer_types") or ()), *(config.get("layers_block_type") or ())}
     allowed = Family.layer_types if family is None else family.allowed_layers
     names = f"layer types given: {', '.join(sorted(given))}; allowed: {', '.join(allowed)}"

@@ -1,4 +1,4 @@
-"""The Mamba2 mixer that `bind` gives to hybrid models: projection, convolution, scan, gate, projection.
+"""Define the Mamba2 mixer that `bind` gives to hybrid models: projection, convolution, scan, gate, projection.
 
 Derived values are computed from their source at every call: ``-exp(A_log)`` from the parameter, Falcon-H1's
 multipliers from the config (its ``mup_vector`` buffer is in no state dict and ``.to(bfloat16)`` truncates it).
@@ -19,7 +19,7 @@ from samebit.kernels.ops.ssd import scan
 
 @dataclass(frozen=True)
 class MambaFacts:
-    """Shapes and options of a mixer.
+    """Holds shapes and options of a mixer.
 
     Attributes:
         inner: width of x and of the gate.
@@ -45,7 +45,7 @@ def mamba_forward(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """A Mamba2 mixer; what else it is given are Hugging Face's cache and positions, which hold nothing here."""
+    """Compute a Mamba2 mixer; what else it is given are Hugging Face's cache and positions, which hold nothing here."""
     facts: MambaFacts = self.samebit
     context = layout_of(attention_mask)
     _check_memory(context)
@@ -60,7 +60,7 @@ def mamba_forward(
 
 
 def _projected(self: Any, facts: MambaFacts, hidden_states: torch.Tensor) -> torch.Tensor:
-    """``[T, inner + conv_width + H]``."""
+    """Project to ``[T, inner + conv_width + H]``."""
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     projected: torch.Tensor = self.in_proj(x if facts.in_multiplier == 1.0 else x * facts.in_multiplier)
     if not facts.multipliers:

@@ -33,7 +33,7 @@ class MixerPlan:
         return name in self.inside
 
     def mixer(self, name: str, module: Any) -> MambaFacts:
-        """Facts of one mixer.
+        """Return the facts of one mixer.
 
         Raises:
             BindingError: an activation, convolution or norm that is not exact, or a bias against the config.
@@ -109,7 +109,7 @@ class MixerPlan:
 
 
 def _multipliers(shape: SSMShape, factors: list[float] | None) -> tuple[tuple[int, float], ...]:
-    """Falcon-H1's factors on gate, x, B, C and dt; empty where all are 1."""
+    """Return Falcon-H1's factors on gate, x, B, C and dt; empty where all are 1."""
     if factors is None or all(factor == 1.0 for factor in factors):
         return ()
     shared = shape.groups * shape.state_size

@@ -1,4 +1,4 @@
-"""The forwards that `bind` gives to the modules of a Hugging Face model.
+"""Define the forwards that `bind` gives to the modules of a Hugging Face model.
 
 Each is a plain function of the module, attached to the instance together with the facts it needs
 (`attach`), so that ``copy.deepcopy`` of a bound model gives a bound model.
@@ -33,7 +33,7 @@ from samebit.kernels.ops.rope import RotaryTables, rotary_tables
 
 @dataclass(frozen=True)
 class NormFacts:
-    """eps of a norm, and the offset of its weight."""
+    """Holds the eps of a norm, and the offset of its weight."""
 
     eps: float
     offset: float
@@ -49,7 +49,7 @@ class DecoderFacts:
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Shapes and options of an attention module; `fused` and `qk_norm` as in `families.Family`.
+    """Holds shapes and options of an attention module; `fused` and `qk_norm` as in `families.Family`.
 
     Attributes:
         key_multiplier: factor on the keys.
@@ -67,14 +67,15 @@ class AttentionFacts:
 
 @dataclass(frozen=True, eq=False)
 class RotaryFacts:
-    """Inverse frequencies ``[R]`` float32 and scaling of each layer type ('' where there is only one)."""
+    """Holds inverse frequencies ``[R]`` float32 and the scaling of each layer type ('' where there is only one)."""
 
     frequencies: dict[str, torch.Tensor]
     scaling: dict[str, float]
     _moved: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def on(self, device: torch.device, layer_type: str) -> torch.Tensor:
-        """The frequencies of a layer type on this device; moved once, because a CUDA graph can not record that."""
+        """Return the frequencies of a layer type on this device; moved once, because a CUDA graph can not record
+        that."""
         if (layer_type, device) not in self._moved:
             self._moved[layer_type, device] = self.frequencies[layer_type].to(device)
         return self._moved[layer_type, device]
@@ -82,7 +83,7 @@ class RotaryFacts:
 
 @dataclass(frozen=True)
 class MLPFacts:
-    """Activation of an MLP, the form of its projections (`families.Family.mlp`), and factors.
+    """Holds the activation of an MLP, the form of its projections (`families.Family.mlp`), and factors.
 
     Attributes:
         gate_multiplier: factor on the gate.
@@ -99,7 +100,7 @@ class MLPFacts:
 
 @dataclass(frozen=True)
 class EmbeddingFacts:
-    """Factor on the embeddings."""
+    """Holds the factor on the embeddings."""
 
     scale: float
 
@@ -111,7 +112,7 @@ def attach(module: nn.Module, forward: Callable[..., Any], facts: Any = None) ->
 
 
 def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The decoder's own forward, inside the layout that its arguments describe."""
+    """Run the decoder's own forward inside the layout that its arguments describe."""
     ids = args[0] if args else kwargs.get("input_ids")
     ids = kwargs["inputs_embeds"][..., 0] if ids is None else ids
     _refuse_unsupported(kwargs)
@@ -147,30 +148,30 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
 
 
 def linear_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """nn.Linear."""
+    """Compute an nn.Linear."""
     return linear(x, self.weight, self.bias)
 
 
 def embedding_forward(self: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """An embedding with a factor, rounded to the embedding's dtype as the family defines it."""
+    """Look embeddings up and multiply them with a factor, rounded to the embedding's dtype as the family defines it."""
     facts: EmbeddingFacts = self.samebit
     scale = torch.tensor(facts.scale, dtype=self.weight.dtype)
     return F.embedding(input_ids, self.weight, self.padding_idx) * scale
 
 
 def rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """RMSNorm over the last axis."""
+    """Compute RMSNorm over the last axis."""
     facts: NormFacts = self.samebit
     return rms_norm(x, self.weight, facts.eps, facts.offset)
 
 
 def layer_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """nn.LayerNorm over the last axis."""
+    """Compute LayerNorm over the last axis."""
     return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 def rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str = "") -> RotaryTables:
-    """The angles of this call, and with them its layout on its way to the attention layers."""
+    """Return the angles of this call, and with them its layout on its way to the attention layers."""
     facts: RotaryFacts = self.samebit
     context = installed_context()
     if context is None:
@@ -180,7 +181,7 @@ def rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer
 
 
 def mlp_forward(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """An MLP; what remains of the arguments is the layer number, which `bind` knows."""
+    """Compute an MLP; what remains of the arguments is the layer number, which `bind` knows."""
     facts: MLPFacts = self.samebit
     if facts.form == "plain":
         out: torch.Tensor = self.down_proj(activated(facts.activation, self.up_proj(x)))
@@ -208,7 +209,8 @@ def attention_forward(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Self-attention; what remains of the arguments are Hugging Face's cache and positions, which hold nothing here."""
+    """Compute self-attention; what remains of the arguments are Hugging Face's cache and positions, which hold nothing
+    here."""
     facts: AttentionFacts = self.samebit
     q, k, v = _queries_keys_values(self, facts, hidden_states)
     k = k if facts.key_multiplier == 1.0 else k * facts.key_multiplier
@@ -223,7 +225,7 @@ def attention_forward(
 def _queries_keys_values(
     self: Any, facts: AttentionFacts, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``[T, heads, D]`` each, normalised but not rotated."""
+    """Return queries, keys and values ``[T, heads, D]``, normalised but not rotated."""
     if facts.fused:
         qkv = self.qkv_proj(x)
         kv_width = facts.kv_heads * facts.head_dim

@@ -62,7 +62,7 @@ class Plan:
         return type(module).__name__ in [self.family.class_name(part) for part in ("Model", "TextModel")]
 
     def binding_of(self, name: str, module: nn.Module) -> tuple[Any, ...] | None:
-        """(forward, facts) for `attach`, or None for what needs none."""
+        """Return (forward, facts) for `attach`, or None for what needs none."""
         family, kind = self.family, type(module).__name__
         if self._is_decoder(module):
             return None
@@ -80,7 +80,7 @@ class Plan:
         return rowwise if self.exact else None
 
     def _rowwise(self, name: str, module: nn.Module) -> tuple[Any, ...] | None:
-        """Forwards of the modules that torch computes too, only with bits that depend on the batch."""
+        """Return the forwards of the modules that torch computes too, only with bits that depend on the batch."""
         family, kind = self.family, type(module).__name__
         if kind == family.class_name("MLP"):
             return bound.mlp_forward, self._mlp(name, module)

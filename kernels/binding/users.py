@@ -1,4 +1,4 @@
-"""The objects that use one bound model, such as rollout workers, so that an update through one reaches all.
+"""Know the objects that use one bound model, such as rollout workers, so that an update through one reaches all.
 
 Invariant: nothing is kept alive, and a copy of the model begins without users.
 """
@@ -12,7 +12,7 @@ User = TypeVar("User")
 
 
 class Users(Generic[User]):
-    """Known in the order in which they came, which is the order in which their locks are taken."""
+    """Keeps the users of a model in the order in which they came, which is the order in which their locks are taken."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()

@@ -1,4 +1,5 @@
-"""The kernels on the CPU: Numba loops in strict IEEE arithmetic; `operations` is the table of what is implemented.
+"""Compute on the CPU: the kernels are Numba loops in strict IEEE arithmetic; `operations` is the table of what is
+implemented.
 
 It imports `samebit.kernels.layout`, `samebit.kernels.openmp` and nothing else of the package. A file or folder has the
 name of its operation; `base` is what all are made of, `gemm` the matrix products.

@@ -1,4 +1,4 @@
-"""Gated activations on the CPU, elementwise: act(gate) * up, and its two gradients.
+"""Compute gated activations on the CPU, elementwise: act(gate) * up, and its two gradients.
 
 One kernel an activation: a branch inside the loop would keep LLVM from vectorising it. T rows of width W.
 """
@@ -109,7 +109,8 @@ _LOOPS = {
     "gelu_pytorch_tanh": _GELU_TANH_LOOPS,
     "gelu_new": _GELU_TANH_LOOPS,
 }
-"""By name; ``gelu``, the erf form, is torch's, whose result does not vary on contiguous rows (measured)."""
+"""Finds the loops by name; ``gelu``, the erf form, is torch's, whose result does not vary on contiguous rows
+(measured)."""
 
 
 def gated_forward(activation: str, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, Saved]:

@@ -1,4 +1,4 @@
-"""Depthwise causal convolution with bias and silu on the CPU, one row at a time.
+"""Compute the depthwise causal convolution with bias and silu on the CPU, one row at a time.
 
 Invariant: an element is ``bias + sum over k of weight[k] * input[t - K + 1 + k]``, k ascending, wherever the inputs
 come from: the rows of this call or the window of those before it. Inputs before position 0 are left out.
@@ -20,7 +20,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import Saved, SSMOptions
 
 _PARTS = 16
-"""Pieces that the rows are cut into, so that scratch memory is allocated once a piece."""
+"""Rows are cut into so many pieces, so that scratch memory is allocated once a piece."""
 
 
 def _convolve(
@@ -28,7 +28,7 @@ def _convolve(
     layout_at: int, sequences: int, grid: int, windows_at: int, block_windows_at: int, captures_at: int,
     num_captures: int, captured_at: int, out_at: int, kind: Any, weight_kind: Any, bias_kind: Any,
 ) -> None:  # fmt: skip
-    """Addresses, sizes and strides; then the windows move on.
+    """Convolve all rows, then move the windows on; takes addresses, sizes and strides.
 
     ``rows``: the sequence of each row and its place in it. ``layout``: first row, length, start and slot, each of all
     sequences. ``grid``: the window as of the last multiple of so many tokens is kept in ``block_windows``; 0 for a

@@ -1,4 +1,4 @@
-"""The linear layer on the CPU: which of the matrix products in `gemm` computes, and its gradients, which are torch's.
+"""Compute the linear layer on the CPU: choose among the matrix products in `gemm`; its gradients are torch's.
 
 T rows, K inputs, N outputs. Up to three layers of one input share the preparation of it and the start of the threads.
 """
@@ -15,7 +15,7 @@ from samebit.kernels.layout.grids import LANES, ceil_div
 from samebit.kernels.layout.options import Layer
 
 _PRODUCTS_AN_ELEMENT = 16
-"""Products that take the time of one element of a row-wise kernel."""
+"""So many products take the time of one element of a row-wise kernel."""
 
 
 def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Log-softmax and entropy over the vocabulary on the CPU, in a fixed order.
+"""Compute log-softmax and entropy over the vocabulary on the CPU, in a fixed order.
 
 Invariants: a row is divided into chunks of `VOCAB_CHUNK` tokens from token 0 on; each chunk's
 exponentials are summed in sixteen float32 lanes, the chunk sums in one float64. `_log_total` is the only

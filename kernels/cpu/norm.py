@@ -1,4 +1,5 @@
-"""RMSNorm, gated or not, and LayerNorm on the CPU: a row at a time, sums in sixteen lanes added up in a fixed order.
+"""Compute RMSNorm, gated or not, and LayerNorm on the CPU: a row at a time, sums in sixteen lanes added up in a fixed
+order.
 
 T rows of width W.
 """
@@ -57,7 +58,7 @@ def _mean(x: Any, lanes: Any) -> Any:
 
 
 _PARTS = 16
-"""Pieces that the rows are cut into, so that scratch memory is allocated once a piece."""
+"""Rows are cut into so many pieces, so that scratch memory is allocated once a piece."""
 
 
 def _rms_norm(

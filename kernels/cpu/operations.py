@@ -1,4 +1,4 @@
-"""The table of the CPU: `samebit.kernels.ops.dispatch.Operations`, implemented in Numba, LLVM and torch."""
+"""List what the CPU implements of `samebit.kernels.ops.dispatch.Operations`, in Numba, LLVM and torch."""
 
 from samebit.kernels.cpu.activation import gated_backward, gated_forward
 from samebit.kernels.cpu.attention.operation import attention_backward, attention_forward, attention_of_unrotated

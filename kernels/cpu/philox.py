@@ -1,4 +1,5 @@
-"""Philox4x32-10, the counter-based generator of Salmon et al. 2011 (also the one behind ``tl.rand``).
+"""Draw random numbers with Philox4x32-10, the counter-based generator of Salmon et al. 2011 (also the one behind
+``tl.rand``).
 
 A draw is a pure function of (key, counter): the same for a token whatever the batch around it.
 """

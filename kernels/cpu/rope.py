@@ -1,4 +1,4 @@
-"""Rotary embedding on the CPU: rotates the first ``2 * R`` elements of each head, copies the rest.
+"""Rotate the first ``2 * R`` elements of each head on the CPU, and copy the rest.
 
 T tokens, H heads, D head size, R angles.
 """

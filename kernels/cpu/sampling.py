@@ -1,4 +1,4 @@
-"""Counter-based random numbers and inverse-CDF sampling on the CPU. T rows, V tokens of the vocabulary."""
+"""Draw counter-based random numbers, and tokens by inverse CDF, on the CPU. T rows, V tokens of the vocabulary."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""The work items of the attention kernel: which query rows walk which keys. Made on the host from the block tables.
+"""List the work items of the attention kernel: which query rows walk which keys. Made on the host from the block
+tables.
 
 Invariants:
 
@@ -20,8 +21,9 @@ from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
 from samebit.kernels.layout.transfer import Arrays
 
 ITEM = 6
-"""Numbers of an item: the sequence whose block table is read, the first of its rows in `AttentionWork.queries`, how
-many they are, the oldest position among them, and the keys: from this one on, up to before that one. Zeros do nothing.
+"""An item has so many numbers: the sequence whose block table is read, the first of its rows in
+`AttentionWork.queries`, how many they are, the oldest position among them, and the keys: from this one on, up to before
+that one. Zeros do nothing.
 """
 
 _PREFIXES, _PIECES = "prefixes of ", "pieces of "

@@ -3,13 +3,13 @@
 import torch
 
 EXACT_EVERYWHERE = (torch.float32, torch.bfloat16)
-"""The dtypes that are computed exactly on every device."""
+"""Lists the dtypes that are computed exactly on every device."""
 
 _GPU_DTYPES = (*EXACT_EVERYWHERE, torch.float16)
 
 DTYPES = {"cpu": EXACT_EVERYWHERE, "cuda": _GPU_DTYPES, "meta": _GPU_DTYPES}
-"""The dtypes that are computed exactly on a type of device. Parameters on "meta" get their memory later: ranks of a
-sharded model that do not load it start so."""
+"""Lists the dtypes that are computed exactly on a type of device. Parameters on "meta" get their memory later: ranks of
+a sharded model that do not load it start so."""
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:

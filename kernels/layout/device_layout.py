@@ -1,4 +1,4 @@
-"""The layout of a forward call on the device: what a GPU's kernels read of `CallRows`.
+"""Lay a forward call out on the device: what a GPU's kernels read of `CallRows`.
 
 Everything is built on the host and travels in one copy (`samebit.kernels.layout.transfer`).
 """

@@ -1,4 +1,4 @@
-"""The layout of one forward call, and the memory that it reads and writes.
+"""Describe the layout of one forward call, and the memory that it reads and writes.
 
 Invariants:
 
@@ -26,7 +26,7 @@ from samebit.kernels.layout.mamba_states import StateMemory
 from samebit.kernels.layout.transfer import Tensors
 
 TRAINING_BLOCK = KV_CHUNK
-"""Block size of the pages of a training call: a page is a chunk."""
+"""The pages of a training call have blocks of this size: a page is a chunk."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

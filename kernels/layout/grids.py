@@ -1,4 +1,4 @@
-"""The grids that arithmetic walks on, and sizes that layouts and kernels of all devices share.
+"""Fix the grids that arithmetic walks on, and sizes that layouts and kernels of all devices share.
 
 What is a constant of the arithmetic changes bits when it is changed; the others are only a matter of speed.
 """
@@ -11,28 +11,30 @@ import numpy.typing as npt
 Number = TypeVar("Number", int, npt.NDArray[np.int32])
 
 LANES = 16
-"""Float32 of a vector: independent partial sums of a reduction over a row, added up in a fixed order. Arithmetic."""
+"""A vector holds so many float32: independent partial sums of a reduction over a row, added up in a fixed order.
+Arithmetic."""
 
 KV_CHUNK = 64
-"""Tokens that a softmax accumulator takes in at once (C). Arithmetic."""
+"""A softmax accumulator takes in so many tokens at once (C). Arithmetic."""
 
 SCAN_CHUNK = LANES
-"""Tokens between two moves of the state of a Mamba layer (C). Arithmetic."""
+"""So many tokens lie between two moves of the state of a Mamba layer (C). Arithmetic."""
 
 VOCAB_CHUNK = 1024
-"""Tokens of the vocabulary whose exponentials are summed in float32, before sums go on in float64 (C). Arithmetic."""
+"""The exponentials of so many tokens of the vocabulary are summed in float32, before sums go on in float64 (C).
+Arithmetic."""
 
 GRADIENT_CHUNK = 64
-"""Tokens a chunk of the scan's gradients. They agree with the recurrence to rounding, whatever this is."""
+"""A chunk of the scan's gradients has so many tokens. They agree with the recurrence to rounding, whatever this is."""
 
 QUERY_TILE = 64
-"""Query tokens that a work item of attention covers on the CPU. Speed."""
+"""A work item of attention covers so many query tokens on the CPU. Speed."""
 
 HEAD_TILE = 8
-"""Heads of one group that share a copy of the group's B and its scores. Speed."""
+"""So many heads of one group share a copy of the group's B and its scores. Speed."""
 
 CACHE_LINE = 64
-"""Bytes of a cache line of the processor. Speed."""
+"""A cache line of the processor has so many bytes. Speed."""
 
 
 def ceil_div(count: Number, size: int) -> Number:

@@ -1,4 +1,4 @@
-"""Paged KV memory: what a block is in bytes, and how its two halves are laid out.
+"""Lay out paged KV memory: what a block is in bytes, and where its two halves are.
 
 ``pages[layer]`` is ``[blocks, kv_heads, 2, D * B]``: half 0 holds keys as ``[D, B]``, half 1 values as
 ``[B, D]``; on a GPU keys are ``[B, D]`` too. Block 0 is the null block: padding rows write there and nobody reads it.

@@ -1,4 +1,4 @@
-"""The memory of Mamba layers: what a slot holds, and checkpoints of it.
+"""Lay out the memory of Mamba layers: what a slot holds, and checkpoints of it.
 
 A slot holds one sequence. Per layer, with ``b`` the last boundary of the scan's chunks (`SCAN_CHUNK` tokens) at or
 before the sequence's end:
@@ -28,7 +28,7 @@ from samebit.kernels.layout.memory_pool import zeroed_pool
 from samebit.kernels.layout.transfer import indices
 
 Pairs = Sequence[tuple[int, int]]
-"""From the first to the second, one after the other."""
+"""Moves go from the first of a pair to the second, one pair after the other."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class StateMemory:
                 layer.window[slots] = layer.block_window[slots] = memory.window[kept]
 
     def _together(self, pairs: Pairs) -> Iterator[tuple[Any, Any]]:
-        """Indices of what is moved at once: on the CPU a pair, on a GPU, where each launch costs, what does not depend
-        on a move before it."""
+        """Return the indices of what is moved at once: on the CPU a pair, on a GPU, where each launch costs, what does
+        not depend on a move before it."""
         if not pairs or not device.on_gpu(self.layers[0].state):
             yield from pairs
             return

@@ -1,4 +1,4 @@
-"""Memory for what lives as long as a worker: KV pages, states of Mamba layers, checkpoints."""
+"""Allocate memory for what lives as long as a worker: KV pages, states of Mamba layers, checkpoints."""
 
 import math
 

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import torch
 
 Saved = tuple[torch.Tensor, ...]
-"""The tensors that a forward hands to its backward. Only the device that wrote it reads it."""
+"""A forward hands these tensors to its backward. Only the device that wrote it reads it."""
 
 Layer = tuple[torch.Tensor, torch.Tensor | None]
-"""Weight ``[N, K]`` of a linear layer, and its bias ``[N]``."""
+"""A linear layer is its weight ``[N, K]`` and its bias ``[N]``."""
 
 Reduced = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""``[T]`` float32 each: a value of every row of logits, and its normaliser: the peak, the log of the sum above it."""
+"""Holds, ``[T]`` float32 each, a value of every row of logits, and its normaliser: the peak, the log of the sum above
+it."""
 
 
 @dataclass(frozen=True)

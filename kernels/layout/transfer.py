@@ -1,4 +1,4 @@
-"""Arrays of several dtypes in one buffer of bytes: what a call needs travels to the device in one copy.
+"""Put arrays of several dtypes into one buffer of bytes: what a call needs travels to the device in one copy.
 
 Each array begins at a multiple of sixteen bytes, so kernels see aligned addresses. On CUDA the host's side is pinned
 and the copy does not wait. What comes back (`Arrival`) does not either.

@@ -1,4 +1,4 @@
-"""Gated activations ``act(gate) * up`` with autograd.
+"""Compute gated activations ``act(gate) * up`` with autograd.
 
 Contract: elementwise in float32, rounded once. torch's own ``silu`` and tanh-``gelu`` round differently in
 their vector body and scalar tail, so an element would change with the number of elements around it.
@@ -15,10 +15,10 @@ from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host
 from samebit.kernels.ops.dispatch import operations_for
 
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu")
-"""Activations that are exact, by their Hugging Face names."""
+"""Lists the activations that are exact, by their Hugging Face names."""
 
 PLAIN_ACTIVATIONS = ("relu2",)
-"""Activations of MLPs without a gate."""
+"""Lists the activations of MLPs without a gate."""
 
 
 def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

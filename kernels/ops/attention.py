@@ -1,4 +1,4 @@
-"""Paged causal attention with autograd: prefill, mixed batches, decode and training through one kernel.
+"""Compute paged causal attention with autograd: prefill, mixed batches, decode and training through one kernel.
 
 Contract (the row rule and the grid rule of docs/exactness.md): a query row's output depends on its own query and on the
 keys and values of its own sequence up to its own position, walked in fixed chunks from position 0.

@@ -1,4 +1,4 @@
-"""Depthwise causal convolution with bias and silu over ragged sequences, with autograd.
+"""Compute the depthwise causal convolution with bias and silu over ragged sequences, with autograd.
 
 Contract: a row depends on the K - 1 inputs of its own sequence before it and on itself, be they rows of this call or
 of earlier ones (the window in the state memory). One call for all sequences; float32 inside, rounded once.

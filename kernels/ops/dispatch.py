@@ -1,4 +1,4 @@
-"""The one place where an operation meets a device: what a device implements, and which table a tensor's device has.
+"""Find what implements an operation on a tensor's device: the one place where an operation meets a device.
 
 A device is a module that has all functions of `Operations`, by these names and signatures: for the CPU
 `samebit.kernels.cpu.operations`, for a GPU `samebit.kernels.triton.operations`. The second is loaded by the first

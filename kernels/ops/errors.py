@@ -1,4 +1,4 @@
-"""Errors that several operations raise in the same words."""
+"""Raise the errors that several operations have, in the same words."""
 
 import torch
 

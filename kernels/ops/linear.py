@@ -1,4 +1,4 @@
-"""Row-invariant linear layer, with autograd.
+"""Compute a row-invariant linear layer, with autograd.
 
 Contract: ``linear(x, w, b)[i]`` depends on ``x[i]`` alone, not on how many rows are multiplied with it nor
 on the number of threads. The order of the sum is written out (`cpu.gemm`): torch's GEMMs keep that promise in no dtype.

@@ -1,4 +1,5 @@
-"""The one formula for log-probabilities: log-softmax of the unprocessed logits divided by the temperature; and entropy.
+"""Compute log-probabilities by the one formula: log-softmax of the unprocessed logits divided by the temperature; and
+entropy.
 
 Contract: float32, a fixed order over the vocabulary, a row depends on that row alone. The sampler reports
 these numbers and the trainer differentiates them; there is no second formula.

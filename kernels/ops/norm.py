@@ -1,4 +1,4 @@
-"""RMSNorm, gated RMSNorm and LayerNorm over the last axis, with autograd.
+"""Compute RMSNorm, gated RMSNorm and LayerNorm over the last axis, with autograd.
 
 Contract: a row depends on that row alone; sums run in float32 in a fixed order; the result is rounded once,
 to the dtype of the input. RMSNorm: Zhang & Sennrich 2019. LayerNorm: Ba et al. 2016.

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, half-split layout) with autograd.
+"""Rotate queries and keys by their positions (Su et al. 2021, half-split layout), with autograd.
 
 Contract: angles are float32 products of a position and a frequency computed from the model's config, never
 from a module's buffer (``.to(bfloat16)`` truncates those); the rotation runs in float32 and rounds once.

@@ -1,4 +1,4 @@
-"""Choosing the next token: logit processing, counter-based random numbers, inverse-CDF sampling.
+"""Choose the next token: logit processing, counter-based random numbers, inverse-CDF sampling.
 
 Contract: a row's choice depends on that row's logits, parameters and counter alone. Processing changes the
 choice, never the reported log-probability, which comes from the unprocessed logits.

@@ -1,4 +1,4 @@
-"""The Mamba2 chunked scan over ragged sequences, with autograd (SSD: Dao & Gu 2024).
+"""Compute the Mamba2 chunked scan over ragged sequences, with autograd (SSD: Dao & Gu 2024).
 
 Contract: chunks are anchored at position 0 of each sequence, and a row is the chunked-scan formula on its chunk's tail
 up to itself, in prefill, mixed batches, decode and training alike (see `samebit.kernels.cpu.ssd.scan`). A decode step

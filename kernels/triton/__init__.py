@@ -1,4 +1,4 @@
-"""The kernels in Triton, for CUDA; `operations` is the table of what is implemented.
+"""Compute on a GPU, with kernels in Triton; `operations` is the table of what is implemented.
 
 It imports `samebit.kernels.layout` and nothing else of the package. A file has the name of its operation; gradients
 that have kernels of their own are in `gradients`, the sizes of tiles in `tiles`.

@@ -1,4 +1,4 @@
-"""Gated activations and their gradients, element by element: T rows of width W."""
+"""Compute gated activations and their gradients, element by element: T rows of width W."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Paged causal attention: one kernel for prefill, mixed batches, decode and training.
+"""Compute paged causal attention: one kernel for prefill, mixed batches, decode and training.
 
 Invariants (the row rule and the grid rule):
 

@@ -1,4 +1,4 @@
-"""Depthwise causal convolution with bias and silu over ragged sequences, one row at a time.
+"""Compute the depthwise causal convolution with bias and silu over ragged sequences, one row at a time.
 
 An element is ``bias + sum over k of weight[k] * input[t - K + 1 + k]``, k ascending, wherever the inputs come from: the
 rows of this call or the window of those before it. Inputs before position 0 are left out.

@@ -1,4 +1,4 @@
-"""The linear layer: one kernel (`matmul`) serves the forward (``x @ W.T``) and its gradients.
+"""Compute the linear layer: one kernel (`matmul`) serves the forward (``x @ W.T``) and its gradients.
 
 That of x is ``grad @ W``, that of W ``grad.T @ x``, a sum over the rows in their order. The tiles are the layer's;
 gradients take the one for many rows. T rows, K inputs, N outputs.

@@ -1,4 +1,4 @@
-"""Log-softmax and entropy over the vocabulary: one program a row, chunk after chunk.
+"""Compute log-softmax and entropy over the vocabulary: one program a row, chunk after chunk.
 
 Invariants: a row is divided into chunks of `VOCAB_CHUNK` tokens from token 0 on; a chunk's exponentials are summed in
 float32 in the order of one tile's reduction, the chunk sums in one float64. `_log_total` is the only place where a

@@ -1,4 +1,5 @@
-"""The matrix product: fixed tiles, the whole depth in one float32 accumulator, in order. M rows, K deep, N outputs."""
+"""Compute the matrix product: fixed tiles, the whole depth in one float32 accumulator, in order. M rows, K deep, N
+outputs."""
 
 import torch
 import triton
@@ -10,7 +11,7 @@ from samebit.kernels.triton.numeric import aligned, dot
 from samebit.kernels.triton.tiles.file import MatmulTile
 
 GROUP = 8
-"""Row tiles whose programs run side by side for one tile of outputs after the other: they share the cache."""
+"""Programs of so many row tiles run side by side for one tile of outputs after the other: they share the cache."""
 
 
 def multiply(

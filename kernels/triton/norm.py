@@ -1,4 +1,4 @@
-"""RMSNorm, gated RMSNorm and LayerNorm: a row's sums are one reduction of a tile whose shape the width decides.
+"""Compute RMSNorm, gated RMSNorm and LayerNorm: a row's sums are one reduction of a tile whose shape the width decides.
 
 Gradients of weights are summed over `_GRADIENT_ROWS` rows by one program, row tile after row tile, then over the
 programs: in an order that the number of rows alone decides. T rows of width W.

@@ -1,4 +1,4 @@
-"""Building blocks of the Triton kernels, float32 inside."""
+"""Define the building blocks of the Triton kernels, float32 inside."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language import tensor
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""The interpreter multiplies matrices with NumPy, which knows no bfloat16."""
+"""Tells that the interpreter runs: it multiplies matrices with NumPy, which knows no bfloat16."""
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

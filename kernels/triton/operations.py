@@ -1,4 +1,4 @@
-"""The table of a GPU: `samebit.kernels.ops.dispatch.Operations`, implemented in Triton."""
+"""List what a GPU implements of `samebit.kernels.ops.dispatch.Operations`, in Triton."""
 
 from samebit.kernels.triton.activation import gated_backward, gated_forward
 from samebit.kernels.triton.attention import attention_forward, attention_of_unrotated

@@ -1,4 +1,4 @@
-"""Rotary embedding: the first ``2 * R`` elements of each head are turned, the rest is copied.
+"""Rotate the first ``2 * R`` elements of each head, and copy the rest.
 
 T tokens, H heads, D head size, R angles.
 """

@@ -1,4 +1,4 @@
-"""Counter-based random numbers and inverse-CDF sampling on the device.
+"""Draw counter-based random numbers, and tokens by inverse CDF, on the device.
 
 A draw depends on that row's logits, temperature, key and counter alone. The random words are Philox4x32-10, the integer
 function of `samebit.kernels.cpu.philox`: the same number for a token on either device. The sums over the vocabulary are

@@ -1,4 +1,4 @@
-"""The Mamba2 chunked scan: one kernel for prefill, mixed batches, decode and training.
+"""Compute the Mamba2 chunked scan: one kernel for prefill, mixed batches, decode and training.
 
 Invariants (the row rule and the grid rule):
 
@@ -42,13 +42,14 @@ from samebit.kernels.triton.tiles.table import power_of_two
 _WARPS = 4
 
 _HEAD_PART = 64
-"""Elements of a head that a program takes, at most."""
+"""A program takes at most so many elements of a head."""
 
 _STATE_ELEMENTS = 8192
-"""The elements of the state that a program holds, at most (more of N > 512): 64 registers of each thread."""
+"""A program holds at most so many elements of the state (more of N > 512): 64 registers of each thread."""
 
 _REGISTERS = 168
-"""The registers of a thread: three programs fit on an H100's multiprocessor; while one computes the others load."""
+"""A thread has so many registers: three programs fit on an H100's multiprocessor; while one computes the others
+load."""
 
 
 def scan_forward(

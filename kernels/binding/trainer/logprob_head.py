@@ -1,4 +1,5 @@
-"""The head of a language model and the log-probabilities of its rows, with no more than a part of the logits at once.
+"""Compute a language model's head and the log-probabilities of its rows, with no more than a part of the logits at
+once.
 
 Invariants:
 
@@ -25,7 +26,7 @@ BYTES_AT_ONCE = 128 << 20
 """A buffer of float32 logits holds at most this many bytes; a few such buffers exist at a time."""
 
 _ROWS = 64
-"""Chunks of more rows than this have a multiple of it: it is the panel of the CPU's matrix product."""
+"""Chunks of more rows than this have a multiple of it: the CPU's matrix product takes panels of so many."""
 
 _LEAST_COLUMNS = 256
 
@@ -38,7 +39,7 @@ def scored(
     config: Any,
     scoring: Scoring,
 ) -> Scores:
-    """Log-probabilities of the tokens asked for, differentiable in ``x``, ``weight`` and ``bias``.
+    """Return the log-probabilities of the tokens asked for, differentiable in ``x``, ``weight`` and ``bias``.
 
     Args:
         x: ``[..., K]`` hidden states, R rows in all.
@@ -62,7 +63,7 @@ def _rows_at_once(vocab: int) -> int:
 
 
 def _columns_at_once(rows: int) -> int:
-    """A power of two, because on a GPU each width is another compiled kernel."""
+    """Return a power of two, because on a GPU each width is another compiled kernel."""
     return max(1 << max(BYTES_AT_ONCE // (4 * max(rows, 1)), 1).bit_length() - 1, _LEAST_COLUMNS)
 
 
@@ -125,7 +126,7 @@ class _Scored(torch.autograd.Function):
 def _gradient_of_logits(
     ctx: Any, part: slice, of_logprobs: torch.Tensor | None, of_entropy: torch.Tensor | None
 ) -> torch.Tensor:
-    """``[R, columns]`` float32: of what the head gives for this part of the vocabulary."""
+    """Return the gradient ``[R, columns]`` float32 of what the head gives for this part of the vocabulary."""
     x, weight, bias, tokens, temperatures, peaks, log_totals, entropy, kept = ctx.saved_tensors
     if kept is None:
         kept = linear(x, weight[part], None if bias is None else bias[part]).float()

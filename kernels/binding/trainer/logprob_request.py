@@ -33,7 +33,8 @@ class Scoring:
     def of(
         token_ids: torch.Tensor, temperature: float | torch.Tensor, vocab_size: int, *, with_entropy: bool = False
     ) -> "Scoring":
-        """Checked; ``temperature``: positive, a number or a tensor that broadcasts to the shape of ``token_ids``.
+        """Check what is asked for. ``temperature`` is positive, a number or a tensor that broadcasts to the shape of
+        ``token_ids``.
 
         Raises:
             ValueError: ids outside the vocabulary, a temperature that is not positive or of another shape.
@@ -50,7 +51,7 @@ class Scoring:
 
 @dataclass
 class Scores(ModelOutput):
-    """Float32, of the shape of the scored ids.
+    """Holds log-probabilities and entropies, float32, of the shape of the scored ids.
 
     A `ModelOutput`, so that FSDP2 finds its tensors; and these are no views, which its hooks do not take.
     """

@@ -1,4 +1,4 @@
-"""The trainer's face of the log-probability: a differentiable forward of the bound model."""
+"""Let a trainer compute log-probabilities: a differentiable forward of the bound model."""
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ def token_logprobs(
     position_ids: torch.Tensor | None = None,
     temperature: float | torch.Tensor = 1.0,
 ) -> torch.Tensor:
-    """Log-probability of every token given those before it, equal bit for bit to the rollout worker's.
+    """Return the log-probability of every token given those before it, equal bit for bit to the rollout worker's.
 
     Padding is taken out before the forward: only real tokens are computed, and only rows that predict one
     reach the head. Of many logits only a part is in memory at once, in the backward too (`logprob_head`).
@@ -65,7 +65,7 @@ def token_logprobs(
 
 
 def _token_rows(layout: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that hold a token, and which of those are followed by another token of their sequence."""
+    """Tell which rows hold a token, and which of those are followed by another token of their sequence."""
     starts = torch.from_numpy(layout.row_start).long()
     lengths = torch.from_numpy(layout.lengths).long()
     rows = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths) + torch.arange(int(lengths.sum()))
@@ -75,7 +75,7 @@ def _token_rows(layout: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _packed(tokens: torch.Tensor, layout: ForwardContext, rows: torch.Tensor) -> tuple[torch.Tensor, ForwardContext]:
-    """The N tokens without their padding as ``[1, N]``, and their layout."""
+    """Return the N tokens without their padding as ``[1, N]``, and their layout."""
     ends = layout.lengths.cumsum()
     packed = ForwardContext(
         positions=layout.positions[rows],

@@ -1,1 +1,1 @@
-"""Paged causal attention on the CPU: keys and values into pages, the forward, the gradients."""
+"""Compute paged causal attention on the CPU: keys and values into pages, the forward, the gradients."""

@@ -1,4 +1,4 @@
-"""Gradients of the paged causal attention of one training call, on the CPU.
+"""Compute the gradients of the paged causal attention of one training call, on the CPU.
 
 One work item is a sequence and a KV head; it owns the gradients of its keys, its values and of the query
 heads that read them, so no two items add to the same place. Probabilities are recomputed from the saved

@@ -1,4 +1,4 @@
-"""Paged causal attention on the CPU, forward: one kernel for prefill, mixed batches, decode and training.
+"""Compute paged causal attention on the CPU, forward: one kernel for prefill, mixed batches, decode and training.
 
 Invariants (the row rule and the grid rule):
 
@@ -30,7 +30,7 @@ from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
 
 _VECTORS = KV_CHUNK // LANES
 _ARRAYS = 8
-"""Arrays in the room of a thread, each from the start of a cache line on."""
+"""The room of a thread holds this many arrays, each from the start of a cache line on."""
 
 _ZERO = np.float32(0.0)
 _LOWEST = np.float32(-np.inf)

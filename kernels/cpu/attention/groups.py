@@ -1,4 +1,4 @@
-"""Groups of arguments that attention's forward and its gradients share on the CPU.
+"""Define the groups of arguments that attention's forward and its gradients share on the CPU.
 
 H heads, D head size, B tokens a block, C tokens a chunk.
 """

@@ -1,4 +1,4 @@
-"""Paged causal attention on the CPU as operations call it: gives the kernels of this folder arrays of tensors.
+"""Compute paged causal attention on the CPU as operations call it: give the kernels of this folder arrays of tensors.
 
 T tokens, S sequences, H heads, D head size. Pages hold B tokens of a KV head each (`samebit.kernels.layout.kv_pages`).
 """

@@ -1,4 +1,4 @@
-"""Keys and values on their way into KV pages on the CPU. `samebit.kernels.layout.kv_pages` defines the layout.
+"""Write keys and values into KV pages on the CPU. `samebit.kernels.layout.kv_pages` defines the layout.
 
 T tokens, H heads, D head size, B tokens a block.
 """
@@ -17,7 +17,7 @@ _FORWARD = np.float32(1.0)
 
 @njit(inline="always")
 def _put(key: Any, value: Any, page: int, offset: int, block_size: int, pages: Any) -> None:
-    """One token of one head into the page that starts at element ``page``: a column of keys, a row of values."""
+    """Write one token of one head into the page that starts at element ``page``: a column of keys, a row of values."""
     head_dim = len(key)
     for d in range(head_dim):
         pages[page + d * block_size + offset] = key[d]
@@ -47,7 +47,7 @@ def _rotate_and_write(
     q: Any, k: Any, v: Any, cos: Any, sin: Any, block_of_row: Any, offset_of_row: Any, block_size: int, pages: Any,
     out: Any,
 ) -> None:  # fmt: skip
-    """Rotated keys and the values into the pages, rotated queries into ``out``."""
+    """Write rotated keys and the values into the pages, rotated queries into ``out``."""
     kv_heads, head_dim = k.shape[1], k.shape[2]
     for row in prange(q.shape[0]):
         after = min(row + 1, q.shape[0] - 1)

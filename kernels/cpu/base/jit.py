@@ -15,7 +15,7 @@ import torch
 from samebit.kernels import openmp  # noqa: F401  (its import chooses the threading layer)
 
 _PARALLEL_WORK = 1 << 15
-"""Elements below which waking the other threads costs more than they save."""
+"""With fewer elements, waking the other threads costs more than they save."""
 
 
 def _renamed(function: Callable[..., None], suffix: str) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Arrays over the memory of tensors, made inside of a kernel.
+"""Make arrays over the memory of tensors, inside of a kernel.
 
 Handing over an address costs a tenth of what a NumPy array does; in a decode step a linear layer takes some 50 us. The
 caller keeps the tensor alive and vouches for its size.
@@ -15,10 +15,10 @@ from samebit.kernels.layout.grids import CACHE_LINE
 from samebit.kernels.layout.shape_checks import check_dtype_of_cpu
 
 NO_END = 1 << 40
-"""For the length of an array that nothing is cut by."""
+"""Stands for the length of an array that nothing is cut by."""
 
 _LINE = CACHE_LINE // 4
-"""Float32 of a cache line."""
+"""A cache line holds this many float32."""
 
 _KINDS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 

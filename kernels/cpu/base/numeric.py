@@ -1,4 +1,4 @@
-"""Scalar building blocks of the Numba kernels: exact by IEEE rules, and vectorisable.
+"""Define the scalar building blocks of the Numba kernels: exact by IEEE rules, and vectorisable.
 
 No libm call appears in a loop that LLVM may vectorise: a vector math library rounds differently in the
 vector body and in the scalar tail. ``exp`` and ``tanh`` are Cephes polynomials written with explicit

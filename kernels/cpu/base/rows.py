@@ -1,4 +1,4 @@
-"""Rows of a flat array as one argument of a micro-kernel, instead of three by position."""
+"""Hand rows of a flat array to a micro-kernel as one argument, instead of three by position."""
 
 from typing import Any, NamedTuple
 

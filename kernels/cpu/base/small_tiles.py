@@ -1,4 +1,4 @@
-"""Sixteen-lane products of small tiles, for the state-space scan and attention's gradients, as LLVM vectors.
+"""Multiply small tiles in sixteen lanes, for the state-space scan and attention's gradients, as LLVM vectors.
 
 Why not plain Numba loops: LLVM guards them with alias checks and spills the accumulators, which cost a
 factor of four. Every lane does the same scalar operations in the same order as a plain loop would: one
@@ -27,7 +27,7 @@ from samebit.kernels.cpu.base.vectors import (
 from samebit.kernels.layout.grids import LANES
 
 FETCH_AHEAD = 1024
-"""Elements between what `tile_multiply` reads and what it asks for meanwhile (4 KiB in float32)."""
+"""`tile_multiply` asks for what lies so many elements behind what it reads meanwhile (4 KiB in float32)."""
 
 _ROWS = (1, 2, 4)
 _COLUMNS = (1, 2, 4)

@@ -1,4 +1,4 @@
-"""Vectors of sixteen float32 lanes in LLVM: what the micro-kernels are made of.
+"""Emit vectors of sixteen float32 lanes in LLVM: what the micro-kernels are made of.
 
 Each function emits instructions at the builder's place. Arrays are flat; offsets count elements.
 """
@@ -12,7 +12,7 @@ from numba.core import cgutils
 from samebit.kernels.layout.grids import LANES
 
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
-"""The type of a vector."""
+"""A vector has this type."""
 
 _BITS = ir.VectorType(ir.IntType(32), LANES)
 _HALF_BITS = ir.VectorType(ir.IntType(16), LANES)

@@ -1,1 +1,2 @@
-"""Matrix products on the CPU, equal bits for any number of rows; `*_vectors` and `amx_tiles` are micro-kernels."""
+"""Multiply matrices on the CPU, with equal bits for any number of rows; `*_vectors` and `amx_tiles` are
+micro-kernels."""

@@ -1,4 +1,4 @@
-"""Matrix product ``out = x @ weight.T + bias`` in bfloat16 on processors with tile instructions.
+"""Compute the matrix product ``out = x @ weight.T + bias`` in bfloat16 on processors with tile instructions.
 
 Invariants (the row rule): an output is one chain of `amx_tiles.add_tile_products`, input pair after input pair from 0,
 in float32; then the bias; rounded once. A last pair or tile that is not whole is filled up with zeros. Rows, threads
@@ -29,7 +29,7 @@ from samebit.kernels.cpu.gemm.many_rows import PANEL_ROWS, Panel, write_rows
 from samebit.kernels.layout.grids import LANES
 
 _SHARE = 16 * TILE_OUTPUTS
-"""Outputs whose sums are kept at a time."""
+"""The sums of so many outputs are kept at a time."""
 
 _ZERO = np.float32(0.0)
 

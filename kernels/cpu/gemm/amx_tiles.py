@@ -1,4 +1,4 @@
-"""Micro-kernels of the bfloat16 matrix product on processors with tile instructions (AMX), as assembly.
+"""Define the micro-kernels of the bfloat16 matrix product for processors with tile instructions (AMX), in assembly.
 
 A tile is sixteen rows of 64 bytes. ``tdpbf16ps`` adds to sixteen outputs by sixteen rows of ``x`` the products of
 thirty-two inputs, pair after pair in float32: an output depends on its own weights and its own row, ascending. Whether
@@ -23,16 +23,16 @@ from samebit.kernels.cpu.base.vectors import VECTOR, pointer_to, row_of, transpo
 from samebit.kernels.layout.grids import LANES
 
 TILE_INPUTS = 32
-"""Inputs of one instruction."""
+"""One instruction takes so many inputs."""
 
 TILE_OUTPUTS = 16
 
 VECTORS = 4
-"""Tiles of sixteen rows that are summed at a time."""
+"""So many tiles of sixteen rows are summed at a time."""
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _CONFIGURATION = bytes([1, 0, *[0] * 14, *[64, 0] * 8, *[0] * 16, *[16] * 8, *[0] * 8])
-"""Palette 1, eight tiles of sixteen rows of 64 bytes."""
+"""Selects palette 1, eight tiles of sixteen rows of 64 bytes."""
 
 
 @cache
@@ -121,7 +121,8 @@ def add_tile_products(
 
 
 def _products(vectors: int) -> str:
-    """$0 sums, $1 weights, $2 panel, $3 and $4 bytes between their rows, $5 steps, $6 bytes of a step of the panel."""
+    """Take $0 sums, $1 weights, $2 panel, $3 and $4 bytes between their rows, $5 steps, $6 bytes of a step of the
+    panel."""
     places = [f"{64 * v}" if v else "" for v in range(vectors)]
     lines = ["movq $1, %rax", "movq $2, %rcx", "movq $5, %rdx"]
     lines += [f"tileloadd {place}($0,$3,1), %tmm{v}" for v, place in enumerate(places)]

@@ -1,4 +1,5 @@
-"""Matrix product ``out = x @ weight.T + bias`` on the CPU for a few rows, as of a decode step: the bits of `many_rows`.
+"""Compute the matrix product ``out = x @ weight.T + bias`` on the CPU for a few rows, as of a decode step, with the
+bits of `many_rows`.
 
 Invariant: an output is summed as `many_rows` does it, in chains of `SUM_BLOCK` inputs; only the lanes of the
 vectors are others (see `few_rows_vectors`). T rows, K inputs, N outputs.
@@ -18,10 +19,10 @@ from samebit.kernels.cpu.gemm.many_rows import SUM_BLOCK
 from samebit.kernels.layout.grids import LANES
 
 MOST_ROWS = ROWS[-1]
-"""Rows up to which this kernel is the faster one."""
+"""Up to so many rows this kernel is the faster one."""
 
 READING = 4
-"""Rows whose products take the time of reading the weight."""
+"""The products of so many rows take the time of reading the weight."""
 
 _ZERO = np.float32(0.0)
 

@@ -1,4 +1,4 @@
-"""Micro-kernel of the matrix product for a few rows of ``x``, written as LLVM vectors (why: see `base.small_tiles`).
+"""Define the micro-kernel of the matrix product for a few rows of ``x``, as LLVM vectors (why: see `base.small_tiles`).
 
 The lanes of a vector are outputs: squares of the weight are transposed in registers and used at once by all rows, so
 that the time is that of reading the weight. With the lanes of `many_rows_vectors`, which are rows, most would be idle.
@@ -23,10 +23,10 @@ from samebit.kernels.cpu.base.vectors import (
 from samebit.kernels.layout.grids import LANES
 
 ROWS = (1, 2, 4, 8)
-"""Rows that a tile may cover."""
+"""A tile may cover so many rows."""
 
 _DEPTH = LANES // 2
-"""Inputs that are transposed at a time."""
+"""So many inputs are transposed at a time."""
 
 
 @intrinsic

@@ -1,4 +1,5 @@
-"""Layers of one input as the matrix products of this folder take them, and the share of one that a work item computes.
+"""Describe layers of one input as the matrix products of this folder take them, and the share of one that a work item
+computes.
 
 They travel as one tuple of integers: that is what Numba carries into a parallel loop, and it costs a call less than a
 named tuple does. T rows, K inputs, N outputs.

@@ -1,4 +1,5 @@
-"""Matrix product ``out = x @ weight.T + bias`` on the CPU: float32, or bfloat16 that is widened and rounded once.
+"""Compute the matrix product ``out = x @ weight.T + bias`` on the CPU: float32, or bfloat16 that is widened and rounded
+once.
 
 Invariants (the row rule):
 
@@ -25,19 +26,19 @@ from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, VECTORS, fetch, 
 from samebit.kernels.layout.grids import CACHE_LINE, LANES
 
 SUM_BLOCK = 128
-"""Inputs of one chain. A constant of the arithmetic: changing it changes bits."""
+"""So many inputs are summed in one chain. A constant of the arithmetic: changing it changes bits."""
 
 PANEL_ROWS = 64
 
 _DEPTH = 8 * SUM_BLOCK
-"""Inputs of a panel that are transposed at a time: it stays in the second-level cache."""
+"""So many inputs of a panel are transposed at a time: it stays in the second-level cache."""
 
 _SHARE = 252
-"""Outputs whose sums are kept at a time; a whole number of tiles."""
+"""The sums of so many outputs are kept at a time; a whole number of tiles."""
 
 _TILE, _PAIR, _ = OUTPUTS
 _LINE = CACHE_LINE // 4
-"""Float32 of a cache line: weights are asked for in steps of as many, bfloat16 too."""
+"""A cache line holds so many float32: weights are asked for in steps of as many, bfloat16 too."""
 
 _ZERO = np.float32(0.0)
 

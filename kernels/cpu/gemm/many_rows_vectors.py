@@ -1,4 +1,4 @@
-"""Micro-kernels of the matrix product, written as LLVM vectors (why: see `base.small_tiles`).
+"""Define the micro-kernels of the matrix product, as LLVM vectors (why: see `base.small_tiles`).
 
 A panel holds rows of ``x`` transposed, ``panel[k, row]``, so that the lanes of a vector are rows and a weight is
 read where it lies, one scalar for all rows of the panel.
@@ -28,10 +28,10 @@ from samebit.kernels.layout.grids import LANES
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[-1].split(",")
 
 VECTORS = 4 if "+avx512f" in _FEATURES else 1
-"""Vectors of rows that a tile covers: as many as leave its accumulators in registers."""
+"""A tile covers so many vectors of rows: as many as leave its accumulators in registers."""
 
 OUTPUTS = (6, 2, 1)
-"""Outputs that a tile may cover."""
+"""A tile may cover so many outputs."""
 
 
 @intrinsic

@@ -1,1 +1,1 @@
-"""The Mamba2 chunked scan on the CPU, forward and backward."""
+"""Compute the Mamba2 chunked scan on the CPU, forward and backward."""

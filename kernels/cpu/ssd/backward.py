@@ -1,4 +1,4 @@
-"""Gradients of the Mamba2 chunked scan of one training call, in batched torch operations, for the CPU.
+"""Compute the gradients of the Mamba2 chunked scan of one training call, in batched torch operations, for the CPU.
 
 The states at the chunk boundaries are computed again, chunk by chunk over all sequences at once, then the chunks are
 walked backwards. Axes: z sequence, t and u tokens of a chunk, g group, r head of the group, n state, p head size.

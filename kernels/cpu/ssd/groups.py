@@ -1,4 +1,4 @@
-"""The groups of arguments that the functions of the scan hand to each other.
+"""Define the groups of arguments that the functions of the scan hand to each other.
 
 Letters: T tokens, S sequences, H heads, P head size, N state size, G groups, C tokens a chunk.
 """

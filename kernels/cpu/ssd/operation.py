@@ -1,4 +1,4 @@
-"""The chunked scan on the CPU as operations call it: gives the kernels of this folder addresses of tensors.
+"""Compute the chunked scan on the CPU as operations call it: give the kernels of this folder addresses of tensors.
 
 T tokens, S sequences, H heads of size P in groups, N state size.
 """
@@ -13,7 +13,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import Saved, SSMOptions
 
 WORK_AN_ELEMENT = 1 / 8
-"""Elements of a row-wise kernel that take the time of one element of the state."""
+"""So many elements of a row-wise kernel take the time of one element of the state."""
 
 
 def scan_forward(

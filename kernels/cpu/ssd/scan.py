@@ -1,4 +1,4 @@
-"""The Mamba2 chunked scan on the CPU: one kernel for prefill, mixed batches, decode and training.
+"""Compute the Mamba2 chunked scan on the CPU: one kernel for prefill, mixed batches, decode and training.
 
 Invariants (the row rule and the grid rule):
 

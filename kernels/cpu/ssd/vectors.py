@@ -1,4 +1,4 @@
-"""Micro-kernels of the state-space scan: scores of a token, and the state's step over a chunk.
+"""Define the micro-kernels of the state-space scan: scores of a token, and the state's step over a chunk.
 
 As in `base.small_tiles`: arrays are flat, positions are element offsets or those of `Rows`, each lane does the
 operations of a plain loop in order. N state size.
@@ -64,7 +64,7 @@ def dots(
         builder.store(index(0), done)
 
         def some(together: int) -> None:
-            """While so many keys are left."""
+            """Emit what runs while so many keys are left."""
             check, body, after = (builder.append_basic_block(f"dots.{name}") for name in ("check", "body", "after"))
             builder.branch(check)
             builder.position_at_end(check)

@@ -1,1 +1,1 @@
-"""Backward kernels of attention, convolution and scan in Triton."""
+"""Compute the gradients of attention, convolution and scan in Triton."""

@@ -1,4 +1,4 @@
-"""Gradients of the paged causal attention of a training call: every sequence starts at position 0.
+"""Compute the gradients of the paged causal attention of a training call: every sequence starts at position 0.
 
 Two kernels, so that nothing is added to from two programs: one owns a tile of queries and walks the keys they saw, the
 other owns a tile of keys and walks the queries that saw them. Probabilities are recomputed from the saved log-sum-exp

@@ -1,4 +1,4 @@
-"""Gradients of the causal convolution of a training call: no sequence has inputs before its first row.
+"""Compute the gradients of the causal convolution of a training call: no sequence has inputs before its first row.
 
 With u_t the gradient of what goes into the silu of row t, the gradient of an input is
 ``sum over d < K of weight[K - 1 - d] * u[t + d]``, d ascending, inside its sequence. A program owns a tile of rows and
@@ -20,7 +20,7 @@ from samebit.kernels.layout.options import Saved
 from samebit.kernels.triton.numeric import aligned, sigmoid, with_aligned_rows
 
 _ROWS, _CHANNELS, _WARPS = 64, 64, 8
-"""Rows, channels and warps of a program; its rows are one part of the sums."""
+"""A program takes so many rows and channels with so many warps; its rows are one part of the sums."""
 
 
 def conv_backward(

@@ -1,4 +1,5 @@
-"""Gradients of the Mamba2 chunked scan of a training call: every sequence starts at position 0 with no state.
+"""Compute the gradients of the Mamba2 chunked scan of a training call: every sequence starts at position 0 with no
+state.
 
 With S the state before a chunk, E the gradient of the state after it, g the gradient of y, cum the running sum of
 ``dt * A`` in the chunk, L what is left at the chunk's end (``exp(cum_end - cum)``), and
@@ -32,7 +33,7 @@ from samebit.kernels.triton.numeric import aligned, dot, sigmoid, softplus
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _DEPTH = 32
-"""Elements of N that a program takes at once, at most: with 64, an H100 runs out of registers."""
+"""A program takes at most so many elements of N at once: with 64, an H100 runs out of registers."""
 
 _WALK_WARPS, _CHUNK_WARPS = 8, 16
 

@@ -1,1 +1,1 @@
-"""Tile configurations by GPU family: the table, its file, and which tiles were seen to have equal bits."""
+"""Configure tiles by GPU family: the table, its file, and which tiles were seen to have equal bits."""

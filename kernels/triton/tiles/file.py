@@ -1,4 +1,4 @@
-"""The file of tile configurations: what stands in it, read, checked and written.
+"""Read, check and write the file of tile configurations.
 
     {"sm_90": {"tuned": null, "matmul": [ENTRY, ...], "attention": [ENTRY, ...]}, "default": ...}
 
@@ -18,10 +18,10 @@ from samebit.kernels.layout import device
 
 DEFAULT = "default"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in sorted(device.DTYPES["cuda"], key=str)}
-"""The dtypes that entries name."""
+"""Lists the dtypes that entries name."""
 
 LARGEST_HEAD = 256
-"""Elements of a head that attention on a GPU takes at most."""
+"""Attention on a GPU takes at most so many elements of a head."""
 
 _Entry = TypeVar("_Entry", "MatmulEntry", "AttentionEntry")
 
@@ -113,7 +113,7 @@ class Family:
 
 
 Families = Mapping[str, Family]
-"""By name; `DEFAULT` is one of them."""
+"""Finds the family of a GPU by name; `DEFAULT` is one of them."""
 
 
 def read_tiles(path: Path) -> Families:

@@ -24,13 +24,13 @@ from samebit.kernels.triton.tiles.table import matmul_tiles
 logger = logging.getLogger(__name__)
 
 _OUTPUTS = 512
-"""Outputs that are compared at most. A multiple of those of any tile."""
+"""So many outputs are compared at most. A multiple of those of any tile."""
 
 _COUNTS = (1, 7, 16, 33, 64, 100, 129, 200)
-"""Rows of the compared calls, as far as the narrow tile is for so many."""
+"""The compared calls have so many rows, as far as the narrow tile is for so many."""
 
 _ROWS = 300
-"""The rows of the call that they are compared with."""
+"""The call that they are compared with has so many rows."""
 
 _EXPONENT = 4
 """Operands are scaled by powers of two from the inverse of this one's to it: float16 holds every sum."""

@@ -1,4 +1,4 @@
-"""Tile configurations: how much a program of each kernel takes at once. The look-up; the data is in ``tiles.json``.
+"""Look up tile configurations: how much a program of each kernel takes at once. The data is in ``tiles.json``.
 
 Invariant: a configuration depends on what belongs to a layer (inputs, outputs, head size, dtype) and on the GPU, never
 on the number of rows: decode, prefill and training of a layer run one compiled kernel, and only the grid differs. A
@@ -25,10 +25,10 @@ from samebit.kernels.triton.tiles.file import (
 FILE = Path(__file__).with_name("tiles.json")
 
 _ROW_ELEMENTS = 2048
-"""Elements that a program of a row-wise kernel takes, or one whole row."""
+"""A program of a row-wise kernel takes so many elements, or one whole row."""
 
 ELEMENTS = 1024
-"""Elements that a program of an elementwise kernel takes."""
+"""A program of an elementwise kernel takes so many elements."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
