@@ -28,7 +28,7 @@ VOCABULARY = 32_000
 T = TypeVar("T")
 
 _WEIGHTS = 1 << 27
-"""Bytes; more than a processor's caches hold."""
+"""So many bytes are more than a processor's caches hold."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def measure(sizes: Sizes) -> dict[str, Spread]:
 
 
 class _Pool:
-    """A cache without a model, whose blocks are said to be computed."""
+    """Holds a cache without a model, whose blocks are said to be computed."""
 
     def __init__(self, num_blocks: int, num_states: int = 0) -> None:
         slots = 4

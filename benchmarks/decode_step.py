@@ -1,4 +1,4 @@
-"""The exact decode step of a Mamba layer beside the plain recurrent one, both from the projection's output on.
+"""Measure the exact decode step of a Mamba layer beside the plain recurrent one, both from the projection's output on.
 
 They take turns step by step, so that what slows the machine slows both. A round is one whole block of tokens: every
 position of the chunk's tail counts once, and so does each move of the state and the copy of it at the block's end.
@@ -24,7 +24,7 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of the measurement: several layers in turn, so that no state stays in the processor's cache.
+    """Sets the size of the measurement: several layers in turn, so that no state stays in the processor's cache.
 
     rounds: with the most sequences; with fewer there are up to ten times as many, which are shorter.
     """
@@ -37,14 +37,15 @@ class Sizes:
 
 @dataclass
 class Seconds:
-    """The seconds of one side's steps in a round: whole steps, and their scans."""
+    """Holds the seconds of one side's steps in a round: whole steps, and their scans."""
 
     whole: float = 0.0
     scans: float = 0.0
 
 
 class Layers:
-    """Some Mamba layers with random inputs and parameters, and two memories: of the exact step and of its peer."""
+    """Holds some Mamba layers with random inputs and parameters, and two memories: of the exact step and of its
+    peer."""
 
     def __init__(self, sizes: Sizes, sequences: int) -> None:
         shape = sizes.shape

@@ -1,4 +1,4 @@
-"""Exactness, then speed, on one GPU: random-weight models by shape; the table comes last.
+"""Measure exactness, then speed, on one GPU: random-weight models by shape; the table comes last.
 
     python benchmarks/gpu.py [--quick] [--json FILE] [--models NAME ...] [--minutes 8]
 
@@ -52,11 +52,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         + (["mamba", "mlp"] * 4 + ["mamba", "attention", "mlp"]) * 3 + ["mamba", "mlp"] * 5,
     },
 }  # fmt: skip
-"""The last is Nemotron-H-8B-like: 24 Mamba, 4 attention and 24 MLP layers."""
+"""Lists the models by shape. The last is Nemotron-H-8B-like: 24 Mamba, 4 attention and 24 MLP layers."""
 
 
 class Report:
-    """Figures and failures so far; prints each as it comes."""
+    """Collects figures and failures so far; prints each as it comes."""
 
     def __init__(self, minutes: float) -> None:
         self.ends = time.monotonic() + 60 * minutes

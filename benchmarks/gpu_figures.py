@@ -1,4 +1,4 @@
-"""The measurements of benchmarks/gpu.py: each part is a generator of figures of one model."""
+"""Measure the figures of benchmarks/gpu.py: each part is a generator of figures of one model."""
 
 import statistics
 import time
@@ -25,7 +25,7 @@ from samebit.rollout.runner.cuda_recorder import CudaRecorder
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table."""
+    """Is one line of the table."""
 
     name: str
     value: float
@@ -34,7 +34,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of a measurement: sequences at once, tokens of a prompt, new tokens."""
+    """Sets the size of a measurement: sequences at once, tokens of a prompt, new tokens."""
 
     sequences: tuple[int, ...] = (1, 16, 64, 256)
     prompt: int = 512

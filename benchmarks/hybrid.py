@@ -30,7 +30,7 @@ from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, Samplin
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of the measurement, in tokens unless noted otherwise."""
+    """Sets the size of the measurement, in tokens unless noted otherwise."""
 
     conversations: int = 16
     turns: int = 6
@@ -48,7 +48,7 @@ class Sizes:
 
 
 class Talks:
-    """Conversations on a worker with the cache, the last turn beside a worker without it."""
+    """Holds conversations on a worker with the cache, the last turn beside a worker without it."""
 
     def __init__(self, model: PreTrainedModel, sizes: Sizes, stack: ExitStack) -> None:
         self.sizes = sizes

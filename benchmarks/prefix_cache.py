@@ -27,7 +27,7 @@ from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of the measurement, in tokens unless noted otherwise."""
+    """Sets the size of the measurement, in tokens unless noted otherwise."""
 
     requests: int = 64
     shared: int = 1024  # full blocks, all of which are skipped
@@ -51,7 +51,7 @@ class Sizes:
 
 
 class Prompts:
-    """Random prompts of this vocabulary; every call gives ones that no cache has seen."""
+    """Draws random prompts of this vocabulary; every call gives ones that no cache has seen."""
 
     def __init__(self, vocab_size: int) -> None:
         self._random = random.Random(0)

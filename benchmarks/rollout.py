@@ -1,4 +1,4 @@
-"""Output tokens per second of samebit beside Hugging Face, and what a samebit step is made of.
+"""Measure the output tokens per second of samebit beside Hugging Face, and what a samebit step is made of.
 
     python benchmarks/rollout.py [--json FILE] [--plot FILE] [--rounds N] [--quick]
 
@@ -41,7 +41,7 @@ from samebit.rollout import RolloutWorker
 
 @dataclass(frozen=True)
 class Case:
-    """A model in a dtype, and how many rounds each comparison gets (0: not measured).
+    """Holds a model in a dtype, and how many rounds each comparison gets (0: not measured).
 
     generate: samebit, `generate`; with `tax` also samebit with exact=False. continuous: samebit and
     both settings of continuous batching.
@@ -62,7 +62,7 @@ class Case:
 
 @dataclass
 class Measured:
-    """Everything that was timed for one case; figures are made of it when all cases are done."""
+    """Holds everything that was timed for one case; figures are made of it when all cases are done."""
 
     case: Case
     generate: list[Round] = field(default_factory=list)

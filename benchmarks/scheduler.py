@@ -1,4 +1,4 @@
-"""Cost of a scheduling step with 64 sequences running, and how it grows with the number that wait.
+"""Measure the cost of a scheduling step with 64 sequences running, and how it grows with the number that wait.
 
     python benchmarks/scheduler.py [--json FILE]
 
@@ -26,7 +26,7 @@ RUNNING = 64
 PROMPT = 256
 BLOCK = 16
 STEPS = 200
-"""Steps of each engine in one repetition."""
+"""One repetition takes so many steps of each engine."""
 
 
 class IdleRunner:

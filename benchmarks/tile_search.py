@@ -1,4 +1,4 @@
-"""The candidates among tiles, and the choice among measured ones: everything of tune_tiles.py but the clock."""
+"""List the candidates among tiles, and choose among measured ones: everything of tune_tiles.py but the clock."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,17 +13,17 @@ from samebit.kernels.triton.tiles.file import AttentionTile, MatmulEntry, Matmul
 PREFILL_ROWS = 4096
 DECODE_ROWS = (1, 16, 64, 256)
 GAIN = 0.98
-"""A second tile is worth it from this share of the first one's time on."""
+"""A second tile is worth it where it takes less than this share of the first one's time."""
 
 Seconds = Mapping[int, float]
-"""By rows of the call."""
+"""Holds seconds by rows of the call."""
 
 Tile = TypeVar("Tile", MatmulTile, AttentionTile)
 
 
 @dataclass(frozen=True, order=True)
 class Heads:
-    """The heads of an attention layer."""
+    """Describes the heads of an attention layer."""
 
     heads: int
     kv_heads: int

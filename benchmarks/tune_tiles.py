@@ -44,7 +44,7 @@ from samebit.kernels.triton.tiles.file import (
 from samebit.kernels.triton.tiles.proved_equal import Layer, proved_equal
 
 CACHE_BYTES = 1 << 28
-"""Weights that take turns, so that none is in the GPU's cache: more than any has."""
+"""Weights of so many bytes take turns, so that none is in the GPU's cache: more than any has."""
 
 LAUNCHES = 20
 PROMPT = 4096

@@ -1,4 +1,4 @@
-"""The time of a step of verl's trainer with samebit as its rollout, and with Hugging Face's `generate` in its place.
+"""Measure a step of verl's trainer with samebit as its rollout, and with Hugging Face's `generate` in its place.
 
     .venv/bin/python benchmarks/verl_step.py --steps 12
 

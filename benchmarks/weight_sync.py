@@ -52,7 +52,7 @@ REFERENCES = {
 
 
 class Trainer:
-    """The model in this process that is synced from, and a spare copy of it that memcpy writes to."""
+    """Holds the model in this process that is synced from, and a spare copy of it that memcpy writes to."""
 
     def __init__(self, megabytes: int) -> None:
         self.model = build(megabytes)
@@ -71,7 +71,7 @@ class Trainer:
 
 
 class Contest:
-    """The contestants. Each turn checks that all weights have changed."""
+    """Runs the contestants. Each turn checks that all weights have changed."""
 
     def __init__(self, trainer: Trainer, worker: RolloutWorker, peer: Peer) -> None:
         self.trainer = trainer

@@ -1,1 +1,1 @@
-"""Runnable training scripts: the first thing a user runs."""
+"""Train with samebit: these scripts are the first thing that a user runs."""

@@ -1,4 +1,4 @@
-"""The task `chain_sum` of reasoning-gym, three to five terms of one digit, with and without working.
+"""Define the task `chain_sum` of reasoning-gym, three to five terms of one digit, with and without working.
 
 An answer is direct, `11`, or follows its working, `[7-5=2;2+9=11]11`.
 """

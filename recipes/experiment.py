@@ -1,4 +1,4 @@
-"""The common part of the recipes: the policy and problems of each seed, the files of results, the tables."""
+"""Share what the recipes have in common: the policy and problems of each seed, the files of results, the tables."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +25,8 @@ from samebit.rollout import RolloutConfig, SamplingParams, Worker, WorkerLostErr
 
 @dataclass(frozen=True)
 class Seed:
-    """A run of one seed at its beginning. `policy` is bound; `folder` holds it as it is now, with its tokenizer."""
+    """Holds a run of one seed at its beginning. `policy` is bound; `folder` holds it as it is now, with its
+    tokenizer."""
 
     settings: Settings
     seed: int

@@ -1,4 +1,4 @@
-"""GRPO with rollouts whose log-probabilities are bit for bit the trainer's: `make grpo`.
+"""Train by GRPO with rollouts whose log-probabilities are bit for bit the trainer's: `make grpo`.
 
 Worker and trainer share one module, unless `--sync` says otherwise. At every step each sampled token's log-probability,
 as the worker reported it, is compared with the one the trainer computes, bit by bit; the run stops with an error if one

@@ -1,4 +1,5 @@
-"""GRPO one step off policy: while the trainer learns from a batch, a worker in its own process samples the next.
+"""Train by GRPO one step off policy: while the trainer learns from a batch, a worker in its own process samples the
+next.
 
 The new weights go to the worker through shared memory as soon as they are there, into the middle of the batch that is
 being sampled. So a batch holds tokens of two versions of the weights. Each token knows its version, and its importance

@@ -1,4 +1,4 @@
-"""GRPO in two functions. P prompts, G samples a prompt, B rows, T tokens of the longest row."""
+"""Define GRPO in two functions. P prompts, G samples a prompt, B rows, T tokens of the longest row."""
 
 import torch
 from torch import Tensor

@@ -11,7 +11,7 @@ from samebit.recipes.trajectory import Batch
 
 @dataclass
 class Importance:
-    """Running figures over the sampled tokens that are learned from."""
+    """Keeps running figures over the sampled tokens that are learned from."""
 
     tokens: int = 0
     ratio_sum: float = 0.0

@@ -1,4 +1,4 @@
-"""One GRPO step of the trainer, on samples of its own weights or of those one update ago."""
+"""Take one GRPO step of the trainer, on samples of its own weights or of those one update ago."""
 
 from collections.abc import Iterator, Sequence
 from time import perf_counter

@@ -1,4 +1,5 @@
-"""Supervised rows: problems with the answers to learn, one after the other, as worked examples stand in a prompt."""
+"""Make supervised rows: problems with the answers to learn, one after the other, as worked examples stand in a
+prompt."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from samebit.recipes.tiny_model import pad_id
 
 @dataclass(frozen=True)
 class Lesson:
-    """A question, and the text that answers it; `<eos>` ends each."""
+    """Holds a question, and the text that answers it; `<eos>` ends each."""
 
     prompt: str
     answer: str
@@ -21,7 +22,7 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Rows:
-    """Padded to the longest; entry t of `taught` is about token t+1."""
+    """Holds rows, padded to the longest; entry t of `taught` is about token t+1."""
 
     input_ids: Tensor  # [B, T]
     attention_mask: Tensor  # [B, T]
@@ -47,7 +48,7 @@ def rows(lessons: Sequence[Lesson], tokenizer: PreTrainedTokenizerFast, row_toke
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens of one lesson."""
+    """Holds the tokens of one lesson."""
 
     prompt: list[int]
     answer: list[int]

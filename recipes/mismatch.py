@@ -1,4 +1,4 @@
-"""The recipe's claim, checked at every step: the trainer's log-probabilities have the rollout's bits."""
+"""Check the recipe's claim at every step: the trainer's log-probabilities have the rollout's bits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class MismatchError(RuntimeError):
 
 @dataclass
 class Mismatch:
-    """Running comparison over the sampled tokens of a step; a token differs when any bit does, or when it is NaN."""
+    """Compares the sampled tokens of a step as they come; a token differs when any bit does, or when it is NaN."""
 
     tokens: int = 0
     differing: int = 0

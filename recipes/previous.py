@@ -1,4 +1,4 @@
-"""The policy as it was before the last update, to compare tokens with that were sampled under it."""
+"""Keep the policy as it was before the last update, to compare tokens with that were sampled under it."""
 
 import copy
 
@@ -13,7 +13,7 @@ from samebit.weight_sync import apply_weights
 
 
 class PreviousPolicy:
-    """A second copy of the policy's weights, one version behind."""
+    """Holds a second copy of the policy's weights, one version behind."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
         self._module = copy.deepcopy(policy)

@@ -1,4 +1,4 @@
-"""The parts of a task: a prompt, the expected answer, and the reward for a completion."""
+"""Define the parts of a task: a prompt, the expected answer, and the reward for a completion."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,8 @@ from reasoning_gym.utils import compute_decimal_reward
 
 @dataclass(frozen=True)
 class Problem:
-    """`prompt` goes to the tokenizer as it is; `answer` is compared with the text after the working."""
+    """Holds a prompt and its answer: `prompt` goes to the tokenizer as it is; `answer` is compared with the text after
+    the working."""
 
     prompt: str
     answer: str
@@ -15,7 +16,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class ProblemSets:
-    """The problems of one run; no prompt of `held_out` occurs in `training`."""
+    """Holds the problems of one run; no prompt of `held_out` occurs in `training`."""
 
     training: list[Problem]
     held_out: list[Problem]

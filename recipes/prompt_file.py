@@ -1,4 +1,4 @@
-"""Problems from a user's file: parquet, or JSON Lines, with the text columns `prompt` and `answer`."""
+"""Read problems from a user's file: parquet, or JSON Lines, with the text columns `prompt` and `answer`."""
 
 import json
 import random

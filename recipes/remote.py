@@ -1,4 +1,4 @@
-"""A worker in a process of its own, in a Ray that lives as long as the recipe: on this machine, on its loopback
+"""Start a worker in a process of its own, in a Ray that lives as long as the recipe: on this machine, on its loopback
 interface, without a dashboard."""
 
 import logging

@@ -17,7 +17,7 @@ from samebit.rollout import RequestOutput, SampleOutput, SamplingParams, Worker
 
 @dataclass(frozen=True)
 class Scored:
-    """The outputs of one `generate` and what they earned."""
+    """Holds the outputs of one `generate` and what they earned."""
 
     outputs: list[RequestOutput]
     rewards_PG: Tensor

@@ -1,4 +1,4 @@
-"""Every setting of the GRPO recipes, and the command lines made from them."""
+"""Define every setting of the GRPO recipes, and make the command lines from them."""
 
 import argparse
 import dataclasses
@@ -65,7 +65,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class OnPolicy(Settings):
-    """The settings of recipes/grpo.py."""
+    """Holds the settings of recipes/grpo.py."""
 
     sync: str = option(
         "shared",
@@ -77,7 +77,7 @@ class OnPolicy(Settings):
 
 @dataclass(frozen=True)
 class OffPolicy(Settings):
-    """The settings of recipes/grpo_async.py."""
+    """Holds the settings of recipes/grpo_async.py."""
 
     out: Path = option(Path("runs/grpo-async"), "where metrics, figure, TensorBoard events and models go", type=Path)
     in_flight: str = option(

@@ -21,7 +21,7 @@ Update = Callable[[Callable[[], object]], SyncReport]
 
 @dataclass(frozen=True)
 class Synced:
-    """A worker that generates with the policy's weights, as of the last `update`."""
+    """Holds a worker that generates with the policy's weights, as of the last `update`."""
 
     worker: Worker
     update: Update

@@ -1,4 +1,5 @@
-"""The built-in policy: a character tokenizer and a Qwen3 of 0.6 M parameters, or a hybrid, as Hugging Face folders."""
+"""Build the built-in policy: a character tokenizer and a Qwen3 of 0.6 M parameters, or a hybrid, as Hugging Face
+folders."""
 
 from pathlib import Path
 from typing import Any, cast

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sample of one prompt, with the worker's log-probabilities of its tokens.
+    """Holds one sample of one prompt, with the worker's log-probabilities of its tokens.
 
     versions: of the weights that each token was sampled under; left out where none was sampled by a worker.
     """
@@ -26,7 +26,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows padded to the longest; entry t of a [B, T-1] tensor is about token t+1."""
+    """Holds rows padded to the longest; entry t of a [B, T-1] tensor is about token t+1."""
 
     input_ids: Tensor  # [B, T]
     attention_mask: Tensor  # [B, T]

@@ -1,4 +1,4 @@
-"""Supervised steps that teach the built-in model both ways to answer, and the habit of the worse one.
+"""Teach the built-in model by supervised steps both ways to answer, and the habit of the worse one.
 
 Working only, until it is learned; then three answers in four direct. The model that comes out can work a problem out
 and mostly does not: there is something left for GRPO to find.
@@ -27,7 +27,7 @@ DIRECT_SHARE = 0.75
 
 @dataclass(frozen=True)
 class WarmupResult:
-    """The result of the warm-up."""
+    """Holds the result of the warm-up."""
 
     steps: int
     loss: float
@@ -39,7 +39,7 @@ def problems_needed(settings: Settings) -> int:
 
 
 class _Trainer:
-    """AdamW over supervised batches, with a smoothed loss."""
+    """Trains by AdamW over supervised batches, with a smoothed loss."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

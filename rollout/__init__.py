@@ -47,7 +47,8 @@ __all__ = [
 
 _MODULES = ("errors", "sampling_params", "config", "requests.request", "outputs", "control.delivery",
             "worker_interface", "worker")  # fmt: skip
-"""The modules of the public names, light ones first: a name is looked for in this order; the rest is not loaded."""
+"""Lists the modules of the public names, light ones first: a name is looked for in this order; the rest is not
+loaded."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A worker behind an event loop: what an actor or a server has inside.
+"""Put a worker behind an event loop: what an actor or a server has inside.
 
 Invariants
 ----------
@@ -41,7 +41,7 @@ class Sources(Protocol):
 
 
 class AsyncWorker:
-    """The calls of a worker as coroutines. It has no worker until `build`."""
+    """Offers the calls of a worker as coroutines. It has no worker until `build`."""
 
     def __init__(self, sources: Sources) -> None:
         self._loaded: LocalWorker | None = None

@@ -1,4 +1,4 @@
-"""From a model to the parts of a worker.
+"""Build the parts of a worker from a model.
 
 Invariant: nothing runs yet, and no thread exists, when the parts are there.
 """
@@ -91,7 +91,7 @@ def _bind(module: nn.Module, exact: bool) -> None:
 
 
 def _thread_setup(num_threads: int | None, device: torch.device) -> Callable[[], None]:
-    """Thread counts and the current CUDA device belong to the thread that sets them: the generation thread's own."""
+    """Return what the generation thread has to set itself: its thread counts and its current CUDA device."""
 
     def set_up() -> None:
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Numbers that a caller gives, taken as the plain Python ones.
+"""Take numbers that a caller gives as the plain Python ones.
 
 Invariant: NumPy's scalars count as the numbers that they hold, a bool as neither an int nor a number. What is no such
 number is None here; the caller names the field, the value given and the values allowed.
@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 _LONGEST = 200
-"""Characters."""
+"""An error shows at most so many characters of a value."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)

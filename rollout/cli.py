@@ -1,4 +1,4 @@
-"""The console command `samebit`.
+"""Run the console command `samebit`.
 
 What is heavy is imported by the subcommand that needs it, after the process has been set up.
 """
@@ -16,7 +16,7 @@ from samebit.kernels.openmp import ENVIRONMENT
 
 MODEL = "a Hugging Face model folder, or a name of the Hugging Face hub; no tokenizer is needed"
 FAILED, UNUSABLE = 1, 2
-"""Exit codes: a promise is broken; the command could not be carried out."""
+"""The command exits so where a promise is broken, and where it could not be carried out."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ def _natural(text: str) -> int:
 
 
 def _let_idle_threads_sleep() -> None:
-    """OpenMP reads its environment when it is loaded: if that has happened, start over."""
+    """Set the environment of OpenMP, which reads it when it is loaded: if that has happened, start over."""
     if "OMP_WAIT_POLICY" in os.environ:
         return
     os.environ.update(ENVIRONMENT)

@@ -1,4 +1,5 @@
-"""`RolloutConfig`: everything that is fixed for the life of a worker. `runner.pool_sizes` says what memory it buys.
+"""Configure a worker: `RolloutConfig` holds everything that is fixed for its life. `runner.pool_sizes` says what memory
+it buys.
 
 Invariant: an instance that exists is valid. Each error names the field, the value given and the values
 allowed.
@@ -34,7 +35,7 @@ _PLAIN: dict[str, Callable[[object], object]] = {
     **dict.fromkeys(("kv_cache_gb", "gpu_memory_utilization", "state_cache_gb"), as_number),
     **dict.fromkeys(("enable_prefix_caching", "async_scheduling", "enforce_eager", "exact"), as_bool),
 }
-"""The converters that take a field's value as Python's own."""
+"""Holds the converters that take a field's value as Python's own."""
 
 
 @dataclass(frozen=True)

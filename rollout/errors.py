@@ -1,4 +1,4 @@
-"""The errors a user of the rollout worker can meet, by whose fault they are."""
+"""Define the errors a user of the rollout worker can meet, by whose fault they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Containing what belongs to the user and is called while requests wait: it must not take them down.
+"""Contain what belongs to the user and is called while requests wait: it must not take them down.
 
 Invariant: nothing that a callback or a handler of log records raises reaches the caller. It is shown on stderr, by the
 handler of last resort that `logging` itself has: the user's own handlers may be what raised.

@@ -10,7 +10,7 @@ from samebit.rollout.requests.tokenizer import Tokenizer, decoded
 
 @dataclass(frozen=True)
 class SampleOutput:
-    """One sampled continuation.
+    """Holds one sampled continuation.
 
     token_ids: the sampled tokens. logprobs: theirs, at the sampling temperature (at 1 when greedy);
         raw_logprobs: at temperature 1. All float32 values.
@@ -44,7 +44,7 @@ class SampleOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request.
+    """Holds a finished request.
 
     num_cached_tokens: prompt tokens that its first sample found in the prefix cache.
     prompt_logprobs: its first entry is None, since nothing comes before the first token.
@@ -61,7 +61,7 @@ class RequestOutput:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from being added to the first token of any sample; None if there was none."""
+        """Return the seconds from being added to the first token of any sample; None if there was none."""
         times = {event.name: event.time for event in reversed(self.events)}
         return times["first_token"] - times["added"] if "first_token" in times else None
 

@@ -1,4 +1,4 @@
-"""`SamplingParams`: what one request asks of the sampler, under vLLM's names.
+"""Say what one request asks of the sampler, under vLLM's names: `SamplingParams`.
 
 Invariants
 ----------
@@ -24,7 +24,8 @@ from samebit.rollout.checks import SMALLEST_NORMAL, as_bool, as_int, as_number, 
 LOWEST_TEMPERATURE = 1e-4
 MOST_SAMPLES = 1 << 14
 LOWEST_PENALTY = SMALLEST_NORMAL
-"""Its reciprocal is finite too: a smaller one would make an infinity of any logit."""
+"""A penalty is at least this, so that its reciprocal is finite too: a smaller one would make an infinity of any
+logit."""
 
 
 @dataclass(frozen=True, kw_only=True)

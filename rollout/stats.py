@@ -1,4 +1,4 @@
-"""The numbers of a worker: one flat dict for programs, one line now and then for people.
+"""Collect the numbers of a worker: one flat dict for programs, one line now and then for people.
 
 Invariant: counters only grow, and add up across workers. Sizes (`blocks_*`, `running`, `waiting`) are those
 of the moment.

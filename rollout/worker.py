@@ -1,4 +1,4 @@
-"""`RolloutWorker`: the calls that a user makes. What it is made of is built in `build`.
+"""Offer the calls that a user makes: `RolloutWorker`. What it is made of is built in `build`.
 
 Invariants
 ----------
@@ -323,7 +323,7 @@ class RolloutWorker(Closing):
         self._status.paused = paused
 
     def stats(self) -> dict[str, float]:
-        """Counters and sizes, read without the lock; see docs/reference.md for each."""
+        """Return counters and sizes, read without the lock; see docs/reference.md for each."""
         return worker_stats(self._engine, self._thread.num_unstarted)
 
     def check_usable(self) -> None:
@@ -331,7 +331,7 @@ class RolloutWorker(Closing):
         self._status.check_usable()
 
     def trouble(self) -> str | None:
-        """Why a request would be refused now; None if it would not."""
+        """Say why a request would be refused now; None if it would not."""
         try:
             self._status.check_accepts_requests()
         except WorkerStateError as error:
@@ -354,7 +354,7 @@ class RolloutWorker(Closing):
 def _pairs(
     prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None
 ) -> tuple[list[list[int]], list[SamplingParams], list[str | None]]:
-    """Prompts, the parameters of each, and that they have no names."""
+    """Return prompts, the parameters of each, and that they have no names."""
     if not isinstance(prompts, list | tuple):
         raise RequestError(f"prompts must be a list of token id lists, got {type(prompts).__name__}")
     if isinstance(params, list | tuple):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class UpdateKeywords(TypedDict, total=False):
-    """The keywords of `receive_weights`; see `UpdateOptions`."""
+    """Names the keywords of `receive_weights`; see `UpdateOptions`."""
 
     version: int | None
     in_flight: str
@@ -80,7 +80,7 @@ class UpdateOptions:
 
 
 class Handle(Protocol):
-    """A request that was submitted."""
+    """Stands for a request that was submitted."""
 
     @property
     def request_id(self) -> str: ...
@@ -96,7 +96,7 @@ class Handle(Protocol):
 
 
 class Worker(Protocol):
-    """The calls that every worker answers; `RolloutWorker` says what each does."""
+    """Lists the calls that every worker answers; `RolloutWorker` says what each does."""
 
     @property
     def weight_version(self) -> int: ...
@@ -135,7 +135,7 @@ class Worker(Protocol):
 
 
 class LocalWorker(Worker, Protocol):
-    """A worker in this process, as an actor or a server has one inside."""
+    """Lists what a worker in this process answers beside, as an actor or a server has one inside."""
 
     @property
     def limits(self) -> RequestLimits: ...

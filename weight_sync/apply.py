@@ -34,14 +34,14 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 class PreparedUpdate(Protocol):
-    """An update that fits the model. Nothing is written before `write`, which may be called only once."""
+    """Represents an update that fits the model. Nothing is written before `write`, which may be called only once."""
 
     def write(self, module: nn.Module, *, version: int, verify: bool = False) -> SyncReport: ...
 
 
 @dataclass(frozen=True)
 class SourceUpdate:
-    """A checked update, valid while its source is open."""
+    """Represents a checked update, valid while its source is open."""
 
     source: TensorSource
     names: tuple[str, ...]

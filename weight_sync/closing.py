@@ -1,4 +1,4 @@
-"""The base class of everything that is closed, by `close` or by leaving its `with` block."""
+"""Define the base class of everything that is closed, by `close` or by leaving its `with` block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Closed = TypeVar("Closed", bound="Closing")
 
 
 class Closing:
-    """A context manager that closes itself."""
+    """Is a context manager that closes itself."""
 
     def close(self) -> None:
         """Give back what is held. Closing twice does nothing more."""

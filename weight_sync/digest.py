@@ -44,17 +44,18 @@ _EXPONENT_STEP = {
     torch.float8_e5m2: (1, 1 << 2),
     torch.float8_e4m3fn: (1, 1),
 }
-"""Bytes of an element, and what added to an infinity or NaN (without its sign) carries into the sign bit."""
+"""Holds, by dtype, the bytes of an element, and what added to an infinity or NaN (without its sign) carries into the
+sign bit."""
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_EXPONENT_STEP, *_INTEGERS)}
-"""The dtypes that weights can have, by name."""
+"""Lists the dtypes that weights can have, by name."""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """The findings of one pass over a tensor or a piece of one. `changed`: the copy changed a bit of its target."""
+    """Holds what one pass over a tensor or a piece of one found. `changed`: the copy changed a bit of its target."""
 
     digest: int
     finite: bool
@@ -63,7 +64,8 @@ class Scan:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Constants that find infinities and NaN in a word: `(word & magnitude) + step` has a bit of `sign` set."""
+    """Holds the constants that find infinities and NaN in a word: `(word & magnitude) + step` has a bit of `sign`
+    set."""
 
     magnitude: np.uint64
     step: np.uint64

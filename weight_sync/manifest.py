@@ -47,7 +47,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class UpdateTerms:
-    """The terms of a receiver. `partial`: only some tensors will do; `cast`: so will other floating dtypes."""
+    """Holds the terms of a receiver. `partial`: only some tensors will do; `cast`: so will other floating dtypes."""
 
     partial: bool = False
     cast: bool = False
@@ -55,7 +55,7 @@ class UpdateTerms:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The names, shapes and dtypes of a model's tensors.
+    """Lists the names, shapes and dtypes of a model's tensors.
 
     specs: every accepted name. ties: the names that share one storage, first name first.
     """

@@ -1,4 +1,4 @@
-"""The report of an update, and the errors of one that has begun."""
+"""Define the report of an update, and the errors of one that has begun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class VerificationError(RuntimeError):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The report of one update.
+    """Reports one update.
 
     Attributes:
         bytes: The size of the tensors whose bits changed. Where a trainer wrote the weights of a shared module in

@@ -52,7 +52,7 @@ class _SafeSlice(Protocol):
 
 
 class _SafeFile(Protocol):
-    """The part of `safetensors.safe_open` that is used here; the package has no types of its own."""
+    """Names the part of `safetensors.safe_open` that is used here; the package has no types of its own."""
 
     def keys(self) -> list[str]: ...
 
@@ -121,7 +121,7 @@ def check_readable(tensors: Mapping[str, Tensor]) -> None:
 
 
 class TensorDict(TensorSource):
-    """A source over tensors that are in memory already."""
+    """Reads tensors that are in memory already."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         check_readable(tensors)
@@ -138,7 +138,7 @@ class TensorDict(TensorSource):
 
 
 class SafetensorsFolder(TensorSource):
-    """A source over a folder with `*.safetensors`, sharded by an index or not."""
+    """Reads a folder with `*.safetensors`, sharded by an index or not."""
 
     def __init__(self, folder: Path, module: nn.Module | None = None) -> None:
         if not folder.is_dir():

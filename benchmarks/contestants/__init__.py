@@ -1,1 +1,1 @@
-"""The contestants that compute a workload: samebit, Hugging Face, the cheapest possible step, the plain recurrence."""
+"""Compute a workload as its contestants: samebit, Hugging Face, the cheapest possible step, the plain recurrence."""

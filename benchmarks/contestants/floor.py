@@ -27,7 +27,7 @@ from samebit.rollout.requests.request import Sequence
 
 @dataclass
 class StepTimes:
-    """Seconds of each step of one rollout, and of the floor beneath each decode step.
+    """Holds the seconds of each step of one rollout, and of the floor beneath each decode step.
 
     prefill: steps with prompt tokens among their rows; decode: steps in which all sequences decode;
     ramp_down: decode steps after the first sequence has finished.
@@ -55,7 +55,7 @@ def medians(rollouts: list[StepTimes], kind: str) -> list[float]:
 
 
 class Floor:
-    """The bare operations of a decode step of this model."""
+    """Runs the bare operations of a decode step of this model."""
 
     def __init__(self, model: PreTrainedModel, rows: int, max_len: int, block_size: int) -> None:
         config = model.config
@@ -108,7 +108,7 @@ class Floor:
 
 
 class SteppedRollout:
-    """The workload on an engine that is stepped by hand."""
+    """Runs the workload on an engine that is stepped by hand."""
 
     def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
         self.workload = workload

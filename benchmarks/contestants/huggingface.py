@@ -1,4 +1,4 @@
-"""Hugging Face as a contestant: `generate` on one padded batch, and continuous batching.
+"""Run Hugging Face as a contestant: `generate` on one padded batch, and continuous batching.
 
 Both get a copy of the unbound model, SDPA attention, plain sampling at temperature 1 without any logits
 processor, and no log-probabilities to compute (samebit reports them).
@@ -20,7 +20,7 @@ CONTINUOUS_NEEDS = "psutil"
 
 @dataclass(frozen=True)
 class ContinuousSettings:
-    """The settings of continuous batching.
+    """Holds the settings of continuous batching.
 
     fork: ask for the samples with `num_return_sequences`, which computes each prompt once; otherwise
         every prompt is sent once a sample.
@@ -33,10 +33,10 @@ class ContinuousSettings:
 
 
 LIKE_SAMEBIT = ContinuousSettings(fork=False, step_tokens=2048)
-"""The limits that samebit runs with: all sequences at once, 2048 tokens a step."""
+"""Sets the limits that samebit runs with: all sequences at once, 2048 tokens a step."""
 
 TUNED = ContinuousSettings(fork=True, step_tokens=32)
-"""The fastest of the settings tried on the 5 M model (README)."""
+"""Is the fastest of the settings tried on the 5 M model (README)."""
 
 
 def continuous_available() -> bool:

@@ -1,4 +1,4 @@
-"""The peer of the exact decode step: the plain Mamba2 recurrence, one token a sequence, in the same style.
+"""Run the peer of the exact decode step: the plain Mamba2 recurrence, one token a sequence, in the same style.
 
 The layout of the state, the vectors, the prefetch and the threads are those of
 `samebit.kernels.cpu.ssd.scan`. What differs is the algorithm: the state of every head is read
@@ -151,7 +151,7 @@ _kernel = RowKernel(_step)
 
 @dataclass(frozen=True, eq=False)
 class Recurrence:
-    """The states ``[slots, H, N, P]`` of one layer, P in whole vectors, and a step of some of them."""
+    """Holds the states ``[slots, H, N, P]`` of one layer, P in whole vectors, and steps some of them."""
 
     shape: SSMShape
     states: torch.Tensor

@@ -1,4 +1,5 @@
-"""The peer of the exact decode of a Mamba2 layer on a GPU: the plain recurrence, one token a sequence, in one kernel.
+"""Run the peer of the exact decode of a Mamba2 layer on a GPU: the plain recurrence, one token a sequence, in one
+kernel.
 
 It reads and writes the state of every head once, which is the least that a recurrent step can do.
 """
@@ -13,7 +14,7 @@ from samebit.kernels.triton.numeric import softplus
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _COLUMNS = 32
-"""Elements of a head that a program takes."""
+"""A program takes so many elements of a head."""
 
 
 def recurrent_step(

@@ -1,4 +1,4 @@
-"""Samebit as a contestant."""
+"""Run samebit as a contestant."""
 
 import copy
 from collections.abc import Iterator

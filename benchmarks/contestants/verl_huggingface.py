@@ -1,4 +1,4 @@
-"""Hugging Face's `generate` in the place of samebit's worker, in verl's servers: for comparing step times.
+"""Put Hugging Face's `generate` in the place of samebit's worker, in verl's servers: for comparing step times.
 
 It has the part of `samebit.rollout.Worker` that verl's server calls. Nothing of it is exact, no tokens are cached
 between calls, and an abort waits for the batch that runs.
@@ -35,7 +35,7 @@ GATHER_SECONDS = 0.1
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A request and where its result goes."""
+    """Holds a request and where its result goes."""
 
     prompt: list[int]
     params: SamplingParams
@@ -192,7 +192,7 @@ def _plain(params: SamplingParams) -> SamplingParams:
 
 
 class HuggingFaceServer(SamebitServer):
-    """samebit's server with that worker inside."""
+    """Is samebit's server with that worker inside."""
 
     def make_worker(self, folder: str, options: ServerOptions, tokenizer: PreTrainedTokenizerBase) -> Any:
         return HuggingFaceWorker(folder, options.worker, tokenizer)

@@ -1,4 +1,4 @@
-"""The trainer's process of the weight sync benchmark, which sends when it is told to."""
+"""Run the trainer's process of the weight sync benchmark, which sends when it is told to."""
 
 import multiprocessing
 import os
@@ -78,7 +78,7 @@ def peak() -> int:
 
 
 class Peer:
-    """The process, as its user sees it."""
+    """Drives the process, as its user sees it."""
 
     def __init__(self, megabytes: int, store: Path) -> None:
         context = multiprocessing.get_context("spawn")

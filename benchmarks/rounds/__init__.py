@@ -1,1 +1,1 @@
-"""The rounds of a comparison: contestants take turns, disturbed rounds are dropped, results are written."""
+"""Run the rounds of a comparison: contestants take turns, disturbed rounds are dropped, results are written."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 _STAT = Path("/proc/stat")
 _IDLE = (3, 4)
-"""Columns of /proc/stat that are not work: idle, and waiting for a disk."""
+"""Numbers the columns of /proc/stat that are not work: idle, and waiting for a disk."""
 
 
 class Neighbours:

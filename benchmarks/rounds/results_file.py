@@ -1,4 +1,4 @@
-"""The JSON of a benchmark: `{"meta": {...}, "metrics": {"name": {"value", "min", "max"}}}`."""
+"""Write the JSON of a benchmark: `{"meta": {...}, "metrics": {"name": {"value", "min", "max"}}}`."""
 
 import json
 import os

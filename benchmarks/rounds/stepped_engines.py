@@ -1,4 +1,4 @@
-"""Engines without threads, that a benchmark steps by hand: one alone, or several in turns.
+"""Step engines without threads by hand: one alone, or several in turns.
 
 Turns go by the share of its tokens that each has computed, so all begin and end together and what slows the machine
 for longer than a step slows all of them, also where one has many times the work of another.
@@ -41,7 +41,7 @@ def add(engine: Engine, prompts: Tokens, samples: int, new_tokens: int) -> None:
 
 
 class TimedRun:
-    """One sample of each of these prompts on an engine, timed: queueing them, which hashes them, and its steps."""
+    """Runs one sample of each of these prompts on an engine, timed: queueing them, which hashes them, and its steps."""
 
     def __init__(self, engine: Engine, prompts: Tokens, new_tokens: int, *, skipped: int = 0) -> None:
         """Queue the prompts; ``skipped`` is the number of prompt tokens that the prefix cache will spare."""

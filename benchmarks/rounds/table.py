@@ -1,4 +1,4 @@
-"""Figures for people: a table in the terminal and a picture."""
+"""Show figures to people: a table in the terminal and a picture."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Alternating measurement: each contestant runs once a round, and rounds on a disturbed machine are dropped.
+"""Measure in turns: each contestant runs once a round, and rounds on a disturbed machine are dropped.
 
 A fixed GEMM is timed before every turn, and what other processes use is watched during it. A round counts
 only if each of its calibrations is within `TOLERANCE` of the median of the whole run and others had less
@@ -22,7 +22,7 @@ NEIGHBOURS = 0.1
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and extremes of one figure over the rounds."""
+    """Holds median and extremes of one figure over the rounds."""
 
     value: float
     min: float
@@ -34,7 +34,7 @@ def spread(values: list[float]) -> Spread:
 
 
 class Calibration:
-    """The machine's speed over time: a GEMM that has nothing to do with any contestant."""
+    """Knows the machine's speed over time: a GEMM that has nothing to do with any contestant."""
 
     def __init__(self, size: int = 512, repeats: int = 15) -> None:
         self._a = torch.rand(size, size)
@@ -65,7 +65,7 @@ class Calibration:
 
 @dataclass
 class Round:
-    """Seconds of each contestant in one round, and what the machine was like: calibrations, others' share."""
+    """Holds the seconds of each contestant in one round, and what the machine was like: calibrations, others' share."""
 
     number: int
     seconds: dict[str, float] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Round:
 
 
 Turn = Callable[[int], float]
-"""A contestant's turn in the round of this number: run once, check the result, return the seconds."""
+"""A contestant takes its turn in the round of this number: run once, check the result, return the seconds."""
 
 
 def alternate(

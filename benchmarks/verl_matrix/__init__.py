@@ -1,1 +1,1 @@
-"""Many kinds of runs in verl, each with a mismatch that must be 0: `make verl-matrix`."""
+"""Run verl in many ways, each with a mismatch that must be 0: `make verl-matrix`."""

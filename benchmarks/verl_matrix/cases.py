@@ -1,4 +1,4 @@
-"""The runs of the matrix: what each tells verl beside recipes/verl_grpo/tiny.yaml."""
+"""List the runs of the matrix: what each tells verl beside recipes/verl_grpo/tiny.yaml."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -8,10 +8,10 @@ from samebit.recipes.verl_grpo.launch import V1
 Options = dict[str, object]
 
 PROMPTS, SAMPLES = 4, 4
-"""The size of a step: little, so that it is short."""
+"""Sets the size of a step: little, so that it is short."""
 
 SAVED = 10
-"""The step whose checkpoint one run writes and another goes on from."""
+"""One run writes the checkpoint of this step, and another goes on from it."""
 
 _TRAINER = "trainer.v1"
 _WARMUP = f"{_TRAINER}.colocate_async.num_warmup_batches"
@@ -78,7 +78,7 @@ _TWO_RANKS: Options = {"trainer.n_gpus_per_node": 2}
 
 @dataclass(frozen=True)
 class Case:
-    """One run.
+    """Describes one run.
 
     entry: verl's module for the kind of trainer. architecture: the model's. resumes: the run from whose checkpoint of
     step `SAVED` this one continues. num_threads: of each process of the trainer; a server's are an option.

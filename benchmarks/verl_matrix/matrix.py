@@ -1,4 +1,4 @@
-"""`make verl-matrix`: the mismatch of many kinds of runs, as verl measures it; must be 0 everywhere.
+"""Measure the mismatch of many kinds of runs, as verl does (`make verl-matrix`); it must be 0 everywhere.
 
 Every run starts verl anew. What was run is kept in `OUT/NAME` and not run again; the table is written after each run,
 so that it can be interrupted and taken up again.
@@ -30,7 +30,7 @@ FRESH = ("samebit/on_policy/tokens", "samebit/on_policy/tokens_differing")
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one run; `state` is empty when it did all its steps, and something was compared.
+    """Holds the result of one run; `state` is empty when it did all its steps, and something was compared.
 
     learned: steps with a gradient, which moved the weights. stale: steps with older trajectories. mismatch: the largest
     of all other steps, None without such steps. tokens, differing: those of trajectories sampled under the weights that
@@ -49,7 +49,7 @@ class Result:
 
     @property
     def is_bad(self) -> bool:
-        """The run ended, but proves nothing, or found a difference."""
+        """Return whether the run ended, but proves nothing, or found a difference."""
         return self.state not in ("", NOT_RUN) or bool(self.mismatch) or self.differing > 0
 
 

@@ -1,1 +1,1 @@
-"""The workloads: models by shape, prompts, requests that begin alike or share nothing."""
+"""Define the workloads: models by shape, prompts, requests that begin alike or share nothing."""

@@ -1,4 +1,4 @@
-"""The models that are measured: Qwen3 and Nemotron-H, randomly initialised, by shape."""
+"""Build the models that are measured: Qwen3 and Nemotron-H, randomly initialised, by shape."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ HYBRID: dict[str, Any] = {
     "head_dim": 32,
     "tie_word_embeddings": True,
 }
-"""A small Nemotron-H: heads and state of the size that the large ones have."""
+"""Is a small Nemotron-H: heads and state of the size that the large ones have."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

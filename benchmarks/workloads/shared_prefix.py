@@ -16,14 +16,15 @@ from samebit.benchmarks.workloads.workload import Tokens
 
 @dataclass(frozen=True)
 class SharedRound:
-    """Prompts that begin with the same ``shared`` tokens, and nothing but such beginnings, one for each that skips."""
+    """Holds prompts that begin with the same ``shared`` tokens, and nothing but such beginnings, one for each that
+    skips."""
 
     prompts: Tokens
     beginnings: Tokens
 
 
 class SharedPrefix:
-    """The engines, on one model that is bound already. Each round begins with a cold cache."""
+    """Runs the engines, on one model that is bound already. Each round begins with a cold cache."""
 
     def __init__(self, model: PreTrainedModel, sequences: int, longest: int) -> None:
         self._on, self._off, self._prefill = (

@@ -1,4 +1,4 @@
-"""The workload of every contestant: some prompts, some samples of each, all of one length."""
+"""Define the workload of every contestant: some prompts, some samples of each, all of one length."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ Tokens = list[list[int]]
 
 Timed = tuple[float, Tokens]
 Run = Callable[[Tokens, int], Timed]
-"""A contestant: prompts and the number of new tokens in; its seconds and all continuations out, in any order."""
+"""A contestant takes prompts and the number of new tokens; it gives its seconds and all continuations, in any order."""
 
 
 def timed(action: Callable[[], Tokens]) -> Timed:
@@ -22,7 +22,7 @@ def timed(action: Callable[[], Tokens]) -> Timed:
 
 @dataclass(frozen=True)
 class Workload:
-    """`prompts` x `samples` sequences of `prompt_tokens` + `new_tokens`, sampled at temperature 1."""
+    """Asks for `prompts` x `samples` sequences of `prompt_tokens` + `new_tokens`, sampled at temperature 1."""
 
     prompts: int = 8
     samples: int = 8

@@ -13,7 +13,7 @@ from samebit.kernels.openmp import process_environment
 
 HERE = Path(__file__).parent
 V1 = "verl.trainer.main_ppo"
-"""verl's own entry, of its trainer modes sync, colocate_async and separate_async."""
+"""Is verl's own entry, of its trainer modes sync, colocate_async and separate_async."""
 
 _ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on the loopback interface alone
@@ -27,7 +27,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run of verl.
+    """Describes one run of verl.
 
     data: what `task.build` wrote. out: where its log and metrics go. options: of verl, by their dotted names. entry:
     verl's module for the kind of trainer. words: more options, as a user writes them for Hydra; they win. variables: of
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """The file with everything that the run's processes print."""
+        """Return the file with everything that the run's processes print."""
         return self.out / "log.txt"
 
     def command(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""verl's options as a user writes them, looked at before anything is built or started.
+"""Look at verl's options as a user writes them, before anything is built or started.
 
 Invariants
 ----------

@@ -11,11 +11,11 @@ STAGES = {
     "Creating file logger": "the weights go to the servers; validation or the first step is sampled",
     "Initial validation metrics": "the first validation is over; the first step is sampled",
 }
-"""Words of verl's log, in the order in which they come, and what has begun when they stand there."""
+"""Lists words of verl's log, in the order in which they come, and what has begun when they stand there."""
 
 
 class Progress:
-    """The stages that a run has reached. A log that lacks the words of one still tells the later ones."""
+    """Follows the stages that a run has reached. A log that lacks the words of one still tells the later ones."""
 
     def __init__(self, log: Path) -> None:
         self._log = log

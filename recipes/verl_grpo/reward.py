@@ -1,4 +1,4 @@
-"""The reward that verl's reward workers load: 1 if the number after the working is right, else 0."""
+"""Define the reward that verl's reward workers load: 1 if the number after the working is right, else 0."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`make verl-grpo`: GRPO in verl on a CPU; the reward rises, and the mismatch that verl measures is 0.
+"""Train by GRPO in verl on a CPU (`make verl-grpo`); the reward rises, and the mismatch that verl measures is 0.
 
 It builds a tiny model and a data set, starts verl with tiny.yaml, says what it waits for, prints a line a step, and
 draws the figure. verl's options are looked at before anything is built.
@@ -43,7 +43,7 @@ PARTS = (
     "timing_s/update_weights",
 )
 WIDTH = 140
-"""The width of the table, also where the output is no terminal."""
+"""The table has this width, also where the output is no terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

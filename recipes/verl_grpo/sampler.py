@@ -1,4 +1,4 @@
-"""verl's replay buffers, polled ten times a second instead of every two seconds: a tiny step is shorter than that."""
+"""Poll verl's replay buffers ten times a second instead of every two seconds: a tiny step is shorter than that."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ POLL_SECONDS = 0.1
 
 
 class OnPolicy(ReplayBuffer):
-    """The replay buffer of the trainer mode "sync"."""
+    """Is the replay buffer of the trainer mode "sync"."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(poll_interval=POLL_SECONDS, **options)
 
 
 class OffPolicy(ReplayBufferAsync):
-    """The replay buffer of the other modes."""
+    """Is the replay buffer of the other modes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(poll_interval=POLL_SECONDS, **options)

@@ -1,4 +1,4 @@
-"""The sizes of the runs of `make verl-grpo`."""
+"""Define the sizes of the runs of `make verl-grpo`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from samebit.recipes.verl_grpo import task
 
 @dataclass(frozen=True)
 class Shape:
-    """One size. options: of verl, over tiny.yaml. model: entries of the model's configuration. prompt_tokens: of each
-    prompt, filled up with worked examples; 0 leaves it as it is. num_threads: of the trainer's process."""
+    """Holds one size. options: of verl, over tiny.yaml. model: entries of the model's configuration. prompt_tokens: of
+    each prompt, filled up with worked examples; 0 leaves it as it is. num_threads: of the trainer's process."""
 
     options: Mapping[str, object] = field(default_factory=dict)
     model: Mapping[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The files of a tiny run: a model with a chat template, and chain_sum of reasoning-gym as verl's parquet."""
+"""Write the files of a tiny run: a model with a chat template, and chain_sum of reasoning-gym as verl's parquet."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`samebit check`: is the promise kept for this model on this machine?
+"""Check the promise for this model on this machine: `samebit check`.
 
 The same seeded requests are generated under one schedule after the other. Every log-probability that a
 worker reports is compared with the training forward of the same bound model, bit for bit.
@@ -35,19 +35,20 @@ PROMPT_LENGTHS = (1, 2, 3, 63, 64, 65, 17, 130)
 LONGEST_PROMPT = 300
 NEW_TOKENS = 32
 UNLIMITED_LEN = 512
-"""Length to check, at least, of a model whose config knows no limit."""
+"""A model whose config knows no limit is checked to at least this length."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests that every schedule serves."""
+    """Holds the requests that every schedule serves."""
 
     prompts: list[list[int]]
     new_tokens: int
     max_model_len: int
 
     def params(self, temperature: float = 1.0, prompt_logprobs: int | None = None) -> list[SamplingParams]:
-        """Seeded, so that every schedule must sample the same tokens; one request asks for two samples."""
+        """Return the parameters of each request, seeded, so that every schedule must sample the same tokens; one asks
+        for two samples."""
         return [
             SamplingParams(
                 n=2 if index == 1 else 1,
@@ -196,8 +197,8 @@ class _Check:
             return [worker.generate([prompt], params)[0] for prompt, params in requests]
 
     def _preempted(self) -> tuple[list[int], list[RequestOutput], int]:
-        """Requests, outputs and preemptions of the first pool that is too small, but leaves those who resume something
-        to hit; without long prompts at need."""
+        """Return the requests, outputs and preemptions of the first pool that is too small, but leaves those who resume
+        something to hit; without long prompts at need."""
         prompts, params = self.workload.prompts, self.workload.params()
         by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         for kept, block_size, part in itertools.product(

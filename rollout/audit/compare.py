@@ -1,4 +1,4 @@
-"""Bit by bit comparisons for `samebit check`."""
+"""Compare bit by bit, for `samebit check`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from samebit.rollout.outputs import RequestOutput
 
 NAN_DIFFERENCE = 3.4e38
-"""Reported for a difference that is not a number, which JSON can not hold."""
+"""Stands in a report for a difference that is not a number, which JSON can not hold."""
 
 Difference = tuple[int, int, float]
-"""(tokens, how many differ in any bit or are not numbers, largest difference)."""
+"""Counts tokens, how many differ in any bit or are not numbers, and the largest difference."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the report: how many tokens were compared under this condition, and how many differ."""
+    """Is one line of the report: how many tokens were compared under this condition, and how many differ."""
 
     name: str
     tokens: int

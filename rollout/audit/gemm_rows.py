@@ -16,12 +16,12 @@ from samebit.kernels.ops.linear import linear
 MOST_ROWS = 320
 TILE_ROWS = 16
 LARGE = 1 << 24
-"""Elements of a weight from which on only some numbers of rows are tried."""
+"""From so many elements of a weight on only some numbers of rows are tried."""
 
 
 @torch.no_grad()
 def check_gemm_rows(model: nn.Module) -> tuple[int, int, float]:
-    """(rows compared, rows that differ, largest difference) over the shapes of the model's linear layers."""
+    """Return (rows compared, rows that differ, largest difference) over the shapes of the model's linear layers."""
     layers = {module.weight.shape: module for module in model.modules() if isinstance(module, nn.Linear)}
     rows, differing, worst = 0, 0, 0.0
     threads = torch.get_num_threads()
@@ -46,7 +46,7 @@ def _thread_counts(most: int) -> list[int]:
 
 
 def _products(x: torch.Tensor, layer: nn.Linear, expected: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Products of the first n rows, of the rows in another order, and of operands off their alignment."""
+    """Yield products of the first n rows, of the rows in another order, and of operands off their alignment."""
     weight, bias = layer.weight, layer.bias
     step = TILE_ROWS if weight.numel() < LARGE else 4 * TILE_ROWS
     for count in (1, 7, TILE_ROWS + 3, 2 * TILE_ROWS, 3 * TILE_ROWS, *range(step, MOST_ROWS + 1, step)):

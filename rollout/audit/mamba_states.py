@@ -1,4 +1,4 @@
-"""The states' part of `samebit check`, for models with Mamba layers: where hits resume, and what was evicted."""
+"""Check the states of models with Mamba layers: where hits resume, and what was evicted."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from samebit.kernels.binding.binding import binding_of
 from samebit.rollout.audit.prefix_cache import REQUESTS, CacheRuns, Run
 
 PLENTY = 100
-"""States, more than all that is asked here leaves."""
+"""So many states are more than all that is asked here leaves."""
 
 
 class StatesCheck:
-    """`runs` is of the same model."""
+    """Checks where hits resume, on the model of `runs`."""
 
     def __init__(self, model: nn.Module, runs: CacheRuns) -> None:
         layout = binding_of(model).state_layout
@@ -29,9 +29,9 @@ class StatesCheck:
         yield self._evicted()
 
     def _offsets(self) -> Run:
-        """Prompts that leave a cached one on the grid of the blocks, on that of the states alone (where the model's
-        length has room for blocks of two chunks), off both, and so soon behind a block that the convolution's window
-        reaches back over its end. All of them resume at the end of the first block."""
+        """Return prompts that leave a cached one on the grid of the blocks, on that of the states alone (where the
+        model's length has room for blocks of two chunks), off both, and so soon behind a block that the convolution's
+        window reaches back over its end. All of them resume at the end of the first block."""
         runs, chunk = self._runs, self._chunk
         both = 3 * chunk + 5 + runs.new_tokens <= runs.max_model_len
         block = 2 * chunk if both else chunk
@@ -48,7 +48,7 @@ class StatesCheck:
         return name, outputs, 2 * runs.without(prompts)
 
     def _evicted(self) -> Run:
-        """Room for one state, and for all blocks."""
+        """Return a run with room for one state, and for all blocks."""
         runs = self._runs
         prompts, params = [runs.tokens(runs.length) for _ in range(REQUESTS)], runs.params(REQUESTS)
         with runs.worker(state_cache_gb=self._checkpoint_gb) as worker:

@@ -1,4 +1,4 @@
-"""The prefix cache's part of `samebit check`: runs that hit, each beside the same requests without a cache."""
+"""Check runs that hit the prefix cache, each beside the same requests without a cache."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SAMPLES = 4
 
 Prompts = list[list[int]]
 Run = tuple[str, list[RequestOutput], list[RequestOutput]]
-"""(what was done, its outputs, the outputs of the same requests without a cache)."""
+"""Holds what was done, its outputs, and the outputs of the same requests without a cache."""
 
 
 class CacheRuns:
-    """Workers with and without a cache, and what to ask them.
+    """Runs workers with and without a cache, and knows what to ask them.
 
     Prompts take a quarter of the workload's length, so that a second turn fits; with Mamba layers three chunks, if the
     model's `limit` allows. What is generated after one reaches the end of a block.
@@ -75,7 +75,7 @@ class CacheRuns:
         return RolloutWorker(self._model, config=RolloutConfig(device=device_of(self._model).type, **config))
 
     def params(self, count: int, samples: int = 1) -> list[SamplingParams]:
-        """Seeded: a request gives the same tokens with and without the cache."""
+        """Return seeded parameters: a request gives the same tokens with and without the cache."""
         return [
             SamplingParams(n=samples, seed=index, max_tokens=self.new_tokens, ignore_eos=True) for index in range(count)
         ]
@@ -89,7 +89,8 @@ class CacheCheck:
         self._runs = runs
 
     def runs(self) -> Iterator[Run]:
-        """
+        """Yield a run for each way to hit the cache.
+
         Raises:
             ValueError: the model's length leaves no room for two turns.
         """

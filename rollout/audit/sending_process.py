@@ -1,4 +1,4 @@
-"""The other process of `samebit check`: it sends weights from a file, first over shared memory, then by broadcast."""
+"""Send weights from the other process of `samebit check`: from a file, first over shared memory, then by broadcast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ TIMEOUT = 300.0
 
 
 class SendingProcess(Closing):
-    """Started with the weights of `model`. The two transports are used once each, in this order."""
+    """Runs another process, started with the weights of `model`. The two transports are used once each, in this
+    order."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
         tensors = {name: tensor.detach().clone() for name, tensor in live_tensors(model).items()}

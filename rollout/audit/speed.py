@@ -1,4 +1,4 @@
-"""`samebit bench`: how fast this model is on this machine, and how much memory a sequence takes.
+"""Measure how fast this model is on this machine, and how much memory a sequence takes: `samebit bench`.
 
 The prompts are random tokens, other ones each round; nothing is shared and no end token ends a sample.
 """
@@ -24,7 +24,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with its unit; over several rounds the median and the extremes."""
+    """Holds a number with its unit; over several rounds the median and the extremes."""
 
     name: str
     unit: str
@@ -74,7 +74,7 @@ def memory_figures(folder: str | Path, dtype: str = "auto", revision: str | None
 
 
 def speed_figures(folder: str | Path, load: Load, dtype: str = "auto", revision: str | None = None) -> list[Figure]:
-    """Output tokens per second, log-probabilities included, and the mean time to the first token.
+    """Measure output tokens per second, log-probabilities included, and the mean time to the first token.
 
     Raises:
         ValueError: the model can not be loaded or bound, or is too short for this load.

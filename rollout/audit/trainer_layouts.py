@@ -1,4 +1,4 @@
-"""The layouts in which a trainer may compute the same sequences, for `samebit check`."""
+"""Lay the same sequences out in all the ways in which a trainer may compute them, for `samebit check`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 from samebit.kernels import logprobs_from_logits, token_logprobs
 
 MICRO_BATCH = 1024
-"""Tokens, padding included, of one training forward: bounds the memory of the logits."""
+"""One training forward has at most so many tokens, padding included, which bounds the memory of the logits."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sequence whose last tokens are to be scored."""
+    """Holds a sequence whose last tokens are to be scored."""
 
     context: list[int]
     scored: list[int]
@@ -32,7 +32,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 Layout = Callable[[nn.Module, list[Sample], float], list[torch.Tensor]]
-"""(model, samples, temperature) -> for each sample the log-probabilities of its scored tokens."""
+"""A layout takes (model, samples, temperature) and gives for each sample the log-probabilities of its scored tokens."""
 
 
 def packed(model: nn.Module, samples: list[Sample], temperature: float) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The weights' part of `samebit check`: however they arrived, slept, or changed under running requests.
+"""Check that weights give the same bits however they arrived, slept, or changed under running requests.
 
 Two sets of weights: W1 are the model's, W2 a half of them. Each run begins with a worker that has W2, and a
 prefix cache full of what must not be hit afterwards.
@@ -32,7 +32,7 @@ from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, Weight
 CYCLES = 100
 STEPS = 50
 SPILL_BYTES = 8 << 30
-"""Written to disk by the sleeps of one check; a large model's weights sleep less often."""
+"""The sleeps of one check write at most so many bytes to disk; a large model's weights sleep less often."""
 CAUGHT_TOKENS = 64
 ATTEMPTS = 5
 
@@ -41,7 +41,7 @@ Requests = tuple[list[list[int]], list[SamplingParams]]
 
 @dataclass(frozen=True)
 class Run:
-    """Outputs of the requests under W1, those they must equal if any, and what was compared beside them."""
+    """Holds outputs of the requests under W1, those they must equal if any, and what was compared beside them."""
 
     name: str
     outputs: list[RequestOutput]
@@ -50,7 +50,7 @@ class Run:
 
 
 class WeightsCheck:
-    """`first`: what the requests gave under the first schedule."""
+    """Checks updates and sleeps against `first`, what the requests gave under the first schedule."""
 
     def __init__(self, model: nn.Module, requests: Requests, first: list[RequestOutput], max_model_len: int) -> None:
         self._model = model
@@ -62,7 +62,8 @@ class WeightsCheck:
         self._long = min(CAUGHT_TOKENS, max_model_len // 2)
 
     def runs(self) -> Iterator[Run]:
-        """
+        """Yield a run for each way in which weights arrive, sleep or change.
+
         Raises:
             ValueError: nothing could be caught in flight, the other process did not start, or deltas save nothing.
         """
@@ -121,7 +122,8 @@ class WeightsCheck:
         return Run(name, self._generate(worker) + between, self._first + between[:1] * CYCLES)
 
     def _update_in_flight(self, worker: RolloutWorker, mode: str) -> Run:
-        """Requests that began under W2 and meet W1: every token that is of one version, and what comes after."""
+        """Compare requests that began under W2 and meet W1: every token that is of one version, and what comes
+        after."""
         for _ in range(ATTEMPTS):
             self._use_other(worker)
             caught = self._caught(worker, mode)

@@ -1,4 +1,4 @@
-"""KV memory: which block belongs to whom, and what of it can be used again.
+"""Manage KV memory: which block belongs to whom, and what of it can be used again.
 
 `contract` says what the scheduler may ask; `prefix_cache` and `no_prefix_cache` answer. It stands on `requests` and
 imports nothing above it.
@@ -32,4 +32,4 @@ def build_cache(
 
 
 CacheManager = build_cache
-"""The promised name (docs/prefix-cache.md) under which other code builds a cache; nothing here uses it."""
+"""Is the promised name (docs/prefix-cache.md) under which other code builds a cache; nothing here uses it."""

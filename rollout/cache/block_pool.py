@@ -1,4 +1,4 @@
-"""The pool of KV blocks: how many owners each has, and in which order the free ones are taken.
+"""Know how many owners each KV block has, and in which order the free ones are taken.
 
 Invariants
 ----------
@@ -24,7 +24,7 @@ _NOTHING: frozenset[int] = frozenset()
 
 
 class BlockPool:
-    """Owners of each block, and the free ones in the order in which they are taken."""
+    """Counts the owners of each block, and keeps the free ones in the order in which they are taken."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -1,4 +1,4 @@
-"""Slots of running sequences, and the block table that each of them has.
+"""Give slots to running sequences, and a block table to each of them.
 
 Invariants
 ----------
@@ -15,7 +15,7 @@ from samebit.rollout.cache.block_pool import NULL_BLOCK
 
 
 class BlockTables:
-    """A slot and a block table for each of `num_slots` sequences."""
+    """Holds a slot and a block table for each of `num_slots` sequences."""
 
     def __init__(self, num_slots: int, blocks_per_slot: int, block_size: int) -> None:
         self.rows = np.zeros((num_slots, blocks_per_slot), dtype=np.int32)

@@ -13,7 +13,7 @@ NEVER = -1
 
 @dataclass(slots=True, eq=False)
 class HeldPrompt:
-    """A prompt that several samples share.
+    """Holds what is known of a prompt that several samples share.
 
     leader: the sample that computed it and goes on writing behind it; what the prompt filled stays.
     num_unstarted: samples that have not begun. held_slot: where the state as of the prompt's end is kept; None where

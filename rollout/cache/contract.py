@@ -30,7 +30,7 @@ from samebit.rollout.requests.request import IntArray, Request, Sequence
 
 
 class Cache(ABC):
-    """Blocks and slots of the sequences that run, and whatever of their KV can be used again.
+    """Owns blocks and slots of the sequences that run, and whatever of their KV can be used again.
 
     checkpoints: of recurrent states; a pool without slots where none are kept. held: prompts for samples that have not
     begun; none where nothing is shared.
@@ -38,7 +38,7 @@ class Cache(ABC):
     """
 
     shares_prompts: bool
-    """True if one sample of a request computes the prompt for all of them."""
+    """Says whether one sample of a request computes the prompt for all of them."""
 
     def __init__(
         self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int, checkpoints: CheckpointPool
@@ -52,7 +52,7 @@ class Cache(ABC):
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Return the tokens of a block."""
         return self.tables.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -142,7 +142,7 @@ class Cache(ABC):
     @property
     @abstractmethod
     def num_hittable(self) -> int:
-        """Blocks that can be hit, used or free."""
+        """Return how many blocks can be hit, used or free."""
 
     @abstractmethod
     def clear_index(self) -> list[Sequence]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class CacheCounters:
-    """Totals since the cache was built, of admissions that succeeded, and of samples that ended with the one token that
+    """Counts since the cache was built, of admissions that succeeded, and of samples that ended with the one token that
     they drew from a prompt which another sample had computed.
 
     queries: sequences that looked their tokens up. hits: those that skipped some. tokens_skipped: how
@@ -23,7 +23,7 @@ class CacheCounters:
     leader_waits: int = 0
 
     def count(self, skipped: int) -> None:
-        """A sequence that skipped this many tokens."""
+        """Count a sequence that skipped this many tokens."""
         self.queries += 1
         self.hits += skipped > 0
         self.tokens_skipped += skipped
@@ -31,8 +31,8 @@ class CacheCounters:
 
 @dataclass
 class CheckpointCounters:
-    """Totals. replayed_tokens: computed again behind a checkpoint although their KV was there. holds: prompts whose
-    state was kept for samples that begin later.
+    """Counts what happens to checkpoints. replayed_tokens: computed again behind a checkpoint although their KV was
+    there. holds: prompts whose state was kept for samples that begin later.
 
     misses: admissions whose KV match had no checkpoint at its end. It was evicted; or they leave a cached chain inside
     the next block, where it was not known that a state would be wanted; or there never was one for another reason (also

@@ -1,4 +1,4 @@
-"""Prompts that are held for the samples of a request which have not begun.
+"""Hold prompts for the samples of a request which have not begun.
 
 Invariants
 ----------

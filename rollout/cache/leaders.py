@@ -20,7 +20,7 @@ Awaited = bytes | HeldPrompt
 
 
 class Leaders:
-    """Leaders and followers of one cache."""
+    """Knows the leaders and followers of one cache."""
 
     def __init__(self) -> None:
         self._led: dict[Awaited, Sequence] = {}

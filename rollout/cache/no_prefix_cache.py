@@ -1,4 +1,4 @@
-"""KV memory that shares nothing: each sequence computes all of its tokens, and its blocks end with it."""
+"""Manage KV memory that shares nothing: each sequence computes all of its tokens, and its blocks end with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV memory whose blocks are shared: what is computed once is hit by all that begin alike.
+"""Manage KV memory whose blocks are shared: what is computed once is hit by all that begin alike.
 
 Invariants
 ----------

@@ -1,4 +1,4 @@
-"""One thread, one lock, one set of weights: what a worker's commands do to its engine.
+"""Run a worker's commands on its engine: one thread, one lock, one set of weights.
 
 `generation_thread` steps the engine, `turn_lock` lets commands in between two steps, `shelter` keeps signal handlers
 away from them, `draining` waits until what has started is finished, `deliveries` take results to their callers, `sleep`

@@ -1,4 +1,4 @@
-"""The deliveries that are not finished, by the id of their request.
+"""Keep the deliveries that are not finished, by the id of their request.
 
 Invariants
 ----------

@@ -29,7 +29,7 @@ from samebit.rollout.requests.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """New tokens of one sample; `finished` is True on its last chunk (which may be empty)."""
+    """Holds new tokens of one sample; `finished` is True on its last chunk (which may be empty)."""
 
     sample: int
     token_ids: list[int]
@@ -39,7 +39,7 @@ class StreamChunk:
 
 
 class Delivery:
-    """The generation thread's end: a request on its way to its caller."""
+    """Is the generation thread's end of a request on its way to its caller."""
 
     def __init__(self, request: Request, streams: set[Delivery]) -> None:
         self.request = request
@@ -111,7 +111,7 @@ class Delivery:
 
 
 class RequestHandle:
-    """The caller's end. Safe to use from several threads."""
+    """Is the caller's end of a request. Safe to use from several threads."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Waiting until every request that has started is finished, with no lock held meanwhile.
+"""Wait until every request that has started is finished, with no lock held meanwhile.
 
 Invariants
 ----------
@@ -20,7 +20,7 @@ from samebit.rollout.errors import WorkerStateError
 
 
 class Draining:
-    """The callers that wait for an engine to drain."""
+    """Counts the callers that wait for an engine to drain."""
 
     def __init__(self, engine: Engine, status: WorkerStatus) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Memory that was freed goes back to the system.
+"""Give memory that was freed back to the system.
 
 glibc keeps freed blocks of less than 32 MiB for itself: of a cache of 45 MiB that a hybrid model put to sleep, none was
 returned. `malloc_trim` returns them. On a GPU torch keeps all that was freed, until `empty_cache`.
@@ -22,6 +22,6 @@ def return_free_memory() -> None:
 
 @cache
 def _malloc_trim() -> ctypes._NamedFuncPointer | None:
-    """glibc's; None with another allocator."""
+    """Return glibc's function; None with another allocator."""
     library = ctypes.CDLL(None)
     return library.malloc_trim if hasattr(library, "malloc_trim") else None

@@ -1,4 +1,4 @@
-"""The generation thread, its queue, and the lock that serialises it against commands.
+"""Run the generation thread, its queue, and the lock that serialises it against commands.
 
 Invariants
 ----------

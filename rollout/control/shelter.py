@@ -29,7 +29,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 Gate = SimpleQueue[object]
-"""The box at which a caller's clerk waits: for `GO`, or for another word, which says that the caller left."""
+"""A caller's clerk waits at this box: for `GO`, or for another word, which says that the caller left."""
 
 GO = object()
 _LEFT = object()
@@ -93,7 +93,7 @@ class _Leaving:
 
 
 class _Exit:
-    """The `__exit__` of `Hold`: made anew for each `with` statement, which is the only one to hold it.
+    """Is the `__exit__` of `Hold`: made anew for each `with` statement, which is the only one to hold it.
 
     A partial, since Python takes a bound method apart before it calls it.
     """
@@ -107,7 +107,7 @@ class _Exit:
 
 
 class Hold(Generic[T]):
-    """A `with` block in the caller's thread, inside of a context manager that is entered and left by the clerk.
+    """Is a `with` block in the caller's thread, inside of a context manager that is entered and left by the clerk.
 
     make: the context manager; given the gate at which it waits. prepare: called first in the clerk's thread. announce:
     called first in the caller's; may raise.
@@ -194,7 +194,7 @@ class Hold(Generic[T]):
 
 
 class Once(AbstractContextManager[T]):
-    """All of a command is done on entry."""
+    """Does all of a command on entry."""
 
     def __init__(self, act: Callable[[], T]) -> None:
         self._act = act

@@ -1,4 +1,4 @@
-"""Sleeping and waking: memory is given back and taken again, under the worker's lock.
+"""Let a worker sleep and wake: memory is given back and taken again, under the worker's lock.
 
 Invariants
 ----------
@@ -19,7 +19,7 @@ from samebit.rollout.errors import WorkerStateError
 from samebit.weight_sync import VerificationError
 
 TAGS = ("weights", "kv_cache")
-"""The tags of what sleeps and wakes up."""
+"""Names what sleeps and wakes up."""
 
 
 def check_tags(tags: str | Iterable[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The lock between commands and the generation thread: a step between any two commands.
+"""Share a lock between commands and the generation thread: a step lies between any two commands.
 
 Invariants
 ----------
@@ -22,7 +22,8 @@ from samebit.rollout.control.shelter import GO, CallerLeftError, Gate, wait_at
 
 
 class TurnLock:
-    """`with lock:` is a command's turn, `with lock.generation():` a turn of generation, which is one thread.
+    """Gives turns: `with lock:` is a command's turn, `with lock.generation():` a turn of generation, which is one
+    thread.
 
     owed: whether generation wants a turn now. Once it has said yes, generation must come: no command gets the lock
     before.
@@ -42,7 +43,7 @@ class TurnLock:
 
     @property
     def num_waiting(self) -> int:
-        """Commands in the queue."""
+        """Return how many commands are in the queue."""
         return len(self._queue)
 
     def acquire(self, gate: Gate | None = None) -> None:
@@ -150,7 +151,7 @@ class TurnLock:
 
 
 class Ticket:
-    """A place in the queue; `GO` comes to `gate` when the lock is handed over."""
+    """Is a place in the queue; `GO` comes to `gate` when the lock is handed over."""
 
     __slots__ = ("gate", "owner")
 

@@ -17,7 +17,7 @@ from samebit.rollout.errors import WorkerStateError
 
 @dataclass
 class WorkerStatus:
-    """The flags of one worker, and what they allow.
+    """Holds the flags of one worker, and says what they allow.
 
     incomplete: why the weights are, None for weights that may generate. broken: what ended the generation thread.
     process: where the worker was built.

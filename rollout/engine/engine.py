@@ -1,4 +1,4 @@
-"""schedule -> run -> commit. No threads and no locks: one caller at a time.
+"""Compute step by step: schedule, run, commit. No threads and no locks: one caller at a time.
 
 Invariants
 ----------
@@ -46,7 +46,7 @@ UNTOLD = (
 
 @dataclass
 class EngineCounters:
-    """Running totals since the engine was built.
+    """Counts since the engine was built.
 
     steps_ahead: those of the steps that were launched before the tokens of the one before were read.
     void_tokens: computed in such a step for a sequence that had ended, or over a change of weights that was not told.
@@ -71,7 +71,7 @@ class EngineCounters:
 
 
 class _Rows:
-    """A step's result as Python lists, which are read one row at a time."""
+    """Holds a step's result as Python lists, which are read one row at a time."""
 
     __slots__ = ("drawn", "finite", "logprobs", "raw_logprobs", "tokens", "top")
 
@@ -91,7 +91,7 @@ class _Launched:
 
 
 class Engine:
-    """One step after the other, of the requests that were added."""
+    """Computes one step after the other, of the requests that were added."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class Engine:
         self.scheduler.drop(plan)
 
     def _start_over(self) -> None:
-        """The weights are others, and nobody said so: what runs is computed again under those that there are now."""
+        """Compute what runs again under the weights that there are now, of which nobody said that they are others."""
         if self.counters.untold_updates == 0:
             logger.warning(UNTOLD)
         self.counters.untold_updates += 1
@@ -342,7 +342,7 @@ class Engine:
             sequence.finish("abort", None)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """The first error counts."""
+        """Fail a request with this error, unless an earlier one counts."""
         if request.error is None:
             self._failed[request] = None
             request.error = error

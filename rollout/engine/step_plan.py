@@ -57,7 +57,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """Log-probabilities of the prompt tokens at positions `start .. start + len(logprobs) - 1`.
+    """Holds log-probabilities of the prompt tokens at positions `start .. start + len(logprobs) - 1`.
 
     The token at position p is scored by the logits at p - 1, so `start` is at least 1, and a chunk that
     computes positions `a .. b` gives those of `a + 1 .. min(b + 1, num_prompt_tokens - 1)`.

@@ -1,4 +1,4 @@
-"""The sequences that wait, in order of arrival.
+"""Queue the sequences that wait, in order of arrival.
 
 Invariants
 ----------
@@ -17,7 +17,7 @@ _Entry = tuple[int, Sequence]
 
 
 class WaitingQueue:
-    """Sequences that no longer wait for another one, and not yet run."""
+    """Holds the sequences that no longer wait for another one, and do not run yet."""
 
     def __init__(self) -> None:
         self._members: set[Sequence] = set()

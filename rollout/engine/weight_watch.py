@@ -30,7 +30,7 @@ class WeightWatch(Protocol):
 
 
 class Unwatched:
-    """Weights that nobody but the worker can reach."""
+    """Stands in for a watch where nobody but the worker can reach the weights."""
 
     def moved(self) -> bool:
         return False

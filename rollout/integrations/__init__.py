@@ -1,1 +1,1 @@
-"""The worker in other systems. Each package needs that system to be installed, and is imported by name."""
+"""Put the worker into other systems. Each package needs that system to be installed, and is imported by name."""

@@ -1,4 +1,4 @@
-"""From what a user calls a model to the folder that holds it: a path, or a name of the Hugging Face hub.
+"""Find the folder that holds what a user calls a model: a path, or a name of the Hugging Face hub.
 
 Invariants
 ----------
@@ -19,9 +19,9 @@ from huggingface_hub.utils._validators import validate_repo_id
 from samebit.rollout.errors import ModelLoadError
 
 WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
-"""Weights, config and tokenizer."""
+"""Lists what is fetched: weights, config and tokenizer."""
 UNWANTED = ["*/*", "consolidated*.safetensors"]
-"""The files that are not fetched: what lies in folders, and copies of the weights under other names."""
+"""Lists the files that are not fetched: what lies in folders, and copies of the weights under other names."""
 
 
 def model_folder(model: str | Path, revision: str | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""From a model folder or a module to what the worker serves; every refusal names its cause.
+"""Load what the worker serves from a model folder or a module; every refusal names its cause.
 
 Invariants
 ----------
@@ -76,7 +76,8 @@ def load_model(
 
 @contextmanager
 def naming(model: object) -> Iterator[None]:
-    """Boundary: a folder that is damaged makes transformers, and what it calls, raise errors of any kind.
+    """Name what could not be loaded. Boundary: a folder that is damaged makes transformers, and what it calls, raise
+    errors of any kind.
 
     They become one that says what could not be loaded. Those of a module's code are left as they are.
     """

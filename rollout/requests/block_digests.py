@@ -28,7 +28,7 @@ class PromptDigests(NamedTuple):
 
 
 class ChainHasher:
-    """Keyed BLAKE2b, 128 bits, chained over blocks of `block_size` tokens."""
+    """Names blocks by keyed BLAKE2b, 128 bits, chained over blocks of `block_size` tokens."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -57,7 +57,7 @@ class ChainHasher:
 
 
 class TokenChain:
-    """The digests of a sequence's full blocks, as far as they were needed.
+    """Holds the digests of a sequence's full blocks, as far as they were needed.
 
     Those of the prompt are shared by all samples of a request.
     """

@@ -1,4 +1,4 @@
-"""A request and its sequences: what the engine, the scheduler and the cache share, and the runner reads.
+"""Hold a request and its sequences: what the engine, the scheduler and the cache share, and the runner reads.
 
 Invariants
 ----------
@@ -44,7 +44,8 @@ class SequenceStatus(enum.Enum):
 
 @dataclass(frozen=True)
 class RequestEvent:
-    """One of added, scheduled, first_token, preempted, finished; `time` is `time.monotonic()`.
+    """Records that a request was added, scheduled, preempted or finished, or has its first token; `time` is
+    `time.monotonic()`.
 
     `sample` is None for events of the whole request.
     """
@@ -99,7 +100,7 @@ class Request:
 
 
 class Sequence:
-    """One sample of a request.
+    """Holds one sample of a request.
 
     slot: its row in the block tables while it runs, -1 otherwise.
     num_ahead: 1 while a step behind the current one, launched ahead, computes one more position; else 0.
@@ -192,13 +193,13 @@ class Sequence:
 
     @property
     def output_ids(self) -> IntArray:
-        """The sampled tokens so far (a view)."""
+        """Return the sampled tokens so far (a view)."""
         end = self.num_tokens
         return self.token_ids[self.num_prompt_tokens : end]
 
     @property
     def oldest_kv(self) -> int:
-        """The oldest weights that a computed position depends on: those of the first one."""
+        """Return the oldest weights that a computed position depends on: those of the first one."""
         return self.kv_spans[0][2]
 
     def append(self, token: int, logprob: float, raw_logprob: float, *, version: int, context: int) -> None:
@@ -231,17 +232,19 @@ class Sequence:
             extend_spans(self.kv_spans, known, end, version)
 
     def take_prompt_of(self, leader: Sequence) -> None:
-        """The first token is drawn from the logits of another sample of the request, which has computed the prompt."""
+        """Note that the first token is drawn from the logits of another sample of the request, which has computed the
+        prompt."""
         self.kv_spans_before = [list(span) for span in leader.kv_spans]
 
     @property
     def reported_kv_spans(self) -> list[list[int]]:
-        """`kv_spans`, of a sample that does not run too."""
+        """Return `kv_spans`, of a sample that does not run too."""
         return self.kv_spans or self.kv_spans_before
 
     @property
     def reported_cached_tokens(self) -> int:
-        """`num_cached_tokens`, or the whole prompt of a sample that never ran: another has given it its first token."""
+        """Return `num_cached_tokens`, or the whole prompt of a sample that never ran: another has given it its first
+        token."""
         if self.num_cached_tokens is None:
             return self.num_prompt_tokens if self.kv_spans_before else 0
         return self.num_cached_tokens

@@ -12,7 +12,7 @@ from samebit.rollout.requests.tokenizer import Tokenizer, decoded
 
 
 class StopStringMatcher:
-    """Incremental text of one sample, searched for stop strings as it grows."""
+    """Decodes the text of one sample as it grows, and searches it for stop strings."""
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
@@ -46,7 +46,7 @@ class StopStringMatcher:
         return stop
 
     def flush(self) -> None:
-        """At the end of the sample: keep whatever was held back."""
+        """Keep whatever was held back, at the end of the sample."""
         before = self._decode(self._context, self._decoded)
         after = self._decode(self._context, len(self._tokens))
         self.text += after[len(before) :]

@@ -33,7 +33,7 @@ def end_of_sample(sequence: Sequence, token: int) -> bool:
 
 
 def as_token_ids(value: int | Items[int] | None) -> tuple[int, ...]:
-    """A config's `eos_token_id`, which may be absent, an int or a list."""
+    """Return a config's `eos_token_id`, which may be absent, an int or a list, as a tuple."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)

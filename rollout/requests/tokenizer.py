@@ -11,10 +11,10 @@ from samebit.rollout.errors import TokenizerError
 
 
 class Tokenizer(Protocol):
-    """The one method that is asked of a tokenizer."""
+    """Names the one method that is asked of a tokenizer."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
-        """The text of a list of ids (transformers declares more, for lists of lists)."""
+        """Return the text of a list of ids (transformers declares more, for lists of lists)."""
 
 
 def decoded(tokenizer: Tokenizer, token_ids: list[int]) -> str:

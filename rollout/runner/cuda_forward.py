@@ -1,4 +1,4 @@
-"""A step's forward call on a device: its arrays go there in one copy, and where a graph fits it is replayed."""
+"""Run a step's forward call on a device: its arrays go there in one copy, and where a graph fits it is replayed."""
 
 from __future__ import annotations
 

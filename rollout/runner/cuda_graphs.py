@@ -1,4 +1,4 @@
-"""CUDA graphs of a step's forward call: one for each size of step, recorded when such a step comes first.
+"""Record a step's forward call in CUDA graphs: one for each size of step, made when such a step comes first.
 
 Invariants
 ----------
@@ -32,11 +32,11 @@ from samebit.rollout.runner.logits import logits_of
 from samebit.rollout.runner.step_arrays import Size, StepArrays
 
 SIZES = tuple(sorted({*(1 << power for power in range(16)), *(3 << power for power in range(3, 14))}))
-"""Rows that graphs are made for: powers of two, and from 24 on the middles between them."""
+"""Graphs are made for so many rows: powers of two, and from 24 on the middles between them."""
 
 
 class StepGraphs:
-    """The graphs of one model on one device."""
+    """Holds the graphs of one model on one device."""
 
     def __init__(self, device: torch.device, max_rows: int, max_sequences: int) -> None:
         self.device = device
@@ -93,7 +93,7 @@ class StepGraphs:
 
 
 class _Watched:
-    """A model's tensors by the places that hold them: a parameter that is replaced has moved too."""
+    """Knows a model's tensors by the places that hold them: a parameter that is replaced has moved too."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -113,7 +113,7 @@ class _Watched:
 
 
 class StepGraph:
-    """A forward call that was recorded."""
+    """Holds a forward call that was recorded."""
 
     def __init__(
         self, model: nn.Module, room: StepArrays, context: ForwardContext, record: Recorder, logits: torch.Tensor

@@ -1,4 +1,4 @@
-"""Recording of CUDA graphs.
+"""Record CUDA graphs, one recorder at a time.
 
 What recording does to a process: torch allows one recording at a time, so recorders take turns. While one is under way
 no other thread may draw random numbers on the GPU or empty torch's cache of its memory; a trainer in the same process

@@ -1,4 +1,4 @@
-"""The contract of a step's forward call, and the call itself."""
+"""Define the contract of a step's forward call, and the call itself."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Ints = npt.NDArray[np.int32]
 
 
 class ModelRunner:
-    """The bound model with its KV pages and its sampler. See `samebit.rollout.engine.step_plan.Runner`."""
+    """Runs the bound model with its KV pages and its sampler. See `samebit.rollout.engine.step_plan.Runner`."""
 
     def __init__(self, model: nn.Module, config: RolloutConfig) -> None:
         binding = binding_of(model)
@@ -80,7 +80,7 @@ class ModelRunner:
         )  # fmt: skip
 
     def checkpoint_pool(self) -> CheckpointPool | None:
-        """The bookkeeping of the checkpoints; None without Mamba layers."""
+        """Return the bookkeeping of the checkpoints; None without Mamba layers."""
         if self.state_layout is None:
             return None
         return CheckpointPool(self.num_checkpoints, self.block_size, self.held_slots)
@@ -135,7 +135,7 @@ class ModelRunner:
 
 @dataclass(frozen=True, eq=False)
 class ModelStep:
-    """A step that a `ModelRunner` has launched. See `samebit.rollout.engine.step_plan.StepInFlight`."""
+    """Stands for a step that a `ModelRunner` has launched. See `samebit.rollout.engine.step_plan.StepInFlight`."""
 
     runner: ModelRunner
     draws: Draws

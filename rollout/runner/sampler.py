@@ -1,4 +1,4 @@
-"""From a step's logits to its tokens: parameters of each row, random numbers, what is reported.
+"""Make tokens of a step's logits: parameters of each row, random numbers, what is reported.
 
 Invariants
 ----------
@@ -30,7 +30,8 @@ _UNSEEDED = 1 << 31
 _WORD = 0xFFFFFFFF
 
 LARGEST_LOGIT = 3e38
-"""The greatest of float32, with room for rounding where it is divided by a temperature again."""
+"""A logit is at most this, the greatest of float32, with room for rounding where it is divided by a temperature
+again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +160,7 @@ def _processed(logits: torch.Tensor, sequences: list[Sequence], positions: list[
 
 
 def _process(row: torch.Tensor, sequence: Sequence, may_end: bool) -> None:
-    """Penalty, bias, forbidden ends, then the filters: the order of vLLM.
+    """Apply penalty, bias and forbidden ends, then the filters: the order of vLLM.
 
     What a penalty or a bias drives beyond float32 stays at its end, so that a choice is left.
     """

@@ -1,4 +1,4 @@
-"""The arrays of a step that go to a device in one copy.
+"""Hold the arrays of a step that go to a device in one copy.
 
 Invariant: a step's arrays fit a room whatever they hold. What a room has beyond them computes nothing: rows of no
 sequence, sequences of length 0, draws that are not read.

@@ -1,4 +1,4 @@
-"""The arrays of a step, on the host: which rows are computed, in which layout, and what is drawn from them.
+"""Make the arrays of a step, on the host: which rows are computed, in which layout, and what is drawn from them.
 
 Invariants
 ----------
@@ -35,7 +35,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class PromptPiece:
-    """Rows of the step that score the prompt tokens of a sequence from position `start` on."""
+    """Names rows of the step that score the prompt tokens of a sequence from position `start` on."""
 
     sequence: Sequence
     start: int
@@ -44,7 +44,7 @@ class PromptPiece:
 
 @dataclass(frozen=True, eq=False)
 class StepInputs:
-    """T rows, K of which reach the head.
+    """Holds the inputs of a step: T rows, K of which reach the head.
 
     context: of the T rows; its positions are on the host. token_ids: [T]; where `sources` [T] are given, they are
     the draws of the step before in these rows instead. head_rows: [K], the first `num_sampling_rows` of which sample.

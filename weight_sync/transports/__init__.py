@@ -1,4 +1,4 @@
-"""The ways in which a link's bytes travel: shared memory, broadcast, and CUDA IPC (`cuda`, not run on a GPU yet).
+"""Carry a link's bytes: over shared memory, by broadcast, or over CUDA IPC (`cuda`, not run on a GPU yet).
 
 Imports `wire` and the floors below it.
 """

@@ -1,4 +1,4 @@
-"""Weights from one rank of a `torch.distributed` group to all others, by broadcast.
+"""Send weights from one rank of a `torch.distributed` group to all others, by broadcast.
 
 Invariants
 ----------
@@ -58,7 +58,7 @@ BROADCAST_BUCKET = 32 << 20
 _DELTA_BUCKET = 1 << 20
 _MESSAGE_BYTES = 4096
 _LONGEST_REASON = 600
-"""Characters; as JSON each has six bytes at most."""
+"""A reason is cut to so many characters; as JSON each has six bytes at most."""
 
 _SLICE = 0.05
 _SHORTEST = 0.001
@@ -132,7 +132,7 @@ class BroadcastSender(WeightSender):
 
 
 class BroadcastReceiver(ReceiverLink):
-    """A source for `receive_weights`: this rank's end of the `BroadcastSender` at rank `sender`.
+    """Receives for `receive_weights`: this rank's end of the `BroadcastSender` at rank `sender`.
 
     Args:
         sender: The sender's global rank; in a `gloo_group`, its rank there.
@@ -200,7 +200,7 @@ class BroadcastReceiver(ReceiverLink):
 
 
 class _SenderEnd(SenderLink):
-    """The sender's end, which fills one bucket while the other is on its way."""
+    """Is the sender's end, which fills one bucket while the other is on its way."""
 
     def __init__(self, group: _Collectives, bucket_bytes: int) -> None:
         self.bucket_bytes = self._most = check_bucket_bytes(bucket_bytes)
@@ -247,7 +247,7 @@ class _SenderEnd(SenderLink):
 
 @dataclass(frozen=True)
 class _Broadcast:
-    """A broadcast under way, from or into `host`, by way of `wire`."""
+    """Holds a broadcast under way, from or into `host`, by way of `wire`."""
 
     host: Tensor
     wire: Tensor
@@ -255,10 +255,10 @@ class _Broadcast:
 
 
 class _Collectives:
-    """The group's collectives over host tensors, each within this end's patience."""
+    """Runs the group's collectives over host tensors, each within this end's patience."""
 
     def __init__(self, group: Group | None, sender: int | None, patience: Patience, device: str | torch.device) -> None:
-        """`sender` is None at the sender itself."""
+        """Join the group; `sender` is None at the sender itself."""
         found = dist.group.WORLD if group is None else group
         if found is None:
             raise ValueError("there is no default group: call torch.distributed.init_process_group, or give a group")
@@ -288,7 +288,7 @@ class _Collectives:
             under_way.host.copy_(under_way.wire)
 
     def broadcast(self, host: Tensor) -> Tensor:
-        """Broadcast from or into a host tensor, and wait for it."""
+        """Send or receive a host tensor by broadcast, and wait for it."""
         self.wait(self.start(host))
         return host
 

@@ -1,4 +1,4 @@
-"""The address of a sender, where its receiver finds it: a socket in a folder that only one user may enter.
+"""Give a sender an address, where its receiver finds it: a socket in a folder that only one user may enter.
 
 Invariants
 ----------
@@ -33,7 +33,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Endpoint(Closing):
-    """A socket that listens at `address`, for processes of this user."""
+    """Holds a socket that listens at `address`, for processes of this user."""
 
     def __init__(self) -> None:
         sweep()

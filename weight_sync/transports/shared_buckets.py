@@ -1,4 +1,4 @@
-"""The memory through which weights go from one process to another: a sealed memory file.
+"""Share the memory through which weights go from one process to another: a sealed memory file.
 
 Invariants
 ----------
@@ -29,7 +29,7 @@ _SEAL_FUTURE_WRITE = 0x10
 
 
 class SharedBuckets:
-    """The mapped memory, which the sender may write and the receiver only read. `descriptor` is for reading."""
+    """Maps the memory, which the sender may write and the receiver only read. `descriptor` is for reading."""
 
     def __init__(self, descriptor: int, mapped: mmap.mmap) -> None:
         self._array = np.frombuffer(mapped, np.uint8)

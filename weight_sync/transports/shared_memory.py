@@ -1,4 +1,4 @@
-"""Weights from one process to another on the same machine, through two buckets of shared memory."""
+"""Send weights from one process to another on the same machine, through two buckets of shared memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SharedMemorySender(WeightSender):
 
 @dataclass(frozen=True)
 class SharedFile:
-    """The message that brings the buckets, as an open file."""
+    """Is the message that brings the buckets, as an open file."""
 
 
 class _SenderEnd(SocketSenderEnd[SharedBuckets]):
@@ -46,7 +46,7 @@ class _SenderEnd(SocketSenderEnd[SharedBuckets]):
 
 
 class SharedMemoryReceiver(SocketReceiver[SharedBuckets]):
-    """A source for `receive_weights`: the other end of a `SharedMemorySender`, by its `address`.
+    """Receives for `receive_weights`: the other end of a `SharedMemorySender`, by its `address`.
 
     Args:
         address: `SharedMemorySender.address`.

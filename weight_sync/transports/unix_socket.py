@@ -1,4 +1,4 @@
-"""The two ends of a link between two processes of a machine: a socket, and two buckets that both have open.
+"""Define the two ends of a link between two processes of a machine: a socket, and two buckets that both have open.
 
 The sender listens at an `Endpoint`. The receiver connects and is given the open memory; messages about full and free
 buckets go over the socket. What kind of memory that is, the subclasses say: `shared_memory` and `cuda_ipc`.
@@ -37,14 +37,14 @@ from samebit.weight_sync.wire.link import (
 from samebit.weight_sync.wire.patience import Patience
 
 _LONGEST_REASON = 100_000
-"""Characters; as JSON each has six bytes at most."""
+"""A reason is cut to so many characters; as JSON each has six bytes at most."""
 
 Memory = TypeVar("Memory")
 
 
 @dataclass(frozen=True)
 class Full:
-    """A bucket that the receiver may read. `records`: its headers, where they do not lie in the bucket itself."""
+    """Says that the receiver may read a bucket. `records`: its headers, where they do not lie in the bucket itself."""
 
     sync: int
     bucket: int
@@ -57,7 +57,7 @@ class Full:
 
 @dataclass(frozen=True)
 class Free:
-    """A bucket that the sender may fill again."""
+    """Says that the sender may fill a bucket again."""
 
     sync: int
     bucket: int
@@ -68,13 +68,13 @@ class Free:
 
 @dataclass(frozen=True)
 class NoMemory:
-    """The message in place of the memory, when the sender could not reserve any."""
+    """Comes in place of the memory, when the sender could not reserve any."""
 
     reason: str
 
 
 class SocketSenderEnd(SenderLink, Generic[Memory]):
-    """The sender's end over a socket; a subclass chooses the kind of memory."""
+    """Is the sender's end over a socket; a subclass chooses the kind of memory."""
 
     def __init__(self, bucket_bytes: int, timeout: float) -> None:
         self.bucket_bytes = bucket_bytes
@@ -211,7 +211,7 @@ class SocketSenderEnd(SenderLink, Generic[Memory]):
 
 
 class SocketReceiver(ReceiverLink, Generic[Memory]):
-    """The receiver's end over a socket; a subclass chooses the kind of memory."""
+    """Is the receiver's end over a socket; a subclass chooses the kind of memory."""
 
     def __init__(self, address: str, timeout: float) -> None:
         if not isinstance(address, str):

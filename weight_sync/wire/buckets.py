@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Ending(IntEnum):
-    """The kind of end of a bucket: more follow, the last, or a broken sync, with the reason in UTF-8 as payload."""
+    """Says how a bucket ends: more follow, it was the last, or the sync broke, with the reason in UTF-8 as payload."""
 
     MORE = 0
     LAST = 1
@@ -42,7 +42,7 @@ class Ending(IntEnum):
 
 
 class Kind(IntEnum):
-    """The encoding of a piece of a tensor in a record's payload; `delta` describes SPARSE and BITMAP."""
+    """Says how a piece of a tensor is encoded in a record's payload; `delta` describes SPARSE and BITMAP."""
 
     DENSE = 0
     SPARSE = 1
@@ -51,7 +51,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class BucketHeader:
-    """The header of a bucket. `total`, in the last one, is the digest of all weights; `seal` covers the rest."""
+    """Heads a bucket. `total`, in the last one, is the digest of all weights; `seal` covers the rest."""
 
     sequence: int
     used: int
@@ -66,7 +66,7 @@ class BucketHeader:
 
 @dataclass(frozen=True)
 class RecordHeader:
-    """The header of a payload of `size` bytes with this `digest`: the piece at `offset` of a tensor."""
+    """Heads a payload of `size` bytes with this `digest`: the piece at `offset` of a tensor."""
 
     tensor: int
     kind: Kind
@@ -81,7 +81,7 @@ class RecordHeader:
 
 @dataclass(frozen=True)
 class Record:
-    """A record as it is read. `payload`: bytes of the host; over CUDA IPC, a uint8 tensor on the GPU."""
+    """Holds a record as it is read. `payload`: bytes of the host; over CUDA IPC, a uint8 tensor on the GPU."""
 
     tensor: int
     kind: Kind
@@ -112,7 +112,7 @@ class Writer(Protocol):
 
 
 class BucketWriter:
-    """A `Writer` for memory of the host."""
+    """Implements `Writer` for memory of the host."""
 
     def __init__(self, buffer: Bytes) -> None:
         self._buffer = buffer

@@ -1,4 +1,4 @@
-"""Messages between processes: dataclasses, written as JSON and read back by the types of their fields.
+"""Translate messages between processes: dataclasses, written as JSON and read back by the types of their fields.
 
 Invariants
 ----------

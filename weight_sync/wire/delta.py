@@ -1,4 +1,4 @@
-"""The difference between two versions of a tensor: lossless, bit for bit, piece by piece.
+"""Encode the difference between two versions of a tensor: lossless, bit for bit, piece by piece.
 
     SPARSE  count, elements, uint16 index of each changed element, padded to 8 bytes; then the new elements
     BITMAP  count, elements, one bit an element, padded to 8 bytes; then the new elements

@@ -31,7 +31,7 @@ from samebit.weight_sync.wire.delta import apply_encoded
 
 
 class Destination:
-    """The memory that one tensor is written to.
+    """Holds the memory that one tensor is written to.
 
     Once the tensor is whole, `sent_digest` is its digest as it came, and `digest` as it is now.
     """

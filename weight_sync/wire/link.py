@@ -1,4 +1,4 @@
-"""The two ends of a link, which each transport implements, and the messages between them.
+"""Define the two ends of a link, which each transport implements, and the messages between them.
 
 A sync: the sender announces, each receiver answers, buckets follow, each receiver tells the outcome.
 
@@ -30,7 +30,7 @@ from samebit.weight_sync.wire.destination import Destination
 DEFAULT_BUCKET = 8 << 20
 DEFAULT_TIMEOUT = 300.0
 MOST_BYTES = 1 << 20
-"""The longest message, except for the announcement of a model that needs more."""
+"""A message has at most so many bytes, except for the announcement of a model that needs more."""
 
 _MOST_DIMENSIONS = 64
 
@@ -49,7 +49,7 @@ class SyncTimeoutError(SyncBrokenError, TimeoutError):
 
 @dataclass(frozen=True)
 class Base:
-    """The weights that a delta is a difference to."""
+    """Names the weights that a delta is a difference to."""
 
     version: int
     digest: str
@@ -57,7 +57,7 @@ class Base:
 
 @dataclass(frozen=True)
 class Announcement:
-    """The first message of a sync.
+    """Begins a sync: the first message.
 
     casts: the sender's casts, as in a report. sync: the number that tells the syncs on one socket apart.
     """
@@ -85,7 +85,8 @@ class Announcement:
 
 @dataclass(frozen=True)
 class Answer:
-    """A receiver's answer. `refused`: why nothing may be sent; `full`: all weights are needed, not a delta."""
+    """Answers an announcement, from one receiver. `refused`: why nothing may be sent; `full`: all weights are needed,
+    not a delta."""
 
     refused: str | None = None
     full: bool = False
@@ -104,7 +105,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a sync: the version and digest that a receiver has now, or why it failed."""
+    """Ends a sync: the version and digest that a receiver has now, or why it failed."""
 
     version: int = 0
     digest: str = ""
@@ -129,7 +130,7 @@ def shortened(text: str, most: int) -> str:
 
 
 class SenderLink(Closing, ABC):
-    """The trainer's end. `bucket_bytes` is the size of each of the two buckets of a sync."""
+    """Is the trainer's end. `bucket_bytes` is the size of each of the two buckets of a sync."""
 
     bucket_bytes: int
 
@@ -155,7 +156,7 @@ class SenderLink(Closing, ABC):
 
 
 class ReceiverLink(Closing, ABC):
-    """The worker's end: a source for `receive_weights`. Closing it, in any thread, ends a wait for the sender."""
+    """Is the worker's end: a source for `receive_weights`. Closing it, in any thread, ends a wait for the sender."""
 
     @abstractmethod
     def listen(self, most_bytes: int = MOST_BYTES) -> Announcement:

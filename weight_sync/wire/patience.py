@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 
 class Patience:
-    """The time that is left to wait. `seconds`: how long the sync may stand still."""
+    """Knows the time that is left to wait. `seconds`: how long the sync may stand still."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = check_timeout(seconds)

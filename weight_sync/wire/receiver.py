@@ -1,4 +1,4 @@
-"""The worker's side of a sync: check the announcement, then copy what arrives into the model.
+"""Run the worker's side of a sync: check the announcement, then copy what arrives into the model.
 
 Invariants
 ----------
@@ -43,7 +43,7 @@ _CHANGES = frozenset(Kind)
 
 
 class StreamUpdate:
-    """An update from an iterator in this process: one copy, no buckets."""
+    """Writes an update from an iterator in this process: one copy, no buckets."""
 
     def __init__(self, stream: WeightStream, manifest: Manifest, terms: UpdateTerms) -> None:
         manifest.check(stream.specs, terms)
@@ -60,7 +60,7 @@ class StreamUpdate:
 
 
 class LinkUpdate:
-    """An update from another process. `outcome`: what to tell the sender, once the update is written."""
+    """Writes an update from another process. `outcome`: what to tell the sender, once the update is written."""
 
     def __init__(self, link: ReceiverLink, manifest: Manifest, announced: Announcement) -> None:
         self._link = link
@@ -158,7 +158,7 @@ def _has_base(base: Base, module: nn.Module, manifest: Manifest, announced: Anno
 
 
 class _Writing:
-    """An update on its way into the model."""
+    """Writes what arrives into the model."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The trainer's side of a sync: announce, fill buckets, wait for the outcomes.
+"""Run the trainer's side of a sync: announce, fill buckets, wait for the outcomes.
 
 Invariants
 ----------
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SendReport:
-    """The report of one sync, at the sender.
+    """Reports one sync, at the sender.
 
     Attributes:
         sent_bytes: The payload that was sent.
@@ -57,7 +57,7 @@ class SendReport:
 
 @dataclass
 class _DeltaBase:
-    """The bits that the receivers have; unreliable while `known` is None."""
+    """Holds the bits that the receivers have; unreliable while `known` is None."""
 
     tensors: dict[str, Bytes] = field(default_factory=dict)
     known: Base | None = None

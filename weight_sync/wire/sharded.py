@@ -24,7 +24,7 @@ PART_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Sharded:
-    """A sharded tensor, each part of which is cast to `dtype`."""
+    """Holds a sharded tensor, each part of which is cast to `dtype`."""
 
     tensor: DTensor
     dtype: torch.dtype

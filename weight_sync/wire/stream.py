@@ -1,4 +1,4 @@
-"""Weights that come once: names, shapes and dtypes first, then each tensor in turn.
+"""Offer weights that come once: names, shapes and dtypes first, then each tensor in turn.
 
 Invariants
 ----------
@@ -26,7 +26,7 @@ from samebit.weight_sync.wire.sharded import Sharded, in_parts
 
 
 class WeightStream:
-    """An iterable of (name, tensor), announced by `specs`."""
+    """Iterates over (name, tensor), as announced by `specs`."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], weights: Iterable[tuple[str, Tensor | Sharded]]) -> None:
         for name, spec in specs.items():

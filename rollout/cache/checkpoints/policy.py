@@ -23,7 +23,7 @@ from samebit.rollout.requests.request import Sequence
 
 
 class ResumePolicy:
-    """For a model whose only memory is KV: there is nothing to keep."""
+    """Decides where sequences resume, of a model whose only memory is KV: there is nothing to keep."""
 
     keeps_checkpoints = False
 
@@ -81,7 +81,7 @@ class ResumePolicy:
 
 
 class CheckpointPolicy(ResumePolicy):
-    """For a model with recurrent states."""
+    """Decides where sequences resume and where checkpoints are taken, of a model with recurrent states."""
 
     keeps_checkpoints = True
 
@@ -109,7 +109,8 @@ class CheckpointPolicy(ResumePolicy):
         entry.counted_waiting = []
 
     def useful_end(self, entry: CacheEntry, start: int, end: int) -> int:
-        """A follower waits for a state, so also for a block that is there and computed again for its state."""
+        """Return for how many blocks to wait: a follower waits for a state, so also for a block that is there and
+        computed again for its state."""
         end = min(end, (entry.sequence.num_tokens - 1) // self._size) if self.pool.num_checkpoints else 0
         return self._leaders.last_led(entry.chain, min(start // self._size, end), end)
 
@@ -117,7 +118,7 @@ class CheckpointPolicy(ResumePolicy):
         leader.checkpoints_due.add(position)
 
     def resume_point(self, entry: CacheEntry, shared: int) -> int:
-        """At the end of a prompt whose state is there, else at the deepest checkpoint of the match."""
+        """Return the end of a prompt whose state is there, else that of the deepest checkpoint of the match."""
         num_tokens = entry.sequence.num_tokens
         if entry.waits_for is not None and entry.waits_for.state_slot is not None and shared >= num_tokens - 1:
             return shared
@@ -140,11 +141,12 @@ class CheckpointPolicy(ResumePolicy):
         entry.num_passed = start // size
 
     def may_rebuild(self, prompt: HeldPrompt, start: int) -> bool:
-        """It has to come past the prompt's end, and a slot must be free for the state there."""
+        """Tell whether a sequence that begins at `start` comes past the prompt's end, and a slot is free for the state
+        there."""
         return start < prompt.length and self.pool.may_hold
 
     def chunk_end(self, entry: CacheEntry, end: int) -> int:
-        """A chunk ends at the end of a prompt whose state is to be held again."""
+        """Return where a chunk ends: at the end of a prompt whose state is to be held again, if it comes there."""
         return min(end, entry.prompt.length) if entry.rebuilds_prompt and entry.prompt is not None else end
 
     def plan(self, entry: CacheEntry, end: int) -> Captures:
@@ -157,11 +159,12 @@ class CheckpointPolicy(ResumePolicy):
         return tuple((position, checkpoint) for position, checkpoint in taken if checkpoint is not None)
 
     def wake_followers(self, digest: bytes, publisher: Sequence) -> list[Sequence]:
-        """Only its leader takes the state behind a block."""
+        """Hand back the followers only where the leader published the block: it takes the state behind it."""
         return self._leaders.wake(digest, publisher)
 
     def save_stopping(self, entry: CacheEntry, num_published: int) -> None:
-        """As of its last block boundary, if that block is published and no step has gone beyond the next one."""
+        """Keep the state as of the last block boundary, if that block is published and no step has gone beyond the next
+        one."""
         sequence = entry.sequence
         number = sequence.num_computed // self._size
         gone_on = (sequence.num_computed + sequence.num_ahead) // self._size > number
@@ -174,7 +177,7 @@ class CheckpointPolicy(ResumePolicy):
         return self._index.by_block.get(self._tables.blocks(sequence.slot)[number])
 
     def _left_by_waiting(self, entry: CacheEntry, end: int) -> set[int]:
-        """The block boundaries that this step reaches at which a chain that waits leaves this one."""
+        """Return the block boundaries that this step reaches at which a chain that waits leaves this one."""
         sequence, chain = entry.sequence, entry.chain
         first, last = sequence.num_computed // self._size, end // self._size
         if first == last or not self.waiting:

@@ -1,4 +1,4 @@
-"""Checkpoints of the recurrent state (Mamba layers): which block has one, and which slots they are in.
+"""Manage checkpoints of the recurrent state (Mamba layers): which block has one, and which slots they are in.
 
 Beside them the slots that keep the whole live state of a prompt, for samples that begin later.
 
@@ -22,7 +22,7 @@ from samebit.rollout.cache.freed_later import FreedLater
 from samebit.rollout.cache.prefix_tree import CachedBlock
 
 Captures = tuple[tuple[int, int], ...]
-"""(position, checkpoint) of the states that a step keeps."""
+"""Lists (position, checkpoint) of the states that a step keeps."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class CheckpointMoves:
 
 
 class CheckpointPool:
-    """`num_checkpoints` slots for states as of block boundaries; live slots `held_slots` for prompts."""
+    """Holds `num_checkpoints` slots for states as of block boundaries, and live slots `held_slots` for prompts."""
 
     def __init__(self, num_checkpoints: int, block_size: int, held_slots: range) -> None:
         self.num_checkpoints = num_checkpoints

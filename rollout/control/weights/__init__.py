@@ -1,4 +1,5 @@
-"""A worker's weights: whose they are and where they sleep (`worker_weights`), and how they change (`update`).
+"""Manage a worker's weights: whose they are and where they sleep (`worker_weights`), and how they change
+(`transaction`).
 
 `spill` keeps a copy in a file, `marks` tell what has changed in place, `links_in_use` ends waits for a sender.
 Imports the rest of `control`, and `samebit.weight_sync`.

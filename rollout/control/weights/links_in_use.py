@@ -1,4 +1,4 @@
-"""The links that a worker receives weights from now: closing the worker closes them.
+"""Know the links that a worker receives weights from now: closing the worker closes them.
 
 Invariant: after `close` no call waits for a sender, neither one that waited before nor one that comes.
 """
@@ -14,7 +14,7 @@ from samebit.weight_sync import ReceiverLink, SyncBrokenError
 
 
 class LinksInUse:
-    """The links on which calls of one worker wait."""
+    """Holds the links on which calls of one worker wait."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()

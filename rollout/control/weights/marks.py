@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 SAMPLED = 256
-"""Values of a tensor that are kept, evenly spread; of a smaller one all."""
+"""So many values of a tensor are kept, evenly spread; of a smaller one all."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,7 +43,7 @@ class Mark:
 
 
 class Marks:
-    """The marks of some tensors, by name."""
+    """Holds the marks of some tensors, by name."""
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
         self._marks = {name: Mark.of(tensors[name]) for name in names}

@@ -1,4 +1,4 @@
-"""A copy of tensors in a file, while their memory is given back.
+"""Keep a copy of tensors in a file, while their memory is given back.
 
 Invariant: the file has no name and only its owner may open it. Whatever dies, the system frees it with the process.
 It lies in the folder for temporary files (`$TMPDIR`); where that is in memory, a spill gives no memory back.
@@ -17,7 +17,7 @@ from samebit.weight_sync.digest import in_place_bytes, readable_bytes, writable_
 
 
 class Spill:
-    """The bits of tensors, in a file without a name."""
+    """Holds the bits of tensors, in a file without a name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Write them. Raises `OSError` when there is no room."""

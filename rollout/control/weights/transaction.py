@@ -1,4 +1,4 @@
-"""One weight update: what holds the lock, decides the version, and deals with the requests in flight.
+"""Carry one weight update out: hold the lock, decide the version, and deal with the requests in flight.
 
 Invariants
 ----------
@@ -31,7 +31,7 @@ MOST_VERSION = (1 << 63) - 1
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A worker's part in the updates of its weights, which several workers may share."""
+    """Is a worker's part in the updates of its weights, which several workers may share."""
 
     thread: GenerationThread
     weights: WorkerWeights
@@ -129,7 +129,7 @@ class Transaction(AbstractContextManager["Transaction"]):
 
 
 class WeightUpdate(AbstractContextManager["WeightUpdate"]):
-    """The block in which the trainer changes shared parameters; `report` is there after it."""
+    """Is the block in which the trainer changes shared parameters; `report` is there after it."""
 
     def __init__(self, transaction: Transaction, member: Member) -> None:
         self._transaction = transaction

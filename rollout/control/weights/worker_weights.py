@@ -1,4 +1,4 @@
-"""The weights a worker runs on: whose they are, how they are replaced, where they sleep.
+"""Hold the weights a worker runs on: whose they are, how they are replaced, where they sleep.
 
 Invariants
 ----------
@@ -62,7 +62,7 @@ class _Layout:
 
 
 class WorkerWeights:
-    """The weights of one worker. users: where the workers on a shared module are known, that of its binding."""
+    """Holds the weights of one worker. users: where the workers on a shared module are known, that of its binding."""
 
     def __init__(self, module: nn.Module, *, shared: bool, users: Users[Any] | None = None) -> None:
         self.module = module

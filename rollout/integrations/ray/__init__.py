@@ -1,4 +1,4 @@
-"""A rollout worker in a process of its own, as an actor of Ray.
+"""Run a rollout worker in a process of its own, as an actor of Ray.
 
 worker = RayWorker.start("path/to/model", num_cpus=2)
 outputs = worker.generate(prompts, SamplingParams(max_tokens=64))

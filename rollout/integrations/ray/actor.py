@@ -1,4 +1,4 @@
-"""The side of Ray's actor: a `RolloutWorker` whose calls do not block each other (`AsyncWorker`).
+"""Run the side of Ray's actor: a `RolloutWorker` whose calls do not block each other (`AsyncWorker`).
 
 Invariant: `health` answers whatever the worker is doing.
 """
@@ -19,7 +19,7 @@ from samebit.rollout.worker import RolloutWorker
 
 @dataclass(frozen=True)
 class Health:
-    """`trouble`: why a request would be refused now, None if it would not."""
+    """Says how a worker is; `trouble` is why a request would be refused now, None if it would not."""
 
     pid: int
     weight_version: int
@@ -27,7 +27,8 @@ class Health:
 
 
 class RolloutActor(AsyncWorker):
-    """Plain class; `start_actor` makes the actor. Its methods are those of `RolloutWorker`."""
+    """Answers calls over Ray. It is a plain class; `start_actor` makes the actor. Its methods are those of
+    `RolloutWorker`."""
 
     def __init__(self) -> None:
         super().__init__(Sources())

@@ -1,4 +1,4 @@
-"""Waiting for an actor: what comes back is its result, its own error, or `WorkerLostError`.
+"""Wait for an actor: what comes back is its result, its own error, or `WorkerLostError`.
 
 Invariant: no call waits for an actor whose process has died. Ray notices that when the connection to it breaks, in
 milliseconds, and ends every call that waits (a whole machine that vanishes takes as long as Ray's health checks).

@@ -1,4 +1,4 @@
-"""The caller's side of a worker in an actor: the face of `RolloutWorker`, and where its process starts.
+"""Call a worker in an actor: the face of `RolloutWorker`, and where its process starts.
 
 Invariants
 ----------
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 HEALTH_TIMEOUT = 2.0
 MOST_CALLS = 10_000
-"""That wait in an actor at once; they wait without a thread."""
+"""At most so many calls wait in an actor at once; they wait without a thread."""
 
 
 def start_actor(actor_class: type, *, num_cpus: int = 1, num_threads: int | None = None, **options: Any) -> Any:
@@ -57,7 +57,7 @@ def start_actor(actor_class: type, *, num_cpus: int = 1, num_threads: int | None
 
 
 class RayWorker(Closing):
-    """A rollout worker in an actor, called like a `RolloutWorker`. `actor`: a handle of a `RolloutActor`.
+    """Calls a rollout worker in an actor like a `RolloutWorker`. `actor`: a handle of a `RolloutActor`.
 
     sync_timeout: how long a weight update waits for the other side while no weights move, in seconds.
     """
@@ -220,7 +220,7 @@ class RayWorker(Closing):
 
 
 class RayRequestHandle:
-    """A request that was submitted to an actor."""
+    """Stands for a request that was submitted to an actor."""
 
     def __init__(self, actor: Any, request_id: str, reference: ray.ObjectRef[RequestOutput]) -> None:
         self.request_id = request_id

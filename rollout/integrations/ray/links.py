@@ -14,7 +14,7 @@ from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
 
 @dataclass(frozen=True)
 class SharedMemoryAt:
-    """The `SharedMemorySender` of this address, on the actor's machine."""
+    """Names the `SharedMemorySender` of this address, on the actor's machine."""
 
     address: str
     timeout: float = DEFAULT_TIMEOUT
@@ -25,7 +25,7 @@ class SharedMemoryAt:
 
 @dataclass(frozen=True)
 class BroadcastFrom:
-    """The `BroadcastSender` at this rank of the group that the actor has joined (`join_group`).
+    """Names the `BroadcastSender` at this rank of the group that the actor has joined (`join_group`).
 
     device: where the backend of the group wants its tensors, "cuda" for NCCL.
     """
@@ -40,7 +40,8 @@ class BroadcastFrom:
 
 @dataclass(frozen=True)
 class BroadcastGroup:
-    """Rank 0 of a group made for one update, in which the actor is `rank`; its `listening_store` is at host, port."""
+    """Names rank 0 of a group made for one update, in which the actor is `rank`; its `listening_store` is at host,
+    port."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""verl's rollout options, as samebit understands them.
+"""Read verl's rollout options as samebit understands them.
 
 Invariant: an option is honoured, refused by name, or named once in a warning; none is dropped silently.
 """
@@ -22,10 +22,11 @@ logger = logging.getLogger(__name__)
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 
 WORKER_OPTIONS = ("block_size", "num_blocks", "kv_cache_gb", "eviction_policy", "state_cache_gb", "num_threads")
-"""The keys of `rollout.custom` that are fields of `RolloutConfig`, for which verl has no option."""
+"""Lists the keys of `rollout.custom` that are fields of `RolloutConfig`, for which verl has no option."""
 
 SERVER_OPTIONS = ("num_cpus", "sync_timeout")
-"""The keys of `rollout.custom` for a server: its cores in Ray; the longest wait in a weight update, in seconds."""
+"""Lists the keys of `rollout.custom` for a server: its cores in Ray; the longest wait in a weight update, in
+seconds."""
 
 _NOT_HONOURED: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
@@ -55,13 +56,13 @@ _NOT_HONOURED: dict[str, Any] = {
     "server.max_connections": 1000,
     "server.max_start_wait_time": 300.0,
 }
-"""Options for which samebit has no use, with verl's defaults; another value is named in a warning."""
+"""Lists options for which samebit has no use, with verl's defaults; another value is named in a warning."""
 
 _OF_A_BROADCAST = {"checkpoint_engine.update_weights_bucket_megabytes": 2048}
-"""The same, where weights go through shared memory."""
+"""Lists the same, where weights go through shared memory."""
 
 _OF_ENTROPY = ("entropy_checkpointing", "entropy_from_logits_with_chunking")
-"""The training engine's keys for verl's own entropy, which is not asked for."""
+"""Lists the training engine's keys for verl's own entropy, which is not asked for."""
 
 
 @dataclass(frozen=True)

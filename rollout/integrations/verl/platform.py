@@ -1,4 +1,4 @@
-"""verl's platform "cpu": FSDP2 over gloo on a machine without an accelerator.
+"""Add the platform "cpu" to verl: FSDP2 over gloo on a machine without an accelerator.
 
 verl asks the platforms in the order of their registration, its own first; `VERL_PLATFORM=cpu` chooses this one.
 """
@@ -16,7 +16,8 @@ import torch
 from verl.plugin.platform import PlatformBase
 
 _DRIVERS = ("/proc/driver/nvidia", "/dev/kfd", "/dev/davinci_manager")
-"""The devices of accelerators: beside one of them, a process that sees no accelerator is on no machine without."""
+"""Lists the devices of accelerators: beside one of them, a process that sees no accelerator is on no machine
+without."""
 
 
 class CPUPlatform(PlatformBase):
@@ -100,7 +101,7 @@ def _peak_memory() -> int:
 
 
 def _memory_info() -> tuple[int, int]:
-    """(free, total) bytes of the machine."""
+    """Return (free, total) bytes of the machine."""
     kilobytes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free, total = (int(kilobytes[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
     return free, total

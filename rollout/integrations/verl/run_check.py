@@ -1,4 +1,4 @@
-"""A look at the whole configuration of a run, before Ray or any process is started.
+"""Look at the whole configuration of a run, before Ray or any process is started.
 
 Invariant: what the actor's processes or a server would refuse of their options when they start is refused here, in the
 same words.
@@ -30,10 +30,10 @@ from samebit.rollout.models.hub import model_folder
 from samebit.rollout.sampling_params import SamplingParams
 
 _STRATEGIES = ("fsdp", "fsdp2")
-"""The engines of verl that samebit knows; of the first it says by name what is amiss (`exactness`)."""
+"""Lists the engines of verl that samebit knows; of the first it says by name what is amiss (`exactness`)."""
 
 _NEEDS_LOGITS = ("optimal_token_baseline", "tir_optimal_token_baseline")
-"""Advantage estimators that ask the actor for `calculate_sum_pi_squared`."""
+"""Lists the advantage estimators that ask the actor for `calculate_sum_pi_squared`."""
 
 
 def check_run(config: Any) -> None:
@@ -197,7 +197,7 @@ def _resolve_names(run: Any, revision: str | None) -> None:
 
 
 def _refuse(config: Any, transport: Any, engine: Mapping[str, Any]) -> None:
-    """transport: `rollout.checkpoint_engine`. engine: of the actor."""
+    """Refuse by name what samebit can not do. transport: `rollout.checkpoint_engine`. engine: of the actor."""
     unknown = transport.engine_kwargs.get(NAME) or {}
     refused = {
         "fsdp_config.offload_policy=True on a CPU (it is for parameters on an accelerator)": (

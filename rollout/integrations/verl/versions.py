@@ -1,4 +1,4 @@
-"""The versions of verl that the plugin was made for, and what is said in another."""
+"""Know the versions of verl that the plugin was made for, and what is said in another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 KNOWN_VERSIONS = ("0.9.1",)
-"""The versions of verl that the plugin was run with."""
+"""Lists the versions of verl that the plugin was run with."""
 
 KNOWN = ", ".join(KNOWN_VERSIONS)
 

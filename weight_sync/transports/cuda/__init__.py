@@ -1,1 +1,1 @@
-"""Buckets in a GPU's memory (CUDA IPC). Not run on a GPU yet."""
+"""Carry weights through buckets in a GPU's memory (CUDA IPC). Not run on a GPU yet."""

@@ -67,7 +67,7 @@ class DeviceWriter:
 
 
 class DeviceDestination(Destination):
-    """The destination of a tensor that is on a device."""
+    """Writes a tensor that is on a device."""
 
     def _in_place(self, target: Tensor) -> bool:
         return target.is_contiguous() and target.storage_offset() * target.element_size() % WORD == 0

@@ -1,4 +1,5 @@
-"""Weights from one process to another on one GPU, through two buckets of its memory (CUDA IPC). Not run on a GPU yet.
+"""Send weights from one process to another on one GPU, through two buckets of its memory (CUDA IPC). Not run on a GPU
+yet.
 
 Only messages go through the host. On the device, the sender copies into a bucket and scans it; the receiver scans it
 and copies it into the model while the other bucket is filled.
@@ -92,7 +93,7 @@ class DeviceSenderEnd(SocketSenderEnd[CudaBuckets]):
 
 
 class CudaIpcReceiver(SocketReceiver[CudaBuckets]):
-    """A source for `receive_weights`: the other end of a `CudaIpcSender`, by its `address`.
+    """Receives for `receive_weights`: the other end of a `CudaIpcSender`, by its `address`.
 
     Args:
         address: `CudaIpcSender.address`.

@@ -1,4 +1,4 @@
-"""Two buckets on a GPU that two processes have open, and the message that hands them over. Not run on a GPU yet.
+"""Share two buckets on a GPU between two processes, and define the message that hands them over. Not run on a GPU yet.
 
 The memory is made and opened by torch's own CUDA IPC (`torch.multiprocessing.reductions`); what it would pickle goes
 as plain fields instead, each checked before use.
@@ -25,7 +25,7 @@ _LONGEST_HANDLE = 1024
 
 @dataclass(frozen=True)
 class MemoryHandle:
-    """The message with which the other process opens the memory. Its fields are torch's; bytes are hexadecimal."""
+    """Is the message with which the other process opens the memory. Its fields are torch's; bytes are hexadecimal."""
 
     gpu: str
     num_bytes: int
@@ -50,7 +50,7 @@ class MemoryHandle:
 
 
 class CudaBuckets:
-    """The two buckets, in the process that made them and in the one that opened them."""
+    """Holds the two buckets, in the process that made them and in the one that opened them."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory

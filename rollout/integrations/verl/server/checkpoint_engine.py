@@ -1,5 +1,5 @@
-"""samebit's broadcast as verl's checkpoint engine: `rollout.checkpoint_engine.backend=samebit`, for servers with
-resources of their own.
+"""Make samebit's broadcast verl's checkpoint engine, for servers with resources of their own:
+`rollout.checkpoint_engine.backend=samebit`.
 
 Rank 0 of the trainer sends straight to the servers; the worker that verl puts beside each server only tells it where.
 
@@ -26,7 +26,7 @@ from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
 
 
 class SamebitCheckpointEngine(CheckpointEngine):
-    """One per rank of the trainer and per server.
+    """Sends or takes the weights of one rank of the trainer or one server.
 
     bucket_size: bytes that travel at once. timeout: of a server's updates, in seconds (`custom.sync_timeout`); the
     ranks of the trainer take it over from the servers.
@@ -64,7 +64,7 @@ class SamebitCheckpointEngine(CheckpointEngine):
         return all_of([0] + [-1] * (actor_wg_world_size - 1)), all_of(list(range(1, rollout_world_size + 1)))
 
     def init_process_group(self, rank: int, size: int, host: str, port: int, timeout: float) -> None:
-        """Only note it: rank 0 and the servers join when the weights go."""
+        """Note where the group meets: rank 0 and the servers join when the weights go."""
         self._place = BroadcastGroup(host, port, rank, size, timeout)
 
     def finalize(self) -> None:
@@ -96,7 +96,7 @@ class SamebitCheckpointEngine(CheckpointEngine):
 
 
 class SamebitCheckpointWorker(CheckpointEngineWorker):
-    """verl's worker beside a server, in a process that has to know the backend first."""
+    """Is verl's worker beside a server, in a process that has to know the backend first."""
 
     def __init__(self, rollout_config: Any, *args: Any, **kwargs: Any) -> None:
         register()

@@ -1,4 +1,4 @@
-"""The replicas of this process, for the functions of verl that have no way to them.
+"""Know the replicas of this process, for the functions of verl that have no way to them.
 
 Invariant: `check_servers` raises the cause once the watch of a server has told of its end, which takes a second;
 `ask_servers` does not wait for that second.
@@ -19,11 +19,11 @@ from samebit.rollout.integrations.verl.server.metrics import of_servers
 logger = logging.getLogger(__name__)
 
 ASK_SECONDS = 5.0
-"""The longest wait for a server's answer that it is well."""
+"""A server has so many seconds to answer that it is well."""
 
 
 class Replica(Protocol):
-    """A server that was launched, as this process sees it.
+    """Describes a server that was launched, as this process sees it.
 
     failure: what ended it, as far as its watch has told. seen: its numbers at the last look.
     """

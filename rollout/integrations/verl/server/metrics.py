@@ -14,17 +14,18 @@ _MOMENTARY = (
     "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_evictable", "states_used",
     "states_total",
 )  # fmt: skip
-"""The figures that are not counted from the start on."""
+"""Names the figures that are not counted from the start on."""
 
 _VERSION = "weight_version"
-"""The figures that are no amounts: of several servers the oldest one's is taken."""
+"""Names the figure that is no amount: of several servers the oldest one's is taken."""
 
 _SPAN = ("min_global_steps", "max_global_steps")
-"""The names that verl gives to the oldest and the newest weights of a trajectory."""
+"""Gives verl's names of the oldest and the newest weights of a trajectory."""
 
 
 _LOGPROBS = ("rollout_log_probs", "old_log_probs")
-"""The rollout's and the trainer's; the first are 0 where a token was not sampled but given by a tool."""
+"""Names the rollout's log-probabilities and the trainer's; the first are 0 where a token was not sampled but given by a
+tool."""
 
 
 def of_servers(before: Sequence[Mapping[str, float]], now: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -75,7 +76,8 @@ def on_policy_of(data: DataProto, weights: Set[int]) -> dict[str, float]:
 
 
 def _compared(trajectories: int, *logprobs: Tensor) -> dict[str, float]:
-    """logprobs: the rollout's and the trainer's, of the same tokens, float32; compared by their bits."""
+    """Compare two sets of log-probabilities. logprobs: the rollout's and the trainer's, of the same tokens, float32;
+    compared by their bits."""
     metrics = {"samebit/on_policy/trajectories": float(trajectories)}
     if trajectories:
         rollout, trainer = logprobs

@@ -1,4 +1,4 @@
-"""A trace of what a server computes, for `start_profile` and `stop_profile`."""
+"""Trace what a server computes, for `start_profile` and `stop_profile`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class Tracing:
-    """torch's profiler over all threads of the process; one trace file a use, in `folder`. None: tracing is off."""
+    """Runs torch's profiler over all threads of the process; one trace file a use, in `folder`. None: tracing is
+    off."""
 
     def __init__(self, folder: Path | None, name: str) -> None:
         self._folder = folder

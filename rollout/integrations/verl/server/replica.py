@@ -1,4 +1,4 @@
-"""A rollout replica of verl: one server, started and driven from the process of the trainer's loop.
+"""Run a rollout replica of verl: one server, started and driven from the process of the trainer's loop.
 
 Invariant: a server that died or broke is known here within a second; `launched` says so.
 """

@@ -1,4 +1,4 @@
-"""A request in verl's words, and its result."""
+"""Translate a request out of verl's words, and its result into them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout server of verl: an actor of Ray with a `RolloutWorker` inside.
+"""Run a rollout server of verl: an actor of Ray with a `RolloutWorker` inside.
 
 Invariants
 ----------
@@ -47,7 +47,8 @@ WATCH_SECONDS = 0.5
 
 
 class SamebitServer:
-    """Plain class; `SamebitReplica` makes the actor. A subclass may put another worker inside (`make_worker`)."""
+    """Serves verl's requests. It is a plain class; `SamebitReplica` makes the actor. A subclass may put another worker
+    inside (`make_worker`)."""
 
     def __init__(self) -> None:
         self._options: ServerOptions
@@ -97,7 +98,7 @@ class SamebitServer:
         mm_processor_kwargs: dict[str, Any] | None = None,
         priority: int = 0,
     ) -> TokenOutput:
-        """Token ids in, token ids and log-probabilities out."""
+        """Sample a continuation: token ids in, token ids and log-probabilities out."""
         if image_data or video_data or audio_data or mm_processor_kwargs:
             raise RequestError("samebit serves text only: no images, video or audio")
         if priority:
@@ -191,7 +192,7 @@ class SamebitServer:
         self._worker.check_usable()
 
     async def watch(self) -> None:
-        """Never returns; raises what broke the worker."""
+        """Raise what broke the worker; never return."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             await self.check_usable()
@@ -216,7 +217,7 @@ def _resident_bytes() -> int:
 
 
 class Busy:
-    """Seconds during which there was at least one request. A context manager for one of them."""
+    """Counts the seconds during which there was at least one request. A context manager for one of them."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

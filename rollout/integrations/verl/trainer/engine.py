@@ -1,4 +1,4 @@
-"""verl's FSDP engine with samebit's forward and log-probabilities.
+"""Give verl's FSDP engine samebit's forward and log-probabilities.
 
 It is in use where `model.fused_kernel_options.impl_backend` is "samebit"; verl then leaves the model's class alone and
 reads `log_probs` and `entropy` from the model's output. On a CPU the class also serves other models, since verl has no
@@ -34,7 +34,7 @@ STRATEGIES = ("fsdp", "fsdp2")
 
 
 class SamebitEngine(FSDPEngineWithLMHead):
-    """Actor and reference policy."""
+    """Trains the actor and computes the reference policy."""
 
     _autocast_dtype: torch.dtype
 

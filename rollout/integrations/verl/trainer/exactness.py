@@ -1,4 +1,4 @@
-"""Under which of verl's options the trainer's bits would not be the servers'.
+"""Say under which of verl's options the trainer's bits would not be the servers'.
 
 Invariant: a server builds its model from the folder `model.path` alone, with transformers' own classes; an option that
 makes the trainer's model another one, or computes it in another way, is refused by name.
@@ -12,7 +12,7 @@ from typing import Any
 from verl.utils.device import get_device_name
 
 _ATTENTION = "attn_implementation"
-"""The entry of `model.override_config` that says nothing here: a bound model has an attention of its own."""
+"""Names the entry of `model.override_config` that says nothing here: a bound model has an attention of its own."""
 
 
 def check_exact(model: Mapping[str, Any], engine: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The forward that verl's fused path calls: log-probabilities and entropy instead of logits.
+"""Define the forward that verl's fused path calls: log-probabilities and entropy instead of logits.
 
 Invariant: the bound model's forward makes them under a `Scoring`, as it makes those of `token_logprobs`; so they are
 bit for bit what the rollout worker reports, and of many logits only a part is in memory at once.

@@ -1,5 +1,5 @@
-"""The trainer's end of a rollout server: weights and memory. verl makes one in every trainer process, and one beside
-each server that has resources of its own.
+"""Drive a rollout server from the trainer: its weights and its memory. verl makes one in every trainer process, and one
+beside each server that has resources of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from samebit.weight_sync import SyncReport, WeightStream
 
 
 class SamebitRollout(BaseRollout):
-    """A rank of the trainer has a server of its own. `device_mesh` is None beside a STANDALONE server."""
+    """Is what verl calls the rollout, beside a rank of the trainer that has a server of its own. `device_mesh` is None
+    beside a STANDALONE server."""
 
     is_leader_rank = True
 
@@ -66,7 +67,7 @@ class SamebitRollout(BaseRollout):
 
     @property
     def _server(self) -> Any:
-        """Found when it is first needed: verl starts the server after this object."""
+        """Return the server, found when it is first needed: verl starts it after this object."""
         if self._found is None:
             self._found = ray.get_actor(server_name(self.replica_rank))
         return self._found
