@@ -1,4 +1,4 @@
-"""What the arithmetic is: kernels whose bits depend on a sequence alone, and `bind`, which puts them to use.
+"""Compute the arithmetic of samebit: kernels whose bits depend on a sequence alone, and `bind`, which puts them to use.
 
 Three rules hold for every kernel (docs/exactness.md): a row's result depends on that row and its own
 prefix; a reduction over the sequence walks a grid anchored at position 0; trainer and rollout run the

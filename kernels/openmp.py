@@ -26,7 +26,7 @@ _PAUSE_SOFT = 1
 
 
 def process_environment(num_threads: int) -> dict[str, str]:
-    """What a process that computes with so many threads needs in its environment before it loads torch."""
+    """Return what a process that computes with so many threads needs in its environment before it loads torch."""
     return {**ENVIRONMENT, "OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
 
 

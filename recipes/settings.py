@@ -18,7 +18,7 @@ def option(default: Any, text: str, **extra: Any) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """Those of both recipes. The defaults are the ones whose result recipes/README.md reports."""
+    """Holds the settings of both recipes. The defaults are the ones whose result recipes/README.md reports."""
 
     model: Path | None = option(None, "local Hugging Face folder (model and tokenizer); skips the warm-up", type=Path)
     data: Path | None = option(None, "prompts: .parquet or .jsonl with the columns `prompt` and `answer`", type=Path)

@@ -1,4 +1,4 @@
-"""Who runs when, on which memory: the rollout worker and what it is made of.
+"""Decide who runs when, on which memory: the rollout worker and what it is made of.
 
 A name is loaded when it is first asked for: what a trainer's plugin mechanism imports of this package costs nothing and
 can not fail before the plugin has a say.
@@ -47,7 +47,7 @@ __all__ = [
 
 _MODULES = ("errors", "sampling_params", "config", "requests.request", "outputs", "control.delivery",
             "worker_interface", "worker")  # fmt: skip
-"""Where the public names are, what is light first: a name is looked for in this order, and what comes later is left."""
+"""The modules of the public names, light ones first: a name is looked for in this order; the rest is not loaded."""
 
 
 def __getattr__(name: str) -> Any:

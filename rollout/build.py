@@ -21,7 +21,7 @@ from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.engine.weight_watch import ParameterWatch
 from samebit.rollout.models.loading import load_model, naming
-from samebit.rollout.requests.stopping import Tokenizer
+from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.runner.model_runner import ModelRunner
 from samebit.rollout.runner.pool_sizes import count_blocks
 

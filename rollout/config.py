@@ -34,12 +34,12 @@ _PLAIN: dict[str, Callable[[object], object]] = {
     **dict.fromkeys(("kv_cache_gb", "gpu_memory_utilization", "state_cache_gb"), as_number),
     **dict.fromkeys(("enable_prefix_caching", "async_scheduling", "enforce_eager", "exact"), as_bool),
 }
-"""What takes a field's value as Python's own."""
+"""The converters that take a field's value as Python's own."""
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How much memory a worker may use and how much it computes in one step.
+    """Says how much memory a worker may use and how much it computes in one step.
 
     block_size: tokens in a KV block, a power of two; None for 16, or for the SSM chunk of a model with Mamba
         layers, which must divide it. No result depends on it.
@@ -155,7 +155,7 @@ class RolloutConfig:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step is launched before the tokens of the one before it are read."""
+        """Return whether a step is launched before the tokens of the one before it are read."""
         return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
 
     def _check_pool_size(self) -> None:

@@ -1,11 +1,11 @@
-"""What a caller gets back. Plain data, detached from the engine."""
+"""Hold what a caller gets back: plain data, detached from the engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from samebit.rollout.requests.request import Request, RequestEvent, Sequence, Span
-from samebit.rollout.requests.stopping import Tokenizer, decoded
+from samebit.rollout.requests.tokenizer import Tokenizer, decoded
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ LOWEST_PENALTY = SMALLEST_NORMAL
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to sample. The fields that are not obvious:
+    """Says how to sample. The fields that are not obvious:
 
     n: samples, up to 16384.
     temperature: 0 chooses greedily (and reports log-probabilities at temperature 1).
@@ -90,17 +90,17 @@ class SamplingParams:
 
     @cached_property
     def filters(self) -> bool:
-        """Whether top-k, top-p or min-p rule tokens out."""
+        """Return whether top-k, top-p or min-p rule tokens out."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether the logits are changed before each choice (``min_tokens`` aside)."""
+        """Return whether the logits are changed before each choice (``min_tokens`` aside)."""
         return self.filters or self.repetition_penalty != 1.0 or bool(self.logit_bias)
 
     @cached_property
     def can_run_ahead(self) -> bool:
-        """Whether the next token but one can be drawn before anybody has read the next one."""
+        """Return whether the next token but one can be drawn before anybody has read the next one."""
         return self.repetition_penalty == 1.0 and self.logprobs is None
 
     @property

@@ -28,7 +28,7 @@ from samebit.rollout.control.generation_thread import GenerationThread
 from samebit.rollout.control.shelter import Gate, Hold
 from samebit.rollout.control.sleep import TAGS, Sleep, check_sleep, check_tags
 from samebit.rollout.control.weights.links_in_use import LinksInUse
-from samebit.rollout.control.weights.update import Member, Transaction, WeightUpdate
+from samebit.rollout.control.weights.transaction import Member, Transaction, WeightUpdate
 from samebit.rollout.control.worker_status import WorkerStatus
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.errors import RequestError, WorkerStateError
@@ -36,7 +36,7 @@ from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.requests.block_digests import PromptDigests
 from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.requests.request import IntArray, Request
-from samebit.rollout.requests.stopping import Tokenizer
+from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.stats import worker_stats
 from samebit.rollout.worker_interface import UpdateOptions

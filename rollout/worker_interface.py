@@ -1,4 +1,4 @@
-"""What a worker is to its callers, wherever it runs: in this process, in an actor of Ray, behind a server.
+"""Say what a worker is to its callers, wherever it runs: in this process, in an actor of Ray, behind a server.
 
 Invariants
 ----------
@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from samebit.rollout.control.sleep import TAGS
-from samebit.rollout.control.weights.update import check_update_args
+from samebit.rollout.control.weights.transaction import check_update_args
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.sampling_params import SamplingParams
@@ -36,7 +36,7 @@ class UpdateKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
-    """How an update of the weights is taken.
+    """Says how an update of the weights is taken.
 
     version: of the weights after it, above the current one; None for the next.
     in_flight: what becomes of the requests that have begun: "keep" goes on with the KV they have, "recompute" computes

@@ -1,7 +1,7 @@
 """Move weights into a model: what may be offered, what is checked, what is written.
 
-Floors, from the top: `update` (the entry) > `transports` > `wire` (the protocol) > `source`, `apply` (within a process)
-> `manifest`, `digest`, `report`. Knows nothing of `samebit.rollout` or `samebit.kernels`.
+Floors, from the top: `opened_update` (the entry) > `transports` > `wire` (the protocol) > `source`, `apply` (within a
+process) > `manifest`, `digest`, `report`. Knows nothing of `samebit.rollout` or `samebit.kernels`.
 """
 
 from samebit.weight_sync.apply import PreparedUpdate
@@ -12,6 +12,7 @@ from samebit.weight_sync.manifest import (
     UpdateTerms,
     WeightMismatchError,
 )
+from samebit.weight_sync.opened_update import apply_weights, open_update
 from samebit.weight_sync.report import SyncBrokenError, SyncReport, VerificationError
 from samebit.weight_sync.source import TensorSource, WeightSourceError, open_source
 from samebit.weight_sync.transports.broadcast import (
@@ -23,7 +24,6 @@ from samebit.weight_sync.transports.broadcast import (
 )
 from samebit.weight_sync.transports.cuda.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from samebit.weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from samebit.weight_sync.update import apply_weights, open_update
 from samebit.weight_sync.wire.link import PeerLostError, ReceiverLink, SyncRefusedError, SyncTimeoutError
 from samebit.weight_sync.wire.sender import SendReport, WeightSender
 from samebit.weight_sync.wire.stream import WeightStream

@@ -17,7 +17,7 @@ from samebit.kernels.cpu.base import numeric
 from samebit.kernels.cpu.base.jit import RowKernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, floats, integers, kind_of, with_unit_stride
 from samebit.kernels.cpu.base.numeric import exp, narrow, softplus, widen
-from samebit.kernels.cpu.base.tile_multiply import FETCH_AHEAD
+from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD
 from samebit.kernels.cpu.base.vectors import (
     accumulate,
     fma,

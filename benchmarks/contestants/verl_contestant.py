@@ -16,5 +16,5 @@ def replica_class() -> type:
     return HuggingFaceReplica
 
 
-base._ROLLOUT_REGISTRY[(NAME, "async")] = "samebit.rollout.integrations.verl.server.adapter.SamebitRollout"
+base._ROLLOUT_REGISTRY[(NAME, "async")] = "samebit.rollout.integrations.verl.trainer.rollout.SamebitRollout"
 replica.RolloutReplicaRegistry.register(NAME, replica_class)

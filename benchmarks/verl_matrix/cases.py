@@ -8,7 +8,7 @@ from samebit.recipes.verl_grpo.launch import V1
 Options = dict[str, object]
 
 PROMPTS, SAMPLES = 4, 4
-"""Of a step: little, so that it is short."""
+"""The size of a step: little, so that it is short."""
 
 SAVED = 10
 """The step whose checkpoint one run writes and another goes on from."""

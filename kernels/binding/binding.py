@@ -34,7 +34,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Binding:
-    """What `bind` found out about a model.
+    """Holds what `bind` found out about a model.
 
     Attributes:
         modules: the model's modules as they were bound.
@@ -109,7 +109,7 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
 
 
 def is_bound(model: nn.Module) -> bool:
-    """Whether `bind` has been applied to this model."""
+    """Return whether `bind` has been applied to this model."""
     return isinstance(model.__dict__.get("samebit"), Binding)
 
 

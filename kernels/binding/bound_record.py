@@ -1,4 +1,4 @@
-"""What the modules of a model were when `bind` was done, and whether they still are that.
+"""Record what the modules of a model were when `bind` was done, and check that they still are that.
 
 Invariants:
 
@@ -67,7 +67,7 @@ class BoundModule:
         return cls(name, module, kind, kind.forward, own, dict(module._modules), _shapes(module), idle)
 
     def is_as_it_was(self) -> bool:
-        """Whether there is certainly no difference; quick, since it runs for each module at each use of a model."""
+        """Return whether there is certainly no difference; quick: it runs for each module at each use of a model."""
         now = self.module.__dict__
         return (
             type(self.module) is self.kind
@@ -169,14 +169,14 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _inside(module: nn.Module | None) -> nn.Module | None:
-    """What the wrapper of gradient checkpointing holds, which computes nothing else."""
+    """Return what the wrapper of gradient checkpointing holds, which computes nothing else."""
     while type(module) is CheckpointWrapper:
         module = module._checkpoint_wrapped_module
     return module
 
 
 def _leads_to(forward: object, recorded: object) -> bool:
-    """Whether a forward is the recorded one, or a transparent wrapper of it."""
+    """Return whether a forward is the recorded one, or a transparent wrapper of it."""
     if forward == recorded:
         return True
     function, wanted = _function(forward), _function(recorded)

@@ -48,7 +48,7 @@ def head_forward(self: Any, x: torch.Tensor) -> torch.Tensor | Scores:
 
 
 def own_forward(model: nn.Module) -> Forward:
-    """What a call of the unbound model runs, a function of the model: its class's forward, or what replaced it."""
+    """Return what a call of the unbound model runs: its class's forward, or the function that replaced it."""
     replaced = model.__dict__.get("forward")
     if replaced is None:
         return type(model).forward
@@ -93,7 +93,7 @@ def keeping_positions(own: Forward) -> Forward:
 
 
 def _is_bound_alone(head: nn.Module) -> bool:
-    """Whether a call of the head gives what `head_forward` gives: nobody wraps it, nobody but FSDP2 hooks it."""
+    """Return whether a call of the head gives what `head_forward` gives: nobody wraps it, nobody but FSDP2 hooks it."""
     forward = head.__dict__.get("forward")
     hooks = len(head._forward_hooks) - isinstance(head, FSDPModule)
     return isinstance(forward, MethodType) and forward.__func__ is head_forward and hooks == 0

@@ -1,4 +1,4 @@
-"""What the causal language models of the families do to the logits of their heads.
+"""Change the logits of a head as the causal language models of the families do.
 
 Invariant: a logit changes by itself, whatever is beside it; so logits may be computed in parts. Each is the formula of
 its Hugging Face class, operation by operation.

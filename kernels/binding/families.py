@@ -65,7 +65,7 @@ class Family:
 
     @property
     def allowed_layers(self) -> tuple[str, ...]:
-        """What its layers may be, in the words of the configs of this transformers."""
+        """Return what its layers may be, in the words of the configs of this transformers."""
         return tuple(dict.fromkeys(_NEW_NAMES.get(kind, kind) for kind in self.layer_types))
 
     def class_name(self, part: str) -> str:
@@ -178,7 +178,7 @@ _DROPOUTS = (
 
 
 def inexact_features(family: Family | None, config: dict[str, Any], parameter_names: list[str]) -> list[str]:
-    """What a model has that is not exact, each with where it was seen; empty for a plain dense decoder.
+    """Return what a model has that is not exact, each with where it was seen; empty for a plain dense decoder.
 
     Args:
         family: of the model, if it is known.

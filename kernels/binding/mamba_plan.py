@@ -1,4 +1,4 @@
-"""What `bind` finds out about the Mamba2 mixers of a model."""
+"""Find out what `bind` has to know about the Mamba2 mixers of a model."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ class MixerPlan:
         return StateLayout(len(self.shapes), self.shapes[0], self.chunk) if self.shapes else None
 
     def computes(self, name: str) -> bool:
-        """Whether a bound mixer computes what the module of this name would."""
+        """Return whether a bound mixer computes what the module of this name would."""
         return name in self.inside
 
     def mixer(self, name: str, module: Any) -> MambaFacts:

@@ -41,7 +41,7 @@ class NormFacts:
 
 @dataclass(frozen=True)
 class DecoderFacts:
-    """Whether a decoder has attention layers, and whether it has recurrent ones."""
+    """Says whether a decoder has attention layers, and whether it has recurrent ones."""
 
     attends: bool
     recurs: bool

@@ -1,4 +1,4 @@
-"""Which forward each module of a model gets: the plan that `bind` carries out."""
+"""Plan which forward each module of a model gets; `bind` carries the plan out."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from samebit.kernels.layout.mamba_states import StateLayout
 from samebit.kernels.layout.options import AttentionOptions
 
 _CONTAINERS = ("ForCausalLM", "DecoderLayer", "Block", "MambaDecoderLayer", "AttentionDecoderLayer", "HybridLayer")
-"""What follows the prefix in the names of classes that only call others."""
+"""Ends the names of classes that only call others, behind the prefix."""
 
 
 class Plan:
@@ -43,7 +43,7 @@ class Plan:
         return self.mixers.state_layout()
 
     def of_model(self, model: nn.Module) -> list[tuple[nn.Module, Any]]:
-        """What can be bound only when all modules are known: the decoder, the head, and the whole."""
+        """Return what can be bound only when all modules are known: the decoder, the head, and the whole."""
         self._check_heads()
         facts = bound.DecoderFacts(attends=bool(self.attentions), recurs=self.state_layout() is not None)
         decoders = [module for module in model.modules() if self._is_decoder(module)]
@@ -133,7 +133,7 @@ class Plan:
         return head_dim, (self.facts.get("query_pre_attn_scalar") or head_dim) ** -0.5
 
     def _adapter(self, name: str, module: nn.Module, adapters: str) -> int:
-        """Which adapter of a shared layer (Zamba2) this one uses; -1 where it has none."""
+        """Return which adapter of a shared layer (Zamba2) this one uses; -1 where it has none."""
         if adapters not in dict(module.named_children()):
             return -1
         layer = next(int(part) for part in name.split(".") if part.isdigit())

@@ -1,4 +1,4 @@
-"""Where the rows, pages and states of one call lie, and the constants that kernels of all devices share.
+"""Say where the rows, pages and states of one call lie; hold the constants that kernels of all devices share.
 
 Everything in `samebit.kernels` may import this floor; it imports none of the others. The way through it: `call_rows`
 (which row is whose), `attention_work` and `device_layout` (the same for a GPU), `forward_context` (rows and memory of a

@@ -1,4 +1,4 @@
-"""Which rows of a forward call belong to which sequence, at which positions, in which blocks of which memory.
+"""Say which rows of a forward call belong to which sequence, at which positions, in which blocks of which memory.
 
 Invariants:
 

@@ -1,15 +1,15 @@
-"""Which kind of device computes, and in which dtypes: the tensor's device decides, here and nowhere else."""
+"""Decide which kind of device computes, and in which dtypes: by the tensor's device, here and nowhere else."""
 
 import torch
 
 EXACT_EVERYWHERE = (torch.float32, torch.bfloat16)
-"""What is computed exactly on every device."""
+"""The dtypes that are computed exactly on every device."""
 
 _GPU_DTYPES = (*EXACT_EVERYWHERE, torch.float16)
 
 DTYPES = {"cpu": EXACT_EVERYWHERE, "cuda": _GPU_DTYPES, "meta": _GPU_DTYPES}
-"""What is computed exactly on a type of device. Parameters on "meta" get their memory later: ranks of a sharded model
-that do not load it start so."""
+"""The dtypes that are computed exactly on a type of device. Parameters on "meta" get their memory later: ranks of a
+sharded model that do not load it start so."""
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:

@@ -1,11 +1,11 @@
-"""What operations hand to a device: constants of a layer that `bind` found, and the types of what comes back."""
+"""Name what operations hand to a device, constants of a layer that `bind` found, and the types of what comes back."""
 
 from dataclasses import dataclass
 
 import torch
 
 Saved = tuple[torch.Tensor, ...]
-"""What a forward hands to its backward. Only the device that wrote it reads it."""
+"""The tensors that a forward hands to its backward. Only the device that wrote it reads it."""
 
 Layer = tuple[torch.Tensor, torch.Tensor | None]
 """Weight ``[N, K]`` of a linear layer, and its bias ``[N]``."""

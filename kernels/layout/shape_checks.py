@@ -1,4 +1,4 @@
-"""What an operation checks before its kernel starts: kernels take addresses, and read whatever lies behind them.
+"""Check what an operation is given before its kernel starts: kernels take addresses, and read what lies there.
 
 Invariant: a check reads no data, only shapes, dtypes and devices; it costs less than a microsecond.
 """

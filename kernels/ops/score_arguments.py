@@ -1,4 +1,4 @@
-"""What a caller says about a score, checked: which token ids, and at which temperatures."""
+"""Check what a caller says about a score: which token ids, and at which temperatures."""
 
 from collections.abc import Sequence
 

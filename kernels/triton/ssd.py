@@ -45,10 +45,10 @@ _HEAD_PART = 64
 """Elements of a head that a program takes, at most."""
 
 _STATE_ELEMENTS = 8192
-"""Of the state that a program holds, at most (more of N > 512): 64 registers of each thread."""
+"""The elements of the state that a program holds, at most (more of N > 512): 64 registers of each thread."""
 
 _REGISTERS = 168
-"""Of each thread: three programs fit on a multiprocessor of an H100, while one computes the others load their state."""
+"""The registers of a thread: three programs fit on an H100's multiprocessor; while one computes the others load."""
 
 
 def scan_forward(

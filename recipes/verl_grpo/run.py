@@ -43,7 +43,7 @@ PARTS = (
     "timing_s/update_weights",
 )
 WIDTH = 140
-"""Of the table, also where the output is no terminal."""
+"""The width of the table, also where the output is no terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -32,4 +32,4 @@ def build_cache(
 
 
 CacheManager = build_cache
-"""The name under which other code builds a cache."""
+"""The promised name (docs/prefix-cache.md) under which other code builds a cache; nothing here uses it."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 
-from samebit.rollout.cache.cleared import Cleared
+from samebit.rollout.cache.freed_later import FreedLater
 
 NULL_BLOCK = 0
 
@@ -32,7 +32,7 @@ class BlockPool:
         self._refcounts = [0] * (num_blocks + 1)
         self._blank = list(range(num_blocks, 0, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()
-        self._forgotten: Cleared[int, None] = Cleared()
+        self._forgotten: FreedLater[int, None] = FreedLater()
 
     @property
     def num_kept(self) -> int:

@@ -26,7 +26,7 @@ class BlockTables:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether another sequence can run."""
+        """Return whether another sequence can run."""
         return bool(self._free_slots)
 
     def take_slot(self) -> int:

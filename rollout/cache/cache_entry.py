@@ -1,4 +1,4 @@
-"""What the cache remembers: for one sequence, and of a prompt that is held for samples which have not begun."""
+"""Hold what the cache remembers for one sequence, and of a prompt that is kept for samples which have not begun."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HeldPrompt:
 
     @property
     def state_slot(self) -> int | None:
-        """Where the prompt's state is: kept, or that of the leader as long as it has not gone on."""
+        """Return where the prompt's state is: kept, or that of the leader as long as it has not gone on."""
         if self.held_slot is not None:
             return self.held_slot
         return self.leader.slot if self.leader.slot >= 0 and self.leader.num_computed == self.length else None
@@ -39,10 +39,10 @@ class HeldPrompt:
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
-    """What the cache remembers of one sequence; nothing else writes it.
+    """Holds what the cache remembers of one sequence; nothing else writes it.
 
-    chain: what its blocks are called. match: the entries of the index that a waiting sequence begins with.
-    num_published: leading blocks that the index knows. num_passed: leading blocks that are behind what it computes;
+    chain: what its blocks are called. match: the blocks in the tree that a waiting sequence begins with.
+    num_published: leading blocks that are in the tree. num_passed: leading blocks that are behind what it computes;
     fewer than published while it computes cached ones again for their states. epoch: that of the oldest live KV,
     `NEVER` for a sequence that must not publish.
     prompt: what the samples of its request share, once it was computed. waits_for: the same, for a sample that has not

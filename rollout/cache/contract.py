@@ -1,4 +1,4 @@
-"""What the scheduler asks of KV memory: `Cache`, which `PrefixCache` and `NoPrefixCache` answer.
+"""Say what the scheduler asks of KV memory: `Cache`. `prefix_cache.py` and `no_prefix_cache.py` implement it.
 
 What a cache and a sequence share
 ---------------------------------
@@ -38,7 +38,7 @@ class Cache(ABC):
     """
 
     shares_prompts: bool
-    """Whether one sample of a request computes the prompt for all of them."""
+    """True if one sample of a request computes the prompt for all of them."""
 
     def __init__(
         self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int, checkpoints: CheckpointPool
@@ -113,12 +113,12 @@ class Cache(ABC):
     @property
     @abstractmethod
     def keeps_checkpoints(self) -> bool:
-        """Whether there are states to move before a step, and to keep during it."""
+        """Return whether there are states to move before a step, and to keep during it."""
 
     @property
     @abstractmethod
     def depends_on_tokens(self) -> bool:
-        """Whether what a step keeps depends on its tokens: on whether a sequence that waits begins with them."""
+        """Return whether what a step keeps depends on its tokens: on whether a sequence that waits begins with them."""
 
     @abstractmethod
     def plan_captures(self, sequence: Sequence, end: int) -> Captures:
@@ -146,7 +146,8 @@ class Cache(ABC):
 
     @abstractmethod
     def clear_index(self) -> list[Sequence]:
-        """Make sure that nothing computed so far is hit again; blocks and running sequences stay."""
+        """Make sure that nothing computed so far is hit again, as after a weight update; blocks and running sequences
+        stay."""
 
     @abstractmethod
     def sweep(self) -> None:

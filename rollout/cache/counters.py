@@ -1,4 +1,4 @@
-"""What the cache counts. Totals only grow, and add up across workers."""
+"""Count what the cache does. Totals only grow, and add up across workers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from samebit.rollout.requests.request import Sequence
 
 
 class HeldPrompts:
-    """Those of one cache. give_back: releases blocks, in the order given. checkpoints: has the slots for states."""
+    """Holds the prompts of one cache. give_back: releases blocks, in that order. checkpoints: holds states."""
 
     def __init__(
         self,

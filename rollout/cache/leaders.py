@@ -1,4 +1,4 @@
-"""Who computes a block that several need, or the end of a prompt that will be held again, and who waits for it.
+"""Decide who computes a block that several need, or the end of a prompt that will be held again, and who waits.
 
 Invariants
 ----------

@@ -20,15 +20,15 @@ from samebit.rollout.cache.checkpoints.policy import CheckpointPolicy, ResumePol
 from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointPool
 from samebit.rollout.cache.contract import Cache
 from samebit.rollout.cache.leaders import Leaders
-from samebit.rollout.cache.prefix_tree import CachedBlock, PrefixIndex
+from samebit.rollout.cache.prefix_tree import CachedBlock, PrefixTree
 from samebit.rollout.requests.block_digests import ChainHasher, PromptDigests, TokenChain
 from samebit.rollout.requests.request import IntArray, Request, Sequence
 
 SWEPT_PER_STEP = 64
-"""Entries of a cleared index that a step frees."""
+"""A step frees this many blocks of a cleared index."""
 
 SWEPT_PER_BLOCK = 2
-"""And those that a published block frees: one more than it leaves itself one day, so that they do not pile up."""
+"""A published block frees this many: one more than it leaves itself one day, so that they do not pile up."""
 
 
 class PrefixCache(Cache):
@@ -48,7 +48,7 @@ class PrefixCache(Cache):
     ) -> None:
         pool = CheckpointPool(0, block_size, range(0)) if checkpoints is None else checkpoints
         super().__init__(num_blocks, block_size, max_num_seqs, max_model_len, pool)
-        self.index = PrefixIndex(num_blocks, block_size)
+        self.index = PrefixTree(num_blocks, block_size)
         self.hasher = ChainHasher(block_size)
         self.entries: dict[Sequence, CacheEntry] = {}
         self.leaders = Leaders()

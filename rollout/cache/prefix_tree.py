@@ -1,17 +1,17 @@
-"""Which blocks can be hit: a tree whose paths are chains of digests.
+"""Find the blocks that can be hit: a tree whose paths are chains of digests.
 
 Invariants
 ----------
-* An entry's KV was computed in the current epoch, with that of all blocks before it. Clearing starts a new
-  epoch; nothing of an old one is reachable.
-* An entry's parent is in the index as long as the entry is: a block is published by an owner of its
-  parent, owners release the last one first, and the least recently released goes first. So a chain is matched
-  from its root, and a match whose last entry still stands is whole.
-* A block is one entry at most, and what follows an entry has a digest each.
-* Clearing is O(1): the old entries are freed in slices, by later steps.
+* The KV of a block in the tree was computed in the current epoch, with that of all blocks before it. Clearing starts a
+  new epoch; nothing of an old one is reachable. (A weight update clears: `Engine.weights_changed`.)
+* A block's parent is in the tree as long as the block is: a block is published by an owner of its parent, owners
+  release the last one first, and the least recently released goes first. So a chain is matched from its root, and a
+  match whose last block still stands is whole.
+* A block is in the tree once at most, and the blocks that follow one have different digests.
+* Clearing is O(1): the blocks that were in the tree are freed in slices, by later steps.
 
 Why a tree: one dictionary of all digests is larger than a processor's caches, and each look-up waits for memory. A
-chain's next entry is found without one.
+chain's next block is found without one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from samebit.rollout.cache.block_pool import NULL_BLOCK
-from samebit.rollout.cache.cleared import Cleared
+from samebit.rollout.cache.freed_later import FreedLater
 from samebit.rollout.cache.recent_digests import RecentDigests
 from samebit.rollout.requests.block_digests import TokenChain
 from samebit.rollout.requests.request import IntArray
@@ -30,10 +30,10 @@ from samebit.rollout.requests.request import IntArray
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """An entry of the index.
+    """Holds the place of a block in the tree.
 
-    parent: the entry of the block before it, the root for a first one; None for the root and for what left the tree.
-    child, more_children: the entries that follow it; one, and the others by digest.
+    parent: the block before it, the root for a first one; None for the root and for what left the tree.
+    child, more_children: the blocks that follow it; one, and the others by digest.
     stands: False once the block was evicted. had_checkpoint: there is, or was, a state for it.
     """
 
@@ -48,27 +48,27 @@ class CachedBlock:
 
     @property
     def has_children(self) -> bool:
-        """Whether an entry follows."""
+        """Return whether a block follows."""
         return self.child is not None or bool(self.more_children)
 
     def following(self, digest: bytes) -> CachedBlock | None:
-        """Return the entry of this digest that follows, if there is one."""
+        """Return the block of this digest that follows, if there is one."""
         if self.child is not None and self.child.digest == digest:
             return self.child
         return None if self.more_children is None else self.more_children.get(digest)
 
-    def adopt(self, entry: CachedBlock) -> None:
-        """Let `entry` follow this one."""
+    def adopt(self, child: CachedBlock) -> None:
+        """Let `child` follow this block."""
         if self.child is None:
-            self.child = entry
+            self.child = child
         elif self.more_children is None:
-            self.more_children = {entry.digest: entry}
+            self.more_children = {child.digest: child}
         else:
-            self.more_children[entry.digest] = entry
-        entry.parent = self
+            self.more_children[child.digest] = child
+        child.parent = self
 
     def detach(self) -> None:
-        """Take this entry out of the tree."""
+        """Take this block out of the tree."""
         parent, self.parent = self.parent, None
         if parent is None:
             return
@@ -78,8 +78,8 @@ class CachedBlock:
             del parent.more_children[self.digest]
 
 
-class PrefixIndex:
-    """The tree of the current epoch, and the tokens of each block in it."""
+class PrefixTree:
+    """Holds the tree of the current epoch, and the tokens of each block in it: the index of a `PrefixCache`."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -88,7 +88,7 @@ class PrefixIndex:
         self.root = self._new_root()
         self.by_block: dict[int, CachedBlock] = {}
         self._evicted = RecentDigests(num_blocks)
-        self._cleared: Cleared[int, CachedBlock] = Cleared()
+        self._cleared: FreedLater[int, CachedBlock] = FreedLater()
 
     def __len__(self) -> int:
         return len(self.by_block)
@@ -110,13 +110,13 @@ class PrefixIndex:
             last = following
         del match[known + self._agreeing(match[known:], tokens[known * self.block_size :]) :]
 
-    def _agreeing(self, entries: list[CachedBlock], tokens: IntArray) -> int:
-        """Return how many of the entries, from the first on, hold these tokens."""
-        if not entries:
+    def _agreeing(self, match: list[CachedBlock], tokens: IntArray) -> int:
+        """Return how many of the blocks, from the first on, hold these tokens."""
+        if not match:
             return 0
-        given = tokens[: len(entries) * self.block_size].reshape(len(entries), self.block_size)
-        equal = (self.tokens[[entry.block for entry in entries]] == given).all(axis=1)
-        return len(entries) if bool(equal.all()) else int(equal.argmin())
+        given = tokens[: len(match) * self.block_size].reshape(len(match), self.block_size)
+        equal = (self.tokens[[cached.block for cached in match]] == given).all(axis=1)
+        return len(match) if bool(equal.all()) else int(equal.argmin())
 
     def insert(self, block: int, digest: bytes, tokens: IntArray, previous: int | None) -> int | None:
         """Make a block hittable; return the block that had this content already if there is one, else `block`.
@@ -125,32 +125,32 @@ class PrefixIndex:
         this block can not be hit.
 
         Raises:
-            RuntimeError: the block is in the index already.
+            RuntimeError: the block is in the tree already.
         """
         if block in self.by_block:
             raise RuntimeError(f"block {block} is published already")
         parent = self.root if previous is None else self.by_block[previous]
-        entry = parent.following(digest)
-        if entry is not None:
-            return entry.block if np.array_equal(self.tokens[entry.block], tokens) else None
-        entry = self.by_block[block] = CachedBlock(block, digest, self.epoch)
-        parent.adopt(entry)
+        first = parent.following(digest)
+        if first is not None:
+            return first.block if np.array_equal(self.tokens[first.block], tokens) else None
+        cached = self.by_block[block] = CachedBlock(block, digest, self.epoch)
+        parent.adopt(cached)
         self.tokens[block] = tokens
         return block
 
     def remove(self, block: int) -> None:
         """Take a block out, because its memory is needed or it has no owner."""
-        entry = self.by_block.pop(block)
-        entry.detach()
-        entry.stands = False
-        self._evicted.add(entry.digest)
+        cached = self.by_block.pop(block)
+        cached.detach()
+        cached.stands = False
+        self._evicted.add(cached.digest)
 
     def was_evicted(self, digest: bytes) -> bool:
         """Tell whether a block that is not here was, in this epoch, and had to go (the last ones are known)."""
         return digest in self._evicted
 
     def clear(self) -> None:
-        """Forget everything and start an epoch."""
+        """Forget all blocks and start an epoch: nothing that was computed so far is hit again."""
         self.epoch += 1
         self._cleared.add(self.by_block)
         self._evicted.clear()

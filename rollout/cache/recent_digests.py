@@ -1,12 +1,12 @@
-"""Which digests were added lately."""
+"""Remember which digests were added lately."""
 
 from __future__ import annotations
 
-from samebit.rollout.cache.cleared import Cleared
+from samebit.rollout.cache.freed_later import FreedLater
 
 
 class RecentDigests:
-    """At least the last `capacity` digests, at most twice as many.
+    """Remembers at least the last `capacity` digests, at most twice as many.
 
     Two dictionaries take turns: nothing old is touched to forget it one by one. What is dropped is freed by `sweep`.
     """
@@ -15,7 +15,7 @@ class RecentDigests:
         self._capacity = capacity
         self._now: dict[bytes, None] = {}
         self._before: dict[bytes, None] = {}
-        self._dropped: Cleared[bytes, None] = Cleared()
+        self._dropped: FreedLater[bytes, None] = FreedLater()
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._now or digest in self._before

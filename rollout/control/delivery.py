@@ -1,4 +1,4 @@
-"""How a result travels from the generation thread to the callers that wait for it.
+"""Carry a result from the generation thread to the callers that wait for it.
 
 Invariants
 ----------
@@ -24,7 +24,7 @@ from samebit.kernels.openmp import release_idle_threads
 from samebit.rollout.guard import contained
 from samebit.rollout.outputs import RequestOutput, request_output
 from samebit.rollout.requests.request import Request, Sequence
-from samebit.rollout.requests.stopping import Tokenizer
+from samebit.rollout.requests.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

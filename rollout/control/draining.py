@@ -50,7 +50,7 @@ class Draining:
 
     @property
     def awaited(self) -> bool:
-        """Whether a caller waits, or is in its block."""
+        """Return whether a caller waits, or is in its block."""
         return self._callers > 0
 
     def look_again(self) -> None:

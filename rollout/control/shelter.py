@@ -1,4 +1,4 @@
-"""Where commands run so that no signal handler breaks them off.
+"""Run commands where no signal handler breaks them off.
 
 Python runs signal handlers in the main thread, between any two calls: also between the one that takes a lock and the
 `try` that would give it back. One that raises (Ctrl-C) is met by this:
@@ -29,7 +29,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 Gate = SimpleQueue[object]
-"""Where the thread that acts for a caller waits: for `GO`, or for any other word, which says that the caller left."""
+"""The box at which a caller's clerk waits: for `GO`, or for another word, which says that the caller left."""
 
 GO = object()
 _LEFT = object()
@@ -54,7 +54,7 @@ def in_main_thread() -> bool:
 
 
 class _Report(Generic[T]):
-    """What the clerk says when it has entered, or left.
+    """Says what the clerk did: it has entered, or left.
 
     Waiting takes nothing away: it may be interrupted and done again.
     """
@@ -85,7 +85,7 @@ class _Report(Generic[T]):
 
 @dataclass(frozen=True)
 class _Leaving:
-    """How the block was left."""
+    """Says how the block was left."""
 
     kind: type[BaseException] | None
     error: BaseException | None
@@ -165,7 +165,7 @@ class Hold(Generic[T]):
 
     @property
     def open_here(self) -> bool:
-        """Whether the calling thread is inside the block, which the clerk holds for it."""
+        """Return whether the calling thread is inside the block, which the clerk holds for it."""
         alive = self._statement is None or self._statement() is not None
         return self._caller == threading.get_ident() and alive
 

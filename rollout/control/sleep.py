@@ -19,7 +19,7 @@ from samebit.rollout.errors import WorkerStateError
 from samebit.weight_sync import VerificationError
 
 TAGS = ("weights", "kv_cache")
-"""What sleeps and wakes up."""
+"""The tags of what sleeps and wakes up."""
 
 
 def check_tags(tags: str | Iterable[str]) -> tuple[str, ...]:

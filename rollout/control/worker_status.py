@@ -1,4 +1,4 @@
-"""What a worker may do now.
+"""Say what a worker may do now.
 
 Weights are incomplete without a cause when `sleep(level=2)` has discarded them, and with one when an update broke off.
 
@@ -40,7 +40,7 @@ class WorkerStatus:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will be computed any more."""
+        """Return whether nothing will be computed any more."""
         return self.closed or self.broken is not None
 
     @property

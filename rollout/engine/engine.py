@@ -31,6 +31,7 @@ from samebit.rollout.engine.step_plan import Runner, ScheduledSequence, StepInFl
 from samebit.rollout.engine.weight_watch import Unwatched, WeightWatch
 from samebit.rollout.errors import TokenizerError
 from samebit.rollout.requests.request import Request, Sequence
+from samebit.rollout.requests.stopping import end_of_sample
 
 logger = logging.getLogger(__name__)
 
@@ -115,17 +116,17 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step()` would find something to do."""
+        """Return whether `step()` would find something to do."""
         return self._ahead is not None or self.scheduler.has_work
 
     @property
     def drained(self) -> bool:
-        """Whether no request that has started is unfinished, and no step is in flight."""
+        """Return whether no request that has started is unfinished, and no step is in flight."""
         return self._ahead is None and self.scheduler.drained
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step was launched that is not committed."""
+        """Return whether a step was launched that is not committed."""
         return self._ahead is not None
 
     def add(self, request: Request) -> None:
@@ -152,7 +153,7 @@ class Engine:
         self.scheduler.preempt_all()
 
     def weights_changed(self, version: int) -> None:
-        """Note what the new weights are called, and make sure that nothing computed under the old ones is hit again."""
+        """Clear the prefix cache, whose content is of the old weights, and note the version of the new ones."""
         self.clear_prefix_cache()
         self.weight_version = version
         self.watch.accept()
@@ -235,7 +236,7 @@ class Engine:
         return []
 
     def _drop(self, plan: StepPlan) -> None:
-        """What this step computed is of no set of weights."""
+        """Discard what this step computed: it is of no set of weights."""
         self.counters.void_tokens += plan.num_tokens
         self.scheduler.drop(plan)
 
@@ -358,28 +359,3 @@ class Engine:
                 sequence.prompt_top_logprobs[start:end] = piece.top
             if end == sequence.num_prompt_tokens:
                 sequence.prompt_logprobs_wanted = False
-
-
-def end_of_sample(sequence: Sequence, token: int) -> bool:
-    """Apply the stop rules after `token` was appended; tell whether one ended the sequence.
-
-    Raises:
-        TokenizerError: the text can not be searched; the sequence is not finished.
-    """
-    request = sequence.request
-    new = sequence.num_tokens - sequence.num_prompt_tokens
-    free_to_stop = new > sequence.params.min_tokens
-    matcher = sequence.matcher
-    stop_string = None if matcher is None else matcher.push(token, search=free_to_stop)
-    ends = free_to_stop and token in request.end_ids
-    if not ends and stop_string is None and new < request.max_new_tokens:
-        return False
-    if matcher is not None and stop_string is None:
-        matcher.flush()
-    if ends:
-        sequence.finish("stop", token if token in sequence.params.stop_ids else None)
-    elif stop_string is not None:
-        sequence.finish("stop", stop_string)
-    else:
-        sequence.finish("length", None)
-    return True

@@ -1,4 +1,4 @@
-"""What a step finds wrong with one request, said in words that name it: the others go on."""
+"""Say what a step finds wrong with one request, in words that name it: the others go on."""
 
 from __future__ import annotations
 

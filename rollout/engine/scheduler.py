@@ -1,4 +1,4 @@
-"""What the next step computes.
+"""Decide what the next step computes.
 
 Invariants
 ----------
@@ -47,12 +47,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule()` would find something to compute."""
+        """Return whether `schedule()` would find something to compute."""
         return bool(self.running) or self.waiting.head(self.admission_open) is not None
 
     @property
     def drained(self) -> bool:
-        """Whether no request that has started is unfinished."""
+        """Return whether no request that has started is unfinished."""
         return not self.running and not self.waiting.any_started
 
     def add(self, request: Request) -> None:

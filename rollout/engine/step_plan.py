@@ -1,4 +1,4 @@
-"""What passes between the engine and whatever computes a step.
+"""Hold what passes between the engine and whatever computes a step.
 
 A step is planned (`StepPlan`), launched (`Runner.launch`), and its outcome (`StepResult`) committed by the
 engine. A runner reads sequences and never writes to them. Steps compute one after the other, in the order of their
@@ -72,7 +72,7 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step found: one entry for each sequence that samples, those of the items, each followed by its forks (R).
+    """Holds what a step found, an entry for each of R sequences that sample: those of the items, each before its forks.
 
     logprobs: [R] at the sampling temperature; raw_logprobs: [R] at temperature 1.
     finite: [R], False where the logits held NaN or infinity; that token is void. A token of -1: there was none to draw,
@@ -90,14 +90,14 @@ class StepResult:
 
 
 class StepInFlight(Protocol):
-    """A step that was launched."""
+    """Stands for a step that was launched."""
 
     def result(self) -> StepResult:
         """Return its outcome, as often as it is asked for; wait for the device."""
 
 
 class Runner(Protocol):
-    """Computes steps: the model, its KV pages and the sampler, and how long they took in all."""
+    """Computes steps: the model, its KV pages and the sampler, and how long they took in all. `ModelRunner` is one."""
 
     vocab_size: int
     forward_seconds: float

@@ -57,7 +57,7 @@ class WaitingQueue:
 
     @property
     def any_started(self) -> bool:
-        """Whether a sequence waits whose request has started."""
+        """Return whether a sequence waits whose request has started."""
         return self._top(self._started) is not None
 
     def _top(self, heap: list[_Entry]) -> Sequence | None:

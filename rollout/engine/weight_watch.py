@@ -1,4 +1,4 @@
-"""Whether somebody has written to the parameters of a shared module without saying so.
+"""Notice that somebody has written to the parameters of a shared module without saying so.
 
 Invariants
 ----------
@@ -23,7 +23,7 @@ class WeightWatch(Protocol):
     """Looks at the weights of a worker."""
 
     def moved(self) -> bool:
-        """Whether they were written since they were accepted."""
+        """Return whether they were written since they were accepted."""
 
     def accept(self) -> None:
         """Take them as they are now."""

@@ -21,7 +21,7 @@ from samebit.rollout.errors import ModelLoadError
 WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
 """Weights, config and tokenizer."""
 UNWANTED = ["*/*", "consolidated*.safetensors"]
-"""What lies in folders, and copies of the weights under other names."""
+"""The files that are not fetched: what lies in folders, and copies of the weights under other names."""
 
 
 def model_folder(model: str | Path, revision: str | None = None) -> Path:

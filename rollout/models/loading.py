@@ -25,7 +25,8 @@ from samebit.kernels import BindingError
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.models.hub import model_folder
-from samebit.rollout.requests.stopping import Tokenizer, as_token_ids
+from samebit.rollout.requests.stopping import as_token_ids
+from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.weight_sync.apply import first_non_finite
 from samebit.weight_sync.manifest import live_tensors
 
@@ -36,7 +37,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What a worker is built on. shared: the module is the trainer's own."""
+    """Holds what a worker is built on. shared: the module is the trainer's own."""
 
     module: PreTrainedModel
     shared: bool

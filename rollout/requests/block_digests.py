@@ -1,4 +1,4 @@
-"""What a block of tokens is called: a digest of its tokens and of all that come before them.
+"""Name a block of tokens: by a digest of its tokens and of all that come before them.
 
 Invariants
 ----------
@@ -21,7 +21,7 @@ _TOKEN = np.dtype(np.int32)
 
 
 class PromptDigests(NamedTuple):
-    """What a prompt's blocks are called. root: what the first one follows. blocks: the digests of the full ones."""
+    """Names a prompt's blocks. root: what the first one follows. blocks: the digests of the full ones."""
 
     root: bytes
     blocks: list[bytes]

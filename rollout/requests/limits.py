@@ -1,4 +1,4 @@
-"""Whether a request can be served, decided in the caller's thread before anything is submitted.
+"""Decide in the caller's thread whether a request can be served, before anything is submitted.
 
 Invariant: a request that passes can finish: its ids are in the vocabulary, its length is within the
 model's, and the pool can hold it alone.
@@ -18,7 +18,7 @@ from samebit.rollout.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What this worker's model and memory allow."""
+    """Holds what this worker's model and memory allow."""
 
     vocab_size: int
     max_model_len: int

@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from samebit.rollout.requests.block_digests import PromptDigests
-from samebit.rollout.requests.stopping import StopStringMatcher, Tokenizer
+from samebit.rollout.requests.stop_strings import StopStringMatcher
+from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.sampling_params import SamplingParams
 
 Span = tuple[int, int, int]
@@ -54,7 +55,7 @@ class RequestEvent:
 
 
 class Request:
-    """What was asked for, and the n sequences that answer it.
+    """Holds what was asked for, and the n sequences that answer it.
 
     `prompt_digests`: what the prompt's full blocks are called, None if it was not hashed at submission. It has
     `started` when a sequence was admitted, and is `answered` when one has a token.
@@ -181,12 +182,12 @@ class Sequence:
 
     @property
     def num_new_tokens(self) -> int:
-        """How many tokens were sampled."""
+        """Return how many tokens were sampled."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended, for whatever reason."""
+        """Return whether it has ended, for whatever reason."""
         return self.status is SequenceStatus.FINISHED
 
     @property

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the KV pool takes (`RolloutConfig.gpu_memory_utilization`)."""
+"""Measure how much of a GPU's memory the KV pool takes (`RolloutConfig.gpu_memory_utilization`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many blocks, checkpoints and held states the memory of a configuration buys, in bytes that the model says."""
+"""Count the blocks, checkpoints and held states that the memory of a configuration buys."""
 
 from __future__ import annotations
 

@@ -30,12 +30,12 @@ _UNSEEDED = 1 << 31
 _WORD = 0xFFFFFFFF
 
 LARGEST_LOGIT = 3e38
-"""Of float32, with room for rounding where it is divided by a temperature again."""
+"""The greatest of float32, with room for rounding where it is divided by a temperature again."""
 
 
 @dataclass(frozen=True, eq=False)
 class DrawInputs:
-    """What R draws need besides the logits, on the host or on the device.
+    """Holds what R draws need besides the logits, on the host or on the device.
 
     rows: ``[R]`` int64, of the logits: a fork draws from the row of the sequence that it left. temperatures: ``[R]``
     float32. keys, counters: of the random numbers, ``[R, 2]`` and ``[R, 4]`` uint32.
@@ -49,7 +49,7 @@ class DrawInputs:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """What was drawn. tokens: ``[R]`` int64, where the logits are. top: the likeliest of each row, None if unasked."""
+    """Holds what was drawn. tokens: ``[R]`` int64, where the logits are. top: each row's likeliest, None if unasked."""
 
     tokens: torch.Tensor
     found: Arrival

@@ -26,7 +26,7 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What a step reads and writes beside its arrays. `states`: None without Mamba layers."""
+    """Holds what a step reads and writes beside its arrays. `states`: None without Mamba layers."""
 
     pages: tuple[torch.Tensor, ...]
     states: StateMemory | None

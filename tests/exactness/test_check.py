@@ -17,7 +17,7 @@ from samebit.rollout.audit import audit as check
 from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
 from samebit.rollout.audit.weight_updates import WeightsCheck
 from samebit.rollout.cache import PrefixCache
-from samebit.rollout.cache.prefix_tree import PrefixIndex
+from samebit.rollout.cache.prefix_tree import PrefixTree
 from samebit.weight_sync.wire.buckets import Kind
 from samebit.weight_sync.wire.delta import DeltaEncoder, Encoded
 
@@ -114,7 +114,7 @@ def test_another_grid_of_states(tmp_path: Path) -> None:
     ("owner", "name", "instead", "missing"),
     [
         (PrefixCache, "awaited", lambda self, sequence: None, "no prefix_hits and leader_waits"),
-        (PrefixIndex, "extend_match", lambda self, match, chain, tokens: None, "no prefix_hits"),
+        (PrefixTree, "extend_match", lambda self, match, chain, tokens: None, "no prefix_hits"),
     ],
 )
 def test_a_row_that_would_show_nothing_is_an_error(

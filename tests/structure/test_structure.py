@@ -35,7 +35,7 @@ FLOORS = {
         "source apply",
         "wire",
         "transports",
-        "update",
+        "opened_update",
     ],
 }
 DISPATCH = "samebit.kernels.ops.dispatch"  # the one place where a device's implementations are chosen

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, apply_weights
+from samebit.weight_sync.transports.channel import Channel
 from samebit.weight_sync.transports.endpoint import Endpoint, connect
-from samebit.weight_sync.transports.messages import Channel
 from samebit.weight_sync.transports.shared_buckets import SharedBuckets
 from samebit.weight_sync.transports.shared_memory import SharedFile
 from samebit.weight_sync.wire.patience import Patience

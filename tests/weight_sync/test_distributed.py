@@ -191,7 +191,7 @@ class _BusyGroup(dist.ProcessGroupGloo):
 
 
 def test_a_collective_that_ends_as_its_slice_is_over() -> None:
-    """It is no timeout: the update is whole, and the group of use. (Seen in CI: a link that broke, weights incomplete.)"""
+    """It is no timeout: the update is whole, and the group of use. (Once a link broke so: incomplete weights.)"""
     store = listening_store("127.0.0.1")
     model, trainer = nn.Linear(300, 129), nn.Linear(300, 129)
     limit = timedelta(seconds=HANG)

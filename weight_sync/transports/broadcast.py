@@ -64,7 +64,7 @@ _SLICE = 0.05
 _SHORTEST = 0.001
 _CAME = "samebit/came"
 Group = dist.ProcessGroup | dist.ProcessGroupGloo
-Heard = TypeVar("Heard", Answer, Outcome)
+Said = TypeVar("Said", Answer, Outcome)
 T = TypeVar("T")
 
 
@@ -171,7 +171,7 @@ class BroadcastReceiver(ReceiverLink):
         return self._announced
 
     def answer(self, answer: Answer) -> Answer:
-        decided = Answer.of_all(self._group.hear(answer, Answer))
+        decided = Answer.of_all(self._group.exchange(answer, Answer))
         self._ended = decided.refused is not None
         if not self._ended:
             self._frames = _frames(self._frames, _needed(self._bucket_bytes, self._announced, decided))
@@ -193,7 +193,7 @@ class BroadcastReceiver(ReceiverLink):
     def tell_outcome(self, outcome: Outcome) -> None:
         while not self._ended:
             self.next_bucket()
-        self._group.hear(outcome, Outcome)
+        self._group.exchange(outcome, Outcome)
 
     def close(self) -> None:
         self._group.close()
@@ -214,7 +214,7 @@ class _SenderEnd(SenderLink):
         text = torch.frombuffer(bytearray(encode(announcement)), dtype=torch.uint8)
         self._group.broadcast(torch.tensor([text.numel(), self._most]))
         self._group.broadcast(text)
-        decided = Answer.of_all(self._group.hear(Answer(), Answer))
+        decided = Answer.of_all(self._group.exchange(Answer(), Answer))
         self._group.patience.begin()
         self.bucket_bytes = _needed(self._most, announcement, decided)
         self._frames = _frames(self._frames, self.bucket_bytes)
@@ -233,7 +233,7 @@ class _SenderEnd(SenderLink):
     def outcomes(self) -> list[Outcome]:
         for number in (1 - self._filling, self._filling):
             self._wait(number)
-        return self._group.hear(Outcome(), Outcome)
+        return self._group.exchange(Outcome(), Outcome)
 
     def close(self) -> None:
         self._group.close()
@@ -292,8 +292,8 @@ class _Collectives:
         self.wait(self.start(host))
         return host
 
-    def hear(self, own: Heard, kind: type[Heard]) -> list[Heard]:
-        """Tell all ranks `own`, and return what each receiver says."""
+    def exchange(self, own: Said, kind: type[Said]) -> list[Said]:
+        """Tell all ranks `own`; return what each receiver says."""
         content = encode(own.shortened(_LONGEST_REASON)).ljust(_MESSAGE_BYTES, b"\0")
         wire = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
         said = [torch.empty_like(wire) for _ in range(self._group.size())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from samebit.weight_sync.digest import Bytes
-from samebit.weight_sync.transports.messages import Channel
+from samebit.weight_sync.transports.channel import Channel
 from samebit.weight_sync.transports.shared_buckets import SharedBuckets
 from samebit.weight_sync.transports.unix_socket import SocketReceiver, SocketSenderEnd, handed_over
 from samebit.weight_sync.wire.buckets import BucketHeader, BucketWriter, check_bucket_bytes

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from samebit.weight_sync.report import SyncBrokenError
+from samebit.weight_sync.transports.channel import Channel
 from samebit.weight_sync.transports.endpoint import Endpoint, connect
-from samebit.weight_sync.transports.messages import Channel
 from samebit.weight_sync.transports.shared_buckets import NUM_BUCKETS
 from samebit.weight_sync.wire.buckets import BucketHeader, RecordHeader, broken_off
 from samebit.weight_sync.wire.link import (
@@ -111,10 +111,11 @@ class SocketSenderEnd(SenderLink, Generic[Memory]):
             return self._create_memory()
         except (OSError, RuntimeError) as error:
             with suppress(SyncTimeoutError):
-                self._excuse(shortened(str(error), _LONGEST_REASON))
+                self._tell_no_memory(shortened(str(error), _LONGEST_REASON))
             raise
 
-    def _excuse(self, reason: str) -> None:
+    def _tell_no_memory(self, reason: str) -> None:
+        """Answer the next receiver that connects with `NoMemory`."""
         while True:
             with closing(self._accept()) as channel, suppress(PeerLostError):
                 channel.send(NoMemory(reason))

@@ -91,7 +91,7 @@ class WeightSender(Closing):
             return self._send(stream, delta)
         except BaseException:
             self._base.known = None
-            _go_through(stream)
+            _exhaust(stream)
             raise
 
     def close(self) -> None:
@@ -229,7 +229,7 @@ def _as_stream(weights: object, dtype: torch.dtype | None) -> WeightStream:
     return weights
 
 
-def _go_through(stream: WeightStream) -> None:
+def _exhaust(stream: WeightStream) -> None:
     """Exhaust a stream after an error.
 
     Boundary: the iterator is the caller's own code. What it raises here is only logged, since the caller gets the error

@@ -1,4 +1,4 @@
-"""What a bound model gives instead of logits while a `Scoring` is installed: log-probabilities, and entropies if asked.
+"""Ask a bound model for log-probabilities, and for entropies if wanted, instead of logits.
 
 An installed variable rather than an argument: FSDP2 casts every floating-point tensor among a module's arguments to the
 dtype it computes in, and temperatures would be rounded.
@@ -17,7 +17,7 @@ from samebit.kernels.ops.score_arguments import check_ids, check_temperatures, t
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """Which token to score in each row that reaches the head.
+    """Names the token to score in each row that reaches the head.
 
     Attributes:
         token_ids: int64, of any shape with as many elements as there are rows; the shape of the scores.
@@ -63,7 +63,7 @@ _installed: ContextVar[Scoring | None] = ContextVar("samebit_scoring", default=N
 
 
 def installed_scoring() -> Scoring | None:
-    """What the running forward is to score, if anything."""
+    """Return what the running forward is to score, if anything."""
     return _installed.get()
 
 

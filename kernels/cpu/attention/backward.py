@@ -16,7 +16,7 @@ from samebit.kernels.cpu.attention.groups import Place, Shape, Softmax
 from samebit.kernels.cpu.base.jit import parallel_kernel
 from samebit.kernels.cpu.base.numeric import exp, fma, tanh, widen
 from samebit.kernels.cpu.base.rows import Rows
-from samebit.kernels.cpu.base.tile_multiply import tile_multiply, tile_multiply_add
+from samebit.kernels.cpu.base.small_tiles import tile_multiply, tile_multiply_add
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
 _ZERO = np.float32(0.0)

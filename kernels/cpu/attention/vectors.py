@@ -1,4 +1,4 @@
-"""Micro-kernels of attention over one chunk of tokens, written as LLVM vectors (why: see `base.tile_multiply`).
+"""Micro-kernels of attention over one chunk of tokens, written as LLVM vectors (why: see `base.small_tiles`).
 
 A chunk is stored in pieces of sixteen tokens that may lie anywhere: piece c of the keys is ``[D, 16]`` from element
 ``keys[c]`` on, rows ``key_stride`` apart; piece c of the values is ``[16, D]`` from element ``values[c]`` on.

@@ -1,1 +1,1 @@
-"""What the kernels on the CPU are made of: compilation, arrays over memory, scalars, vectors, small tiles."""
+"""Hold what the kernels on the CPU are made of: compilation, arrays over memory, scalars, vectors, small tiles."""

@@ -1,4 +1,4 @@
-"""How the Numba kernels are compiled and started.
+"""Compile and start the Numba kernels.
 
 Invariants: OpenMP is Numba's threading layer (see `openmp`); ``fastmath`` is off; the GIL is released. A
 kernel is compiled at its first call for a dtype and kept in Numba's on-disk cache. Of the processes that want it

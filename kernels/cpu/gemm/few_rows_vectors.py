@@ -1,4 +1,4 @@
-"""Micro-kernel of the matrix product for a few rows of ``x``, written as LLVM vectors (why: see `base.tile_multiply`).
+"""Micro-kernel of the matrix product for a few rows of ``x``, written as LLVM vectors (why: see `base.small_tiles`).
 
 The lanes of a vector are outputs: squares of the weight are transposed in registers and used at once by all rows, so
 that the time is that of reading the weight. With the lanes of `many_rows_vectors`, which are rows, most would be idle.

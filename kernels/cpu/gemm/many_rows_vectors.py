@@ -1,4 +1,4 @@
-"""Micro-kernels of the matrix product, written as LLVM vectors (why: see `base.tile_multiply`).
+"""Micro-kernels of the matrix product, written as LLVM vectors (why: see `base.small_tiles`).
 
 A panel holds rows of ``x`` transposed, ``panel[k, row]``, so that the lanes of a vector are rows and a weight is
 read where it lies, one scalar for all rows of the panel.

@@ -30,7 +30,7 @@ from samebit.kernels.cpu.base.jit import RowKernel
 from samebit.kernels.cpu.base.memory import NO_END, doubles, elements, floats, integers, longs
 from samebit.kernels.cpu.base.numeric import exp, fma, narrow, softplus, widen
 from samebit.kernels.cpu.base.rows import Rows
-from samebit.kernels.cpu.base.tile_multiply import tile_multiply, tile_multiply_add
+from samebit.kernels.cpu.base.small_tiles import tile_multiply, tile_multiply_add
 from samebit.kernels.cpu.ssd.groups import Inputs, Item, Memory, Scratch, Sizes, Span
 from samebit.kernels.cpu.ssd.vectors import dots, fetch_all, tile_move
 from samebit.kernels.layout.grids import HEAD_TILE, LANES, SCAN_CHUNK

@@ -1,6 +1,6 @@
 """Micro-kernels of the state-space scan: scores of a token, and the state's step over a chunk.
 
-As in `base.tile_multiply`: arrays are flat, positions are element offsets or those of `Rows`, each lane does the
+As in `base.small_tiles`: arrays are flat, positions are element offsets or those of `Rows`, each lane does the
 operations of a plain loop in order. N state size.
 """
 

@@ -1,4 +1,4 @@
-"""Which tiles a layer's product takes: the narrow one, for few rows, only where it was seen to have the other's bits.
+"""Choose the tile of a layer's product: the narrow one, for few rows, only where it was seen to have the other's bits.
 
 Invariants:
 
@@ -30,7 +30,7 @@ _COUNTS = (1, 7, 16, 33, 64, 100, 129, 200)
 """Rows of the compared calls, as far as the narrow tile is for so many."""
 
 _ROWS = 300
-"""Of the call that they are compared with."""
+"""The rows of the call that they are compared with."""
 
 _EXPONENT = 4
 """Operands are scaled by powers of two from the inverse of this one's to it: float16 holds every sum."""
@@ -48,7 +48,7 @@ class Layer:
 
 
 Prover = Callable[[Layer, MatmulEntry], bool]
-"""Whether narrow tile and tile of an entry, which has both, give this layer equal bits."""
+"""Says whether narrow tile and tile of an entry, which has both, give this layer equal bits."""
 
 
 @cache

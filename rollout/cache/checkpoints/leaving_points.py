@@ -1,4 +1,4 @@
-"""Where the prompts that wait leave the chain of a running one: there a checkpoint will be wanted.
+"""Find where the prompts that wait leave the chain of a running one: there a checkpoint will be wanted.
 
 Invariants
 ----------
@@ -12,7 +12,7 @@ from collections import Counter
 
 
 class LeavingPoints:
-    """How many waiting chains hold each block."""
+    """Counts the waiting chains that hold each block."""
 
     def __init__(self) -> None:
         self._holders: Counter[bytes] = Counter()

@@ -1,4 +1,4 @@
-"""Where a sequence goes on from, and which of its states are kept on the way.
+"""Decide where a sequence goes on from, and which of its states are kept on the way.
 
 Invariants
 ----------
@@ -18,7 +18,7 @@ from samebit.rollout.cache.cache_entry import CacheEntry, HeldPrompt
 from samebit.rollout.cache.checkpoints.leaving_points import LeavingPoints
 from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointPool
 from samebit.rollout.cache.leaders import Leaders
-from samebit.rollout.cache.prefix_tree import CachedBlock, PrefixIndex
+from samebit.rollout.cache.prefix_tree import CachedBlock, PrefixTree
 from samebit.rollout.requests.request import Sequence
 
 
@@ -32,7 +32,7 @@ class ResumePolicy:
 
     @property
     def depends_on_tokens(self) -> bool:
-        """Whether a sequence waits that could resume behind a state which is taken on the way."""
+        """Return whether a sequence waits that could resume behind a state which is taken on the way."""
         return False
 
     # -- of a sequence that waits ------------------------------------------------------------------
@@ -85,7 +85,7 @@ class CheckpointPolicy(ResumePolicy):
 
     keeps_checkpoints = True
 
-    def __init__(self, leaders: Leaders, pool: CheckpointPool, index: PrefixIndex, tables: BlockTables) -> None:
+    def __init__(self, leaders: Leaders, pool: CheckpointPool, index: PrefixTree, tables: BlockTables) -> None:
         super().__init__(leaders)
         self.pool = pool
         self.waiting = LeavingPoints()

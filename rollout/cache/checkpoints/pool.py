@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from samebit.rollout.cache.cleared import Cleared
 from samebit.rollout.cache.counters import CheckpointCounters
+from samebit.rollout.cache.freed_later import FreedLater
 from samebit.rollout.cache.prefix_tree import CachedBlock
 
 Captures = tuple[tuple[int, int], ...]
@@ -27,7 +27,7 @@ Captures = tuple[tuple[int, int], ...]
 
 @dataclass
 class CheckpointMoves:
-    """What happens to states before a step computes anything: all saves, holds, restores, forks, in this order.
+    """Lists what happens to states before a step computes anything: all saves, holds, restores, forks, in this order.
 
     saves: (live slot, checkpoint) of sequences that have stopped: the state at their last block boundary.
     restores: (checkpoint, live slot). holds and forks: (live slot, live slot), the whole of it.
@@ -48,7 +48,7 @@ class CheckpointPool:
         self.counters = CheckpointCounters()
         self.moves = CheckpointMoves()
         self._free = list(range(num_checkpoints - 1, -1, -1))
-        self._cleared: Cleared[int, int] = Cleared()
+        self._cleared: FreedLater[int, int] = FreedLater()
         self.by_block: OrderedDict[int, int] = OrderedDict()
         self.held_slots = held_slots
         self._free_held = list(reversed(held_slots))
@@ -68,17 +68,17 @@ class CheckpointPool:
         """Count what an admission with this match lost, which resumed behind `resumed` of its blocks."""
         usable = match[resumed : (num_tokens - 1) // self.block_size]
         self.counters.replayed_tokens += len(match[resumed:]) * self.block_size
-        if any(entry.had_checkpoint for entry in usable):
+        if any(cached.had_checkpoint for cached in usable):
             self.counters.misses_evicted += 1
         elif usable and self.num_checkpoints and match[-1].has_children:
             self.counters.misses_diverged += 1
         elif usable or (match and not resumed):
             self.counters.misses_no_checkpoint += 1
 
-    def restore(self, entry: CachedBlock, slot: int) -> None:
+    def restore(self, cached: CachedBlock, slot: int) -> None:
         """Let an admitted sequence go on behind this block."""
-        self.by_block.move_to_end(entry.block)
-        self.moves.restores.append((self.by_block[entry.block], slot))
+        self.by_block.move_to_end(cached.block)
+        self.moves.restores.append((self.by_block[cached.block], slot))
         self.counters.restores += 1
 
     def fork(self, source: int, slot: int) -> None:
@@ -88,7 +88,7 @@ class CheckpointPool:
 
     @property
     def may_hold(self) -> bool:
-        """Whether there will be a slot for a prompt's state after the coming moves."""
+        """Return whether there will be a slot for a prompt's state after the coming moves."""
         return bool(self._free_held or self._free_after_moves)
 
     def hold(self, slot: int) -> int | None:
@@ -112,25 +112,25 @@ class CheckpointPool:
             return self._cleared.pop()[1]
         return self.by_block.popitem(last=False)[1] if self.by_block else None
 
-    def attach(self, entry: CachedBlock | None, checkpoint: int) -> None:
-        """Give the block of this entry its checkpoint; without an entry, or if it has one already, the slot is free."""
-        if entry is None or entry.block in self.by_block:
+    def attach(self, cached: CachedBlock | None, checkpoint: int) -> None:
+        """Give a block in the tree its checkpoint; if it left, or has one already, the slot is free."""
+        if cached is None or cached.block in self.by_block:
             self._free.append(checkpoint)
         else:
-            self.by_block[entry.block] = checkpoint
-            entry.had_checkpoint = True
+            self.by_block[cached.block] = checkpoint
+            cached.had_checkpoint = True
 
     def free_captured(self, captures: Captures) -> None:
         """Free the slots of what a step kept of a sequence that had ended already."""
         for _, checkpoint in captures:
             self._free.append(checkpoint)
 
-    def save(self, slot: int, entry: CachedBlock) -> None:
+    def save(self, slot: int, cached: CachedBlock) -> None:
         """Keep the state that a stopping sequence has as of its last block boundary, which this block ends at."""
-        checkpoint = None if entry.block in self.by_block else self.take()
+        checkpoint = None if cached.block in self.by_block else self.take()
         if checkpoint is not None:
             self.moves.saves.append((slot, checkpoint))
-            self.attach(entry, checkpoint)
+            self.attach(cached, checkpoint)
 
     def drop(self, block: int) -> None:
         """Free the checkpoint of a block that leaves the index, if it has one."""

@@ -1,4 +1,4 @@
-"""What the tensors of a shared module looked like, to tell later which of them have changed.
+"""Record what the tensors of a shared module looked like, to tell later which of them have changed.
 
 Invariants
 ----------
@@ -24,7 +24,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """Where a tensor is, how often torch saw it written (-1: it does not count), and some of its bits."""
+    """Says where a tensor is, how often torch saw it written (-1: it does not count), and some of its bits."""
 
     address: int
     writes: int

@@ -27,6 +27,7 @@ from samebit.kernels.binding.users import Users
 from samebit.rollout.control.weights.marks import Marks
 from samebit.rollout.control.weights.spill import Spill
 from samebit.rollout.errors import WorkerStateError
+from samebit.rollout.guard import contained
 from samebit.rollout.models.loading import is_sharded
 from samebit.weight_sync import (
     Manifest,
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Layout:
-    """What is needed to allocate a tensor again: `shape` and `stride` as it lay in memory; `digest` of its copy."""
+    """Holds what allocates a tensor again: `shape` and `stride` as it lay in memory; `digest` of its copy."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -87,7 +88,7 @@ class WorkerWeights:
         changed = (*in_place, *(name for name in written if name not in in_place))
         if self.shared and not changed:
             return replace(report, changed=None, bytes=None)
-        return _said(replace(report, changed=changed, bytes=self._bytes(changed)))
+        return _warned_if_unchanged(replace(report, changed=changed, bytes=self._bytes(changed)))
 
     def accept(self) -> None:
         """Take the shared weights as they are now: what has changed is no part of this worker's next report."""
@@ -198,8 +199,9 @@ class WorkerWeights:
             self._spill = None
 
 
-def _said(report: SyncReport) -> SyncReport:
-    """Warn of an update that changed nothing: it is legal, and mostly a mistake."""
+def _warned_if_unchanged(report: SyncReport) -> SyncReport:
+    """Return the report; warn of an update that changed nothing: it is legal, and mostly a mistake."""
     if not report.changed:
-        logger.warning("weight update %d changed no parameter", report.version)
+        with contained("warning of an update that changed nothing"):
+            logger.warning("weight update %d changed no parameter", report.version)
     return report

@@ -1,4 +1,4 @@
-"""Where an actor gets weights from, said in a few words that travel; the weights themselves go over the link."""
+"""Name where an actor gets weights from, in a few words that travel; the weights themselves go over the link."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Link = SharedMemoryAt | BroadcastFrom | BroadcastGroup
 
 
 class Sources:
-    """What calls name, opened. A link stays open for the next update. Any thread may call it."""
+    """Opens the links that calls name. A link stays open for the next update. Any thread may call it."""
 
     def __init__(self) -> None:
         self._links: dict[Link, ReceiverLink] = {}

@@ -1,4 +1,4 @@
-"""What samebit is called in verl, and its servers in Ray."""
+"""Name samebit in verl, and its servers in Ray."""
 
 NAME = "samebit"
 

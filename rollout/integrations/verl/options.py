@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 
 WORKER_OPTIONS = ("block_size", "num_blocks", "kv_cache_gb", "eviction_policy", "state_cache_gb", "num_threads")
-"""Of `rollout.custom`: fields of `RolloutConfig` that verl has no option for."""
+"""The keys of `rollout.custom` that are fields of `RolloutConfig`, for which verl has no option."""
 
 SERVER_OPTIONS = ("num_cpus", "sync_timeout")
-"""Of `rollout.custom`: cores that Ray reserves for a server; the longest wait in a weight update, in seconds."""
+"""The keys of `rollout.custom` for a server: its cores in Ray; the longest wait in a weight update, in seconds."""
 
 _NOT_HONOURED: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
@@ -61,7 +61,7 @@ _OF_A_BROADCAST = {"checkpoint_engine.update_weights_bucket_megabytes": 2048}
 """The same, where weights go through shared memory."""
 
 _OF_ENTROPY = ("entropy_checkpointing", "entropy_from_logits_with_chunking")
-"""Of the training engine: how verl's own entropy would be computed, which is not asked for."""
+"""The training engine's keys for verl's own entropy, which is not asked for."""
 
 
 @dataclass(frozen=True)

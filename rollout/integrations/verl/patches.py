@@ -91,11 +91,11 @@ def _start_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
     def start(timeout_second: float | None = None, backend: str | None = None) -> None:
         from verl.utils.device import get_device_name
 
-        from samebit.rollout.integrations.verl.server import broadcast as checkpoint
+        from samebit.rollout.integrations.verl.server import checkpoint_engine
         from samebit.rollout.integrations.verl.trainer import engine
 
         engine.register()
-        checkpoint.register()
+        checkpoint_engine.register()
         replace_snapshot()
         if get_device_name() == "cpu":
             backend = backend or "cpu:gloo"

@@ -16,11 +16,11 @@ import torch
 from verl.plugin.platform import PlatformBase
 
 _DRIVERS = ("/proc/driver/nvidia", "/dev/kfd", "/dev/davinci_manager")
-"""Where there is one of these, a process that sees no accelerator is no process of a machine without one."""
+"""The devices of accelerators: beside one of them, a process that sees no accelerator is on no machine without."""
 
 
 class CPUPlatform(PlatformBase):
-    """What verl asks of a device, answered for the CPU."""
+    """Answers what verl asks of a device for the CPU."""
 
     device_name = "cpu"
     vendor_name = "cpu"

@@ -1,4 +1,4 @@
-"""What verl is told about samebit when it imports the plugin.
+"""Tell verl about samebit when it imports the plugin.
 
 Invariants
 ----------
@@ -57,7 +57,7 @@ def register() -> None:
     replace_start()
     from verl.workers.rollout import base, replica
 
-    base._ROLLOUT_REGISTRY[(NAME, "async")] = f"{_HERE}.server.adapter.SamebitRollout"
+    base._ROLLOUT_REGISTRY[(NAME, "async")] = f"{_HERE}.trainer.rollout.SamebitRollout"
     replica.RolloutReplicaRegistry.register(NAME, _replica_class)
 
 

@@ -11,7 +11,7 @@ from samebit.rollout.cache.block_tables import BlockTables
 from samebit.rollout.cache.checkpoints.pool import CheckpointPool
 from samebit.rollout.cache.held_prompts import HeldPrompts
 from samebit.rollout.cache.leaders import Leaders
-from samebit.rollout.cache.prefix_tree import CachedBlock, PrefixIndex
+from samebit.rollout.cache.prefix_tree import CachedBlock, PrefixTree
 from samebit.rollout.requests.request import Sequence
 
 
@@ -20,7 +20,7 @@ def owned_blocks(cache: Cache, sequence: Sequence) -> list[int]:
     return list(cache.tables.blocks(sequence.slot))
 
 
-def num_unswept(index: PrefixIndex) -> int:
+def num_unswept(index: PrefixTree) -> int:
     """What `clear` left and `sweep` has yet to free."""
     return len(index._cleared) + len(index._evicted._dropped)
 
@@ -83,7 +83,7 @@ def _check_checkpoints(pool: CheckpointPool, prompts: HeldPrompts) -> None:
     assert sorted([*pool._free, *pool.by_block.values(), *cleared]) == list(range(pool.num_checkpoints))
 
 
-def _check_index(cache: PrefixCache, index: PrefixIndex) -> None:
+def _check_index(cache: PrefixCache, index: PrefixTree) -> None:
     reachable = list(_reachable(index))
     assert len(reachable) == len(index), "the tree and the map of the index differ"
     assert all(index.by_block.get(entry.block) is entry for entry in reachable)
@@ -92,7 +92,7 @@ def _check_index(cache: PrefixCache, index: PrefixIndex) -> None:
     assert len(free) == cache.pool.num_kept, f"{cache.pool.num_kept} free blocks are kept, {len(free)} can be hit"
 
 
-def _reachable(index: PrefixIndex) -> Iterator[CachedBlock]:
+def _reachable(index: PrefixTree) -> Iterator[CachedBlock]:
     """Every entry that a chain can lead to."""
     left = [index.root]
     while left:

@@ -11,7 +11,8 @@ from samebit.rollout.engine.engine import Engine
 from samebit.rollout.errors import NonFiniteLogitsError
 from samebit.rollout.outputs import request_output
 from samebit.rollout.requests.request import Request
-from samebit.rollout.requests.stopping import StopStringMatcher, as_token_ids
+from samebit.rollout.requests.stop_strings import StopStringMatcher
+from samebit.rollout.requests.stopping import as_token_ids
 
 Make = Callable[..., Engine]
 MakeRequest = Callable[..., Request]

@@ -37,13 +37,12 @@ from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_cla
 from samebit.rollout import WorkerLostError, WorkerStateError
 from samebit.rollout.integrations.verl import patches as replacements
 from samebit.rollout.integrations.verl import plugin, versions
-from samebit.rollout.integrations.verl.server import broadcast as checkpoint
-from samebit.rollout.integrations.verl.server import launched, replica
-from samebit.rollout.integrations.verl.server.adapter import SamebitRollout
+from samebit.rollout.integrations.verl.server import checkpoint_engine, launched, replica
 from samebit.rollout.integrations.verl.server.gate import Gate
 from samebit.rollout.integrations.verl.server.metrics import of_servers, on_policy, on_policy_of
 from samebit.rollout.integrations.verl.server.server import SamebitServer
 from samebit.rollout.integrations.verl.trainer import engine
+from samebit.rollout.integrations.verl.trainer.rollout import SamebitRollout
 from samebit.weight_sync import WeightStream
 
 from ...patience import HANG
@@ -66,9 +65,9 @@ def test_verl_knows_samebit() -> None:
     assert PlatformRegistry.get("cpu") is not None
     assert get_platform().device_name == "cpu"
     engine.register()
-    checkpoint.register()
+    checkpoint_engine.register()
     assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is engine.SamebitEngine
-    assert CheckpointEngineRegistry.get("samebit") is checkpoint.SamebitCheckpointEngine
+    assert CheckpointEngineRegistry.get("samebit") is checkpoint_engine.SamebitCheckpointEngine
     plugin.register()  # again
 
 
@@ -362,9 +361,9 @@ def test_a_server_that_is_missing_strands_no_rank_of_the_trainer(monkeypatch: py
         return WeightStream(WeightStream.of(tensors).specs, gathered())
 
     async def update() -> list[Any]:
-        ranks = [checkpoint.SamebitCheckpointEngine(1 << 20, is_master=master) for master in (True, False)]
+        ranks = [checkpoint_engine.SamebitCheckpointEngine(1 << 20, is_master=master) for master in (True, False)]
         said = [engine.prepare() for engine in ranks] + [{"timeout": 0.5}]
-        placed, _ = checkpoint.SamebitCheckpointEngine.build_topology(2, 1, said)
+        placed, _ = checkpoint_engine.SamebitCheckpointEngine.build_topology(2, 1, said)
         for rank in range(2):
             ranks[rank].init_process_group(**{name: values[rank] for name, values in placed.items()})
         sent = (engine.send_weights(stream()) for engine in ranks)
@@ -379,15 +378,15 @@ def test_a_server_that_is_missing_strands_no_rank_of_the_trainer(monkeypatch: py
 
 def test_where_ranks_meet_for_an_update() -> None:
     said = [{"host": "h", "port": 1, "timeout": 300.0}, {"timeout": 300.0}, *[{"timeout": 9.0}] * 3]
-    trainer, servers = checkpoint.SamebitCheckpointEngine.build_topology(2, 3, said)
+    trainer, servers = checkpoint_engine.SamebitCheckpointEngine.build_topology(2, 3, said)
     assert trainer == {"rank": [0, -1], "size": [4, 4], "host": ["h", "h"], "port": [1, 1], "timeout": [9.0, 9.0]}
     assert servers == {"rank": [1, 2, 3], "size": [4] * 3, "host": ["h"] * 3, "port": [1] * 3, "timeout": [9.0] * 3}
 
 
 def test_servers_of_their_own_wait_as_long_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
     def begin(self: Any, rollout_config: Any) -> None:
-        self.checkpoint_engine = checkpoint.SamebitCheckpointEngine(1 << 20)
+        self.checkpoint_engine = checkpoint_engine.SamebitCheckpointEngine(1 << 20)
 
     monkeypatch.setattr(CheckpointEngineWorker, "__init__", begin)
-    made = checkpoint.SamebitCheckpointWorker(VerlRolloutConfig(name="samebit", custom={"sync_timeout": 9}))
+    made = checkpoint_engine.SamebitCheckpointWorker(VerlRolloutConfig(name="samebit", custom={"sync_timeout": 9}))
     assert made.checkpoint_engine.prepare() == {"timeout": 9.0}

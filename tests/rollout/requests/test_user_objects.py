@@ -113,7 +113,11 @@ class Raising(logging.Handler):
 @pytest.fixture
 def broken_log() -> Iterator[None]:
     handler = Raising()
-    names = ("samebit.rollout.stats", "samebit.rollout.control.generation_thread")
+    names = (
+        "samebit.rollout.stats",
+        "samebit.rollout.control.generation_thread",
+        "samebit.rollout.control.weights.worker_weights",
+    )
     for name in names:
         logging.getLogger(name).addHandler(handler)
     logging.getLogger(names[0]).setLevel(logging.INFO)
@@ -136,6 +140,18 @@ def test_a_log_that_raises_breaks_nobody(
     for handle in handles:
         with pytest.raises(WorkerStateError, match="the step"):
             handle.result(HANG)
+
+
+@pytest.mark.usefixtures("broken_log")
+def test_a_log_that_raises_leaves_the_weights_complete(
+    make_worker: MakeWorker, oracle: Oracle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An update that changes nothing is warned of while it is written."""
+    worker, _ = make_worker()
+    weights = {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}
+    assert worker.receive_weights(weights).changed == ()
+    assert "the log's disk is full" in capsys.readouterr().err
+    assert worker.generate([[1]], SamplingParams(max_tokens=3))[0].samples[0].token_ids == oracle([1], 0, 3)
 
 
 def test_a_callback_that_raises_at_the_end_of_a_request_breaks_nobody(make_worker: MakeWorker, oracle: Oracle) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from samebit.weight_sync.manifest import TensorSpec
+from samebit.weight_sync.transports.channel import Channel
 from samebit.weight_sync.transports.cuda.buckets import DeviceDestination, DeviceWriter, placed
 from samebit.weight_sync.transports.cuda.memory import CudaBuckets, MemoryHandle, cuda_device
 from samebit.weight_sync.transports.cuda.scan import device_bytes
-from samebit.weight_sync.transports.messages import Channel
 from samebit.weight_sync.transports.unix_socket import SocketReceiver, SocketSenderEnd, handed_over
 from samebit.weight_sync.wire.buckets import (
     BucketHeader,

@@ -1,1 +1,1 @@
-"""verl's rollout servers: the actor with the worker, and the trainer's ends of it."""
+"""Run verl's rollout servers: the actor with the worker, its replica, and how weights reach it."""

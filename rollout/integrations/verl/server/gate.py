@@ -1,4 +1,4 @@
-"""Which requests a server lets in.
+"""Decide which requests a server lets in.
 
 Invariants
 ----------

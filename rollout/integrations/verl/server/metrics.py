@@ -1,4 +1,4 @@
-"""What samebit adds to the metrics of a step of verl's trainer."""
+"""Make what samebit adds to the metrics of a step of verl's trainer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MOMENTARY = (
     "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_evictable", "states_used",
     "states_total",
 )  # fmt: skip
-"""What is not counted from the start on."""
+"""The figures that are not counted from the start on."""
 
 _VERSION = "weight_version"
-"""What is no amount: of several servers it is the oldest one's."""
+"""The figures that are no amounts: of several servers the oldest one's is taken."""
 
 _SPAN = ("min_global_steps", "max_global_steps")
-"""What verl calls the oldest and the newest weights of a trajectory."""
+"""The names that verl gives to the oldest and the newest weights of a trajectory."""
 
 
 _LOGPROBS = ("rollout_log_probs", "old_log_probs")

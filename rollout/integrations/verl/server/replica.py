@@ -19,7 +19,7 @@ from samebit.rollout.integrations.ray import start_actor, wait_for, wait_for_asy
 from samebit.rollout.integrations.verl.names import server_name
 from samebit.rollout.integrations.verl.options import check_trainer, server_options
 from samebit.rollout.integrations.verl.patches import replace_trainer_functions
-from samebit.rollout.integrations.verl.server import broadcast as checkpoint
+from samebit.rollout.integrations.verl.server import checkpoint_engine
 from samebit.rollout.integrations.verl.server.launched import note_launched
 from samebit.rollout.integrations.verl.server.server import SamebitServer
 
@@ -50,13 +50,13 @@ class SamebitReplica(RolloutReplica):
 
     @property
     def is_policy(self) -> bool:
-        """Whether its server has the weights that are trained; else it is one of a reward or teacher model."""
+        """Return whether its server has the weights that are trained; else it is one of a reward or teacher model."""
         return not (self.is_reward_model or self.is_teacher_model)
 
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
         """Return the worker beside a server with resources of its own."""
         return RayClassWithInitArgs(
-            cls=ray.remote(checkpoint.SamebitCheckpointWorker),
+            cls=ray.remote(checkpoint_engine.SamebitCheckpointWorker),
             rollout_config=self.config,
             model_config=self.model_config,
             replica_rank=self.replica_rank,
@@ -95,7 +95,7 @@ class SamebitReplica(RolloutReplica):
 def _prepare_process() -> None:
     """Tell verl what it needs to know in the process of the trainer's loop."""
     replace_trainer_functions()
-    checkpoint.register()
+    checkpoint_engine.register()
 
 
 def _mixed_precision(rollout_config: Any) -> Any:

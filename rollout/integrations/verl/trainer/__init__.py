@@ -1,1 +1,1 @@
-"""verl's training engine with samebit's forward and log-probabilities."""
+"""Hold what runs in verl's trainer: its engine with samebit's forward, and its end of a rollout server."""

@@ -1,4 +1,6 @@
-"""Messages between two processes over a Unix socket: a length, then JSON; an open file may come along.
+"""Send and receive messages between two processes over a Unix socket; an open file may come along.
+
+A message is a length, then JSON. Which messages there are, `wire/link.py` and `unix_socket.py` say.
 
 Invariants
 ----------
@@ -30,7 +32,7 @@ T = TypeVar("T")
 
 
 class Channel:
-    """The owner of a connected socket, and of the last open file that came over it and was not taken."""
+    """Owns a connected socket, and the last open file that came over it and was not taken."""
 
     def __init__(self, connected: socket.socket, patience: Patience) -> None:
         self._socket = connected

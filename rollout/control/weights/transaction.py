@@ -40,14 +40,14 @@ class Member:
     def status(self) -> WorkerStatus:
         return self.thread.status
 
-    def meet(self, in_flight: str) -> None:
+    def preempt_or_abort(self, in_flight: str) -> None:
         """Deal with the requests in flight before the weights change. Under the lock."""
         if in_flight == "recompute":
             self.thread.engine.preempt_all()
         elif in_flight == "abort":
             self.thread.deliver(self.thread.engine.abort_started())
 
-    def conclude(self, version: int, *, complete: bool) -> None:
+    def take_new_weights(self, version: int, *, complete: bool) -> None:
         """Go on with new weights. Under the lock."""
         self.thread.engine.weights_changed(version)
         if complete:
@@ -83,7 +83,7 @@ class Transaction(AbstractContextManager["Transaction"]):
                 raise WorkerStateError('the weights are asleep; call wake_up("weights") first')
             self.version = self._next_version(self._member.thread.engine.weight_version)
             for member in held:
-                member.meet(self._in_flight)
+                member.preempt_or_abort(self._in_flight)
             self._others = [member for member in held if member is not self._member]
             self._stack = stack.pop_all()
         return self
@@ -115,10 +115,10 @@ class Transaction(AbstractContextManager["Transaction"]):
                 for member in (self._member, *self._others):
                     member.break_off(reason, error)
                 return
-            self._member.conclude(self.version, complete=self.complete)
+            self._member.take_new_weights(self.version, complete=self.complete)
             for other in self._others:
                 other.weights.accept()
-                other.conclude(other.thread.engine.weight_version + 1, complete=self.complete)
+                other.take_new_weights(other.thread.engine.weight_version + 1, complete=self.complete)
 
     def _next_version(self, current: int) -> int:
         if self._asked is None:

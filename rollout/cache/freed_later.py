@@ -1,4 +1,8 @@
-"""Dictionaries that were cleared at once, and are taken apart later, item by item."""
+"""Free dictionaries later, item by item: clearing a large one costs nothing at once, and a little in each step after.
+
+What a weight update clears goes this way: `PrefixCache.clear_index` replaces the tree, the order of free blocks and the
+checkpoints by empty ones.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class Cleared(Generic[Key, Value]):
-    """Adding a dictionary and taking an item cost O(1), whatever their sizes."""
+class FreedLater(Generic[Key, Value]):
+    """Keeps dictionaries that were replaced; adding one and taking an item cost O(1), whatever their sizes."""
 
     def __init__(self) -> None:
         self._left: list[dict[Key, Value]] = []
