@@ -4,7 +4,7 @@ interpreter where there is no GPU.
 Ray and Triton read this when they are imported; Ray remembers the token from then on.
 
 The files that take longest come first: `make test` gives whole files to two processes, and the last one to run should
-be short.
+be short. The very first compiles nearly all kernels of the CPU; those beside it need none, the next ones many.
 """
 
 import os
@@ -20,15 +20,17 @@ if not Path("/proc/driver/nvidia").exists():
 
 TESTS = Path(__file__).parent
 LONGEST = (
-    "rollout/integrations/test_verl_runs.py",
     "exactness/test_check.py",
-    "rollout/integrations/test_verl_turns.py",
-    "exactness/test_hybrids.py",
-    "exactness/test_hybrid_rollout.py",
     "kernels/triton/test_compile.py",
-    "kernels/test_attention.py",
     "kernels/triton/test_ssm.py",
     "kernels/triton/test_ssm_backward.py",
+    "kernels/triton/test_attention.py",
+    "rollout/integrations/test_verl_turns.py",
+    "rollout/integrations/test_verl_runs.py",
+    "benchmarks/test_benchmarks.py",
+    "exactness/test_hybrids.py",
+    "exactness/test_hybrid_rollout.py",
+    "kernels/test_attention.py",
 )
 
 

@@ -1,16 +1,19 @@
 """Compile and start the Numba kernels.
 
 Invariants: OpenMP is Numba's threading layer (see `openmp`); ``fastmath`` is off; the GIL is released. A
-kernel is compiled at its first call for a dtype and kept in Numba's on-disk cache.
+kernel is compiled at its first call for a dtype and kept in Numba's on-disk cache. Of the processes that want it
+(ranks of a trainer, actors of Ray) one compiles, the others wait and read its cache.
 """
 
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import torch
+from filelock import FileLock
+from numba.core.registry import CPUDispatcher
 
 from samebit.kernels import openmp  # noqa: F401  (its import chooses the threading layer)
 
@@ -25,12 +28,28 @@ def _renamed(function: Callable[..., None], suffix: str) -> Callable[..., None]:
     return copy
 
 
-_OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy"}
+class _Kernel(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
+    """Compiles a kernel for the dtypes of a call, in one process of this machine at a time.
+
+    Numba's own cache is safe to share but not economical: processes that miss it together all compile, and of what
+    they save to a kernel's index the last one wins, so that the others' work is done again in the next run.
+    """
+
+    def __init__(self, function: Callable[..., None], *, parallel: bool) -> None:
+        options = {"nopython": True, "nogil": True, "error_model": "numpy", "parallel": parallel}
+        super().__init__(function, targetoptions=options)
+        self.enable_caching()
+
+    def compile(self, sig: Any) -> Any:
+        """Compile for a signature, or load what any process has compiled."""
+        folder = Path(self._cache.cache_path)
+        with FileLock(folder / f"{self.py_func.__module__}.{self.py_func.__qualname__}.lock"):
+            return super().compile(sig)
 
 
 def parallel_kernel(function: Callable[..., None]) -> Callable[..., None]:
     """Compile a loop whose ``prange`` is always worth other threads, and which takes long to compile."""
-    compiled: Callable[..., None] = numba.njit(parallel=True, **_OPTIONS)(function)
+    compiled: Callable[..., None] = _Kernel(function, parallel=True)
     return compiled
 
 
@@ -42,8 +61,8 @@ class RowKernel:
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self._serial = numba.njit(**_OPTIONS)(function)
-        self._parallel = numba.njit(parallel=True, **_OPTIONS)(_renamed(function, "_parallel"))
+        self._serial = _Kernel(function, parallel=False)
+        self._parallel = _Kernel(_renamed(function, "_parallel"), parallel=True)
 
     def __call__(self, work: int, *args: Any) -> None:
         """Run on ``args``; ``work`` is the number of elements touched."""
