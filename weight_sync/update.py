@@ -36,7 +36,7 @@ def open_update(
     elif isinstance(source, WeightStream):
         yield StreamUpdate(source, manifest, terms)
     else:
-        with open_source(source, module) as opened:
+        with open_source(source) as opened:
             yield prepare_update(manifest, opened, terms)
 
 
