@@ -73,7 +73,12 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
             run_ahead=config.runs_ahead,
             watch=ParameterWatch(loaded.module) if loaded.shared else None,
         ),
-        WorkerWeights(loaded.module, shared=loaded.shared, users=binding_of(loaded.module).users),
+        WorkerWeights(
+            loaded.module,
+            shared=loaded.shared,
+            users=binding_of(loaded.module).users,
+            dequantize=config.dequantize,
+        ),
         max_model_len=loaded.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         tokenizer=loaded.tokenizer,
