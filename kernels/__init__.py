@@ -15,7 +15,8 @@ Axis letters, here and in all kernels:
     C  tokens of a chunk of a grid        P  head size of a Mamba layer
     V  tokens of the vocabulary           N  state size of a Mamba layer
 
-Where layers are matrices, K are the inputs and N the outputs; W is the width of a row, R the angles of a head.
+Where layers are matrices, K are the inputs and N the outputs; W is the width of a row, R the angles of a head. E are
+the experts of a layer, I the width of one.
 """
 
 if __name__ == "kernels":

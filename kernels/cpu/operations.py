@@ -3,6 +3,8 @@
 from samebit.kernels.cpu.activation import gated_backward, gated_forward
 from samebit.kernels.cpu.attention.operation import attention_backward, attention_forward, attention_of_unrotated
 from samebit.kernels.cpu.conv import conv_backward, conv_forward
+from samebit.kernels.cpu.experts.operation import experts_backward, experts_forward
+from samebit.kernels.cpu.experts.routing import route_backward, route_forward
 from samebit.kernels.cpu.linear import add_gradient_of_inputs, gradient_of_inputs, gradient_of_weight, multiply
 from samebit.kernels.cpu.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
 from samebit.kernels.cpu.norm import (
@@ -27,6 +29,8 @@ __all__ = [
     "draw",
     "entropies",
     "entropy_gradient",
+    "experts_backward",
+    "experts_forward",
     "gated_backward",
     "gated_forward",
     "gated_rms_norm_backward",
@@ -43,6 +47,8 @@ __all__ = [
     "rms_norm_backward",
     "rms_norm_forward",
     "rotate",
+    "route_backward",
+    "route_forward",
     "scan_backward",
     "scan_forward",
     "uniforms",

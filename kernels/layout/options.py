@@ -1,6 +1,7 @@
 """What operations hand to a device: constants of a layer that `bind` found, and the types of what comes back."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -57,3 +58,64 @@ class SSMOptions:
     groups: int
     state_size: int
     dt_limits: tuple[float, float] = (0.0, float("inf"))
+
+
+@dataclass(frozen=True)
+class RoutingOptions:
+    """Says how a router makes weights of its logits, and how many experts it chooses for a row.
+
+    Attributes:
+        scores: of an expert: its part of the softmax over all experts, its part of the softmax over those chosen, or
+            the sigmoid of its logit.
+        top_k: experts that are chosen for a row.
+        normalised: the weights of a row are divided by their sum (those of ``softmax_of_chosen`` always add up to 1).
+        scale: factor on the weights.
+        groups: of experts, of equal size and side by side; only experts of the best groups can be chosen.
+        kept_groups: how many those are.
+        group_score: what groups are compared by, the best score in them or the sum of the two best.
+    """
+
+    scores: Literal["softmax", "softmax_of_chosen", "sigmoid"]
+    top_k: int
+    normalised: bool
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    group_score: Literal["best", "best_two"] = "best_two"
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Says what an expert computes between its two products, and how its weights lie.
+
+    Attributes:
+        activation: its Hugging Face name.
+        form: ``gated``: ``act(gate) * up`` of the halves of the first product; ``plain``: ``act`` of it, no gate;
+            ``interleaved``: gates are its even outputs, ups the odd ones, and the result is
+            ``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`` with ``g = min(gate, limit)``.
+        transposed: the weights have inputs before outputs.
+        limit, alpha: of the interleaved form alone.
+    """
+
+    activation: str
+    form: Literal["gated", "plain", "interleaved"]
+    transposed: bool = False
+    limit: float | None = None
+    alpha: float | None = None
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Holds the weights of E experts of width I on rows of width W, all of one dtype.
+
+    Attributes:
+        up: the first product, ``[E, 2 I, W]``, without a gate ``[E, I, W]``; transposed ``[E, W, 2 I]``.
+        down: the second, ``[E, W, I]``; transposed ``[E, I, W]``.
+        up_bias: ``[E, 2 I]``, without a gate ``[E, I]``, or None.
+        down_bias: ``[E, W]`` or None.
+    """
+
+    up: torch.Tensor
+    down: torch.Tensor
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None

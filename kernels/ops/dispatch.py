@@ -21,7 +21,17 @@ import torch
 from samebit.kernels.cpu import operations as cpu
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.options import AttentionOptions, GatedNormOptions, Layer, Reduced, Saved, SSMOptions
+from samebit.kernels.layout.options import (
+    AttentionOptions,
+    ExpertOptions,
+    ExpertWeights,
+    GatedNormOptions,
+    Layer,
+    Reduced,
+    RoutingOptions,
+    Saved,
+    SSMOptions,
+)
 
 Tensor = torch.Tensor
 
@@ -78,20 +88,21 @@ class Operations(Protocol):
 
     # samebit.kernels.ops.attention
     def attention_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, options: AttentionOptions
-    ) -> tuple[Tensor, Saved]:
+        self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, options: AttentionOptions,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Saved]:  # fmt: skip
         """Put keys and values into their pages, those of the call where the context has none, and attend."""
 
     def attention_of_unrotated(
         self, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], context: ForwardContext,
-        options: AttentionOptions,
+        options: AttentionOptions, sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Rotate queries and keys by ``angles``, cosines and sines, then attend as above in the context's pages."""
 
     def attention_backward(
         self, saved: Saved, grad: Tensor, context: ForwardContext, options: AttentionOptions
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the gradients of q, k, v and sinks, the last None without sinks."""
 
     # samebit.kernels.ops.conv
     def conv_forward(
@@ -113,6 +124,26 @@ class Operations(Protocol):
         self, saved: Saved, grad: Tensor, context: ForwardContext, options: SSMOptions
     ) -> tuple[Tensor, ...]:
         """Return the gradients of xbc, dt, decay_rate, dt_bias and skip."""
+
+    # samebit.kernels.ops.experts.routing
+    def route_forward(
+        self, logits: Tensor, correction: Tensor | None, options: RoutingOptions
+    ) -> tuple[Tensor, Tensor, Saved]:
+        """Return the ids of the experts chosen for each row, ascending, and their weights."""
+
+    def route_backward(self, saved: Saved, grad: Tensor, options: RoutingOptions) -> Tensor:
+        """Return the gradient of the logits from that of the weights."""
+
+    # samebit.kernels.ops.experts.routed
+    def experts_forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, options: ExpertOptions
+    ) -> tuple[Tensor, Saved]:
+        """Compute the weighted sum of the outputs of each row's experts."""
+
+    def experts_backward(
+        self, saved: Saved, grad: Tensor, options: ExpertOptions, needed: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weights, up, down, up_bias and down_bias, None for each that is not needed."""
 
     # samebit.kernels.ops.logprobs
     def log_softmax(self, logits: Tensor, temperatures: Tensor) -> Tensor:

@@ -1,0 +1,78 @@
+"""The sum of a row's outputs on the CPU, and what its gradient hands to each of them; a row is one thread's.
+
+Invariant: a sum over a row's experts goes in the order of its ids, one chain of fused multiply-adds from 0.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import prange
+
+from samebit.kernels.cpu.base.jit import RowKernel, array
+from samebit.kernels.cpu.base.numeric import fma, narrow, widen
+from samebit.kernels.layout.grids import LANES
+
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+
+
+def combine(outputs: torch.Tensor, place_of: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sums ``[T, W]`` of the outputs ``[T top_k, W]`` at each row's places."""
+    out = outputs.new_empty(len(place_of), outputs.shape[1])
+    _add_up(outputs.numel(), array(outputs), array(place_of), array(weights.contiguous()), array(out))
+    return out
+
+
+def add_up(outputs: torch.Tensor, place_of: torch.Tensor) -> torch.Tensor:
+    """Return the sums ``[T, W]`` of what lies at each row's places."""
+    return combine(outputs, place_of, torch.ones(place_of.shape))
+
+
+def combine_backward(
+    grad: torch.Tensor, outputs: torch.Tensor, place_of: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of the outputs ``[T top_k, W]`` and of the weights ``[T, top_k]``."""
+    of_outputs, of_weights = torch.empty_like(outputs), torch.empty_like(weights, memory_format=torch.contiguous_format)
+    _hand_back(
+        outputs.numel(), array(grad.contiguous()), array(outputs), array(place_of), array(weights.contiguous()),
+        array(of_outputs), array(of_weights),
+    )  # fmt: skip
+    return of_outputs, of_weights
+
+
+def _add_up_rows(outputs: Any, place_of: Any, weights: Any, out: Any) -> None:
+    rows, choices = place_of.shape
+    for row in prange(rows):
+        to = out[row]
+        sums = np.zeros(len(to), np.float32)
+        for choice in range(choices):
+            weight, output = weights[row, choice], outputs[place_of[row, choice]]
+            for i in range(len(sums)):
+                sums[i] = fma(weight, widen(output[i]), sums[i])
+        for i in range(len(sums)):
+            to[i] = narrow(sums[i], to[i])
+
+
+def _hand_back_rows(grad: Any, outputs: Any, place_of: Any, weights: Any, of_outputs: Any, of_weights: Any) -> None:
+    rows, choices = place_of.shape
+    for row in prange(rows):
+        upstream = grad[row]
+        lanes = np.empty(LANES, np.float32)
+        for choice in range(choices):
+            place = place_of[row, choice]
+            weight, output, to = weights[row, choice], outputs[place], of_outputs[place]
+            lanes[:] = _ZERO
+            for first in range(0, len(to), LANES):
+                for lane in range(min(LANES, len(to) - first)):
+                    d = widen(upstream[first + lane])
+                    lanes[lane] = fma(d, widen(output[first + lane]), lanes[lane])
+                    to[first + lane] = narrow(weight * d, to[0])
+            total = _ZERO
+            for lane in range(LANES):
+                total += lanes[lane]
+            of_weights[row, choice] = total
+
+
+_add_up = RowKernel(_add_up_rows)
+_hand_back = RowKernel(_hand_back_rows)

@@ -1,0 +1,99 @@
+"""What an expert computes between its two products, elementwise in float32, rounded once; with its gradients.
+
+P pairs, I the width of an expert; products are ``[P, 2 I]``, of plain experts ``[P, I]``.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import prange
+
+from samebit.kernels.cpu.activation import gated_backward, gated_forward
+from samebit.kernels.cpu.base.jit import RowKernel, array
+from samebit.kernels.cpu.base.numeric import narrow, sigmoid, widen
+from samebit.kernels.layout.options import ExpertOptions
+
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+_TWO = np.float32(2.0)
+
+
+def activate(products: torch.Tensor, options: ExpertOptions) -> torch.Tensor:
+    """Return what goes into the second product, ``[P, I]``."""
+    if options.form == "gated":
+        return gated_forward(options.activation, *products.chunk(2, dim=-1))[0]
+    pairs, width = products.shape
+    if options.form == "plain":
+        out = torch.empty_like(products)
+        _square(products.numel(), array(products), array(out))
+    else:
+        out = products.new_empty(pairs, width // 2)
+        _clamped(products.numel(), array(products), *_constants(options), array(out))
+    return out
+
+
+def activate_backward(products: torch.Tensor, grad: torch.Tensor, options: ExpertOptions) -> torch.Tensor:
+    """Return the gradient of the first product."""
+    if options.form == "gated":
+        return torch.cat(gated_backward(options.activation, tuple(products.chunk(2, dim=-1)), grad), dim=-1)
+    out = torch.empty_like(products)
+    if options.form == "plain":
+        _square_backward(products.numel(), array(products), array(grad), array(out))
+    else:
+        _clamped_backward(products.numel(), array(products), array(grad), *_constants(options), array(out))
+    return out
+
+
+def _constants(options: ExpertOptions) -> tuple[Any, Any]:
+    return np.float32(options.limit), np.float32(options.alpha)
+
+
+def _square_rows(products: Any, out: Any) -> None:
+    for row in prange(len(out)):
+        given, to = products[row], out[row]
+        for i in range(len(to)):
+            x = widen(given[i])
+            x = _ZERO if x < _ZERO else x
+            to[i] = narrow(x * x, to[i])
+
+
+def _square_rows_backward(products: Any, grad: Any, out: Any) -> None:
+    for row in prange(len(out)):
+        given, upstream, to = products[row], grad[row], out[row]
+        for i in range(len(to)):
+            x = widen(given[i])
+            x = _ZERO if x < _ZERO else x
+            to[i] = narrow(_TWO * x * widen(upstream[i]), to[i])
+
+
+def _clamped_rows(products: Any, limit: Any, alpha: Any, out: Any) -> None:
+    for row in prange(len(out)):
+        given, to = products[row], out[row]
+        for i in range(len(to)):
+            gate, up = widen(given[2 * i]), widen(given[2 * i + 1])
+            gate = limit if gate > limit else gate
+            up = limit if up > limit else up
+            up = -limit if up < -limit else up
+            to[i] = narrow((up + _ONE) * (gate * sigmoid(alpha * gate)), to[i])
+
+
+def _clamped_rows_backward(products: Any, grad: Any, limit: Any, alpha: Any, out: Any) -> None:
+    for row in prange(len(out)):
+        given, upstream, to = products[row], grad[row], out[row]
+        for i in range(len(upstream)):
+            gate, up, d = widen(given[2 * i]), widen(given[2 * i + 1]), widen(upstream[i])
+            g = limit if gate > limit else gate
+            u = limit if up > limit else up
+            u = -limit if u < -limit else u
+            s = sigmoid(alpha * g)
+            of_gate = d * (u + _ONE) * s * (_ONE + alpha * g * (_ONE - s))
+            of_up = d * g * s
+            to[2 * i] = narrow(_ZERO if gate > limit else of_gate, to[2 * i])
+            to[2 * i + 1] = narrow(_ZERO if up > limit or up < -limit else of_up, to[2 * i + 1])
+
+
+_square = RowKernel(_square_rows)
+_square_backward = RowKernel(_square_rows_backward)
+_clamped = RowKernel(_clamped_rows)
+_clamped_backward = RowKernel(_clamped_rows_backward)

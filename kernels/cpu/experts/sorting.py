@@ -1,0 +1,59 @@
+"""The order in which experts take their rows: pairs of row and expert, sorted by expert and then by row.
+
+Invariant: the place of a pair is counted, never compared: the order is a function of the ids alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numba import njit
+
+from samebit.kernels.cpu.base.jit import array
+from samebit.kernels.layout.options import Saved
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Says where the pairs of a call lie.
+
+    Attributes:
+        row_of: ``[T top_k]`` int32, the row of each sorted pair.
+        place_of: ``[T, top_k]`` int32, where the pair of a row and its choice has come to lie.
+        offsets: ``[E + 1]`` int64, where each expert's pairs begin.
+    """
+
+    row_of: torch.Tensor
+    place_of: torch.Tensor
+    offsets: torch.Tensor
+
+    def saved(self) -> Saved:
+        """Return the tensors, for autograd."""
+        return self.row_of, self.place_of, self.offsets
+
+
+def sort_pairs(ids: torch.Tensor, experts: int) -> Pairs:
+    """Sort the pairs of each row and the experts ``[T, top_k]`` that it chose."""
+    ids = ids.contiguous()
+    row_of, place_of = torch.empty(ids.numel(), dtype=torch.int32), torch.empty_like(ids)
+    offsets = torch.zeros(experts + 1, dtype=torch.int64)
+    _sort(array(ids), array(row_of), array(place_of), array(offsets))
+    return Pairs(row_of, place_of, offsets)
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def _sort(ids: Any, row_of: Any, place_of: Any, offsets: Any) -> None:
+    rows, choices = ids.shape
+    for row in range(rows):
+        for choice in range(choices):
+            offsets[ids[row, choice] + 1] += 1
+    for expert in range(len(offsets) - 1):
+        offsets[expert + 1] += offsets[expert]
+    following = offsets.copy()
+    for row in range(rows):
+        for choice in range(choices):
+            expert = ids[row, choice]
+            place = following[expert]
+            row_of[place] = row
+            place_of[row, choice] = place
+            following[expert] = place + 1

@@ -1,0 +1,1 @@
+"""Routed experts: `routing` chooses the experts of a row and their weights, `routed` computes with them."""
