@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -59,24 +58,14 @@ IN_PARTS = ("Qwen3Moe", "Mixtral", "Olmoe", "Glm4Moe", "DeepseekV3", "NemotronH"
 """The families whose checkpoints hold one tensor an expert."""
 
 
-@cache
-def _first(family: str, dtype: torch.dtype) -> PreTrainedModel:
-    torch.manual_seed(0)
+def expert_model(family: str, dtype: torch.dtype = torch.bfloat16, *, seed: int = 0, **sizes: int) -> PreTrainedModel:
+    """Return a model with values of its own: another seed gives other values in every tensor, biases included."""
     config: Any = getattr(transformers, f"{family}Config")
-    model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(
-        config(**{**_COMMON, **EXPERT_MODELS[family]})
-    ).to(dtype)
+    kind: Any = getattr(transformers, f"{family}ForCausalLM")
+    model: PreTrainedModel = kind(config(**{**_COMMON, **EXPERT_MODELS[family], **sizes})).to(dtype)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            buffer.data = torch.randn(buffer.shape)
-    return model
-
-
-def expert_model(family: str, dtype: torch.dtype = torch.bfloat16, *, seed: int = 0) -> PreTrainedModel:
-    """Return a model with values of its own: another seed gives other values in every tensor, biases included."""
-    import copy
-
-    model = copy.deepcopy(_first(family, dtype))
+            buffer.data = buffer.data.float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in model.state_dict().values():
