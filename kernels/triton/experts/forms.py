@@ -61,18 +61,43 @@ def _kind(options: ExpertOptions) -> tuple[int, int]:
 
 
 @triton.jit
-def _places(pair: tensor, column: tensor, HIDDEN: tl.constexpr, FORM: tl.constexpr) -> Any:
-    """Return where a pair's gates and ups are in the products; of a plain expert the same place twice."""
-    if FORM == _GATED:
-        gate = pair * (2 * HIDDEN) + column
-        up = gate + HIDDEN
-    elif FORM == _PLAIN:
-        gate = pair * HIDDEN + column
-        up = gate
+def _gates_and_ups(
+    products: tensor, pair: tensor, first: tensor, HIDDEN: tl.constexpr, FORM: tl.constexpr, SIZE: tl.constexpr
+) -> Any:
+    """Load a pair's from the ``first`` on, float32; of a plain expert the same twice."""
+    column = first + tl.arange(0, SIZE)
+    real = column < HIDDEN
+    if FORM == _INTERLEAVED:
+        both = 2 * first + tl.arange(0, 2 * SIZE)
+        values = tl.load(products + pair * (2 * HIDDEN) + both, mask=both < 2 * HIDDEN, other=0.0)
+        gate, up = tl.split(tl.reshape(values, (SIZE, 2)))
+    elif FORM == _GATED:
+        gate = tl.load(products + pair * (2 * HIDDEN) + column, mask=real, other=0.0)
+        up = tl.load(products + pair * (2 * HIDDEN) + HIDDEN + column, mask=real, other=0.0)
     else:
-        gate = pair * (2 * HIDDEN) + 2 * column
-        up = gate + 1
-    return gate, up
+        gate = tl.load(products + pair * HIDDEN + column, mask=real, other=0.0)
+        up = gate
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _store_gates_and_ups(
+    products: tensor, pair: tensor, first: tensor, gate: tensor, up: tensor, HIDDEN: tl.constexpr, FORM: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write where `_gates_and_ups` reads."""
+    column = first + tl.arange(0, SIZE)
+    real = column < HIDDEN
+    gate, up = gate.to(products.dtype.element_ty), up.to(products.dtype.element_ty)
+    if FORM == _INTERLEAVED:
+        both = 2 * first + tl.arange(0, 2 * SIZE)
+        values = tl.reshape(tl.join(gate, up), (2 * SIZE,))
+        tl.store(products + pair * (2 * HIDDEN) + both, values, mask=both < 2 * HIDDEN)
+    elif FORM == _GATED:
+        tl.store(products + pair * (2 * HIDDEN) + column, gate, mask=real)
+        tl.store(products + pair * (2 * HIDDEN) + HIDDEN + column, up, mask=real)
+    else:
+        tl.store(products + pair * HIDDEN + column, gate, mask=real)
 
 
 @triton.jit
@@ -102,13 +127,11 @@ def _activate(
     KIND: tl.constexpr, SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    real = column < HIDDEN
-    gate_at, up_at = _places(pair, column, HIDDEN, FORM)
-    gate = tl.load(products + gate_at, mask=real, other=0.0).to(tl.float32)
-    up = tl.load(products + up_at, mask=real, other=0.0).to(tl.float32)
+    first = tl.program_id(1) * SIZE
+    column = first + tl.arange(0, SIZE)
+    gate, up = _gates_and_ups(products, pair, first, HIDDEN, FORM, SIZE)
     result, _, _ = _value_and_slopes(gate, up, limit, alpha, FORM, KIND)
-    tl.store(out + pair * HIDDEN + column, result.to(out.dtype.element_ty), mask=real)
+    tl.store(out + pair * HIDDEN + column, result.to(out.dtype.element_ty), mask=column < HIDDEN)
 
 
 @triton.jit(do_not_specialize=["limit", "alpha"])
@@ -122,17 +145,12 @@ def _activate_gradients(
     weight = tl.load(weights + choice)
     total = tl.zeros((SIZE,), tl.float32)
     for first in range(0, HIDDEN, SIZE):
-        column = first + tl.arange(0, SIZE)
-        real = column < HIDDEN
-        gate_at, up_at = _places(pair, column, HIDDEN, FORM)
-        gate = tl.load(products + gate_at, mask=real, other=0.0).to(tl.float32)
-        up = tl.load(products + up_at, mask=real, other=0.0).to(tl.float32)
+        at, real = pair * HIDDEN + first + tl.arange(0, SIZE), first + tl.arange(0, SIZE) < HIDDEN
+        gate, up = _gates_and_ups(products, pair, first, HIDDEN, FORM, SIZE)
         result, of_gate, of_up = _value_and_slopes(gate, up, limit, alpha, FORM, KIND)
-        upstream = tl.load(to_hidden + pair * HIDDEN + column, mask=real, other=0.0)
+        upstream = tl.load(to_hidden + at, mask=real, other=0.0)
         total += upstream * result.to(products.dtype.element_ty).to(tl.float32)
-        tl.store(weighted + pair * HIDDEN + column, (weight * result).to(weighted.dtype.element_ty), mask=real)
+        tl.store(weighted + at, (weight * result).to(weighted.dtype.element_ty), mask=real)
         upstream *= weight
-        tl.store(to_products + gate_at, (upstream * of_gate).to(to_products.dtype.element_ty), mask=real)
-        if FORM != _PLAIN:
-            tl.store(to_products + up_at, (upstream * of_up).to(to_products.dtype.element_ty), mask=real)
+        _store_gates_and_ups(to_products, pair, first, upstream * of_gate, upstream * of_up, HIDDEN, FORM, SIZE)
     tl.store(to_weights + choice, tl.sum(total, axis=0))

@@ -93,17 +93,17 @@ def launch(
     if out.numel():
         _multiply_items[(len(items) * output_tiles,)](
             aligned(x), weight, out if bias is None else aligned(bias), out, items, pairs.choice_of, len(items),
-            output_tiles, inputs, inputs, outputs, *weight.stride()[1:], top_k, bias is not None,
+            output_tiles, inputs, outputs, *weight.stride()[1:], top_k, bias is not None,
             inputs % tile.depth == 0, tile.rows, tile.outputs, tile.depth, GROUP, num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["item_count", "output_tiles", "depth"])
+@triton.jit(do_not_specialize=["item_count", "output_tiles"])
 def _multiply_items(
     x: tensor, weight: tensor, bias: tensor, out: tensor, items: tensor, choice_of: tensor, item_count: tensor,
-    output_tiles: tensor, depth: tensor, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
+    output_tiles: tensor, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
     WEIGHT_OUTPUT: tl.constexpr, TOP_K: tl.constexpr, BIASED: tl.constexpr, WHOLE: tl.constexpr,
     ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr, DEPTH_TILE: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -120,7 +120,7 @@ def _multiply_items(
         row_at = x + row.to(tl.int64)[:, None] * INPUTS
         output_at = weight + expert * (INPUTS * OUTPUTS) + output.to(tl.int64)[None, :] * WEIGHT_OUTPUT
         acc = chain(
-            row_at, output_at, real_pairs, real_outputs, depth, 1, WEIGHT_INPUT, WHOLE, ROW_TILE, OUTPUT_TILE,
+            row_at, output_at, real_pairs, real_outputs, INPUTS, 1, WEIGHT_INPUT, WHOLE, ROW_TILE, OUTPUT_TILE,
             DEPTH_TILE,
         )  # fmt: skip
         if BIASED:
