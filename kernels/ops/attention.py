@@ -2,7 +2,8 @@
 
 Contract (the row rule and the grid rule of docs/exactness.md): a query row's output depends on its own query and on the
 keys and values of its own sequence up to its own position, walked in fixed chunks from position 0.
-Grouped-query attention: Ainslie et al. 2023. Soft-capping: Gemma 2.
+Grouped-query attention: Ainslie et al. 2023. Soft-capping: Gemma 2. Sinks: gpt-oss; a sink is where the row's softmax
+begins, before its first chunk of keys.
 """
 
 from typing import Any
@@ -13,15 +14,16 @@ from torch.autograd.function import once_differentiable
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import TRAINING_BLOCK, ForwardContext
 from samebit.kernels.layout.options import AttentionOptions
-from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host, check_shape
+from samebit.kernels.layout.shape_checks import check_dtype, check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.ops.dispatch import operations_for
 from samebit.kernels.ops.errors import changed_dtype
 from samebit.kernels.ops.rope import RotaryTables, check_rotation, rotate
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Put the call's keys and values into their pages, then attend.
 
     Args:
@@ -30,40 +32,46 @@ def attention(
         v: ``[T, KV heads, D]``.
         context: the layout of the T rows. With pages (rollout) no gradient flows.
         options: the layer's scale, window and soft-cap.
+        sinks: ``[H]`` float32, a score of each head that every token sees beside those of its keys and that has no
+            value, not scaled and not capped; None for none.
 
     Returns:
         ``[T, H, D]``; zero for padding rows.
 
     Raises:
-        ValueError: rows that are not the context's, heads that do not match each other or the pages.
-        TypeError: dtypes that differ, pages of another dtype.
+        ValueError: rows that are not the context's, heads that do not match each other or the pages, sinks of other
+            heads.
+        TypeError: dtypes that differ, pages of another dtype, sinks that are not float32.
     """
-    _check(q, k, v, context, options)
-    if context.pages is None and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out: torch.Tensor = _Attention.apply(q, k, v, context, options)
+    _check(q, k, v, context, options, sinks)
+    given = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if context.pages is None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        out: torch.Tensor = _Attention.apply(q, k, v, sinks, context, options)
         return out
-    return operations_for(q).attention_forward(q, k, v, context, options)[0]
+    return operations_for(q).attention_forward(q, k, v, context, options, sinks)[0]
 
 
 def attention_of_rotated(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: RotaryTables, options: AttentionOptions
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: RotaryTables, options: AttentionOptions,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Do as `attention` of rotated queries and keys; in a rollout they may rotate on their way to the pages, same bits.
 
     Arguments, result and errors are those of `attention`; ``tables``: the angles and the layout of the T rows.
     """
     context = tables.context
     if context.pages is None:
-        return attention(rotate(q, tables), rotate(k, tables), v, context, options)
+        return attention(rotate(q, tables), rotate(k, tables), v, context, options, sinks)
     check_rotation("q", q, tables)
     check_rotation("k", k, tables)
-    _check(q, k, v, context, options)
-    return operations_for(q).attention_of_unrotated(q, k, v, (tables.cos, tables.sin), context, options)
+    _check(q, k, v, context, options, sinks)
+    return operations_for(q).attention_of_unrotated(q, k, v, (tables.cos, tables.sin), context, options, sinks)
 
 
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
-) -> None:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions,
+    sinks: torch.Tensor | None,
+) -> None:  # fmt: skip
     """Check shapes, dtypes and pages, and on the CPU what its kernels can read."""
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or not q.shape[0] == k.shape[0] == context.num_rows:
         rows = context.num_rows
@@ -79,6 +87,9 @@ def _check(
         )
     if q.dtype is not k.dtype:
         raise TypeError(f"queries are {q.dtype} and keys {k.dtype}; allowed: all alike")
+    if sinks is not None:
+        check_shape("sinks, one a query head,", sinks, q.shape[1])
+        check_dtype("sinks", sinks, torch.float32)
     pages = None if context.pages is None else context.pages[options.layer]
     if pages is not None:
         _check_pages(pages, kv_heads, head_dim, context)
@@ -86,6 +97,8 @@ def _check(
         check_dtype_of_cpu(q.dtype)
         check_host("k", k)
         check_host("v", v)
+        if sinks is not None:
+            check_host("sinks", sinks)
         if pages is None and context.block_size != TRAINING_BLOCK:
             raise ValueError(f"a context without pages has blocks of {context.block_size}; allowed: {TRAINING_BLOCK}")
     held = k.dtype if pages is None else pages.dtype
@@ -104,15 +117,16 @@ def _check_pages(pages: torch.Tensor, kv_heads: int, head_dim: int, context: For
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
-    ) -> torch.Tensor:
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+        context: ForwardContext, options: AttentionOptions,
+    ) -> torch.Tensor:  # fmt: skip
         kernels = ctx.kernels = operations_for(q)
-        out, saved = kernels.attention_forward(q, k, v, context, options)
+        out, saved = kernels.attention_forward(q, k, v, context, options, sinks)
         ctx.save_for_backward(*saved)
         ctx.layout, ctx.options = context, options
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *ctx.kernels.attention_backward(ctx.saved_tensors, grad, ctx.layout, ctx.options), None, None

@@ -88,20 +88,21 @@ class Operations(Protocol):
 
     # samebit.kernels.ops.attention
     def attention_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, options: AttentionOptions
-    ) -> tuple[Tensor, Saved]:
+        self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, options: AttentionOptions,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Saved]:  # fmt: skip
         """Put keys and values into their pages, those of the call where the context has none, and attend."""
 
     def attention_of_unrotated(
         self, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], context: ForwardContext,
-        options: AttentionOptions,
+        options: AttentionOptions, sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Rotate queries and keys by ``angles``, cosines and sines, then attend as above in the context's pages."""
 
     def attention_backward(
         self, saved: Saved, grad: Tensor, context: ForwardContext, options: AttentionOptions
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the gradients of q, k, v and sinks, the last None without sinks."""
 
     # samebit.kernels.ops.conv
     def conv_forward(

@@ -25,6 +25,12 @@ class Shape:
     head_dim: int
     window: int = 0
     softcap: float = 0.0
+    has_sinks: bool = False
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """One a head: from below all scores to above them."""
+        return torch.linspace(-20.0, 20.0, self.heads) if self.has_sinks else None
 
     @property
     def options(self) -> AttentionOptions:
@@ -38,12 +44,17 @@ def tensors(shape: Shape, dtype: torch.dtype, lengths: tuple[int, ...]) -> Tripl
     return q * 3, k, v
 
 
-def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, lengths: tuple[int, ...]) -> torch.Tensor:
+def oracle(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, lengths: tuple[int, ...],
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """In float64; `sinks` are the shape's own unless given."""
     options = shape.options
+    sinks = shape.sinks if sinks is None else sinks
     parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
     return torch.cat(
         [
-            reference.attention(*part, scale=options.scale, window=options.window, softcap=options.softcap)
+            reference.attention(*part, sinks, scale=options.scale, window=options.window, softcap=options.softcap)
             for part in parts
         ]
     )
@@ -65,6 +76,7 @@ def through_pages(
     layout = KVLayout(1, shape.kv_heads, shape.head_dim)
     pages = layout.allocate(sum(blocks), block_size, parts[0].dtype, device)[0].fill_(torch.nan)
     out = torch.empty_like(parts[0])
+    sinks = None if shape.sinks is None else shape.sinks.to(device)
     for step in steps(lengths, next_count):
         context = ForwardContext(
             positions=torch.zeros(len(step.rows) + padding, dtype=torch.int64, device=device),
@@ -77,7 +89,7 @@ def through_pages(
             pages=(pages,),
         )
         call = [torch.cat([x[step.rows], x.new_full((padding, *x.shape[1:]), torch.nan)]).to(device) for x in parts]
-        result = attention(*call, context, shape.options).cpu()
+        result = attention(*call, context, shape.options, sinks).cpu()
         assert not result[len(step.rows) :].any(), "padding rows must be zero"
         out[step.rows] = result[: len(step.rows)]
     return out

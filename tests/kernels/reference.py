@@ -63,14 +63,16 @@ def rotate(
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int = 0, softcap: float = 0.0
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, *, scale: float,
+    window: int = 0, softcap: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
     """Causal attention of the last T tokens of one sequence to all S of them.
 
     Args:
         q: ``[T, H, D]``; row t is token ``S - T + t``.
         k: ``[S, G, D]``; query head h reads KV head ``h // (H / G)``.
         v: ``[S, G, D]``.
+        sinks: ``[H]``, one more score of each row, without a value.
         scale: factor on the scores.
         window: a token sees itself and the ``window - 1`` before it; 0 for all.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 for off.
@@ -85,7 +87,10 @@ def attention(
     seen = key_token <= query_token
     if window:
         seen &= key_token > query_token - window
-    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("hts,shd->thd", weights, values)
 
 

@@ -45,8 +45,9 @@ class Decode:
         options = self.shape.options
         return [
             reference.attention(
-                query[-new:], *cached, scale=options.scale, window=options.window, softcap=options.softcap
-            )
+                query[-new:], *cached, self.shape.sinks, scale=options.scale, window=options.window,
+                softcap=options.softcap,
+            )  # fmt: skip
             for query, cached in zip(self.queries, self.cached, strict=True)
         ]
 
@@ -73,7 +74,8 @@ class Decode:
         sizes = list(zip(chosen, counts, strict=True))
         q = torch.cat([self.queries[s][-n:] for s, n in sizes]).to(device)
         k, v = (torch.cat([self.cached[s][part, -n:] for s, n in sizes]).to(device) for part in (0, 1))
-        rows = attention(q, k, v, context, self.shape.options).cpu().split(counts.tolist())
+        sinks = None if self.shape.sinks is None else self.shape.sinks.to(device)
+        rows = attention(q, k, v, context, self.shape.options, sinks).cpu().split(counts.tolist())
         return [rows[at] for at in np.argsort(chosen)], context
 
     def _memory(self, block_size: int, shared: bool) -> tuple[np.ndarray, torch.Tensor]:

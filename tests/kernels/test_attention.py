@@ -24,6 +24,8 @@ SHAPES = (
     Shape(6, 2, 64, softcap=2.0),
     Shape(7, 1, 80, window=65),
     Shape(8, 2, 128, window=64, softcap=5.0),
+    Shape(6, 2, 48, has_sinks=True),
+    Shape(7, 1, 33, window=20, softcap=2.0, has_sinks=True),
 )
 
 
@@ -39,7 +41,7 @@ def _poison() -> Iterator[None]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_route_through_the_pages_gives_the_training_bits(shape: Shape, dtype: torch.dtype) -> None:
     parts = tensors(shape, dtype, LENGTHS)
-    expected = attention(*parts, packed_context(LENGTHS), shape.options)
+    expected = attention(*parts, packed_context(LENGTHS), shape.options, shape.sinks)
     assert_near(expected, oracle(*parts, shape, LENGTHS), 4)
     for number, (block_size, route) in enumerate((b, r) for b in (4, 16, 64, 256) for r in ROUTES):
         with threads(THREADS[number % len(THREADS)]):
@@ -50,16 +52,17 @@ def test_every_route_through_the_pages_gives_the_training_bits(shape: Shape, dty
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits_do_not_depend_on_layout_or_threads(shape: Shape) -> None:
     parts = tensors(shape, torch.float32, LENGTHS)
-    expected = attention(*parts, packed_context(LENGTHS), shape.options)
+    expected = attention(*parts, packed_context(LENGTHS), shape.options, shape.sinks)
     mask = left_padding(LENGTHS)
     real = mask.flatten().bool()
     spread = [padded(x, mask) for x in parts]
     for number in THREADS:
         with threads(number):
-            out = attention(*spread, training_context(mask.shape, mask, None), shape.options)
+            out = attention(*spread, training_context(mask.shape, mask, None), shape.options, shape.sinks)
             assert torch.equal(out[real], expected)
             assert not out[~real].any()
-            assert torch.equal(attention(*leaves(*parts), packed_context(LENGTHS), shape.options).detach(), expected)
+            trained = attention(*leaves(*parts), packed_context(LENGTHS), shape.options, shape.sinks)
+            assert torch.equal(trained.detach(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,16 +70,17 @@ def test_bits_do_not_depend_on_layout_or_threads(shape: Shape) -> None:
 def test_gradients_are_near_the_oracle_and_equal_for_any_thread_count(shape: Shape, dtype: torch.dtype) -> None:
     parts = tensors(shape, dtype, LENGTHS)
     upstream = torch.randn(parts[0].shape).to(dtype)
-    exact = leaves(*(x.double() for x in parts))
-    oracle(*exact, shape, LENGTHS).backward(upstream.double())
+    sinks = () if shape.sinks is None else (shape.sinks,)
+    exact = leaves(*(x.double() for x in (*parts, *sinks)))
+    oracle(*exact[:3], shape, LENGTHS, *exact[3:]).backward(upstream.double())
     found = []
     for number in THREADS:
-        mine = leaves(*parts)
+        mine = leaves(*parts, *sinks)
         with threads(number):
-            attention(*mine, packed_context(LENGTHS), shape.options).backward(upstream)
+            attention(*mine[:3], packed_context(LENGTHS), shape.options, *mine[3:]).backward(upstream)
         found.append([x.grad for x in mine])
     for grad, x in zip(found[0], exact, strict=True):
-        assert_near(grad, x.grad, 8)
+        assert_near(grad.to(dtype), x.grad, 8)  # the sinks' is float32, of rows in this dtype
     for others in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
@@ -90,9 +94,35 @@ def test_rotating_on_the_way_to_the_pages_changes_no_bit(shape: Shape, rotated: 
     layout = KVLayout(1, shape.kv_heads, shape.head_dim)
     apart, together = (layout.allocate(context.num_blocks, context.block_size, dtype)[0] for _ in range(2))
     tables = rotary_tables(10000.0 ** (-torch.arange(rotated) / rotated), 1.25, replace(context, pages=(together,)))
-    expected = attention(rotate(q, tables), rotate(k, tables), v, replace(context, pages=(apart,)), shape.options)
+    separate = replace(context, pages=(apart,))
+    expected = attention(rotate(q, tables), rotate(k, tables), v, separate, shape.options, shape.sinks)
     for number in THREADS:
         with threads(number):
             together.zero_()
-            assert torch.equal(attention_of_rotated(q, k, v, tables, shape.options), expected)
+            assert torch.equal(attention_of_rotated(q, k, v, tables, shape.options, shape.sinks), expected)
             assert torch.equal(together, apart)
+
+
+def test_a_sink_takes_its_share_and_one_below_all_scores_none() -> None:
+    shape = Shape(4, 2, 50)
+    parts = tensors(shape, torch.float32, LENGTHS)
+    plain = attention(*parts, packed_context(LENGTHS), shape.options)
+    sinks = torch.tensor([-torch.inf, -1e4, 0.0, 1e4])
+    out = attention(*parts, packed_context(LENGTHS), shape.options, sinks)
+    assert torch.equal(out[:, :2], plain[:, :2])
+    assert (out[:, 2].abs() < plain[:, 2].abs()).all()
+    assert out[:, 3].abs().max() < 1e-30
+
+
+def test_the_gradient_of_sinks_leaves_padding_out() -> None:
+    shape = Shape(6, 2, 48, has_sinks=True)
+    parts, sinks = tensors(shape, torch.float32, LENGTHS), shape.sinks
+    assert sinks is not None
+    mask = left_padding(LENGTHS)
+    upstream = torch.randn(parts[0].shape)
+    (packed,), (spread,) = leaves(sinks), leaves(sinks)
+    attention(*parts, packed_context(LENGTHS), shape.options, packed).backward(upstream)
+    padding = torch.where(mask.flatten().bool()[:, None, None], padded(upstream, mask), torch.nan)
+    layout = training_context(mask.shape, mask, None)
+    attention(*(padded(x, mask) for x in parts), layout, shape.options, spread).backward(padding)
+    assert_near(spread.grad, packed.grad)

@@ -117,6 +117,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "rows beyond the context": (lambda: attend(*[torch.ones(6, 2, 8)] * 3), "the context has 5 rows"),
     "mixed dtypes": (lambda: attend(rows(4, 8).bfloat16(), rows(2, 8), rows(2, 8)), "bfloat16 and keys torch.float32"),
     "float64": (lambda: attend(*[rows(2, 8).double()] * 3), "float64; allowed on the CPU"),
+    "sinks of other heads": (
+        lambda: attention(rows(4, 8), rows(2, 8), rows(2, 8), CONTEXT, OPTIONS, torch.ones(2)),
+        r"sinks, one a query head, has the shape \[2\]; allowed: \[4\]",
+    ),
+    "sinks in bfloat16": (
+        lambda: attention(rows(4, 8), rows(2, 8), rows(2, 8), CONTEXT, OPTIONS, torch.ones(4).bfloat16()),
+        "sinks is torch.bfloat16; allowed: torch.float32",
+    ),
+    "sinks elsewhere": (
+        lambda: attention(rows(4, 8), rows(2, 8), rows(2, 8), CONTEXT, OPTIONS, torch.ones(4, device="meta")),
+        "sinks is on meta",
+    ),
     "pages of other heads": (
         lambda: attend(rows(2, 8), rows(2, 8), rows(2, 8), with_pages(1, 8)),
         r"KV memory has the shape \[2, 1, 2, 128\]; allowed: \[2, 2, 2, 128\]",

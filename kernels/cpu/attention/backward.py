@@ -47,12 +47,13 @@ class _Chunk(NamedTuple):
 
 
 def _backward(
-    q: Any, pages: Any, sequences: Any, block_tables: Any, scales: Any, window: int, out: Any, lse: Any, grad: Any,
-    grad_q: Any, grad_kv: Any, threads: int,
+    q: Any, pages: Any, sequences: Any, block_tables: Any, scales: Any, out: Any, lse: Any, grad: Any, grad_q: Any,
+    grad_kv: Any, deltas: Any, threads: int,
 ) -> None:  # fmt: skip
     """Compute the gradients of q ``[T, H, D]`` and of keys and values ``[2, T, KV heads, D]`` in float32.
 
-    ``out`` and ``lse`` are what the forward gave, ``grad`` the gradient of ``out``; the others are as there.
+    ``out`` and ``lse`` are what the forward gave, ``grad`` the gradient of ``out``; the others are as there. ``deltas``
+    ``[T, H]`` gets the product of each row's output and the gradient of it.
     """
     kv_heads = grad_kv.shape[2]
     items = sequences.shape[1] * kv_heads
@@ -61,7 +62,7 @@ def _backward(
         item = (np.int64(slot) % share) * threads + np.int64(slot) // share
         if item < items:
             _backward_head(
-                item, q, pages, sequences, block_tables, scales, window, out, lse, grad, grad_q, grad_kv
+                item, q, pages, sequences, block_tables, scales, out, lse, grad, grad_q, grad_kv, deltas
             )  # fmt: skip
 
 
@@ -70,13 +71,13 @@ backward = parallel_kernel(_backward)
 
 @njit(nogil=True, error_model="numpy")
 def _backward_head(
-    item: int, q: Any, pages: Any, sequences: Any, block_tables: Any, scales: Any, window: int, out: Any, lse: Any,
-    grad: Any, grad_q: Any, grad_kv: Any,
+    item: int, q: Any, pages: Any, sequences: Any, block_tables: Any, scales: Any, out: Any, lse: Any, grad: Any,
+    grad_q: Any, grad_kv: Any, deltas: Any,
 ) -> None:  # fmt: skip
     """Compute the gradients of one sequence's keys and values of a KV head, and of the queries that read them."""
     kv_heads, head_dim = pages.shape[1], q.shape[2]
     shape = Shape(kv_heads, q.shape[1] // kv_heads, head_dim, pages.shape[3] // head_dim)
-    softmax = Softmax(scales[0], scales[1], window)
+    softmax = Softmax(scales[0], scales[1], scales[2])
     sequence = item // kv_heads
     place = Place(sequences[3, sequence], sequences[0, sequence], 0, sequences[1, sequence], item % kv_heads)
     queries = _load_queries(q, out, grad, shape, place)
@@ -99,6 +100,7 @@ def _backward_head(
                 grad_kv[1, place.row + base + j, place.kv_head, d] = chunk.grad_values[j * wide + d]
     for r in range(place.count * shape.group):
         token, head = place.row + r // shape.group, place.kv_head * shape.group + r % shape.group
+        deltas[token, head] = queries.delta[r]
         for d in range(head_dim):
             grad_q[token, head, d] = queries.grad_query[r * wide + d]
 

@@ -33,11 +33,12 @@ _ARRAYS = 8
 """Arrays in the room of a thread, each from the start of a cache line on."""
 
 _ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
 _LOWEST = np.float32(-np.inf)
 
 
 def _attend(
-    q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, scales: Any, window: int, out: Any, lse: Any,
+    q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, scales: Any, sinks: Any, out: Any, lse: Any,
     threads: int,
 ) -> None:  # fmt: skip
     """Attend, T rows of S sequences.
@@ -48,8 +49,8 @@ def _attend(
         sequences: ``[4, S]``, first row, length, start and row of the block tables of each.
         block_tables: ``[tables, W]``.
         tiles: ``[N, 2]``, sequence and first row in it of what a work item computes for one KV head.
-        scales: factor on the scores, and their softcap (0 for off).
-        window: tokens that a token sees; 0 for all.
+        scales: factor on the scores, their softcap (0 for off), and how many tokens a token sees (0 for all).
+        sinks: ``[H]``, the score that a head's softmax begins with; empty for none.
         out: ``[T, H, D]``.
         lse: ``[T, H]``, gets the log-sum-exp of the scores; empty to get none.
         threads: take the work items in turns: even loads.
@@ -64,7 +65,7 @@ def _attend(
     for thread in prange(threads):
         room = scratch(size)
         _attend_items(
-            np.int64(thread), threads, q, pages, sequences, block_tables, tiles, scales, window, out, lse, room
+            np.int64(thread), threads, q, pages, sequences, block_tables, tiles, scales, sinks, out, lse, room
         )  # fmt: skip
 
 
@@ -74,7 +75,7 @@ attend = parallel_kernel(_attend)
 @njit(nogil=True, error_model="numpy")
 def _attend_items(
     thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, scales: Any,
-    window: int, out: Any, lse: Any, room: Any,
+    sinks: Any, out: Any, lse: Any, room: Any,
 ) -> None:  # fmt: skip
     """Attend for every ``threads``-th item from ``thread`` on.
 
@@ -83,7 +84,7 @@ def _attend_items(
     """
     kv_heads, head_dim = pages.shape[1], q.shape[2]
     shape = Shape(kv_heads, q.shape[1] // kv_heads, head_dim, pages.shape[3] // head_dim)
-    softmax = Softmax(scales[0], scales[1], window)
+    softmax = Softmax(scales[0], scales[1], scales[2])
     row_start, lengths, starts, table_rows = sequences[0], sequences[1], sequences[2], sequences[3]
     longest = 0
     for sequence in range(len(lengths)):
@@ -104,7 +105,7 @@ def _attend_items(
             min(QUERY_TILE, lengths[sequence] - first), item % kv_heads,
         )  # fmt: skip
         following = Following(last_table, table_rows[coming], after % kv_heads, starts[coming])
-        _begin_rows(q, shape, place, running)
+        _begin_rows(q, sinks, shape, place, running)
         _attend_tile(flat, block_tables, shape, softmax, place, following, running, pieces)
         _write_rows(shape, place, running, out, lse)
 
@@ -147,8 +148,8 @@ def _place_pieces(address: int, pages: Any, kind: Any, shape: Any) -> Any:
 
 
 @njit(inline="always")
-def _begin_rows(q: Any, shape: Any, place: Any, running: Any) -> None:
-    """Load the queries of an item, and begin its softmax with nothing."""
+def _begin_rows(q: Any, sinks: Any, shape: Any, place: Any, running: Any) -> None:
+    """Load the queries of an item, and begin its softmax with nothing, or with the sinks, whose values are 0."""
     group, head_dim, query = shape.group, shape.head_dim, running.query
     rows = place.count * group
     for r in range(rows):
@@ -158,6 +159,10 @@ def _begin_rows(q: Any, shape: Any, place: Any, running: Any) -> None:
             query[r * head_dim + d] = widen(q[place.row + r // group, place.kv_head * group + r % group, d])
     running.acc[: rows * head_dim] = _ZERO
     running.sums[: rows * LANES] = _ZERO
+    if len(sinks) > 0:
+        for r in range(rows):
+            running.peaks[r] = sinks[place.kv_head * group + r % group]
+            running.sums[r * LANES] = _ONE
 
 
 @njit(nogil=True, error_model="numpy")

@@ -8,7 +8,7 @@ import torch
 from numba import get_num_threads
 
 from samebit.kernels.cpu.attention import backward, forward, write_pages
-from samebit.kernels.cpu.base.jit import array
+from samebit.kernels.cpu.base.jit import array, parameter_array
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import AttentionOptions, Saved
 
@@ -16,27 +16,29 @@ _SCATTER = 8
 """Writing a key touches a cache line for each element: it weighs more than its number of elements."""
 
 _NO_LSE = np.empty((0, 0), np.float32)
+_NO_SINKS = np.empty(0, np.float32)
 
 
 def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
-) -> tuple[torch.Tensor, Saved]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, Saved]:  # fmt: skip
     """Implement `Operations.attention_forward`."""
     if context.pages is not None:
         pages = context.pages[options.layer]
         _write(k, v, pages, context)
-        return _attend(q, pages, context, options, None), ()
+        return _attend(q, pages, context, options, sinks, None), ()
     tokens, kv_heads, head_dim = k.shape
     pages = torch.empty(context.num_blocks, kv_heads, 2, head_dim * context.block_size, dtype=k.dtype)
     lse = torch.zeros(tokens, q.shape[1], dtype=torch.float32)
     _write(k, v, pages, context)
-    out = _attend(q, pages, context, options, lse)
-    return out, (q, pages, out, lse)
+    out = _attend(q, pages, context, options, sinks, lse)
+    return out, (q, pages, out, lse) if sinks is None else (q, pages, out, lse, sinks)
 
 
 def attention_of_unrotated(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor],
-    context: ForwardContext, options: AttentionOptions,
+    context: ForwardContext, options: AttentionOptions, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Implement `Operations.attention_of_unrotated`: queries and keys are rotated on their way to the pages."""
     if context.pages is None:
@@ -49,27 +51,38 @@ def attention_of_unrotated(
         q.numel() + _SCATTER * k.numel(), array(q), array(k.contiguous()), array(v.contiguous()), cos.numpy(),
         sin.numpy(), blocks, offsets, context.block_size, array(pages).reshape(-1), array(rotated),
     )  # fmt: skip
-    return _attend(rotated, pages, context, options, None)
+    return _attend(rotated, pages, context, options, sinks, None)
 
 
 def attention_backward(
     saved: Saved, grad: torch.Tensor, context: ForwardContext, options: AttentionOptions
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Implement `Operations.attention_backward`."""
-    q, pages, out, lse = saved
+    q, pages, out, lse, *sinks = saved
     tokens, _, head_dim = q.shape
     grad_q = torch.zeros(q.shape, dtype=torch.float32)
     grad_kv = torch.zeros(2, tokens, pages.shape[1], head_dim, dtype=torch.float32)
+    deltas = torch.zeros(lse.shape, dtype=torch.float32)
     backward.backward(
         array(q.contiguous()), array(pages), context.layout.numpy(), context.block_tables, _scales(options),
-        options.window, array(out), lse.numpy(), array(grad.contiguous()), grad_q.numpy(), grad_kv.numpy(),
+        array(out), lse.numpy(), array(grad.contiguous()), grad_q.numpy(), grad_kv.numpy(), deltas.numpy(),
         get_num_threads(),
     )  # fmt: skip
-    return grad_q.to(q.dtype), grad_kv[0].to(q.dtype), grad_kv[1].to(q.dtype)
+    grad_sinks = _gradient_of_sinks(sinks[0], lse, deltas) if sinks else None
+    return grad_q.to(q.dtype), grad_kv[0].to(q.dtype), grad_kv[1].to(q.dtype), grad_sinks
 
 
-def _scales(options: AttentionOptions) -> tuple[np.float32, np.float32]:
-    return np.float32(options.scale), np.float32(options.softcap)
+def _gradient_of_sinks(sinks: torch.Tensor, lse: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
+    """Return what all rows together gain from a lower share of the sink ``[H]``; NumPy adds rows in their order.
+
+    ``deltas`` ``[T, H]``: the products of a row's output and the gradient of it, 0 for padding rows.
+    """
+    shares = np.exp(sinks.double().numpy() - lse.double().numpy())
+    return torch.from_numpy(-(shares * deltas.numpy()).sum(axis=0)).float()
+
+
+def _scales(options: AttentionOptions) -> tuple[np.float32, np.float32, int]:
+    return np.float32(options.scale), np.float32(options.softcap), options.window
 
 
 def _write(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
@@ -81,13 +94,15 @@ def _write(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: Forwa
 
 
 def _attend(
-    q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: AttentionOptions, lse: torch.Tensor | None
-) -> torch.Tensor:
+    q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: AttentionOptions,
+    sinks: torch.Tensor | None, lse: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """Attend; ``lse`` ``[T, H]`` float32 gets the log-sum-exp of the scores where it is given."""
     q = q.contiguous()
     out = torch.empty_like(q) if context.covers_all_rows else torch.zeros_like(q)
     forward.attend(
         array(q), array(pages), context.layout.numpy(), context.block_tables, context.tiles, _scales(options),
-        options.window, array(out), _NO_LSE if lse is None else lse.numpy(), get_num_threads(),
+        _NO_SINKS if sinks is None else parameter_array(sinks), array(out), _NO_LSE if lse is None else lse.numpy(),
+        get_num_threads(),
     )  # fmt: skip
     return out
