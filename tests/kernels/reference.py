@@ -3,12 +3,15 @@
 Plain torch, differentiable by torch's own autograd, one dense sequence at a time, no tiling, no padding.
 
 Shapes: T query tokens, S tokens of the sequence, H query heads, G KV heads, D head size, R rotated pairs,
-V vocabulary.
+V vocabulary, E experts.
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
+
+from samebit.kernels.layout.options import ExpertOptions, RoutingOptions
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -195,3 +198,59 @@ def gated_rms_norm(
     normed = (parts / (parts.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2) * weight.double()
     gated_after: torch.Tensor = normed if gate_first else normed * gate
     return gated_after
+
+
+def route(
+    logits: torch.Tensor, correction: torch.Tensor | None, options: RoutingOptions
+) -> tuple[list[list[int]], torch.Tensor]:
+    """The experts of each row, ascending, and their weights; ``logits``: ``[T, E]``, ``correction``: ``[E]``."""
+    logits, number = logits.double(), logits.shape[1]
+    scores = logits.sigmoid() if options.scores == "sigmoid" else logits.softmax(-1)
+    corrected = scores if correction is None else scores + correction.double()
+    ties = logits if correction is None else torch.zeros_like(logits)  # a score of 0 or 1 may be one that was rounded
+    size, counted = number // options.groups, 2 if options.group_score == "best_two" else 1
+    ids = []
+    for keys in torch.stack([corrected, ties], -1).tolist():
+        groups = [_ranked(keys, range(first, first + size)) for first in range(0, number, size)]
+        sums = [[sum(keys[e][0] for e in group[:counted])] for group in groups]
+        kept = _ranked(sums, range(options.groups))[: options.kept_groups]
+        ids.append(sorted(_ranked(keys, [e for group in kept for e in groups[group]])[: options.top_k]))
+    weights = scores.gather(1, torch.tensor(ids))
+    if options.normalised or options.scores == "softmax_of_chosen":
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids, weights * options.scale
+
+
+def _ranked(keys: list[list[float]], places: Iterable[int]) -> list[int]:
+    """The places with the greatest keys first, the lowest among equals."""
+    return sorted(places, key=lambda place: ([-key for key in keys[place]], place))
+
+
+def routed_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    options: ExpertOptions,
+) -> torch.Tensor:
+    """The weighted sum of each row's experts: shapes and options as of `samebit.kernels.ops.experts.routed`."""
+    rows = []
+    for row, chosen, own in zip(x.double(), ids.tolist(), weights.double(), strict=True):
+        total = torch.zeros_like(row)
+        for expert, weight in zip(chosen, own, strict=True):
+            first, second = ((part[expert].T if options.transposed else part[expert]) for part in (up, down))
+            products = linear(row, first, None if up_bias is None else up_bias[expert])
+            if options.form == "plain":
+                hidden = products.clamp(min=0).square()
+            elif options.form == "gated":
+                hidden = gated(options.activation, *products.chunk(2))
+            else:
+                gate = products[0::2].clamp(max=options.limit)
+                clamped = products[1::2].clamp(-options.limit, options.limit)
+                hidden = (clamped + 1) * gate * (options.alpha * gate).sigmoid()
+            total = total + weight * linear(hidden, second, None if down_bias is None else down_bias[expert])
+        rows.append(total)
+    return torch.stack(rows)

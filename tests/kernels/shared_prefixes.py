@@ -45,7 +45,11 @@ class Decode:
         options = self.shape.options
         return [
             reference.attention(
-                query[-new:], *cached, self.shape.sinks, scale=options.scale, window=options.window,
+                query[-new:],
+                *cached,
+                self.shape.sinks,
+                scale=options.scale,
+                window=options.window,
                 softcap=options.softcap,
             )  # fmt: skip
             for query, cached in zip(self.queries, self.cached, strict=True)

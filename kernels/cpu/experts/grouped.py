@@ -3,6 +3,8 @@
 P pairs, sorted by expert; K inputs, N outputs.
 """
 
+from itertools import pairwise
+
 import torch
 
 from samebit.kernels.cpu.linear import multiply
@@ -23,7 +25,7 @@ def multiply_grouped(
     weight = weight.mT if transposed else weight
     out = x.new_empty(len(x), weight.shape[1])
     bounds = offsets.tolist()
-    for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (first, last) in enumerate(pairwise(bounds)):
         if first < last:
             layer = weight[expert], None if bias is None else bias[expert]
             out[first:last] = multiply(x[first:last], (layer,))[0]
@@ -42,7 +44,7 @@ def gradient_of_weights(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tens
     left, right = (x, grad) if transposed else (grad, x)
     out = grad.new_zeros(len(offsets) - 1, left.shape[1], right.shape[1])
     bounds = offsets.tolist()
-    for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (first, last) in enumerate(pairwise(bounds)):
         if first < last:
             torch.mm(left[first:last].T, right[first:last], out=out[expert])
     return out
