@@ -26,7 +26,7 @@ _ITEM = tl.constexpr(ITEM)
 
 
 @dataclass(frozen=True)
-class _OneExpert:
+class OneExpert:
     """Multiplies as `matmul.multiply_first` does: all rows are those of one expert, with the kernel of a whole layer.
 
     Attributes:
@@ -61,7 +61,7 @@ def multiply_grouped(
     """
     experts, inputs, outputs = weight.shape
     top_k = pairs.top_k if gathered else 0
-    multiply = _OneExpert(top_k, transposed=weight.stride(2) == 1)
+    multiply = OneExpert(top_k, transposed=weight.stride(2) == 1)
     tiles = tiles_of(x.device, inputs, outputs, x.dtype, bias is not None, multiply)
     tile = tiles.for_rows(ceil_div(len(pairs.choice_of), experts))
     return launch(x, weight, bias, pairs, tile, top_k, outputs)

@@ -69,7 +69,13 @@ GROUPED = (
     (Shape(4, 1, 100), torch.bfloat16, 4, (Group(64, (70,) * 17), Group(65, (66, 130))), [2, 16]),
     (Shape(4, 2, 256, window=100), torch.float32, 64, (Group(200, (201, 260, 300, 420)), Group(64, (65, 70))), [2, 4]),
     (Shape(8, 1, 32, softcap=2.0), torch.float16, 16, (Group(63, (80, 90)), Group(0, (70,)), Group(64, (65, 66))), [2]),
-    (Shape(6, 2, 50, 20, 5.0, has_sinks=True), torch.float32, 16, (Group(128, (129, 135, 300)), Group(90, (100,))), [3]),
+    (
+        Shape(6, 2, 50, 20, 5.0, has_sinks=True),
+        torch.float32,
+        16,
+        (Group(128, (129, 135, 300)), Group(90, (100,))),
+        [3],
+    ),
 )
 
 
