@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from samebit.kernels.binding import modules as bound
 from samebit.kernels.binding.bound_record import BoundModules, check_not_compiled
+from samebit.kernels.binding.experts.plan import check_corrections
 from samebit.kernels.binding.families import FAMILIES, BindingError, Family, inexact_features
 from samebit.kernels.binding.plan import Plan
 from samebit.kernels.binding.users import Users
@@ -177,3 +178,4 @@ def _check_tensors(model: nn.Module) -> None:
         if parameter.dtype not in exact:
             allowed = ", ".join(map(str, exact))
             raise BindingError(f"{name} is {parameter.dtype}; exact on {parameter.device.type} are {allowed}")
+    check_corrections(model)

@@ -70,6 +70,7 @@ def causal_forward(own: Forward, *, known: bool) -> Forward:
         scoring = installed_scoring()
         if scoring is None:
             return own(self, *args, **kwargs)
+        _refuse_router_losses(self.config, kwargs)
         if known and _is_bound_alone(self.lm_head):
             return _scores(self, *args, **kwargs)
         return _scores_of_logits(own, scoring, self, *args, **kwargs)
@@ -90,6 +91,16 @@ def keeping_positions(own: Forward) -> Forward:
             return own(self, *args, **kwargs)
 
     return forward
+
+
+def _refuse_router_losses(config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise where the class's forward adds a loss of its routers, which no log-probability holds."""
+    asked = kwargs.get("output_router_logits")
+    if asked or (asked is None and vars(config).get("output_router_logits")):
+        raise ValueError(
+            "output_router_logits=True: log-probabilities come without the loss that balances the experts. Set "
+            "model.config.output_router_logits = False, and compute that loss by a forward of its own"
+        )
 
 
 def _is_bound_alone(head: nn.Module) -> bool:

@@ -4,12 +4,13 @@ Hugging Face writes each family's modules out in full, under the family's own pr
 ``Qwen3MLP``, ...). What the bound forward needs to know beyond the config is in `Family`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from samebit.kernels.binding.epilogue import Epilogue, scaled_down, scaled_up, soft_capped, unchanged
+from samebit.kernels.binding.experts.family import SIGMOID, ExpertFamily
 
 RECURRENT_MASKS = "linear_attention" in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 """transformers 5.13 or later: it knows masks of recurrent layers, and renames Mamba and attention layers on reading."""
@@ -29,6 +30,9 @@ class Family:
         prefix: of its class names.
         epilogue: what its causal language model does to the logits of its head. Every family says it.
         qk_norm: normalise queries and keys not at all, per head, or over all heads together.
+        qk_norm_switch: the config's key for whether they are normalised; empty where they always are.
+        sinks: the softmax of its attention has one more score a head, a parameter.
+        experts: its blocks of routed experts; None for a family without.
         fused: one ``qkv_proj`` instead of three.
         mlp: its projections: a gate and one up, both in one ``gate_up_proj`` or ``input_linear``, or no gate (plain).
         norm_offset: added to the RMSNorm weight (Gemma stores weight - 1).
@@ -48,6 +52,9 @@ class Family:
     prefix: str
     epilogue: Epilogue
     qk_norm: Literal["none", "head", "full"] = "none"
+    qk_norm_switch: str = ""
+    sinks: bool = False
+    experts: ExpertFamily | None = None
     fused: bool = False
     norm_offset: float = 0.0
     norm_eps: str = "variance_epsilon"
@@ -72,6 +79,8 @@ class Family:
         """Hugging Face's name of one of the family's classes: 'Attention', 'MLP', ..."""
         return self.prefix + part
 
+
+_SOFTMAX = ExpertFamily("SparseMoeBlock", "softmax", normalised="norm_topk_prob")
 
 FAMILIES = {
     family.class_name("ForCausalLM"): family
@@ -101,6 +110,24 @@ FAMILIES = {
         ),
         Family("Olmo2", unchanged, qk_norm="full"),
         Family("StableLm", unchanged),
+        Family("Qwen3Moe", unchanged, qk_norm="head", experts=_SOFTMAX),
+        Family("Olmoe", unchanged, qk_norm="full", experts=_SOFTMAX),
+        Family("Mixtral", unchanged, experts=ExpertFamily("SparseMoeBlock", "softmax_of_chosen")),
+        Family("Glm4Moe", unchanged, qk_norm="head", qk_norm_switch="use_qk_norm", experts=SIGMOID),
+        Family(
+            "GptOss",
+            unchanged,
+            sinks=True,
+            experts=ExpertFamily(
+                "MLP",
+                "softmax_of_chosen",
+                router="router",
+                form="interleaved",
+                transposed=True,
+                biased=True,
+                returns_weights=True,
+            ),
+        ),
         Family(
             "Bamba",
             unchanged,
@@ -113,6 +140,7 @@ FAMILIES = {
             "GraniteMoeHybrid",
             scaled_down,
             mlp="input_linear",
+            experts=ExpertFamily("MoE", "softmax_of_chosen", routers=("TopKGating", "TopKRouter"), router="router"),
             mixer="MambaLayer",
             gated_norms=("GraniteMoeHybridRMSNormGated",),
             layer_types=("mamba", "attention", "full_attention"),
@@ -123,10 +151,11 @@ FAMILIES = {
             unchanged,
             mlp="plain",
             activation="mlp_hidden_act",
+            experts=replace(SIGMOID, form="plain"),
             mixer="Mamba2Mixer",
             gated_norms=("Zamba2RMSNormGated", "NemotronHRMSNormGated"),
             dt_floor=True,
-            layer_types=("mamba", "attention", "mlp"),
+            layer_types=("mamba", "attention", "mlp", "moe"),
             conv_bias="use_conv_bias",
         ),
         Family(
@@ -161,6 +190,16 @@ FAMILIES = {
 }
 """By the class name of the causal language model."""
 
+BLOCKS = {
+    "DeepseekV2": Family(
+        "DeepseekV2",
+        unchanged,
+        experts=ExpertFamily("Moe", "softmax", routers=("", "TopkRouter"), group_score="best", method="topk_method"),
+    ),
+    "DeepseekV3": Family("DeepseekV3", unchanged, experts=SIGMOID),
+}
+"""Families of which blocks of experts are bound and the attention is not, by prefix."""
+
 EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary scalings whose frequencies are fixed by the config alone."""
 
@@ -186,11 +225,16 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
         parameter_names: of the model's state dict.
     """
     found = [f"dropout ({name}={config[name]})" for name in _DROPOUTS if config.get(name)]
-    if "moe" in (config.get("layers_block_type") or ["moe"]):  # Nemotron-H counts experts even where no layer has any
+    if family is None or family.experts is None:
         found += [f"routed experts ({name}={config[name]})" for name in _EXPERT_COUNTS if config.get(name)]
+    if config.get("router_jitter_noise"):
+        noise = config["router_jitter_noise"]
+        found.append(f"random factors on the router's input (router_jitter_noise={noise}; exact: 0.0)")
+    if config.get("clip_qkv") is not None:
+        found.append(f"clamped queries, keys and values (clip_qkv={config['clip_qkv']}; exact: None)")
     found += _layer_features(family, config) + _rope_features(config)
     sinks = [name for name in parameter_names if name.endswith("sinks")]
-    if sinks:
+    if sinks and not (family is not None and family.sinks):
         found.append(f"attention sinks ({sinks[0]})")
     if config.get("alibi") or config.get("position_embedding_type") == "alibi":
         found.append("ALiBi position biases")

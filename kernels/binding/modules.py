@@ -54,6 +54,7 @@ class AttentionFacts:
     Attributes:
         key_multiplier: factor on the keys.
         adapter: place in the lists of adapters that a shared attention adds to its projections; -1 for none.
+        sinks: it has a parameter of one more score a head.
     """
 
     kv_heads: int
@@ -63,6 +64,7 @@ class AttentionFacts:
     options: AttentionOptions
     key_multiplier: float = 1.0
     adapter: int = -1
+    sinks: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,10 +214,11 @@ def attention_forward(
     facts: AttentionFacts = self.samebit
     q, k, v = _queries_keys_values(self, facts, hidden_states)
     k = k if facts.key_multiplier == 1.0 else k * facts.key_multiplier
+    sinks = self.sinks.float() if facts.sinks else None
     if isinstance(position_embeddings, RotaryTables):
-        out = attention_of_rotated(q, k, v, position_embeddings, facts.options)
+        out = attention_of_rotated(q, k, v, position_embeddings, facts.options, sinks)
     else:
-        out = attention(q, k, v, layout_of(attention_mask), facts.options)
+        out = attention(q, k, v, layout_of(attention_mask), facts.options, sinks)
     projected: torch.Tensor = self.o_proj(out.view(*hidden_states.shape[:-1], -1))
     return projected, None
 

@@ -1,6 +1,6 @@
 """Which forward each module of a model gets: the plan that `bind` carries out."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -9,6 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from samebit.kernels.binding import modules as bound
 from samebit.kernels.binding.causal_lm import HeadFacts, causal_forward, head_forward, keeping_positions, own_forward
+from samebit.kernels.binding.experts.plan import ExpertPlan
 from samebit.kernels.binding.families import BindingError, Family
 from samebit.kernels.binding.mamba_mixer import mamba_forward
 from samebit.kernels.binding.mamba_plan import MixerPlan
@@ -31,6 +32,7 @@ class Plan:
         self.attentions: list[bound.AttentionFacts] = []
         self.rotated: list[tuple[int, float]] = []
         self.mixers = MixerPlan(family, config, ssm_chunk)
+        self.experts = ExpertPlan(family.prefix, family.experts, config, facts[family.activation])
 
     def kv_layout(self) -> KVLayout:
         """Return the layout of the KV of the attention layers found."""
@@ -74,6 +76,8 @@ class Plan:
             return bound.rotary_forward, self._rotary(module)
         if kind == family.scaled_embedding:
             return bound.embedding_forward, bound.EmbeddingFacts(self.config.hidden_size**0.5)
+        if self.experts.computes(name):
+            return self.experts.part(name) if self.exact else None
         rowwise = self._rowwise(name, module)
         if rowwise is None and not self.mixers.computes(name) and not self._needs_no_binding(module):
             raise BindingError(f"{self.family.prefix}: {name} is a {kind}, which is not bound exactly")
@@ -82,6 +86,8 @@ class Plan:
     def _rowwise(self, name: str, module: nn.Module) -> tuple[Any, ...] | None:
         """Forwards of the modules that torch computes too, only with bits that depend on the batch."""
         family, kind = self.family, type(module).__name__
+        if self.experts.is_block(module):
+            return self.experts.block(name, module)
         if kind == family.class_name("MLP"):
             return bound.mlp_forward, self._mlp(name, module)
         if kind == family.class_name("RMSNorm"):
@@ -119,13 +125,18 @@ class Plan:
             kv_heads=self.config.num_key_value_heads,
             head_dim=head_dim,
             fused=self.family.fused,
-            qk_norm=self.family.qk_norm,
+            qk_norm=self._qk_norm(),
+            sinks=self.family.sinks,
             options=AttentionOptions(layer, scale, window, self.facts.get("attn_logit_softcapping") or 0.0),
             key_multiplier=self.facts.get("key_multiplier") or 1.0,
             adapter=self._adapter(name, module, "linear_q_adapter_list"),
         )
         self.attentions.append(facts)
         return facts
+
+    def _qk_norm(self) -> Literal["none", "head", "full"]:
+        switch = self.family.qk_norm_switch
+        return self.family.qk_norm if not switch or self.facts[switch] else "none"
 
     def _head_dim_and_scale(self) -> tuple[int, float]:
         config = self.config

@@ -55,6 +55,19 @@ _GRANITE = {
     "attention_multiplier": 0.2,
     **_MIXER,
 }
+_CHOICE = {"num_experts": 15, "num_experts_per_tok": 4}
+"""Experts, of which a row takes some: as many as fill no vector."""
+
+_GROUPS = {
+    "n_routed_experts": 15,
+    "num_experts_per_tok": 4,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 50,
+}
 _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {"head_dim": 80}),
     "Llama, biases, rope llama3": (
@@ -84,6 +97,36 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "Olmo2": ("Olmo2", {}),
     "StableLm": ("StableLm", {"partial_rotary_factor": 0.25}),
     "GraniteMoeHybrid, dense": ("GraniteMoeHybrid", {**_GRANITE, "layer_types": ["attention", "attention"]}),
+    "Qwen3Moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "moe_intermediate_size": 50,
+            "norm_topk_prob": True,
+            **_CHOICE,
+        },
+    ),
+    "Olmoe": ("Olmoe", {**_CHOICE, "intermediate_size": 100}),
+    "Mixtral": ("Mixtral", {"num_local_experts": 3, "intermediate_size": 100, "sliding_window": 24}),
+    "Glm4Moe": ("Glm4Moe", {"head_dim": 52, "use_qk_norm": True, **_GROUPS}),
+    "GptOss": (
+        "GptOss",
+        {
+            "sliding_window": 20,
+            "intermediate_size": 100,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            **_scaled_rope(
+                "yarn",
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+                original_max_position_embeddings=MAX_LEN // 4,
+            ),
+        },
+    ),
 }
 
 FAMILIES = tuple(_OWN)
@@ -143,8 +186,28 @@ _HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": HUGGING_FACES_CHUNK,
         },
     ),
+    "NemotronH, experts": (
+        "NemotronH",
+        {
+            "head_dim": 50,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "moe", "attention", "moe"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 40,
+            "n_groups": 2,
+            "ssm_state_size": 40,
+            "chunk_size": HUGGING_FACES_CHUNK,
+            "moe_latent_size": 68,
+            "moe_shared_expert_intermediate_size": 60,
+            **_GROUPS,
+        },
+    ),
     "Bamba": ("Bamba", {"attn_layer_indices": [1], **_MIXER}),
     "GraniteMoeHybrid": ("GraniteMoeHybrid", _GRANITE),
+    "GraniteMoeHybrid, experts": (
+        "GraniteMoeHybrid",
+        {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 100},
+    ),
     "GraniteMoeHybrid, rotary": ("GraniteMoeHybrid", {**_GRANITE, "position_embedding_type": "rope"}),
     "FalconH1": ("FalconH1", _FALCON),
     "FalconH1, norm before gate": ("FalconH1", {**_FALCON, "mamba_rms_norm": True}),
@@ -169,6 +232,9 @@ _HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
 
 HYBRIDS = tuple(_HYBRID)
 """Families with Mamba2 layers."""
+
+EXPERTS = ("Qwen3Moe", "Olmoe", "Mixtral", "Glm4Moe", "GptOss", "NemotronH, experts", "GraniteMoeHybrid, experts")
+"""Families with routed experts."""
 
 _NOT_OF_MAMBA2 = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 
@@ -198,7 +264,25 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.mul_(4)
-    return model.to(dtype).eval()
+        for holder in _corrections(model):
+            holder.e_score_correction_bias.normal_(std=0.1)
+    if name in EXPERTS:
+        model.set_experts_implementation("eager")  # how Hugging Face computes them: grouped_mm takes no odd widths
+    return cast(model, dtype).eval()
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Move to a dtype as loading does, which leaves the corrections of routers in float32."""
+    kept = [(holder, holder.e_score_correction_bias) for holder in _corrections(model)]
+    model = model.to(dtype)
+    for holder, correction in kept:
+        holder.e_score_correction_bias = correction
+    return model
+
+
+def _corrections(model: PreTrainedModel) -> list[Any]:
+    """The routers that have one."""
+    return [part for part in model.modules() if "e_score_correction_bias" in dict(part.named_buffers(recurse=False))]
 
 
 @cache

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from samebit.kernels import bind
 
-from .families import DTYPES, FAMILIES, make_model, paired, token_ids
+from .families import DTYPES, EXPERTS, FAMILIES, make_model, paired, token_ids
 from .gradients import assert_equal, assert_near_the_oracle, gradients, loss, relative_error, take_gradients
 from .layouts import LAYOUTS
 from .test_layouts import checkpointing
@@ -15,12 +15,14 @@ SEQUENCES = token_ids(65, 2, 100, 30)
 OTHERS = token_ids(17, 90, 5, 3, seed=1)
 TOLERANCE = {torch.float32: (5e-7, 1e-5), torch.bfloat16: (0.01, 0.1)}
 """Error relative to the oracle, both as 2-norms: of the log-probabilities, and of each parameter's gradient."""
+REROUTED = {torch.float32: TOLERANCE[torch.float32], torch.bfloat16: (0.02, 0.3)}
+"""With routed experts: what bfloat16 rounds before a router sends a row to another expert now and then."""
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES))
 def test_near_the_oracle(family: str, dtype: torch.dtype) -> None:
-    assert_near_the_oracle(family, dtype, SEQUENCES, TOLERANCE[dtype])
+    assert_near_the_oracle(family, dtype, SEQUENCES, (REROUTED if family in EXPERTS else TOLERANCE)[dtype])
 
 
 @pytest.fixture(params=[(f, d) for f in ("Gemma3", "Phi3") for d in DTYPES], ids=str)

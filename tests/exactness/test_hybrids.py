@@ -7,7 +7,7 @@ import torch
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
 
-from .families import CAMPAIGN, DTYPES, HYBRIDS, bound_model, make_model, paired, token_ids
+from .families import CAMPAIGN, DTYPES, HYBRIDS, bound_model, cast, make_model, paired, token_ids
 from .gradients import (
     assert_equal,
     assert_near_the_oracle,
@@ -150,7 +150,7 @@ def test_checkpoints_and_forks_continue_with_the_same_bits(family: str, dtype: t
 @pytest.mark.parametrize(("family", "dtype"), paired(HYBRIDS, DTYPES))
 def test_loaded_or_moved_weights_and_changed_sources(family: str, dtype: torch.dtype) -> None:
     """Nothing derived outlives its source: not A, not a multiplier, whether bound before or after the change."""
-    moved = bind(make_model(family)).to(dtype)
+    moved = cast(bind(make_model(family)), dtype)
     with torch.no_grad():
         assert_same_bits(alone(moved, SEQUENCES[:3]), alone(bound_model(family, dtype), SEQUENCES[:3]))
         state = {key: value + 0.25 for key, value in moved.state_dict().items()}

@@ -14,7 +14,7 @@ from samebit.kernels.binding.families import FAMILIES as BOUND
 from samebit.kernels.binding.families import Family
 from samebit.kernels.binding.trainer import logprob_head as scored_head
 
-from .families import DTYPES, FAMILIES, HYBRIDS, VOCAB, make_model, token_ids
+from .families import DTYPES, FAMILIES, HYBRIDS, VOCAB, make_model, paired, token_ids
 from .gradients import relative_error, take_gradients
 from .layouts import padded
 
@@ -44,9 +44,8 @@ def of_own_logits(model: nn.Module) -> torch.Tensor:
     return torch.where((MASK[:, 1:] * MASK[:, :-1]).bool(), found, 0.0)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [*FAMILIES, CAPPED, *HYBRIDS])
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "dtype", "tied"), paired((*FAMILIES, CAPPED, *HYBRIDS), DTYPES, (True, False)))
 def test_any_number_of_rows_at_once_gives_the_bits_of_the_models_own_logits(
     name: str, dtype: torch.dtype, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +76,7 @@ def test_gradients_agree_with_those_of_the_models_own_logits(name: str, dtype: t
 def test_a_family_must_say_its_epilogue() -> None:
     with pytest.raises(TypeError, match="epilogue"):
         Family("Another")  # type: ignore[call-arg]
-    assert len(BOUND) == 15
+    assert len(BOUND) == 20
 
 
 def all_logits_are_made(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> bool:

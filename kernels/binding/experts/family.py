@@ -1,0 +1,51 @@
+"""What tells the blocks of routed experts of one family from those of another."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ExpertFamily:
+    """One family's blocks of experts.
+
+    Class names are given by what follows the family's prefix, names over the versions of transformers as tuples.
+
+    Attributes:
+        block: class name of the module that holds router and experts.
+        scores: as in `layout.options.RoutingOptions`; routers of sigmoids have an ``e_score_correction_bias``.
+        experts: class names of the module that holds the experts' weights; ``ParallelExperts`` are two of them.
+        routers: class names of the router; empty stands for ``nn.Linear``.
+        router: its name in the block.
+        normalised: the config's key for whether weights are divided by their sum; empty where they are not.
+        group_score: what groups of experts are compared by, in families whose configs have groups (``n_group``,
+            ``topk_group``) and a factor on the weights (``routed_scaling_factor``).
+        method: the config's key for whether there are groups at all; empty where there always are.
+        form: of the experts, as in `layout.options.ExpertOptions`.
+        transposed: the experts' weights have inputs before outputs.
+        biased: router and experts have biases.
+        returns_weights: the block's result is a pair, with the weights of the chosen.
+    """
+
+    block: str
+    scores: Literal["softmax", "softmax_of_chosen", "sigmoid"]
+    experts: tuple[str, ...] = ("Experts",)
+    routers: tuple[str, ...] = ("TopKRouter",)
+    router: str = "gate"
+    normalised: str = ""
+    group_score: Literal["none", "best", "best_two"] = "none"
+    method: str = ""
+    form: Literal["gated", "plain", "interleaved"] = "gated"
+    transposed: bool = False
+    biased: bool = False
+    returns_weights: bool = False
+
+
+SIGMOID = ExpertFamily(
+    "MoE",
+    "sigmoid",
+    experts=("NaiveMoe", "Experts"),
+    routers=("TopkRouter",),
+    normalised="norm_topk_prob",
+    group_score="best_two",
+)
+"""DeepSeek-V3's kind: scores are sigmoids, experts are chosen in groups and with a correction."""

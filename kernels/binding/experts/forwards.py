@@ -1,0 +1,103 @@
+"""The forwards that `bind` gives to a block of routed experts, to its router and to its experts.
+
+Invariants:
+
+* Router and experts are called as modules: hooks of theirs run (Hugging Face records a router's logits by one), and
+  under FSDP2 their weights are whole inside their own calls.
+* A router gives ``(logits, weights, ids)`` under every version of transformers, as Hugging Face's newer ones do. Here
+  logits and weights are float32, never rounded, and ids ascend in each row.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from samebit.kernels.layout.options import ExpertOptions, ExpertWeights, RoutingOptions
+from samebit.kernels.ops.experts.routed import routed_experts
+from samebit.kernels.ops.experts.routing import route
+
+
+@dataclass(frozen=True)
+class RouterFacts:
+    """How a router chooses.
+
+    Attributes:
+        options: the operation's.
+        corrected: it has an ``e_score_correction_bias``.
+        biased: it has a ``bias``.
+        nested: its weight is that of the module ``layer`` inside it.
+    """
+
+    options: RoutingOptions
+    corrected: bool
+    biased: bool
+    nested: bool
+
+
+@dataclass(frozen=True)
+class ExpertFacts:
+    """How experts compute: the operation's options, and whether there are biases."""
+
+    options: ExpertOptions
+    biased: bool
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """What a block of experts is made of.
+
+    Attributes:
+        router: the name of its router.
+        linears: options of experts whose weights are in the modules ``input_linear`` and ``output_linear``; None where
+            they are in a module ``experts``.
+        latent: experts compute on a narrower row, between ``fc1_latent_proj`` and ``fc2_latent_proj``.
+        shared: what ``shared_experts`` computes is added.
+        result: the sum alone, or with the weights of the chosen.
+    """
+
+    router: str
+    linears: ExpertOptions | None
+    latent: bool
+    shared: bool
+    result: Literal["sum", "sum and weights"]
+
+
+def router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A router: logits ``[T, E]``, and weights and ids ``[T, top_k]`` of the experts chosen."""
+    facts: RouterFacts = self.samebit
+    holder = self.layer if facts.nested else self
+    routing = route(
+        hidden_states.reshape(-1, hidden_states.shape[-1]),
+        holder.weight,
+        holder.bias if facts.biased else None,
+        self.e_score_correction_bias if facts.corrected else None,
+        facts.options,
+    )
+    return routing.logits, routing.weights, routing.ids
+
+
+def experts_forward(self: Any, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """All experts of a block, on the rows ``[T, W]`` that chose them."""
+    facts: ExpertFacts = self.samebit
+    up = self.up_proj if facts.options.form == "plain" else self.gate_up_proj
+    biases = (self.gate_up_proj_bias, self.down_proj_bias) if facts.biased else (None, None)
+    return routed_experts(hidden_states, ids, weights, ExpertWeights(up, self.down_proj, *biases), facts.options)
+
+
+def block_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A block of experts; ``hidden_states``: ``[..., W]``."""
+    facts: BlockFacts = self.samebit
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    _, weights, ids = self.get_submodule(facts.router)(x)
+    if facts.latent:
+        out = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x), ids, weights))
+    elif facts.linears is None:
+        out = self.experts(x, ids, weights)
+    else:
+        experts = ExpertWeights(self.input_linear.weight, self.output_linear.weight)
+        out = routed_experts(x, ids, weights, experts, facts.linears)
+    out = out.view(hidden_states.shape)
+    if facts.shared:
+        out = out + self.shared_experts(hidden_states)
+    return out if facts.result == "sum" else (out, weights)

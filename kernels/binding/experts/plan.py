@@ -1,0 +1,162 @@
+"""What `bind` finds out about the blocks of routed experts of a model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from samebit.kernels.binding.experts.family import ExpertFamily
+from samebit.kernels.binding.experts.forwards import (
+    BlockFacts,
+    ExpertFacts,
+    RouterFacts,
+    block_forward,
+    experts_forward,
+    router_forward,
+)
+from samebit.kernels.binding.families import BindingError
+from samebit.kernels.layout.options import ExpertOptions, RoutingOptions
+from samebit.kernels.ops.experts.routed import check_expert_options
+from samebit.kernels.ops.experts.routing import check_options
+
+Bound = tuple[Callable[..., Any], Any]
+"""A forward and its facts."""
+
+
+class ExpertPlan:
+    """Decides the forwards of blocks of experts and of the modules in them, in the order of the traversal."""
+
+    def __init__(self, prefix: str, family: ExpertFamily | None, config: Any, activation: str) -> None:
+        self.prefix = prefix
+        self.family = family
+        self.config = config
+        self.activation = activation
+        self.inside: dict[str, Bound | None] = {}
+
+    def is_block(self, module: nn.Module) -> bool:
+        """Whether this module is a block of experts of the family."""
+        return self.family is not None and type(module).__name__ == self.prefix + self.family.block
+
+    def computes(self, name: str) -> bool:
+        """Whether the module of this name is a part of a block that was planned."""
+        return name in self.inside
+
+    def part(self, name: str) -> Bound | None:
+        """Return the forward of a part of a block; None where the block itself computes what it would."""
+        return self.inside[name]
+
+    def block(self, name: str, module: nn.Module) -> Bound:
+        """Plan a block and its parts.
+
+        Raises:
+            BindingError: a part of another class, sizes that do not fit, or experts that are spread over processes.
+        """
+        family = self._family()
+        children = dict(module.named_children())
+        options = self._expert_options(name, children)
+        router = children[family.router]
+        self._check_class(f"{name}.{family.router}", router, family.routers)
+        nested = "layer" in dict(router.named_children())
+        routing = self._routing_options(name)
+        self.inside[f"{name}.{family.router}"] = (
+            router_forward,
+            RouterFacts(routing, corrected=family.scores == "sigmoid", biased=family.biased, nested=nested),
+        )
+        if nested:
+            self.inside[f"{name}.{family.router}.layer"] = None
+        held = self._plan_experts(name, children, options)
+        weight = router.get_parameter("layer.weight" if nested else "weight")
+        self._check_number(name, routing, len(weight), held)
+        linears = None if "experts" in children else options
+        result = "sum and weights" if family.returns_weights else "sum"
+        latent, shared = "fc1_latent_proj" in children, "shared_experts" in children
+        return block_forward, BlockFacts(family.router, linears, latent, shared, result)
+
+    def _family(self) -> ExpertFamily:
+        if self.family is None:
+            raise BindingError(f"{self.prefix} has no experts")
+        return self.family
+
+    def _plan_experts(self, name: str, children: dict[str, nn.Module], options: ExpertOptions) -> int:
+        """Plan the modules that hold the experts' weights; return how many experts they hold."""
+        if "experts" not in children:
+            for part in ("input_linear", "output_linear"):
+                self._check_class(f"{name}.{part}", children[part], ("ParallelExperts",))
+                self.inside[f"{name}.{part}"] = None
+            return len(children["input_linear"].get_parameter("weight"))
+        experts, family = children["experts"], self._family()
+        self._check_class(f"{name}.experts", experts, family.experts)
+        if vars(experts).get("_is_expert_parallel"):
+            raise BindingError(
+                f"{self.prefix}: {name}.experts is expert-parallel: it holds a part of the experts and sends rows to "
+                "other processes, which is not bound exactly. Load the model without expert parallelism"
+            )
+        self.inside[f"{name}.experts"] = experts_forward, ExpertFacts(options, family.biased)
+        return len(experts.get_parameter("down_proj"))
+
+    def _check_number(self, name: str, routing: RoutingOptions, routed: int, held: int) -> None:
+        if routed != held:
+            raise BindingError(
+                f"{self.prefix}: the router of {name} chooses among {routed} experts, and the module holds {held}: it "
+                "may be a part of them (expert parallelism), which is not bound exactly. Load all experts"
+            )
+        try:
+            check_options(routing, routed)
+        except ValueError as error:
+            raise BindingError(f"{self.prefix}: {name}: {error}") from None
+
+    def _routing_options(self, name: str) -> RoutingOptions:
+        family, config = self._family(), self.config.to_dict()
+        groups = family.group_score != "none" and self._has_groups(name, config)
+        return RoutingOptions(
+            scores=family.scores,
+            top_k=self.config.num_experts_per_tok,
+            normalised=bool(config[family.normalised]) if family.normalised else False,
+            scale=1.0 if family.group_score == "none" else float(config["routed_scaling_factor"]),
+            groups=config["n_group"] if groups else 1,
+            kept_groups=config["topk_group"] if groups else 1,
+            group_score="best" if family.group_score == "best" else "best_two",
+        )
+
+    def _has_groups(self, name: str, config: dict[str, Any]) -> bool:
+        key = self._family().method
+        if not key:
+            return True
+        if config[key] not in ("greedy", "group_limited_greedy"):
+            raise BindingError(
+                f"{self.prefix}: {key}={config[key]!r} of {name}; allowed: 'greedy', 'group_limited_greedy'"
+            )
+        return bool(config[key] == "group_limited_greedy")
+
+    def _expert_options(self, name: str, children: dict[str, nn.Module]) -> ExpertOptions:
+        family, limit, alpha = self._family(), None, None
+        if family.form == "interleaved":
+            limit, alpha = (float(vars(children["experts"])[key]) for key in ("limit", "alpha"))
+        options = ExpertOptions(self.activation, family.form, family.transposed, limit, alpha)
+        try:
+            check_expert_options(options)
+        except ValueError as error:
+            raise BindingError(f"{self.prefix}: {name}: {error}") from None
+        return options
+
+    def _check_class(self, name: str, module: nn.Module, allowed: tuple[str, ...]) -> None:
+        kind = type(module).__name__
+        known = [self.prefix + part if part else "Linear" for part in allowed]
+        if kind not in known:
+            raise BindingError(f"{self.prefix}: {name} is a {kind}, which is not bound exactly; known: {known}")
+
+
+def check_corrections(model: nn.Module) -> None:
+    """Check that corrections of routers have not been rounded.
+
+    Raises:
+        BindingError: one that is not float32, by name.
+    """
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias") and buffer.dtype is not torch.float32:
+            raise BindingError(
+                f"{name} is {buffer.dtype}; exact is torch.float32. A cast of the whole model (model.to(dtype)) rounds "
+                "it, and experts are chosen by it: load the model with from_pretrained(..., dtype=...), which keeps "
+                "it, or give the buffer its float32 values again"
+            )
