@@ -14,7 +14,7 @@ from samebit.kernels.cpu.gemm.layers import in_one
 from samebit.kernels.layout.grids import LANES, ceil_div
 from samebit.kernels.layout.options import Layer
 
-_PRODUCTS_AN_ELEMENT = 16
+PRODUCTS_AN_ELEMENT = 16
 """Products that take the time of one element of a row-wise kernel."""
 
 
@@ -32,7 +32,7 @@ def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
         addresses += weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs, out.data_ptr()
         held.append((weight, bias))
         results.append(out)
-    work = inputs * max(addresses[2::4]) // _PRODUCTS_AN_ELEMENT
+    work = inputs * max(addresses[2::4]) // PRODUCTS_AN_ELEMENT
     arguments = rows.data_ptr(), rows.stride(0), count, inputs, in_one(addresses)
     lanes = ceil_div(count, LANES) * LANES
     if dtype == torch.bfloat16 and amx_tiles.available():

@@ -6,29 +6,45 @@ P pairs, sorted by expert; K inputs, N outputs.
 from itertools import pairwise
 
 import torch
+from numba import get_num_threads
 
-from samebit.kernels.cpu.linear import multiply
+from samebit.kernels.cpu.base.memory import kind_of
+from samebit.kernels.cpu.gemm import amx_tiles, grouped
+from samebit.kernels.cpu.linear import PRODUCTS_AN_ELEMENT
+from samebit.kernels.layout.options import Layer
 
 
 def multiply_grouped(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor, transposed: bool
+    x: torch.Tensor, row_of: torch.Tensor | None, layer: Layer, offsets: torch.Tensor, transposed: bool
 ) -> torch.Tensor:
-    """Return ``[P, N]``: each row of ``x`` ``[P, K]`` times the weight of its expert.
+    """Return ``[P, N]``: each row times the weight of its expert.
 
     Args:
-        x: rows in the order of their experts.
-        weight: ``[E, N, K]``, transposed ``[E, K, N]``.
-        bias: ``[E, N]`` or None.
-        offsets: ``[E + 1]``, where each expert's rows begin.
-        transposed: how the weight lies.
+        x: ``[*, K]``.
+        row_of: ``[P]`` int32, the row of x of each pair; None where x has a row for each.
+        layer: weight ``[E, N, K]``, transposed ``[E, K, N]``, and bias ``[E, N]`` or None.
+        offsets: ``[E + 1]``, where each expert's pairs begin.
+        transposed: how the weights lie.
     """
-    weight = weight.mT if transposed else weight
-    out = x.new_empty(len(x), weight.shape[1])
-    bounds = offsets.tolist()
-    for expert, (first, last) in enumerate(pairwise(bounds)):
-        if first < last:
-            layer = weight[expert], None if bias is None else bias[expert]
-            out[first:last] = multiply(x[first:last], (layer,))[0]
+    x, weight, bias = x.contiguous(), layer[0].contiguous(), None if layer[1] is None else layer[1].contiguous()
+    inputs, outputs = weight.shape[1:] if transposed else weight.shape[:0:-1]
+    pairs = len(x) if row_of is None else len(row_of)
+    out = x.new_empty(pairs, outputs)
+    product = grouped.Product(
+        x=x.data_ptr(),
+        row_of=0 if row_of is None else row_of.data_ptr(),
+        offsets=offsets.data_ptr(),
+        groups=len(weight),
+        inputs=inputs,
+        outputs=outputs,
+        weight=weight.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        transposed=transposed,
+    )
+    by_tiles = x.dtype == torch.bfloat16 and amx_tiles.available()
+    multiply = grouped.multiply_by_tiles if by_tiles else grouped.multiply
+    multiply(pairs * inputs * outputs // PRODUCTS_AN_ELEMENT, product, kind_of(x.dtype), get_num_threads())
     return out
 
 

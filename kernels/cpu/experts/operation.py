@@ -16,9 +16,10 @@ def experts_forward(
 ) -> tuple[torch.Tensor, Saved]:
     """Implement `Operations.experts_forward`."""
     pairs = sort_pairs(ids, len(experts.up))
-    products = multiply_grouped(x[pairs.row_of], experts.up, experts.up_bias, pairs.offsets, options.transposed)
+    first, second = (experts.up, experts.up_bias), (experts.down, experts.down_bias)
+    products = multiply_grouped(x, pairs.row_of, first, pairs.offsets, options.transposed)
     hidden = activate(products, options)
-    outputs = multiply_grouped(hidden, experts.down, experts.down_bias, pairs.offsets, options.transposed)
+    outputs = multiply_grouped(hidden, None, second, pairs.offsets, options.transposed)
     out = combine(outputs, pairs.place_of, weights)
     return out, (x, weights, experts.up, experts.down, products, hidden, outputs, *pairs.saved())
 
@@ -30,9 +31,9 @@ def experts_backward(
     x, weights, up, down, products, hidden, outputs, row_of, place_of, offsets = saved
     of_x, _, of_up, of_down, of_up_bias, of_down_bias = needed
     to_outputs, to_weights = combine_backward(grad, outputs, place_of, weights)
-    to_hidden = multiply_grouped(to_outputs, down, None, offsets, not options.transposed)
+    to_hidden = multiply_grouped(to_outputs, None, (down, None), offsets, not options.transposed)
     to_products = activate_backward(products, to_hidden, options)
-    to_x = multiply_grouped(to_products, up, None, offsets, not options.transposed) if of_x else None
+    to_x = multiply_grouped(to_products, None, (up, None), offsets, not options.transposed) if of_x else None
     return (
         None if to_x is None else add_up(to_x, place_of),
         to_weights,

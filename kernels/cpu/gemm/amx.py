@@ -57,16 +57,16 @@ def _multiply_item(
     width = (count + LANES - 1) // LANES * LANES
     steps = (inputs + TILE_INPUTS - 1) // TILE_INPUTS
     panel = Panel(scratch(steps * (TILE_INPUTS // 2) * width), width, row, count)
-    _pair_rows(elements(x_address, rows * x_stride, kind), x_stride, inputs, panel)
+    pair_rows(elements(x_address, rows * x_stride, kind), x_stride, inputs, panel)
     configure_tiles()
     for place in range(MOST_LAYERS):
         share = share_of(layers, place, part, parts, TILE_OUTPUTS, rows, inputs, kind)
-        _multiply_panel(panel, inputs, share)
+        multiply_panel(panel, inputs, share)
     release_tiles()
 
 
 @njit(nogil=True, error_model="numpy")
-def _pair_rows(x: Any, stride: int, inputs: int, rows_of_panel: Any) -> None:
+def pair_rows(x: Any, stride: int, inputs: int, rows_of_panel: Any) -> None:
     """Write each row's inputs in pairs; rows beyond the last and inputs beyond the last are 0."""
     panel, width, first, rows = rows_of_panel
     at = first * stride
@@ -86,7 +86,7 @@ def _pair_rows(x: Any, stride: int, inputs: int, rows_of_panel: Any) -> None:
 
 
 @njit(nogil=True, error_model="numpy")
-def _multiply_panel(panel: Any, inputs: int, share: Any) -> None:
+def multiply_panel(panel: Any, inputs: int, share: Any) -> None:
     """Compute a share of the outputs for the rows of a panel."""
     values, width, weight, first, last = panel.values, panel.width, share.weight, share.first, share.last
     sums = scratch(min((last - first + TILE_OUTPUTS - 1) // TILE_OUTPUTS * TILE_OUTPUTS, _SHARE) * width)

@@ -42,10 +42,10 @@ def _multiply_part(
 ) -> None:
     """Compute one of ``parts`` shares of each layer's outputs."""
     panel = scratch(MOST_ROWS * inputs)
-    _copy_rows(elements(x_address, rows * x_stride, kind), x_stride, rows, inputs, panel)
+    copy_rows(elements(x_address, rows * x_stride, kind), x_stride, rows, inputs, panel)
     for place in range(MOST_LAYERS):
         share = share_of(layers, place, part, parts, LANES, rows, inputs, kind)
-        _multiply_share(panel, rows, inputs, share)
+        multiply_share(panel, rows, inputs, share)
 
 
 @njit(inline="always")
@@ -55,7 +55,7 @@ def _tile_rows(rows: int) -> int:
 
 
 @njit(nogil=True, error_model="numpy")
-def _copy_rows(x: Any, x_stride: int, rows: int, inputs: int, panel: Any) -> None:
+def copy_rows(x: Any, x_stride: int, rows: int, inputs: int, panel: Any) -> None:
     """Write ``panel[row, k] = x[row, k]`` in float32; the last row also stands for those that a tile has beyond."""
     for row in range(_tile_rows(rows)):
         at = min(row, rows - 1) * x_stride
@@ -64,7 +64,7 @@ def _copy_rows(x: Any, x_stride: int, rows: int, inputs: int, panel: Any) -> Non
 
 
 @njit(nogil=True, error_model="numpy")
-def _multiply_share(panel: Any, rows: int, inputs: int, share: Any) -> None:
+def multiply_share(panel: Any, rows: int, inputs: int, share: Any) -> None:
     """Compute a share of the outputs for the rows of a panel."""
     weight, bias, out, out_stride, first, last = share
     many = _tile_rows(rows)

@@ -29,7 +29,7 @@ SUM_BLOCK = 128
 
 PANEL_ROWS = 64
 
-_DEPTH = 8 * SUM_BLOCK
+DEPTH = 8 * SUM_BLOCK
 """Inputs of a panel that are transposed at a time: it stays in the second-level cache."""
 
 _SHARE = 252
@@ -75,16 +75,16 @@ def _multiply_item(
     x = elements(x_address, rows * x_stride, kind)
     count = min(PANEL_ROWS, rows - row)
     width = (count + LANES - 1) // LANES * LANES
-    panel = Panel(scratch(min(inputs, _DEPTH) * width), width, row, count)
+    panel = Panel(scratch(min(inputs, DEPTH) * width), width, row, count)
     filled = False
     for place in range(MOST_LAYERS):
         share = share_of(layers, place, part, parts, _TILE, rows, inputs, kind)
-        _multiply_panel(x, x_stride, inputs, panel, filled, share)
+        multiply_panel(x, x_stride, inputs, panel, filled, share)
         filled = filled or share.first < share.last
 
 
 @njit(nogil=True, error_model="numpy")
-def _multiply_panel(x: Any, x_stride: int, inputs: int, panel: Any, filled: bool, share: Any) -> None:
+def multiply_panel(x: Any, x_stride: int, inputs: int, panel: Any, filled: bool, share: Any) -> None:
     """Compute a share of the outputs for the rows of a panel, which holds their inputs already if ``filled``."""
     values, width, row, rows = panel
     weight, first, last = share.weight, share.first, share.last
@@ -92,9 +92,9 @@ def _multiply_panel(x: Any, x_stride: int, inputs: int, panel: Any, filled: bool
     for begin in range(first, last, _SHARE):
         end = min(begin + _SHARE, last)
         sums[: (end - begin) * width] = _ZERO
-        for depth in range(0, inputs, _DEPTH):
-            count = min(_DEPTH, inputs - depth)
-            if inputs > _DEPTH or not filled:
+        for depth in range(0, inputs, DEPTH):
+            count = min(DEPTH, inputs - depth)
+            if inputs > DEPTH or not filled:
                 _transpose_rows(x, row * x_stride + depth, x_stride, rows, count, values, width)
             _add_products(values, width, weight, inputs, depth, count, begin, end, last, sums)
         filled = True
