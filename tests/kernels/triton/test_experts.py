@@ -16,6 +16,7 @@ from samebit.kernels.layout.options import ExpertOptions, ExpertWeights
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.experts.routed import routed_experts
 from samebit.kernels.ops.linear import linear
+from samebit.kernels.triton.experts.combine import combine
 from samebit.kernels.triton.experts.grouped import OneExpert
 from samebit.kernels.triton.experts.sorting import sort_pairs
 from samebit.kernels.triton.matmul import multiply_first
@@ -179,6 +180,14 @@ def test_pairs_are_sorted_and_each_is_one_items(ids: torch.Tensor) -> None:
             (place, expert) for expert, first, end in items.tolist() for place in range(first, min(first + rows, end))
         ]
         assert taken == list(enumerate(order.values.tolist()))
+
+
+def test_outputs_are_added_in_the_order_of_the_ids() -> None:
+    """From the last to the first, these would add up to 0."""
+    outputs = torch.tensor([[1e8], [-1e8], [1.0]], device=DEVICE)
+    for ids in ([[0, 1, 2]], [[1, 3, 4]]):
+        pairs = sort_pairs(torch.tensor(ids, dtype=torch.int32, device=DEVICE), 5)
+        assert combine(outputs, pairs, torch.ones(1, 3, device=DEVICE)).item() == 1.0
 
 
 class Calls(TorchDispatchMode):
