@@ -16,11 +16,12 @@ from samebit.kernels.layout.options import ExpertOptions, ExpertWeights
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.experts.routed import routed_experts
 from samebit.kernels.ops.linear import linear
+from samebit.kernels.triton.experts import grouped
 from samebit.kernels.triton.experts.combine import combine
 from samebit.kernels.triton.experts.grouped import OneExpert
 from samebit.kernels.triton.experts.sorting import sort_pairs
 from samebit.kernels.triton.matmul import multiply_first
-from samebit.kernels.triton.tiles.file import MatmulTile
+from samebit.kernels.triton.tiles.table import matmul_tiles
 
 from ...exactness.families import CAMPAIGN
 from .. import reference
@@ -85,7 +86,9 @@ def layer(
     return Layer(x, chosen, torch.rand(chosen.shape), experts, options)
 
 
-PATTERN = [[0, 3], [1, 3], [0, 1], [3, 4]]  # nobody's is expert 2
+PATTERN = [[0, 3], [1, 3], [0, 1], [3, 4]]
+RAGGED = [[0, 3]] * 33 + [[1, 3], [3, 4], [0, 1]]
+"""One row more than some tiles, one row alone, and nobody's is expert 2."""
 
 
 @pytest.mark.parametrize(
@@ -98,19 +101,20 @@ PATTERN = [[0, 3], [1, 3], [0, 1], [3, 4]]  # nobody's is expert 2
     ],
 )  # fmt: skip
 def test_values_and_gradients_are_near_the_oracle(name: str, biased: bool, dtype: torch.dtype) -> None:
-    given = layer(name, PATTERN * 2, dtype, biased=biased)
+    given = layer(name, RAGGED, dtype, biased=biased)
     if dtype is not torch.float32 and name == "interleaved":  # a rounded product may be on the other side of a limit
         given = replace(given, options=replace(given.options, limit=70.0))
     exact = [part.double().requires_grad_() for part in (given.x, given.weights)]
     experts = [None if part is None else part.double().requires_grad_() for part in given.experts]
     experts += [None] * (4 - len(experts))
     expected = reference.routed_experts(exact[0], given.ids, exact[1], *experts, given.options)
-    assert_near(given.run(), expected, 4)
+    assert_near(given.run(), expected, 6)
     upstream = torch.randn(given.x.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     leaves = exact + [part for part in experts if part is not None]
-    for mine, theirs in zip(given.gradients(), torch.autograd.grad(expected, leaves, upstream.double()), strict=True):
+    found, gradients = given.gradients(), torch.autograd.grad(expected, leaves, upstream.double())
+    for mine, theirs in zip(found, gradients, strict=True):
         assert_near(mine.to(dtype), theirs, 8)
-    assert not any(part[2].any() for part in given.gradients()[2:]), "an expert without rows"
+    assert not any(part[2].any() for part in found[2:]), "an expert without rows"
 
 
 SKEWED = {
@@ -149,13 +153,39 @@ def test_an_output_of_an_expert_has_the_bits_of_a_linear_layer(name: str) -> Non
         assert torch.equal(given.run(), torch.cat(expected))
 
 
-@pytest.mark.parametrize("tile", [MatmulTile(64, 64, 32, 4, 2), MatmulTile(16, 32, 32, 4, 2)], ids=str)
-def test_what_is_compared_before_a_narrow_tile_is_used_is_the_layers_own_kernel(tile: MatmulTile) -> None:
-    x, weight, bias = (torch.randn(shape, device=DEVICE) for shape in ((70, 65), (128, 65), (128,)))
-    expected = multiply_first(x, weight.t(), bias, tile, 200)
-    for one in (OneExpert(0, transposed=False), OneExpert(4, transposed=False), OneExpert(4, transposed=True)):
-        assert torch.equal(one(x, weight.t(), bias, tile, 200), expected)
-    assert len({OneExpert(4, transposed=True), OneExpert(4, transposed=True)}) == 1, "layers alike are compared once"
+class Launches:
+    """In place of a kernel: launches it, and keeps what it was compiled for."""
+
+    def __init__(self, kernel: Any, first_constant: int) -> None:
+        self.kernel, self.first = kernel, first_constant
+        self.constants: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            self.constants.append((args[self.first :], options))
+            self.kernel[grid](*args, **options)
+
+        return launch
+
+
+@pytest.mark.parametrize("name", ["gated", "gelu"])
+def test_what_is_compared_before_a_narrow_tile_is_used_is_the_layers_own_kernel(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes as a linear layer, and is compiled for the same constants as the kernels that the layer launches."""
+    given = layer(name, PATTERN, torch.float32)
+    launches = Launches(grouped._multiply_items, grouped._multiply_items.arg_names.index("INPUTS"))
+    monkeypatch.setattr(grouped, "_multiply_items", launches)
+    given.run()
+    layers, launches.constants = launches.constants, []
+    tile = matmul_tiles(torch.device(DEVICE), 100, 66, torch.float32).tile
+    for inputs, outputs, top_k in ((100, 66, 2), (33, 100, 0)):
+        x, weight, bias = (torch.randn(shape, device=DEVICE) for shape in ((70, inputs), (64, inputs), (64,)))
+        one = OneExpert(top_k, given.options.transposed)
+        assert one == OneExpert(top_k, given.options.transposed), "layers alike are compared once"
+        expected = multiply_first(x, weight.t(), bias, tile, outputs)
+        assert torch.equal(one(x, weight.t(), bias, tile, outputs), expected)
+    assert launches.constants == layers
 
 
 @pytest.mark.parametrize(
