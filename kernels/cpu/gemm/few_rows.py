@@ -15,7 +15,8 @@ from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.gemm.few_rows_vectors import ROWS, multiply_few
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
 from samebit.kernels.cpu.gemm.many_rows import SUM_BLOCK
-from samebit.kernels.layout.grids import LANES
+from samebit.kernels.cpu.gemm.many_rows_vectors import fetch
+from samebit.kernels.layout.grids import CACHE_LINE, LANES
 
 MOST_ROWS = ROWS[-1]
 """Rows up to which this kernel is the faster one."""
@@ -73,9 +74,11 @@ def multiply_share(panel: Any, rows: int, inputs: int, share: Any) -> None:
         count = min(LANES, last - begin)
         sums[:] = _ZERO
         for k in range(0, inputs, SUM_BLOCK):
-            multiply_few(
-                many, panel, k, inputs, count, weight, begin * inputs + k, inputs, min(SUM_BLOCK, inputs - k), sums
-            )
+            depth = min(SUM_BLOCK, inputs - k)
+            for coming in range(begin + LANES, min(begin + 2 * LANES, last)):  # what the next outputs read
+                for i in range(k, k + depth, CACHE_LINE // weight.itemsize):
+                    fetch(weight, coming * inputs + i)
+            multiply_few(many, panel, k, inputs, count, weight, begin * inputs + k, inputs, depth, sums)
         for row in range(rows):
             for lane in range(count):
                 total = sums[row * LANES + lane]
