@@ -28,7 +28,7 @@ VOCABULARY = 32_000
 T = TypeVar("T")
 
 _WEIGHTS = 1 << 27
-"""So many bytes are more than a processor's caches hold."""
+"""More bytes than a processor's caches hold."""
 
 
 @dataclass(frozen=True)

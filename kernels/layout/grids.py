@@ -18,7 +18,7 @@ KV_CHUNK = 64
 """A softmax accumulator takes in so many tokens at once (C). Arithmetic."""
 
 SCAN_CHUNK = LANES
-"""So many tokens lie between two moves of the state of a Mamba layer (C). Arithmetic."""
+"""The tokens between two moves of the state of a Mamba layer (C). Arithmetic."""
 
 VOCAB_CHUNK = 1024
 """The exponentials of so many tokens of the vocabulary are summed in float32, before sums go on in float64 (C).
@@ -31,7 +31,7 @@ QUERY_TILE = 64
 """A work item of attention covers so many query tokens on the CPU. Speed."""
 
 HEAD_TILE = 8
-"""So many heads of one group share a copy of the group's B and its scores. Speed."""
+"""The heads of one group that share a copy of the group's B and its scores. Speed."""
 
 CACHE_LINE = 64
 """A cache line of the processor has so many bytes. Speed."""

@@ -10,7 +10,7 @@ from samebit.kernels.binding.binding import binding_of
 from samebit.rollout.audit.prefix_cache import REQUESTS, CacheRuns, Run
 
 PLENTY = 100
-"""So many states are more than all that is asked here leaves."""
+"""More states than all that is asked here leaves."""
 
 
 class StatesCheck:

@@ -27,7 +27,7 @@ TILE_INPUTS = 32
 TILE_OUTPUTS = 16
 
 VECTORS = 4
-"""So many tiles of sixteen rows are summed at a time."""
+"""The tiles of sixteen rows that are summed at a time."""
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _CONFIGURATION = bytes([1, 0, *[0] * 14, *[64, 0] * 8, *[0] * 16, *[16] * 8, *[0] * 8])

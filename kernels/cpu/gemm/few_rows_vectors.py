@@ -26,7 +26,7 @@ ROWS = (1, 2, 4, 8)
 """A tile may cover so many rows."""
 
 _DEPTH = LANES // 2
-"""So many inputs are transposed at a time."""
+"""The inputs that are transposed at a time."""
 
 
 @intrinsic

@@ -27,7 +27,7 @@ from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, VECTORS, fetch, 
 from samebit.kernels.layout.grids import CACHE_LINE, LANES
 
 SUM_BLOCK = 128
-"""So many inputs are summed in one chain. A constant of the arithmetic: changing it changes bits."""
+"""The inputs that are summed in one chain. A constant of the arithmetic: changing it changes bits."""
 
 PANEL_ROWS = 64
 

@@ -13,7 +13,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import Saved, SSMOptions
 
 WORK_AN_ELEMENT = 1 / 8
-"""So many elements of a row-wise kernel take the time of one element of the state."""
+"""The elements of a row-wise kernel that take the time of one element of the state."""
 
 
 def scan_forward(

@@ -24,7 +24,7 @@ from samebit.kernels.triton.tiles.table import matmul_tiles
 logger = logging.getLogger(__name__)
 
 _OUTPUTS = 512
-"""So many outputs are compared at most. A multiple of those of any tile."""
+"""The outputs that are compared, at most. A multiple of those of any tile."""
 
 _COUNTS = (1, 7, 16, 33, 64, 100, 129, 200)
 """The compared calls have so many rows, as far as the narrow tile is for so many."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 SAMPLED = 256
-"""So many values of a tensor are kept, evenly spread; of a smaller one all."""
+"""The values of a tensor that are kept, evenly spread; of a smaller one all."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

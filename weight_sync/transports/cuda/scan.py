@@ -14,7 +14,7 @@ from torch import Tensor
 from samebit.weight_sync.digest import FOLD_A, FOLD_B, MIX, MODULUS, PLACE, WORD, Lanes, Scan
 
 _CHUNK = 1 << 19
-"""So many words are scanned at a time."""
+"""The words that are scanned at a time."""
 
 
 def device_bytes(tensor: Tensor) -> Tensor:
