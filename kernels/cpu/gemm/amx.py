@@ -29,7 +29,7 @@ from samebit.kernels.cpu.gemm.pairs import pair_rows
 from samebit.kernels.layout.grids import LANES
 
 _SHARE = 16 * TILE_OUTPUTS
-"""The sums of so many outputs are kept at a time."""
+"""The outputs whose sums are kept at a time."""
 
 _ZERO = np.float32(0.0)
 

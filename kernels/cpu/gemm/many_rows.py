@@ -35,7 +35,7 @@ DEPTH = 8 * SUM_BLOCK
 """Inputs of a panel that are transposed at a time: it stays in the second-level cache."""
 
 _SHARE = 252
-"""The sums of so many outputs are kept at a time; a whole number of tiles."""
+"""The outputs whose sums are kept at a time; a whole number of tiles."""
 
 _TILE, _PAIR, _ = OUTPUTS
 _LINE = CACHE_LINE // 4
