@@ -185,15 +185,8 @@ def training_context(
         TypeError: positions that are no integers, a mask that is no tensor.
     """
     valid = _valid_tokens(shape, attention_mask)
-    if position_ids is None:
-        positions = np.where(valid, np.cumsum(valid, axis=1) - 1, 0)
-    else:
-        _check_positions(position_ids, shape)
-        positions = np.broadcast_to(position_ids.detach().cpu().numpy(), shape)
-        positions = np.where(valid, positions, 0)
-    first = valid.copy()
-    follows = valid[:, 1:] & valid[:, :-1]
-    first[:, 1:] &= ~(follows & (positions[:, 1:] == positions[:, :-1] + 1))
+    positions = _positions(shape, valid, position_ids)
+    first = _first_tokens(valid, positions)
     if position_ids is None and attention_mask is not None and bool((first.sum(1) > 1).any()):
         raise ValueError("attention_mask must mark one run of tokens a row; it has holes")
     row_start = np.flatnonzero(first.reshape(-1)).astype(np.int32)
@@ -202,9 +195,8 @@ def training_context(
             "position_ids: every sequence must start at position 0 at its first token (with left padding, pass "
             "attention_mask alone, or attention_mask.cumsum(-1) - 1), as it does in the rollout"
         )
-    flat = valid.reshape(-1)
-    sequence_of_row = np.cumsum(first.reshape(-1)) - 1
-    lengths = np.bincount(sequence_of_row[flat], minlength=len(row_start)).astype(np.int32)
+    sequence_of_token = (np.cumsum(first.reshape(-1)) - 1)[valid.reshape(-1)]
+    lengths = np.bincount(sequence_of_token, minlength=len(row_start)).astype(np.int32)
     return ForwardContext(
         positions=torch.from_numpy(np.ascontiguousarray(positions.reshape(-1), dtype=np.int64)).to(device),
         row_start=row_start,
@@ -214,6 +206,24 @@ def training_context(
         block_tables=_consecutive_blocks(lengths),
         block_size=TRAINING_BLOCK,
     )
+
+
+def _positions(
+    shape: tuple[int, int], valid: npt.NDArray[np.bool_], given: torch.Tensor | None
+) -> npt.NDArray[np.int64]:
+    """Return the position of each token, counted within its row where none are given; 0 for padding."""
+    if given is None:
+        return np.where(valid, np.cumsum(valid, axis=1) - 1, 0)
+    _check_positions(given, shape)
+    return np.where(valid, np.broadcast_to(given.detach().cpu().numpy(), shape), 0)
+
+
+def _first_tokens(valid: npt.NDArray[np.bool_], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Tell which tokens begin a sequence: those whose position is not the one after that of the token before."""
+    first: npt.NDArray[np.bool_] = valid.copy()
+    follows = valid[:, 1:] & valid[:, :-1]
+    first[:, 1:] &= ~(follows & (positions[:, 1:] == positions[:, :-1] + 1))
+    return first
 
 
 def _check_positions(given: object, shape: tuple[int, int]) -> None:

@@ -14,7 +14,12 @@ from samebit.kernels.layout import device
 from samebit.kernels.layout.options import Reduced
 from samebit.kernels.layout.shape_checks import check_dtype, check_host, check_shape
 from samebit.kernels.ops.dispatch import operations_for
-from samebit.kernels.ops.score_arguments import check_ids, check_temperatures, temperatures_of
+from samebit.kernels.ops.score_arguments import (
+    check_ids,
+    check_in_vocabulary,
+    check_temperatures,
+    temperatures_of,
+)
 
 
 def logprobs_from_logits(
@@ -41,8 +46,7 @@ def logprobs_from_logits(
         raise ValueError(f"token_ids must have shape {tuple(logits.shape[:-1])}, got {tuple(token_ids.shape)}")
     rows, temperatures = _rows(logits, temperature)
     tokens = token_ids.reshape(-1).long()
-    if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= rows.shape[1]):
-        raise ValueError(f"token_ids must lie in [0, {rows.shape[1]}), got {int(tokens.min())}..{int(tokens.max())}")
+    check_in_vocabulary("token_ids", tokens, rows.shape[1])
     return _logprobs(rows, tokens, temperatures).view(token_ids.shape)
 
 

@@ -16,6 +16,14 @@ def check_ids(name: str, ids: object) -> None:
         raise TypeError(f"{name} must be a tensor of integers, got one on the device 'meta', which holds no values")
 
 
+def check_in_vocabulary(name: str, ids: torch.Tensor, vocab_size: int) -> None:
+    """Raise ValueError unless all ids are those of tokens."""
+    if ids.numel():
+        least, greatest = int(ids.min()), int(ids.max())
+        if least < 0 or greatest >= vocab_size:
+            raise ValueError(f"{name} must lie in [0, {vocab_size}), got {least}..{greatest}")
+
+
 def temperatures_of(given: object, shape: Sequence[int], device: torch.device, axes: str = "") -> torch.Tensor:
     """Return ``shape`` float32 of a number, or of what broadcasts to this shape; the values are not looked at.
 

@@ -1,4 +1,4 @@
-"""Starts verl's trainer as a user would, and reads what it logged."""
+"""Start verl's trainer as a user would, and read what it logged."""
 
 import json
 import os

@@ -19,6 +19,7 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
+from samebit.kernels.layout.grids import ceil_div
 from samebit.rollout.audit.compare import Difference, Row, compare, compare_samples, reported, worst
 from samebit.rollout.audit.gemm_rows import check_gemm_rows
 from samebit.rollout.audit.mamba_states import StatesCheck
@@ -207,7 +208,7 @@ class _Check:
             range(len(prompts), 1, -1), dict.fromkeys((self.smallest_block, self.fewest_tokens)), (2, 3)
         ):
             chosen = sorted(by_length[:kept])
-            needs = [-(-(len(prompts[index]) + self.workload.new_tokens) // block_size) for index in chosen]
+            needs = [ceil_div(len(prompts[index]) + self.workload.new_tokens, block_size) for index in chosen]
             config = self._config(block_size=block_size, num_blocks=max(*needs, sum(needs) // part))
             with RolloutWorker(self.model, config=config) as worker:
                 outputs = worker.generate([prompts[i] for i in chosen], [params[i] for i in chosen])

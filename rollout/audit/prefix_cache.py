@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from samebit.kernels.binding.binding import binding_of
+from samebit.kernels.layout.grids import ceil_div
 from samebit.rollout.audit.trainer_layouts import device_of
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.outputs import RequestOutput
@@ -137,7 +138,7 @@ class CacheCheck:
         """Run in a pool of little more than one request: most of what is cached is evicted, and something is hit."""
         runs = self._runs
         prompts = [runs.tokens(runs.length) for _ in range(REQUESTS)]
-        blocks = -(-(runs.length + runs.new_tokens) // runs.block)
+        blocks = ceil_div(runs.length + runs.new_tokens, runs.block)
         with runs.worker(num_blocks=blocks + blocks // 2) as worker:
             worker.generate(prompts, runs.params(REQUESTS))
             outputs = runs.hits(worker, prompts[::-1])

@@ -20,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Items
 
+from samebit.kernels.layout.grids import ceil_div
 from samebit.rollout.cache.block_pool import BlockPool
 from samebit.rollout.cache.block_tables import BlockTables
 from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointPool
@@ -44,7 +45,7 @@ class Cache(ABC):
         self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int, checkpoints: CheckpointPool
     ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), block_size)
+        self.tables = BlockTables(max_num_seqs, ceil_div(max_model_len, block_size), block_size)
         self.checkpoints = checkpoints
         self.held = HeldPrompts(self.pool, self.tables, self._give_back, checkpoints)
         self.counters = CacheCounters()
@@ -57,7 +58,7 @@ class Cache(ABC):
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold this many tokens."""
-        return -(-num_tokens // self.tables.block_size)
+        return ceil_div(num_tokens, self.block_size)
 
     # -- before a sequence runs --------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from samebit.kernels.layout.grids import ceil_div
 from samebit.rollout.cache.block_pool import BlockPool
 from samebit.rollout.cache.block_tables import BlockTables
 from samebit.rollout.cache.cache_entry import CacheEntry, HeldPrompt
@@ -52,7 +53,7 @@ class HeldPrompts:
 
     def hold(self, prompt: HeldPrompt, leader: Sequence) -> None:
         """Keep what `leader` has computed of this prompt, all of it; its state is the leader's."""
-        count = -(-prompt.length // self._tables.block_size)
+        count = ceil_div(prompt.length, self._tables.block_size)
         prompt.leader = prompt.keeper = leader
         prompt.running = {leader: None}
         prompt.blocks = self._tables.blocks(leader.slot)[:count]

@@ -10,7 +10,7 @@ from samebit.rollout.requests.request import IntArray, Request, Sequence
 
 
 class NoPrefixCache(Cache):
-    """See `Cache` for what each method is asked."""
+    """Implements `Cache`, which says what each method is asked, without sharing."""
 
     shares_prompts = False
     keeps_checkpoints = False

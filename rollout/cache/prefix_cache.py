@@ -32,7 +32,8 @@ SWEPT_PER_BLOCK = 2
 
 
 class PrefixCache(Cache):
-    """See `Cache` for what each method is asked. checkpoints: of a model with recurrent states, None for another."""
+    """Implements `Cache`, which says what each method is asked, with sharing. checkpoints: of a model with recurrent
+    states, None for another."""
 
     shares_prompts = True
 

@@ -36,7 +36,7 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Decodes first, then running prefills, then newly admitted sequences.
+    """Lists what a step computes: decodes first, then running prefills, then newly admitted sequences.
 
     copies: (from, to) blocks whose KV is copied before anything is computed, all at once.
     moves: what happens to recurrent states before anything is computed.

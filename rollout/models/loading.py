@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from samebit.kernels import BindingError
+from samebit.rollout.checks import as_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.models.hub import model_folder
@@ -193,22 +194,25 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def _max_model_len(module: PreTrainedModel, config: RolloutConfig, unlimited_len: int | None) -> int:
     text_config = module.config.get_text_config()
-    layers = text_config.num_hidden_layers
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-        raise ModelLoadError(f"the config's num_hidden_layers must be an int of at least 1, got {layers!r}")
+    _checked_int("num_hidden_layers", text_config.num_hidden_layers, least=1)
     if not hasattr(text_config, "max_position_embeddings"):
         length = config.max_model_len or unlimited_len
         if length is None:
             raise ModelLoadError("the model's config has no max_position_embeddings: give max_model_len")
         return length
-    limit = text_config.max_position_embeddings
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 2:
-        raise ModelLoadError(f"the config's max_position_embeddings must be an int of at least 2, got {limit!r}")
+    limit = _checked_int("max_position_embeddings", text_config.max_position_embeddings, least=2)
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
         raise ModelLoadError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions")
     return config.max_model_len
+
+
+def _checked_int(name: str, given: object, *, least: int) -> int:
+    number = as_int(given)
+    if number is None or number < least:
+        raise ModelLoadError(f"the config's {name} must be an int of at least {least}, got {given!r}")
+    return number
 
 
 def _eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
@@ -221,6 +225,6 @@ def _eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
 
 def _checked_ids(given: Any) -> tuple[int, ...]:
     ids = as_token_ids(given)
-    if any(isinstance(one, bool) or not isinstance(one, int) for one in ids):
+    if any(as_int(one) is None for one in ids):
         raise ModelLoadError(f"the model's eos_token_id must be an int or several, got {given!r}")
     return ids

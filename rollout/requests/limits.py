@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from samebit.kernels.layout.grids import ceil_div
 from samebit.rollout.errors import RequestError
 from samebit.rollout.requests.request import IntArray
 from samebit.rollout.sampling_params import SamplingParams
@@ -67,7 +68,7 @@ class RequestLimits:
 
     def _check_memory(self, prompt_length: int, max_new: int) -> None:
         positions = prompt_length + max_new - 1
-        needed = -(-positions // self.block_size)
+        needed = ceil_div(positions, self.block_size)
         if needed > self.num_blocks:
             allowed = self.num_blocks * self.block_size + 1 - prompt_length
             hint = f"max_tokens may be at most {allowed}" if allowed > 0 else "shorten the prompt"

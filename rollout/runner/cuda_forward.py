@@ -14,7 +14,8 @@ from samebit.rollout.runner.step_inputs import StepInputs
 
 
 class DeviceForward:
-    """See `samebit.rollout.runner.logits.Forward`. Without `graphs` each step launches its kernels one by one."""
+    """Implements `samebit.rollout.runner.logits.Forward` on a device. Without `graphs` each step launches its kernels
+    one by one."""
 
     def __init__(self, device: torch.device, graphs: StepGraphs | None) -> None:
         self.device = device

@@ -38,6 +38,7 @@ from samebit.weight_sync.wire.buckets import (
     Ending,
     check_bucket_bytes,
     from_words,
+    padded,
 )
 from samebit.weight_sync.wire.decoding import decode, encode
 from samebit.weight_sync.wire.link import (
@@ -352,7 +353,7 @@ def _needed(most: int, announced: Announcement, decided: Answer) -> int:
     if announced.base is not None and not decided.full:
         return min(most, _DELTA_BUCKET)
     records = sum(2 * ALIGN + spec.num_bytes for spec in announced.specs.values())
-    return min(most, max(MIN_BUCKET, -(-records // ALIGN) * ALIGN))
+    return min(most, max(MIN_BUCKET, padded(records)))
 
 
 def _frames(kept: list[Tensor], bucket_bytes: int) -> list[Tensor]:

@@ -246,4 +246,5 @@ def _record(begin: int, own: RecordHeader, buffer: Any, sizes: Sequence[int], ki
 
 
 def padded(size: int) -> int:
+    """Return the bytes that a payload of this size takes in a bucket."""
     return -(-size // ALIGN) * ALIGN

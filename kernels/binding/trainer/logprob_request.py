@@ -12,7 +12,12 @@ from dataclasses import dataclass
 import torch
 from transformers.utils.generic import ModelOutput
 
-from samebit.kernels.ops.score_arguments import check_ids, check_temperatures, temperatures_of
+from samebit.kernels.ops.score_arguments import (
+    check_ids,
+    check_in_vocabulary,
+    check_temperatures,
+    temperatures_of,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +46,7 @@ class Scoring:
             TypeError: ids that are no integers.
         """
         check_ids("token_ids", token_ids)
-        if token_ids.numel() and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
-            given = f"{int(token_ids.min())}..{int(token_ids.max())}"
-            raise ValueError(f"token_ids must lie in [0, {vocab_size}), got {given}")
+        check_in_vocabulary("token_ids", token_ids, vocab_size)
         temperatures = temperatures_of(temperature, token_ids.shape, token_ids.device)
         check_temperatures(temperatures)
         return Scoring(token_ids.long(), temperatures, with_entropy)

@@ -6,7 +6,12 @@ from torch import nn
 from samebit.kernels.binding.binding import checked_binding_of
 from samebit.kernels.binding.trainer.logprob_request import Scoring, use_scoring
 from samebit.kernels.layout.forward_context import ForwardContext, training_context, use_context
-from samebit.kernels.ops.score_arguments import check_ids, temperatures_of
+from samebit.kernels.ops.score_arguments import (
+    check_ids,
+    check_in_vocabulary,
+    check_temperatures,
+    temperatures_of,
+)
 
 
 def token_logprobs(
@@ -40,12 +45,11 @@ def token_logprobs(
         TypeError: ids or positions that are no integers, a mask that is no tensor.
         BindingError: the model's modules are not those that were bound, by name.
     """
-    vocab_size = checked_binding_of(model).vocab_size
+    binding = checked_binding_of(model)
     check_ids("input_ids", input_ids)
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must be [B, T], got shape {tuple(input_ids.shape)}")
-    if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocab_size:
-        raise ValueError(f"input_ids must lie in [0, {vocab_size}), got {int(input_ids.min())}..{int(input_ids.max())}")
+    check_in_vocabulary("input_ids", input_ids, binding.vocab_size)
     input_ids = input_ids.long()
     batch, width = input_ids.shape
     temperatures = temperatures_of(temperature, (batch, max(width - 1, 0)), input_ids.device, axes="[B, T - 1]")
@@ -58,7 +62,8 @@ def token_logprobs(
     packed, packed_layout = _packed(tokens, layout, rows)
     targets = rows[predicts] + 1
     temperatures = torch.nn.functional.pad(temperatures, (1, 0), value=1.0).reshape(-1)
-    scoring = Scoring.of(tokens[targets], temperatures[targets], vocab_size)
+    scoring = Scoring(tokens[targets], temperatures[targets])
+    check_temperatures(scoring.temperatures)
     with use_context(packed_layout), use_scoring(scoring):
         scores = model(input_ids=packed, logits_to_keep=predicts.nonzero().squeeze(1)).log_probs
     return out.view(-1).index_put((targets,), scores).view(batch, width)[:, 1:]

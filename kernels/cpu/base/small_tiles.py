@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 from samebit.kernels.cpu.base.rows import unpacked
 from samebit.kernels.cpu.base.vectors import (
     accumulate,
+    dispatch,
     fma,
     load_vector,
     pointer_to,
@@ -47,45 +48,47 @@ def _tile_multiply(from_zero: bool) -> Any:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             many, wide, weights_given, vectors_given, n, out_given = args
-            index = many.type
             weight = unpacked(context, builder, weights, weights_given)
-            vector_type, vector, vector_at, stride = unpacked(context, builder, vectors, vectors_given)
+            vector = unpacked(context, builder, vectors, vectors_given)
             target = unpacked(context, builder, out, out_given)
-            tile = pointer_to(context, builder, vector_type, vector, vector_at)
 
             def emit(row_count: int, column_count: int) -> None:
                 weight_rows = [row_of(context, builder, *weight, r) for r in range(row_count)]
-                lanes = [index(LANES * c) for c in range(column_count)]
                 out_rows = [row_of(context, builder, *target, r) for r in range(row_count)]
+                lanes = [n.type(LANES * c) for c in range(column_count)]
                 targets = [builder.gep(row, [lane]) for row in out_rows for lane in lanes]
-
-                def body(i: Any, sums: list[Any]) -> list[Any]:
-                    moved = builder.mul(i, stride)
-                    start = builder.gep(tile, [moved])
-                    for lane in lanes if from_zero and row_count == 1 else []:
-                        prefetch(builder, builder.gep(start, [builder.add(lane, index(FETCH_AHEAD))]))
-                    loaded = [load_vector(builder, builder.gep(start, [lane]), vector_type.dtype) for lane in lanes]
-                    factors = [splat(builder, builder.load(builder.gep(row, [i]))) for row in weight_rows]
-                    pairs = [(factor, columns) for factor in factors for columns in loaded]
-                    return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
-
+                step = _step(context, builder, weight_rows, vector, lanes, fetch=from_zero and row_count == 1)
                 initial = [zeros() if from_zero else load_vector(builder, p, types.float32) for p in targets]
-                for pointer, total in zip(targets, accumulate(builder, n, initial, body), strict=True):
+                for pointer, total in zip(targets, accumulate(builder, n, initial, step), strict=True):
                     store_vector(builder, total, pointer)
 
-            for row_count in _ROWS:
-                for column_count in _COLUMNS:
-                    chosen = builder.and_(
-                        builder.icmp_signed("==", many, index(row_count)),
-                        builder.icmp_signed("==", wide, index(column_count)),
-                    )
-                    with builder.if_then(chosen):
-                        emit(row_count, column_count)
+            dispatch(builder, [(many, _ROWS), (wide, _COLUMNS)], emit)
             return context.get_dummy_value()
 
         return signature, generate
 
     return kernel
+
+
+def _step(context: Any, builder: Any, weight_rows: list[Any], vector: Any, lanes: list[Any], *, fetch: bool) -> Any:
+    """Return what emits step i of the sums: ``weights[r, i] * vectors[i, lanes]`` for each row, then each of ``lanes``.
+
+    vector: ``vectors``, unpacked. fetch: whether to ask for what lies further on.
+    """
+    array_type, array, at, stride = vector
+    first = pointer_to(context, builder, array_type, array, at)
+
+    def step(i: Any, sums: list[Any]) -> list[Any]:
+        moved = builder.mul(i, stride)
+        start = builder.gep(first, [moved])
+        for lane in lanes if fetch else []:
+            prefetch(builder, builder.gep(start, [builder.add(lane, lane.type(FETCH_AHEAD))]))
+        loaded = [load_vector(builder, builder.gep(start, [lane]), array_type.dtype) for lane in lanes]
+        factors = [splat(builder, builder.load(builder.gep(row, [i]))) for row in weight_rows]
+        pairs = [(factor, columns) for factor in factors for columns in loaded]
+        return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+
+    return step
 
 
 tile_multiply = _tile_multiply(from_zero=True)

@@ -3,6 +3,9 @@
 Each function emits instructions at the builder's place. Arrays are flat; offsets count elements.
 """
 
+from collections.abc import Callable
+from functools import reduce
+from itertools import product
 from typing import Any
 
 from llvmlite import ir
@@ -16,6 +19,18 @@ VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 _BITS = ir.VectorType(ir.IntType(32), LANES)
 _HALF_BITS = ir.VectorType(ir.IntType(16), LANES)
+
+
+def dispatch(builder: Any, choices: list[tuple[Any, tuple[int, ...]]], emit: Callable[..., None]) -> None:
+    """Emit a variant for each combination of the values that some numbers may have, and branch to the one asked for.
+
+    choices: a number and its allowed values, of each argument of ``emit``.
+    """
+    for wanted in product(*(allowed for _, allowed in choices)):
+        pairs = zip(choices, wanted, strict=True)
+        agree = [builder.icmp_signed("==", number, number.type(value)) for (number, _), value in pairs]
+        with builder.if_then(reduce(builder.and_, agree)):
+            emit(*wanted)
 
 
 def pointer_to(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:

@@ -76,11 +76,7 @@ def _scan_part(
     wide = (head_dim + LANES - 1) // LANES * LANES
     deep = (state_size + LANES - 1) // LANES * LANES
     sizes = Sizes(heads, head_dim, groups, state_size, wide, deep)
-    inputs = Inputs(
-        elements(tensors[0], NO_END, kind), tensors[1], elements(tensors[2], NO_END, kind), tensors[3],
-        floats(tensors[4], heads), floats(tensors[5], heads), np.float32(dt_low), np.float32(dt_high),
-        floats(tensors[6], heads),
-    )  # fmt: skip
+    inputs = _inputs(tensors, dt_low, dt_high, heads, kind)
     out = elements(tensors[7], NO_END, kind)
     layout_at, sequences = layout
     row_start, lengths = integers(layout_at, sequences), integers(layout_at + 4 * sequences, sequences)
@@ -112,6 +108,16 @@ def _scan_part(
             tile_at * SCAN_CHUNK * deep,
         )  # fmt: skip
         _scan_item(inputs, sizes, memory, item, captures, captured, room, out)
+
+
+@njit(inline="always")
+def _inputs(tensors: Any, dt_low: float, dt_high: float, heads: int, kind: Any) -> Any:
+    """Take the inputs whose addresses and strides are given."""
+    return Inputs(
+        elements(tensors[0], NO_END, kind), tensors[1], elements(tensors[2], NO_END, kind), tensors[3],
+        floats(tensors[4], heads), floats(tensors[5], heads), np.float32(dt_low), np.float32(dt_high),
+        floats(tensors[6], heads),
+    )  # fmt: skip
 
 
 @njit(inline="always")

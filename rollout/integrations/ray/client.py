@@ -140,7 +140,7 @@ class RayWorker(Closing):
         return self.health().weight_version
 
     def join_group(self, init_method: str, world_size: int, rank: int, backend: str = "gloo") -> None:
-        """See `RolloutActor.join_group`. Waits for the other ranks."""
+        """Join a group as `RolloutActor.join_group` does. Waits for the other ranks."""
         wait_for(self.actor.join_group.remote(init_method, world_size, rank, backend))
 
     def receive_weights(self, source: object = None, **options: Unpack[UpdateKeywords]) -> SyncReport:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samebit.rollout.checks import check_positive_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.models.loading import TOKENIZER_FILES
@@ -105,8 +106,7 @@ def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, na
         **{name: custom[name] for name in WORKER_OPTIONS if name in custom},
     )
     num_cpus = custom.get("num_cpus", 1)
-    if isinstance(num_cpus, bool) or not isinstance(num_cpus, int) or num_cpus < 1:
-        raise ValueError(f"rollout.custom.num_cpus must be an int of at least 1, got {num_cpus!r}")
+    check_positive_int("rollout.custom.num_cpus", num_cpus)
     return ServerOptions(
         name=name,
         model=model["path"],

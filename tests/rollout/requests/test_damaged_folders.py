@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from samebit.kernels import BindingError
 from samebit.rollout.cli import main
 from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.worker import RolloutWorker
+
+from ..tiny_llama import smallest
 
 Damage = Callable[[Path], object]
 
@@ -21,17 +22,7 @@ Damage = Callable[[Path], object]
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("healthy")
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=50,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=40,
-        )
-    ).save_pretrained(folder)
+    smallest().save_pretrained(folder)
     return folder
 
 

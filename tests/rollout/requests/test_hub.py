@@ -8,7 +8,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from samebit.rollout.cli import main
 from samebit.rollout.config import RolloutConfig
@@ -16,6 +16,8 @@ from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.models.hub import model_folder
 from samebit.rollout.models.loading import load_model
 from samebit.rollout.worker import RolloutWorker
+
+from ..tiny_llama import smallest
 
 NAME = "samebit-tests/tiny-llama"
 FIRST, SECOND = "a" * 40, "b" * 40
@@ -45,20 +47,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two folders with other weights."""
     folders = []
     for seed in range(2):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=50,
-                hidden_size=16,
-                intermediate_size=24,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                max_position_embeddings=40,
-            )
-        )
         folders.append(tmp_path_factory.mktemp("model"))
-        model.save_pretrained(folders[-1])
+        smallest(seed).save_pretrained(folders[-1])
     return folders
 
 

@@ -8,27 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.models.loading import load_model
 
+from ..tiny_llama import smallest
+
 DEFAULT = RolloutConfig()
 
 
 def tiny(**changes: object) -> LlamaForCausalLM:
-    settings: dict[str, object] = {
-        "vocab_size": 50,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 40,
-        "eos_token_id": [3, 4],
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
+    return smallest(**{"eos_token_id": [3, 4], **changes})
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class SamebitReplica(RolloutReplica):
-    """See `RolloutReplica`; `sleep`, `abort_all_requests` and the like are its own, they call the server."""
+    """Implements `RolloutReplica`; `sleep`, `abort_all_requests` and the like are its own, they call the server."""
 
     server_class: type[SamebitServer] = SamebitServer
 
