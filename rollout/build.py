@@ -19,7 +19,7 @@ from samebit.rollout.cache import build_cache
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.engine.engine import Engine
-from samebit.rollout.engine.weight_watch import ParameterWatch
+from samebit.rollout.engine.weight_watch import ModuleWatch
 from samebit.rollout.models.loading import load_model, naming
 from samebit.rollout.requests.stopping import Tokenizer
 from samebit.rollout.runner.model_runner import ModelRunner
@@ -71,9 +71,14 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
             cache,
             config.max_num_batched_tokens,
             run_ahead=config.runs_ahead,
-            watch=ParameterWatch(loaded.module) if loaded.shared else None,
+            watch=ModuleWatch(loaded.module) if loaded.shared else None,
         ),
-        WorkerWeights(loaded.module, shared=loaded.shared, users=binding_of(loaded.module).users),
+        WorkerWeights(
+            loaded.module,
+            shared=loaded.shared,
+            users=binding_of(loaded.module).users,
+            dequantize=config.dequantize,
+        ),
         max_model_len=loaded.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         tokenizer=loaded.tokenizer,

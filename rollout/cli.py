@@ -15,6 +15,7 @@ from logging import CRITICAL
 from samebit.kernels.openmp import ENVIRONMENT
 
 MODEL = "a Hugging Face model folder, or a name of the Hugging Face hub; no tokenizer is needed"
+DEQUANTIZE = "take weights that the folder holds quantized (mxfp4, fp8 in blocks) as bfloat16"
 FAILED, UNUSABLE = 1, 2
 """Exit codes: a promise is broken; the command could not be carried out."""
 
@@ -40,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("model_dir", metavar="MODEL", help=MODEL)
     check.add_argument("--revision", metavar="REV", help="branch, tag or commit of a name (its main branch)")
     check.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    check.add_argument("--dequantize", action="store_true", help=DEQUANTIZE)
     check.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     check.add_argument(
         "--tokens", type=_positive, metavar="N", help="new tokens a request (32), up to half of the model's length"
@@ -60,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--revision", metavar="REV", help="branch, tag or commit of a name (its main branch)")
     bench.add_argument("--memory", action="store_true", help="bytes of a KV block and of states; nothing is computed")
     bench.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    bench.add_argument("--dequantize", action="store_true", help=DEQUANTIZE)
     bench.add_argument("--requests", type=_positive, default=16, metavar="N", help="requests at once (16)")
     bench.add_argument("--prompt", type=_positive, default=128, metavar="N", help="tokens a prompt (128)")
     bench.add_argument("--tokens", type=_positive, default=64, metavar="N", help="new tokens a request (64)")
@@ -114,6 +117,7 @@ def _check(arguments: argparse.Namespace) -> int:
             arguments.device,
             arguments.ssm_chunk,
             arguments.revision,
+            arguments.dequantize,
         ):
             rows.append(row)
             if not arguments.json:
@@ -142,9 +146,13 @@ def _bench(arguments: argparse.Namespace) -> int:
     load = Load(arguments.requests, arguments.prompt, arguments.tokens, arguments.seed)
     try:
         if arguments.memory:
-            figures = memory_figures(arguments.model_dir, arguments.dtype, arguments.revision)
+            figures = memory_figures(
+                arguments.model_dir, arguments.dtype, arguments.revision, dequantize=arguments.dequantize
+            )
         else:
-            figures = speed_figures(arguments.model_dir, load, arguments.dtype, arguments.revision)
+            figures = speed_figures(
+                arguments.model_dir, load, arguments.dtype, arguments.revision, dequantize=arguments.dequantize
+            )
     except (ValueError, OSError, SafetensorError, NonFiniteLogitsError) as error:
         sys.stderr.write(f"samebit bench: {' '.join(str(error).split())}\n")
         return UNUSABLE

@@ -32,7 +32,7 @@ _PLAIN: dict[str, Callable[[object], object]] = {
     **dict.fromkeys(("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"), as_int),
     **dict.fromkeys(("num_threads", "seed"), as_int),
     **dict.fromkeys(("kv_cache_gb", "gpu_memory_utilization", "state_cache_gb"), as_number),
-    **dict.fromkeys(("enable_prefix_caching", "async_scheduling", "enforce_eager", "exact"), as_bool),
+    **dict.fromkeys(("enable_prefix_caching", "async_scheduling", "enforce_eager", "dequantize", "exact"), as_bool),
 }
 """What takes a field's value as Python's own."""
 
@@ -68,6 +68,8 @@ class RolloutConfig:
         new ones came: "raise" refuses it, "wait" queues it. (Those that came before always wait.)
     revision: a branch, tag or commit of a model that is given by its name on the Hugging Face hub; None for its main
         branch. Refused for a folder or a module.
+    dequantize: take the weights of a folder that holds them quantized (mxfp4, or fp8 in blocks) as bfloat16, when the
+        worker is built and when it receives weights from a folder. They are refused otherwise.
     exact: True keeps the promise of bit-equal log-probabilities. False drops what exactness costs, for
         measuring it.
     """
@@ -90,6 +92,7 @@ class RolloutConfig:
     seed: int = 0
     while_asleep: str = "raise"
     revision: str | None = None
+    dequantize: bool = False
     exact: bool = True
 
     def __post_init__(self) -> None:
@@ -118,6 +121,7 @@ class RolloutConfig:
         check_one_of("while_asleep", self.while_asleep, WHILE_ASLEEP)
         if self.revision is not None and not (isinstance(self.revision, str) and self.revision):
             raise ValueError(f"revision must be a non-empty string or None, got {shown(self.revision)}")
+        check_bool("dequantize", self.dequantize)
         check_bool("exact", self.exact)
         check_bool("enforce_eager", self.enforce_eager)
         if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from samebit.weight_sync.checkpoint_names import Place
 from samebit.weight_sync.digest import copy_scanned, digest_of, hexadecimal, scan
 from samebit.weight_sync.manifest import (
     Manifest,
@@ -44,43 +45,46 @@ class SourceUpdate:
     """A checked update, valid while its source is open."""
 
     source: TensorSource
-    names: tuple[str, ...]
+    places: Mapping[str, Place]
     casts: tuple[str, ...]
 
     def write(self, module: nn.Module, *, version: int, verify: bool = False) -> SyncReport:
         began = time.monotonic()
-        targets = live_tensors(module)
+        tensors = live_tensors(module)
+        targets = {name: place.of(tensors[place.name]) for name, place in self.places.items()}
         digests: dict[str, int] = {}
-        changed: list[str] = []
-        for name in self.names:
-            target = targets[name]
+        changed: dict[str, None] = {}
+        for name, target in targets.items():
             copied = copy_scanned(self.source.load(name).to(target.dtype), target)
             digests[name] = copied.digest
             if copied.changed:
-                changed.append(name)
+                changed[self.places[name].name] = None
         if verify:
             verify_digests(targets, digests)
         return SyncReport(
             version=version,
-            tensors=len(self.names),
-            bytes=sum(num_bytes(targets[name]) for name in changed),
+            tensors=len({place.name for place in self.places.values()}),
+            bytes=sum(num_bytes(tensors[name]) for name in changed),
             seconds=time.monotonic() - began,
             changed=tuple(changed),
             casts=self.casts,
             digest=hexadecimal(digest_of(digests)),
             verified=verify,
-            dense_bytes=sum(num_bytes(targets[name]) for name in self.names),
+            dense_bytes=sum(num_bytes(target) for target in targets.values()),
         )
 
 
 def prepare_update(manifest: Manifest, source: TensorSource, terms: UpdateTerms) -> SourceUpdate:
     """Check everything that can be checked without writing."""
-    offered = source.specs()
-    manifest.check(offered, terms)
-    _check_values(manifest, source, offered)
-    names = one_name_per_tie(manifest, offered)
-    _check_ties(manifest, source, offered)
-    return SourceUpdate(source, names, tuple(manifest.casts(offered)))
+    offered = {
+        name: spec
+        for name, spec in source.specs().items()
+        if manifest.place(name) is not None or not manifest.names.ignores(name)
+    }
+    places = manifest.fit(offered, terms)
+    _check_values(manifest, source, places)
+    _check_ties(manifest, source, places)
+    return SourceUpdate(source, manifest.first_names(places), tuple(manifest.casts(offered, places)))
 
 
 def verify_digests(targets: Mapping[str, Tensor], expected: Mapping[str, int]) -> None:
@@ -107,8 +111,9 @@ def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
     return next((name for name, tensor in tensors.items() if not scan(tensor).finite), None)
 
 
-def _check_values(manifest: Manifest, source: TensorSource, offered: Mapping[str, object]) -> None:
-    bad = [name for name in offered if not scan(source.load(name).to(manifest.specs[name].dtype)).finite]
+def _check_values(manifest: Manifest, source: TensorSource, places: Mapping[str, Place]) -> None:
+    dtypes = {name: manifest.specs[place.name].dtype for name, place in places.items()}
+    bad = [name for name, dtype in dtypes.items() if not scan(source.load(name).to(dtype)).finite]
     if bad:
         raise NonFiniteWeightError(
             "NaN or infinity in the offered weights (after the cast to the model's dtype), nothing "
@@ -116,21 +121,16 @@ def _check_values(manifest: Manifest, source: TensorSource, offered: Mapping[str
         )
 
 
-def _check_ties(manifest: Manifest, source: TensorSource, offered: Mapping[str, object]) -> None:
+def _check_ties(manifest: Manifest, source: TensorSource, places: Mapping[str, Place]) -> None:
     conflicts: list[str] = []
+    offered = {place.name: name for name, place in places.items() if place.expert is None}
     for group in manifest.ties:
-        given = [name for name in group if name in offered]
+        given = [offered[name] for name in group if name in offered]
         for other in given[1:]:
-            dtype = manifest.specs[given[0]].dtype
+            dtype = manifest.specs[group[0]].dtype
             if not same_bits(source.load(given[0]).to(dtype), source.load(other).to(dtype)):
                 conflicts.append(f"{given[0]} and {other}")
     if conflicts:
         raise WeightMismatchError(
             "tied weights were offered with different values, nothing was written: " + ", ".join(conflicts)
         )
-
-
-def one_name_per_tie(manifest: Manifest, offered: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the first offered name of each tensor of the model."""
-    chosen = [next((n for n in group if n in offered), None) for group in manifest.ties]
-    return tuple(name for name in chosen if name is not None)

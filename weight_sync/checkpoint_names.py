@@ -1,24 +1,139 @@
-"""Translate the names of tensors in a checkpoint's files into their names in the module.
+"""Find where a tensor of a checkpoint goes in the module: to which tensor, and to which part of it.
 
-Hugging Face renames some on the way in (Nemotron-H's `backbone.` is `model.` in the module); the same table
-is applied here.
+Hugging Face renames some on the way in (Nemotron-H's `backbone.` is `model.` in the module), and it merges: a
+checkpoint holds the matrices of each expert apart (`mlp.experts.7.gate_proj.weight`), the module those of all experts
+of a layer in one tensor. Its own tables are read here, but nothing is merged: a matrix has a place in the module's
+tensor, which it is written to.
+
+Invariants
+----------
+* A name that the module knows stays, whatever the tables say.
+* A converter of another kind than "stack the experts, then put gate and up behind each other" gives no place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+_PLAIN = re.compile(r"[\w.]*\.\*\.[\w.]*")
+_NUMBER = r"(\d{1,9})"
 
 
-def module_names(module: nn.Module, known: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """Return the module's name for each stored name; a name that the module knows, or no rule changes, stays."""
-    names = {name: name for name in stored}
-    unknown = names.keys() - set(known)
-    if not unknown or not isinstance(module, PreTrainedModel):
-        return names
-    rules = [rule for rule in get_model_conversion_mapping(module) if isinstance(rule, WeightRenaming)]
-    return {name: rename_source_key(name, rules, [])[0] if name in unknown else name for name in names}
+@dataclass(frozen=True)
+class Place:
+    """A tensor of the module; or, with an expert's number, one of the `parts` of that expert's rows in it."""
+
+    name: str
+    expert: int | None = None
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def whole(self) -> Place:
+        """Return the place of the tensor that this is a part of."""
+        return Place(self.name)
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of what goes here, given that of the module's tensor."""
+        return whole if self.expert is None else (whole[1] // self.parts, *whole[2:])
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return this part of the module's tensor: a view, to be written to."""
+        if self.expert is None:
+            return tensor
+        expert = tensor.detach()[self.expert]
+        rows = expert.shape[0] // self.parts
+        return expert[self.part * rows : (self.part + 1) * rows]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """How a checkpoint holds one tensor of the module: the end of its name, and those of its parts, "*" the expert."""
+
+    target: str
+    sources: tuple[str, ...]
+
+    def place(self, name: str) -> Place | None:
+        """Return the place of a part; None for any other tensor."""
+        for part, source in enumerate(self.sources):
+            before, after = source.split("*")
+            found = re.fullmatch(f"(.*){re.escape(before)}{_NUMBER}{re.escape(after)}", name)
+            if found:
+                return Place(found[1] + self.target, int(found[2]), part, len(self.sources))
+        return None
+
+    def end(self, place: Place) -> str:
+        """Return the end of the name of a part."""
+        return self.sources[place.part].replace("*", str(place.expert))
+
+    def places(self, name: str, experts: int) -> Iterator[Place]:
+        """Yield the places of all parts of a tensor."""
+        for expert in range(experts):
+            for part in range(len(self.sources)):
+                yield Place(name, expert, part, len(self.sources))
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """The names that checkpoints of a module have for its tensors; without rules, those of the module alone.
+
+    ignored: what the module's class has no use for, as regular expressions (layers that only a draft model has).
+    """
+
+    renamings: tuple[WeightRenaming, ...] = field(default=(), compare=False)
+    fusions: tuple[Fusion, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> CheckpointNames:
+        if not isinstance(module, PreTrainedModel):
+            return cls()
+        rules = get_model_conversion_mapping(module)
+        return cls(
+            tuple(rule for rule in rules if isinstance(rule, WeightRenaming)),
+            tuple(_fusion(rule) for rule in rules if isinstance(rule, WeightConverter) and _stacks_experts(rule)),
+            tuple(module._keys_to_ignore_on_load_unexpected or ()),
+        )
+
+    def place(self, name: str, known: Container[str]) -> Place | None:
+        """Return where a tensor goes, `known` being the names of the module; None for one that has no place."""
+        if name in known:
+            return Place(name)
+        renamed: str = rename_source_key(name, list(self.renamings), [])[0]
+        found = (fusion.place(renamed) for fusion in self.fusions)
+        place = next((place for place in found if place is not None), Place(renamed))
+        return place if place.name in known else None
+
+    def ignores(self, name: str) -> bool:
+        """Tell whether a tensor that has no place is one that nobody misses."""
+        return any(re.search(pattern, name) for pattern in self.ignored)
+
+    def fusion_of(self, name: str) -> Fusion | None:
+        """Return how a checkpoint may hold a tensor of the module in parts."""
+        return next((fusion for fusion in self.fusions if name.endswith(fusion.target)), None)
+
+
+def _stacks_experts(rule: WeightConverter) -> bool:
+    """Tell whether a rule makes `[experts, rows, ...]` of one matrix an expert, or of several behind each other."""
+    stack, *behind = rule.operations
+    joined = all(isinstance(one, Concatenate) and one.dim == 1 for one in behind) and len(behind) < 2
+    stacked = isinstance(stack, MergeModulelist) and stack.dim == 0
+    plain = all(_PLAIN.fullmatch(source) for source in rule.source_patterns)
+    return stacked and joined and plain and len(rule.target_patterns) == 1
+
+
+def _fusion(rule: WeightConverter) -> Fusion:
+    return Fusion(rule.target_patterns[0], tuple(rule.source_patterns))

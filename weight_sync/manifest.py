@@ -1,22 +1,27 @@
-"""List what a model holds, by name, and check whether an offered set of tensors fits it.
+"""List what a model holds, by name, and find where each of an offered set of tensors goes in it.
 
 Invariants
 ----------
 * A manifest is data (names, shapes, dtypes, ties); it keeps no tensor alive and stays valid while the
   weights are asleep.
-* `check` looks at names, shapes and dtypes only, so it runs before the first byte is written. It either
+* `fit` looks at names, shapes and dtypes only, so it runs before the first byte is written. It either
   returns or raises one error that names *every* tensor at fault.
 * Tied weights are one tensor with several names: offering any one of the names covers all of them.
+* A tensor of several experts may come in parts; every part has to come, once.
+* A buffer is never cast. A router's correction bias is float32 in every forward; one that went through bfloat16 on its
+  way chooses other experts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+
+from samebit.weight_sync.checkpoint_names import CheckpointNames, Place
 
 
 class WeightMismatchError(ValueError):
@@ -47,75 +52,157 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class UpdateTerms:
-    """The terms of a receiver. `partial`: only some tensors will do; `cast`: so will other floating dtypes."""
+    """The terms of a receiver.
+
+    partial: only some tensors will do; cast: so will other floating dtypes; dequantize: and weights that a folder holds
+    quantized.
+    """
 
     partial: bool = False
     cast: bool = False
+    dequantize: bool = False
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The names, shapes and dtypes of a model's tensors.
 
-    specs: every accepted name. ties: the names that share one storage, first name first.
+    specs: every name of the model's. ties: the names that share one storage, first name first. buffers: the names that
+    are no parameters. names: what checkpoints call these tensors, and their parts.
     """
 
     specs: dict[str, TensorSpec]
     ties: tuple[tuple[str, ...], ...]
+    buffers: frozenset[str] = frozenset()
+    names: CheckpointNames = field(default_factory=CheckpointNames)
 
     @classmethod
     def of(cls, module: nn.Module) -> Manifest:
         """Return the manifest of a module's parameters and persistent buffers."""
-        return cls.of_tensors(live_tensors(module))
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Manifest:
+        tensors = live_tensors(module)
         groups: dict[object, list[str]] = {}
         for name, tensor in tensors.items():
             groups.setdefault(_identity(tensor), []).append(name)
-        specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
-        return cls(specs, tuple(tuple(names) for names in groups.values()))
+        return cls(
+            {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()},
+            tuple(tuple(names) for names in groups.values()),
+            frozenset(name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)),
+            CheckpointNames.of(module),
+        )
 
-    def check(self, offered: Mapping[str, TensorSpec], terms: UpdateTerms) -> None:
-        """Raise `WeightMismatchError` unless `offered` fits."""
-        unknown = [name for name in offered if name not in self.specs]
-        missing = [] if terms.partial else self._missing(offered)
-        misshapen: list[str] = []
-        miscast: list[str] = []
-        uncast: list[str] = []
-        for name, spec in offered.items():
-            own = self.specs.get(name)
-            if own is None:
-                continue
-            if own.shape != spec.shape:
-                misshapen.append(f"{name}: offered {spec}, the model has {own}")
-            elif not castable(spec.dtype, own.dtype):
-                miscast.append(f"{name}: offered {spec}, the model has {own}")
-            elif spec.dtype != own.dtype and not terms.cast:
-                uncast.append(f"{name}: offered {spec}, the model has {own}")
+    def place(self, name: str) -> Place | None:
+        """Return where an offered tensor goes; None for one that has no place."""
+        place = self.names.place(name, self.specs)
+        if place is None or place.expert is None or place.expert < self.specs[place.name].shape[0]:
+            return place
+        return None
+
+    def spec_at(self, place: Place) -> TensorSpec:
+        """Return what the model has at a place, by the name of the whole tensor."""
+        whole = self.specs[place.name]
+        return TensorSpec(whole.name, place.shape(whole.shape), whole.dtype)
+
+    def fit(self, offered: Mapping[str, TensorSpec], terms: UpdateTerms) -> dict[str, Place]:
+        """Return where each offered tensor goes; raise `WeightMismatchError` unless all fit."""
+        found = {name: self.place(name) for name in offered}
+        places = {name: place for name, place in found.items() if place is not None}
         faults = [
-            ("unknown", unknown),
-            ("missing", missing),
-            ("misshapen", misshapen),
-            ("of a dtype that can not be cast", miscast),
-            ("of another dtype (send with dtype=, or receive with cast=True)", uncast),
+            ("unknown", [name for name, place in found.items() if place is None]),
+            ("given twice", _given_twice(places)),
+            ("missing", [] if terms.partial else self._missing(places)),
+            *self._unlike(offered, places, terms),
         ]
         lines = [f"{len(names)} {what}: {', '.join(names)}" for what, names in faults if names]
         if not terms.partial and not offered:
             lines.insert(0, "the source offers no tensors")
         if lines:
             raise WeightMismatchError("weights do not fit the model, nothing was written; " + "; ".join(lines))
+        return places
 
-    def casts(self, offered: Mapping[str, TensorSpec]) -> list[str]:
-        """Return `name: from -> to` for each offered tensor whose dtype is not the model's."""
+    def casts(self, offered: Mapping[str, TensorSpec], places: Mapping[str, Place]) -> list[str]:
+        """Return `name: from -> to` for each tensor of the model that is offered in another dtype than its own."""
+        found = {
+            f"{place.name}: {dtype_name(offered[name].dtype)} -> {dtype_name(self.specs[place.name].dtype)}": None
+            for name, place in places.items()
+            if offered[name].dtype != self.specs[place.name].dtype
+        }
+        return list(found)
+
+    def first_names(self, places: Mapping[str, Place]) -> dict[str, Place]:
+        """Return the places without those of tied tensors whose values come under an earlier name too."""
+        given = {place.name: name for name, place in places.items() if place.expert is None}
+        again = {given[name] for group in self.ties for name in [one for one in group if one in given][1:]}
+        return {name: place for name, place in places.items() if name not in again}
+
+    def every_spec(self) -> Iterator[TensorSpec]:
+        """Yield the specs of all that can be offered: each tensor, whole and in parts."""
+        for name, spec in self.specs.items():
+            yield spec
+            fusion = self.names.fusion_of(name)
+            for place in () if fusion is None else fusion.places(name, spec.shape[0]):
+                yield self.spec_at(place)
+
+    def _missing(self, places: Mapping[str, Place]) -> list[str]:
+        given = {place: name for name, place in places.items()}
+        example = {place.name: name for name, place in places.items() if place.expert is not None}
+        missing: list[str] = []
+        for names in self.ties:
+            parts = [name for name in names if name in example]
+            if parts:
+                missing += self._missing_parts(parts[0], example[parts[0]], given)
+            elif not any(Place(name) in given for name in names):
+                missing.append(" or ".join(names))
+        return missing
+
+    def _missing_parts(self, name: str, example: str, given: Mapping[Place, str]) -> list[str]:
+        """Return the names of the parts that have not come, formed as that of one that has."""
+        fusion, place = self.names.fusion_of(name), self.place(example)
+        if fusion is None or place is None:
+            return []
+        prefix = example.removesuffix(fusion.end(place))
+        every = fusion.places(name, self.specs[name].shape[0])
+        return [prefix + fusion.end(place) for place in every if place not in given]
+
+    def _unlike(
+        self, offered: Mapping[str, TensorSpec], places: Mapping[str, Place], terms: UpdateTerms
+    ) -> list[tuple[str, list[str]]]:
+        """Return the tensors whose shape or dtype is not the model's, by what is wrong with them."""
+        misshapen: list[str] = []
+        miscast: list[str] = []
+        rounded: list[str] = []
+        uncast: list[str] = []
+        for name, place in places.items():
+            spec, own = offered[name], self.spec_at(place)
+            said = f"{name}: offered {spec}, the model has {own}"
+            if own.shape != spec.shape:
+                misshapen.append(said)
+            elif not castable(spec.dtype, own.dtype):
+                miscast.append(said)
+            elif spec.dtype != own.dtype and place.name in self.buffers:
+                rounded.append(said)
+            elif spec.dtype != own.dtype and not terms.cast:
+                uncast.append(said)
         return [
-            f"{name}: {dtype_name(spec.dtype)} -> {dtype_name(self.specs[name].dtype)}"
-            for name, spec in offered.items()
-            if spec.dtype != self.specs[name].dtype
+            ("misshapen", misshapen),
+            ("of a dtype that can not be cast", miscast),
+            ("of another dtype, and a buffer, which is never cast (send it as the trainer's forward uses it)", rounded),
+            ("of another dtype (send with dtype=, or receive with cast=True)", uncast),
         ]
 
-    def _missing(self, offered: Mapping[str, TensorSpec]) -> list[str]:
-        return [" or ".join(names) for names in self.ties if not any(name in offered for name in names)]
+
+def _given_twice(places: Mapping[str, Place]) -> list[str]:
+    """Return the tensors that come under two names, or whole and in parts."""
+    found: list[str] = []
+    taken: dict[Place, str] = {}
+    first: dict[str, str] = {}
+    for name, place in places.items():
+        same = taken.get(place) or taken.get(place.whole)
+        earlier = first.get(place.name) if place == place.whole else same
+        if earlier is not None:
+            found.append(f"{earlier} and {name} are both {place.name}")
+        taken[place] = name
+        first.setdefault(place.name, name)
+    return found
 
 
 def check_name(name: str) -> None:

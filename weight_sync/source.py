@@ -4,6 +4,7 @@ Invariants
 ----------
 * `specs()` reads no tensor data; `load(name)` reads one tensor and may be called more than once (the
   finite check and the copy each read it).
+* Names are the source's own: the manifest knows where each goes.
 * Files are safetensors only: nothing is unpickled. A shard named by an index lies in the same folder.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -19,7 +20,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from samebit.weight_sync.checkpoint_names import module_names
 from samebit.weight_sync.closing import Closing
 from samebit.weight_sync.manifest import TensorSpec, check_name, live_tensors
 
@@ -69,34 +69,18 @@ class TensorSource(Closing, ABC):
     def load(self, name: str) -> Tensor: ...
 
 
-def open_source(source: object, module: nn.Module | None = None) -> TensorSource:
-    """Return a source over a dict of tensors, a module, or a folder of safetensors.
-
-    Names of a checkpoint of `module` are translated into the module's names.
-    """
+def open_source(source: object) -> TensorSource:
+    """Return a source over a dict of tensors, a module, or a folder of safetensors."""
     if isinstance(source, nn.Module):
         return TensorDict(live_tensors(source))
     if isinstance(source, str | Path):
-        return SafetensorsFolder(Path(source), module)
+        return SafetensorsFolder(Path(source))
     if isinstance(source, Mapping):
-        tensors = _checked_dict(source)
-        return TensorDict({name: tensors[stored] for name, stored in _stored_names(module, tensors).items()})
+        return TensorDict(_checked_dict(source))
     raise TypeError(
         "weights can come from a dict of tensors, an nn.Module or a folder with *.safetensors, a WeightStream or "
         f"the receiving end of a link, not from {type(source).__name__}"
     )
-
-
-def _stored_names(module: nn.Module | None, stored: Iterable[str]) -> dict[str, str]:
-    """Return the source's name for each tensor of the module; names stay as they are without a module."""
-    if module is None:
-        return {name: name for name in stored}
-    found: dict[str, str] = {}
-    for name, inside in module_names(module, live_tensors(module), stored).items():
-        if inside in found:
-            raise WeightSourceError(f"{found[inside]} and {name} are both names of {inside}")
-        found[inside] = name
-    return found
 
 
 def _checked_dict(source: Mapping[object, object]) -> dict[str, Tensor]:
@@ -140,32 +124,30 @@ class TensorDict(TensorSource):
 class SafetensorsFolder(TensorSource):
     """A source over a folder with `*.safetensors`, sharded by an index or not."""
 
-    def __init__(self, folder: Path, module: nn.Module | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise WeightSourceError(f"no such folder: {folder}")
         self._files = _index_files(folder)
-        self._stored = _stored_names(module, self._files)
         self._open: dict[Path, _SafeFile] = {}
 
     def specs(self) -> dict[str, TensorSpec]:
-        return {name: self._spec(name, stored, self._files[stored]) for name, stored in self._stored.items()}
+        return {name: self._spec(name, path) for name, path in self._files.items()}
 
     def load(self, name: str) -> Tensor:
-        stored = self._stored[name]
-        path = self._files[stored]
+        path = self._files[name]
         try:
-            return self._handle(path).get_tensor(stored)
+            return self._handle(path).get_tensor(name)
         except SafetensorError as error:
             raise WeightSourceError(f"can not read {name} from {path}: {error}") from error
 
-    def _spec(self, name: str, stored: str, path: Path) -> TensorSpec:
+    def _spec(self, name: str, path: Path) -> TensorSpec:
         try:
-            view = self._handle(path).get_slice(stored)
+            view = self._handle(path).get_slice(name)
         except SafetensorError as error:
-            raise WeightSourceError(f"{path} has no tensor {stored}: {error}") from error
+            raise WeightSourceError(f"{path} has no tensor {name}: {error}") from error
         code = view.get_dtype()
         if code not in _DTYPES:
-            raise WeightSourceError(f"{stored} in {path} has dtype {code}, which is not supported")
+            raise WeightSourceError(f"{name} in {path} has dtype {code}, which is not supported")
         return TensorSpec(name, tuple(view.get_shape()), _DTYPES[code])
 
     def _handle(self, path: Path) -> _SafeFile:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from torch import nn
 
 from samebit.weight_sync.apply import PreparedUpdate, prepare_update
 from samebit.weight_sync.manifest import Manifest, UpdateTerms
 from samebit.weight_sync.report import SyncReport
-from samebit.weight_sync.source import open_source
+from samebit.weight_sync.quantized import open_quantized, quantization_of
+from samebit.weight_sync.source import TensorSource, open_source
 from samebit.weight_sync.wire.link import ReceiverLink
 from samebit.weight_sync.wire.receiver import StreamUpdate, receiving
 from samebit.weight_sync.wire.stream import WeightStream
@@ -36,8 +38,16 @@ def open_update(
     elif isinstance(source, WeightStream):
         yield StreamUpdate(source, manifest, terms)
     else:
-        with open_source(source, module) as opened:
+        with _opened(source, terms) as opened:
             yield prepare_update(manifest, opened, terms)
+
+
+def _opened(source: object, terms: UpdateTerms) -> TensorSource:
+    opened = open_source(source)
+    settings = quantization_of(Path(source)) if isinstance(source, str | Path) else None
+    if settings is None:
+        return opened
+    return open_quantized(Path(source), opened, settings, dequantize=terms.dequantize)
 
 
 def apply_weights(
@@ -46,10 +56,11 @@ def apply_weights(
     *,
     partial: bool = False,
     cast: bool = False,
+    dequantize: bool = False,
     version: int = 0,
     verify: bool = False,
 ) -> SyncReport:
     """Update a module that is not in use, without a worker."""
-    terms = UpdateTerms(partial=partial, cast=cast)
+    terms = UpdateTerms(partial=partial, cast=cast, dequantize=dequantize)
     with open_update(source, module, Manifest.of(module), terms, version=version) as update:
         return update.write(module, version=version, verify=verify)

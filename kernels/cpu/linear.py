@@ -9,7 +9,7 @@ import torch
 from numba import get_num_threads
 
 from samebit.kernels.cpu.base.memory import kind_of, with_unit_stride
-from samebit.kernels.cpu.gemm import amx, amx_tiles, few_rows, many_rows
+from samebit.kernels.cpu.gemm import amx, amx_tiles, dots, dots_vectors, few_rows, many_rows
 from samebit.kernels.cpu.gemm.layers import in_one
 from samebit.kernels.layout.grids import LANES, ceil_div
 from samebit.kernels.layout.options import Layer
@@ -35,9 +35,13 @@ def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
     work = inputs * max(addresses[2::4]) // PRODUCTS_AN_ELEMENT
     arguments = rows.data_ptr(), rows.stride(0), count, inputs, in_one(addresses)
     lanes = ceil_div(count, LANES) * LANES
-    if dtype == torch.bfloat16 and amx_tiles.available():
+    few, pairs = count <= few_rows.MOST_ROWS, dtype == torch.bfloat16
+    if pairs and amx_tiles.available():
         amx.multiply(lanes * work, *arguments, get_num_threads())
-    elif count <= few_rows.MOST_ROWS:
+    elif pairs and dots_vectors.available():
+        multiply_pairs = dots.multiply_few if few else dots.multiply
+        multiply_pairs(((count + few_rows.READING) if few else lanes) * work, *arguments, get_num_threads())
+    elif few:
         few_rows.multiply((count + few_rows.READING) * work, *arguments, kind_of(dtype), get_num_threads())
     else:
         many_rows.multiply(lanes * work, *arguments, kind_of(dtype), get_num_threads())

@@ -69,18 +69,20 @@ def check_model(
     device: str = "cpu",
     ssm_chunk: int | None = None,
     revision: str | None = None,
+    dequantize: bool = False,
 ) -> Iterator[Row]:
     """Check a model on this device; a row at a time, as they are found.
 
     ``folder``: or a name of the hub, of which ``revision`` is a branch, tag or commit.
     ``new_tokens``: of each request, up to half of the model's length; None for 32, or that half where it is less.
+    ``dequantize``: take weights that the folder holds quantized as bfloat16.
     ``ssm_chunk``: the grid of its states, for a model with Mamba layers; None for that of `bind`.
 
     Raises:
         ValueError: the model can not be loaded, bound, or checked.
     """
     unlimited_len = max(UNLIMITED_LEN, 2 * (new_tokens or 0))
-    config = RolloutConfig(dtype=dtype, device=device, revision=revision)
+    config = RolloutConfig(dtype=dtype, device=device, revision=revision, dequantize=dequantize)
     loaded = load_model(folder, config, None, unlimited_len=unlimited_len)
     new_tokens = _new_tokens(new_tokens, loaded.max_model_len)
     with naming(folder):

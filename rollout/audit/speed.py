@@ -43,14 +43,16 @@ class Load:
     seed: int = 0
 
 
-def memory_figures(folder: str | Path, dtype: str = "auto", revision: str | None = None) -> list[Figure]:
+def memory_figures(
+    folder: str | Path, dtype: str = "auto", revision: str | None = None, *, dequantize: bool = False
+) -> list[Figure]:
     """Measure bytes over all layers: of a KV block, a running sequence's state and a cached state (0 without Mamba
     layers), and what the default configuration makes of the states: how many of each, and all of them together.
 
     Raises:
         ValueError: the model can not be loaded or bound.
     """
-    config = RolloutConfig(dtype=dtype, revision=revision)
+    config = RolloutConfig(dtype=dtype, revision=revision, dequantize=dequantize)
     loaded = load_model(folder, config, None, unlimited_len=1)
     with naming(folder):
         model = bind(loaded.module)
@@ -73,14 +75,17 @@ def memory_figures(folder: str | Path, dtype: str = "auto", revision: str | None
     ]
 
 
-def speed_figures(folder: str | Path, load: Load, dtype: str = "auto", revision: str | None = None) -> list[Figure]:
+def speed_figures(
+    folder: str | Path, load: Load, dtype: str = "auto", revision: str | None = None, *, dequantize: bool = False
+) -> list[Figure]:
     """Output tokens per second, log-probabilities included, and the mean time to the first token.
 
     Raises:
         ValueError: the model can not be loaded or bound, or is too short for this load.
     """
     length = load.prompt_tokens + load.new_tokens
-    loaded = load_model(folder, RolloutConfig(dtype=dtype, max_model_len=length, revision=revision), None)
+    wanted = RolloutConfig(dtype=dtype, max_model_len=length, revision=revision, dequantize=dequantize)
+    loaded = load_model(folder, wanted, None)
     with naming(folder):
         model = bind(loaded.module)
     config = RolloutConfig(

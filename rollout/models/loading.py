@@ -25,6 +25,7 @@ from samebit.kernels import BindingError
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.models.hub import model_folder
+from samebit.rollout.models.own_reading import holds_other_tensors, read_folder
 from samebit.rollout.requests.stopping import Tokenizer, as_token_ids
 from samebit.weight_sync.apply import first_non_finite
 from samebit.weight_sync.manifest import live_tensors
@@ -121,7 +122,15 @@ def _from_folder(folder: Path, config: RolloutConfig) -> PreTrainedModel:
         raise ModelLoadError(f"{folder} has no config.json: it is not a Hugging Face model folder")
     if not any(folder.glob("*.safetensors")):
         raise ModelLoadError(f"{folder} has no weights (*.safetensors; pickled weights are not read)")
-    dtype: torch.dtype | str = config.torch_dtype() or "auto"
+    if holds_other_tensors(folder):
+        module = read_folder(folder, config.torch_dtype(), dequantize=config.dequantize)
+    else:
+        module = _from_pretrained(folder, config.torch_dtype() or "auto")
+    cast(nn.Module, module).to(config.device)
+    return module
+
+
+def _from_pretrained(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     loaded = AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, use_safetensors=True, dtype=dtype, output_loading_info=True
     )
@@ -142,7 +151,6 @@ def _from_folder(folder: Path, config: RolloutConfig) -> PreTrainedModel:
         raise ModelLoadError(f"{bad} in {folder} holds NaN or infinity")
     if not isinstance(module, PreTrainedModel):
         raise ModelLoadError(f"{folder} does not hold a causal language model")
-    cast(nn.Module, module).to(config.device)
     return module
 
 

@@ -25,7 +25,7 @@ from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.engine.step_plan import PromptLogprobs, ScheduledSequence, StepPlan, StepResult
-from samebit.rollout.engine.weight_watch import ParameterWatch, WeightWatch
+from samebit.rollout.engine.weight_watch import ModuleWatch, WeightWatch
 from samebit.rollout.requests.request import Request
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
@@ -308,7 +308,7 @@ def make_worker() -> Iterator[Callable[..., tuple[RolloutWorker, FakeRunner]]]:
         if module is None:
             module = TinyModule() if beside is None else beside.module
         users = None if beside is None else beside._weights.users
-        core = build_engine(**engine, watch=ParameterWatch(module) if shared else None)
+        core = build_engine(**engine, watch=ModuleWatch(module) if shared else None)
         runner = core.runner
         parts = WorkerParts(
             RolloutConfig(while_asleep=while_asleep),

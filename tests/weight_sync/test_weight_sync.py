@@ -281,8 +281,8 @@ def test_the_names_of_a_checkpoint(tmp_path: Path) -> None:
         assert apply_weights(other, source).changed_tensors > 0
         assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
         apply_weights(other, {name: tensor / 2 for name, tensor in stored.items()})
-    twice = {**stored, "model.norm_f.weight": torch.zeros(1)}
-    with pytest.raises(WeightSourceError, match=r"backbone\.norm_f\.weight and model\.norm_f\.weight are both"):
+    twice = {**stored, "model.norm_f.weight": stored["backbone.norm_f.weight"]}
+    with pytest.raises(WeightMismatchError, match=r"backbone\.norm_f\.weight and model\.norm_f\.weight are both"):
         apply_weights(other, twice)
 
 

@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,9 +115,9 @@ class Outcome:
         return self if self.failed is None else replace(self, failed=shortened(self.failed, most))
 
 
-def most_announced(specs: Mapping[str, TensorSpec]) -> int:
-    """Return the most bytes that an announcement to a model with these tensors may have."""
-    return MOST_BYTES + 4 * len(encode(Announcement(tuple(specs.values()))))
+def most_announced(specs: Iterable[TensorSpec]) -> int:
+    """Return the most bytes that an announcement to a model that takes these tensors may have."""
+    return MOST_BYTES + 4 * sum(len(encode(spec)) for spec in specs)
 
 
 def shortened(text: str, most: int) -> str:

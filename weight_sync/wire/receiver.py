@@ -19,7 +19,8 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from samebit.weight_sync.apply import num_bytes, verify_digests
+from samebit.weight_sync.apply import verify_digests
+from samebit.weight_sync.checkpoint_names import Place
 from samebit.weight_sync.digest import digest_of, hexadecimal, readable_bytes, scan
 from samebit.weight_sync.manifest import Manifest, TensorSpec, UpdateTerms, WeightMismatchError, live_tensors
 from samebit.weight_sync.report import SyncBrokenError, SyncReport
@@ -46,12 +47,12 @@ class StreamUpdate:
     """An update from an iterator in this process: one copy, no buckets."""
 
     def __init__(self, stream: WeightStream, manifest: Manifest, terms: UpdateTerms) -> None:
-        manifest.check(stream.specs, terms)
+        self._places = manifest.fit(stream.specs, terms)
         self._stream = stream
         self._manifest = manifest
 
     def write(self, module: nn.Module, *, version: int, verify: bool = False) -> SyncReport:
-        writing = _Writing(module, self._manifest, self._stream.specs)
+        writing = _Writing(module, self._manifest, self._stream.specs, self._places)
         for name, tensor in self._stream.tensors():
             writing.destinations[name].put(0, readable_bytes(tensor))
         writing.check_whole(None)
@@ -62,10 +63,13 @@ class StreamUpdate:
 class LinkUpdate:
     """An update from another process. `outcome`: what to tell the sender, once the update is written."""
 
-    def __init__(self, link: ReceiverLink, manifest: Manifest, announced: Announcement) -> None:
+    def __init__(
+        self, link: ReceiverLink, manifest: Manifest, announced: Announcement, places: Mapping[str, Place]
+    ) -> None:
         self._link = link
         self._manifest = manifest
         self._announced = announced
+        self._places = places
         self._sizes = [spec.num_bytes for spec in announced.specs.values()]
         self._sequence = 0
         self.outcome: Outcome | None = None
@@ -73,7 +77,7 @@ class LinkUpdate:
 
     def write(self, module: nn.Module, *, version: int, verify: bool = False) -> SyncReport:
         specs = self._announced.specs
-        writing = _Writing(module, self._manifest, specs, self._link.destination)
+        writing = _Writing(module, self._manifest, specs, self._places, self._link.destination)
         ordered = list(writing.destinations.values())
         is_delta = self._announced.base is not None
         sent = total = 0
@@ -115,9 +119,9 @@ def receiving(
         WeightMismatchError: The announced weights do not fit; nothing was written.
         SyncRefusedError: Another receiver refused; nothing was written.
     """
-    announced = _agree(link, module, manifest, terms, version=version)
+    announced, places = _agree(link, module, manifest, terms, version=version)
     try:
-        update = LinkUpdate(link, manifest, announced)
+        update = LinkUpdate(link, manifest, announced, places)
         yield update
     except BaseException as error:
         with suppress(SyncBrokenError):
@@ -131,29 +135,30 @@ def receiving(
 
 def _agree(
     link: ReceiverLink, module: nn.Module, manifest: Manifest, terms: UpdateTerms, *, version: int
-) -> Announcement:
-    """Wait for an announcement and answer it; return it, without its base if all weights will be sent."""
-    announced = link.listen(most_announced(manifest.specs))
+) -> tuple[Announcement, dict[str, Place]]:
+    """Wait for an announcement and answer it; return it, without its base if all weights will be sent, and places."""
+    announced = link.listen(most_announced(manifest.every_spec()))
     try:
-        manifest.check(announced.specs, terms)
+        places = manifest.fit(announced.specs, terms)
     except WeightMismatchError as error:
         link.answer(Answer(refused=str(error)))
         raise
-    lacks = announced.base is not None and not _has_base(announced.base, module, manifest, announced, version)
+    casts = manifest.casts(announced.specs, places)
+    lacks = announced.base is not None and (bool(casts) or not _has_base(announced.base, module, places, version))
     decided = link.answer(Answer(full=lacks))
     if decided.refused is not None:
         raise SyncRefusedError(decided.refused)
     if lacks:
         logger.warning("the base of this delta is not the weights here (version %d): asked for all weights", version)
-    return replace(announced, base=None) if decided.full else announced
+    return replace(announced, base=None) if decided.full else announced, places
 
 
-def _has_base(base: Base, module: nn.Module, manifest: Manifest, announced: Announcement, version: int) -> bool:
+def _has_base(base: Base, module: nn.Module, places: Mapping[str, Place], version: int) -> bool:
     """Return whether the weights here are, bit for bit, the base of the delta."""
-    if base.version != version or manifest.casts(announced.specs):
+    if base.version != version:
         return False
-    targets = live_tensors(module)
-    here = digest_of({name: scan(targets[name]).digest for name in announced.specs})
+    tensors = live_tensors(module)
+    here = digest_of({name: scan(place.of(tensors[place.name])).digest for name, place in places.items()})
     return hexadecimal(here) == base.digest
 
 
@@ -165,13 +170,17 @@ class _Writing:
         module: nn.Module,
         manifest: Manifest,
         specs: Mapping[str, TensorSpec],
+        places: Mapping[str, Place],
         destination: Callable[[TensorSpec, Tensor], Destination] = Destination,
     ) -> None:
-        targets = live_tensors(module)
+        tensors = live_tensors(module)
         self._began = time.monotonic()
         self._manifest = manifest
         self._specs = specs
-        self.destinations = {name: destination(spec, targets[name]) for name, spec in specs.items()}
+        self._places = places
+        self.destinations = {
+            name: destination(spec, places[name].of(tensors[places[name].name])) for name, spec in specs.items()
+        }
         self._digests: dict[str, int] = {}
 
     def check_whole(self, total: int | None) -> None:
@@ -192,20 +201,20 @@ class _Writing:
             raise SyncBrokenError("wrong checksum of the weights after the changes")
 
     def conclude(self, version: int, *, verify: bool) -> SyncReport:
-        given = [tuple(n for n in group if n in self.destinations) for group in self._manifest.ties]
-        groups = [names for names in given if names]
-        self._check_ties(groups)
-        changed = tuple(names[0] for names in groups if any(self.destinations[n].changed for n in names))
-        targets = {name: destination.target for name, destination in self.destinations.items()}
+        self._check_ties()
+        live = {place.name for place in self._places.values()}
+        groups = [names for names in ([n for n in group if n in live] for group in self._manifest.ties) if names]
+        touched = {self._places[name].name for name, one in self.destinations.items() if one.changed}
+        changed = tuple(names[0] for names in groups if not touched.isdisjoint(names))
         if verify:
-            verify_digests(targets, self._digests)
+            verify_digests({name: one.target for name, one in self.destinations.items()}, self._digests)
         return SyncReport(
             version=version,
             tensors=len(groups),
-            bytes=sum(num_bytes(targets[name]) for name in changed),
+            bytes=sum(self._manifest.specs[name].num_bytes for name in changed),
             seconds=time.monotonic() - self._began,
             changed=changed,
-            casts=tuple(self._manifest.casts(self._specs)),
+            casts=tuple(self._manifest.casts(self._specs, self._places)),
             digest=hexadecimal(digest_of(self._digests)),
             verified=verify,
             dense_bytes=sum(spec.num_bytes for spec in self._specs.values()),
@@ -215,8 +224,10 @@ class _Writing:
         for destination in self.destinations.values():
             destination.settle()
 
-    def _check_ties(self, groups: list[tuple[str, ...]]) -> None:
+    def _check_ties(self) -> None:
         """Check that tied weights came with equal bits. (Each was written to the one tensor.)"""
-        for names in groups:
+        given = {place.name: name for name, place in self._places.items() if place.expert is None}
+        for group in self._manifest.ties:
+            names = [given[name] for name in group if name in given]
             if len({self._digests[name] for name in names}) > 1:
                 raise SyncBrokenError(f"tied weights came with different values: {', '.join(names)}")

@@ -41,11 +41,15 @@ class WeightStream:
 
     @classmethod
     def of(cls, weights: nn.Module | Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> WeightStream:
-        """Stream a module (tied weights once) or a dict; floating tensors are cast to `dtype`, one at a time."""
+        """Stream a module (tied weights once) or a dict; floating tensors are cast to `dtype`, one at a time.
+
+        The buffers of a module are never cast: no mixed precision casts them for a forward.
+        """
         tensors = dict(weights) if isinstance(weights, Mapping) else _untied(live_tensors(weights))
         check_readable(tensors)
+        kept = set() if isinstance(weights, Mapping) else {name for name, _ in weights.named_buffers()}
         own = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
-        specs = {name: _cast_spec(spec, dtype) for name, spec in own.items()}
+        specs = {name: spec if name in kept else _cast_spec(spec, dtype) for name, spec in own.items()}
         stream = cls(specs, ((name, _as_it_travels(tensor, specs[name].dtype)) for name, tensor in tensors.items()))
         stream.casts = tuple(
             f"{name}: {dtype_name(own[name].dtype)} -> {dtype_name(spec.dtype)}"

@@ -50,7 +50,7 @@ def _multiply_part(
 
 
 @njit(inline="always")
-def _tile_rows(rows: int) -> int:
+def tile_rows(rows: int) -> int:
     """Return the rows of the smallest tile that these fit in."""
     return 1 << int(rows > 1) + int(rows > 2) + int(rows > 4)
 
@@ -58,7 +58,7 @@ def _tile_rows(rows: int) -> int:
 @njit(nogil=True, error_model="numpy")
 def copy_rows(x: Any, x_stride: int, rows: int, inputs: int, panel: Any) -> None:
     """Write ``panel[row, k] = x[row, k]`` in float32; the last row also stands for those that a tile has beyond."""
-    for row in range(_tile_rows(rows)):
+    for row in range(tile_rows(rows)):
         at = min(row, rows - 1) * x_stride
         for k in range(inputs):
             panel[row * inputs + k] = widen(x[at + k])
@@ -67,21 +67,33 @@ def copy_rows(x: Any, x_stride: int, rows: int, inputs: int, panel: Any) -> None
 @njit(nogil=True, error_model="numpy")
 def multiply_share(panel: Any, rows: int, inputs: int, share: Any) -> None:
     """Compute a share of the outputs for the rows of a panel."""
-    weight, bias, out, out_stride, first, last = share
-    many = _tile_rows(rows)
+    weight, first, last = share.weight, share.first, share.last
+    many = tile_rows(rows)
     sums = scratch(many * LANES)
     for begin in range(first, last, LANES):
         count = min(LANES, last - begin)
         sums[:] = _ZERO
         for k in range(0, inputs, SUM_BLOCK):
             depth = min(SUM_BLOCK, inputs - k)
-            for coming in range(begin + LANES, min(begin + 2 * LANES, last)):  # what the next outputs read
-                for i in range(k, k + depth, CACHE_LINE // weight.itemsize):
-                    fetch(weight, coming * inputs + i)
+            fetch_next(weight, begin, last, inputs, k, depth)
             multiply_few(many, panel, k, inputs, count, weight, begin * inputs + k, inputs, depth, sums)
-        for row in range(rows):
-            for lane in range(count):
-                total = sums[row * LANES + lane]
-                if len(bias) > 0:
-                    total += widen(bias[begin + lane])
-                out[row * out_stride + begin + lane] = narrow(total, out[0])
+        write_few(sums, rows, begin, count, share)
+
+
+@njit(inline="always")
+def fetch_next(weight: Any, begin: int, last: int, inputs: int, k: int, depth: int) -> None:
+    """Ask for ``depth`` inputs from ``k`` on of the weights that come after those of sixteen outputs."""
+    for coming in range(begin + LANES, min(begin + 2 * LANES, last)):
+        for i in range(k, k + depth, CACHE_LINE // weight.itemsize):
+            fetch(weight, coming * inputs + i)
+
+
+@njit(inline="always")
+def write_few(sums: Any, rows: int, begin: int, count: int, share: Any) -> None:
+    """Write ``out[row, begin + lane] = sums[row, lane] + bias[begin + lane]``, rounded once; an empty bias is none."""
+    for row in range(rows):
+        for lane in range(count):
+            total = sums[row * LANES + lane]
+            if len(share.bias) > 0:
+                total += widen(share.bias[begin + lane])
+            share.out[row * share.outputs + begin + lane] = narrow(total, share.out[0])

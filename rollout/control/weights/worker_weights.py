@@ -61,11 +61,17 @@ class _Layout:
 
 
 class WorkerWeights:
-    """The weights of one worker. users: where the workers on a shared module are known, that of its binding."""
+    """The weights of one worker.
 
-    def __init__(self, module: nn.Module, *, shared: bool, users: Users[Any] | None = None) -> None:
+    users: where the workers on a shared module are known, that of its binding. dequantize: take quantized folders.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, shared: bool, users: Users[Any] | None = None, dequantize: bool = False
+    ) -> None:
         self.module = module
         self.shared = shared
+        self._dequantize = dequantize
         self.users: Users[Any] = Users() if users is None else users
         self.manifest = Manifest.of(module)
         self._seen = self._marks() if shared else None
@@ -76,6 +82,7 @@ class WorkerWeights:
 
     def open(self, source: object, terms: UpdateTerms, *, version: int) -> AbstractContextManager[PreparedUpdate]:
         """Return an update from `source` that was checked; `version` is that of the weights now."""
+        terms = replace(terms, dequantize=self._dequantize)
         return open_update(source, self.module, self.manifest, terms, version=version)
 
     def write(self, update: PreparedUpdate, version: int, *, verify: bool) -> SyncReport:

@@ -1,0 +1,78 @@
+"""Build a model from its folder without transformers' reading: the weights go straight to where they belong.
+
+For folders that do not hold the model's tensors as they are: each expert apart, or quantized. transformers would put
+a layer together in memory first, take experts numbered 0, 1, 3, 4 for four in a row, and not name a piece that is
+missing.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from samebit.weight_sync import Manifest, TensorSpec, apply_weights, open_source
+from samebit.weight_sync.manifest import live_tensors
+from samebit.weight_sync.quantized import quantization_of
+
+
+def holds_other_tensors(folder: Path) -> bool:
+    """Tell whether the folder holds its model's tensors in parts, or quantized."""
+    if quantization_of(folder) is not None:
+        return True
+    with torch.device("meta"):
+        manifest = Manifest.of(AutoModelForCausalLM.from_config(_config(folder)))
+    places = map(manifest.place, _stored(folder))
+    return any(place is not None and place.expert is not None for place in places)
+
+
+def read_folder(folder: Path, dtype: torch.dtype | None, *, dequantize: bool) -> PreTrainedModel:
+    """Return the folder's model in `dtype`; None takes that of its config, or else of its files.
+
+    Raises:
+        WeightMismatchError: a tensor that is missing, doubled, unknown or misshapen, by name.
+        WeightSourceError: a file that can not be read; quantized weights, unless `dequantize`.
+        NonFiniteWeightError: NaN or infinity.
+    """
+    config = _config(folder)
+    config.dtype = dtype or config.dtype or _stored_dtype(folder)
+    with no_init_weights():
+        module = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    module.tie_weights()
+    _keep_float32(module)
+    apply_weights(module, folder, cast=True, dequantize=dequantize)
+    if (folder / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    model: PreTrainedModel = module.eval()
+    return model
+
+
+def _config(folder: Path) -> Any:
+    """Return the folder's config, without what it says of quantization: the model is not."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    vars(config).pop("quantization_config", None)
+    return config
+
+
+def _stored(folder: Path) -> dict[str, TensorSpec]:
+    with open_source(folder) as source:
+        return source.specs()
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype of the first tensor that has a plain one; quantized weights become bfloat16."""
+    found = (spec.dtype for spec in _stored(folder).values())
+    return next((dtype for dtype in found if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
+
+
+def _keep_float32(module: nn.Module) -> None:
+    """Make those tensors float32 that the model's class wants so, whatever the dtype of the rest."""
+    patterns = vars(module).get("_keep_in_fp32_modules_strict") or ()
+    for name, tensor in live_tensors(module).items():
+        if any(re.search(pattern, name) for pattern in patterns):
+            tensor.data = tensor.data.float()

@@ -1,0 +1,206 @@
+"""Folders as gpt-oss (mxfp4) and DeepSeek-V3 (fp8 in blocks) are published: in bfloat16 on request, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import dequantize_convertops
+
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.errors import ModelLoadError
+from samebit.rollout.models.loading import load_model
+from samebit.weight_sync import NonFiniteWeightError, WeightMismatchError, WeightSourceError, apply_weights
+
+from .expert_models import differing, expert_model, values
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [8, 16]}
+INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+def gpt_oss(seed: int = 0) -> PreTrainedModel:
+    """Return one whose widths are made of groups of 32."""
+    return expert_model("GptOss", seed=seed, hidden_size=64, intermediate_size=32)
+
+
+def deepseek(seed: int = 0) -> PreTrainedModel:
+    return expert_model("DeepseekV3", seed=seed)
+
+
+def in_mxfp4(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return a checkpoint with random blocks in place of the experts' matrices, every byte and scale among them."""
+    generator = torch.Generator().manual_seed(7)
+    stored = values(model)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = stored.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(90, 140, blocks.shape[:3], generator=generator, dtype=torch.uint8)
+        blocks.view(-1)[:256] = torch.arange(256)
+        scales.view(-1)[:8] = torch.tensor([0, 1, 2, 126, 127, 128, 250, 251])
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+    return stored
+
+
+def in_fp8(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return a checkpoint, each expert apart, whose matrices are float8 with a scale for each block of 8 x 16.
+
+    The widths are no multiples of these: blocks at the edge are smaller.
+    """
+    generator = torch.Generator().manual_seed(7)
+    stored = revert_weight_conversion(model, values(model))
+    for name, value in list(stored.items()):
+        if value.dim() == 2 and "proj" in name:
+            scales = torch.rand(-(-value.shape[0] // 8), -(-value.shape[1] // 16), generator=generator) * 1e-2
+            stored[name] = (value.float() * 100).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scales
+    return stored
+
+
+def folder_of(folder: Path, model: PreTrainedModel, stored: dict[str, Tensor], settings: dict[str, Any] | None) -> Path:
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    if settings is not None:
+        config["quantization_config"] = settings
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: value.contiguous() for name, value in stored.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def mxfp4(tmp_path: Path) -> Path:
+    return folder_of(tmp_path, gpt_oss(), in_mxfp4(gpt_oss(1)), MXFP4)
+
+
+@pytest.fixture
+def fp8(tmp_path: Path) -> Path:
+    return folder_of(tmp_path, deepseek(), in_fp8(deepseek(1)), FP8)
+
+
+def test_mxfp4_has_the_bits_of_transformers(mxfp4: Path) -> None:
+    model, stored = gpt_oss(), in_mxfp4(gpt_oss(1))
+    apply_weights(model, mxfp4, dequantize=True)
+    found = values(model)
+    for name in [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]:
+        expected = dequantize_convertops(stored.pop(f"{name}_blocks"), stored.pop(f"{name}_scales"))
+        assert torch.equal(found.pop(name), expected)
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], value) for name, value in stored.items())
+
+
+def test_fp8_in_blocks_has_the_bits_of_transformers(fp8: Path) -> None:
+    model, stored = deepseek(), in_fp8(deepseek(1))
+    apply_weights(model, fp8, dequantize=True)
+    found = revert_weight_conversion(model, values(model))
+    for name in [name.removesuffix("_scale_inv") for name in stored if name.endswith("_scale_inv")]:
+        value, scales = stored.pop(name), stored.pop(f"{name}_scale_inv")
+        rows, columns = (size // block * block for size, block in zip(value.shape, (8, 16), strict=True))
+        assert found[name].dtype == torch.bfloat16
+        if rows and columns:  # transformers takes whole blocks only
+            whole = value[:rows, :columns], scales[: rows // 8, : columns // 16]
+            expected = Fp8Dequantize(None)._dequantize_one(*whole, output_dtype=torch.bfloat16)
+            assert torch.equal(found[name][:rows, :columns], expected)
+        spread = scales.repeat_interleave(8, 0).repeat_interleave(16, 1)[: value.shape[0], : value.shape[1]]
+        assert torch.equal(found.pop(name), (value.float() * spread).bfloat16())
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], value) for name, value in stored.items())
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+def test_a_worker_is_built_on_request(kind: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    with pytest.raises(ModelLoadError, match=rf"quantized \(quant_method='{kind}'\); dequantize=True takes them as bf"):
+        load_model(folder, RolloutConfig(), None)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    loaded = load_model(folder, RolloutConfig(dequantize=True), None)
+    model = gpt_oss() if kind == "mxfp4" else deepseek()
+    apply_weights(model, folder, dequantize=True)
+    assert differing(loaded.module, model) == []
+    assert (loaded.eos_token_ids, loaded.module.training, loaded.shared) == ((5, 7), False, False)
+    assert "quantization_config" not in loaded.module.config.to_dict()
+    wide = load_model(folder, RolloutConfig(dequantize=True, dtype="float32"), None).module
+    assert {tensor.dtype for tensor in wide.state_dict().values()} == {torch.float32}
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert torch.equal(wide.state_dict()[name], model.state_dict()[name].float())
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+@pytest.mark.parametrize("settings", [INT4, {**FP8, "weight_block_size": None}, {"quant_method": "gptq", "bits": 4}])
+def test_other_formats_are_refused(settings: dict[str, Any], dequantize: bool, tmp_path: Path) -> None:
+    folder_of(tmp_path, deepseek(), values(deepseek()), settings)
+    says = rf"quant_method='{settings['quant_method']}'.* can not be dequantized here; allowed: 'mxfp4', and 'fp8'"
+    with pytest.raises(WeightSourceError, match=says):
+        apply_weights(deepseek(), tmp_path, dequantize=dequantize)
+    with pytest.raises(ModelLoadError, match=says):
+        load_model(tmp_path, RolloutConfig(dequantize=dequantize), None)
+
+
+def test_plain_weights_are_taken_with_the_option_too(tmp_path: Path) -> None:
+    model = deepseek()
+    apply_weights(model, folder_of(tmp_path, model, values(deepseek(1)), None), dequantize=True)
+    assert differing(model, deepseek(1)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("down_proj_scales", None, r"down_proj_blocks .* and .*down_proj_scales None are not mxfp4"),
+        ("down_proj_scales", torch.zeros(5, 64, 2, dtype=torch.uint8), r"\[5, 64, 2\] uint8 are not mxfp4"),
+        ("down_proj_scales", torch.zeros(5, 64, 1), r"\[5, 64, 1\] float32 are not mxfp4"),
+        ("down_proj_blocks", torch.zeros(5, 64, 16, dtype=torch.uint8), r"\[5, 64, 16\] uint8 .* are not mxfp4"),
+    ],
+)
+def test_mxfp4_that_is_none(name: str, value: Tensor | None, says: str, tmp_path: Path) -> None:
+    stored = in_mxfp4(gpt_oss())
+    stored |= {f"model.layers.1.mlp.experts.{name}": torch.zeros(1) if value is None else value}
+    if value is None:
+        stored.pop(f"model.layers.1.mlp.experts.{name}")
+    with pytest.raises(WeightSourceError, match=says):
+        apply_weights(gpt_oss(), folder_of(tmp_path, gpt_oss(), stored, MXFP4), dequantize=True)
+
+
+def test_fp8_that_is_none(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    for scales, says in (
+        (None, "None"),
+        (torch.zeros(2, 1), r"\[2, 1\] float32"),
+        (torch.zeros(2, 2).half(), ".* float16"),
+    ):
+        stored = in_fp8(deepseek())
+        stored[f"{name}_scale_inv"] = torch.zeros(1) if scales is None else scales
+        if scales is None:
+            stored.pop(f"{name}_scale_inv")
+        expected = (
+            rf"{name}_scale_inv {says.replace('half', '.*float16')} are not fp8 in blocks of 8 x 16: .* \[2, 2\]$"
+        )
+        with pytest.raises(WeightSourceError, match=expected):
+            apply_weights(deepseek(), folder_of(tmp_path, deepseek(), stored, FP8), dequantize=True)
+
+
+def test_what_is_missing_or_not_finite_is_named(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    stored = in_fp8(deepseek())
+    del stored[name], stored[f"{name}_scale_inv"]
+    with pytest.raises(WeightMismatchError, match=f"1 missing: {name}$"):
+        apply_weights(deepseek(), folder_of(tmp_path, deepseek(), stored, FP8), dequantize=True)
+    for scale, low in ((255, 0), (254, 0x77)):  # no number; and 6 times 2**127, which bfloat16 does not hold
+        stored = in_mxfp4(gpt_oss())
+        stored["model.layers.1.mlp.experts.down_proj_scales"][0] = scale
+        stored["model.layers.1.mlp.experts.down_proj_blocks"][0] = low
+        with pytest.raises(NonFiniteWeightError, match=r"model\.layers\.1\.mlp\.experts\.down_proj$"):
+            apply_weights(gpt_oss(), folder_of(tmp_path, gpt_oss(), stored, MXFP4), dequantize=True)
+
+
+def test_a_config_that_is_none(tmp_path: Path) -> None:
+    folder_of(tmp_path, deepseek(), values(deepseek()), None)
+    (tmp_path / "config.json").write_text("[1, 2]")
+    with pytest.raises(WeightSourceError, match=r"config\.json is not the config of a model"):
+        apply_weights(deepseek(), tmp_path)
