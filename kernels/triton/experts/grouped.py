@@ -48,7 +48,7 @@ class OneExpert:
         count = torch.tensor([0, len(x)], dtype=torch.int32, device=x.device)
         choice_of = torch.arange(len(x), dtype=torch.int32, device=x.device) * max(self.top_k, 1)
         pairs = Pairs(choice_of, choice_of[:, None], count)
-        return launch(x, weight[None], bias, pairs, tile, self.top_k, outputs)[:, :held]
+        return _launch(x, weight[None], bias, pairs, tile, self.top_k, outputs)[:, :held]
 
 
 def multiply_grouped(
@@ -64,7 +64,7 @@ def multiply_grouped(
     multiply = OneExpert(top_k, transposed=weight.stride(2) == 1)
     tiles = tiles_of(x.device, inputs, outputs, x.dtype, bias is not None, multiply)
     tile = tiles.for_rows(ceil_div(len(pairs.choice_of), experts))
-    return launch(x, weight, bias, pairs, tile, top_k, outputs)
+    return _launch(x, weight, bias, pairs, tile, top_k, outputs)
 
 
 def gradient_of_rows(
@@ -73,10 +73,10 @@ def gradient_of_rows(
     """Multiply with the transposed weights: ``[P, K]`` in this dtype; ``grad`` as ``x`` above, of N elements a row."""
     _, inputs, outputs = weight.shape
     tile = matmul_tiles(grad.device, inputs, outputs, weight.dtype).tile
-    return launch(grad, weight.mT, None, pairs, tile, pairs.top_k if gathered else 0, inputs, dtype)
+    return _launch(grad, weight.mT, None, pairs, tile, pairs.top_k if gathered else 0, inputs, dtype)
 
 
-def launch(
+def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,

@@ -25,6 +25,8 @@ _ITEMS = 128
 ITEM = 3
 """Numbers of a work item: the expert, the first of its pairs that the item takes, and where its pairs end."""
 
+_ITEM = tl.constexpr(ITEM)
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -59,13 +61,11 @@ class Pairs:
 
         The items of an expert begin at a place that its offset alone decides, with room for all.
         """
-        items = torch.empty(len(self.choice_of) // rows + self.experts, ITEM, dtype=torch.int32, device=self._device)
+        items = torch.empty(
+            len(self.choice_of) // rows + self.experts, ITEM, dtype=torch.int32, device=self.offsets.device
+        )
         _list_items[(self.experts,)](self.offsets, items, rows, _ITEMS, num_warps=1)
         return items
-
-    @property
-    def _device(self) -> torch.device:
-        return self.offsets.device
 
 
 def sort_pairs(ids: torch.Tensor, experts: int) -> Pairs:
@@ -110,7 +110,7 @@ def _list_items(offsets: tensor, items: tensor, ROWS: tl.constexpr, ITEMS: tl.co
     first, last = begin // ROWS + expert, end // ROWS + expert + 1
     for done in range(first, last, ITEMS):
         item = done + tl.arange(0, ITEMS)
-        at, real = items + 3 * item, item < last
+        at, real = items + _ITEM * item, item < last
         tl.store(at, expert, mask=real)
         tl.store(at + 1, tl.minimum(begin + (item - first) * ROWS, end), mask=real)
         tl.store(at + 2, end, mask=real)

@@ -87,8 +87,10 @@ def layer(
 
 
 PATTERN = [[0, 3], [1, 3], [0, 1], [3, 4]]
-RAGGED = [[0, 3]] * 33 + [[1, 3], [3, 4], [0, 1]]
-"""One row more than some tiles, one row alone, and nobody's is expert 2."""
+"""One row alone chooses expert 4, none expert 2."""
+
+LONGER = PATTERN + [[0, 3]] * 32
+"""Sums over rows take more than one tile."""
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ RAGGED = [[0, 3]] * 33 + [[1, 3], [3, 4], [0, 1]]
     ],
 )  # fmt: skip
 def test_values_and_gradients_are_near_the_oracle(name: str, biased: bool, dtype: torch.dtype) -> None:
-    given = layer(name, RAGGED, dtype, biased=biased)
+    given = layer(name, LONGER if ALL or name == "gelu" else PATTERN, dtype, biased=biased)
     if dtype is not torch.float32 and name == "interleaved":  # a rounded product may be on the other side of a limit
         given = replace(given, options=replace(given.options, limit=70.0))
     exact = [part.double().requires_grad_() for part in (given.x, given.weights)]
@@ -241,7 +243,7 @@ def calls(run: Callable[[], object]) -> list[tuple[str, Any]]:
 
 def test_no_number_that_depends_on_the_ids_comes_to_the_host() -> None:
     """So a CUDA graph can be recorded with some ids, and replayed with others."""
-    one, other = (layer("gated", ids, torch.float32) for ids in ([[3, 4]] * 66, [[0, 1], [2, 3]] * 33))
+    one, other = (layer("gated", ids, torch.float32) for ids in ([[3, 4]] * 6, [[0, 1], [2, 3], [1, 4]] * 2))
     one.run()  # the first call of a layer compares its tiles
     seen = calls(lambda: one.run())
     assert seen == calls(lambda: other.run())
