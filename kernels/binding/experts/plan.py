@@ -15,6 +15,7 @@ from samebit.kernels.binding.experts.forwards import (
     experts_forward,
     router_forward,
 )
+from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families import BindingError
 from samebit.kernels.layout.options import ExpertOptions, RoutingOptions
 from samebit.kernels.ops.experts.routed import check_expert_options
@@ -33,6 +34,7 @@ class ExpertPlan:
         self.config = config
         self.activation = activation
         self.inside: dict[str, Bound | None] = {}
+        self.layers: list[int] = []
 
     def is_block(self, module: nn.Module) -> bool:
         """Whether this module is a block of experts of the family."""
@@ -59,12 +61,11 @@ class ExpertPlan:
         self._check_class(f"{name}.{family.router}", router, family.routers)
         nested = "layer" in dict(router.named_children())
         routing = self._routing_options(name)
-        self.inside[f"{name}.{family.router}"] = (
-            router_forward,
-            RouterFacts(routing, corrected=family.scores == "sigmoid", biased=family.biased, nested=nested),
-        )
+        facts = RouterFacts(routing, len(self.layers), family.scores == "sigmoid", family.biased, nested)
+        self.inside[f"{name}.{family.router}"] = router_forward, facts
         if nested:
             self.inside[f"{name}.{family.router}.layer"] = None
+        self.layers.append(next((int(part) for part in name.split(".") if part.isdigit()), 0))
         held = self._plan_experts(name, children, options)
         weight = router.get_parameter("layer.weight" if nested else "weight")
         self._check_number(name, routing, len(weight), held)
@@ -72,6 +73,12 @@ class ExpertPlan:
         result = "sum and weights" if family.returns_weights else "sum"
         latent, shared = "fc1_latent_proj" in children, "shared_experts" in children
         return block_forward, BlockFacts(family.router, linears, latent, shared, result)
+
+    def route_layout(self) -> RouteLayout | None:
+        """Return the layout of notes of what the routers choose; None without routers."""
+        if not self.layers:
+            return None
+        return RouteLayout(tuple(self.layers), self.config.num_hidden_layers, self.config.num_experts_per_tok)
 
     def _family(self) -> ExpertFamily:
         if self.family is None:
