@@ -1,5 +1,5 @@
-"""Build the built-in policy, a Hugging Face folder: a character tokenizer, and a Qwen3 of 0.6 M parameters, a hybrid, or
-a model of routed experts."""
+"""Build the built-in policy, a Hugging Face folder: a character tokenizer, and a Qwen3 of 0.6 M parameters, a hybrid,
+or a model of routed experts."""
 
 from pathlib import Path
 from typing import Any, cast

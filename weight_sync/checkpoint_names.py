@@ -61,7 +61,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Fusion:
-    """How a checkpoint holds one tensor of the module: the end of its name, and those of its parts, "*" the expert."""
+    """Says how a checkpoint holds one tensor: the end of its name, and those of its parts, "*" the expert."""
 
     target: str
     sources: tuple[str, ...]

@@ -163,7 +163,7 @@ class Engine:
 
     @property
     def _routes_due(self) -> bool:
-        """Whether a request asks for what is not noted yet: nothing may be in flight when that begins."""
+        """Return whether a request asks for what is not noted yet: nothing may be in flight when that begins."""
         return self._routes_asked and not self._routes_noted
 
     def _note_routes(self) -> None:

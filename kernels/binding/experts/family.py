@@ -1,4 +1,4 @@
-"""What tells the blocks of routed experts of one family from those of another."""
+"""Say what tells the blocks of routed experts of one family from those of another."""
 
 from dataclasses import dataclass
 from typing import Literal

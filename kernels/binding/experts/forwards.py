@@ -21,7 +21,7 @@ from samebit.kernels.ops.experts.routing import route
 
 @dataclass(frozen=True)
 class RouterFacts:
-    """How a router chooses.
+    """Says how a router chooses.
 
     Attributes:
         options: the operation's.
@@ -40,7 +40,7 @@ class RouterFacts:
 
 @dataclass(frozen=True)
 class ExpertFacts:
-    """How experts compute: the operation's options, and whether there are biases."""
+    """Says how experts compute: the operation's options, and whether there are biases."""
 
     options: ExpertOptions
     biased: bool
@@ -48,7 +48,7 @@ class ExpertFacts:
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """What a block of experts is made of.
+    """Says what a block of experts is made of.
 
     Attributes:
         router: the name of its router.

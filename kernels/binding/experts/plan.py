@@ -1,7 +1,7 @@
-"""What `bind` finds out about the blocks of routed experts of a model."""
+"""Find out what `bind` has to know about the blocks of routed experts of a model."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -37,11 +37,11 @@ class ExpertPlan:
         self.layers: list[int] = []
 
     def is_block(self, module: nn.Module) -> bool:
-        """Whether this module is a block of experts of the family."""
+        """Return whether this module is a block of experts of the family."""
         return self.family is not None and type(module).__name__ == self.prefix + self.family.block
 
     def computes(self, name: str) -> bool:
-        """Whether the module of this name is a part of a block that was planned."""
+        """Return whether the module of this name is a part of a block that was planned."""
         return name in self.inside
 
     def part(self, name: str) -> Bound | None:
@@ -70,9 +70,9 @@ class ExpertPlan:
         weight = router.get_parameter("layer.weight" if nested else "weight")
         self._check_number(name, routing, len(weight), held)
         linears = None if "experts" in children else options
-        result = "sum and weights" if family.returns_weights else "sum"
         latent, shared = "fc1_latent_proj" in children, "shared_experts" in children
-        return block_forward, BlockFacts(family.router, linears, latent, shared, result)
+        returned: Literal["sum", "sum and weights"] = "sum and weights" if family.returns_weights else "sum"
+        return block_forward, BlockFacts(family.router, linears, latent, shared, returned)
 
     def route_layout(self) -> RouteLayout | None:
         """Return the layout of notes of what the routers choose; None without routers."""

@@ -1,4 +1,4 @@
-"""Which experts computed each token: noted by routers during a forward call, where somebody wants to know.
+"""Note which experts computed each token, during a forward call, where somebody wants to know.
 
 Invariants:
 

@@ -1,4 +1,4 @@
-"""What an expert computes between its two products, elementwise in float32, rounded once; with its gradients.
+"""Compute what an expert does between its two products, elementwise in float32, rounded once; with its gradients.
 
 P pairs, I the width of an expert; products are ``[P, 2 I]``, of plain experts ``[P, I]``.
 """

@@ -1,4 +1,4 @@
-"""Which experts compute a row, and with what weights, on the CPU; a row is one thread's.
+"""Choose the experts of a row and their weights, on the CPU; a row is one thread's.
 
 Invariants: without a correction, and where no scores of a group are added up, the logits themselves are compared: the
 order of the scores without the ties that rounding makes of them. A sum over all experts is one of sixteen lanes, a sum

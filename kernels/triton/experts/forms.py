@@ -1,4 +1,4 @@
-"""What an expert computes between its two products, element by element in float32, rounded once; and its gradients.
+"""Compute what an expert does between its two products, element by element in float32, rounded once; with gradients.
 
 P sorted pairs, I the width of an expert, W that of a row.
 """

@@ -1,4 +1,4 @@
-"""Which experts compute a row, and with what weights: one program a row.
+"""Choose the experts of a row and their weights: one program a row.
 
 Invariants: a row's experts are one tile, a group of them a line of it; sums are reductions of that tile, whose shape is
 the layer's. What is compared is what the CPU compares: without a correction, and where no scores of a group are added
