@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 AnySettings = TypeVar("AnySettings", bound="Settings")
 
+ARCHITECTURES = ("dense", "hybrid", "moe")
+"""Shapes of the built-in model."""
+
 
 def option(default: Any, text: str, **extra: Any) -> Any:
     """Return a field that is also a command-line option; its type is the default's unless `type=` is given."""
@@ -22,7 +25,7 @@ class Settings:
 
     model: Path | None = option(None, "local Hugging Face folder (model and tokenizer); skips the warm-up", type=Path)
     data: Path | None = option(None, "prompts: .parquet or .jsonl with the columns `prompt` and `answer`", type=Path)
-    architecture: str = option("dense", "shape of the built-in model", choices=("dense", "hybrid"))
+    architecture: str = option("dense", "shape of the built-in model", choices=ARCHITECTURES)
     prompt_style: str = option("expression", "how chain_sum asks", choices=("expression", "question"))
     out: Path = option(Path("runs/grpo"), "where metrics, figure, TensorBoard events and models go", type=Path)
     seeds: int = option(1, "run the seeds 0 .. SEEDS-1, one after the other")

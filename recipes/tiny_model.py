@@ -1,4 +1,4 @@
-"""The built-in policy: a character tokenizer and a Qwen3 of 0.6 M parameters, or a hybrid, as Hugging Face folders."""
+"""The built-in policy: a character tokenizer and a Qwen3 of 0.6 M parameters, or a hybrid, or one of routed experts."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     PreTrainedModel,
@@ -32,6 +34,20 @@ _MAMBA = {
     "ssm_state_size": 32,
 }
 
+_EXPERTS = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "use_qk_norm": True,
+    "tie_word_embeddings": True,
+}
+_CORRECTION = 0.05
+"""Spread of the routers' correction biases, which choose experts and are no parameters."""
+
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of one token a character, with `<bos>` in front of every text."""
@@ -50,7 +66,8 @@ def build_model(
 ) -> PreTrainedModel:
     """Return a randomly initialised model in float32; `sizes` replaces entries of its configuration.
 
-    "dense": a Qwen3. "hybrid": a Nemotron-H, two Mamba2 layers around an attention layer.
+    "dense": a Qwen3. "hybrid": a Nemotron-H, two Mamba2 layers around an attention layer. "moe": a GLM-4.5, a dense
+    layer and two of 16 experts, 4 a token.
     """
     torch.manual_seed(seed)
     shape: dict[str, Any] = {
@@ -69,6 +86,13 @@ def build_model(
     if architecture == "hybrid":
         hybrid: dict[str, Any] = {**shape, **_MAMBA, **sizes}
         return NemotronHForCausalLM(NemotronHConfig(**hybrid))
+    if architecture == "moe":
+        experts: dict[str, Any] = {**shape, **_EXPERTS, **sizes}
+        model = Glm4MoeForCausalLM(Glm4MoeConfig(**experts))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=_CORRECTION)
+        return model
     dense: dict[str, Any] = {**shape, "num_hidden_layers": 3, "tie_word_embeddings": True, **sizes}
     return Qwen3ForCausalLM(Qwen3Config(**dense))
 

@@ -34,7 +34,8 @@ def _nothing() -> None:
 class WorkerParts:
     """Holds what a worker is made of.
 
-    config: with the block size that was chosen. on_thread_start: runs first in the generation thread.
+    config: with the block size that was chosen. has_experts: routed ones, whose choice can be noted.
+    on_thread_start: runs first in the generation thread.
     """
 
     config: RolloutConfig
@@ -43,6 +44,7 @@ class WorkerParts:
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: Tokenizer | None = None
+    has_experts: bool = False
     on_thread_start: Callable[[], None] = _nothing
 
 
@@ -82,6 +84,7 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
         max_model_len=loaded.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         tokenizer=loaded.tokenizer,
+        has_experts=runner.route_layout is not None,
         on_thread_start=_thread_setup(config.num_threads, runner.device),
     )
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from samebit.rollout.requests.request import Request, RequestEvent, Sequence, Span
 from samebit.rollout.requests.stopping import Tokenizer, decoded
@@ -24,6 +27,9 @@ class SampleOutput:
     finish_reason: "stop", "length" or "abort". stop_reason: the stop token id or stop string, None for
         the end-of-sequence token.
     text: decoded output, when the worker has a tokenizer.
+    routed_experts: `[positions, layers, experts of a token]` int16, the experts that computed each token of prompt and
+        output, in ascending order; 0 in layers without routed experts. The last sampled token was not computed, and has
+        none; what an aborted sample had not computed, neither. None when not asked for.
     num_cached_tokens: prompt tokens that were not computed for this sample: they were in the prefix cache,
         or another sample of the request had computed them.
     """
@@ -40,6 +46,7 @@ class SampleOutput:
     stop_reason: int | str | None
     text: str | None
     num_cached_tokens: int
+    routed_experts: npt.NDArray[np.int16] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,7 @@ def _sample_output(sequence: Sequence, tokenizer: Tokenizer | None) -> SampleOut
         stop_reason=sequence.stop_reason,
         text=_text(sequence, token_ids, tokenizer),
         num_cached_tokens=sequence.reported_cached_tokens,
+        routed_experts=sequence.routed_experts,
     )
 
 

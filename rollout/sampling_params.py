@@ -41,6 +41,7 @@ class SamplingParams:
     logprobs: also report this many of the most likely tokens at each position.
     prompt_logprobs: report the log-probability of each prompt token, and as many alternatives.
     logit_bias: token id -> value added to its logit before the choice.
+    return_routed_experts: report which experts computed each token of prompt and output.
     cache_salt: requests with different salts (or one with and one without) share no cached tokens.
     """
 
@@ -60,6 +61,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     cache_salt: str | None = None
+    return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         self._int("n", 1, MOST_SAMPLES)
@@ -77,6 +79,7 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {shown(self.min_tokens)}")
         self._bool("ignore_eos")
+        self._bool("return_routed_experts")
         if self.seed is not None:
             self._int("seed", 0, 2**63 - 1)
         if self.logprobs is not None:

@@ -86,6 +86,7 @@ class RolloutWorker(Closing):
             block_size=engine.cache.block_size,
             num_blocks=engine.cache.pool.num_blocks,
             has_tokenizer=parts.tokenizer is not None,
+            has_experts=parts.has_experts,
         )
         self._engine = engine
         self._weights = parts.weights

@@ -1,10 +1,10 @@
 """Read the quantized weights of a folder as bfloat16, one tensor at a time.
 
-    mxfp4 (gpt-oss)            W_blocks         [experts, rows, groups, 16]  uint8: two numbers each, the low bits first
-                               W_scales         [experts, rows, groups]      uint8: 127 + the exponent of 32 numbers
-                               W                [experts, 32 * groups, rows]
-    fp8 in blocks (DeepSeek)   W                [rows, columns]              float8_e4m3fn
-                               W_scale_inv      [rows / a, columns / b]      float32, rounded up; a, b: weight_block_size
+    mxfp4 (gpt-oss)           W_blocks     [experts, rows, groups, 16]   uint8: two numbers each, the low bits first
+                              W_scales     [experts, rows, groups]       uint8: 127 + the exponent of 32 numbers
+                              W            [experts, 32 * groups, rows]
+    fp8 in blocks (DeepSeek)  W            [rows, columns]               float8_e4m3fn
+                              W_scale_inv  [rows / a, columns / b]       float32, rounded up; a x b is a block
 
 Invariants
 ----------
@@ -95,24 +95,27 @@ def open_quantized(folder: Path, stored: TensorSource, settings: Mapping[str, An
     Raises:
         WeightSourceError: this was not asked for; an unknown format; a tensor that does not have it.
     """
-    method = settings.get("quant_method")
-    blocks = settings.get("weight_block_size")
-    known = method == "mxfp4" or (method == "fp8" and _are_two_sizes(blocks))
-    if not known:
+    method, given = settings.get("quant_method"), settings.get("weight_block_size")
+    block = _block_size(settings)
+    if method != "mxfp4" and block is None:
         raise WeightSourceError(
-            f"the weights in {folder} are quantized (quant_method={method!r}, weight_block_size={blocks!r}) and can not "
-            "be dequantized here; allowed: 'mxfp4', and 'fp8' with a weight_block_size of two numbers"
+            f"the weights in {folder} are quantized (quant_method={method!r}, weight_block_size={given!r}), and that "
+            "can not be dequantized here; allowed: 'mxfp4', and 'fp8' with a weight_block_size of two numbers"
         )
     if not dequantize:
         raise WeightSourceError(
             f"the weights in {folder} are quantized (quant_method={method!r}); dequantize=True takes them as bfloat16"
         )
     specs = stored.specs()
-    return Dequantized(stored, _packed_mxfp4(specs) if method == "mxfp4" else _packed_fp8(specs, *blocks))
+    return Dequantized(stored, _packed_mxfp4(specs) if block is None else _packed_fp8(specs, block))
 
 
-def _are_two_sizes(given: object) -> bool:
-    return isinstance(given, list) and len(given) == 2 and all(type(one) is int and one > 0 for one in given)
+def _block_size(settings: Mapping[str, Any]) -> list[int] | None:
+    """Return rows and columns of a block that has a scale; None for any other format."""
+    given = settings.get("weight_block_size")
+    if settings.get("quant_method") != "fp8" or not isinstance(given, list) or len(given) != 2:
+        return None
+    return given if all(type(one) is int and one > 0 for one in given) else None
 
 
 def _packed_mxfp4(specs: Mapping[str, TensorSpec]) -> dict[str, Packed]:
@@ -145,13 +148,14 @@ def _of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return result
 
 
-def _packed_fp8(specs: Mapping[str, TensorSpec], rows: int, columns: int) -> dict[str, Packed]:
+def _packed_fp8(specs: Mapping[str, TensorSpec], block: list[int]) -> dict[str, Packed]:
+    rows, columns = block
     found: dict[str, Packed] = {}
     for name, spec in specs.items():
         if spec.dtype != torch.float8_e4m3fn:
             continue
         scales = specs.get(f"{name}_scale_inv")
-        grid = [-(-size // block) for size, block in zip(spec.shape, (rows, columns), strict=False)]
+        grid = [-(-size // step) for size, step in zip(spec.shape, block, strict=False)]
         if scales is None or len(spec.shape) != 2 or list(scales.shape) != grid or scales.dtype != torch.float32:
             raise WeightSourceError(
                 f"{name} {spec} and {name}_scale_inv {scales} are not fp8 in blocks of {rows} x {columns}: the scales "

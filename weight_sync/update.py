@@ -14,8 +14,8 @@ from torch import nn
 
 from samebit.weight_sync.apply import PreparedUpdate, prepare_update
 from samebit.weight_sync.manifest import Manifest, UpdateTerms
-from samebit.weight_sync.report import SyncReport
 from samebit.weight_sync.quantized import open_quantized, quantization_of
+from samebit.weight_sync.report import SyncReport
 from samebit.weight_sync.source import TensorSource, open_source
 from samebit.weight_sync.wire.link import ReceiverLink
 from samebit.weight_sync.wire.receiver import StreamUpdate, receiving
@@ -44,10 +44,11 @@ def open_update(
 
 def _opened(source: object, terms: UpdateTerms) -> TensorSource:
     opened = open_source(source)
-    settings = quantization_of(Path(source)) if isinstance(source, str | Path) else None
-    if settings is None:
+    if not isinstance(source, str | Path):
         return opened
-    return open_quantized(Path(source), opened, settings, dequantize=terms.dequantize)
+    folder = Path(source)
+    settings = quantization_of(folder)
+    return opened if settings is None else open_quantized(folder, opened, settings, dequantize=terms.dequantize)
 
 
 def apply_weights(

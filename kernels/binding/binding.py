@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from samebit.kernels.binding import modules as bound
 from samebit.kernels.binding.bound_record import BoundModules, check_not_compiled
 from samebit.kernels.binding.experts.plan import check_corrections
+from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families import FAMILIES, BindingError, Family, inexact_features
 from samebit.kernels.binding.plan import Plan
 from samebit.kernels.binding.users import Users
@@ -48,6 +49,7 @@ class Binding:
     exact: bool
     modules: BoundModules = field(repr=False)
     state_layout: StateLayout | None = None
+    route_layout: RouteLayout | None = None
     users: Users[Any] = field(default_factory=Users, repr=False)
 
     @property
@@ -105,6 +107,7 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
         exact=exact,
         modules=BoundModules.of(model),
         state_layout=plan.state_layout(),
+        route_layout=plan.route_layout(),
     )
     return model
 

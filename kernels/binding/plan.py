@@ -10,6 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from samebit.kernels.binding import modules as bound
 from samebit.kernels.binding.causal_lm import HeadFacts, causal_forward, head_forward, keeping_positions, own_forward
 from samebit.kernels.binding.experts.plan import ExpertPlan
+from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families import BindingError, Family
 from samebit.kernels.binding.mamba_mixer import mamba_forward
 from samebit.kernels.binding.mamba_plan import MixerPlan
@@ -47,6 +48,10 @@ class Plan:
     def state_layout(self) -> StateLayout | None:
         """Return the layout of the states of the Mamba layers found; None without any."""
         return self.mixers.state_layout()
+
+    def route_layout(self) -> RouteLayout | None:
+        """Return the layout of notes of what routers choose; None without routers, or where torch computes them."""
+        return self.experts.route_layout() if self.exact and self.experts is not None else None
 
     def of_model(self, model: nn.Module) -> list[tuple[nn.Module, Any]]:
         """What can be bound only when all modules are known: the decoder, the head, and the whole."""

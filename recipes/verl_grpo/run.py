@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from samebit.recipes.settings import ARCHITECTURES
 from samebit.recipes.verl_grpo.launch import Run
 from samebit.recipes.verl_grpo.mismatch import MISMATCH, worst
 from samebit.recipes.verl_grpo.progress import Progress
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="recipes/verl_grpo/run.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=16, help="GRPO steps")
     parser.add_argument("--out", type=Path, default=Path("runs/verl-grpo"), help="where everything goes")
-    parser.add_argument("--architecture", choices=("dense", "hybrid"), default="dense", help="of the model")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="dense", help="of the model")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="small", help="full: 4.7 M parameters, long prompts")
     parser.add_argument("options", nargs="*", help="any option of verl, as NAME=VALUE; +NAME=VALUE adds one")
     given = parser.parse_args(arguments)

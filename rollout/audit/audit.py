@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
 from samebit.rollout.audit.compare import Difference, Row, compare, compare_samples, reported, worst
+from samebit.rollout.audit.expert_routes import compare_routes
 from samebit.rollout.audit.gemm_rows import check_gemm_rows
 from samebit.rollout.audit.mamba_states import StatesCheck
 from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
@@ -95,6 +96,7 @@ def check_model(
     yield from check.temperatures()
     yield from check.prefix_cache()
     yield from check.layouts()
+    yield from check.routing()
     yield from check.weights()
     yield check.repeats()
 
@@ -176,6 +178,16 @@ class _Check:
             self.model, [Sample(out.prompt_token_ids[:1], out.prompt_token_ids[1:]) for out in outputs], 1.0
         )
         yield Row("log-probabilities of the prompts, cold and warm", *compare(found, expected))
+
+    def routing(self) -> Iterator[Row]:
+        """Compare the experts of each token, as noted where it was computed first, with the trainer's choice."""
+        layout = binding_of(self.model).route_layout
+        if layout is None:
+            return
+        asked = [replace(wanted, return_routed_experts=True) for wanted in self.workload.params()]
+        with RolloutWorker(self.model, config=self._config(max_num_batched_tokens=24, max_num_seqs=8)) as worker:
+            outputs = [out for _ in ("cold", "warm") for out in worker.generate(self.workload.prompts, asked)]
+        yield Row("routing: pairs that differ, cold and warm", *compare_routes(self.model, layout, outputs))
 
     def weights(self) -> Iterator[Row]:
         requests = self.workload.prompts, self.workload.params()

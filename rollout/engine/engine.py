@@ -10,6 +10,8 @@ Invariants
 * With `run_ahead`, a step may be launched before the tokens of the one before it are read, and is then in flight
   between two calls of `step()`. Whoever changes what it computes with (weights, memory) commits it first: `settle()`.
   What it computed of a sequence that had ended is dropped.
+* Which experts compute a token is noted from the first request on that asks for it. Blocks that were computed before
+  have no notes: the index is cleared then, once.
 * Weights that were written without `weights_changed` (`WeightWatch`) are noticed before a step is launched, and again
   before it is committed. What was computed over such a change is dropped, the weights get a version of their own, and
   whatever runs is computed again: no token and no cached block is of a mixture.
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from samebit.rollout.cache import Cache
+from samebit.rollout.engine.counters import EngineCounters
 from samebit.rollout.engine.failures import not_decoded, not_finite, nothing_drawn
 from samebit.rollout.engine.scheduler import Scheduler
 from samebit.rollout.engine.step_plan import Runner, ScheduledSequence, StepInFlight, StepPlan, StepResult
@@ -41,32 +44,6 @@ UNTOLD = (
     "`with worker.weight_update(): optimizer.step()`; not every such change can be noticed. Further ones are counted "
     "(untold_updates of stats()), not logged"
 )
-
-
-@dataclass
-class EngineCounters:
-    """Running totals since the engine was built.
-
-    steps_ahead: those of the steps that were launched before the tokens of the one before were read.
-    void_tokens: computed in such a step for a sequence that had ended, or over a change of weights that was not told.
-    untold_updates: such changes.
-    first_tokens, first_token_seconds: requests that have their first token, and how long they waited for it in all.
-    """
-
-    steps: int = 0
-    steps_ahead: int = 0
-    void_tokens: int = 0
-    untold_updates: int = 0
-    prefill_tokens_computed: int = 0
-    decode_tokens_computed: int = 0
-    output_tokens: int = 0
-    first_tokens: int = 0
-    first_token_seconds: float = 0.0
-    requests_finished: int = 0
-    requests_aborted: int = 0
-    requests_failed: int = 0
-    step_seconds: float = 0.0
-    runner_seconds: float = 0.0
 
 
 class _Rows:
@@ -110,6 +87,7 @@ class Engine:
         self.counters = EngineCounters()
         self.weight_version = 0
         self._ahead: _Launched | None = None
+        self._routes_asked = self._routes_noted = False
         self._failed: dict[Request, None] = {}
         runner.allocate_cache(cache.pool.num_blocks)
 
@@ -131,6 +109,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request."""
         self.requests[request.request_id] = request
+        self._routes_asked |= request.params.return_routed_experts
         self.cache.track(request)
         self.scheduler.add(request)
 
@@ -169,15 +148,27 @@ class Engine:
         if step is None:
             if self.watch.moved():
                 self._start_over()
+            if self._routes_due:
+                self._note_routes()
             plan = self.scheduler.schedule()
             if not plan.items:
                 return []
             step = self._launch(plan)
-        if self.run_ahead:
+        if self.run_ahead and not self._routes_due:
             self._ahead = self._launch_behind(step)
         finished = self._conclude(step, self._result(step))
         self.counters.step_seconds += time.perf_counter() - began
         return finished
+
+    @property
+    def _routes_due(self) -> bool:
+        """Whether a request asks for what is not noted yet: nothing may be in flight when that begins."""
+        return self._routes_asked and not self._routes_noted
+
+    def _note_routes(self) -> None:
+        self.runner.note_routes()
+        self._routes_noted = True
+        self.clear_prefix_cache()
 
     def settle(self) -> list[Request]:
         """Commit the step that is in flight, if one is; return the requests that ended with it.
@@ -272,6 +263,7 @@ class Engine:
                 for sample in (sequence, *item.forks) if item.forks else (sequence,):
                     if self._take_row(rows, row, sample, sequence.oldest_kv):
                         ended.append(sample)
+                        self._keep_routes(sample, sequence.slot, sample.num_tokens - 1)
                     taken += rows.drawn[row]
                     row += 1
             self.scheduler.publish_item(item)
@@ -334,8 +326,17 @@ class Engine:
         self.counters.requests_failed += len(failed)
         return [*finished, *failed]
 
+    def _keep_routes(self, sequence: Sequence, slot: int, count: int) -> None:
+        """Keep which experts computed a sequence that ends, as noted in the blocks of a slot; none without one."""
+        if sequence.params.return_routed_experts:
+            blocks = self.cache.tables.blocks(slot) if slot >= 0 else []
+            sequence.routed_experts = self.runner.routes_of(blocks, count)
+
     def _end_rest(self, request: Request) -> None:
         rest = [sequence for sequence in request.sequences if not sequence.finished]
+        if request.error is None and self._routes_noted:
+            for sequence in rest:
+                self._keep_routes(sequence, sequence.slot, sequence.num_computed)
         self.scheduler.retire(rest)
         for sequence in rest:
             sequence.finish("abort", None)

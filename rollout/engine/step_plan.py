@@ -112,6 +112,12 @@ class Runner(Protocol):
     def release_cache(self) -> None:
         """Give the pages back. Nothing is run until they are allocated again."""
 
+    def note_routes(self) -> None:
+        """Note from the next step on, in the blocks, which experts compute each token."""
+
+    def routes_of(self, blocks: list[int], count: int) -> npt.NDArray[np.int16]:
+        """Return `[count, layers, experts of a token]`, what was noted of the first `count` tokens in these blocks."""
+
     def launch(
         self, plan: StepPlan, block_tables: npt.NDArray[np.int32], before: StepInFlight | None = None
     ) -> StepInFlight:

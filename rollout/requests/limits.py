@@ -25,6 +25,7 @@ class RequestLimits:
     block_size: int
     num_blocks: int
     has_tokenizer: bool
+    has_experts: bool = False
 
     def check_prompt(self, prompt: object) -> IntArray:
         """Return the prompt as an array of ids, or raise `RequestError`."""
@@ -63,6 +64,8 @@ class RequestLimits:
                 raise RequestError(f"{field}={count} is more than the vocabulary ({self.vocab_size})")
         if params.stop_strings and not self.has_tokenizer:
             raise RequestError("stop strings need a tokenizer, and this worker has none")
+        if params.return_routed_experts and not self.has_experts:
+            raise RequestError("return_routed_experts=True needs a model with routed experts, bound with exact=True")
         return max_new
 
     def _check_memory(self, prompt_length: int, max_new: int) -> None:

@@ -107,6 +107,7 @@ class Sequence:
     kv_spans, weight_spans, context_spans: `[start, end, version]` each.
     kv_spans_before: `kv_spans` of a sample that does not run: as of its preemption, or of the prompt that another
         sample has computed for it.
+    routed_experts: which experts computed each position, once it has ended and if it was asked for.
     num_cached_tokens: prompt tokens that were not computed for it, since others had been;
         None before it first ran.
     """
@@ -130,6 +131,7 @@ class Sequence:
         "prompt_top_logprobs",
         "raw_logprobs",
         "request",
+        "routed_experts",
         "sample_index",
         "siblings",
         "slot",
@@ -163,6 +165,7 @@ class Sequence:
         self.logprobs: FloatArray = np.empty(room, np.float32)
         self.raw_logprobs: FloatArray = np.empty(room, np.float32)
         self.top_logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
+        self.routed_experts: npt.NDArray[np.int16] | None = None
         self.kv_spans: list[list[int]] = []
         self.kv_spans_before: list[list[int]] = []
         self.weight_spans: list[list[int]] = []

@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from torch import nn
 
 from samebit.kernels import logprobs_from_logits
 from samebit.kernels.binding.binding import binding_of
+from samebit.kernels.binding.experts.routes import Routes, use_notes
 from samebit.kernels.layout.mamba_states import StateMemory
 from samebit.kernels.layout.transfer import indices
 from samebit.rollout.cache.checkpoints.pool import CheckpointMoves, CheckpointPool
@@ -51,6 +52,8 @@ class ModelRunner:
         self.held_slots = range(config.max_num_seqs, config.max_num_seqs + count_held_states(config))
         self.num_checkpoints = count_checkpoints(config, self.bytes_per_checkpoint())
         self.sampler = Sampler(config.seed, config.exact)
+        self.route_layout = binding.route_layout
+        self.notes_routes = False
         self.memory: Memory | None = None
         self.forward = forward_for(head, config)
         self.forward_seconds = 0.0
@@ -91,12 +94,35 @@ class ModelRunner:
         states = None
         if self.state_layout is not None:
             states = self.state_layout.allocate(self.held_slots.stop, self.dtype, self.num_checkpoints, self.device)
-        self.memory = Memory(pages, states, self.block_size)
+        routes = None
+        if self.notes_routes and self.route_layout is not None:
+            routes = self.route_layout.allocate(num_blocks, self.block_size, self.device)
+        self.memory = Memory(pages, states, self.block_size, num_blocks, routes)
 
     def release_cache(self) -> None:
         """Give pages and states back."""
         self.forward.forget_memory()
         self.memory = None
+
+    def note_routes(self) -> None:
+        """Note from the next step on which experts compute each token.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if self.route_layout is None:
+            raise ValueError("this model has no routed experts that could be noted")
+        self.notes_routes = True
+        if self.memory is not None:
+            self.forward.forget_memory()
+            routes = self.route_layout.allocate(self.memory.num_blocks, self.block_size, self.device)
+            self.memory = replace(self.memory, routes=routes)
+
+    def routes_of(self, blocks: list[int], count: int) -> Routes:
+        """Return `[count, layers, experts of a token]`, what was noted of the first `count` tokens in these blocks."""
+        if self.memory is None or self.memory.routes is None:
+            raise RuntimeError("no routes are noted: see note_routes()")
+        return self.memory.routes.of_tokens(blocks, count)
 
     def launch(self, plan: StepPlan, block_tables: Ints, before: StepInFlight | None = None) -> StepInFlight:
         """Start to compute the plan; row ``sequence.slot`` of ``block_tables`` lists a sequence's blocks.
@@ -115,7 +141,8 @@ class ModelRunner:
         self._copy_blocks(self.memory, plan.copies)
         if self.memory.states is not None:
             _move_states(self.memory.states, plan.moves)
-        found = self.forward(self.model, inputs, drawn)
+        with use_notes(self.memory.routes):
+            found = self.forward(self.model, inputs, drawn)
         forwarded = time.perf_counter()
         count = inputs.num_sampling_rows
         draws = self.sampler.sample(found.logits[:count], inputs.sequences, inputs.positions, found.draws)
@@ -131,6 +158,8 @@ class ModelRunner:
         sources, targets = indices(np.array(copies, np.int64).T, self.device)
         for pages in memory.pages:
             pages[targets] = pages[sources]
+        if memory.routes is not None:
+            memory.routes.copy_blocks(sources, targets)
 
 
 @dataclass(frozen=True, eq=False)

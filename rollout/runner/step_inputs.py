@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from samebit.kernels.binding.experts.routes import RoutePages
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.mamba_states import StateMemory
 from samebit.rollout.engine.step_plan import ScheduledSequence, StepPlan
@@ -26,11 +27,16 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What a step reads and writes beside its arrays. `states`: None without Mamba layers."""
+    """What a step reads and writes beside its arrays.
+
+    states: None without Mamba layers. routes: of what routers choose; None while nobody asks.
+    """
 
     pages: tuple[torch.Tensor, ...]
     states: StateMemory | None
     block_size: int
+    num_blocks: int
+    routes: RoutePages | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from samebit.kernels import bind
+from samebit.kernels.binding.experts.routes import RoutePages
 from samebit.kernels.binding.trainer import logprob_head as scored_head
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, cli
 from samebit.rollout.audit import audit as check
@@ -20,7 +21,7 @@ from samebit.rollout.cache.prefix_tree import PrefixIndex
 from samebit.weight_sync.wire.buckets import Kind
 from samebit.weight_sync.wire.delta import DeltaEncoder, Encoded
 
-from .families import CAMPAIGN, DTYPES, FAMILIES, HYBRIDS, make_model
+from .families import CAMPAIGN, DTYPES, EXPERTS, FAMILIES, HYBRIDS, make_model
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_another_sample_of_the_same_seed_is_found(folder: str, monkeypatch: pyte
 
 
 EVERY = [(name, dtype) for name in (*FAMILIES, *HYBRIDS) for dtype in DTYPES]
-FEW = [("NemotronH", torch.bfloat16), ("Mamba2", torch.float32)]
+FEW = [("NemotronH", torch.bfloat16), ("Mamba2", torch.float32), ("Qwen3Moe", torch.bfloat16)]
 
 
 @pytest.mark.soak
@@ -99,6 +100,19 @@ def test_every_family_passes(name: str, dtype: torch.dtype, tmp_path: Path, requ
     assert len(rows) >= (39 if CAMPAIGN else 26)
     assert [row.name for row in rows if row.differing or not row.tokens] == []
     assert sum(row.name.startswith("states: ") for row in rows) == (2 if name in HYBRIDS else 0)
+    assert sum(row.name.startswith("routing: ") for row in rows) == (name in EXPERTS)
+
+
+@pytest.mark.usefixtures("no_weights_part")
+def test_another_expert_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("Qwen3Moe", torch.bfloat16).save_pretrained(tmp_path)
+    for other in ("schedules", "temperatures", "prefix_cache", "layouts"):
+        monkeypatch.setattr(check._Check, other, lambda self: iter(()))
+    note = RoutePages.note
+    monkeypatch.setattr(RoutePages, "note", lambda self, layer, ids: note(self, layer, ids + (layer == 1)))
+    (row,) = [row for row in check.check_model(tmp_path, new_tokens=4) if row.differing]
+    assert row.name == "routing: pairs that differ, cold and warm"
+    assert 0 < row.differing < row.tokens / 2
 
 
 @pytest.mark.usefixtures("no_weights_part")

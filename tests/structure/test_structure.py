@@ -32,7 +32,7 @@ FLOORS = {
     ],
     "samebit.weight_sync": [
         "closing manifest report checkpoint_names digest",
-        "source apply",
+        "source apply quantized",
         "wire",
         "transports",
         "update",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from samebit.kernels.binding.experts.routes import installed_notes
 from samebit.kernels.layout.options import ExpertOptions, ExpertWeights, RoutingOptions
 from samebit.kernels.ops.experts.routed import routed_experts
 from samebit.kernels.ops.experts.routing import route
@@ -24,12 +25,14 @@ class RouterFacts:
 
     Attributes:
         options: the operation's.
+        layer: counts the layers with experts.
         corrected: it has an ``e_score_correction_bias``.
         biased: it has a ``bias``.
         nested: its weight is that of the module ``layer`` inside it.
     """
 
     options: RoutingOptions
+    layer: int
     corrected: bool
     biased: bool
     nested: bool
@@ -74,6 +77,9 @@ def router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor
         self.e_score_correction_bias if facts.corrected else None,
         facts.options,
     )
+    notes = installed_notes()
+    if notes is not None:
+        notes.note(facts.layer, routing.ids)
     return routing.logits, routing.weights, routing.ids
 
 

@@ -15,6 +15,7 @@ from samebit.kernels.binding.experts.forwards import (
     experts_forward,
     router_forward,
 )
+from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families import BindingError
 from samebit.kernels.layout.options import ExpertOptions, RoutingOptions
 from samebit.kernels.ops.experts.routed import check_expert_options
@@ -33,6 +34,7 @@ class ExpertPlan:
         self.config = config
         self.activation = activation
         self.inside: dict[str, Bound | None] = {}
+        self.layers: list[int] = []
 
     def is_block(self, module: nn.Module) -> bool:
         """Whether this module is a block of experts of the family."""
@@ -70,14 +72,22 @@ class ExpertPlan:
             returns_weights=self.family.returns_weights,
         )
 
+    def route_layout(self) -> RouteLayout | None:
+        """Return the layout of notes of what the routers choose; None without routers."""
+        if not self.layers:
+            return None
+        return RouteLayout(tuple(self.layers), self.config.num_hidden_layers, self.config.num_experts_per_tok)
+
     def _plan_router(self, name: str, router: nn.Module, options: RoutingOptions) -> int:
         """Plan a router; return among how many experts it chooses."""
         self._check_class(name, router, self.family.routers)
         nested = "layer" in dict(router.named_children())
         corrected = self.family.scores == "sigmoid"
-        self.inside[name] = router_forward, RouterFacts(options, corrected, self.family.biased, nested)
+        facts = RouterFacts(options, len(self.layers), corrected, self.family.biased, nested)
+        self.inside[name] = router_forward, facts
         if nested:
             self.inside[f"{name}.layer"] = None
+        self.layers.append(next((int(part) for part in name.split(".") if part.isdigit()), 0))
         return len(router.get_parameter("layer.weight" if nested else "weight"))
 
     def _plan_experts(self, name: str, children: dict[str, nn.Module], options: ExpertOptions) -> int:

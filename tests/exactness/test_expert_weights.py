@@ -1,0 +1,99 @@
+"""Models with routed experts from their folders, and updates in every way: each token beside the trainer's forward."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from samebit.kernels import BindingError, bind, token_logprobs
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.errors import ModelLoadError
+from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, WeightMismatchError, WeightStream
+
+from .families import make_model, token_ids
+
+FEW = SamplingParams(max_tokens=7, seed=5, ignore_eos=True)
+PROMPTS = token_ids(40, 3)
+IN_PARTS = {"Qwen3Moe": torch.bfloat16, "Glm4Moe": torch.bfloat16, "NemotronH, experts": torch.float32}
+"""Families whose checkpoints hold each expert apart; the second and the third have correction biases."""
+
+
+def halved(model: PreTrainedModel) -> PreTrainedModel:
+    """A trainer after a step: other weights, and other correction biases."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.mul_(0.5)
+    return model
+
+
+def check(worker: RolloutWorker, model: PreTrainedModel) -> None:
+    """Every sampled token has the trainer's log-probability, bit for bit."""
+    for output in worker.generate(PROMPTS, FEW):
+        (sample,) = output.samples
+        ids = torch.tensor([output.prompt_token_ids + sample.token_ids])
+        assert torch.equal(torch.tensor(sample.logprobs), token_logprobs(model, ids)[0, -7:])
+
+
+@pytest.mark.parametrize("family", IN_PARTS)
+def test_from_a_folder_and_by_every_way_of_an_update(family: str, tmp_path: Path) -> None:
+    model = bind(make_model(family, IN_PARTS[family]))
+    model.save_pretrained(tmp_path / "first")
+    stored = load_file(tmp_path / "first" / "model.safetensors")
+    assert any(".experts.14." in name for name in stored)
+    config = RolloutConfig(enable_prefix_caching=True, block_size=64)
+    with RolloutWorker(tmp_path / "first", config=config) as worker:
+        state = model.state_dict()
+        assert {name: tensor.dtype for name, tensor in worker.module.state_dict().items()} == {
+            name: tensor.dtype for name, tensor in state.items()
+        }
+        check(worker, model)
+        halved(model).save_pretrained(tmp_path / "second")
+        parts = load_file(tmp_path / "second" / "model.safetensors")
+        for source in (tmp_path / "second", model.state_dict(), WeightStream.of(parts), parts, model):
+            report = worker.receive_weights(source, verify=True)
+            assert report.changed_tensors == len(worker._weights.manifest.ties)
+            check(worker, model)
+            worker.receive_weights(tmp_path / "first")
+        with SharedMemorySender() as sender, SharedMemoryReceiver(sender.address) as receiver:
+            for step in range(2):
+                weights = halved(model) if step else model
+                sending = threading.Thread(target=sender.send, args=(weights,), kwargs={"delta": True})
+                sending.start()
+                worker.receive_weights(receiver)
+                sending.join()
+                check(worker, model)
+
+
+def test_a_folder_that_lacks_a_piece_of_an_expert(tmp_path: Path) -> None:
+    """transformers would take experts 0, 1, 3, 4 for four in a row, or say that some shape does not fit."""
+    make_model("Qwen3Moe").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    gone = stored.pop("model.layers.2.mlp.experts.3.up_proj.weight")
+    save_file(stored, path, metadata={"format": "pt"})
+    says = r"can not be loaded: .*1 missing: model\.layers\.2\.mlp\.experts\.3\.up_proj\.weight$"
+    with pytest.raises(ModelLoadError, match=says):
+        RolloutWorker(tmp_path)
+    stored["model.layers.2.mlp.experts.15.up_proj.weight"] = gone
+    save_file(stored, path, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"1 unknown: model\.layers\.2\.mlp\.experts\.15\.up_proj\.weight"):
+        RolloutWorker(tmp_path)
+
+
+def test_a_correction_bias_that_was_rounded_is_refused_everywhere(tmp_path: Path) -> None:
+    rounded = make_model("Glm4Moe").to(torch.bfloat16)
+    with pytest.raises(BindingError, match=r"e_score_correction_bias is torch\.bfloat16; exact is torch\.float32"):
+        bind(rounded)
+    rounded.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="1 of another dtype, and a buffer, which is never cast"):
+        RolloutWorker(tmp_path)
+    with RolloutWorker(make_model("Glm4Moe", torch.bfloat16)) as worker:
+        for source in (rounded, tmp_path, rounded.state_dict(), WeightStream.of(rounded)):
+            with pytest.raises(WeightMismatchError, match="1 of another dtype, and a buffer, which is never cast"):
+                worker.receive_weights(source, cast=True)
+        worker.generate(PROMPTS, FEW)
