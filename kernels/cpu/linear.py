@@ -35,13 +35,13 @@ def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
     work = inputs * max(addresses[2::4]) // PRODUCTS_AN_ELEMENT
     arguments = rows.data_ptr(), rows.stride(0), count, inputs, in_one(addresses)
     lanes = ceil_div(count, LANES) * LANES
-    few, pairs = count <= few_rows.MOST_ROWS, dtype == torch.bfloat16
-    if pairs and amx_tiles.available():
+    if dtype == torch.bfloat16 and amx_tiles.available():
         amx.multiply(lanes * work, *arguments, get_num_threads())
-    elif pairs and dots_vectors.available():
-        multiply_pairs = dots.multiply_few if few else dots.multiply
-        multiply_pairs(((count + few_rows.READING) if few else lanes) * work, *arguments, get_num_threads())
-    elif few:
+    elif dtype == torch.bfloat16 and dots_vectors.available():
+        few = count <= dots.MOST_ROWS
+        product, size = (dots.multiply_few, count + few_rows.READING) if few else (dots.multiply, lanes)
+        product(size * work, *arguments, get_num_threads())
+    elif count <= few_rows.MOST_ROWS:
         few_rows.multiply((count + few_rows.READING) * work, *arguments, kind_of(dtype), get_num_threads())
     else:
         many_rows.multiply(lanes * work, *arguments, kind_of(dtype), get_num_threads())

@@ -14,13 +14,16 @@ from numba import njit, prange
 
 from samebit.kernels.cpu.base.jit import RowKernel
 from samebit.kernels.cpu.base.memory import elements, scratch
-from samebit.kernels.cpu.gemm.dots_vectors import OUTPUTS, VECTORS, add_pair_products, dot_few
-from samebit.kernels.cpu.gemm.few_rows import MOST_ROWS, fetch_next, tile_rows, write_few
+from samebit.kernels.cpu.gemm.dots_vectors import OUTPUTS, ROWS, VECTORS, add_pair_products, dot_few
+from samebit.kernels.cpu.gemm.few_rows import fetch_next, tile_rows, write_few
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
 from samebit.kernels.cpu.gemm.many_rows import DEPTH, PANEL_ROWS, Panel, with_panels
 from samebit.kernels.cpu.gemm.many_rows_vectors import fetch
 from samebit.kernels.cpu.gemm.pairs import STEP, pair_rows
 from samebit.kernels.layout.grids import CACHE_LINE, LANES
+
+MOST_ROWS = ROWS[-1]
+"""Rows up to which the kernel of a few rows is the faster one."""
 
 _TILE, _PAIR, _ = OUTPUTS
 

@@ -35,7 +35,7 @@ VECTORS = 4
 OUTPUTS = (6, 2, 1)
 """Outputs that a tile of many rows may cover."""
 
-ROWS = (1, 2, 4, 8)
+ROWS = (1, 2, 4, 8, 16)
 """Rows that a tile of few rows may cover."""
 
 

@@ -52,7 +52,7 @@ def _multiply_part(
 @njit(inline="always")
 def tile_rows(rows: int) -> int:
     """Return the rows of the smallest tile that these fit in."""
-    return 1 << int(rows > 1) + int(rows > 2) + int(rows > 4)
+    return 1 << int(rows > 1) + int(rows > 2) + int(rows > 4) + int(rows > 8)
 
 
 @njit(nogil=True, error_model="numpy")

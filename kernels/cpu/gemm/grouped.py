@@ -88,7 +88,7 @@ def _multiply_rows_by_tiles(x: Any, rows: int, inputs: int, share: Any) -> None:
 @njit(nogil=True, error_model="numpy")
 def _multiply_rows_by_pairs(x: Any, rows: int, inputs: int, share: Any) -> None:
     """Multiply up to `PANEL_ROWS` rows as a linear layer does in pairs of inputs."""
-    if rows <= few_rows.MOST_ROWS:
+    if rows <= dots.MOST_ROWS:
         dots.multiply_share(dots.copy_rows(x, inputs, rows, inputs), rows, inputs, share)
     else:
         dots.multiply_panel(x, inputs, inputs, dots.new_panel(inputs, 0, rows), False, share)
