@@ -10,9 +10,11 @@
 #   make verl-grpo MODEL=moe                                        a model with routed experts, into runs/verl-grpo-moe
 #   make verl-matrix                                                verl's mismatch over many kinds of runs; takes about an hour
 #   make soak COUNT=2000                                            long hypothesis campaigns
+#   make test-next                                                  what transformers can change, under the next one
 
 PYTHON ?= python3
 VENV ?= .venv
+NEXT ?= .venv-next
 TORCH_INDEX ?=
 SEEDS ?= 1
 MODEL ?= dense
@@ -29,7 +31,7 @@ export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 4000
 export NUMBA_THREADING_LAYER := omp
 
-.PHONY: install grpo grpo-async verl-grpo verl-matrix test soak check lock bench clean
+.PHONY: install grpo grpo-async verl-grpo verl-matrix test test-next soak check lock bench clean
 
 install: $(STAMP)
 
@@ -57,6 +59,19 @@ verl-matrix: install
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
 
+# The tests of what Hugging Face's classes, configs and files have a part in. Its own environment has no verl, which asks
+# for an older transformers. ARGS as for test.
+NEXT_TESTS := tests/exactness tests/weight_sync tests/rollout/requests tests/rollout/worker tests/kernels/triton/test_model.py
+
+test-next: $(NEXT)/.samebit-installed
+	OMP_NUM_THREADS=1 $(NEXT)/bin/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10 \
+		$(or $(ARGS),$(NEXT_TESTS))
+
+$(NEXT)/.samebit-installed: pyproject.toml setup.py constraints-next.txt
+	$(PYTHON) -m venv $(NEXT)
+	$(NEXT)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints-next.txt -e '.[test]'
+	touch $@
+
 soak: install
 	SAMEBIT_SOAK_CASES=$(COUNT) $(BIN)/pytest -m soak $(ARGS)
 
@@ -74,4 +89,4 @@ bench: install
 	$(BIN)/python benchmarks/rollout.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(NEXT) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

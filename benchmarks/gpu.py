@@ -26,6 +26,7 @@ import torch  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 from samebit.benchmarks import gpu_figures as measure  # noqa: E402
+from samebit.benchmarks.gpu_experts import QWEN3_30B_A3B, experts  # noqa: E402
 from samebit.benchmarks.rounds import results_file  # noqa: E402
 from samebit.benchmarks.workloads import models  # noqa: E402
 from samebit.kernels import bind  # noqa: E402
@@ -124,6 +125,7 @@ def main() -> None:
     if args.quick:
         sizes = replace(sizes, sequences=(1, 16), repeats=1, new_tokens=16)
     report = Report(args.minutes)
+    report.run("experts of qwen3-30b-a3b", experts(QWEN3_30B_A3B, sizes, "cuda"))
     for name in args.models[:1] if args.quick else args.models:
         measure_model(name, SHAPES[name], sizes, "cuda", report)
         torch.cuda.empty_cache()

@@ -96,7 +96,7 @@ def recurrent(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Fig
         return
     for count in sizes.sequences:
         ours, theirs = _scan_steps(layout, count, device)
-        exact, plain = (seconds(_recorded(run, device), device, sizes.repeats) for run in (ours, theirs))
+        exact, plain = (seconds(recorded(run, device), device, sizes.repeats) for run in (ours, theirs))
         yield Figure(f"exact scan over the recurrent step, {count} sequences", exact / plain, "x")
 
 
@@ -212,7 +212,7 @@ def _scan_steps(layout: StateLayout, count: int, device: str) -> tuple[Callable[
     return ours, theirs
 
 
-def _recorded(run: Callable[[], None], device: str) -> Callable[[], None]:
+def recorded(run: Callable[[], object], device: str) -> Callable[[], object]:
     """Return a call without the host's cost of launching it, on a GPU."""
     with torch.no_grad():
         return CudaRecorder(torch.device("cuda", torch.cuda.current_device()))(run) if device == "cuda" else run

@@ -33,7 +33,11 @@ class Plan:
         self.attentions: list[bound.AttentionFacts] = []
         self.rotated: list[tuple[int, float]] = []
         self.mixers = MixerPlan(family, config, ssm_chunk)
-        self.experts = ExpertPlan(family.prefix, family.experts, config, facts[family.activation])
+        self.experts = (
+            None
+            if family.experts is None
+            else ExpertPlan(family.prefix, family.experts, config, facts[family.activation])
+        )
 
     def kv_layout(self) -> KVLayout:
         """Return the layout of the KV of the attention layers found."""
@@ -47,7 +51,7 @@ class Plan:
 
     def route_layout(self) -> RouteLayout | None:
         """Return the layout of notes of what routers choose; None without routers, or where torch computes them."""
-        return self.experts.route_layout() if self.exact else None
+        return self.experts.route_layout() if self.exact and self.experts is not None else None
 
     def of_model(self, model: nn.Module) -> list[tuple[nn.Module, Any]]:
         """What can be bound only when all modules are known: the decoder, the head, and the whole."""
@@ -81,7 +85,7 @@ class Plan:
             return bound.rotary_forward, self._rotary(module)
         if kind == family.scaled_embedding:
             return bound.embedding_forward, bound.EmbeddingFacts(self.config.hidden_size**0.5)
-        if self.experts.computes(name):
+        if self.experts is not None and self.experts.computes(name):
             return self.experts.part(name) if self.exact else None
         rowwise = self._rowwise(name, module)
         if rowwise is None and not self.mixers.computes(name) and not self._needs_no_binding(module):
@@ -91,7 +95,7 @@ class Plan:
     def _rowwise(self, name: str, module: nn.Module) -> tuple[Any, ...] | None:
         """Forwards of the modules that torch computes too, only with bits that depend on the batch."""
         family, kind = self.family, type(module).__name__
-        if self.experts.is_block(module):
+        if self.experts is not None and self.experts.is_block(module):
             return self.experts.block(name, module)
         if kind == family.class_name("MLP"):
             return bound.mlp_forward, self._mlp(name, module)

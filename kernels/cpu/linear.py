@@ -9,7 +9,7 @@ import torch
 from numba import get_num_threads
 
 from samebit.kernels.cpu.base.memory import kind_of, with_unit_stride
-from samebit.kernels.cpu.gemm import amx, amx_tiles, few_rows, many_rows
+from samebit.kernels.cpu.gemm import amx, amx_tiles, dots, dots_vectors, few_rows, many_rows
 from samebit.kernels.cpu.gemm.layers import in_one
 from samebit.kernels.layout.grids import LANES, ceil_div
 from samebit.kernels.layout.options import Layer
@@ -37,6 +37,10 @@ def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
     lanes = ceil_div(count, LANES) * LANES
     if dtype == torch.bfloat16 and amx_tiles.available():
         amx.multiply(lanes * work, *arguments, get_num_threads())
+    elif dtype == torch.bfloat16 and dots_vectors.available():
+        few = count <= dots.MOST_ROWS
+        product, size = (dots.multiply_few, count + few_rows.READING) if few else (dots.multiply, lanes)
+        product(size * work, *arguments, get_num_threads())
     elif count <= few_rows.MOST_ROWS:
         few_rows.multiply((count + few_rows.READING) * work, *arguments, kind_of(dtype), get_num_threads())
     else:

@@ -13,7 +13,8 @@ from samebit.kernels.triton.numeric import aligned, sigmoid, tanh
 from samebit.kernels.triton.tiles.table import ELEMENTS
 
 _SILU, _GELU_TANH, _GELU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_KINDS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu": 2}
+KINDS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu": 2, "relu2": 3}
+"""By Hugging Face name. The last, max(x, 0) ** 2, has no gate."""
 
 _ROOT = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 _CUBIC = tl.constexpr(0.044715)
@@ -26,7 +27,7 @@ def gated_forward(activation: str, gate: torch.Tensor, up: torch.Tensor) -> tupl
     gate, up = aligned(gate), aligned(up)
     out = torch.empty_like(gate)
     if gate.numel():
-        _forward[(ceil_div(gate.numel(), ELEMENTS),)](gate, up, out, gate.numel(), _KINDS[activation], ELEMENTS)
+        _forward[(ceil_div(gate.numel(), ELEMENTS),)](gate, up, out, gate.numel(), KINDS[activation], ELEMENTS)
     return out, (gate, up)
 
 
@@ -36,13 +37,13 @@ def gated_backward(activation: str, saved: Saved, grad: torch.Tensor) -> tuple[t
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
         _backward[(ceil_div(gate.numel(), ELEMENTS),)](
-            gate, up, aligned(grad), grad_gate, grad_up, gate.numel(), _KINDS[activation], ELEMENTS
+            gate, up, aligned(grad), grad_gate, grad_up, gate.numel(), KINDS[activation], ELEMENTS
         )
     return grad_gate, grad_up
 
 
 @triton.jit
-def _value_and_slope(x: tensor, KIND: tl.constexpr) -> Any:
+def value_and_slope(x: tensor, KIND: tl.constexpr) -> Any:
     """Return act(x) and its derivative."""
     if KIND == _SILU:
         share = sigmoid(x)
@@ -51,9 +52,12 @@ def _value_and_slope(x: tensor, KIND: tl.constexpr) -> Any:
         t = tanh((x + x * x * x * _CUBIC) * _ROOT)
         inner = (1.0 + x * x * (3.0 * _CUBIC)) * _ROOT
         value, slope = 0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
-    else:
+    elif KIND == _GELU:
         below = 0.5 * (1.0 + tl.erf(x * _HALF_ROOT))
         value, slope = x * below, below + x * tl.exp(-0.5 * x * x) * _DENSITY
+    else:
+        above = tl.maximum(x, 0.0)
+        value, slope = above * above, 2.0 * above
     return value, slope
 
 
@@ -61,7 +65,7 @@ def _value_and_slope(x: tensor, KIND: tl.constexpr) -> Any:
 def _forward(gate: tensor, up: tensor, out: tensor, count: tensor, KIND: tl.constexpr, SIZE: tl.constexpr) -> None:
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     real = place < count
-    value, _ = _value_and_slope(tl.load(gate + place, mask=real, other=0.0).to(tl.float32), KIND)
+    value, _ = value_and_slope(tl.load(gate + place, mask=real, other=0.0).to(tl.float32), KIND)
     result = value * tl.load(up + place, mask=real, other=0.0).to(tl.float32)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=real)
 
@@ -73,7 +77,7 @@ def _backward(
 ) -> None:  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     real = place < count
-    value, slope = _value_and_slope(tl.load(gate + place, mask=real, other=0.0).to(tl.float32), KIND)
+    value, slope = value_and_slope(tl.load(gate + place, mask=real, other=0.0).to(tl.float32), KIND)
     upstream = tl.load(grad + place, mask=real, other=0.0).to(tl.float32)
     to_gate = upstream * slope * tl.load(up + place, mask=real, other=0.0).to(tl.float32)
     tl.store(grad_gate + place, to_gate.to(grad_gate.dtype.element_ty), mask=real)

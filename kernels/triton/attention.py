@@ -10,6 +10,7 @@ Invariants (the row rule and the grid rule):
   grouped or not.
 * All numbers that tell calls apart (block size, table width, lengths, items) are read at run time: there is one
   compiled kernel a layer.
+* A sink is where the accumulator of a row begins, as a score before the first tile that has no value.
 * Keys beyond the newest token of an item are not loaded: their pages may hold anything.
 
 A page holds ``block_size`` tokens of one layer: ``pages[block, kv_head, 0]`` the keys as ``[B, D]``,
@@ -35,28 +36,29 @@ _ITEM = tl.constexpr(ITEM)
 
 
 def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions
-) -> tuple[torch.Tensor, Saved]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext, options: AttentionOptions,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, Saved]:  # fmt: skip
     """Implement `Operations.attention_forward`."""
     q = aligned(q)
     if context.pages is not None:
         pages = context.pages[options.layer]
         write_pages(k, v, pages, context)
-        return _attend(q, pages, context, options)[0], ()
+        return _attend(q, pages, context, options, sinks)[0], ()
     _, kv_heads, head_dim = k.shape
     shape = (context.num_blocks, kv_heads, 2, head_dim * context.block_size)
     pages = torch.empty(shape, dtype=k.dtype, device=k.device)
     write_pages(k, v, pages, context)
-    out, lse = _attend(q, pages, context, options)
-    return out, (q, pages, out, lse)
+    out, lse = _attend(q, pages, context, options, sinks)
+    return out, (q, pages, out, lse) if sinks is None else (q, pages, out, lse, sinks)
 
 
 def attention_of_unrotated(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor],
-    context: ForwardContext, options: AttentionOptions,
+    context: ForwardContext, options: AttentionOptions, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Implement `Operations.attention_of_unrotated`."""
-    return attention_forward(rotate(q, *angles, 1.0), rotate(k, *angles, 1.0), v, context, options)[0]
+    return attention_forward(rotate(q, *angles, 1.0), rotate(k, *angles, 1.0), v, context, options, sinks)[0]
 
 
 def write_pages(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
@@ -85,8 +87,9 @@ def _write(
 
 
 def _attend(
-    q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: AttentionOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: AttentionOptions,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the output, and the log-sum-exp of the scores of each row and head."""
     tokens, heads, head_dim = q.shape
     kv_heads, group = pages.shape[1], heads // pages.shape[1]
@@ -100,10 +103,10 @@ def _attend(
     for some in (items.prefixes, items.pieces):
         if len(some):
             _attend_items[(len(some), kv_heads)](
-                q, pages, some, layout.queries, layout.tables, out, lse, sums, levels, layout.tables.shape[1],
-                context.block_size, options.scale, options.softcap, heads, kv_heads, head_dim, options.window,
-                options.softcap > 0, rows, KV_CHUNK, power_of_two(max(head_dim, 16)), num_warps=tile.warps,
-                num_stages=tile.stages,
+                q, pages, some, layout.queries, layout.tables, out, lse, sums, levels,
+                lse if sinks is None else aligned(sinks), layout.tables.shape[1], context.block_size, options.scale,
+                options.softcap, heads, kv_heads, head_dim, options.window, options.softcap > 0, sinks is not None,
+                rows, KV_CHUNK, power_of_two(max(head_dim, 16)), num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
     return out, lse
 
@@ -119,9 +122,9 @@ def _accumulators(rows: int, lse: torch.Tensor, head_dim: int) -> tuple[torch.Te
 @triton.jit(do_not_specialize=["table_width", "block_size"])
 def _attend_items(
     q: tensor, pages: tensor, items: tensor, queries: tensor, tables: tensor, out: tensor, lse: tensor, sums: tensor,
-    levels: tensor, table_width: tensor, block_size: tensor, scale: tensor, softcap: tensor, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, PADDED_DIM: tl.constexpr,
+    levels: tensor, sinks: tensor, table_width: tensor, block_size: tensor, scale: tensor, softcap: tensor,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED_DIM: tl.constexpr,
 ) -> None:  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     item = items + _ITEM * tl.program_id(0)
@@ -143,9 +146,12 @@ def _attend_items(
     if WINDOW > 0:
         begin = tl.maximum(oldest - WINDOW + 1, 0) // KEYS * KEYS
     begun = since > 0  # by an item before, which kept the accumulators
+    no_total, no_peak = 0.0, float("-inf")
+    if SINKS:
+        no_total, no_peak = 1.0, tl.load(sinks + head)
     acc = tl.load(sums + kept[:, None] * HEAD_DIM + d[None, :], mask=inside & begun, other=0.0)
-    total = tl.load(levels + 2 * kept, mask=real & begun, other=0.0)
-    peak = tl.load(levels + 2 * kept + 1, mask=real & begun, other=float("-inf"))
+    total = tl.load(levels + 2 * kept, mask=real & begun, other=no_total)
+    peak = tl.load(levels + 2 * kept + 1, mask=real & begun, other=no_peak)
     for base in range(tl.maximum(begin, since), until, KEYS):
         key = base + tl.arange(0, KEYS)
         there = key < until

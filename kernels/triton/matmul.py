@@ -1,5 +1,7 @@
 """The matrix product: fixed tiles, the whole depth in one float32 accumulator, in order. M rows, K deep, N outputs."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -67,17 +69,41 @@ def _multiply(
     WHOLE: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr, DEPTH_TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    row_tiles, output_tiles = tl.cdiv(rows, ROW_TILE), tl.cdiv(OUTPUTS, OUTPUT_TILE)
+    row_tile, output_tile = tile_of_program(tl.cdiv(rows, ROW_TILE), tl.cdiv(OUTPUTS, OUTPUT_TILE), GROUP)
+    row = row_tile * ROW_TILE + tl.arange(0, ROW_TILE)
+    output = output_tile * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
+    real_rows, real_outputs = row[:, None] < rows, output[None, :] < OUTPUTS
+    a_at, b_at = a + row.to(tl.int64)[:, None] * A_ROW, b + output.to(tl.int64)[None, :] * B_OUTPUT
+    acc = chain(a_at, b_at, real_rows, real_outputs, depth, A_DEPTH, B_DEPTH, WHOLE, ROW_TILE, OUTPUT_TILE, DEPTH_TILE)
+    if BIASED:
+        acc += tl.load(bias + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+    out_at = out + row.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=real_rows & real_outputs)
+
+
+@triton.jit
+def tile_of_program(row_tiles: tensor, output_tiles: tensor, GROUP: tl.constexpr) -> Any:
+    """Return which rows, and which outputs, this program computes: ``GROUP`` tiles of rows side by side."""
     program = tl.program_id(0)
     first = program // (GROUP * output_tiles) * GROUP
     beside = tl.minimum(row_tiles - first, GROUP)
     inside = program % (GROUP * output_tiles)
-    row = (first + inside % beside) * ROW_TILE + tl.arange(0, ROW_TILE)
-    output = inside // beside * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
+    return first + inside % beside, inside // beside
+
+
+@triton.jit
+def chain(
+    a_at: tensor, b_at: tensor, real_rows: tensor, real_outputs: tensor, depth: tensor, A_DEPTH: tl.constexpr,
+    B_DEPTH: tl.constexpr, WHOLE: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,
+    DEPTH_TILE: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Return the products of a tile of rows and one of outputs over the whole depth, float32: this order alone.
+
+    ``a_at``: ``[ROW_TILE, 1]`` where the rows begin, ``b_at``: ``[1, OUTPUT_TILE]`` where the outputs do.
+    """
     step = tl.arange(0, DEPTH_TILE)
-    real_rows, real_outputs = row[:, None] < rows, output[None, :] < OUTPUTS
-    a_at = a + row.to(tl.int64)[:, None] * A_ROW + step[None, :] * A_DEPTH
-    b_at = b + step[:, None] * B_DEPTH + output.to(tl.int64)[None, :] * B_OUTPUT
+    a_at += step[None, :] * A_DEPTH
+    b_at += step[:, None] * B_DEPTH
     acc = tl.zeros((ROW_TILE, OUTPUT_TILE), tl.float32)
     for done in range(0, depth, DEPTH_TILE):
         if WHOLE:
@@ -89,7 +115,4 @@ def _multiply(
         acc = dot(left, right, acc)
         a_at += DEPTH_TILE * A_DEPTH
         b_at += DEPTH_TILE * B_DEPTH
-    if BIASED:
-        acc += tl.load(bias + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)[None, :]
-    out_at = out + row.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
-    tl.store(out_at, acc.to(out.dtype.element_ty), mask=real_rows & real_outputs)
+    return acc

@@ -3,6 +3,8 @@
 from samebit.kernels.triton.activation import gated_backward, gated_forward
 from samebit.kernels.triton.attention import attention_forward, attention_of_unrotated
 from samebit.kernels.triton.conv import conv_forward
+from samebit.kernels.triton.experts.operation import experts_backward, experts_forward
+from samebit.kernels.triton.experts.routing import route_backward, route_forward
 from samebit.kernels.triton.gradients.attention import attention_backward
 from samebit.kernels.triton.gradients.conv import conv_backward
 from samebit.kernels.triton.gradients.ssd import scan_backward
@@ -30,6 +32,8 @@ __all__ = [
     "draw",
     "entropies",
     "entropy_gradient",
+    "experts_backward",
+    "experts_forward",
     "gated_backward",
     "gated_forward",
     "gated_rms_norm_backward",
@@ -46,6 +50,8 @@ __all__ = [
     "rms_norm_backward",
     "rms_norm_forward",
     "rotate",
+    "route_backward",
+    "route_forward",
     "scan_backward",
     "scan_forward",
     "uniforms",

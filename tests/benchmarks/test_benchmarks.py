@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 from samebit.benchmarks import (
     cache_growth,
     decode_step,
     gpu,
+    gpu_experts,
     hybrid,
     prefix_cache,
     rollout,
@@ -231,6 +233,11 @@ def test_gpu_measures_a_model_on_the_cpu_too(capsys: pytest.CaptureFixture[str])
     assert report.troubles == {}
     assert report.figures["exactness: exactness: tokens compared"].value == 63
     assert report.figures["exactness: exactness: tokens that differ"].value == 0
+    layer = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=32, num_experts=5, num_experts_per_tok=2)
+    report.run("experts", gpu_experts.experts(layer, sizes, "cpu"))
+    assert report.troubles == {}
+    assert report.figures["experts: rows of 16 that differ alone"].value == 0
+    assert report.figures["experts: 2 rows, over grouped_mm"].value > 0
     late = gpu.Report(minutes=0)
     late.run("decode", measure.decode(model, sizes, "cpu"))
     late.table()

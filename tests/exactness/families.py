@@ -202,7 +202,7 @@ _HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
             **_GROUPS,
         },
     ),
-    "Bamba": ("Bamba", {"attn_layer_indices": [1], **_MIXER}),
+    "Bamba": ("Bamba", {"attn_layer_indices": [1], "num_attention_heads": 5, "num_key_value_heads": 1, **_MIXER}),
     "GraniteMoeHybrid": ("GraniteMoeHybrid", _GRANITE),
     "GraniteMoeHybrid, experts": (
         "GraniteMoeHybrid",

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from samebit.kernels import bind, token_logprobs
 from samebit.kernels.binding import causal_lm as bound_causal
@@ -34,15 +34,32 @@ CONFIG: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 320,
 }
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 36,
+    "n_routed_experts": 7,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+}
 LENGTHS = (1, 7, 130)
 ROWS_AT_ONCE = 30
 """Of the head: less than there are."""
 
 
-def build(*, tied: bool, device: str = "cpu") -> Qwen3ForCausalLM:
+def build(*, tied: bool, experts: bool, device: str = "cpu") -> PreTrainedModel:
     torch.manual_seed(3)
     with torch.device(device):
-        return Qwen3ForCausalLM(Qwen3Config(**CONFIG, tie_word_embeddings=tied))
+        if not experts:
+            return Qwen3ForCausalLM(Qwen3Config(**CONFIG, tie_word_embeddings=tied))
+        model = Glm4MoeForCausalLM(Glm4MoeConfig(**CONFIG, **EXPERTS, tie_word_embeddings=tied))
+        model.model.layers[1].mlp.gate.e_score_correction_bias.normal_(std=0.1)
+        return model
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """As FSDP2 does: parameters alone."""
+    for parameter in model.parameters():
+        parameter.data = parameter.to(dtype)
+    return model
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -53,7 +70,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(CONFIG["vocab_size"], mask.shape) * mask, "attention_mask": mask}
 
 
-def shard(model: Qwen3ForCausalLM, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def shard(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
     units: list[nn.Module] = list(model.model.layers)
     if not model.config.tie_word_embeddings:
@@ -62,10 +79,10 @@ def shard(model: Qwen3ForCausalLM, mesh: DeviceMesh, dtype: torch.dtype) -> None
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
-def sharded(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: bool) -> Qwen3ForCausalLM:
+def sharded(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: bool, experts: bool) -> PreTrainedModel:
     """Bound before its weights are there on the ranks that do not load them."""
-    whole = build(tied=tied)
-    model = build(tied=tied, device="cpu" if tied or dist.get_rank() == 0 else "meta")
+    whole = build(tied=tied, experts=experts)
+    model = build(tied=tied, experts=experts, device="cpu" if tied or dist.get_rank() == 0 else "meta")
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     bind(model)
@@ -77,10 +94,10 @@ def sharded(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: 
     return model.train()
 
 
-def check(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: bool) -> None:
+def check(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: bool, experts: bool = False) -> None:
     whole, model = (
-        bind(build(tied=tied).to(dtype)),
-        sharded(mesh, dtype, tied=tied, checkpointing=checkpointing),
+        bind(cast(build(tied=tied, experts=experts), dtype)),
+        sharded(mesh, dtype, tied=tied, checkpointing=checkpointing, experts=experts),
     )
     assert bind(model) is model, "the classes are FSDP2's now, and that is legal"
     inputs = batch()
@@ -109,6 +126,8 @@ def main(folder: Path, rank: int, world: int) -> None:
     mesh = dist.init_device_mesh("cpu", (world,))
     for dtype, tied, checkpointing in product((torch.float32, torch.bfloat16), (True, False), (True, False)):
         check(mesh, dtype, tied=tied, checkpointing=checkpointing)
+    for dtype, checkpointing in ((torch.float32, False), (torch.bfloat16, True)):
+        check(mesh, dtype, tied=False, checkpointing=checkpointing, experts=True)
     dist.destroy_process_group()
     sys.stdout.write("all went well\n")
 

@@ -17,7 +17,6 @@ from samebit.kernels.layout.forward_context import training_context, use_context
 from .families import MAX_LEN, VOCAB, bound_model, make_model
 
 TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-EXPERTS = {**TINY, "num_key_value_heads": 1, "intermediate_size": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -53,6 +52,25 @@ def hybrid_with(name: str, module: nn.Module) -> nn.Module:
     return model
 
 
+def with_tensor(name: str, path: str, change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A model of which one parameter or buffer is another one."""
+    model = make_model(name)
+    parent, _, leaf = path.rpartition(".")
+    holder = model.get_submodule(parent)
+    with torch.no_grad():
+        value = change({**dict(holder.named_parameters()), **dict(holder.named_buffers())}[leaf])
+    setattr(holder, leaf, nn.Parameter(value) if leaf in dict(holder.named_parameters()) else value)
+    return model
+
+
+def with_attribute(name: str, path: str, **attributes: Any) -> nn.Module:
+    """A model of which one module has other attributes."""
+    model = make_model(name)
+    for key, value in attributes.items():
+        setattr(model.get_submodule(path), key, value)
+    return model
+
+
 CONVOLUTION_BIAS = {
     "NemotronH": "use_conv_bias",
     "Bamba": "mamba_conv_bias",
@@ -76,9 +94,15 @@ class Adapter(nn.Linear):
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "sinks": (of_family("GptOss", **EXPERTS, head_dim=8), "attention sinks"),
+    "sinks": (
+        lambda: with_attribute("Llama", "model.layers.1.self_attn", sinks=nn.Parameter(torch.zeros(4))),
+        r"attention sinks \(model\.layers\.1\.self_attn\.sinks\)",
+    ),
     "OPT": (of_family("OPT", **TINY), "OPT.*no known family; dropout"),
-    "experts": (of_family("Mixtral", **EXPERTS), "routed experts"),
+    "experts": (
+        of_family("Qwen2Moe", **TINY, num_key_value_heads=1, num_experts=2, num_experts_per_tok=1),
+        r"Qwen2Moe.*no known family; routed experts \(num_experts=2\)",
+    ),
     "Bloom": (of_family("Bloom", vocab_size=50, hidden_size=16, n_layer=1, n_head=2), "Bloom.*no known family"),
     "MPT": (of_family("Mpt", vocab_size=50, d_model=16, n_layers=1, n_heads=2), "Mpt.*no known family"),
     "dynamic rotary": (
@@ -98,17 +122,40 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a wrapped head": (llama_with(Adapter(200, VOCAB), "lm_head"), "lm_head.*Adapter"),
     "active dropout": (llama_with(nn.Dropout(0.1), "model.layers.0.resid_dropout"), "Dropout"),
-    "experts of Nemotron-H": (
-        lambda: make_model("NemotronH", layers_block_type=["mamba", "moe"], num_hidden_layers=2, n_routed_experts=2),
-        "routed experts",
-    ),
     "experts of Nemotron-H, none of them routed": (
-        lambda: make_model("NemotronH", layers_block_type=["mamba", "moe"], n_routed_experts=0),
-        rf"layers of type 'moe'.*given: {MAMBA}, moe; allowed: {MAMBA}, {ATTENTION}, mlp",
+        lambda: make_model("NemotronH, experts", n_routed_experts=0, n_group=1, topk_group=1),
+        r"NemotronH: model\.layers\.1\.mixer: 4 experts are chosen of 0",
     ),
-    "experts of Granite": (
-        lambda: make_model("GraniteMoeHybrid", num_local_experts=2, num_experts_per_tok=1),
-        "num_local_experts=2",
+    "more choices than experts": (lambda: make_model("Mixtral", num_experts_per_tok=4), "4 experts are chosen of 3"),
+    "groups that do not divide the experts": (lambda: make_model("Glm4Moe", n_group=4), "2 of 4 groups of 15 experts"),
+    "a router's random factors": (
+        lambda: make_model("Mixtral", router_jitter_noise=0.1),
+        r"router_jitter_noise=0\.1; exact: 0\.0",
+    ),
+    "clamped queries": (lambda: make_model("Olmoe", clip_qkv=8.0), r"clip_qkv=8\.0; exact: None"),
+    "a rounded correction": (
+        lambda: make_model("Glm4Moe").to(torch.bfloat16),
+        r"layers\.1\.mlp\.gate\.e_score_correction_bias is torch\.bfloat16; exact is torch\.float32.*from_pretrained",
+    ),
+    "experts of other processes": (
+        lambda: with_attribute("Qwen3Moe", "model.layers.2.mlp.experts", _is_expert_parallel=True),
+        r"Qwen3Moe: model\.layers\.2\.mlp\.experts is expert-parallel.*Load the model without",
+    ),
+    "a part of the experts": (
+        lambda: with_tensor("Qwen3Moe", "model.layers.2.mlp.experts.down_proj", lambda weight: weight[:5].clone()),
+        r"model\.layers\.2\.mlp chooses among 15 experts, and the module holds 5.*Load all experts",
+    ),
+    "a router of another class": (
+        lambda: with_attribute("Olmoe", "model.layers.0.mlp", gate=nn.Linear(200, 15, bias=False)),
+        r"Olmoe: model\.layers\.0\.mlp\.gate is a Linear, which is not bound exactly; known: \['OlmoeTopKRouter'\]",
+    ),
+    "experts of another class": (
+        lambda: with_attribute("Olmoe", "model.layers.0.mlp", experts=nn.Linear(2, 2)),
+        r"mlp\.experts is a Linear, which is not bound exactly",
+    ),
+    "something beside the experts": (
+        lambda: with_attribute("Olmoe", "model.layers.0.mlp", extra=Adapter(2, 2)),
+        r"model\.layers\.0\.mlp\.extra is a Adapter",
     ),
     "a mixer's activation": (lambda: hybrid_with("act", nn.Tanh()), r"mixer\.act is a Tanh"),
     "a mixer's norm": (lambda: hybrid_with("norm", nn.RMSNorm(240)), r"mixer\.norm is a RMSNorm"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from samebit.kernels import bind
 from samebit.kernels.binding.experts.routes import RoutePages
@@ -184,7 +183,7 @@ def test_a_delta_that_saves_nothing_is_found(monkeypatch: pytest.MonkeyPatch) ->
             weights._deltas(worker)
 
 
-@pytest.mark.parametrize("broken", ["no such folder", "no weights", "cut off", "experts"])
+@pytest.mark.parametrize("broken", ["no such folder", "no weights", "cut off", "jitter"])
 def test_what_can_not_be_checked_is_one_line(
     broken: str, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,16 +195,12 @@ def test_what_can_not_be_checked_is_one_line(
     elif broken == "cut off":
         weights.write_bytes(weights.read_bytes()[:1000])
     else:
-        config = MixtralConfig(
-            vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, num_local_experts=2,
-        )  # fmt: skip
-        MixtralForCausalLM(config).save_pretrained(folder)
+        make_model("Mixtral", router_jitter_noise=0.1).save_pretrained(folder)
     assert cli.main(["check", folder, "--json"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     (line,) = [line for line in printed.err.splitlines() if line.startswith("samebit check: ")]
-    assert {"experts": "routed experts", "no weights": "no weights"}.get(broken, "") in line
+    assert {"jitter": "router_jitter_noise=0.1", "no weights": "no weights"}.get(broken, "") in line
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`samebit check --device cuda`: not one bit differs, dense and hybrid, bfloat16 and float32."""
+"""`samebit check --device cuda`: not one bit differs, dense, hybrid and with routed experts, bfloat16 and float32."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "NemotronH", "FalconH1"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "NemotronH", "FalconH1", "Qwen3Moe", "GptOss"])
 def test_every_row_of_the_check_is_exact(
     name: str, dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

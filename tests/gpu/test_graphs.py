@@ -23,7 +23,7 @@ def generated(name: str, dtype: torch.dtype, **changes: int | bool) -> list[Requ
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "NemotronH", "FalconH1"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "NemotronH", "FalconH1", "Qwen3Moe", "GptOss"])
 def test_graphs_change_no_bit(name: str, dtype: torch.dtype) -> None:
     """Nor does launching decodes ahead, which is on where nothing else is said."""
     eager = generated(name, dtype, enforce_eager=True, async_scheduling=False)
@@ -35,7 +35,7 @@ def test_graphs_change_no_bit(name: str, dtype: torch.dtype) -> None:
             ]
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "NemotronH"])
+@pytest.mark.parametrize("name", ["Qwen3", "NemotronH", "Qwen3Moe"])
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_a_step_waits_for_the_device_once(name: str, async_scheduling: bool) -> None:
     config = RolloutConfig(device="cuda", max_num_seqs=8, max_model_len=256, async_scheduling=async_scheduling)

@@ -14,6 +14,7 @@ SHAPES = (
     Shape(8, 1, 64, softcap=5.0),
     Shape(6, 2, 100, window=100),
     Shape(8, 2, 256, window=200, softcap=20.0),
+    Shape(64, 8, 64, window=128, has_sinks=True),
 )
 GROUPS = (
     Group(64, (65,)),

@@ -51,7 +51,7 @@ class Decode:
                 scale=options.scale,
                 window=options.window,
                 softcap=options.softcap,
-            )  # fmt: skip
+            )
             for query, cached in zip(self.queries, self.cached, strict=True)
         ]
 

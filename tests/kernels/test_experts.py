@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from samebit.kernels.cpu.gemm import amx_tiles as tiles_amx
 from samebit.kernels.layout.options import ExpertOptions, ExpertWeights, RoutingOptions
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.experts.routed import routed_experts
@@ -83,20 +82,9 @@ SKEWED = {
 }
 
 
-@pytest.fixture(params=["this processor", "without tiles"])
-def _processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products with tile instructions, where there are some, and those that all processors have."""
-    if request.param == "without tiles":
-        if not tiles_amx.available():
-            pytest.skip("as this processor")
-        monkeypatch.setattr(tiles_amx, "available", lambda: False)
-
-
-@pytest.mark.usefixtures("_processor")
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_row_has_the_same_bits_among_any_rows(name: str, dtype: torch.dtype) -> None:
-    whole = layer(*LAYERS[name], dtype)
+def test_a_row_has_the_same_bits_among_any_rows(name: str, arithmetic: torch.dtype) -> None:
+    whole = layer(*LAYERS[name], arithmetic)
     expected = whole.run()
     for number in THREADS:
         with threads(number):
@@ -105,23 +93,19 @@ def test_a_row_has_the_same_bits_among_any_rows(name: str, dtype: torch.dtype) -
                 assert torch.equal(whole.run(rows), expected[rows]), (count, number)
 
 
-@pytest.mark.usefixtures("_processor")
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SKEWED)
-def test_a_row_has_the_same_bits_however_the_others_are_routed(name: str, dtype: torch.dtype) -> None:
-    skewed = chosen_by(layer(*LAYERS["gated"], dtype), SKEWED[name])
+def test_a_row_has_the_same_bits_however_the_others_are_routed(name: str, arithmetic: torch.dtype) -> None:
+    skewed = chosen_by(layer(*LAYERS["gated"], arithmetic), SKEWED[name])
     expected = torch.cat([skewed.run(slice(row, row + 1)) for row in range(ROWS)])
     for number in THREADS:
         with threads(number):
             assert torch.equal(skewed.run(), expected)
 
 
-@pytest.mark.usefixtures("_processor")
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["gated", "gelu"])
-def test_an_output_of_an_expert_has_the_bits_of_a_linear_layer(name: str, dtype: torch.dtype) -> None:
+def test_an_output_of_an_expert_has_the_bits_of_a_linear_layer(name: str, arithmetic: torch.dtype) -> None:
     """Weights of 1 and a sum of two outputs: no rounding but that of the sum."""
-    given = chosen_by(layer(name, 130, 70, 5, 1, dtype), [[0, 3], [1, 3], [3, 4]])
+    given = chosen_by(layer(name, 130, 70, 5, 1, arithmetic), [[0, 3], [1, 3], [3, 4]])
     given = replace(given, weights=torch.ones_like(given.weights))
     experts, transposed = given.experts, given.options.transposed
     up, down = (part.mT if transposed else part for part in (experts.up, experts.down))
@@ -130,7 +114,7 @@ def test_an_output_of_an_expert_has_the_bits_of_a_linear_layer(name: str, dtype:
         for expert in given.ids[row].tolist():
             products = linear(given.x[row], up[expert], experts.up_bias[expert]).chunk(2)
             outputs.append(linear(gated(given.options.activation, *products), down[expert], experts.down_bias[expert]))
-        assert torch.equal(given.run()[row], (outputs[0].float() + outputs[1].float()).to(dtype))
+        assert torch.equal(given.run()[row], (outputs[0].float() + outputs[1].float()).to(arithmetic))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from samebit.kernels.cpu.gemm import amx_tiles as tiles_amx
 from samebit.kernels.ops.linear import linear, linears
 
 from .helpers import DTYPES, THREADS, threads
@@ -43,17 +42,10 @@ def test_linear_is_near_the_float64_oracle(inputs: int, outputs: int) -> None:
     assert (linear(x, weight, bias) - oracle).abs().max() < 4e-7 * inputs**0.5 * 4
 
 
-@pytest.fixture
-def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor without tile instructions."""
-    monkeypatch.setattr(tiles_amx, "available", lambda: False)
-
-
-@pytest.mark.usefixtures("_without_tiles")
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [1, 5, 15, 16, 17, 31, 100, 129, 1000])
-def test_few_rows_have_the_bits_they_have_among_many(inputs: int, dtype: torch.dtype) -> None:
+def test_few_rows_have_the_bits_they_have_among_many(inputs: int, arithmetic: torch.dtype) -> None:
     torch.manual_seed(inputs)
+    dtype = arithmetic
     x = torch.randn(130, 2 * inputs).to(dtype)[:, 1 : 1 + inputs]
     for outputs in (1, 5, 15, 16, 17, 31, 100, 129, 1000):
         weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
@@ -69,13 +61,23 @@ _AT_THE_END_OF_MEMORY = """
 import ctypes, mmap
 import samebit.kernels
 import torch
-from samebit.kernels.cpu.gemm import amx_tiles as tiles_amx
+from samebit.kernels.cpu.gemm import amx_tiles, dots_vectors
+from samebit.kernels.layout.options import ExpertOptions, ExpertWeights
+from samebit.kernels.ops.experts.routed import routed_experts
 from samebit.kernels.ops.linear import linear
-tiles_amx.available = lambda: False
+amx_tiles.available = lambda: False
+pairs = dots_vectors.available()
 pages = mmap.mmap(-1, 17 * mmap.PAGESIZE)
 last = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + 16 * mmap.PAGESIZE
 assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(last), mmap.PAGESIZE, 0) == 0, 'neither read nor written'
-for dtype in (torch.float32, torch.bfloat16):
+
+def experts(x, down, transposed):  # one of them, whose second product has the weight
+    up = torch.ones(1, *down.shape[:0:-1], dtype=x.dtype)
+    ids, one = torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1)
+    return routed_experts(x, ids, one, ExpertWeights(up, down), ExpertOptions("relu2", "plain", transposed))
+
+for dtype, used in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, pairs)):
+    dots_vectors.available = lambda: used
     for outputs, inputs in ((1, 1), (3, 7), (15, 8), (16, 17), (17, 31), (33, 129)):
         begin = 16 * mmap.PAGESIZE - outputs * inputs * dtype.itemsize
         weight = torch.frombuffer(pages, dtype=dtype, count=outputs * inputs, offset=begin).view(outputs, inputs)
@@ -83,6 +85,9 @@ for dtype in (torch.float32, torch.bfloat16):
         for rows in (1, 2, 3, 8, 9, 65):
             x = torch.randn(rows, inputs).to(dtype)
             assert torch.equal(linear(x, weight), linear(x, weight.clone()))
+            for transposed in (False, True):
+                y = torch.randn(rows, inputs if transposed else outputs).to(dtype)
+                assert torch.equal(experts(y, weight[None], transposed), experts(y, weight.clone()[None], transposed))
 print("read no further")
 """
 
@@ -107,9 +112,9 @@ def test_nan_and_infinity_stay_in_their_row(dtype: torch.dtype) -> None:
     assert torch.equal(found[:3], clean[:3])
 
 
-@pytest.mark.usefixtures("_without_tiles")
+@pytest.mark.usefixtures("_plain_processor")
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_bfloat16_without_tiles_is_float32_rounded_once(inputs: int, outputs: int) -> None:
+def test_bfloat16_without_instructions_for_it_is_float32_rounded_once(inputs: int, outputs: int) -> None:
     torch.manual_seed(inputs)
     x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((70, inputs), (outputs, inputs), (outputs,)))
     x[3, 0], x[4, 0], x[5, 0] = torch.nan, torch.inf, -torch.inf
@@ -187,7 +192,7 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.usefixtures("_without_tiles")
+@pytest.mark.usefixtures("_plain_processor")
 def test_the_bits_do_not_depend_on_the_vectors_of_the_processor(tmp_path: Path) -> None:
     digests = []
     for dtype in DTYPES:

@@ -9,7 +9,7 @@ Invariants:
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -56,14 +56,14 @@ class BlockFacts:
             they are in a module ``experts``.
         latent: experts compute on a narrower row, between ``fc1_latent_proj`` and ``fc2_latent_proj``.
         shared: what ``shared_experts`` computes is added.
-        result: the sum alone, or with the weights of the chosen.
+        returns_weights: the result is a pair, with the weights of the chosen.
     """
 
     router: str
     linears: ExpertOptions | None
     latent: bool
     shared: bool
-    result: Literal["sum", "sum and weights"]
+    returns_weights: bool
 
 
 def router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -106,4 +106,4 @@ def block_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor | tupl
     out = out.view(hidden_states.shape)
     if facts.shared:
         out = out + self.shared_experts(hidden_states)
-    return out if facts.result == "sum" else (out, weights)
+    return (out, weights) if facts.returns_weights else out

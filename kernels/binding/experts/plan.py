@@ -28,7 +28,7 @@ Bound = tuple[Callable[..., Any], Any]
 class ExpertPlan:
     """Decides the forwards of blocks of experts and of the modules in them, in the order of the traversal."""
 
-    def __init__(self, prefix: str, family: ExpertFamily | None, config: Any, activation: str) -> None:
+    def __init__(self, prefix: str, family: ExpertFamily, config: Any, activation: str) -> None:
         self.prefix = prefix
         self.family = family
         self.config = config
@@ -38,7 +38,7 @@ class ExpertPlan:
 
     def is_block(self, module: nn.Module) -> bool:
         """Whether this module is a block of experts of the family."""
-        return self.family is not None and type(module).__name__ == self.prefix + self.family.block
+        return type(module).__name__ == self.prefix + self.family.block
 
     def computes(self, name: str) -> bool:
         """Whether the module of this name is a part of a block that was planned."""
@@ -54,25 +54,23 @@ class ExpertPlan:
         Raises:
             BindingError: a part of another class, sizes that do not fit, or experts that are spread over processes.
         """
-        family = self._family()
         children = dict(module.named_children())
-        options = self._expert_options(name, children)
-        router = children[family.router]
-        self._check_class(f"{name}.{family.router}", router, family.routers)
-        nested = "layer" in dict(router.named_children())
-        routing = self._routing_options(name)
-        facts = RouterFacts(routing, len(self.layers), family.scores == "sigmoid", family.biased, nested)
-        self.inside[f"{name}.{family.router}"] = router_forward, facts
-        if nested:
-            self.inside[f"{name}.{family.router}.layer"] = None
-        self.layers.append(next((int(part) for part in name.split(".") if part.isdigit()), 0))
+        routing, options = self._routing_options(name), self._expert_options(name, children)
+        routed = self._plan_router(f"{name}.{self.family.router}", children[self.family.router], routing)
         held = self._plan_experts(name, children, options)
-        weight = router.get_parameter("layer.weight" if nested else "weight")
-        self._check_number(name, routing, len(weight), held)
-        linears = None if "experts" in children else options
-        result = "sum and weights" if family.returns_weights else "sum"
-        latent, shared = "fc1_latent_proj" in children, "shared_experts" in children
-        return block_forward, BlockFacts(family.router, linears, latent, shared, result)
+        if routed != held:
+            raise BindingError(
+                f"{self.prefix}: the router of {name} chooses among {routed} experts, and the module holds {held}: it "
+                "may be a part of them (expert parallelism), which is not bound exactly. Load all experts"
+            )
+        self._check(name, check_options, routing, routed)
+        return block_forward, BlockFacts(
+            router=self.family.router,
+            linears=None if "experts" in children else options,
+            latent="fc1_latent_proj" in children,
+            shared="shared_experts" in children,
+            returns_weights=self.family.returns_weights,
+        )
 
     def route_layout(self) -> RouteLayout | None:
         """Return the layout of notes of what the routers choose; None without routers."""
@@ -80,10 +78,17 @@ class ExpertPlan:
             return None
         return RouteLayout(tuple(self.layers), self.config.num_hidden_layers, self.config.num_experts_per_tok)
 
-    def _family(self) -> ExpertFamily:
-        if self.family is None:
-            raise BindingError(f"{self.prefix} has no experts")
-        return self.family
+    def _plan_router(self, name: str, router: nn.Module, options: RoutingOptions) -> int:
+        """Plan a router; return among how many experts it chooses."""
+        self._check_class(name, router, self.family.routers)
+        nested = "layer" in dict(router.named_children())
+        corrected = self.family.scores == "sigmoid"
+        facts = RouterFacts(options, len(self.layers), corrected, self.family.biased, nested)
+        self.inside[name] = router_forward, facts
+        if nested:
+            self.inside[f"{name}.layer"] = None
+        self.layers.append(next((int(part) for part in name.split(".") if part.isdigit()), 0))
+        return len(router.get_parameter("layer.weight" if nested else "weight"))
 
     def _plan_experts(self, name: str, children: dict[str, nn.Module], options: ExpertOptions) -> int:
         """Plan the modules that hold the experts' weights; return how many experts they hold."""
@@ -92,29 +97,18 @@ class ExpertPlan:
                 self._check_class(f"{name}.{part}", children[part], ("ParallelExperts",))
                 self.inside[f"{name}.{part}"] = None
             return len(children["input_linear"].get_parameter("weight"))
-        experts, family = children["experts"], self._family()
-        self._check_class(f"{name}.experts", experts, family.experts)
+        experts = children["experts"]
+        self._check_class(f"{name}.experts", experts, self.family.experts)
         if vars(experts).get("_is_expert_parallel"):
             raise BindingError(
                 f"{self.prefix}: {name}.experts is expert-parallel: it holds a part of the experts and sends rows to "
                 "other processes, which is not bound exactly. Load the model without expert parallelism"
             )
-        self.inside[f"{name}.experts"] = experts_forward, ExpertFacts(options, family.biased)
+        self.inside[f"{name}.experts"] = experts_forward, ExpertFacts(options, self.family.biased)
         return len(experts.get_parameter("down_proj"))
 
-    def _check_number(self, name: str, routing: RoutingOptions, routed: int, held: int) -> None:
-        if routed != held:
-            raise BindingError(
-                f"{self.prefix}: the router of {name} chooses among {routed} experts, and the module holds {held}: it "
-                "may be a part of them (expert parallelism), which is not bound exactly. Load all experts"
-            )
-        try:
-            check_options(routing, routed)
-        except ValueError as error:
-            raise BindingError(f"{self.prefix}: {name}: {error}") from None
-
     def _routing_options(self, name: str) -> RoutingOptions:
-        family, config = self._family(), self.config.to_dict()
+        family, config = self.family, self.config.to_dict()
         groups = family.group_score != "none" and self._has_groups(name, config)
         return RoutingOptions(
             scores=family.scores,
@@ -127,7 +121,7 @@ class ExpertPlan:
         )
 
     def _has_groups(self, name: str, config: dict[str, Any]) -> bool:
-        key = self._family().method
+        key = self.family.method
         if not key:
             return True
         if config[key] not in ("greedy", "group_limited_greedy"):
@@ -137,15 +131,19 @@ class ExpertPlan:
         return bool(config[key] == "group_limited_greedy")
 
     def _expert_options(self, name: str, children: dict[str, nn.Module]) -> ExpertOptions:
-        family, limit, alpha = self._family(), None, None
+        family, limit, alpha = self.family, None, None
         if family.form == "interleaved":
             limit, alpha = (float(vars(children["experts"])[key]) for key in ("limit", "alpha"))
         options = ExpertOptions(self.activation, family.form, family.transposed, limit, alpha)
+        self._check(name, check_expert_options, options)
+        return options
+
+    def _check(self, name: str, check: Callable[..., None], *arguments: Any) -> None:
+        """Let an operation check the options of a block, and say which one it was."""
         try:
-            check_expert_options(options)
+            check(*arguments)
         except ValueError as error:
             raise BindingError(f"{self.prefix}: {name}: {error}") from None
-        return options
 
     def _check_class(self, name: str, module: nn.Module, allowed: tuple[str, ...]) -> None:
         kind = type(module).__name__

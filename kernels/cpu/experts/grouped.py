@@ -9,7 +9,7 @@ import torch
 from numba import get_num_threads
 
 from samebit.kernels.cpu.base.memory import kind_of
-from samebit.kernels.cpu.gemm import amx_tiles, grouped
+from samebit.kernels.cpu.gemm import amx_tiles, dots_vectors, grouped
 from samebit.kernels.cpu.linear import PRODUCTS_AN_ELEMENT
 from samebit.kernels.layout.options import Layer
 
@@ -42,8 +42,11 @@ def multiply_grouped(
         out=out.data_ptr(),
         transposed=transposed,
     )
-    by_tiles = x.dtype == torch.bfloat16 and amx_tiles.available()
-    multiply = grouped.multiply_by_tiles if by_tiles else grouped.multiply
+    multiply = grouped.multiply
+    if x.dtype == torch.bfloat16 and dots_vectors.available():
+        multiply = grouped.multiply_by_pairs
+    if x.dtype == torch.bfloat16 and amx_tiles.available():
+        multiply = grouped.multiply_by_tiles
     multiply(pairs * inputs * outputs // PRODUCTS_AN_ELEMENT, product, kind_of(x.dtype), get_num_threads())
     return out
 

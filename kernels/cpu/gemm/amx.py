@@ -22,10 +22,10 @@ from samebit.kernels.cpu.gemm.amx_tiles import (
     add_tile_products,
     configure_tiles,
     release_tiles,
-    transpose_pairs,
 )
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
 from samebit.kernels.cpu.gemm.many_rows import PANEL_ROWS, Panel, write_rows
+from samebit.kernels.cpu.gemm.pairs import pair_rows
 from samebit.kernels.layout.grids import LANES
 
 _SHARE = 16 * TILE_OUTPUTS
@@ -63,26 +63,6 @@ def _multiply_item(
         share = share_of(layers, place, part, parts, TILE_OUTPUTS, rows, inputs, kind)
         multiply_panel(panel, inputs, share)
     release_tiles()
-
-
-@njit(nogil=True, error_model="numpy")
-def pair_rows(x: Any, stride: int, inputs: int, rows_of_panel: Any) -> None:
-    """Write each row's inputs in pairs; rows beyond the last and inputs beyond the last are 0."""
-    panel, width, first, rows = rows_of_panel
-    at = first * stride
-    whole = inputs // TILE_INPUTS * TILE_INPUTS
-    halves = panel.view(np.uint16)
-    for row in range(0, width, LANES):
-        filled = row + LANES <= rows
-        if filled:
-            for k in range(0, whole, TILE_INPUTS):
-                transpose_pairs(x, at + row * stride + k, stride, panel, k // 2 * width + row, width)
-        for pair in range(whole // 2 if filled else 0, len(panel) // width):
-            for lane in range(row, row + LANES):
-                for k in range(2 * pair, 2 * pair + 2):
-                    there = lane < rows and k < inputs
-                    value = x[at + lane * stride + k] if there else np.uint16(0)
-                    halves[2 * (pair * width + lane) + k - 2 * pair] = value
 
 
 @njit(nogil=True, error_model="numpy")

@@ -19,8 +19,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from samebit.kernels.cpu.base.vectors import VECTOR, pointer_to, row_of, transposed
-from samebit.kernels.layout.grids import LANES
+from samebit.kernels.cpu.base.vectors import pointer_to
 
 TILE_INPUTS = 32
 """Inputs of one instruction."""
@@ -131,25 +130,3 @@ def _products(vectors: int) -> str:
     lines += ["addq $$64, %rax", "addq $6, %rcx", "decq %rdx", "jnz 1b"]
     lines += [f"tilestored %tmm{v}, {place}($0,$3,1)" for v, place in enumerate(places)]
     return "\n".join(lines)
-
-
-@intrinsic
-def transpose_pairs(
-    typingctx: Any, source: Any, source_at: Any, source_stride: Any, target: Any, target_at: Any, target_stride: Any
-) -> Any:
-    """Write ``target[p, i] = source[i, 2 p : 2 p + 2]`` of sixteen rows and pairs, as bits in float32."""
-    i64 = types.int64
-    signature = types.void(source, i64, i64, target, i64, i64)
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        from_array, first, step, to_array, target_first, target_step = args
-
-        def bits_of(array_type: Any, array: Any, base: Any, stride: Any, row: int) -> Any:
-            return builder.bitcast(row_of(context, builder, array_type, array, base, stride, row), VECTOR.as_pointer())
-
-        rows = [builder.load(bits_of(source, from_array, first, step, i), align=2) for i in range(LANES)]
-        for i, row in enumerate(transposed(builder, rows)):
-            builder.store(row, bits_of(target, to_array, target_first, target_step, i), align=4)
-        return context.get_dummy_value()
-
-    return signature, generate

@@ -15,7 +15,8 @@ from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.gemm.few_rows_vectors import ROWS, multiply_few
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
 from samebit.kernels.cpu.gemm.many_rows import SUM_BLOCK
-from samebit.kernels.layout.grids import LANES
+from samebit.kernels.cpu.gemm.many_rows_vectors import fetch
+from samebit.kernels.layout.grids import CACHE_LINE, LANES
 
 MOST_ROWS = ROWS[-1]
 """Rows up to which this kernel is the faster one."""
@@ -49,15 +50,15 @@ def _multiply_part(
 
 
 @njit(inline="always")
-def _tile_rows(rows: int) -> int:
+def tile_rows(rows: int) -> int:
     """Return the rows of the smallest tile that these fit in."""
-    return 1 << int(rows > 1) + int(rows > 2) + int(rows > 4)
+    return 1 << int(rows > 1) + int(rows > 2) + int(rows > 4) + int(rows > 8)
 
 
 @njit(nogil=True, error_model="numpy")
 def copy_rows(x: Any, x_stride: int, rows: int, inputs: int, panel: Any) -> None:
     """Write ``panel[row, k] = x[row, k]`` in float32; the last row also stands for those that a tile has beyond."""
-    for row in range(_tile_rows(rows)):
+    for row in range(tile_rows(rows)):
         at = min(row, rows - 1) * x_stride
         for k in range(inputs):
             panel[row * inputs + k] = widen(x[at + k])
@@ -66,19 +67,33 @@ def copy_rows(x: Any, x_stride: int, rows: int, inputs: int, panel: Any) -> None
 @njit(nogil=True, error_model="numpy")
 def multiply_share(panel: Any, rows: int, inputs: int, share: Any) -> None:
     """Compute a share of the outputs for the rows of a panel."""
-    weight, bias, out, out_stride, first, last = share
-    many = _tile_rows(rows)
+    weight, first, last = share.weight, share.first, share.last
+    many = tile_rows(rows)
     sums = scratch(many * LANES)
     for begin in range(first, last, LANES):
         count = min(LANES, last - begin)
         sums[:] = _ZERO
         for k in range(0, inputs, SUM_BLOCK):
-            multiply_few(
-                many, panel, k, inputs, count, weight, begin * inputs + k, inputs, min(SUM_BLOCK, inputs - k), sums
-            )
-        for row in range(rows):
-            for lane in range(count):
-                total = sums[row * LANES + lane]
-                if len(bias) > 0:
-                    total += widen(bias[begin + lane])
-                out[row * out_stride + begin + lane] = narrow(total, out[0])
+            depth = min(SUM_BLOCK, inputs - k)
+            fetch_next(weight, begin, last, inputs, k, depth)
+            multiply_few(many, panel, k, inputs, count, weight, begin * inputs + k, inputs, depth, sums)
+        write_few(sums, rows, begin, count, share)
+
+
+@njit(inline="always")
+def fetch_next(weight: Any, begin: int, last: int, inputs: int, k: int, depth: int) -> None:
+    """Ask for ``depth`` inputs from ``k`` on of the weights that come after those of sixteen outputs."""
+    for coming in range(begin + LANES, min(begin + 2 * LANES, last)):
+        for i in range(k, k + depth, CACHE_LINE // weight.itemsize):
+            fetch(weight, coming * inputs + i)
+
+
+@njit(inline="always")
+def write_few(sums: Any, rows: int, begin: int, count: int, share: Any) -> None:
+    """Write ``out[row, begin + lane] = sums[row, lane] + bias[begin + lane]``, rounded once; an empty bias is none."""
+    for row in range(rows):
+        for lane in range(count):
+            total = sums[row * LANES + lane]
+            if len(share.bias) > 0:
+                total += widen(share.bias[begin + lane])
+            share.out[row * share.outputs + begin + lane] = narrow(total, share.out[0])

@@ -16,11 +16,12 @@ from numba import njit, prange
 
 from samebit.kernels.cpu.base.jit import RowKernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, integers, longs, scratch
-from samebit.kernels.cpu.gemm import amx, few_rows, many_rows
+from samebit.kernels.cpu.gemm import amx, dots, few_rows, many_rows
 from samebit.kernels.cpu.gemm.amx_tiles import TILE_INPUTS, configure_tiles, release_tiles
 from samebit.kernels.cpu.gemm.layers import Share
 from samebit.kernels.cpu.gemm.many_rows import PANEL_ROWS, Panel
 from samebit.kernels.cpu.gemm.many_rows_vectors import transpose_tile
+from samebit.kernels.cpu.gemm.pairs import pair_rows
 from samebit.kernels.layout.grids import LANES
 
 _TILE = 48
@@ -80,8 +81,17 @@ def _multiply_rows_by_tiles(x: Any, rows: int, inputs: int, share: Any) -> None:
     width = (rows + LANES - 1) // LANES * LANES
     steps = (inputs + TILE_INPUTS - 1) // TILE_INPUTS
     panel = Panel(scratch(steps * (TILE_INPUTS // 2) * width), width, 0, rows)
-    amx.pair_rows(x, inputs, inputs, panel)
+    pair_rows(x, inputs, inputs, panel)
     amx.multiply_panel(panel, inputs, share)
+
+
+@njit(nogil=True, error_model="numpy")
+def _multiply_rows_by_pairs(x: Any, rows: int, inputs: int, share: Any) -> None:
+    """Multiply up to `PANEL_ROWS` rows as a linear layer does in pairs of inputs."""
+    if rows <= dots.MOST_ROWS:
+        dots.multiply_share(dots.copy_rows(x, inputs, rows, inputs), rows, inputs, share)
+    else:
+        dots.multiply_panel(x, inputs, inputs, dots.new_panel(inputs, 0, rows), False, share)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -151,6 +161,7 @@ def _with_rows(multiply_rows: Callable[..., None]) -> Callable[..., None]:
 
 
 _multiply_share = _with_rows(_multiply_rows)
+_multiply_share_by_pairs = _with_rows(_multiply_rows_by_pairs)
 _multiply_share_by_tiles = _with_rows(_multiply_rows_by_tiles)
 
 
@@ -159,6 +170,13 @@ def _multiply(product: Product, kind: Any, threads: int) -> None:
     parts = _parts(product.outputs, threads)
     for item in prange(threads):
         _multiply_share(product, np.int64(item), parts, threads // parts, kind)
+
+
+def _multiply_by_pairs(product: Product, kind: Any, threads: int) -> None:
+    """Do so in bfloat16 in pairs of inputs."""
+    parts = _parts(product.outputs, threads)
+    for item in prange(threads):
+        _multiply_share_by_pairs(product, np.int64(item), parts, threads // parts, kind)
 
 
 def _multiply_by_tiles(product: Product, kind: Any, threads: int) -> None:
@@ -171,4 +189,5 @@ def _multiply_by_tiles(product: Product, kind: Any, threads: int) -> None:
 
 
 multiply = RowKernel(_multiply)
+multiply_by_pairs = RowKernel(_multiply_by_pairs)
 multiply_by_tiles = RowKernel(_multiply_by_tiles)

@@ -12,6 +12,7 @@ outputs of each layer. Weights are read where they lie, each once a panel. Panel
 Geijn 2008. T rows, K inputs, N outputs.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,56 +50,6 @@ class Panel(NamedTuple):
     width: int
     row: int
     rows: int
-
-
-def _multiply(x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any, threads: int) -> None:
-    """Multiply one to three layers with the same ``x``: its rows are a stride apart, those of the results contiguous.
-
-    ``kind``: the type of all elements (`memory.kind_of`).
-    """
-    panels = (rows + PANEL_ROWS - 1) // PANEL_ROWS
-    parts = shares(panels, most_outputs(layers), _TILE, threads)
-    for item in prange(panels * parts):  # a thread's items: all panels of its share of the outputs
-        number = np.int64(item)
-        row, part = number % panels * PANEL_ROWS, number // panels
-        _multiply_item(row, part, parts, x_address, x_stride, rows, inputs, layers, kind)
-
-
-multiply = RowKernel(_multiply)
-
-
-@njit(nogil=True, error_model="numpy")
-def _multiply_item(
-    row: int, part: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any
-) -> None:
-    """Compute one of ``parts`` shares of each layer's outputs, for the panel of rows from ``row`` on."""
-    x = elements(x_address, rows * x_stride, kind)
-    count = min(PANEL_ROWS, rows - row)
-    width = (count + LANES - 1) // LANES * LANES
-    panel = Panel(scratch(min(inputs, DEPTH) * width), width, row, count)
-    filled = False
-    for place in range(MOST_LAYERS):
-        share = share_of(layers, place, part, parts, _TILE, rows, inputs, kind)
-        multiply_panel(x, x_stride, inputs, panel, filled, share)
-        filled = filled or share.first < share.last
-
-
-@njit(nogil=True, error_model="numpy")
-def multiply_panel(x: Any, x_stride: int, inputs: int, panel: Any, filled: bool, share: Any) -> None:
-    """Compute a share of the outputs for the rows of a panel, which holds their inputs already if ``filled``."""
-    values, width, row, rows = panel
-    weight, first, last = share.weight, share.first, share.last
-    sums = scratch(min(last - first, _SHARE) * width)
-    for begin in range(first, last, _SHARE):
-        end = min(begin + _SHARE, last)
-        sums[: (end - begin) * width] = _ZERO
-        for depth in range(0, inputs, DEPTH):
-            count = min(DEPTH, inputs - depth)
-            if inputs > DEPTH or not filled:
-                _transpose_rows(x, row * x_stride + depth, x_stride, rows, count, values, width)
-            _add_products(values, width, weight, inputs, depth, count, begin, end, last, sums)
-        filled = True
-        write_rows(sums, panel, share, begin, end)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -158,3 +109,62 @@ def write_rows(sums: Any, panel: Any, share: Any, begin: int, end: int) -> None:
     for row in range(rows):
         for output in range(whole if row < whole_rows else 0, end - begin):
             out[at + row * stride + begin + output] = narrow(sums[output * width + row], out[0])
+
+
+def with_panels(fill: Callable[..., None], add_products: Callable[..., None]) -> Callable[..., None]:
+    """Make the product of a panel: ``fill`` writes inputs of its rows, ``add_products`` adds those of some outputs."""
+
+    @njit(nogil=True, error_model="numpy")
+    def multiply_panel(x: Any, x_stride: int, inputs: int, panel: Any, filled: bool, share: Any) -> None:
+        """Compute a share of the outputs for the rows of a panel, which holds their inputs already if ``filled``."""
+        values, width, row, rows = panel
+        weight, first, last = share.weight, share.first, share.last
+        sums = scratch(min(last - first, _SHARE) * width)
+        for begin in range(first, last, _SHARE):
+            end = min(begin + _SHARE, last)
+            sums[: (end - begin) * width] = _ZERO
+            for depth in range(0, inputs, DEPTH):
+                count = min(DEPTH, inputs - depth)
+                if inputs > DEPTH or not filled:
+                    fill(x, row * x_stride + depth, x_stride, rows, count, values, width)
+                add_products(values, width, weight, inputs, depth, count, begin, end, last, sums)
+            filled = True
+            write_rows(sums, panel, share, begin, end)
+
+    computed: Callable[..., None] = multiply_panel
+    return computed
+
+
+multiply_panel = with_panels(_transpose_rows, _add_products)
+
+
+@njit(nogil=True, error_model="numpy")
+def _multiply_item(
+    row: int, part: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any
+) -> None:
+    """Compute one of ``parts`` shares of each layer's outputs, for the panel of rows from ``row`` on."""
+    x = elements(x_address, rows * x_stride, kind)
+    count = min(PANEL_ROWS, rows - row)
+    width = (count + LANES - 1) // LANES * LANES
+    panel = Panel(scratch(min(inputs, DEPTH) * width), width, row, count)
+    filled = False
+    for place in range(MOST_LAYERS):
+        share = share_of(layers, place, part, parts, _TILE, rows, inputs, kind)
+        multiply_panel(x, x_stride, inputs, panel, filled, share)
+        filled = filled or share.first < share.last
+
+
+def _multiply(x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any, threads: int) -> None:
+    """Multiply one to three layers with the same ``x``: its rows are a stride apart, those of the results contiguous.
+
+    ``kind``: the type of all elements (`memory.kind_of`).
+    """
+    panels = (rows + PANEL_ROWS - 1) // PANEL_ROWS
+    parts = shares(panels, most_outputs(layers), _TILE, threads)
+    for item in prange(panels * parts):  # a thread's items: all panels of its share of the outputs
+        number = np.int64(item)
+        row, part = number % panels * PANEL_ROWS, number // panels
+        _multiply_item(row, part, parts, x_address, x_stride, rows, inputs, layers, kind)
+
+
+multiply = RowKernel(_multiply)

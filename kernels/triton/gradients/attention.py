@@ -20,12 +20,15 @@ from samebit.kernels.layout.options import AttentionOptions, Saved
 from samebit.kernels.triton.numeric import aligned, dot, tanh
 from samebit.kernels.triton.tiles.table import attention_tiles, power_of_two
 
+_SINK_ROWS = 1024
+"""Rows whose share of a sink's gradient is added at once."""
+
 
 def attention_backward(
     saved: Saved, grad: torch.Tensor, context: ForwardContext, options: AttentionOptions
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Implement `Operations.attention_backward`."""
-    q, pages, out, lse = saved
+    q, pages, out, lse, *sinks = saved
     grad = aligned(grad)
     tokens, heads, head_dim = q.shape
     kv_heads, group = pages.shape[1], heads // pages.shape[1]
@@ -51,7 +54,19 @@ def attention_backward(
             q, pages, lse, grad, inward, grad_k, grad_v, keys, *where, *layer, num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
-    return grad_q, grad_k, grad_v
+    return grad_q, grad_k, grad_v, _gradient_of_sinks(sinks[0], lse, inward, layout.queries) if sinks else None
+
+
+def _gradient_of_sinks(
+    sinks: torch.Tensor, lse: torch.Tensor, inward: torch.Tensor, queries: torch.Tensor
+) -> torch.Tensor:
+    """Return what all rows together gain from a lower share of the sink, ``[H]``: a head's is one program's.
+
+    ``inward``: ``[T, H]``, the product of each row's output and the gradient of it.
+    """
+    out = torch.empty_like(sinks)
+    _of_sinks[(len(sinks),)](aligned(sinks), lse, inward, queries, out, len(queries), len(sinks), _SINK_ROWS)
+    return out
 
 
 @triton.jit
@@ -168,3 +183,20 @@ def _of_keys(
     inside = there[:, None] & (d[None, :] < HEAD_DIM)
     tl.store(grad_k + at, of_keys.to(grad_k.dtype.element_ty), mask=inside)
     tl.store(grad_v + at, of_values.to(grad_v.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _of_sinks(
+    sinks: tensor, lse: tensor, inwards: tensor, queries: tensor, out: tensor, count: tensor, HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    head = tl.program_id(0)
+    sink = tl.load(sinks + head)
+    acc = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, count, ROWS):
+        query = first + tl.arange(0, ROWS)
+        real = query < count
+        place = tl.load(queries + 2 * query, mask=real, other=0).to(tl.int64) * HEADS + head
+        level = tl.load(lse + place, mask=real, other=float("inf"))
+        acc -= tl.exp(sink - level) * tl.load(inwards + place, mask=real, other=0.0)
+    tl.store(out + head, tl.sum(acc, axis=0))

@@ -18,7 +18,7 @@ import torch
 
 from samebit.kernels.triton.matmul import GROUP, multiply_first
 from samebit.kernels.triton.numeric import aligned
-from samebit.kernels.triton.tiles.file import MatmulEntry
+from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile
 from samebit.kernels.triton.tiles.table import matmul_tiles
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,10 @@ _EXPONENT = 4
 """Operands are scaled by powers of two from the inverse of this one's to it: float16 holds every sum."""
 
 
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, MatmulTile, int], torch.Tensor]
+"""Computes the first of a layer's outputs as `multiply_first` does, with the kernel that the layer runs."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """Holds what decides which kernels the forward product of a layer compiles to, beside the tile."""
@@ -45,6 +49,7 @@ class Layer:
     outputs: int
     dtype: torch.dtype
     biased: bool
+    multiply: Multiply = multiply_first
 
 
 Prover = Callable[[Layer, MatmulEntry], bool]
@@ -52,14 +57,21 @@ Prover = Callable[[Layer, MatmulEntry], bool]
 
 
 @cache
-def tiles_of(device: torch.device, inputs: int, outputs: int, dtype: torch.dtype, biased: bool) -> MatmulEntry:
+def tiles_of(
+    device: torch.device,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    biased: bool,
+    multiply: Multiply = multiply_first,
+) -> MatmulEntry:
     """Return the tiles of a layer. The first call compares them.
 
     Raises:
         TypeError: a dtype that is not computed exactly.
         RuntimeError: the first call is one of those that a CUDA graph records.
     """
-    layer = Layer(device, inputs, outputs, dtype, biased)
+    layer = Layer(device, inputs, outputs, dtype, biased, multiply)
     return settled(layer, matmul_tiles(device, inputs, outputs, dtype), proved_equal)
 
 
@@ -91,11 +103,11 @@ def proved_equal(layer: Layer, entry: MatmulEntry) -> bool:
         )
     rows = min(_ROWS, GROUP * entry.tile.rows)
     x, weight, bias = _operands(layer, rows)
-    whole = multiply_first(x, weight.t(), bias, entry.tile, layer.outputs)
+    whole = layer.multiply(x, weight.t(), bias, entry.tile, layer.outputs)
     most = min(entry.up_to_rows, GROUP * entry.narrow.rows, rows)
     for count in sorted({most, *(count for count in _COUNTS if count < most)}):
         first = (rows - count) // 2
-        few = multiply_first(aligned(x[first : first + count]), weight.t(), bias, entry.narrow, layer.outputs)
+        few = layer.multiply(aligned(x[first : first + count]), weight.t(), bias, entry.narrow, layer.outputs)
         if not torch.equal(few, whole[first : first + count]):
             return False
     return True

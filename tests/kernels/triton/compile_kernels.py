@@ -2,7 +2,8 @@
 
 The operations run on CPU tensors; each launch compiles its kernel down to machine code and stops there. Prints one
 object: of each kernel its name, the shared memory that it asks for, and the stack of a thread, in bytes: what found no
-place in registers.
+place in registers; loads of two bytes, which are those of elements that were not seen to lie side by side, and
+asynchronous copies, of sixteen bytes each.
 
 Under `make soak` every kernel in every shape, dtype and tile configuration; otherwise each kernel in a few.
 """
@@ -29,7 +30,14 @@ from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
 from samebit.kernels.layout.kv_pages import KVLayout
 from samebit.kernels.layout.mamba_states import SSMShape, StateLayout
-from samebit.kernels.layout.options import AttentionOptions, GatedNormOptions, SSMOptions
+from samebit.kernels.layout.options import (
+    AttentionOptions,
+    ExpertOptions,
+    ExpertWeights,
+    GatedNormOptions,
+    RoutingOptions,
+    SSMOptions,
+)
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.attention import attention
 from samebit.kernels.ops.conv import causal_conv
@@ -40,7 +48,10 @@ from samebit.kernels.ops.rope import RotaryTables, rotate
 from samebit.kernels.ops.sampling import keep_likely
 from samebit.kernels.ops.ssd import scan
 from samebit.kernels.triton import sampling
+from samebit.kernels.triton.experts.operation import experts_backward, experts_forward
+from samebit.kernels.triton.experts.routing import route_backward, route_forward
 from samebit.kernels.triton.matmul import multiply
+from samebit.kernels.triton.tiles import proved_equal as tile_proofs
 from samebit.kernels.triton.tiles import table as tiles
 from samebit.kernels.triton.tiles.file import MatmulEntry
 
@@ -71,6 +82,8 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **optio
             "name": self.fn.__name__,
             "shared": kernel.metadata.shared,
             "stack": stack_of(kernel.asm["cubin"]),
+            "narrow loads": len(re.findall(r"ld\.global\S*\.b16", kernel.asm["ptx"])),
+            "wide copies": len(re.findall(r"cp\.async\.cg\.", kernel.asm["ptx"])),
         }
 
 
@@ -106,13 +119,17 @@ def rowwise() -> None:
 
 def attentions() -> None:
     context = training_context((1, 70), None, None)
-    for heads, kv_heads, size, window, softcap in ((16, 8, 128, 0, 0.0), (6, 2, 50, 65, 2.0), (8, 2, 256, 0, 0.0)):
+    for heads, kv_heads, size, window, softcap, sunk in (
+        (16, 8, 128, 0, 0.0, False), (6, 2, 50, 65, 2.0, False), (8, 2, 256, 0, 0.0, False), (64, 8, 64, 128, 0.0, True)
+    ):  # fmt: skip
         options = AttentionOptions(0, 1.0, window, softcap)
         shapes = [(70, count, size) for count in (heads, kv_heads, kv_heads)]
-        both_ways(lambda q, k, v, options=options: attention(q, k, v, context, options), *shapes)
+        sinks = torch.zeros(heads, requires_grad=True) if sunk else None
+        both_ways(lambda q, k, v, o=options, s=sinks: attention(q, k, v, context, o, s), *shapes)
         for count in (1, 3):
             decode = shared_prefix(count, KVLayout(1, kv_heads, size))
-            attention(*(torch.zeros(count, *shape[1:], dtype=torch.bfloat16) for shape in shapes), decode, options)
+            parts = (torch.zeros(count, *shape[1:], dtype=torch.bfloat16) for shape in shapes)
+            attention(*parts, decode, options, sinks)
 
 
 def shared_prefix(count: int, layout: KVLayout) -> ForwardContext:
@@ -187,9 +204,7 @@ def configurations() -> None:
     every = tiles.families()
     for name in every if CAMPAIGN else ("sm_90",):
         family = every[name]
-        tiles.family_name = lambda device, name=name: name
-        tiles.family.cache_clear()
-        tiles.attention_tiles.cache_clear()
+        take_tiles_of(name)
         for entry in family.matmul:
             products(entry)
         for entry in family.attention:
@@ -197,6 +212,13 @@ def configurations() -> None:
             shapes = [(70, count, entry.head_dim.most or tiles.LARGEST_HEAD) for count in (16, 8, 8)]
             run = lambda q, k, v, context=context: attention(q, k, v, context, AttentionOptions(0, 1.0, 0, 0.0))  # noqa: E731
             both_ways(run, *shapes, dtype=tiles.DTYPES[entry.dtypes[0]])
+
+
+def take_tiles_of(name: str) -> None:
+    """Compile with the tiles of this section of the file from now on."""
+    tiles.family_name = lambda device: name
+    tiles.family.cache_clear()
+    tiles.attention_tiles.cache_clear()
 
 
 def products(entry: MatmulEntry) -> None:
@@ -210,11 +232,65 @@ def products(entry: MatmulEntry) -> None:
         multiply(x, weight.t(), None, entry.narrow)
 
 
+def routers() -> None:
+    for options, number in (
+        (RoutingOptions("softmax", 8, True), 128), (RoutingOptions("sigmoid", 8, True, 2.5, 8, 4), 256),
+        (RoutingOptions("softmax", 6, False), 64), (RoutingOptions("softmax_of_chosen", 4, False), 32),
+    ):  # fmt: skip
+        correction = torch.zeros(number) if options.scores == "sigmoid" else None
+        _, weights, saved = route_forward(torch.zeros(7, number), correction, options)
+        route_backward(saved, weights, options)
+
+
+def qwen_experts() -> None:
+    """Of Qwen3-30B-A3B, with the tile for few rows an expert and that for many."""
+    expert_layer(ExpertOptions("silu", "gated"), 2048, 768, 128, 8, torch.bfloat16)
+
+
+def other_experts() -> None:
+    """Of gpt-oss-20b: transposed, with biases. Under `make soak` Nemotron's kind, and float32."""
+    interleaved = ExpertOptions("silu", "interleaved", True, 7.0, 1.702)
+    expert_layer(interleaved, 2880, 2880, 32, 4, torch.bfloat16, biased=True)
+    if CAMPAIGN:
+        expert_layer(ExpertOptions("relu2", "plain"), 1024, 1856, 128, 6, torch.bfloat16)
+        expert_layer(ExpertOptions("gelu", "gated"), 2048, 1024, 64, 8, torch.float32)
+        expert_layer(interleaved, 100, 129, 5, 2, torch.float16, biased=True)
+
+
+def expert_layer(
+    options: ExpertOptions, width: int, inner: int, number: int, top_k: int, dtype: torch.dtype, *, biased: bool = False
+) -> None:
+    """Forward with few rows an expert; forward and gradients with many. Nothing is read or written of the weights."""
+    take_tiles_of("sm_90")
+    first = inner if options.form == "plain" else 2 * inner
+    up, down = (width, first), (inner, width)
+    shapes = [(number, *(size if options.transposed else size[::-1])) for size in (up, down)]
+    biases = [(number, first), (number, width)] if biased else []
+    parts = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes + biases]
+    for rows in (number, 100 * number):
+        x, weights = torch.zeros(rows, width, dtype=dtype), torch.zeros(rows, top_k)
+        ids = torch.zeros(rows, top_k, dtype=torch.int32)
+        out, saved = experts_forward(x, ids, weights, ExpertWeights(*parts), options)
+    experts_backward(saved, out, options, (True, True, True, True, biased, biased))
+
+
 if __name__ == "__main__":
     driver.set_active(H100())
     JITFunction.run = compile_only
     device.on_gpu = lambda tensor: True
-    for part in (rowwise, attentions, vocabulary, mamba, mamba_gradients, configurations):
+    tile_proofs.proved_equal = lambda layer, entry: True  # nothing runs
+    parts = (
+        rowwise,
+        attentions,
+        vocabulary,
+        mamba,
+        mamba_gradients,
+        configurations,
+        routers,
+        qwen_experts,
+        other_experts,
+    )
+    for part in parts:
         part()
         for kernel in compiled.values():
             kernel.setdefault("part", part.__name__)

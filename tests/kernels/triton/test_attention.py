@@ -23,9 +23,9 @@ def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CASES = (
     (Shape(2, 2, 32), torch.float32),
-    (Shape(4, 2, 50, window=20), torch.bfloat16),
+    (Shape(4, 2, 50, window=20, has_sinks=True), torch.bfloat16),
     (Shape(6, 2, 64, softcap=2.0), torch.float16),
-    (Shape(7, 1, 80, window=65), torch.float32),
+    (Shape(7, 1, 80, window=65, has_sinks=True), torch.float32),
     (Shape(2, 1, 129, window=64, softcap=5.0), torch.bfloat16),
 )
 
@@ -42,11 +42,14 @@ def test_every_route_through_the_pages_is_near_the_oracle(shape: Shape, dtype: t
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_training_and_its_gradients_are_near_the_oracle(shape: Shape, dtype: torch.dtype) -> None:
     parts = tensors(shape, dtype, LENGTHS)
+    sinks = () if shape.sinks is None else (shape.sinks,)
     mask = left_padding(LENGTHS)
     real = mask.flatten().bool()
-    mine, exact = [leaf(padded(x, mask)) for x in parts], leaves(*(x.double() for x in parts))
+    mine, mine_sinks = [leaf(padded(x, mask)) for x in parts], [leaf(x) for x in sinks]
+    exact, exact_sinks = leaves(*(x.double() for x in parts)), leaves(*(x.double() for x in sinks))
     context = training_context(mask.shape, mask, None, DEVICE)
-    out, expected = attention(*mine, context, shape.options), oracle(*exact, shape, LENGTHS)
+    out = attention(*mine, context, shape.options, *mine_sinks)
+    expected = oracle(*exact, shape, LENGTHS, *exact_sinks)
     upstream = torch.randn(len(real), *out.shape[1:]).to(dtype)
     out.backward(upstream.to(DEVICE))
     expected.backward(upstream[real].double())
@@ -57,14 +60,22 @@ def test_training_and_its_gradients_are_near_the_oracle(shape: Shape, dtype: tor
         assert y.grad is not None
         assert_near(x.grad[real.to(DEVICE)], y.grad, 8)
         assert not x.grad[~real.to(DEVICE)].any()
+    for x, y in zip(mine_sinks, exact_sinks, strict=True):
+        assert_near(x.grad.to(dtype), y.grad, 8)  # of rows in this dtype
 
 
 GROUPED = (
-    (Shape(2, 2, 32), torch.float32, 16, (Group(200, (201, 230, 265)),), [3]),
+    (Shape(2, 2, 32, has_sinks=True), torch.float32, 16, (Group(200, (201, 230, 265)),), [3]),
     (Shape(4, 1, 100), torch.bfloat16, 4, (Group(64, (70,) * 17), Group(65, (66, 130))), [2, 16]),
     (Shape(4, 2, 256, window=100), torch.float32, 64, (Group(200, (201, 260, 300, 420)), Group(64, (65, 70))), [2, 4]),
     (Shape(8, 1, 32, softcap=2.0), torch.float16, 16, (Group(63, (80, 90)), Group(0, (70,)), Group(64, (65, 66))), [2]),
-    (Shape(6, 2, 50, window=20, softcap=5.0), torch.float32, 16, (Group(128, (129, 135, 300)), Group(90, (100,))), [3]),
+    (
+        Shape(6, 2, 50, 20, 5.0, has_sinks=True),
+        torch.float32,
+        16,
+        (Group(128, (129, 135, 300)), Group(90, (100,))),
+        [3],
+    ),
 )
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from samebit.kernels.triton.matmul import multiply, multiply_first
-from samebit.kernels.triton.tiles import proved_equal as equal_tiles
 from samebit.kernels.triton.tiles.file import (
     AttentionEntry,
     AttentionTile,
@@ -115,9 +114,7 @@ def test_few_rows_take_the_narrow_tile_only_where_it_was_found_equal(caplog: pyt
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_narrow_tile_that_adds_in_another_order_is_refused(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_narrow_tile_that_adds_in_another_order_is_refused(dtype: torch.dtype) -> None:
     """Also where rounding to the dtype would nearly always hide it.
 
     Tiles that differ in their size alone add in one order, here and on tensor cores: in that of the depth. So a tile
@@ -130,9 +127,8 @@ def test_a_narrow_tile_that_adds_in_another_order_is_refused(
             x, weight = x[:, order], weight.t()[:, order].contiguous().t()
         return multiply_first(x, weight, bias, tile, outputs)
 
-    monkeypatch.setattr(equal_tiles, "multiply_first", multiplied)
     for inputs, outputs, biased in ((96, 640, True), (129, 77, False)):
-        layer = Layer(torch.device(DEVICE), inputs, outputs, dtype, biased)
+        layer = Layer(torch.device(DEVICE), inputs, outputs, dtype, biased, multiplied)
         same = MatmulEntry(("bfloat16",), WIDE, NARROW, up_to_rows=2)
         other = MatmulEntry(("bfloat16",), WIDE, BACKWARD, up_to_rows=2)
         assert settled(layer, same, proved_equal) == same

@@ -1,0 +1,31 @@
+"""The products of bfloat16 as on processors with and without instructions for them."""
+
+import pytest
+import torch
+
+from samebit.kernels.cpu.gemm import amx_tiles, dots_vectors
+
+_PRODUCTS = {
+    "float32": (torch.float32, None),
+    "bfloat16, widened": (torch.bfloat16, None),
+    "bfloat16, pairs": (torch.bfloat16, dots_vectors),
+    "bfloat16, tiles": (torch.bfloat16, amx_tiles),
+}
+
+
+@pytest.fixture
+def _plain_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor that has no instruction for bfloat16."""
+    for instructions in (dots_vectors, amx_tiles):
+        monkeypatch.setattr(instructions, "available", lambda: False)
+
+
+@pytest.fixture(params=_PRODUCTS)
+def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Return a dtype; it is multiplied as on processors that have these instructions, where this one has them too."""
+    dtype, wanted = _PRODUCTS[request.param]
+    if wanted is not None and not wanted.available():
+        pytest.skip("this processor has no such instructions")
+    for instructions in (dots_vectors, amx_tiles):
+        monkeypatch.setattr(instructions, "available", lambda found=instructions is wanted: found)
+    return dtype
