@@ -73,6 +73,7 @@ _ENTRIES = {
     "fully_async": "verl.experimental.fully_async_policy.fully_async_main",
 }
 _COLD: Options = {"actor_rollout_ref.rollout.temperature": 0.7}
+_ROUTES: Options = {"actor_rollout_ref.rollout.custom.routed_experts": True}
 _TWO_RANKS: Options = {"trainer.n_gpus_per_node": 2}
 
 
@@ -197,6 +198,10 @@ def _variations() -> dict[str, Case]:
         saving: _case("sync", "packed", "fp32", **{"trainer.save_freq": SAVED}),
         "sync-packed-fp32-resumed": Case({}, resumes=saving),
         "sync-packed-fp32-hybrid": Case({}, architecture="hybrid"),
+        "sync-packed-fp32-moe": Case(_ROUTES, architecture="moe"),
+        "colocate_async-padded-bf16-moe": Case(
+            {**MODES["colocate_async"], **PACKINGS["padded"], **DTYPES["bf16"], **_ROUTES}, architecture="moe"
+        ),
         "colocate_async-padded-bf16-hybrid": Case(
             {**MODES["colocate_async"], **PACKINGS["padded"], **DTYPES["bf16"]}, architecture="hybrid"
         ),

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from samebit.recipes.settings import ARCHITECTURES
 from samebit.recipes.verl_grpo.launch import Run
-from samebit.recipes.verl_grpo.mismatch import MISMATCH, worst
+from samebit.recipes.verl_grpo.mismatch import MISMATCH, PAIRS, worst
 from samebit.recipes.verl_grpo.progress import Progress
 from samebit.recipes.verl_grpo.shapes import SHAPES
 
@@ -36,6 +36,7 @@ COLUMNS = {
     "rollout_corr/rollout_rs_token_k1_max": "k1 max",
     "rollout_corr/rollout_rs_token_k1_min": "k1 min",
     "samebit/on_policy/tokens_differing": "tokens that differ",
+    PAIRS: "pairs that differ",
 }
 PARTS = (
     "samebit/generation_seconds",
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("options", nargs="*", help="any option of verl, as NAME=VALUE; +NAME=VALUE adds one")
     given = parser.parse_args(arguments)
     console = Console(width=max(Console().width, WIDTH))
-    run = prepared(given.shape, given.out, given.steps, tuple(given.options))
+    run = prepared(given.shape, given.out, given.steps, tuple(given.options), given.architecture)
     wanted = look_at_options(run, console)
     build(run, given.shape, given.architecture, console)
     train(run, console)
@@ -71,10 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: verl ended after {steps} of {wanted} steps")
 
 
-def prepared(size: str, out: Path, steps: int, words: tuple[str, ...] = ()) -> Run:
-    """Return a run of one of the `SHAPES`; its data is not there yet."""
+def prepared(size: str, out: Path, steps: int, words: tuple[str, ...] = (), architecture: str = "dense") -> Run:
+    """Return a run of one of the `SHAPES`; its data is not there yet. The experts of each token are compared."""
     shape = SHAPES[size]
     options: dict[str, object] = {**shape.options, "trainer.total_training_steps": steps}
+    if architecture == "moe":
+        options["actor_rollout_ref.rollout.custom.routed_experts"] = True
     data = out / ("data" if size == "small" else f"data-{size}")
     return Run(data, out, options, num_threads=shape.num_threads, words=words)
 

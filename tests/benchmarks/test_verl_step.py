@@ -52,6 +52,7 @@ def serve(server: Any, folder: Path, check: Callable[[Any], Awaitable[None]], *,
         frees_memory=True,
         num_cpus=1,
         sync_timeout=30.0,
+        routed_experts=False,
         traces=None,
     )
 

@@ -52,7 +52,7 @@ def test_save_pretrained_and_back(family: str, tmp_path: Path) -> None:
     """From a folder, sharded too, from a dict and an iterator of its names; then of the module's own names."""
     donor = expert_model(family, seed=1)
     stored = saved(family, tmp_path, max_shard_size="6KB")
-    assert (stored.keys() != donor.state_dict().keys()) == (family in IN_PARTS)
+    assert any(".experts.4." in name for name in stored) == (family in IN_PARTS)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     for number, source in enumerate((tmp_path, stored, in_one_piece(stored), values(donor), donor), 2):
         model = expert_model(family, seed=number)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import dequantize_convertops
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
@@ -90,7 +90,7 @@ def test_mxfp4_has_the_bits_of_transformers(mxfp4: Path) -> None:
     apply_weights(model, mxfp4, dequantize=True)
     found = values(model)
     for name in [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]:
-        expected = dequantize_convertops(stored.pop(f"{name}_blocks"), stored.pop(f"{name}_scales"))
+        expected = convert_moe_packed_tensors(stored.pop(f"{name}_blocks"), stored.pop(f"{name}_scales"))
         assert torch.equal(found.pop(name), expected)
     assert found.keys() == stored.keys()
     assert all(torch.equal(found[name], value) for name, value in stored.items())

@@ -25,9 +25,9 @@ DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp3
 WORKER_OPTIONS = ("block_size", "num_blocks", "kv_cache_gb", "eviction_policy", "state_cache_gb", "num_threads")
 """Lists the keys of `rollout.custom` that are fields of `RolloutConfig`, for which verl has no option."""
 
-SERVER_OPTIONS = ("num_cpus", "sync_timeout")
-"""Lists the keys of `rollout.custom` for a server: its cores in Ray; the longest wait in a weight update, in
-seconds."""
+SERVER_OPTIONS = ("num_cpus", "sync_timeout", "routed_experts")
+"""Lists the keys of `rollout.custom` for a server: its cores in Ray; the longest wait in a weight update, in seconds;
+whether servers report which experts computed each token."""
 
 _NOT_HONOURED: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
@@ -85,6 +85,7 @@ class ServerOptions:
     frees_memory: bool
     num_cpus: int
     sync_timeout: float
+    routed_experts: bool
     traces: Path | None
 
 
@@ -107,6 +108,9 @@ def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, na
     )
     num_cpus = custom.get("num_cpus", 1)
     check_positive_int("rollout.custom.num_cpus", num_cpus)
+    routed_experts = custom.get("routed_experts", False)
+    if not isinstance(routed_experts, bool):
+        raise ValueError(f"rollout.custom.routed_experts must be True or False, got {routed_experts!r}")
     return ServerOptions(
         name=name,
         model=model["path"],
@@ -119,6 +123,7 @@ def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, na
         frees_memory=rollout.free_cache_engine,
         num_cpus=num_cpus,
         sync_timeout=sync_timeout(custom),
+        routed_experts=routed_experts,
         traces=_traces(rollout.profiler, replica_rank),
     )
 
@@ -174,7 +179,11 @@ def _refuse(rollout: Any) -> None:
         refused.append(f"quantization={rollout.quantization} (weights are served as they are trained: null)")
     refused += ["qat.enable=True"] if rollout.qat and rollout.qat.get("enable") else []
     refused += ["mtp.enable_rollout=True"] if rollout.mtp and rollout.mtp.enable_rollout else []
-    refused += ["enable_rollout_routing_replay=True"] if rollout.enable_rollout_routing_replay else []
+    if rollout.enable_rollout_routing_replay:
+        refused.append(
+            "enable_rollout_routing_replay=True (there is nothing to replay: the trainer's routers see the bits that "
+            "the rollout's saw, and choose the same experts; custom.routed_experts=True counts the pairs that differ)"
+        )
     if refused:
         raise ValueError(
             f"rollout.name=samebit does not go with {'; '.join(f'rollout.{option}' for option in refused)}"

@@ -152,7 +152,8 @@ def _with_server_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         metrics.update(server_metrics())
         if compares_logprobs(self.config):
-            metrics.update(on_policy(batch, global_steps))
+            custom = self.config.actor_rollout_ref.rollout.get("custom") or {}
+            metrics.update(on_policy(batch, global_steps, with_routing=bool(custom.get("routed_experts"))))
 
     return compute
 

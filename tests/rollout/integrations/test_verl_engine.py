@@ -20,9 +20,10 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils import fsdp_utils, tensordict_utils
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
-from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SampleOutput, SamplingParams
 from samebit.rollout.integrations.verl import patches as replacements
 from samebit.rollout.integrations.verl.trainer import engine as engines
+from samebit.rollout.integrations.verl.trainer.routing import COMPARED, DIFFERING
 
 from .verl_model import save_model
 
@@ -134,6 +135,47 @@ def test_the_engine_gives_the_workers_log_probabilities(
             report = worker.receive_weights(stream)
             assert report.changed_tensors == report.tensors, "every weight was trained, and is the worker's now"
             assert bool(report.casts) == (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_routed_experts_are_the_rollouts(tmp_path: Path, dtype: str) -> None:
+    """Also after the correction bias has changed, which travels as the forward uses it: in float32."""
+    folder = save_model(tmp_path, architecture="moe")
+    engine = build(*configs(folder, dtype))
+    router = engine.module.get_submodule("model.layers.1.mlp.gate")
+    asked = SamplingParams(n=2, temperature=TEMPERATURE, max_tokens=40, return_routed_experts=True)
+    with RolloutWorker(folder, config=RolloutConfig(dtype=dtype, max_num_seqs=8)) as worker:
+        for _ in range(2):
+            outputs = worker.generate(PROMPTS, asked)
+            reported = torch.tensor([x for out in outputs for s in out.samples for x in s.logprobs])
+            for packing in PACKINGS.values():
+                given = batch(outputs, **packing)
+                given["routed_experts"] = _nested([_whole_length(out, s) for out in outputs for s in out.samples])
+                with engine.eval_mode():
+                    found = engine.infer_batch(given)["model_output"]
+                tokens = sum(len(out.prompt_token_ids) + len(s.token_ids) - 1 for out in outputs for s in out.samples)
+                assert int(found[COMPARED].values().sum()) == 4 * tokens, "one layer, four experts a token"
+                assert int(found[DIFFERING].values().sum()) == 0
+                assert torch.equal(responses(engine, outputs, **packing)["log_probs"], reported)
+            with engine.train_mode():
+                engine.train_batch(batch(outputs, micro_batch_size_per_gpu=2), loss_function=_loss)
+            router.e_score_correction_bias += torch.linspace(-0.1, 0.1, 16)
+            stream = engine.get_per_tensor_param()[0]
+            report = worker.receive_weights(stream)
+            assert report.changed_tensors == report.tensors
+            taken = worker.module.state_dict()["model.layers.1.mlp.gate.e_score_correction_bias"]
+            assert torch.equal(taken, router.e_score_correction_bias)
+            assert not torch.equal(taken, taken.bfloat16().float())
+        given["routed_experts"].values()[:, 1] += 1
+        with engine.eval_mode():
+            assert int(engine.infer_batch(given)["model_output"][DIFFERING].values().sum()) > tokens
+
+
+def _whole_length(out: RequestOutput, sample: SampleOutput) -> Tensor:
+    """As verl hands it to the trainer: zeros behind what was computed."""
+    assert sample.routed_experts is not None
+    missing = len(out.prompt_token_ids) + len(sample.token_ids) - len(sample.routed_experts)
+    return torch.nn.functional.pad(torch.from_numpy(sample.routed_experts), (0, 0, 0, 0, 0, missing))
 
 
 def test_filling_up_and_compilation_change_no_bit(tmp_path: Path) -> None:

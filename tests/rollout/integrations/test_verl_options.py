@@ -243,7 +243,7 @@ def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
         max_model_len=200,
         enable_prefix_caching=False,
         seed=5,
-        custom={"block_size": 32, "num_threads": 1, "num_cpus": 2, "sync_timeout": 9},
+        custom={"block_size": 32, "num_threads": 1, "num_cpus": 2, "sync_timeout": 9, "routed_experts": True},
         gpu_memory_utilization=0.7,
         enforce_eager=True,
         engine_kwargs={"vllm": {"x": 1}},
@@ -263,6 +263,7 @@ def test_options_reach_the_worker(caplog: pytest.LogCaptureFixture) -> None:
         num_threads=1,
     )
     assert (made.num_cpus, made.sync_timeout, made.response_length, made.traces) == (2, 9.0, 512, None)
+    assert made.routed_experts
     for name in ("gpu_memory_utilization=0.7", "enforce_eager=True", "engine_kwargs.vllm"):
         assert f"rollout.{name}" in caplog.text
     assert "rollout.max_num_batched_tokens=16 is raised to rollout.max_num_seqs=32" in caplog.text
@@ -378,6 +379,8 @@ def test_a_wrong_name_is_known_before_anything_is_started(tmp_path: Path) -> Non
         ({"custom": {"blocksize": 16}}, "unknown in rollout.custom: blocksize; samebit knows block_size"),
         ({"custom": {"block_size": 5}}, "block_size must be a power of two"),
         ({"custom": {"num_cpus": 0}}, "rollout.custom.num_cpus"),
+        ({"custom": {"routed_experts": 1}}, r"rollout\.custom\.routed_experts must be True or False, got 1"),
+        ({"enable_rollout_routing_replay": True}, r"routing_replay=True \(there is nothing to replay: .* the same exp"),
         ({"custom": {"sync_timeout": -1}}, r"rollout\.custom\.sync_timeout: .* a positive number of seconds, got -1"),
         ({"tensor_model_parallel_size": 2}, "rollout.tensor_model_parallel_size=2"),
         ({"quantization": "fp8"}, r"rollout\.quantization=fp8 \(.*: null\)"),

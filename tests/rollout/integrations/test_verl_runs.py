@@ -15,8 +15,9 @@ pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[
 pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install 'samebit[verl]'")
 
 from samebit.benchmarks.verl_matrix import cases
+from samebit.recipes.verl_grpo import task
 from samebit.recipes.verl_grpo.launch import Run
-from samebit.recipes.verl_grpo.mismatch import MISMATCH
+from samebit.recipes.verl_grpo.mismatch import MISMATCH, PAIRS
 
 from .verl_run import build_data, listening_elsewhere, running, spied, wait_for_end, wait_for_steps
 
@@ -52,6 +53,26 @@ def test_a_server_that_dies_in_generation_ends_the_run_of_each_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     _run_until_the_server_dies(name, tmp_path, monkeypatch, {}, {})
+
+
+@pytest.mark.soak
+@pytest.mark.skipif("SAMEBIT_SOAK_CASES" not in os.environ, reason="make soak: a run of verl each")
+@pytest.mark.parametrize("name", ["sync-packed-fp32-moe", "colocate_async-padded-bf16-moe"])
+def test_routed_experts_are_the_trainers(tmp_path: Path, name: str) -> None:
+    """In float32, and with FSDP2 in bfloat16 and padded: log-probabilities, and experts, of prompts too."""
+    case = cases.cases()[name]
+    data = tmp_path / "data"
+    task.build(data, training=64, held_out=4, warm=False, architecture=case.architecture)
+    run = Run(data, tmp_path, {**cases.settings(3), **case.settings(3)}, entry=case.entry)
+    with running(run) as process:
+        assert wait_for_end(run, process) == 0, run.log.read_text()[-4000:]
+    steps = run.steps()
+    assert len(steps) == 3
+    for row in steps:
+        assert [row[name] for name in MISMATCH] == [0.0, 0.0, 0.0]
+        assert row["samebit/on_policy/tokens_differing"] == row[PAIRS] == 0
+        tokens = row["samebit/on_policy/tokens"]
+        assert row["samebit/on_policy/routing_compared"] > 8 * tokens, "two layers, four experts a token; and prompts"
 
 
 def _run_until_the_server_dies(

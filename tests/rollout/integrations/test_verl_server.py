@@ -40,6 +40,7 @@ OPTIONS = ServerOptions(
     frees_memory=True,
     num_cpus=1,
     sync_timeout=HANG,
+    routed_experts=False,
     traces=None,
 )
 
@@ -89,6 +90,26 @@ def test_tokens_in_tokens_out(folder: Path) -> None:
         assert stats["generation_seconds"] > 0
 
     serve(folder, check)
+
+
+def test_which_experts_computed_each_token(tmp_path: Path, folder: Path) -> None:
+    """In the layout of verl's router replay: all tokens but the last."""
+    save_model(tmp_path, architecture="moe")
+
+    async def check(server: SamebitServer) -> None:
+        for _ in range(2):
+            out: TokenOutput = await server.generate([1, 5, 6], dict(PARAMS), "a")
+            assert out.routed_experts.shape == (3 + 12 - 1, 2, 4)
+            assert bool((out.routed_experts[:, 1, 1:] > out.routed_experts[:, 1, :-1]).all())
+        asking = asyncio.create_task(server.generate([1, 5], {**PARAMS, "max_tokens": 200}, "b"))
+        await asyncio.sleep(0)
+        await server.abort_all_requests()
+        out = await asking
+        assert out.routed_experts is None or len(out.routed_experts) == 2 + len(out.token_ids) - 1
+
+    serve(tmp_path, check, routed_experts=True)
+    with pytest.raises(ValueError, match=r"custom\.routed_experts=True, but .* has no routed experts"):
+        serve(folder, check, routed_experts=True)
 
 
 def test_the_end_of_a_response_is_the_models_or_the_tokenizers(folder: Path, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import transfer_queue
 from torch import Tensor
 from verl import DataProto
 
+from samebit.rollout.integrations.verl.trainer.routing import COMPARED, DIFFERING
+
 _MOMENTARY = (
     "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_evictable", "states_used",
     "states_total",
@@ -49,22 +51,25 @@ def of_servers(before: Sequence[Mapping[str, float]], now: Sequence[Mapping[str,
     return totals
 
 
-def on_policy(batch: Any, step: int) -> dict[str, float]:
+def on_policy(batch: Any, step: int, *, with_routing: bool = False) -> dict[str, float]:
     """Compare the rollout's log-probabilities with the trainer's where they should agree: in trajectories that were
     sampled, from the first token to the last, under the weights that this step trains.
 
     Args:
         batch: verl's keys and tags of the trajectories of this step.
         step: the trainer's; its weights are those after the step before.
+        with_routing: the servers reported the experts of each token, and the trainer has counted those that it lacks.
     """
     tags = dict(zip(batch.keys, batch.tags, strict=True))
     keys = [key for key, tag in tags.items() if not tag.get("is_padding", False) and _is_fresh(tag, {step - 1})]
     if not keys:
         return _compared(0)
-    fields = [*_LOGPROBS, "response_mask"]
+    counted = [COMPARED, DIFFERING] if with_routing else []
+    fields = [*_LOGPROBS, "response_mask", *counted]
     data = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
     sampled = data["response_mask"].values().bool()
-    return _compared(len(keys), *(data[name].values()[sampled] for name in _LOGPROBS))
+    metrics = _compared(len(keys), *(data[name].values()[sampled] for name in _LOGPROBS))
+    return metrics | {f"samebit/on_policy/{name}": float(data[name].values().sum()) for name in counted}
 
 
 def on_policy_of(data: DataProto, weights: Set[int]) -> dict[str, float]:

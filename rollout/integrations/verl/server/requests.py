@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from samebit.rollout.errors import RequestError
 from samebit.rollout.integrations.verl.options import ServerOptions
 from samebit.rollout.outputs import RequestOutput, SampleOutput
@@ -40,6 +43,7 @@ def sampling_params(
     length = next((asked[name] for name in _LENGTHS if asked.get(name) is not None), None)
     if length is None:
         length = min(options.response_length, options.prompt_length + options.response_length - num_prompt_tokens)
+    chosen["return_routed_experts"] = options.routed_experts
     return SamplingParams(max_tokens=max(1, min(length, room)), **chosen)
 
 
@@ -50,6 +54,7 @@ def finished(output: RequestOutput, *, with_logprobs: bool, steps: Mapping[int, 
     return {
         "token_ids": sample.token_ids,
         "log_probs": sample.logprobs if with_logprobs else None,
+        "routed_experts": _all_routes(output, sample),
         "stop_reason": "aborted" if sample.finish_reason == "abort" else "completed",
         "num_preempted": sum(event.name == "preempted" for event in output.events),
         "extra_fields": {
@@ -59,6 +64,18 @@ def finished(output: RequestOutput, *, with_logprobs: bool, steps: Mapping[int, 
             "num_cached_tokens": output.num_cached_tokens,
         },
     }
+
+
+def _all_routes(output: RequestOutput, sample: SampleOutput) -> npt.NDArray[np.int16] | None:
+    """Return the experts of all tokens but the last, whose rows verl takes by their place.
+
+    Zeros stand for what was not computed, of a sample that was aborted while it waited.
+    """
+    routes = sample.routed_experts
+    if routes is None:
+        return None
+    lacking = len(output.prompt_token_ids) + len(sample.token_ids) - 1 - len(routes)
+    return np.pad(routes, ((0, lacking), (0, 0), (0, 0)))
 
 
 def turned_away(step: int) -> dict[str, Any]:

@@ -75,7 +75,11 @@ class SamebitServer:
         check_tokenizer(words)
         tokenizer = AutoTokenizer.from_pretrained(words)
         self._eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        return self.make_worker(folder, self._options, tokenizer)
+        worker = self.make_worker(folder, self._options, tokenizer)
+        if self._options.routed_experts and not worker.limits.has_experts:
+            worker.close()
+            raise ValueError(f"rollout.custom.routed_experts=True, but {folder} has no routed experts")
+        return worker
 
     def make_worker(self, folder: str, options: ServerOptions, tokenizer: PreTrainedTokenizerBase) -> LocalWorker:
         """Return the worker that answers the requests."""

@@ -8,6 +8,8 @@ Invariants
 ----------
 * Trainer and rollout worker bind the same model the same way; what would change its arithmetic is refused by name
   (`exactness`).
+* The old log-probabilities of a model with routed experts come with a comparison of its choice of experts with the
+  rollout's (`routing`), where the servers report that.
 * Autocast is off: parameters and inputs are in the dtype that FSDP2's mixed precision asks for.
 """
 
@@ -25,8 +27,11 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from samebit.kernels import bind
+from samebit.kernels.binding.binding import binding_of
+from samebit.kernels.binding.experts.routes import RouteList, use_notes
 from samebit.rollout.integrations.verl.trainer.exactness import check_class, check_exact
 from samebit.rollout.integrations.verl.trainer.fused_forward import give_logprobs
+from samebit.rollout.integrations.verl.trainer.routing import compared_routes
 from samebit.weight_sync import WeightStream
 
 BACKEND = "samebit"
@@ -68,6 +73,18 @@ class SamebitEngine(FSDPEngineWithLMHead):
             wanted = tensordict_utils.get_non_tensor_data(micro_batch, key="calculate_entropy", default=False)
             inputs["with_entropy"] = bool(wanted)
         return inputs, output_args
+
+    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> tuple[Any, dict[str, Any]]:
+        reported = micro_batch.get("routed_experts", None)
+        layout = binding_of(self.module).route_layout if self.exact else None
+        if reported is None or layout is None or not forward_only:
+            return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[no-any-return]
+        notes = RouteList()
+        with use_notes(notes):
+            loss, output = super().forward_step(micro_batch, loss_function, forward_only)
+        counted = compared_routes(reported, micro_batch["input_ids"], notes.of_rows(layout), layout)
+        output["model_output"].update(counted)
+        return loss, output
 
     def get_per_tensor_param(self, **options: Any) -> tuple[Any, Any]:
         """Return for the rollout a `WeightStream` in the dtype of the forward, gathered tensor by tensor."""
