@@ -7,6 +7,8 @@ one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ COMPARED, DIFFERING = "routing_compared", "routing_differing"
 """Fields of the trainer's output: pairs of a token and an expert, counted for each token."""
 
 
-def compared_routes(reported: Tensor, input_ids: Tensor, noted: Routes, layout: RouteLayout) -> dict[str, Tensor]:
+def compared_routes(reported: Tensor, input_ids: Any, noted: Routes, layout: RouteLayout) -> dict[str, Tensor]:
     """Count for each token the pairs that were compared, and those of the rollout's that the trainer lacks.
 
     Args:
