@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3MoeConfig
@@ -20,6 +21,7 @@ from samebit.benchmarks import (
     hybrid,
     prefix_cache,
     rollout,
+    routing_mismatch,
     scheduler,
     tile_search,
     tune_tiles,
@@ -304,3 +306,16 @@ def test_the_tuner_knows_the_layers_of_a_model_and_keeps_what_it_found(
     assert default.tuned == "nothing"
     assert default.matmul[:2] == (found[1], found[0])
     assert default.matmul[2:] == tune.tiles.families()["default"].matmul
+
+
+def test_routing_mismatch_figures() -> None:
+    shape = routing_mismatch.SHAPE | {
+        "vocab_size": 97, "hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 8, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    }  # fmt: skip
+    metrics = routing_mismatch.measure(shape, routing_mismatch.Sizes(4, 20, 6, 2, 8))
+    assert len(metrics) == 2 * (2 * 6 + 1)
+    assert all(0 <= value.value <= 1000 for value in metrics.values())
+    assert all(value.value == 0 for name, value in metrics.items() if name.startswith("samebit"))
+    found = routing_mismatch.shares("x", np.array([[[[1, 2]], [[3, 4]]]]), np.array([[[[2, 1]], [[3, 5]]]]))
+    assert [value.value for value in found.values()] == [250, 500]
