@@ -67,7 +67,7 @@ class BlockFacts:
 
 
 def router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A router: logits ``[T, E]``, and weights and ids ``[T, top_k]`` of the experts chosen."""
+    """Return a router's logits ``[T, E]``, and weights and ids ``[T, top_k]`` of the experts chosen."""
     facts: RouterFacts = self.samebit
     holder = self.layer if facts.nested else self
     routing = route(
@@ -84,7 +84,7 @@ def router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor
 
 
 def experts_forward(self: Any, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """All experts of a block, on the rows ``[T, W]`` that chose them."""
+    """Compute all experts of a block, each on the rows ``[T, W]`` that chose it."""
     facts: ExpertFacts = self.samebit
     up = self.up_proj if facts.options.form == "plain" else self.gate_up_proj
     biases = (self.gate_up_proj_bias, self.down_proj_bias) if facts.biased else (None, None)
@@ -92,7 +92,7 @@ def experts_forward(self: Any, hidden_states: torch.Tensor, ids: torch.Tensor, w
 
 
 def block_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """A block of experts; ``hidden_states``: ``[..., W]``."""
+    """Compute a block of experts; ``hidden_states``: ``[..., W]``."""
     facts: BlockFacts = self.samebit
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     _, weights, ids = self.get_submodule(facts.router)(x)

@@ -6,8 +6,6 @@ D is the head size.
 With ``fetch`` a kernel also asks for the cache lines at the same places of the ``coming`` chunk.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -18,6 +16,7 @@ from samebit.kernels.cpu.base.rows import unpacked
 from samebit.kernels.cpu.base.vectors import (
     VECTOR,
     accumulate,
+    dispatch,
     fma,
     load_vector,
     pointer_to,
@@ -33,25 +32,6 @@ _LANE_NUMBERS = ir.VectorType(ir.IntType(32), LANES)
 _ROWS = (1, 2, 4)
 _PIECES = (1, 2, 3, 4)
 _COLUMNS = (1, 2, 4)
-
-
-@contextmanager
-def _when(builder: Any, value: Any, wanted: int) -> Iterator[None]:
-    with builder.if_then(builder.icmp_signed("==", value, value.type(wanted))):
-        yield
-
-
-def _dispatch(
-    builder: Any, rows: Any, columns: Any, fetch: Any, widths: tuple[int, ...], emit: Callable[[int, int, bool], None]
-) -> None:
-    """Emit each variant, and the branches to the one that is asked for."""
-    for row_count in _ROWS:
-        with _when(builder, rows, row_count):
-            for width in widths:
-                with _when(builder, columns, width):
-                    for fetching in (False, True):
-                        with _when(builder, fetch, int(fetching)):
-                            emit(row_count, width, fetching)
 
 
 @intrinsic
@@ -76,7 +56,7 @@ def score_chunk(
             offset = builder.load(pointer_to(context, builder, table_type, table, index(piece)))
             return pointer_to(context, builder, source, pages, offset)
 
-        def emit(row_count: int, piece_count: int, asking: bool) -> None:
+        def emit(row_count: int, piece_count: int, asking: int) -> None:
             here = [piece_at(keys, places, c) for c in range(piece_count)]
             ahead = [piece_at(coming, next_places, c) for c in range(piece_count) if asking]
             query_rows = [row_of(context, builder, *queries, r) for r in range(row_count)]
@@ -96,7 +76,7 @@ def score_chunk(
                 for c in range(piece_count):
                     store_vector(builder, found[r * piece_count + c], builder.gep(row, [index(LANES * c)]))
 
-        _dispatch(builder, many, wide, fetching, _PIECES, emit)
+        dispatch(builder, [(many, _ROWS), (wide, _PIECES), (fetching, (0, 1))], emit)
         return context.get_dummy_value()
 
     return signature, generate
@@ -130,7 +110,7 @@ def add_values(
             offset = builder.add(builder.add(piece, inside), first_column)
             return pointer_to(context, builder, source, pages, offset)
 
-        def emit(row_count: int, column_count: int, asking: bool) -> None:
+        def emit(row_count: int, column_count: int, asking: int) -> None:
             lanes = [index(LANES * c) for c in range(column_count)]
             weights = [row_of(context, builder, *scores, r) for r in range(row_count)]
             targets = [
@@ -154,7 +134,7 @@ def add_values(
             for target, total in zip(targets, accumulate(builder, count, initial, body), strict=True):
                 store_vector(builder, total, target)
 
-        _dispatch(builder, many, wide, fetching, _COLUMNS, emit)
+        dispatch(builder, [(many, _ROWS), (wide, _COLUMNS), (fetching, (0, 1))], emit)
         return context.get_dummy_value()
 
     return signature, generate

@@ -1,4 +1,4 @@
-"""Routed experts on the CPU from pairs to rows, and back."""
+"""Compute routed experts on the CPU, from pairs to rows and back."""
 
 from collections.abc import Sequence
 

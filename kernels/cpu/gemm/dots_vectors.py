@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 from samebit.kernels.cpu.base.vectors import (
     VECTOR,
     accumulate,
+    dispatch,
     load_vector,
     pointer_to,
     row_of,
@@ -115,14 +116,7 @@ def add_pair_products(
             for target, total in zip(targets, accumulate(builder, n, so_far, add), strict=True):
                 store_vector(builder, total, target)
 
-        for vector_count in range(1, VECTORS + 1):
-            for output_count in OUTPUTS:
-                chosen = builder.and_(
-                    builder.icmp_signed("==", many, index(vector_count)),
-                    builder.icmp_signed("==", wide, index(output_count)),
-                )
-                with builder.if_then(chosen):
-                    emit(vector_count, output_count)
+        dispatch(builder, [(many, tuple(range(1, VECTORS + 1))), (wide, OUTPUTS)], emit)
         return context.get_dummy_value()
 
     return signature, generate
@@ -205,9 +199,7 @@ def dot_few(
             for row, chain in enumerate(chains):
                 store_vector(builder, chain, pointer_to(context, builder, sums, sums_array, index(row * LANES)))
 
-        for row_count in ROWS:
-            with builder.if_then(builder.icmp_signed("==", many, index(row_count))):
-                emit(row_count)
+        dispatch(builder, [(many, ROWS)], emit)
         return context.get_dummy_value()
 
     return signature, generate

@@ -11,6 +11,7 @@ from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.vectors import (
     accumulate,
+    dispatch,
     fma,
     gather_elements,
     load_columns,
@@ -94,9 +95,7 @@ def multiply_few(
                 so_far = load_vector(builder, target, types.float32)
                 store_vector(builder, builder.fadd(so_far, chain), target)
 
-        for row_count in ROWS:
-            with builder.if_then(builder.icmp_signed("==", many, index(row_count))):
-                emit(row_count)
+        dispatch(builder, [(many, ROWS)], emit)
         return context.get_dummy_value()
 
     return signature, generate

@@ -12,6 +12,7 @@ from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.vectors import (
     accumulate,
+    dispatch,
     fma,
     load_columns,
     load_vector,
@@ -94,14 +95,7 @@ def multiply_tile(
                 so_far = load_vector(builder, target, types.float32)
                 store_vector(builder, builder.fadd(so_far, chain), target)
 
-        for vector_count in range(1, VECTORS + 1):
-            for output_count in OUTPUTS:
-                chosen = builder.and_(
-                    builder.icmp_signed("==", many, index(vector_count)),
-                    builder.icmp_signed("==", wide, index(output_count)),
-                )
-                with builder.if_then(chosen):
-                    emit(vector_count, output_count)
+        dispatch(builder, [(many, tuple(range(1, VECTORS + 1))), (wide, OUTPUTS)], emit)
         return context.get_dummy_value()
 
     return signature, generate

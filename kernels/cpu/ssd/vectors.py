@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 from samebit.kernels.cpu.base.rows import unpacked
 from samebit.kernels.cpu.base.vectors import (
     accumulate,
+    dispatch,
     fma,
     load_vector,
     pointer_to,
@@ -145,14 +146,7 @@ def tile_move(
                 for offset, total in zip(offsets, totals, strict=True):
                     stream_vector(builder, total, builder.gep(other_start, [offset]))
 
-        for row_count in (1, 2, 4):
-            for column_count in (1, 2, 4):
-                chosen = builder.and_(
-                    builder.icmp_signed("==", many, index(row_count)),
-                    builder.icmp_signed("==", wide, index(column_count)),
-                )
-                with builder.if_then(chosen):
-                    emit(row_count, column_count)
+        dispatch(builder, [(many, (1, 2, 4)), (wide, (1, 2, 4))], emit)
         return context.get_dummy_value()
 
     return signature, generate

@@ -1,4 +1,4 @@
-"""The experts of a layer, each on the rows that chose it, with autograd.
+"""Compute the experts of a layer, each on the rows that chose it, with autograd.
 
 Contract: an expert's output for a row has the bits of `linear` of that row alone, so a row's result depends on that row
 and its own experts, never on the other rows or theirs. With g, u the outputs of the first product, rounded to the dtype

@@ -1,4 +1,4 @@
-"""The router of a layer of experts: which of them compute a row, and with what weights.
+"""Route rows: choose which experts of a layer compute a row, and with what weights.
 
 Contract: a row's experts and weights depend on that row alone. Logits are float32 sums that are never rounded, whatever
 the dtype of the model: rounded ones are equal in every twentieth row, and torch's ``topk`` takes any of equal ones.
