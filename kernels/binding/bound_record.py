@@ -22,8 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from samebit.kernels.binding.families import BindingError
 
-_TRANSPARENT = ("torch.amp.autocast_mode", "accelerate.utils.operations")
-"""Wrappers of a forward in these modules (Accelerate's mixed precision) hand its arguments and float32 results on."""
+_TRANSPARENT = ("torch.amp.autocast_mode", "accelerate.utils.operations", "transformers.modeling_layers")
+"""Wrappers of a forward in these modules hand its arguments and results on: those of mixed precision the results in
+float32, that of gradient checkpointing, which newer transformers put around the forward of every subclass of a layer,
+without caches."""
 
 _NAMED_AT_ONCE = 4
 """An error spells out at most so many differences."""
@@ -87,7 +89,7 @@ class BoundModule:
             yield from self._other_children()
         if kind is not self.kind and kind.__bases__ != (FSDPModule, self.kind):
             yield f"{title} was a {_name(self.kind)}, and its class is {_name(kind)}"
-        elif kind.forward is not self.class_forward:
+        elif not _leads_to(kind.forward, self.class_forward):
             yield f"the forward of {title}'s class {_name(self.kind)} was replaced"
         if not _leads_to(module.__dict__.get("forward"), self.forward):
             yield f"the forward of {title} ({_name(self.kind)}) was replaced"

@@ -47,8 +47,11 @@ class Interrupts:
         self._left = count
 
     def reach(self, act: Callable[[], object]) -> bool:
-        """Run `act`; whether an interrupt came out of it."""
-        before = signal.signal(signal.SIGALRM, self._interrupt)
+        """Run `act`; whether an interrupt came out of it.
+
+        One inside of the exit of `torch.no_grad` leaves the thread without gradients, which torch does not undo.
+        """
+        before, gradients = signal.signal(signal.SIGALRM, self._interrupt), torch.is_grad_enabled()
         try:
             signal.setitimer(signal.ITIMER_REAL, self._seconds)
             called(act)
@@ -57,6 +60,7 @@ class Interrupts:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+            torch.set_grad_enabled(gradients)
         return False
 
     def _interrupt(self, _: int, frame: FrameType | None) -> None:
