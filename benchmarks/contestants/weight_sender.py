@@ -18,21 +18,23 @@ from samebit.weight_sync.wire.link import DEFAULT_BUCKET
 
 BUCKETS = {"shm": DEFAULT_BUCKET, "gloo": BROADCAST_BUCKET, "memory": 64 << 20}
 DELTA_SHARE = 0.01
-_EMBEDDING = 32000 * 1024 * 2
+_ROW = 1024 * 2
 _LAYER = 25_176_000
 
 
 def build(megabytes: int) -> Qwen3ForCausalLM:
     """Build a bfloat16 Qwen3 of about this size."""
     torch.manual_seed(0)
+    size = megabytes * 2**20
+    vocabulary = min(32000, size // (2 * _ROW))
     config = Qwen3Config(
-        vocab_size=32000,
+        vocab_size=vocabulary,
         hidden_size=1024,
         intermediate_size=3072,
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=64,
-        num_hidden_layers=max(1, round((megabytes * 2**20 - _EMBEDDING) / _LAYER)),
+        num_hidden_layers=max(1, round((size - vocabulary * _ROW) / _LAYER)),
         tie_word_embeddings=True,
         max_position_embeddings=128,
         bos_token_id=None,

@@ -199,7 +199,7 @@ def test_weight_sync_figures(tmp_path: Path) -> None:
         "--steps",
         "2",
         "--warmup",
-        "40",
+        "20",
         "--json",
         str(target),
     ]
