@@ -1,0 +1,58 @@
+"""Bind models that Hugging Face wraps with vision (``...ForConditionalGeneration``), for text alone.
+
+Invariants:
+
+* What is not text is refused by name before anything is computed.
+* The modules of vision stay as they are: no text reaches them. Their parameters belong to the model, for whoever saves
+  or shards it.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from samebit.kernels.binding.families import Family
+
+_OF_IMAGES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+"""Names arguments of the wrapping models' forwards."""
+
+_KINDS_OF_TOKENS = "mm_token_type_ids"
+"""Names the argument that tells tokens of images, 1 or more, from those of text, 0."""
+
+
+def wrapping_module(family: Family, model: nn.Module) -> nn.Module | None:
+    """Return the module that holds the text model and the vision model; None where there is no vision."""
+    if not family.wrapped:
+        return None
+    kind = family.class_name("Model")
+    return next((module for module in model.modules() if type(module).__name__ == kind), None)
+
+
+def modules_of_vision(wrapping: nn.Module | None) -> frozenset[nn.Module]:
+    """Return the modules that no text reaches: all that the wrapping module holds beside its text model."""
+    if wrapping is None:
+        return frozenset()
+    others = [child for name, child in wrapping.named_children() if name != "language_model"]
+    return frozenset(module for child in others for module in child.modules())
+
+
+def wrapping_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the class's own forward on text.
+
+    Raises:
+        ValueError: an argument that holds or describes images, by name.
+    """
+    given = inspect.signature(type(self).forward).bind_partial(self, *args, **kwargs).arguments
+    given |= given.get("kwargs", {})
+    found = [name for name in _OF_IMAGES if given.get(name) is not None]
+    kinds = given.get(_KINDS_OF_TOKENS)
+    if isinstance(kinds, torch.Tensor) and bool(kinds.any()):
+        found.append(f"{_KINDS_OF_TOKENS} (with tokens of images)")
+    if found:
+        raise ValueError(
+            f"{', '.join(found)}: a bound {type(self).__name__} computes text alone; images and videos are not exact. "
+            "Leave them out, or keep a model that is not bound"
+        )
+    return type(self).forward(self, *args, **kwargs)
