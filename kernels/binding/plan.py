@@ -15,8 +15,8 @@ from samebit.kernels.binding.families import BindingError, Family
 from samebit.kernels.binding.mamba_mixer import mamba_forward
 from samebit.kernels.binding.mamba_plan import MixerPlan
 from samebit.kernels.layout.kv_pages import KVLayout
-from samebit.kernels.layout.mamba_states import StateLayout
 from samebit.kernels.layout.options import AttentionOptions
+from samebit.kernels.layout.states.memory import StateLayout
 
 _CONTAINERS = ("ForCausalLM", "DecoderLayer", "Block", "MambaDecoderLayer", "AttentionDecoderLayer", "HybridLayer")
 """Ends the names of classes that only call others, behind the prefix."""
