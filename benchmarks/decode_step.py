@@ -14,8 +14,9 @@ import torch
 from samebit.benchmarks.contestants.recurrent_cpu import Recurrence
 from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.mamba_states import SSMShape, StateLayout, StateMemory
 from samebit.kernels.layout.options import SSMOptions
+from samebit.kernels.layout.states.mamba import SSMShape
+from samebit.kernels.layout.states.memory import StateLayout, StateMemory
 from samebit.kernels.ops.conv import causal_conv
 from samebit.kernels.ops.ssd import scan
 
@@ -83,7 +84,7 @@ class Layers:
         context = self.context(position, self.exact)
         token = position % BLOCK
         for options in self.options:
-            convolved = causal_conv(self.x[token], self.taps, self.bias, context, options)
+            convolved = causal_conv(self.x[token], self.taps, self.bias, context, options.layer)
             began = time.perf_counter()
             out = scan(convolved, self.dt[token], *self.parameters, context, options)
             seconds.scans += time.perf_counter() - began
@@ -93,7 +94,7 @@ class Layers:
         context = self.context(position, self.windows)
         token, slots = position % BLOCK, context.layout[3]
         for options, recurrence in zip(self.options, self.recurrences, strict=True):
-            convolved = causal_conv(self.x[token], self.taps, self.bias, context, options)
+            convolved = causal_conv(self.x[token], self.taps, self.bias, context, options.layer)
             began = time.perf_counter()
             out = recurrence.step(convolved, self.dt[token], *self.parameters, slots)
             seconds.scans += time.perf_counter() - began

@@ -30,8 +30,8 @@ from samebit.kernels.cpu.base.vectors import (
 )
 from samebit.kernels.cpu.ssd.operation import WORK_AN_ELEMENT
 from samebit.kernels.layout.grids import LANES
-from samebit.kernels.layout.mamba_states import SSMShape
 from samebit.kernels.layout.memory_pool import zeroed_pool
+from samebit.kernels.layout.states.mamba import SSMShape
 
 
 @intrinsic

@@ -28,7 +28,7 @@ from samebit.kernels.binding.plan import Plan
 from samebit.kernels.binding.users import Users
 from samebit.kernels.layout.device import DTYPES
 from samebit.kernels.layout.kv_pages import KVLayout
-from samebit.kernels.layout.mamba_states import StateLayout
+from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops.activation import ACTIVATIONS, PLAIN_ACTIVATIONS
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -50,7 +50,7 @@ def mamba_forward(
     context = recurrent_layout_of(attention_mask)
     projected = _projected(self, facts, hidden_states)
     gate, xbc, dt = projected.split([facts.inner, facts.conv_width, len(self.A_log)], dim=-1)
-    xbc = causal_conv(xbc, self.conv1d.weight, self.conv1d.bias, context, facts.options)
+    xbc = causal_conv(xbc, self.conv1d.weight, self.conv1d.bias, context, facts.options.layer)
     rate = -self.A_log.float().exp()
     y = scan(xbc, dt, rate, self.dt_bias.float(), self.D.float(), context, facts.options)
     y = gated("silu", gate, y) if facts.norm is None else gated_rms_norm(y, gate, self.norm.weight, facts.norm)

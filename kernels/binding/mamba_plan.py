@@ -9,8 +9,9 @@ from transformers.activations import ACT2FN
 
 from samebit.kernels.binding.families import BindingError, Family
 from samebit.kernels.binding.mamba_mixer import MambaFacts, mamba_forward
-from samebit.kernels.layout.mamba_states import SSMShape, StateLayout
 from samebit.kernels.layout.options import GatedNormOptions, SSMOptions
+from samebit.kernels.layout.states.mamba import SSMShape
+from samebit.kernels.layout.states.memory import StateLayout
 
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
 

@@ -16,8 +16,8 @@ from samebit.kernels.binding.families import BindingError, Family
 from samebit.kernels.binding.mamba_plan import MixerPlan
 from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_forward, wrapping_module
 from samebit.kernels.layout.kv_pages import KVLayout
-from samebit.kernels.layout.mamba_states import StateLayout
 from samebit.kernels.layout.options import AttentionOptions
+from samebit.kernels.layout.states.memory import StateLayout
 
 _CONTAINERS = (
     "ForCausalLM",

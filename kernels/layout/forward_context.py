@@ -22,7 +22,7 @@ from samebit.kernels.layout.attention_work import AttentionWork
 from samebit.kernels.layout.call_rows import CallRows, Ints
 from samebit.kernels.layout.device_layout import DeviceLayout
 from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
-from samebit.kernels.layout.mamba_states import StateMemory
+from samebit.kernels.layout.states.memory import StateMemory
 from samebit.kernels.layout.transfer import Tensors
 
 TRAINING_BLOCK = KV_CHUNK

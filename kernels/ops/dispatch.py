@@ -106,9 +106,9 @@ class Operations(Protocol):
 
     # samebit.kernels.ops.conv
     def conv_forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor, context: ForwardContext, options: SSMOptions
+        self, x: Tensor, weight: Tensor, bias: Tensor, context: ForwardContext, layer: int
     ) -> tuple[Tensor, Saved]:
-        """Convolve and activate; the windows of the context's memory move on."""
+        """Convolve and activate; the windows of the layer with this number move on."""
 
     def conv_backward(self, saved: Saved, grad: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of x, weight and bias."""

@@ -9,9 +9,9 @@ from torch import nn
 from samebit.kernels.binding.delta.family import DeltaFamily
 from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
 from samebit.kernels.binding.families import BindingError
-from samebit.kernels.layout.delta_states import DeltaShape
 from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions
-from samebit.kernels.layout.recurrent_states import StateLayout
+from samebit.kernels.layout.states.delta import DeltaShape
+from samebit.kernels.layout.states.memory import StateLayout
 
 
 class DeltaPlan:

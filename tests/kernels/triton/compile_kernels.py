@@ -29,7 +29,6 @@ from samebit.kernels.binding.trainer.logprob_request import Scoring
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
 from samebit.kernels.layout.kv_pages import KVLayout
-from samebit.kernels.layout.mamba_states import SSMShape, StateLayout
 from samebit.kernels.layout.options import (
     AttentionOptions,
     ExpertOptions,
@@ -38,6 +37,8 @@ from samebit.kernels.layout.options import (
     RoutingOptions,
     SSMOptions,
 )
+from samebit.kernels.layout.states.mamba import SSMShape
+from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.attention import attention
 from samebit.kernels.ops.conv import causal_conv
@@ -179,7 +180,7 @@ def mamba() -> None:
             states=StateLayout(1, shape, 64).allocate(2, dtype, 1),
         )
         x, dt = torch.zeros(20, shape.conv_width, dtype=dtype), torch.zeros(20, 8, dtype=dtype)
-        x = causal_conv(x, torch.zeros(shape.conv_width, 1, 4, dtype=dtype), None, context, options)
+        x = causal_conv(x, torch.zeros(shape.conv_width, 1, 4, dtype=dtype), None, context, options.layer)
         scan(x, dt, torch.zeros(8), torch.zeros(8), torch.zeros(8), context, options)
 
 
@@ -190,7 +191,7 @@ def mamba_gradients() -> None:
     for dtype, heads, head_dim, groups, size in few + more if CAMPAIGN else few:
         width, options = heads * head_dim + 2 * groups * size, SSMOptions(0, 64, groups, size)
         both_ways(
-            lambda x, w, b, o=options: causal_conv(x, w, b, context, o), (70, width), (width, 1, 4), (width,),
+            lambda x, w, b: causal_conv(x, w, b, context, 0), (70, width), (width, 1, 4), (width,),
             dtype=dtype,
         )  # fmt: skip
         per_head = [torch.zeros(heads, requires_grad=True) for _ in range(3)]
