@@ -18,7 +18,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -90,7 +90,7 @@ class Fusion:
 class CheckpointNames:
     """The names that checkpoints of a module have for its tensors; without rules, those of the module alone.
 
-    ignored: what the module's class has no use for, as regular expressions (layers that only a draft model has).
+    ignored: what text has no use for, as regular expressions (vision, layers that only a draft model has).
     """
 
     renamings: tuple[WeightRenaming, ...] = field(default=(), compare=False)
@@ -105,7 +105,7 @@ class CheckpointNames:
         return cls(
             tuple(rule for rule in rules if isinstance(rule, WeightRenaming)),
             tuple(_fusion(rule) for rule in rules if isinstance(rule, WeightConverter) and _stacks_experts(rule)),
-            tuple(module._keys_to_ignore_on_load_unexpected or ()),
+            ignored_names(module),
         )
 
     def place(self, name: str, known: Container[str]) -> Place | None:
@@ -124,6 +124,22 @@ class CheckpointNames:
     def fusion_of(self, name: str) -> Fusion | None:
         """Return how a checkpoint may hold a tensor of the module in parts."""
         return next((fusion for fusion in self.fusions if name.endswith(fusion.target)), None)
+
+
+def ignored_names(module: nn.Module) -> tuple[str, ...]:
+    """Return what text has no use for, in the module or in a checkpoint of it, as regular expressions.
+
+    That is what the module's class says, and, where it wraps a text model, what the class of that says; and the layers
+    behind the last that the config announces for drafting.
+    """
+    if not isinstance(module, PreTrainedModel):
+        return ()
+    text_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), type(module))
+    found = [*(module._keys_to_ignore_on_load_unexpected or ()), *(text_class._keys_to_ignore_on_load_unexpected or ())]
+    config = module.config.get_text_config().to_dict()
+    for layer in range(config.get("num_nextn_predict_layers") or 0):
+        found.append(rf"^model\.(language_model\.)?layers\.{config['num_hidden_layers'] + layer}\.")
+    return tuple(dict.fromkeys(found))
 
 
 def _stacks_experts(rule: WeightConverter) -> bool:

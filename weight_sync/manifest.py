@@ -150,7 +150,7 @@ class Manifest:
             parts = [name for name in names if name in example]
             if parts:
                 missing += self._missing_parts(parts[0], example[parts[0]], given)
-            elif not any(Place(name) in given for name in names):
+            elif not any(Place(name) in given or self.names.ignores(name) for name in names):
                 missing.append(" or ".join(names))
         return missing
 

@@ -7,7 +7,6 @@ Invariants:
   or shards it.
 """
 
-import inspect
 from typing import Any
 
 import torch
@@ -38,14 +37,22 @@ def modules_of_vision(wrapping: nn.Module | None) -> frozenset[nn.Module]:
     return frozenset(module for child in others for module in child.modules())
 
 
-def wrapping_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own forward on text.
+def wrapping_forward(
+    self: Any,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    past_key_values: object = None,
+    inputs_embeds: torch.Tensor | None = None,
+    pixel_values: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run the text model, and nothing of the class's own forward: trainers replace that, to let vision run idle.
 
     Raises:
         ValueError: an argument that holds or describes images, by name.
     """
-    given = inspect.signature(type(self).forward).bind_partial(self, *args, **kwargs).arguments
-    given |= given.get("kwargs", {})
+    given = {"pixel_values": pixel_values, **kwargs}
     found = [name for name in _OF_IMAGES if given.get(name) is not None]
     kinds = given.get(_KINDS_OF_TOKENS)
     if isinstance(kinds, torch.Tensor) and bool(kinds.any()):
@@ -55,4 +62,14 @@ def wrapping_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             f"{', '.join(found)}: a bound {type(self).__name__} computes text alone; images and videos are not exact. "
             "Leave them out, or keep a model that is not bound"
         )
-    return type(self).forward(self, *args, **kwargs)
+    outputs = self.language_model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        **{name: value for name, value in kwargs.items() if name not in (*_OF_IMAGES, _KINDS_OF_TOKENS)},
+    )
+    if not isinstance(outputs, tuple):
+        outputs.rope_deltas = None  # which the whole model hands on: how far images move the positions behind them
+    return outputs
