@@ -200,6 +200,33 @@ def gated_rms_norm(
     return gated_after
 
 
+def delta_gates(
+    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, beta_scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log of the decay and the strength of the delta rule; ``a``, ``b``: ``[T, H]``, the others ``[H]``."""
+    step = torch.nn.functional.softplus(a.double() + dt_bias.double())
+    return -a_log.double().exp() * step, beta_scale * b.double().sigmoid()
+
+
+def delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """The recurrence of one sequence; ``q``, ``k``: ``[T, Hk, K]``, ``v``: ``[T, Hv, V]``, the others ``[T, Hv]``."""
+    q, k = (x.double() / (x.double().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    share = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(share, 1) for x in (q * k.shape[-1] ** -0.5, k))
+    v, beta = v.double(), beta.double()
+    kept = decay.double().exp()
+    state = torch.zeros(v.shape[1], k.shape[-1], v.shape[-1], dtype=torch.double)
+    out = []
+    for t in range(len(v)):
+        state = kept[t, :, None, None] * state
+        written = beta[t, :, None] * (v[t] - torch.einsum("hn,hnp->hp", k[t], state))
+        state = state + k[t, :, :, None] * written[:, None]
+        out.append(torch.einsum("hn,hnp->hp", q[t], state))
+    return torch.stack(out)
+
+
 def route(
     logits: torch.Tensor, correction: torch.Tensor | None, options: RoutingOptions
 ) -> tuple[list[list[int]], torch.Tensor]:
