@@ -13,7 +13,8 @@ from samebit.kernels.binding.delta.family import DeltaFamily
 from samebit.kernels.layout.forward_context import recurrent_layout_of
 from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions
 from samebit.kernels.ops.conv import causal_conv
-from samebit.kernels.ops.delta import delta_rule, gates
+from samebit.kernels.ops.delta.gates import gates
+from samebit.kernels.ops.delta.rule import delta_rule
 from samebit.kernels.ops.linear import linears
 from samebit.kernels.ops.norm import gated_rms_norm
 
