@@ -140,7 +140,7 @@ def add(folder: Path, *names: str) -> None:
     path = folder / "model.safetensors"
     stored = load_file(path)
     assert ("lm_head.weight" in stored) is not json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
-    save_file({**stored, **dict.fromkeys(names, torch.ones(3))}, path, metadata={"format": "pt"})
+    save_file({**stored, **{name: torch.ones(3) for name in names}}, path, metadata={"format": "pt"})
 
 
 def test_a_tensor_without_a_place_is_named(tmp_path: Path) -> None:
