@@ -40,6 +40,8 @@ def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
         y = x / (1 + (-x).exp())
     elif activation in ("gelu_pytorch_tanh", "gelu_new"):
         y = 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
+    elif activation == "sigmoid":
+        y = 1 / (1 + (-x).exp())
     elif activation == "gelu":
         y = 0.5 * x * (1 + (x / math.sqrt(2)).erf())
     else:

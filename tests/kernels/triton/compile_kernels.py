@@ -112,7 +112,7 @@ def rowwise() -> None:
     for first in (True, False):
         options = GatedNormOptions(1e-5, 2, first)
         both_ways(lambda x, g, w, o=options: gated_rms_norm(x, g, w, o), (7, 200), (7, 200), (200,))
-    for name in ("silu", "gelu", "gelu_new"):
+    for name in ("silu", "gelu", "gelu_new", "sigmoid"):
         both_ways(lambda gate, up, name=name: gated(name, gate, up), (7, 100), (7, 100))
     tables = RotaryTables(torch.zeros(7, 6), torch.zeros(7, 6), training_context((1, 7), None, None))
     both_ways(lambda x: rotate(x, tables), (7, 3, 50))
