@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
@@ -134,7 +135,7 @@ def ignored_names(module: nn.Module) -> tuple[str, ...]:
     """
     if not isinstance(module, PreTrainedModel):
         return ()
-    text_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), type(module))
+    text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), type(module))
     found = [*(module._keys_to_ignore_on_load_unexpected or ()), *(text_class._keys_to_ignore_on_load_unexpected or ())]
     config = module.config.get_text_config().to_dict()
     for layer in range(config.get("num_nextn_predict_layers") or 0):

@@ -15,7 +15,7 @@ def read_text_config(folder: Path) -> Any:
     """
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     text = config.get_text_config()
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if text is config or model_class is None or model_class.config_class is not type(text):
         return config
     text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings

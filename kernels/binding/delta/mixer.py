@@ -62,8 +62,7 @@ def delta_forward(
     context = recurrent_layout_of(attention_mask)
     x = _projections(self, facts, hidden_states.reshape(-1, hidden_states.shape[-1]))
     taps = [self.get_submodule(name).weight for name in facts.convolutions]
-    taps = taps[0] if len(taps) == 1 else torch.cat(taps)
-    qkv = causal_conv(x.qkv, taps, None, context, facts.options.layer)
+    qkv = causal_conv(x.qkv, taps[0] if len(taps) == 1 else torch.cat(taps), None, context, facts.options.layer)
     decay, beta = gates(x.a, x.b, self.A_log, self.dt_bias, facts.beta_scale)
     y = delta_rule(qkv, decay, beta, context, facts.options)
     weight = self.get_submodule(facts.family.norm).weight.repeat(facts.options.value_heads)

@@ -94,10 +94,9 @@ class DeltaPlan:
             self._check_convolution(f"{name}.{part}", children[part], (width, 1, shape.taps))
         return tuple(widths)
 
-    def _check_convolution(self, name: str, conv: nn.Module, size: tuple[int, int, int]) -> None:
+    def _check_convolution(self, name: str, conv: Any, size: tuple[int, int, int]) -> None:
         plain = isinstance(conv, nn.Conv1d) and conv.weight.shape == size and conv.bias is None
-        placed = isinstance(conv, nn.Conv1d) and conv.padding[0] in (0, size[2] - 1)
-        if not plain or not placed or (conv.stride, conv.dilation) != ((1,), (1,)):
+        if not plain or (conv.stride, conv.dilation, conv.padding) != ((1,), (1,), (size[2] - 1,)):
             raise BindingError(
                 f"{self.prefix}: {name} is {conv}, not a depthwise causal convolution without a bias of "
                 f"{size[0]} channels and {size[2]} taps"
