@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from samebit.kernels.binding.families import RECURRENT_MASKS
+from samebit.kernels.binding.wrapped import positions_of_text
 from samebit.kernels.layout.forward_context import (
     ForwardContext,
     LayoutMask,
@@ -41,10 +42,12 @@ class NormFacts:
 
 @dataclass(frozen=True)
 class DecoderFacts:
-    """Says whether a decoder has attention layers, and whether it has recurrent ones."""
+    """Says whether a decoder has attention layers, whether it has recurrent ones, and whether it may be wrapped with
+    vision."""
 
     attends: bool
     recurs: bool
+    wrapped: bool
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     ids = kwargs["inputs_embeds"][..., 0] if ids is None else ids
     _refuse_unsupported(kwargs)
     mask, positions = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
+    positions = positions_of_text(positions, mask) if self.samebit.wrapped else positions
     context = installed_context() or training_context(tuple(ids.shape), mask, positions, ids.device)
     if len(context.positions) != ids.numel():
         raise ValueError(f"the installed ForwardContext has {len(context.positions)} rows, input_ids {ids.numel()}")

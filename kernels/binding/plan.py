@@ -72,7 +72,9 @@ class Plan:
     def of_model(self, model: nn.Module) -> list[tuple[nn.Module, Any]]:
         """Return what can be bound only when all modules are known: the decoder, the head, and the whole."""
         self._check_heads()
-        facts = bound.DecoderFacts(attends=bool(self.attentions), recurs=self.state_layout() is not None)
+        facts = bound.DecoderFacts(
+            attends=bool(self.attentions), recurs=self.state_layout() is not None, wrapped=self.family.wrapped
+        )
         decoders = [module for module in model.modules() if self._is_decoder(module)]
         found: list[tuple[nn.Module, Any]] = [(module, (bound.decoder_forward, facts)) for module in decoders]
         if self.wrapping is not None:

@@ -37,6 +37,27 @@ def modules_of_vision(wrapping: nn.Module | None) -> frozenset[nn.Module]:
     return frozenset(module for child in others for module in child.modules())
 
 
+def positions_of_text(given: torch.Tensor | None, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the positions of tokens given three or four times, for text, time, height and width; others as they are.
+
+    Args:
+        given: ``[3, B, T]`` or ``[4, B, T]``, alike in every token.
+        attention_mask: ``[B, T]``, nonzero for tokens; None for all.
+
+    Raises:
+        ValueError: positions of images, which are not alike.
+    """
+    if not isinstance(given, torch.Tensor) or given.dim() != 3 or len(given) not in (3, 4):
+        return given
+    of_tokens = given if attention_mask is None else given.masked_fill(attention_mask == 0, 0)
+    if bool((of_tokens != of_tokens[:1]).any()):
+        raise ValueError(
+            f"position_ids of the shape {list(given.shape)} differ along the first axis: they are those of images, "
+            "which are not exact; allowed: those of text, alike there"
+        )
+    return given[0]
+
+
 def wrapping_forward(
     self: Any,
     input_ids: torch.Tensor | None = None,

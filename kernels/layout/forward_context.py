@@ -188,9 +188,8 @@ def training_context(
     Args:
         shape: ``(B, T)``.
         attention_mask: ``[B, T]``, nonzero for tokens; each row one run of tokens, padded left or right.
-        position_ids: ``[B, T]`` or ``[1, T]``; or ``[3, B, T]`` or ``[4, B, T]``, as models with vision take them,
-            alike in every token. A new sequence starts wherever they do not go up by one (packed batches), and it
-            starts at 0. Without them positions count from 0 at each row's first token.
+        position_ids: ``[B, T]`` or ``[1, T]``. A new sequence starts wherever they do not go up by one
+            (packed batches), and it starts at 0. Without them positions count from 0 at each row's first token.
         device: where the model computes.
 
     Raises:
@@ -228,13 +227,7 @@ def _positions(
     if given is None:
         return np.where(valid, np.cumsum(valid, axis=1) - 1, 0)
     _check_positions(given, shape)
-    every = np.broadcast_to(given.detach().cpu().numpy(), (*given.shape[:-2], *shape)).reshape(-1, *shape)
-    if bool((every[:, valid] != every[0, valid]).any()):
-        raise ValueError(
-            f"position_ids of the shape {list(given.shape)} differ along the first axis: they are those of images, "
-            "which are not exact; allowed: those of text, alike there"
-        )
-    return np.where(valid, every[0], 0)
+    return np.where(valid, np.broadcast_to(given.detach().cpu().numpy(), shape), 0)
 
 
 def _first_tokens(valid: npt.NDArray[np.bool_], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -251,10 +244,8 @@ def _check_positions(given: object, shape: tuple[int, int]) -> None:
         raise TypeError(f"position_ids must be {allowed}, got {type(given).__name__}")
     if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype is torch.bool:
         raise TypeError(f"position_ids must be {allowed}, got {given.dtype}")
-    several = given.dim() == 3 and len(given) in (3, 4)
-    if tuple(given.shape[1:] if several else given.shape) not in (shape, (1, shape[1])):
-        planes = "; or three or four such, alike, as models with vision take them"
-        raise ValueError(f"position_ids must be {allowed}, got the shape {list(given.shape)}{planes}")
+    if tuple(given.shape) not in (shape, (1, shape[1])):
+        raise ValueError(f"position_ids must be {allowed}, got the shape {list(given.shape)}")
 
 
 def _valid_tokens(shape: tuple[int, int], attention_mask: torch.Tensor | None) -> npt.NDArray[np.bool_]:
