@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from samebit.kernels import BindingError, bind
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.weight_sync import WeightMismatchError
 
 from .compare import assert_matches_trainer, assert_same_samples
 from .families import DELTAS, DTYPES, bound_model, make_model, paired, token_ids
@@ -38,6 +42,36 @@ def test_near_hugging_face_and_warm_is_cold_is_trainer(family: str, dtype: torch
     assert next_turn.num_cached_tokens == 64
     assert_same_samples(warm, cold)
     assert_matches_trainer(model, [*warm, next_turn], [PARAMS] * 6)
+
+
+def test_convolutions_that_a_folder_holds_apart(tmp_path: Path) -> None:
+    """OLMo-hybrid's folders do, and its class under transformers 5.23 has one for q, k and v."""
+    model = bind(make_model("OlmoHybrid"))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    assert sum(name.endswith("v_conv1d.weight") for name in stored) == 2
+    with RolloutWorker(tmp_path) as worker:
+        assert_matches_trainer(model, worker.generate(SEQUENCES, PARAMS), [PARAMS] * 5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        model.save_pretrained(tmp_path)
+        widths = {"q": 72, "k": 72, "v": 200}
+        parts = load_file(
+            path
+        )  # 5.23 writes three of one size; published folders have those of queries, keys and values
+        for layer in (0, 2):
+            names = [f"model.layers.{layer}.linear_attn.{part}_conv1d.weight" for part in widths]
+            joined = torch.cat([parts[name] for name in names])
+            parts |= dict(zip(names, joined.split(list(widths.values())), strict=True))
+        for source in (tmp_path, parts):
+            worker.receive_weights(source)
+            assert_matches_trainer(model, worker.generate(SEQUENCES, PARAMS), [PARAMS] * 5)
+        missing = "model.layers.0.linear_attn.k_conv1d.weight"
+        del stored[missing]
+        with pytest.raises(WeightMismatchError, match=f"1 missing: {missing}"):
+            worker.receive_weights(stored)
 
 
 class FusedRMSNormGated(nn.Module):
