@@ -127,23 +127,13 @@ class Operations(Protocol):
         """Return the gradients of xbc, dt, decay_rate, dt_bias and skip."""
 
     # samebit.kernels.ops.delta
-    def delta_forward(
+    def delta_rule(
         self, qkv: Tensor, decay: Tensor, beta: Tensor, context: ForwardContext, options: DeltaOptions
-    ) -> tuple[Tensor, Saved]:
+    ) -> Tensor:
         """Run the sequences through their states; the slots of the context's memory move on."""
 
-    def delta_backward(
-        self, saved: Saved, grad: Tensor, context: ForwardContext, options: DeltaOptions
-    ) -> tuple[Tensor, ...]:
-        """Return the gradients of qkv, decay and beta."""
-
-    def gates_forward(
-        self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Saved]:
+    def gates(self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Compute ``rate softplus(a + bias)`` and ``scale sigmoid(b)``; ``rate`` and ``bias``: ``[H]`` float32."""
-
-    def gates_backward(self, saved: Saved, grad_decay: Tensor, grad_beta: Tensor, scale: float) -> tuple[Tensor, ...]:
-        """Return the gradients of a, b, rate and bias."""
 
     # samebit.kernels.ops.experts.routing
     def route_forward(

@@ -8,20 +8,18 @@ from numba import get_num_threads
 
 from samebit.kernels.cpu.base.memory import kind_of, with_unit_stride
 from samebit.kernels.cpu.delta import rule
-from samebit.kernels.cpu.delta.backward import rule_gradients
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.options import DeltaOptions, Saved
+from samebit.kernels.layout.options import DeltaOptions
 from samebit.kernels.layout.states.delta import DeltaStates
 
 WORK_AN_ELEMENT = 1 / 8
 """The elements of a row-wise kernel that take the time of one element of the state."""
 
 
-def delta_forward(
+def delta_rule(
     qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext, options: DeltaOptions
-) -> tuple[torch.Tensor, Saved]:
-    """Implement `Operations.delta_forward`."""
-    saved = qkv, decay, beta
+) -> torch.Tensor:
+    """Implement `Operations.delta_rule`."""
     rows = len(qkv)
     inner = options.value_heads * options.value_dim
     qkv, decay, beta = with_unit_stride(qkv), decay.contiguous(), beta.contiguous()
@@ -40,12 +38,4 @@ def delta_forward(
         (context.layout.data_ptr(), len(context.lengths)), (grid, memory), (captured, captures, kept),
         get_num_threads(), kind_of(qkv.dtype),
     )  # fmt: skip
-    return out, saved
-
-
-def delta_backward(
-    saved: Saved, grad: torch.Tensor, context: ForwardContext, options: DeltaOptions
-) -> tuple[torch.Tensor, ...]:
-    """Implement `Operations.delta_backward`."""
-    qkv, decay, beta = saved
-    return rule_gradients(qkv, decay, beta, grad, context, options)
+    return out

@@ -189,9 +189,9 @@ def _append(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any, scratch:
         token = inside + j
         first = (row + j) * stride + item.key_head * key_dim
         key, query = pairs[2 * j * deep : (2 * j + 1) * deep], pairs[(2 * j + 1) * deep : (2 * j + 2) * deep]
-        _normalise(qkv[first : first + key_dim], scale, query, lanes)
+        normalise(qkv[first : first + key_dim], scale, query, lanes)
         first += key_heads * key_dim
-        _normalise(qkv[first : first + key_dim], _ONE, key, lanes)
+        normalise(qkv[first : first + key_dim], _ONE, key, lanes)
         place = (item.key_at * SCAN_CHUNK + token) * deep
         k[place : place + deep] = key
         for h in range(share):
@@ -201,7 +201,7 @@ def _append(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any, scratch:
 
 
 @njit(inline="always")
-def _normalise(source: Any, scale: Any, target: Any, lanes: Any) -> None:
+def normalise(source: Any, scale: Any, target: Any, lanes: Any) -> None:
     """Divide by the root of the sum of squares, then multiply by ``scale``; zeros behind."""
     for n in range(len(source)):
         target[n] = widen(source[n])

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from samebit.kernels.layout import device
 from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host, check_shape
@@ -46,8 +47,7 @@ def gates(
     if torch.is_grad_enabled():
         decay, beta = _Gates.apply(a, b, rate, bias, beta_scale)
         return decay, beta
-    decay, beta, _ = operations_for(a).gates_forward(a, b, rate, bias, beta_scale)
-    return decay, beta
+    return operations_for(a).gates(a, b, rate, bias, beta_scale)
 
 
 class _Gates(torch.autograd.Function):
@@ -55,13 +55,16 @@ class _Gates(torch.autograd.Function):
     def forward(
         ctx: Any, a: torch.Tensor, b: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        kernels = ctx.kernels = operations_for(a)
-        decay, beta, saved = kernels.gates_forward(a, b, rate, bias, scale)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(a, b, rate, bias)
         ctx.scale = scale
-        return decay, beta
+        return operations_for(a).gates(a, b, rate, bias, scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_decay: torch.Tensor, grad_beta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *ctx.kernels.gates_backward(ctx.saved_tensors, grad_decay, grad_beta, ctx.scale), None
+        a, b, rate, bias = ctx.saved_tensors
+        raw, share = a.float() + bias, torch.sigmoid(b.float())
+        grad_raw = grad_decay * rate * torch.sigmoid(raw)
+        grad_b = grad_beta * share * (1 - share) * ctx.scale
+        grad_rate = (grad_decay * F.softplus(raw)).sum(0)
+        return grad_raw.to(a.dtype), grad_b.to(b.dtype), grad_rate, grad_raw.sum(0), None

@@ -17,6 +17,7 @@ from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import DeltaOptions
 from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.layout.states.delta import DeltaStates
+from samebit.kernels.ops.delta.gradients import rule_gradients
 from samebit.kernels.ops.dispatch import operations_for
 from samebit.kernels.ops.errors import changed_dtype
 
@@ -54,7 +55,7 @@ def delta_rule(
     elif torch.is_grad_enabled():
         out: torch.Tensor = _DeltaRule.apply(qkv, decay, beta, context, options)
         return out
-    return operations_for(qkv).delta_forward(qkv, decay, beta, context, options)[0]
+    return operations_for(qkv).delta_rule(qkv, decay, beta, context, options)
 
 
 def _check(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, options: DeltaOptions) -> None:
@@ -97,13 +98,12 @@ class _DeltaRule(torch.autograd.Function):
         ctx: Any, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext,
         options: DeltaOptions,
     ) -> torch.Tensor:  # fmt: skip
-        kernels = ctx.kernels = operations_for(qkv)
-        out, saved = kernels.delta_forward(qkv, decay, beta, context, options)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(qkv, decay, beta)
         ctx.layout, ctx.options = context, options
-        return out
+        return operations_for(qkv).delta_rule(qkv, decay, beta, context, options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *ctx.kernels.delta_backward(ctx.saved_tensors, grad, ctx.layout, ctx.options), None, None
+        qkv, decay, beta = ctx.saved_tensors
+        return *rule_gradients(qkv, decay, beta, grad, ctx.layout, ctx.options), None, None

@@ -31,17 +31,21 @@ from samebit.kernels.layout.forward_context import ForwardContext, training_cont
 from samebit.kernels.layout.kv_pages import KVLayout
 from samebit.kernels.layout.options import (
     AttentionOptions,
+    DeltaOptions,
     ExpertOptions,
     ExpertWeights,
     GatedNormOptions,
     RoutingOptions,
     SSMOptions,
 )
+from samebit.kernels.layout.states.delta import DeltaShape
 from samebit.kernels.layout.states.mamba import SSMShape
 from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.attention import attention
 from samebit.kernels.ops.conv import causal_conv
+from samebit.kernels.ops.delta.gates import gates
+from samebit.kernels.ops.delta.rule import delta_rule
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
 from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
@@ -200,6 +204,27 @@ def mamba_gradients() -> None:
         )
 
 
+def delta() -> None:
+    few = (torch.bfloat16, 4, 8, 128, 128), (torch.float32, 2, 2, 96, 200)
+    more = (torch.float16, 4, 8, 128, 128), (torch.float32, 4, 8, 128, 128), (torch.bfloat16, 2, 4, 256, 256)
+    for dtype, key_heads, heads, key_dim, value_dim in few + more if CAMPAIGN else few:
+        shape = DeltaShape(key_heads, heads, key_dim, value_dim, taps=4)
+        context = ForwardContext(
+            positions=torch.zeros(20, dtype=torch.int64),
+            row_start=np.array([0, 3], np.int32),
+            lengths=np.array([3, 17], np.int32),
+            starts=np.array([5, 0], np.int32),
+            table_rows=np.array([0, 1], np.int32),
+            block_tables=np.zeros((2, 2), np.int32),
+            block_size=64,
+            states=StateLayout(1, shape, 64).allocate(2, dtype, 1),
+        )
+        of_heads = torch.zeros(20, heads, dtype=dtype)
+        decay, beta = gates(of_heads, of_heads, torch.zeros(heads), torch.zeros(heads))
+        options = DeltaOptions(0, 64, key_heads, heads, key_dim, value_dim)
+        delta_rule(torch.zeros(20, shape.conv_width, dtype=dtype), decay, beta, context, options)
+
+
 def configurations() -> None:
     """Under `make soak` all in tiles.json, whatever GPU they are for."""
     every = tiles.families()
@@ -286,6 +311,7 @@ if __name__ == "__main__":
         vocabulary,
         mamba,
         mamba_gradients,
+        delta,
         configurations,
         routers,
         qwen_experts,

@@ -1,4 +1,4 @@
-"""Compute the gradients of the gated delta rule of one training call, in batched torch operations, for the CPU.
+"""Compute the gradients of the gated delta rule of one training call, in batched torch operations, on any device.
 
 The states at the chunk boundaries are computed again, chunk by chunk over all sequences at once, then the chunks are
 walked backwards. In a chunk, with S the state before it and G the running sum of the decay::
