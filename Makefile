@@ -3,10 +3,12 @@
 #   make grpo SEEDS=3                                               seeds 0 to 2 in one figure
 #   make grpo ARGS="--steps 10"                                     any option of recipes/grpo.py
 #   make grpo MODEL=hybrid                                          a model with Mamba layers, into runs/grpo-hybrid
+#   make grpo MODEL=gdn                                             a model with Gated DeltaNet layers, into runs/grpo-gdn
 #   make grpo MODEL=moe                                             a model with routed experts, into runs/grpo-moe
 #   make grpo-async                                                 one step off policy, the worker in its own process
 #   make verl-grpo                                                  GRPO in verl, with samebit as its rollout
 #   make verl-grpo MODEL=hybrid                                     a model with Mamba layers, into runs/verl-grpo-hybrid
+#   make verl-grpo MODEL=gdn                                        a model with Gated DeltaNet layers, into runs/verl-grpo-gdn
 #   make verl-grpo MODEL=moe                                        a model with routed experts, into runs/verl-grpo-moe
 #   make verl-matrix                                                verl's mismatch over many kinds of runs; takes about an hour
 #   make soak COUNT=2000                                            long hypothesis campaigns

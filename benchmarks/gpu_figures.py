@@ -15,8 +15,10 @@ from samebit.benchmarks.workloads.workload import Workload
 from samebit.kernels import token_logprobs
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.mamba_states import StateLayout
+from samebit.kernels.layout.grids import SCAN_CHUNK
 from samebit.kernels.layout.options import SSMOptions
+from samebit.kernels.layout.states.mamba import SSMShape
+from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.ssd import scan
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
@@ -92,10 +94,10 @@ def recurrent(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Fig
     The steps take turns over a chunk's positions, and over more states than a cache holds.
     """
     layout = binding_of(model).state_layout
-    if layout is None:
+    if layout is None or not isinstance(layout.shape, SSMShape):
         return
     for count in sizes.sequences:
-        ours, theirs = _scan_steps(layout, count, device)
+        ours, theirs = _scan_steps(layout, layout.shape, count, device)
         exact, plain = (seconds(recorded(run, device), device, sizes.repeats) for run in (ours, theirs))
         yield Figure(f"exact scan over the recurrent step, {count} sequences", exact / plain, "x")
 
@@ -176,11 +178,13 @@ def control(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figur
             yield Figure("reserved memory beyond the weights while kv_cache sleeps", kept / 2**30, "GiB")
 
 
-def _scan_steps(layout: StateLayout, count: int, device: str) -> tuple[Callable[[], None], Callable[[], None]]:
+def _scan_steps(
+    layout: StateLayout, shape: SSMShape, count: int, device: str
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """Make equally many decode steps of `count` sequences: ours, and those of the recurrence."""
     from samebit.benchmarks.contestants.recurrent_cuda import recurrent_step
 
-    shape, chunk = layout.shape, 16
+    chunk = SCAN_CHUNK
     slots = count * max(chunk, -(-64 // count))
     memory = replace(layout, num_layers=1).allocate(slots, torch.bfloat16, 1, device)
     plain = torch.zeros(slots, shape.heads, shape.state_size, shape.head_dim, device=device)

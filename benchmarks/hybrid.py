@@ -24,7 +24,7 @@ from samebit.benchmarks.rounds import results_file, table
 from samebit.benchmarks.rounds.turns import Calibration, Spread, Turn, alternate, kept, ratio, spread
 from samebit.benchmarks.workloads import models
 from samebit.benchmarks.workloads.workload import Run, Tokens, Workload
-from samebit.kernels.layout.mamba_states import SSMShape
+from samebit.kernels.layout.states.mamba import SSMShape
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
 
 

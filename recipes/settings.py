@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 AnySettings = TypeVar("AnySettings", bound="Settings")
 
-ARCHITECTURES = ("dense", "hybrid", "moe")
+ARCHITECTURES = ("dense", "hybrid", "gdn", "moe")
 """Shapes of the built-in model."""
 
 

@@ -1,5 +1,5 @@
-"""Build the built-in policy, a Hugging Face folder: a character tokenizer, and a Qwen3 of 0.6 M parameters, a hybrid,
-or a model of routed experts."""
+"""Build the built-in policy, a Hugging Face folder: a character tokenizer, and a Qwen3 of 0.6 M parameters, a hybrid
+with Mamba2 or Gated DeltaNet layers, or a model of routed experts."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,8 @@ from transformers import (
     NemotronHForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -33,6 +35,16 @@ _MAMBA = {
     "mamba_head_dim": 32,
     "n_groups": 2,
     "ssm_state_size": 32,
+}
+
+_DELTA = {
+    "full_attention_interval": 2,
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "tie_word_embeddings": True,
 }
 
 _EXPERTS = {
@@ -67,8 +79,8 @@ def build_model(
 ) -> PreTrainedModel:
     """Return a randomly initialised model in float32; `sizes` replaces entries of its configuration.
 
-    "dense": a Qwen3. "hybrid": a Nemotron-H, two Mamba2 layers around an attention layer. "moe": a GLM-4.5, a dense
-    layer and two of 16 experts, 4 a token.
+    "dense": a Qwen3. "hybrid": a Nemotron-H, two Mamba2 layers around an attention layer. "gdn": a Qwen3.5, two Gated
+    DeltaNet layers around an attention layer. "moe": a GLM-4.5, a dense layer and two of 16 experts, 4 a token.
     """
     torch.manual_seed(seed)
     shape: dict[str, Any] = {
@@ -87,6 +99,9 @@ def build_model(
     if architecture == "hybrid":
         hybrid: dict[str, Any] = {**shape, **_MAMBA, **sizes}
         return NemotronHForCausalLM(NemotronHConfig(**hybrid))
+    if architecture == "gdn":
+        delta: dict[str, Any] = {**shape, **_DELTA, **sizes}
+        return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**delta))
     if architecture == "moe":
         experts: dict[str, Any] = {**shape, **_EXPERTS, **sizes}
         model = Glm4MoeForCausalLM(Glm4MoeConfig(**experts))

@@ -123,7 +123,7 @@ def _check_values(manifest: Manifest, source: TensorSource, places: Mapping[str,
 
 def _check_ties(manifest: Manifest, source: TensorSource, places: Mapping[str, Place]) -> None:
     conflicts: list[str] = []
-    offered = {place.name: name for name, place in places.items() if place.expert is None}
+    offered = {place.name: name for name, place in places.items() if place.is_whole}
     for group in manifest.ties:
         given = [offered[name] for name in group if name in offered]
         for other in given[1:]:

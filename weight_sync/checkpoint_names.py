@@ -2,13 +2,14 @@
 
 Hugging Face renames some on the way in (Nemotron-H's `backbone.` is `model.` in the module), and it merges: a
 checkpoint holds the matrices of each expert apart (`mlp.experts.7.gate_proj.weight`), the module those of all experts
-of a layer in one tensor. Its own tables are read here, but nothing is merged: a matrix has a place in the module's
-tensor, which it is written to.
+of a layer in one tensor. Others it puts one behind the other (OLMo-hybrid's convolutions of q, k and v). Its own
+tables are read here, but nothing is merged: a matrix has a place in the module's tensor, which it is written to.
 
 Invariants
 ----------
 * A name that the module knows stays, whatever the tables say.
-* A converter of another kind than "stack the experts, then put gate and up behind each other" gives no place.
+* A converter of another kind than "stack the experts, then put gate and up behind each other", or "put convolutions
+  behind each other", gives no place.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -31,15 +34,25 @@ from transformers.core_model_loading import (
 _PLAIN = re.compile(r"[\w.]*\.\*\.[\w.]*")
 _NUMBER = r"(\d{1,9})"
 
+_CONVOLUTION, _PROJECTION = "_conv1d.weight", "_proj.weight"
+"""A convolution that a checkpoint holds apart has as many channels as the projection of the same name has outputs."""
+
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of the module; or, with an expert's number, one of the `parts` of that expert's rows in it."""
+    """A tensor of the module; or, with an expert's number, one of the `parts` of that expert's rows in it; or its rows
+    from the first of `rows` up to the second."""
 
     name: str
     expert: int | None = None
     part: int = 0
     parts: int = 1
+    rows: tuple[int, int] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether this is all of the tensor."""
+        return self.expert is None and self.rows is None
 
     @property
     def whole(self) -> Place:
@@ -48,10 +61,14 @@ class Place:
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of what goes here, given that of the module's tensor."""
+        if self.rows is not None:
+            return (self.rows[1] - self.rows[0], *whole[1:])
         return whole if self.expert is None else (whole[1] // self.parts, *whole[2:])
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this part of the module's tensor: a view, to be written to."""
+        if self.rows is not None:
+            return tensor.detach()[slice(*self.rows)]
         if self.expert is None:
             return tensor
         expert = tensor.detach()[self.expert]
@@ -87,14 +104,40 @@ class Fusion:
 
 
 @dataclass(frozen=True)
+class Joining:
+    """Says how a checkpoint holds one tensor in parts that stand behind each other in it: the ends of their names, and
+    their rows."""
+
+    target: str
+    sources: tuple[str, ...]
+    rows: tuple[tuple[int, int], ...]
+
+    def place(self, name: str) -> Place | None:
+        """Return the place of a part; None for any other tensor."""
+        for source, rows in zip(self.sources, self.rows, strict=True):
+            if name.endswith(source):
+                return Place(name.removesuffix(source) + self.target, rows=rows)
+        return None
+
+    def end(self, place: Place) -> str:
+        """Return the end of the name of a part."""
+        return next(source for source, rows in zip(self.sources, self.rows, strict=True) if rows == place.rows)
+
+    def places(self, name: str, size: int) -> Iterator[Place]:
+        """Yield the places of all parts of a tensor."""
+        for rows in self.rows:
+            yield Place(name, rows=rows)
+
+
+@dataclass(frozen=True)
 class CheckpointNames:
     """The names that checkpoints of a module have for its tensors; without rules, those of the module alone.
 
-    ignored: what the module's class has no use for, as regular expressions (layers that only a draft model has).
+    ignored: what text has no use for, as regular expressions (vision, layers that only a draft model has).
     """
 
     renamings: tuple[WeightRenaming, ...] = field(default=(), compare=False)
-    fusions: tuple[Fusion, ...] = ()
+    fusions: tuple[Fusion | Joining, ...] = ()
     ignored: tuple[str, ...] = ()
 
     @classmethod
@@ -104,8 +147,15 @@ class CheckpointNames:
         rules = get_model_conversion_mapping(module)
         return cls(
             tuple(rule for rule in rules if isinstance(rule, WeightRenaming)),
-            tuple(_fusion(rule) for rule in rules if isinstance(rule, WeightConverter) and _stacks_experts(rule)),
-            tuple(module._keys_to_ignore_on_load_unexpected or ()),
+            (
+                *(_fusion(rule) for rule in rules if isinstance(rule, WeightConverter) and _stacks_experts(rule)),
+                *(
+                    _joining(rule, module)
+                    for rule in rules
+                    if isinstance(rule, WeightConverter) and _joins_convolutions(rule)
+                ),
+            ),
+            ignored_names(module),
         )
 
     def place(self, name: str, known: Container[str]) -> Place | None:
@@ -121,9 +171,25 @@ class CheckpointNames:
         """Tell whether a tensor that has no place is one that nobody misses."""
         return any(re.search(pattern, name) for pattern in self.ignored)
 
-    def fusion_of(self, name: str) -> Fusion | None:
+    def fusion_of(self, name: str) -> Fusion | Joining | None:
         """Return how a checkpoint may hold a tensor of the module in parts."""
         return next((fusion for fusion in self.fusions if name.endswith(fusion.target)), None)
+
+
+def ignored_names(module: nn.Module) -> tuple[str, ...]:
+    """Return what text has no use for, in the module or in a checkpoint of it, as regular expressions.
+
+    That is what the module's class says, and, where it wraps a text model, what the class of that says; and the layers
+    behind the last that the config announces for drafting.
+    """
+    if not isinstance(module, PreTrainedModel):
+        return ()
+    text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), type(module))
+    found = [*(module._keys_to_ignore_on_load_unexpected or ()), *(text_class._keys_to_ignore_on_load_unexpected or ())]
+    config = module.config.get_text_config().to_dict()
+    for layer in range(config.get("num_nextn_predict_layers") or 0):
+        found.append(rf"^model\.(language_model\.)?layers\.{config['num_hidden_layers'] + layer}\.")
+    return tuple(dict.fromkeys(found))
 
 
 def _stacks_experts(rule: WeightConverter) -> bool:
@@ -133,6 +199,22 @@ def _stacks_experts(rule: WeightConverter) -> bool:
     stacked = isinstance(stack, MergeModulelist) and stack.dim == 0
     plain = all(_PLAIN.fullmatch(source) for source in rule.source_patterns)
     return stacked and joined and plain and len(rule.target_patterns) == 1
+
+
+def _joins_convolutions(rule: WeightConverter) -> bool:
+    """Tell whether a rule puts several convolutions behind each other."""
+    first, *others = rule.operations
+    joined = isinstance(first, Concatenate) and first.dim == 0 and not others and len(rule.target_patterns) == 1
+    return joined and all(re.fullmatch(rf"[\w.]+{_CONVOLUTION}", source) for source in rule.source_patterns)
+
+
+def _joining(rule: WeightConverter, module: nn.Module) -> Joining:
+    outputs = {name: len(tensor) for name, tensor in module.named_parameters() if name.endswith(_PROJECTION)}
+    ends = [source.removesuffix(_CONVOLUTION) + _PROJECTION for source in rule.source_patterns]
+    sizes = [next(rows for name, rows in outputs.items() if name.endswith(end)) for end in ends]
+    stops = list(accumulate(sizes))
+    rows = tuple((stop - size, stop) for size, stop in zip(sizes, stops, strict=True))
+    return Joining(rule.target_patterns[0], tuple(rule.source_patterns), rows)
 
 
 def _fusion(rule: WeightConverter) -> Fusion:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -110,8 +111,9 @@ class Manifest:
             ("unknown", [name for name, place in found.items() if place is None]),
             ("given twice", _given_twice(places)),
             ("missing", [] if terms.partial else self._missing(places)),
-            *self._unlike(offered, places, terms),
         ]
+        places = self._as_offered(offered, places)
+        faults += self._unlike(offered, places, terms)
         lines = [f"{len(names)} {what}: {', '.join(names)}" for what, names in faults if names]
         if not terms.partial and not offered:
             lines.insert(0, "the source offers no tensors")
@@ -130,7 +132,7 @@ class Manifest:
 
     def first_names(self, places: Mapping[str, Place]) -> dict[str, Place]:
         """Return the places without those of tied tensors whose values come under an earlier name too."""
-        given = {place.name: name for name, place in places.items() if place.expert is None}
+        given = {place.name: name for name, place in places.items() if place.is_whole}
         again = {given[name] for group in self.ties for name in [one for one in group if one in given][1:]}
         return {name: place for name, place in places.items() if name not in again}
 
@@ -144,13 +146,13 @@ class Manifest:
 
     def _missing(self, places: Mapping[str, Place]) -> list[str]:
         given = {place: name for name, place in places.items()}
-        example = {place.name: name for name, place in places.items() if place.expert is not None}
+        example = {place.name: name for name, place in places.items() if not place.is_whole}
         missing: list[str] = []
         for names in self.ties:
             parts = [name for name in names if name in example]
             if parts:
                 missing += self._missing_parts(parts[0], example[parts[0]], given)
-            elif not any(Place(name) in given for name in names):
+            elif not any(Place(name) in given or self.names.ignores(name) for name in names):
                 missing.append(" or ".join(names))
         return missing
 
@@ -162,6 +164,21 @@ class Manifest:
         prefix = example.removesuffix(fusion.end(place))
         every = fusion.places(name, self.specs[name].shape[0])
         return [prefix + fusion.end(place) for place in every if place not in given]
+
+    def _as_offered(self, offered: Mapping[str, TensorSpec], places: dict[str, Place]) -> dict[str, Place]:
+        """Return the places with parts that stand behind each other where the offered sizes put them, if those fill the
+        tensor: transformers 5.23 writes the parts in equal sizes."""
+        parts: dict[str, list[str]] = {}
+        for name, place in sorted(places.items(), key=lambda found: found[1].rows or (0, 0)):
+            if place.rows is not None and offered[name].shape:
+                parts.setdefault(place.name, []).append(name)
+        moved: dict[str, Place] = {}
+        for target, names in parts.items():
+            stops = list(accumulate(offered[name].shape[0] for name in names))
+            if stops[-1] == self.specs[target].shape[0]:
+                starts = [0, *stops]
+                moved |= {name: Place(target, rows=(starts[i], stops[i])) for i, name in enumerate(names)}
+        return {**places, **moved}
 
     def _unlike(
         self, offered: Mapping[str, TensorSpec], places: Mapping[str, Place], terms: UpdateTerms

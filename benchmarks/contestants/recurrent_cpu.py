@@ -30,12 +30,12 @@ from samebit.kernels.cpu.base.vectors import (
 )
 from samebit.kernels.cpu.ssd.operation import WORK_AN_ELEMENT
 from samebit.kernels.layout.grids import LANES
-from samebit.kernels.layout.mamba_states import SSMShape
 from samebit.kernels.layout.memory_pool import zeroed_pool
+from samebit.kernels.layout.states.mamba import SSMShape
 
 
 @intrinsic
-def _advance(
+def advance(
     typingctx: Any, columns: Any, decay: Any, inputs: Any, keys: Any, queries: Any, count: Any, state: Any,
     state_at: Any, stride: Any, out: Any,
 ) -> Any:  # fmt: skip
@@ -139,7 +139,7 @@ def _head(
     while v < wide:
         left = (wide - v) // LANES
         columns = 4 if left >= 4 else (2 if left >= 2 else 1)
-        _advance(columns, decay, x[v:], keys, queries, state_size, states, at + v, wide, total[v:])
+        advance(columns, decay, x[v:], keys, queries, state_size, states, at + v, wide, total[v:])
         v += columns * LANES
     result = out[head * head_dim : (head + 1) * head_dim]
     for p in range(head_dim):

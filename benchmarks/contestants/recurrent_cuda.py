@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language import tensor
 
-from samebit.kernels.layout.mamba_states import SSMShape
+from samebit.kernels.layout.states.mamba import SSMShape
 from samebit.kernels.triton.numeric import softplus
 from samebit.kernels.triton.tiles.table import power_of_two
 

@@ -28,7 +28,7 @@ from samebit.kernels.binding.plan import Plan
 from samebit.kernels.binding.users import Users
 from samebit.kernels.layout.device import DTYPES
 from samebit.kernels.layout.kv_pages import KVLayout
-from samebit.kernels.layout.mamba_states import StateLayout
+from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops.activation import ACTIVATIONS, PLAIN_ACTIVATIONS
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -54,7 +54,7 @@ class Binding:
 
     @property
     def ssm_chunk(self) -> int | None:
-        """Return the grid of its Mamba layers' states, which a block must be a multiple of; None without such
+        """Return the grid of its recurrent layers' states, which a block must be a multiple of; None without such
         layers."""
         return None if self.state_layout is None else self.state_layout.chunk
 
@@ -68,8 +68,8 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
 
     Args:
         model: a Hugging Face causal language model on the CPU or on a CUDA device, float32 or bfloat16, on CUDA
-            also float16.
-        ssm_chunk: the grid of the Mamba layers' states in tokens, where there are such layers: a power of two, at
+            also float16. One that is wrapped with vision (``Qwen3_5ForConditionalGeneration``) is bound for text.
+        ssm_chunk: the grid of the states of recurrent layers in tokens, where there are such layers: a power of two, at
             least 16, that divides the rollout's block size. It changes no bit.
             It is part of the arithmetic, and it is recorded on the model: trainer and rollout can not differ.
         exact: False leaves norms, activations and GEMMs to torch. For measuring what exactness costs.
@@ -93,8 +93,7 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
     family = _family_of(model)
     check_not_compiled(model)
     _check_tensors(model)
-    config: Any = model.config
-    plan = Plan(family, config, config.to_dict(), ssm_chunk, exact)
+    plan = Plan(family, _text_config(model), model, ssm_chunk, exact)
     bindings = [(module, plan.binding_of(name, module)) for name, module in model.named_modules()]
     bindings += plan.of_model(model)
     for module, attached in bindings:
@@ -158,7 +157,8 @@ def _family_of(model: nn.Module) -> Family:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise BindingError(f"{name} is not a Hugging Face model; bound families: {', '.join(FAMILIES)}")
-    config = model.config.to_dict()
+    config = {**_text_config(model).to_dict()}
+    config.setdefault("quantization_config", model.config.to_dict().get("quantization_config"))
     family = FAMILIES.get(name)
     reasons = inexact_features(family, config, [key for key, _ in model.named_parameters()])
     if family is None:
@@ -172,6 +172,11 @@ def _family_of(model: nn.Module) -> Family:
             f"{name} can not be bound exactly: {'; '.join(reasons)}. Bound families: {', '.join(FAMILIES)}"
         )
     return family
+
+
+def _text_config(model: Any) -> Any:
+    """Return the config of the model, or of the text model in it."""
+    return model.config.get_text_config()
 
 
 def _check_tensors(model: nn.Module) -> None:

@@ -70,7 +70,7 @@ def causal_forward(own: Forward, *, known: bool) -> Forward:
         scoring = installed_scoring()
         if scoring is None:
             return own(self, *args, **kwargs)
-        _refuse_router_losses(self.config, kwargs)
+        _refuse_router_losses(self.config.get_text_config(), kwargs)
         if known and _is_bound_alone(self.lm_head):
             return _scores(self, *args, **kwargs)
         return _scores_of_logits(own, scoring, self, *args, **kwargs)

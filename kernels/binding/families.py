@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
+from samebit.kernels.binding.delta.family import DeltaFamily
 from samebit.kernels.binding.epilogue import Epilogue, scaled_down, scaled_up, soft_capped, unchanged
 from samebit.kernels.binding.experts.family import SIGMOID, ExpertFamily
 
@@ -48,6 +49,9 @@ class Family:
         layer_types: what its layers may be, in the words of the configs before transformers 5.13.
         required_layer: a layer type without which Hugging Face can not run the family, if there is one.
         conv_bias: the config's key for whether the mixers' convolutions have a bias; of families with a mixer.
+        delta: its Gated DeltaNet layers; None for a family without.
+        gated_attention: ``q_proj`` also gives a gate a head, whose sigmoid is multiplied onto what is attended to.
+        wrapped: Hugging Face has its text model alone, and inside a ``...ForConditionalGeneration`` with vision too.
     """
 
     prefix: str
@@ -70,6 +74,20 @@ class Family:
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
     required_layer: str = ""
     conv_bias: str = ""
+    delta: DeltaFamily | None = None
+    gated_attention: bool = False
+    wrapped: bool = False
+
+    @property
+    def recurs(self) -> bool:
+        """Return whether it has layers with states."""
+        return bool(self.mixer) or self.delta is not None
+
+    @property
+    def model_classes(self) -> tuple[str, ...]:
+        """Return the class names of its causal language models."""
+        ends = ("ForCausalLM", "ForConditionalGeneration") if self.wrapped else ("ForCausalLM",)
+        return tuple(map(self.class_name, ends))
 
     @property
     def allowed_layers(self) -> tuple[str, ...]:
@@ -83,8 +101,21 @@ class Family:
 
 _SOFTMAX = ExpertFamily("SparseMoeBlock", "softmax", normalised="norm_topk_prob")
 
+_QWEN3_NEXT = Family(
+    "Qwen3Next",
+    unchanged,
+    qk_norm="head",
+    gated_attention=True,
+    norm_offset=1.0,
+    norm_eps="eps",
+    delta=DeltaFamily("by_key_head"),
+    experts=replace(_SOFTMAX, shared="shared_expert", shared_gate="shared_expert_gate"),
+    layer_types=("linear_attention", "full_attention"),
+)
+_QWEN3_5 = replace(_QWEN3_NEXT, prefix="Qwen3_5", delta=DeltaFamily("joined"), experts=None, wrapped=True)
+
 FAMILIES = {
-    family.class_name("ForCausalLM"): family
+    name: family
     for family in (
         Family("Llama", unchanged),
         Family("Qwen2", unchanged),
@@ -187,9 +218,27 @@ FAMILIES = {
             layer_types=("mamba",),
             conv_bias="use_conv_bias",
         ),
+        _QWEN3_NEXT,
+        _QWEN3_5,
+        replace(
+            _QWEN3_5,
+            prefix="Qwen3_5Moe",
+            # Its softmax over all experts is divided by the sum of the chosen, always: the softmax over the chosen.
+            experts=ExpertFamily(
+                "SparseMoeBlock", "softmax_of_chosen", shared="shared_expert", shared_gate="shared_expert_gate"
+            ),
+        ),
+        Family(
+            "OlmoHybrid",
+            unchanged,
+            qk_norm="full",
+            delta=DeltaFamily("apart", norm="o_norm", out="o_proj", negative_eigenvalues="linear_allow_neg_eigval"),
+            layer_types=("linear_attention", "full_attention"),
+        ),
     )
+    for name in family.model_classes
 }
-"""Finds a family by the class name of its causal language model."""
+"""Finds a family by the class name of one of its causal language models."""
 
 BLOCKS = {
     "DeepseekV2": Family(

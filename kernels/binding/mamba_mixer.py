@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from samebit.kernels.layout.forward_context import ForwardContext, layout_of
+from samebit.kernels.layout.forward_context import recurrent_layout_of
 from samebit.kernels.layout.options import GatedNormOptions, SSMOptions
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.conv import causal_conv
@@ -47,11 +47,10 @@ def mamba_forward(
 ) -> torch.Tensor:
     """Compute a Mamba2 mixer; what else it is given are Hugging Face's cache and positions, which hold nothing here."""
     facts: MambaFacts = self.samebit
-    context = layout_of(attention_mask)
-    _check_memory(context)
+    context = recurrent_layout_of(attention_mask)
     projected = _projected(self, facts, hidden_states)
     gate, xbc, dt = projected.split([facts.inner, facts.conv_width, len(self.A_log)], dim=-1)
-    xbc = causal_conv(xbc, self.conv1d.weight, self.conv1d.bias, context, facts.options)
+    xbc = causal_conv(xbc, self.conv1d.weight, self.conv1d.bias, context, facts.options.layer)
     rate = -self.A_log.float().exp()
     y = scan(xbc, dt, rate, self.dt_bias.float(), self.D.float(), context, facts.options)
     y = gated("silu", gate, y) if facts.norm is None else gated_rms_norm(y, gate, self.norm.weight, facts.norm)
@@ -67,8 +66,3 @@ def _projected(self: Any, facts: MambaFacts, hidden_states: torch.Tensor) -> tor
         return projected
     pieces = [torch.full((width,), factor, device=projected.device) for width, factor in facts.multipliers]
     return (projected * torch.cat(pieces)).to(projected.dtype)
-
-
-def _check_memory(context: ForwardContext) -> None:
-    if context.states is None and (context.pages is not None or bool(context.starts.any())):
-        raise ValueError("a hybrid model needs the memory of its Mamba layers: ForwardContext(states=...)")

@@ -1,5 +1,6 @@
 """Find out what `bind` has to know about the Mamba2 mixers of a model."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,9 +8,10 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from samebit.kernels.binding.families import BindingError, Family
-from samebit.kernels.binding.mamba_mixer import MambaFacts
-from samebit.kernels.layout.mamba_states import SSMShape, StateLayout
+from samebit.kernels.binding.mamba_mixer import MambaFacts, mamba_forward
 from samebit.kernels.layout.options import GatedNormOptions, SSMOptions
+from samebit.kernels.layout.states.mamba import SSMShape
+from samebit.kernels.layout.states.memory import StateLayout
 
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
 
@@ -28,12 +30,16 @@ class MixerPlan:
         """Return the layout of the states of the mixers found so far; None without any."""
         return StateLayout(len(self.shapes), self.shapes[0], self.chunk) if self.shapes else None
 
+    def is_mixer(self, module: nn.Module) -> bool:
+        """Return whether this module is a mixer of the family."""
+        return bool(self.family.mixer) and type(module).__name__ == self.family.class_name(self.family.mixer)
+
     def computes(self, name: str) -> bool:
         """Return whether a bound mixer computes what the module of this name would."""
         return name in self.inside
 
-    def mixer(self, name: str, module: Any) -> MambaFacts:
-        """Return the facts of one mixer.
+    def mixer(self, name: str, module: Any) -> tuple[Callable[..., Any], MambaFacts]:
+        """Plan one mixer.
 
         Raises:
             BindingError: an activation, convolution or norm that is not exact, or a bias against the config.
@@ -51,15 +57,16 @@ class MixerPlan:
         self.shapes.append(shape)
         self.inside |= {f"{name}.{part}" for part in ("act", "conv1d", "norm")}
         options = SSMOptions(len(self.shapes) - 1, self.chunk, shape.groups, shape.state_size, self._dt_limits())
-        facts = self.config.to_dict()
-        return MambaFacts(
+        said = self.config.to_dict()
+        facts = MambaFacts(
             inner=shape.inner,
             conv_width=shape.conv_width,
             options=options,
             norm=self._norm(name, module, shape),
-            in_multiplier=facts.get("ssm_in_multiplier") or 1.0,
-            multipliers=_multipliers(shape, facts.get("ssm_multipliers")),
+            in_multiplier=said.get("ssm_in_multiplier") or 1.0,
+            multipliers=_multipliers(shape, said.get("ssm_multipliers")),
         )
+        return mamba_forward, facts
 
     def _check_sizes(self, name: str, shape: SSMShape) -> None:
         if (

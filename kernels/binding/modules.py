@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from samebit.kernels.binding.families import RECURRENT_MASKS
+from samebit.kernels.binding.wrapped import positions_of_text
 from samebit.kernels.layout.forward_context import (
     ForwardContext,
     LayoutMask,
@@ -41,10 +42,12 @@ class NormFacts:
 
 @dataclass(frozen=True)
 class DecoderFacts:
-    """Says whether a decoder has attention layers, and whether it has recurrent ones."""
+    """Says whether a decoder has attention layers, whether it has recurrent ones, and whether it may be wrapped with
+    vision."""
 
     attends: bool
     recurs: bool
+    wrapped: bool
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class AttentionFacts:
         key_multiplier: factor on the keys.
         adapter: place in the lists of adapters that a shared attention adds to its projections; -1 for none.
         sinks: it has a parameter of one more score a head.
+        gated: ``q_proj`` gives each head's query and its gate.
     """
 
     kv_heads: int
@@ -65,6 +69,7 @@ class AttentionFacts:
     key_multiplier: float = 1.0
     adapter: int = -1
     sinks: bool = False
+    gated: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +124,7 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     ids = kwargs["inputs_embeds"][..., 0] if ids is None else ids
     _refuse_unsupported(kwargs)
     mask, positions = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
+    positions = positions_of_text(positions, mask) if self.samebit.wrapped else positions
     context = installed_context() or training_context(tuple(ids.shape), mask, positions, ids.device)
     if len(context.positions) != ids.numel():
         raise ValueError(f"the installed ForwardContext has {len(context.positions)} rows, input_ids {ids.numel()}")
@@ -214,21 +220,22 @@ def attention_forward(
     """Compute self-attention; what remains of the arguments are Hugging Face's cache and positions, which hold nothing
     here."""
     facts: AttentionFacts = self.samebit
-    q, k, v = _queries_keys_values(self, facts, hidden_states)
+    q, gate, k, v = _queries_keys_values(self, facts, hidden_states)
     k = k if facts.key_multiplier == 1.0 else k * facts.key_multiplier
     sinks = self.sinks.float() if facts.sinks else None
     if isinstance(position_embeddings, RotaryTables):
         out = attention_of_rotated(q, k, v, position_embeddings, facts.options, sinks)
     else:
         out = attention(q, k, v, layout_of(attention_mask), facts.options, sinks)
+    out = out if gate is None else gated("sigmoid", gate, out.view(gate.shape))
     projected: torch.Tensor = self.o_proj(out.view(*hidden_states.shape[:-1], -1))
     return projected, None
 
 
 def _queries_keys_values(
     self: Any, facts: AttentionFacts, x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values ``[T, heads, D]``, normalised but not rotated."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Return queries, their gates or None, keys and values ``[T, heads, D]``, normalised but not rotated."""
     if facts.fused:
         qkv = self.qkv_proj(x)
         kv_width = facts.kv_heads * facts.head_dim
@@ -241,7 +248,17 @@ def _queries_keys_values(
         v = v + self.linear_v_adapter_list[facts.adapter](x)
     if facts.qk_norm == "full":
         q, k = self.q_norm(q), self.k_norm(k)
-    q, k, v = (part.reshape(-1, part.shape[-1] // facts.head_dim, facts.head_dim) for part in (q, k, v))
+    size, gate = facts.head_dim, None
+    k, v = _heads(k, size), _heads(v, size)
+    if facts.gated:
+        q, gate = _heads(q, 2 * size).chunk(2, dim=-1)
+    else:
+        q = _heads(q, size)
     if facts.qk_norm == "head":
         q, k = self.q_norm(q), self.k_norm(k)
-    return q, k, v
+    return q, gate, k, v
+
+
+def _heads(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return ``[T, heads, size]``."""
+    return x.reshape(-1, x.shape[-1] // size, size)

@@ -9,34 +9,50 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from samebit.kernels.binding import modules as bound
 from samebit.kernels.binding.causal_lm import HeadFacts, causal_forward, head_forward, keeping_positions, own_forward
+from samebit.kernels.binding.delta.plan import DeltaPlan
 from samebit.kernels.binding.experts.plan import ExpertPlan
 from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families import BindingError, Family
-from samebit.kernels.binding.mamba_mixer import mamba_forward
 from samebit.kernels.binding.mamba_plan import MixerPlan
+from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_forward, wrapping_module
 from samebit.kernels.layout.kv_pages import KVLayout
-from samebit.kernels.layout.mamba_states import StateLayout
 from samebit.kernels.layout.options import AttentionOptions
+from samebit.kernels.layout.states.memory import StateLayout
 
-_CONTAINERS = ("ForCausalLM", "DecoderLayer", "Block", "MambaDecoderLayer", "AttentionDecoderLayer", "HybridLayer")
+_CONTAINERS = (
+    "ForCausalLM",
+    "ForConditionalGeneration",
+    "DecoderLayer",
+    "Block",
+    "MambaDecoderLayer",
+    "AttentionDecoderLayer",
+    "LinearAttentionDecoderLayer",
+    "HybridLayer",
+)
 """Ends the names of classes that only call others, behind the prefix."""
 
 
 class Plan:
     """Decides, module by module in the order of the traversal, which forward it gets."""
 
-    def __init__(self, family: Family, config: Any, facts: dict[str, Any], ssm_chunk: int, exact: bool) -> None:
+    def __init__(self, family: Family, config: Any, model: nn.Module, ssm_chunk: int, exact: bool) -> None:
         self.family = family
         self.config = config
-        self.facts = facts
+        self.facts: dict[str, Any] = config.to_dict()
         self.exact = exact
+        self.wrapping = wrapping_module(family, model)
+        self.unreached = modules_of_vision(self.wrapping)
         self.attentions: list[bound.AttentionFacts] = []
         self.rotated: list[tuple[int, float]] = []
-        self.mixers = MixerPlan(family, config, ssm_chunk)
+        self.mixers: MixerPlan | DeltaPlan = (
+            MixerPlan(family, config, ssm_chunk)
+            if family.delta is None
+            else DeltaPlan(family.prefix, family.delta, config, ssm_chunk)
+        )
         self.experts = (
             None
             if family.experts is None
-            else ExpertPlan(family.prefix, family.experts, config, facts[family.activation])
+            else ExpertPlan(family.prefix, family.experts, config, self.facts[family.activation])
         )
 
     def kv_layout(self) -> KVLayout:
@@ -46,7 +62,7 @@ class Plan:
         return KVLayout(len(self.attentions), self.attentions[0].kv_heads, self.attentions[0].head_dim)
 
     def state_layout(self) -> StateLayout | None:
-        """Return the layout of the states of the Mamba layers found; None without any."""
+        """Return the layout of the states of the recurrent layers found; None without any."""
         return self.mixers.state_layout()
 
     def route_layout(self) -> RouteLayout | None:
@@ -56,9 +72,13 @@ class Plan:
     def of_model(self, model: nn.Module) -> list[tuple[nn.Module, Any]]:
         """Return what can be bound only when all modules are known: the decoder, the head, and the whole."""
         self._check_heads()
-        facts = bound.DecoderFacts(attends=bool(self.attentions), recurs=self.state_layout() is not None)
+        facts = bound.DecoderFacts(
+            attends=bool(self.attentions), recurs=self.state_layout() is not None, wrapped=self.family.wrapped
+        )
         decoders = [module for module in model.modules() if self._is_decoder(module)]
         found: list[tuple[nn.Module, Any]] = [(module, (bound.decoder_forward, facts)) for module in decoders]
+        if self.wrapping is not None:
+            found.append((self.wrapping, (wrapping_forward,)))
         if self.exact:
             head = model.get_submodule("lm_head")
             found.append((head, (head_forward, HeadFacts(self.family.epilogue, self.config))))
@@ -70,18 +90,19 @@ class Plan:
         return found
 
     def _is_decoder(self, module: nn.Module) -> bool:
-        return type(module).__name__ in [self.family.class_name(part) for part in ("Model", "TextModel")]
+        names = ("TextModel",) if self.family.wrapped else ("Model", "TextModel")
+        return type(module).__name__ in map(self.family.class_name, names)
 
     def binding_of(self, name: str, module: nn.Module) -> tuple[Any, ...] | None:
         """Return (forward, facts) for `attach`, or None for what needs none."""
         family, kind = self.family, type(module).__name__
-        if self._is_decoder(module):
+        if self._is_decoder(module) or module is self.wrapping or module in self.unreached:
             return None
         if kind == family.class_name("Attention"):
             return bound.attention_forward, self._attention(name, module)
-        if family.mixer and kind == family.class_name(family.mixer):
-            return mamba_forward, self.mixers.mixer(name, module)
-        if kind == family.class_name("RotaryEmbedding"):
+        if self.mixers.is_mixer(module):
+            return self.mixers.mixer(name, module)
+        if kind in [family.class_name(part) for part in ("RotaryEmbedding", "TextRotaryEmbedding")]:
             return bound.rotary_forward, self._rotary(module)
         if kind == family.scaled_embedding:
             return bound.embedding_forward, bound.EmbeddingFacts(self.config.hidden_size**0.5)
@@ -125,7 +146,7 @@ class Plan:
 
     def _attention(self, name: str, module: nn.Module) -> bound.AttentionFacts:
         layer = len(self.attentions)
-        if self.family.mixer:
+        if self.family.recurs:
             head_dim, scale, window = vars(module)["head_dim"], vars(module)["scaling"], 0
         else:
             head_dim, scale = self._head_dim_and_scale()
@@ -136,6 +157,7 @@ class Plan:
             fused=self.family.fused,
             qk_norm=self._qk_norm(),
             sinks=self.family.sinks,
+            gated=self.family.gated_attention,
             options=AttentionOptions(layer, scale, window, self.facts.get("attn_logit_softcapping") or 0.0),
             key_multiplier=self.facts.get("key_multiplier") or 1.0,
             adapter=self._adapter(name, module, "linear_q_adapter_list"),

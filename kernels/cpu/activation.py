@@ -93,6 +93,32 @@ def _gelu_tanh_backward(
             to_up[i] = narrow(d * _HALF * x * (_ONE + t), to_up[i])
 
 
+def _sigmoid(
+    gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride: int,
+    out_address: int,
+) -> None:  # fmt: skip
+    gate, up = elements(gate_address, rows * gate_stride, kind), elements(up_address, rows * up_stride, kind)
+    out = elements(out_address, rows * width, kind)
+    for row in prange(rows):
+        g, u, o = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width), _row(out, row, width, width)
+        for i in range(width):
+            o[i] = narrow(sigmoid(widen(g[i])) * widen(u[i]), o[i])
+
+
+def _sigmoid_backward(
+    gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate: Any, grad_up: Any
+) -> None:
+    for row in prange(rows):
+        g, u = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width)
+        upstream = _row(grad, row, width, width)
+        to_gate, to_up = _row(grad_gate, row, width, width), _row(grad_up, row, width, width)
+        for i in range(width):
+            d = widen(upstream[i])
+            s = sigmoid(widen(g[i]))
+            to_gate[i] = narrow(d * widen(u[i]) * (s * (_ONE - s)), to_gate[i])
+            to_up[i] = narrow(d * s, to_up[i])
+
+
 @dataclass(frozen=True)
 class _Loops:
     """Holds the two loops of one activation."""
@@ -108,6 +134,7 @@ _LOOPS = {
     "swish": _SILU_LOOPS,
     "gelu_pytorch_tanh": _GELU_TANH_LOOPS,
     "gelu_new": _GELU_TANH_LOOPS,
+    "sigmoid": _Loops(RowKernel(_sigmoid), RowKernel(_sigmoid_backward)),
 }
 """Finds the loops by name; ``gelu``, the erf form, is torch's, whose result does not vary on contiguous rows
 (measured)."""

@@ -17,7 +17,7 @@ from samebit.kernels.cpu.base.jit import RowKernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, integers, kind_of, with_unit_stride
 from samebit.kernels.cpu.base.numeric import fma, narrow, sigmoid, widen
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.options import Saved, SSMOptions
+from samebit.kernels.layout.options import Saved
 
 _PARTS = 16
 """Rows are cut into so many pieces, so that scratch memory is allocated once a piece."""
@@ -142,7 +142,7 @@ def _window_at(x: Any, stride: int, row: int, offset: int, width: int, size: int
 
 
 def conv_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, options: SSMOptions
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, layer: int
 ) -> tuple[torch.Tensor, Saved]:
     """Implement `Operations.conv_forward`."""
     saved = x, weight, bias
@@ -153,12 +153,12 @@ def conv_forward(
     out = torch.empty(rows, width, dtype=x.dtype)
     windows, block_windows, captured, captures, kept, grid = 0, 0, 0, 0, 0, 0
     if context.states is not None:
-        layer = context.states.layers[options.layer]
-        windows, block_windows = layer.window.data_ptr(), layer.block_window.data_ptr()
+        memory = context.states.layers[layer]
+        windows, block_windows = memory.window.data_ptr(), memory.block_window.data_ptr()
         captures, grid = len(context.captures), context.block_size
         if captures:
             captured = context.captured.data_ptr()
-            kept = context.states.checkpoints[options.layer].window.data_ptr()
+            kept = context.states.checkpoints[layer].window.data_ptr()
     _convolve_rows(
         x.numel() * taps, x.data_ptr(), x.stride(0), weight.data_ptr(), bias.data_ptr(), rows, width, taps,
         context.row_table.data_ptr(), context.layout.data_ptr(), len(context.lengths), grid, windows, block_windows,

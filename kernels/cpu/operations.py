@@ -3,6 +3,8 @@
 from samebit.kernels.cpu.activation import gated_backward, gated_forward
 from samebit.kernels.cpu.attention.operation import attention_backward, attention_forward, attention_of_unrotated
 from samebit.kernels.cpu.conv import conv_backward, conv_forward
+from samebit.kernels.cpu.delta.gates import gates
+from samebit.kernels.cpu.delta.operation import delta_rule
 from samebit.kernels.cpu.experts.operation import experts_backward, experts_forward
 from samebit.kernels.cpu.experts.routing import route_backward, route_forward
 from samebit.kernels.cpu.linear import add_gradient_of_inputs, gradient_of_inputs, gradient_of_weight, multiply
@@ -26,6 +28,7 @@ __all__ = [
     "attention_of_unrotated",
     "conv_backward",
     "conv_forward",
+    "delta_rule",
     "draw",
     "entropies",
     "entropy_gradient",
@@ -35,6 +38,7 @@ __all__ = [
     "gated_forward",
     "gated_rms_norm_backward",
     "gated_rms_norm_forward",
+    "gates",
     "gather",
     "gather_gradient",
     "gradient_of_inputs",

@@ -22,7 +22,7 @@ from samebit.kernels.layout.attention_work import AttentionWork
 from samebit.kernels.layout.call_rows import CallRows, Ints
 from samebit.kernels.layout.device_layout import DeviceLayout
 from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
-from samebit.kernels.layout.mamba_states import StateMemory
+from samebit.kernels.layout.states.memory import StateMemory
 from samebit.kernels.layout.transfer import Tensors
 
 TRAINING_BLOCK = KV_CHUNK
@@ -144,6 +144,18 @@ def layout_of(mask: torch.Tensor | None) -> ForwardContext:
             "this layer's mask carries no layout: a bound layer runs only inside the model's forward (and "
             "under gradient checkpointing this version of transformers drops the mask)"
         )
+    return context
+
+
+def recurrent_layout_of(mask: torch.Tensor | None) -> ForwardContext:
+    """Return the layout of a layer with states, as `layout_of` does.
+
+    Raises:
+        ValueError: none exists, or rows continue a sequence, and the layout names no memory of states.
+    """
+    context = layout_of(mask)
+    if context.states is None and (context.pages is not None or bool(context.starts.any())):
+        raise ValueError("a hybrid model needs the memory of its recurrent layers: ForwardContext(states=...)")
     return context
 
 

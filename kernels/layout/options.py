@@ -61,6 +61,31 @@ class SSMOptions:
     dt_limits: tuple[float, float] = (0.0, float("inf"))
 
 
+KEY_EPS = 1e-6
+"""Is added to the sum of squares by whose root keys and queries of the delta rule are divided. Arithmetic."""
+
+
+@dataclass(frozen=True)
+class DeltaOptions:
+    """Tells one Gated DeltaNet layer from another.
+
+    Attributes:
+        layer: which part of the state memory is its own.
+        chunk: of the grid that states are kept on (``ssm_chunk``).
+        key_heads: Hk; each is that of ``Hv / Hk`` value heads side by side.
+        value_heads: Hv.
+        key_dim: K.
+        value_dim: V.
+    """
+
+    layer: int
+    chunk: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
 @dataclass(frozen=True)
 class RoutingOptions:
     """Says how a router makes weights of its logits, and how many experts it chooses for a row.

@@ -14,7 +14,7 @@ from samebit.kernels.layout import device
 from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host
 from samebit.kernels.ops.dispatch import operations_for
 
-ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu")
+ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu", "sigmoid")
 """Lists the activations that are exact, by their Hugging Face names."""
 
 PLAIN_ACTIVATIONS = ("relu2",)

@@ -11,15 +11,14 @@ from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.mamba_states import LayerStates
-from samebit.kernels.layout.options import SSMOptions
 from samebit.kernels.layout.shape_checks import check_host, check_shape
+from samebit.kernels.layout.states.memory import LayerStates
 from samebit.kernels.ops.dispatch import operations_for
 from samebit.kernels.ops.errors import changed_dtype
 
 
 def causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, context: ForwardContext, options: SSMOptions
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, context: ForwardContext, layer: int
 ) -> torch.Tensor:
     """Compute ``silu(conv(x) + bias)``, each channel by itself.
 
@@ -28,7 +27,7 @@ def causal_conv(
         weight: ``[W, 1, K]`` as in ``nn.Conv1d``; the last tap is the row itself.
         bias: ``[W]`` or None.
         context: the layout of the T rows. With states (rollout) no gradient flows and the windows move on.
-        options: the layer's.
+        layer: which part of the state memory is its own.
 
     Returns:
         ``[T, W]`` contiguous, same dtype; zero for padding rows.
@@ -42,11 +41,11 @@ def causal_conv(
         raise ValueError(f"x has {x.shape[0]} rows, the context {len(context.positions)}")
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     if context.states is not None:
-        _check_memory(x, weight.shape[-1], context.states.layers[options.layer], context)
+        _check_memory(x, weight.shape[-1], context.states.layers[layer], context)
     elif torch.is_grad_enabled():
-        out: torch.Tensor = _CausalConv.apply(x, weight, bias, context, options)
+        out: torch.Tensor = _CausalConv.apply(x, weight, bias, context, layer)
         return out
-    return operations_for(x).conv_forward(x, weight, bias, context, options)[0]
+    return operations_for(x).conv_forward(x, weight, bias, context, layer)[0]
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -74,11 +73,10 @@ def _check_memory(x: torch.Tensor, taps: int, memory: LayerStates, context: Forw
 class _CausalConv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext,
-        options: SSMOptions,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, layer: int
+    ) -> torch.Tensor:
         kernels = ctx.kernels = operations_for(x)
-        out, saved = kernels.conv_forward(x, weight, bias, context, options)
+        out, saved = kernels.conv_forward(x, weight, bias, context, layer)
         ctx.save_for_backward(*saved)
         ctx.layout = context
         return out

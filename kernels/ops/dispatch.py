@@ -23,6 +23,7 @@ from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import (
     AttentionOptions,
+    DeltaOptions,
     ExpertOptions,
     ExpertWeights,
     GatedNormOptions,
@@ -106,9 +107,9 @@ class Operations(Protocol):
 
     # samebit.kernels.ops.conv
     def conv_forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor, context: ForwardContext, options: SSMOptions
+        self, x: Tensor, weight: Tensor, bias: Tensor, context: ForwardContext, layer: int
     ) -> tuple[Tensor, Saved]:
-        """Convolve and activate; the windows of the context's memory move on."""
+        """Convolve and activate; the windows of the layer with this number move on."""
 
     def conv_backward(self, saved: Saved, grad: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of x, weight and bias."""
@@ -124,6 +125,15 @@ class Operations(Protocol):
         self, saved: Saved, grad: Tensor, context: ForwardContext, options: SSMOptions
     ) -> tuple[Tensor, ...]:
         """Return the gradients of xbc, dt, decay_rate, dt_bias and skip."""
+
+    # samebit.kernels.ops.delta
+    def delta_rule(
+        self, qkv: Tensor, decay: Tensor, beta: Tensor, context: ForwardContext, options: DeltaOptions
+    ) -> Tensor:
+        """Run the sequences through their states; the slots of the context's memory move on."""
+
+    def gates(self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Compute ``rate softplus(a + bias)`` and ``scale sigmoid(b)``; ``rate`` and ``bias``: ``[H]`` float32."""
 
     # samebit.kernels.ops.experts.routing
     def route_forward(

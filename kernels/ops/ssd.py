@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES, ceil_div
-from samebit.kernels.layout.mamba_states import LayerStates
 from samebit.kernels.layout.options import SSMOptions
 from samebit.kernels.layout.shape_checks import check_host, check_shape
+from samebit.kernels.layout.states.mamba import SSMStates
 from samebit.kernels.ops.dispatch import operations_for
 from samebit.kernels.ops.errors import changed_dtype
 
@@ -57,7 +57,7 @@ def scan(
         given = [str(part.dtype) for part in (xbc, dt, decay_rate, dt_bias, skip)]
         raise TypeError(f"xbc, dt, decay_rate, dt_bias, skip are {given}; allowed: two alike, then three float32")
     if context.states is not None:
-        _check_memory(xbc, len(decay_rate), context.states.layers[options.layer], context, options)
+        _check_memory(xbc, len(decay_rate), context.states.layer(options.layer, SSMStates), context, options)
     elif torch.is_grad_enabled():
         out: torch.Tensor = _Scan.apply(xbc, dt, decay_rate, dt_bias, skip, context, options)
         return out
@@ -90,7 +90,7 @@ def _check(
 
 
 def _check_memory(
-    xbc: torch.Tensor, heads: int, memory: LayerStates, context: ForwardContext, options: SSMOptions
+    xbc: torch.Tensor, heads: int, memory: SSMStates, context: ForwardContext, options: SSMOptions
 ) -> None:
     if memory.dtype is not xbc.dtype:
         raise changed_dtype(f"x is {xbc.dtype}", "states", memory.dtype)

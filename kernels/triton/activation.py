@@ -12,9 +12,9 @@ from samebit.kernels.layout.options import Saved
 from samebit.kernels.triton.numeric import aligned, sigmoid, tanh
 from samebit.kernels.triton.tiles.table import ELEMENTS
 
-_SILU, _GELU_TANH, _GELU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-KINDS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu": 2, "relu2": 3}
-"""By Hugging Face name. The last, max(x, 0) ** 2, has no gate."""
+_SILU, _GELU_TANH, _GELU, _SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+KINDS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu": 2, "relu2": 3, "sigmoid": 4}
+"""By Hugging Face name. relu2, max(x, 0) ** 2, has no gate."""
 
 _ROOT = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 _CUBIC = tl.constexpr(0.044715)
@@ -55,6 +55,9 @@ def value_and_slope(x: tensor, KIND: tl.constexpr) -> Any:
     elif KIND == _GELU:
         below = 0.5 * (1.0 + tl.erf(x * _HALF_ROOT))
         value, slope = x * below, below + x * tl.exp(-0.5 * x * x) * _DENSITY
+    elif KIND == _SIGMOID:
+        value = sigmoid(x)
+        slope = value * (1.0 - value)
     else:
         above = tl.maximum(x, 0.0)
         value, slope = above * above, 2.0 * above

@@ -12,20 +12,20 @@ from triton.language import tensor
 
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import ceil_div
-from samebit.kernels.layout.options import Saved, SSMOptions
+from samebit.kernels.layout.options import Saved
 from samebit.kernels.triton.numeric import aligned, sigmoid, with_aligned_rows
 from samebit.kernels.triton.tiles.table import ELEMENTS
 
 
 def conv_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, options: SSMOptions
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, context: ForwardContext, layer: int
 ) -> tuple[torch.Tensor, Saved]:
     """Implement `Operations.conv_forward`."""
     rows = with_aligned_rows(x)
     if context.states is None:
         return _convolve(rows, weight, bias, context, rows), (x, weight, bias)
-    out = _convolve(rows, weight, bias, context, context.states.layers[options.layer].window)
-    _move_windows(rows, context, options)
+    out = _convolve(rows, weight, bias, context, context.states.layers[layer].window)
+    _move_windows(rows, context, layer)
     return out, ()
 
 
@@ -69,16 +69,16 @@ def _convolve_row(
     tl.store(out + row * WIDTH + channel, (acc * sigmoid(acc)).to(out.dtype.element_ty), mask=real)
 
 
-def _move_windows(x: torch.Tensor, context: ForwardContext, options: SSMOptions) -> None:
+def _move_windows(x: torch.Tensor, context: ForwardContext, layer: int) -> None:
     """Keep the inputs before a call's end, before its last block boundary, and where captures want them."""
     if context.states is None or not len(context.lengths):
         return
-    layout, layer = context.on_device, context.states.layers[options.layer]
+    layout, memory = context.on_device, context.states.layers[layer]
     width = x.shape[1]
     _move_window[(len(context.lengths), ceil_div(width, ELEMENTS))](
-        x, layout.row_start, layout.lengths, layout.starts, layout.slots, layer.window, layer.block_window,
-        layout.captures, layout.first_capture, context.states.checkpoints[options.layer].window, context.block_size,
-        x.stride(0), width, layer.window.shape[1], ELEMENTS,
+        x, layout.row_start, layout.lengths, layout.starts, layout.slots, memory.window, memory.block_window,
+        layout.captures, layout.first_capture, context.states.checkpoints[layer].window, context.block_size,
+        x.stride(0), width, memory.window.shape[1], ELEMENTS,
     )  # fmt: skip
 
 

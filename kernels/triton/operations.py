@@ -3,6 +3,8 @@
 from samebit.kernels.triton.activation import gated_backward, gated_forward
 from samebit.kernels.triton.attention import attention_forward, attention_of_unrotated
 from samebit.kernels.triton.conv import conv_forward
+from samebit.kernels.triton.delta.gates import gates
+from samebit.kernels.triton.delta.rule import delta_rule
 from samebit.kernels.triton.experts.operation import experts_backward, experts_forward
 from samebit.kernels.triton.experts.routing import route_backward, route_forward
 from samebit.kernels.triton.gradients.attention import attention_backward
@@ -29,6 +31,7 @@ __all__ = [
     "attention_of_unrotated",
     "conv_backward",
     "conv_forward",
+    "delta_rule",
     "draw",
     "entropies",
     "entropy_gradient",
@@ -38,6 +41,7 @@ __all__ = [
     "gated_forward",
     "gated_rms_norm_backward",
     "gated_rms_norm_forward",
+    "gates",
     "gather",
     "gather_gradient",
     "gradient_of_inputs",

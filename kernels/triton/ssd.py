@@ -19,7 +19,7 @@ Invariants (the row rule and the grid rule):
 A program keeps its slice of the state in registers. A decode step reads state and tail once and writes the state once a
 chunk, where the plain recurrence reads and writes it at each token.
 
-The memory is laid out as on the CPU (`samebit.kernels.layout.mamba_states`) with two differences: ``tail_dt`` holds
+The memory is laid out as on the CPU (`samebit.kernels.layout.states.mamba`) with two differences: ``tail_dt`` holds
 the time step before bias and softplus, so that one code computes it, and sums are not kept, they are those of the tile.
 
 T tokens, S sequences, H heads of size P in groups, N state size, C tokens a chunk.
@@ -34,8 +34,8 @@ from triton.language import tensor
 
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import HEAD_TILE, LANES, SCAN_CHUNK, ceil_div
-from samebit.kernels.layout.mamba_states import LayerStates
 from samebit.kernels.layout.options import Saved, SSMOptions
+from samebit.kernels.layout.states.mamba import SSMStates
 from samebit.kernels.triton.numeric import aligned, dot, softplus
 from samebit.kernels.triton.tiles.table import power_of_two
 
@@ -58,7 +58,7 @@ def scan_forward(
 ) -> tuple[torch.Tensor, Saved]:  # fmt: skip
     """Implement `Operations.scan_forward`."""
     xbc, dt = aligned(xbc), aligned(dt)
-    layer = None if context.states is None else context.states.layers[options.layer]
+    layer = None if context.states is None else context.states.layer(options.layer, SSMStates)
     out = _scan(xbc, dt, decay_rate, dt_bias, skip, context, options, layer)
     if layer is None:
         return out, (xbc, dt, decay_rate, dt_bias, skip)
@@ -74,7 +74,7 @@ def _scan(
     skip: torch.Tensor,
     context: ForwardContext,
     options: SSMOptions,
-    layer: LayerStates | None,
+    layer: SSMStates | None,
 ) -> torch.Tensor:
     heads, groups, size = len(decay_rate), options.groups, options.state_size
     inner = xbc.shape[1] - 2 * groups * size
@@ -202,7 +202,7 @@ def _fed(state: tensor, s: tensor, left: tensor, from_x: tensor, from_b: tensor,
 
 
 def _append(
-    xbc: torch.Tensor, dt: torch.Tensor, context: ForwardContext, options: SSMOptions, layer: LayerStates
+    xbc: torch.Tensor, dt: torch.Tensor, context: ForwardContext, options: SSMOptions, layer: SSMStates
 ) -> None:
     """Put the call's tokens of the unfinished chunks into the tails."""
     heads, groups, size = dt.shape[1], options.groups, options.state_size

@@ -10,7 +10,6 @@ Invariants
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,12 +26,12 @@ from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.models.hub import model_folder
 from samebit.rollout.models.own_reading import holds_other_tensors, read_folder
+from samebit.rollout.models.text_config import read_text_config
 from samebit.rollout.requests.stopping import as_token_ids
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.weight_sync.apply import first_non_finite
+from samebit.weight_sync.checkpoint_names import CheckpointNames
 from samebit.weight_sync.manifest import live_tensors
-
-logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -135,7 +134,12 @@ def _from_folder(folder: Path, config: RolloutConfig) -> PreTrainedModel:
 
 def _from_pretrained(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     loaded = AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, use_safetensors=True, dtype=dtype, output_loading_info=True
+        folder,
+        config=read_text_config(folder),
+        local_files_only=True,
+        use_safetensors=True,
+        dtype=dtype,
+        output_loading_info=True,
     )
     module, info = cast(tuple[nn.Module, dict[str, Any]], loaded)
     if info["missing_keys"]:
@@ -143,11 +147,11 @@ def _from_pretrained(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
             f"the weights in {folder} lack {len(info['missing_keys'])} tensors: "
             f"{', '.join(sorted(info['missing_keys']))}"
         )
-    if info["unexpected_keys"]:
-        logger.warning(
-            "%s holds tensors that the model has no place for: %s",
-            folder,
-            ", ".join(sorted(info["unexpected_keys"])),
+    names = CheckpointNames.of(module)
+    unknown = [name for name in info["unexpected_keys"] if not names.ignores(name)]
+    if unknown:
+        raise ModelLoadError(
+            f"{folder} holds {len(unknown)} tensors that the model has no place for: {', '.join(sorted(unknown))}"
         )
     bad = first_non_finite(live_tensors(module))
     if bad is not None:

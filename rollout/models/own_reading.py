@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from samebit.rollout.models.text_config import read_text_config
 from samebit.weight_sync import Manifest, TensorSpec, apply_weights, open_source
 from samebit.weight_sync.manifest import live_tensors
 from samebit.weight_sync.quantized import quantization_of
@@ -54,7 +55,7 @@ def read_folder(folder: Path, dtype: torch.dtype | None, *, dequantize: bool) ->
 
 def _config(folder: Path) -> Any:
     """Return the folder's config, without what it says of quantization: the model is not."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_text_config(folder)
     vars(config).pop("quantization_config", None)
     return config
 

@@ -21,7 +21,7 @@ from torch import nn
 from samebit.kernels import logprobs_from_logits
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.experts.routes import Routes, use_notes
-from samebit.kernels.layout.mamba_states import StateMemory
+from samebit.kernels.layout.states.memory import StateMemory
 from samebit.kernels.layout.transfer import indices
 from samebit.rollout.cache.checkpoints.pool import CheckpointMoves, CheckpointPool
 from samebit.rollout.config import RolloutConfig

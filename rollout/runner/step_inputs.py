@@ -16,7 +16,7 @@ import torch
 
 from samebit.kernels.binding.experts.routes import RoutePages
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.mamba_states import StateMemory
+from samebit.kernels.layout.states.memory import StateMemory
 from samebit.rollout.engine.step_plan import ScheduledSequence, StepPlan
 from samebit.rollout.requests.request import Sequence
 from samebit.rollout.runner.sampler import DrawInputs, Sampler

@@ -261,7 +261,7 @@ def test_the_recurrent_peer_of_a_gpu_computes_the_recurrence() -> None:
         step = torch.randn(2, shape.conv_width), torch.randn(2, 4), rate, bias, skip, slots
         torch.testing.assert_close(recurrent_step(*step, states, shape), peer.step(*step), rtol=1e-5, atol=1e-5)
     layout = gpu_measure.StateLayout(4, shape, 64)
-    for run in gpu_measure._scan_steps(layout, 2, "cpu"):
+    for run in gpu_measure._scan_steps(layout, shape, 2, "cpu"):
         run()
 
 

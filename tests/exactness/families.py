@@ -230,21 +230,78 @@ _HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-HYBRIDS = tuple(_HYBRID)
-"""Families with Mamba2 layers."""
+_LINEAR = {
+    "num_hidden_layers": 3,
+    "head_dim": 40,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 36,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+}
+_SHARED_EXPERT = {**_CHOICE, "moe_intermediate_size": 50, "shared_expert_intermediate_size": 60}
+_DELTA: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3Next": (
+        "Qwen3Next",
+        {**_LINEAR, **_SHARED_EXPERT, "linear_conv_kernel_dim": 3, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "Qwen3_5": ("Qwen3_5", {**_LINEAR, "linear_key_head_dim": 20, "linear_value_head_dim": 50}),
+    "Qwen3_5Moe": ("Qwen3_5Moe", {**_LINEAR, **_SHARED_EXPERT, "linear_conv_kernel_dim": 2}),
+    "OlmoHybrid": (
+        "OlmoHybrid",
+        {
+            **_LINEAR,
+            "head_dim": 50,
+            "linear_num_value_heads": 2,
+            "linear_value_head_dim": 100,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+    ),
+    "OlmoHybrid, rotary, beta up to 1": (
+        "OlmoHybrid",
+        {
+            **_LINEAR,
+            "head_dim": 50,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "linear_allow_neg_eigval": False,
+        },
+    ),
+}
+
+CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
+"""Whether this is `make soak`."""
+
+DELTAS = tuple(_DELTA)
+"""Families with Gated DeltaNet layers."""
+
+HYBRIDS = (*_HYBRID, *(DELTAS if CAMPAIGN else DELTAS[:1]))
+"""Families with states; all of those with Gated DeltaNet layers under `make soak`, otherwise the first of them."""
 
 EXPERTS = ("Qwen3Moe", "Olmoe", "Mixtral", "Glm4Moe", "GptOss", "NemotronH, experts", "GraniteMoeHybrid, experts")
 """Families with routed experts."""
 
+WITH_EXPERTS = (*EXPERTS, "Qwen3Next", "Qwen3_5Moe")
+
+_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 200,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
 _NOT_OF_MAMBA2 = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 
 
 def _config_class(family: str) -> type:
-    return getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    of_text = family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+    return getattr(transformers, f"{family}TextConfig" if of_text else f"{family}Config")
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    family, own = {**_OWN, **_HYBRID}[name]
+    family, own = {**_OWN, **_HYBRID, **_DELTA}[name]
     fields = {**_COMMON, **own, **changes}
     if family == "Mamba2":
         fields = {key: value for key, value in fields.items() if key not in _NOT_OF_MAMBA2}
@@ -253,11 +310,26 @@ def make_config(name: str, **changes: Any) -> Any:
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A new, unbound model in evaluation mode; always the same weights."""
-    torch.manual_seed(0)
     config = make_config(name, **changes)
-    model = getattr(transformers, type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM")(
-        config
+    kind = type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
+    return _made(kind, config, name in WITH_EXPERTS, dtype)
+
+
+def make_wrapped(
+    name: str, dtype: torch.dtype = torch.float32, *, tied: bool = False, **changes: Any
+) -> PreTrainedModel:
+    """The same wrapped with a small model of vision, as Hugging Face publishes it."""
+    text = make_config(name, **changes)
+    kind = type(text).__name__.removesuffix("TextConfig")
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text.to_dict(), vision_config=_VISION, tie_word_embeddings=tied, attn_implementation="eager"
     )
+    return _made(f"{kind}ForConditionalGeneration", config, name in WITH_EXPERTS, dtype)
+
+
+def _made(kind: str, config: Any, experts: bool, dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -266,7 +338,7 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
                 parameter.mul_(4)
         for holder in _corrections(model):
             holder.e_score_correction_bias.normal_(std=0.1)
-    if name in EXPERTS:
+    if experts:
         model.set_experts_implementation("eager")  # how Hugging Face computes them: grouped_mm takes no odd widths
     return cast(model, dtype).eval()
 
@@ -291,10 +363,6 @@ def bound_model(name: str, dtype: torch.dtype = torch.float32, ssm_chunk: int = 
     from samebit.kernels import bind
 
     return bind(make_model(name, dtype, **changes), ssm_chunk=ssm_chunk)
-
-
-CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
-"""Whether this is `make soak`."""
 
 
 def paired(names: Sequence[str], *others: Iterable[Any], shift: int = 0) -> list[tuple[Any, ...]]:

@@ -204,6 +204,26 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: make_model("Qwen3", layer_types=["full_attention", "chunked_attention"]),
         "layers of type 'chunked_attention'",
     ),
+    "the activation of a Gated DeltaNet layer": (
+        lambda: make_model("Qwen3Next", hidden_act="gelu"),
+        r"Qwen3Next: model\.layers\.0\.linear_attn has the activation 'gelu' \(exact: silu\)",
+    ),
+    "value heads that share no whole number of key heads": (
+        lambda: make_model("Qwen3_5", linear_num_key_heads=4),
+        r"linear_attn has DeltaShape\(key_heads=4, value_heads=6, .*allowed: .*key heads that divide value heads",
+    ),
+    "the convolution of a Gated DeltaNet layer": (
+        lambda: with_attribute("Qwen3_5", "model.layers.0.linear_attn", conv1d=nn.Conv1d(380, 380, 4, groups=380)),
+        r"linear_attn\.conv1d is Conv1d.*not a depthwise causal convolution without a bias of 380 channels and 4 taps",
+    ),
+    "the norm of a Gated DeltaNet layer": (
+        lambda: with_attribute("OlmoHybrid", "model.layers.0.linear_attn", o_norm=nn.RMSNorm(100)),
+        r"linear_attn\.o_norm is a RMSNorm",
+    ),
+    "sliding windows beside Gated DeltaNet": (
+        lambda: make_model("Qwen3_5", layer_types=["linear_attention", "sliding_attention", "full_attention"]),
+        "layers of type 'sliding_attention' .*allowed: linear_attention, full_attention",
+    ),
     "another state dtype": (
         lambda: make_model("NemotronH", mamba_ssm_cache_dtype="bfloat16"),
         "a state that is not float32",

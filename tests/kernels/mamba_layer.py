@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.mamba_states import SSMShape, StateLayout, StateMemory
 from samebit.kernels.layout.options import SSMOptions
+from samebit.kernels.layout.states.mamba import SSMShape
+from samebit.kernels.layout.states.memory import StateLayout, StateMemory
 from samebit.kernels.ops.conv import causal_conv
 from samebit.kernels.ops.ssd import scan
 
@@ -50,7 +51,7 @@ class Layer:
         return self.x, self.dt, self.weight, self.conv_bias, *self.parameters
 
     def run(self, context: ForwardContext, options: SSMOptions) -> torch.Tensor:
-        convolved = causal_conv(self.x, self.weight, self.conv_bias, context, options)
+        convolved = causal_conv(self.x, self.weight, self.conv_bias, context, options.layer)
         return scan(convolved, self.dt, *self.parameters, context, options)
 
     def rows(self, rows: np.ndarray, padding: int = 0, device: str = "cpu") -> "Layer":

@@ -40,6 +40,8 @@ def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor
         y = x / (1 + (-x).exp())
     elif activation in ("gelu_pytorch_tanh", "gelu_new"):
         y = 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
+    elif activation == "sigmoid":
+        y = 1 / (1 + (-x).exp())
     elif activation == "gelu":
         y = 0.5 * x * (1 + (x / math.sqrt(2)).erf())
     else:
@@ -198,6 +200,33 @@ def gated_rms_norm(
     normed = (parts / (parts.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2) * weight.double()
     gated_after: torch.Tensor = normed if gate_first else normed * gate
     return gated_after
+
+
+def delta_gates(
+    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, beta_scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log of the decay and the strength of the delta rule; ``a``, ``b``: ``[T, H]``, the others ``[H]``."""
+    step = torch.nn.functional.softplus(a.double() + dt_bias.double())
+    return -a_log.double().exp() * step, beta_scale * b.double().sigmoid()
+
+
+def delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """The recurrence of one sequence; ``q``, ``k``: ``[T, Hk, K]``, ``v``: ``[T, Hv, V]``, the others ``[T, Hv]``."""
+    q, k = (x.double() / (x.double().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    share = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(share, 1) for x in (q * k.shape[-1] ** -0.5, k))
+    v, beta = v.double(), beta.double()
+    kept = decay.double().exp()
+    state = torch.zeros(v.shape[1], k.shape[-1], v.shape[-1], dtype=torch.double)
+    out = []
+    for t in range(len(v)):
+        state = kept[t, :, None, None] * state
+        written = beta[t, :, None] * (v[t] - torch.einsum("hn,hnp->hp", k[t], state))
+        state = state + k[t, :, :, None] * written[:, None]
+        out.append(torch.einsum("hn,hnp->hp", q[t], state))
+    return torch.stack(out)
 
 
 def route(

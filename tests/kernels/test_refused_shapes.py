@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
 from samebit.kernels.layout.kv_pages import KVLayout
-from samebit.kernels.layout.mamba_states import SSMShape, StateLayout
 from samebit.kernels.layout.options import AttentionOptions, GatedNormOptions, SSMOptions
+from samebit.kernels.layout.states.mamba import SSMShape
+from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops import sampling
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.attention import attention, attention_of_rotated
@@ -88,7 +89,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "scan nothing": lambda: scanned(WIDTH, 4, 4, laid_out(*[0] * ROWS, context=with_states(3))),
     "scan": lambda: scanned(WIDTH, 4, 4),
     "scan with states": lambda: scanned(WIDTH, 4, 4, with_states(3, slot=2)),
-    "convolution": lambda: causal_conv(rows(WIDTH), torch.ones(WIDTH, 1, 4), None, with_states(1), SSM),
+    "convolution": lambda: causal_conv(rows(WIDTH), torch.ones(WIDTH, 1, 4), None, with_states(1), 0),
     "draw": drawn,
     "gradient": reduced,
 }
@@ -190,16 +191,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: gated_rms_norm(rows(8), rows(8).bfloat16(), torch.ones(8), GatedNormOptions(1e-6, 2, True)), "bfloat16"
     ),
     "a convolution's weight": (
-        lambda: causal_conv(rows(8), torch.ones(7, 1, 4), None, CONTEXT, SSM), r"\[7, 1, 4\]; allowed: \[8, 1, 4\]"
+        lambda: causal_conv(rows(8), torch.ones(7, 1, 4), None, CONTEXT, 0), r"\[7, 1, 4\]; allowed: \[8, 1, 4\]"
     ),
     "a convolution's bias": (
-        lambda: causal_conv(rows(8), torch.ones(8, 1, 4), torch.ones(1), CONTEXT, SSM), r"bias has the shape \[1\]"
+        lambda: causal_conv(rows(8), torch.ones(8, 1, 4), torch.ones(1), CONTEXT, 0), r"bias has the shape \[1\]"
     ),
     "a convolution's window": (
-        lambda: causal_conv(rows(WIDTH), torch.ones(WIDTH, 1, 3), None, with_states(1), SSM), "window has the shape"
+        lambda: causal_conv(rows(WIDTH), torch.ones(WIDTH, 1, 3), None, with_states(1), 0), "window has the shape"
     ),
     "a convolution's slot": (
-        lambda: causal_conv(rows(WIDTH), torch.ones(WIDTH, 1, 4), None, with_states(2, slot=2), SSM), "slot 2 is to be"
+        lambda: causal_conv(rows(WIDTH), torch.ones(WIDTH, 1, 4), None, with_states(2, slot=2), 0), "slot 2 is to be"
     ),
     "heads and groups": (lambda: scanned(WIDTH, 3, 3), "and dt 3; allowed: heads that the groups divide"),
     "x of other heads": (lambda: scanned(WIDTH + 1, 4, 4), f"xbc is {WIDTH + 1} wide, of which 12"),

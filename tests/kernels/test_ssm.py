@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
-from samebit.kernels.layout.mamba_states import SSMShape, StateLayout
+from samebit.kernels.layout.states.mamba import SSMShape
+from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops.ssd import scan
 
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads

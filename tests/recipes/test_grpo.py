@@ -94,9 +94,11 @@ def test_own_model_and_own_prompts(tiny: Tiny, out: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "run" / "seed0" / "warm").exists()
 
 
-@pytest.mark.parametrize(("architecture", "kind"), [("hybrid", "nemotron_h"), ("moe", "glm4_moe")])
+@pytest.mark.parametrize(
+    ("architecture", "kind"), [("hybrid", "nemotron_h"), ("gdn", "qwen3_5_text"), ("moe", "glm4_moe")]
+)
 def test_another_policy(architecture: str, kind: str, tiny: Tiny, tmp_path: Path) -> None:
-    """The same recipe on Mamba layers, and on routed experts: zero difference at every step."""
+    """The same recipe on Mamba2 and Gated DeltaNet layers, and on routed experts: zero difference at every step."""
     rows = grpo.run(tiny(tmp_path, architecture=architecture))
     steps = [row for row in rows if row["step"]]
     assert len(steps) == STEPS

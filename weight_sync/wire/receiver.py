@@ -226,7 +226,7 @@ class _Writing:
 
     def _check_ties(self) -> None:
         """Check that tied weights came with equal bits. (Each was written to the one tensor.)"""
-        given = {place.name: name for name, place in self._places.items() if place.expert is None}
+        given = {place.name: name for name, place in self._places.items() if place.is_whole}
         for group in self._manifest.ties:
             names = [given[name] for name in group if name in given]
             if len({self._digests[name] for name in names}) > 1:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from samebit.weight_sync.checkpoint_names import CheckpointNames, ignored_names
 from samebit.weight_sync.digest import Lanes
 from samebit.weight_sync.manifest import TensorSpec, check_name, dtype_name, live_tensors
 from samebit.weight_sync.report import SyncBrokenError
@@ -43,9 +44,10 @@ class WeightStream:
     def of(cls, weights: nn.Module | Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> WeightStream:
         """Stream a module (tied weights once) or a dict; floating tensors are cast to `dtype`, one at a time.
 
-        The buffers of a module are never cast: no mixed precision casts them for a forward.
+        The buffers of a module are never cast: no mixed precision casts them for a forward. What a module holds that
+        text has no use for (vision) is left out.
         """
-        tensors = dict(weights) if isinstance(weights, Mapping) else _untied(live_tensors(weights))
+        tensors = dict(weights) if isinstance(weights, Mapping) else _untied(_of_text(weights))
         check_readable(tensors)
         kept = set() if isinstance(weights, Mapping) else {name for name, _ in weights.named_buffers()}
         own = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
@@ -86,6 +88,11 @@ class WeightStream:
         for _, weight in self._weights:
             if isinstance(weight, Sharded):
                 deque(weight.parts(), maxlen=0)
+
+
+def _of_text(module: nn.Module) -> dict[str, Tensor]:
+    names = CheckpointNames(ignored=ignored_names(module))
+    return {name: tensor for name, tensor in live_tensors(module).items() if not names.ignores(name)}
 
 
 def _as_it_travels(tensor: Tensor, dtype: torch.dtype) -> Tensor | Sharded:

@@ -24,6 +24,8 @@ class ExpertFamily:
         transposed: the experts' weights have inputs before outputs.
         biased: router and experts have biases.
         returns_weights: the block's result is a pair, with the weights of the chosen.
+        shared: the name of the experts in the block that compute every row, where it has them.
+        shared_gate: the name of the projection to one number a row, whose sigmoid is their weight; empty for none.
     """
 
     block: str
@@ -38,6 +40,8 @@ class ExpertFamily:
     transposed: bool = False
     biased: bool = False
     returns_weights: bool = False
+    shared: str = "shared_experts"
+    shared_gate: str = ""
 
 
 SIGMOID = ExpertFamily(

@@ -15,6 +15,7 @@ import torch
 
 from samebit.kernels.binding.experts.routes import installed_notes
 from samebit.kernels.layout.options import ExpertOptions, ExpertWeights, RoutingOptions
+from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.experts.routed import routed_experts
 from samebit.kernels.ops.experts.routing import route
 
@@ -55,14 +56,16 @@ class BlockFacts:
         linears: options of experts whose weights are in the modules ``input_linear`` and ``output_linear``; None where
             they are in a module ``experts``.
         latent: experts compute on a narrower row, between ``fc1_latent_proj`` and ``fc2_latent_proj``.
-        shared: what ``shared_experts`` computes is added.
+        shared: what the experts of this name compute is added; empty for none.
+        shared_gate: by the sigmoid of what the projection of this name gives; empty for whole.
         returns_weights: the result is a pair, with the weights of the chosen.
     """
 
     router: str
     linears: ExpertOptions | None
     latent: bool
-    shared: bool
+    shared: str
+    shared_gate: str
     returns_weights: bool
 
 
@@ -105,5 +108,13 @@ def block_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor | tupl
         out = routed_experts(x, ids, weights, experts, facts.linears)
     out = out.view(hidden_states.shape)
     if facts.shared:
-        out = out + self.shared_experts(hidden_states)
+        out = out + _shared(self, facts, hidden_states)
     return (out, weights) if facts.returns_weights else out
+
+
+def _shared(self: Any, facts: BlockFacts, hidden_states: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = self.get_submodule(facts.shared)(hidden_states)
+    if not facts.shared_gate:
+        return out
+    gate = self.get_submodule(facts.shared_gate)(hidden_states)
+    return gated("sigmoid", gate.expand_as(out).contiguous(), out)

@@ -68,7 +68,8 @@ class ExpertPlan:
             router=self.family.router,
             linears=None if "experts" in children else options,
             latent="fc1_latent_proj" in children,
-            shared="shared_experts" in children,
+            shared=self.family.shared if self.family.shared in children else "",
+            shared_gate=self.family.shared_gate,
             returns_weights=self.family.returns_weights,
         )
 

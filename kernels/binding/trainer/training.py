@@ -5,6 +5,7 @@ from torch import nn
 
 from samebit.kernels.binding.binding import checked_binding_of
 from samebit.kernels.binding.trainer.logprob_request import Scoring, use_scoring
+from samebit.kernels.binding.wrapped import positions_of_text
 from samebit.kernels.layout.forward_context import ForwardContext, training_context, use_context
 from samebit.kernels.ops.score_arguments import (
     check_ids,
@@ -32,7 +33,7 @@ def token_logprobs(
         input_ids: ``[B, T]`` integers.
         attention_mask: ``[B, T]``, nonzero for tokens; left or right padding.
         position_ids: ``[B, T]`` or ``[1, T]`` integers; a new sequence starts wherever they do not go up by one (packed
-            batches).
+            batches). Families that are wrapped with vision also take three or four of them, alike: those of text.
         temperature: a positive number, or a tensor that broadcasts to ``[B, T - 1]``.
 
     Returns:
@@ -53,6 +54,8 @@ def token_logprobs(
     input_ids = input_ids.long()
     batch, width = input_ids.shape
     temperatures = temperatures_of(temperature, (batch, max(width - 1, 0)), input_ids.device, axes="[B, T - 1]")
+    if binding.family.wrapped:
+        position_ids = positions_of_text(position_ids, attention_mask)
     layout = training_context((batch, width), attention_mask, position_ids, input_ids.device)
     rows, predicts = (part.to(input_ids.device) for part in _token_rows(layout))
     out = torch.zeros(batch, width, dtype=torch.float32, device=input_ids.device)

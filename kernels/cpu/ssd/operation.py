@@ -11,6 +11,7 @@ from samebit.kernels.cpu.ssd import scan
 from samebit.kernels.cpu.ssd.backward import scan_gradients
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import Saved, SSMOptions
+from samebit.kernels.layout.states.mamba import SSMStates
 
 WORK_AN_ELEMENT = 1 / 8
 """The elements of a row-wise kernel that take the time of one element of the state."""
@@ -30,7 +31,7 @@ def scan_forward(
     out = (torch.empty if context.covers_all_rows else torch.zeros)(rows, inner, dtype=xbc.dtype)
     grid, memory, captured, captures, kept = 0, 0, 0, 0, 0
     if context.states is not None:
-        grid, memory = context.block_size, context.states.layers[options.layer].addresses.data_ptr()
+        grid, memory = context.block_size, context.states.layer(options.layer, SSMStates).addresses.data_ptr()
         captures = len(context.captures)
         if captures:
             captured = context.captured.data_ptr()

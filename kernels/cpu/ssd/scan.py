@@ -31,8 +31,8 @@ from samebit.kernels.cpu.base.memory import NO_END, doubles, elements, floats, i
 from samebit.kernels.cpu.base.numeric import exp, fma, narrow, softplus, widen
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.small_tiles import tile_multiply, tile_multiply_add
+from samebit.kernels.cpu.base.state_tiles import dots, fetch_all, tile_move
 from samebit.kernels.cpu.ssd.groups import Inputs, Item, Memory, Scratch, Sizes, Span
-from samebit.kernels.cpu.ssd.vectors import dots, fetch_all, tile_move
 from samebit.kernels.layout.grids import HEAD_TILE, LANES, SCAN_CHUNK
 
 _ZERO = np.float32(0.0)

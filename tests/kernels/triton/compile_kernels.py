@@ -29,18 +29,23 @@ from samebit.kernels.binding.trainer.logprob_request import Scoring
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
 from samebit.kernels.layout.kv_pages import KVLayout
-from samebit.kernels.layout.mamba_states import SSMShape, StateLayout
 from samebit.kernels.layout.options import (
     AttentionOptions,
+    DeltaOptions,
     ExpertOptions,
     ExpertWeights,
     GatedNormOptions,
     RoutingOptions,
     SSMOptions,
 )
+from samebit.kernels.layout.states.delta import DeltaShape
+from samebit.kernels.layout.states.mamba import SSMShape
+from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.attention import attention
 from samebit.kernels.ops.conv import causal_conv
+from samebit.kernels.ops.delta.gates import gates
+from samebit.kernels.ops.delta.rule import delta_rule
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
 from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
@@ -111,7 +116,7 @@ def rowwise() -> None:
     for first in (True, False):
         options = GatedNormOptions(1e-5, 2, first)
         both_ways(lambda x, g, w, o=options: gated_rms_norm(x, g, w, o), (7, 200), (7, 200), (200,))
-    for name in ("silu", "gelu", "gelu_new"):
+    for name in ("silu", "gelu", "gelu_new", "sigmoid"):
         both_ways(lambda gate, up, name=name: gated(name, gate, up), (7, 100), (7, 100))
     tables = RotaryTables(torch.zeros(7, 6), torch.zeros(7, 6), training_context((1, 7), None, None))
     both_ways(lambda x: rotate(x, tables), (7, 3, 50))
@@ -179,7 +184,7 @@ def mamba() -> None:
             states=StateLayout(1, shape, 64).allocate(2, dtype, 1),
         )
         x, dt = torch.zeros(20, shape.conv_width, dtype=dtype), torch.zeros(20, 8, dtype=dtype)
-        x = causal_conv(x, torch.zeros(shape.conv_width, 1, 4, dtype=dtype), None, context, options)
+        x = causal_conv(x, torch.zeros(shape.conv_width, 1, 4, dtype=dtype), None, context, options.layer)
         scan(x, dt, torch.zeros(8), torch.zeros(8), torch.zeros(8), context, options)
 
 
@@ -190,13 +195,34 @@ def mamba_gradients() -> None:
     for dtype, heads, head_dim, groups, size in few + more if CAMPAIGN else few:
         width, options = heads * head_dim + 2 * groups * size, SSMOptions(0, 64, groups, size)
         both_ways(
-            lambda x, w, b, o=options: causal_conv(x, w, b, context, o), (70, width), (width, 1, 4), (width,),
+            lambda x, w, b: causal_conv(x, w, b, context, 0), (70, width), (width, 1, 4), (width,),
             dtype=dtype,
         )  # fmt: skip
         per_head = [torch.zeros(heads, requires_grad=True) for _ in range(3)]
         both_ways(
             lambda x, dt, o=options, p=per_head: scan(x, dt, *p, context, o), (70, width), (70, heads), dtype=dtype
         )
+
+
+def delta() -> None:
+    few = (torch.bfloat16, 4, 8, 128, 128), (torch.float32, 2, 2, 96, 200)
+    more = (torch.float16, 4, 8, 128, 128), (torch.float32, 4, 8, 128, 128), (torch.bfloat16, 2, 4, 256, 256)
+    for dtype, key_heads, heads, key_dim, value_dim in few + more if CAMPAIGN else few:
+        shape = DeltaShape(key_heads, heads, key_dim, value_dim, taps=4)
+        context = ForwardContext(
+            positions=torch.zeros(20, dtype=torch.int64),
+            row_start=np.array([0, 3], np.int32),
+            lengths=np.array([3, 17], np.int32),
+            starts=np.array([5, 0], np.int32),
+            table_rows=np.array([0, 1], np.int32),
+            block_tables=np.zeros((2, 2), np.int32),
+            block_size=64,
+            states=StateLayout(1, shape, 64).allocate(2, dtype, 1),
+        )
+        of_heads = torch.zeros(20, heads, dtype=dtype)
+        decay, beta = gates(of_heads, of_heads, torch.zeros(heads), torch.zeros(heads))
+        options = DeltaOptions(0, 64, key_heads, heads, key_dim, value_dim)
+        delta_rule(torch.zeros(20, shape.conv_width, dtype=dtype), decay, beta, context, options)
 
 
 def configurations() -> None:
@@ -285,6 +311,7 @@ if __name__ == "__main__":
         vocabulary,
         mamba,
         mamba_gradients,
+        delta,
         configurations,
         routers,
         qwen_experts,

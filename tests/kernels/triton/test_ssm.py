@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from samebit.kernels.layout import device
-from samebit.kernels.layout.mamba_states import SSMShape
+from samebit.kernels.layout.states.mamba import SSMShape
 
 from ..helpers import assert_near
 from ..mamba_layer import Case, Layer, layer_of, memory, oracle, step_context, through_states

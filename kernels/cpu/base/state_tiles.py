@@ -1,4 +1,4 @@
-"""Define the micro-kernels of the state-space scan: scores of a token, and the state's step over a chunk.
+"""Define the micro-kernels of layers with a state: scores of a token, and the state's step over a chunk.
 
 As in `base.small_tiles`: arrays are flat, positions are element offsets or those of `Rows`, each lane does the
 operations of a plain loop in order. N state size.

@@ -1,0 +1,109 @@
+"""Run the peer of the exact decode step of Gated DeltaNet: the plain delta rule, one token a sequence, same style.
+
+The layout of the state, the vectors, the prefetch and the threads are those of `samebit.kernels.cpu.delta.rule`. What
+differs is the algorithm: the state of every head is read and written for every token, some columns at a time, whose
+second reading comes from the processor's cache, and there is no tail.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numba import get_num_threads, njit, prange
+
+from samebit.benchmarks.contestants.recurrent_cpu import advance
+from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.memory import NO_END, elements, floats, integers, kind_of, with_unit_stride
+from samebit.kernels.cpu.base.numeric import exp, fma, narrow, widen
+from samebit.kernels.cpu.base.rows import Rows
+from samebit.kernels.cpu.base.small_tiles import tile_multiply
+from samebit.kernels.cpu.delta.operation import WORK_AN_ELEMENT
+from samebit.kernels.cpu.delta.rule import normalise
+from samebit.kernels.layout.grids import LANES
+from samebit.kernels.layout.memory_pool import zeroed_pool
+from samebit.kernels.layout.states.delta import DeltaShape
+
+
+def _step(tensors: Any, sizes: Any, sequences: int, threads: int, kind: Any) -> None:
+    """Step; ``tensors``: addresses of qkv, its stride, those of decay, beta, slots, states, out; ``sizes``: Hk, Hv, K,
+    V."""
+    items = sequences * sizes[0]
+    for thread in prange(threads):
+        part = np.int64(thread)
+        _step_part(items * part // threads, items * (part + 1) // threads, tensors, sizes, sequences, kind)
+
+
+@njit(nogil=True, error_model="numpy")
+def _step_part(begin: int, end: int, tensors: Any, sizes: Any, sequences: int, kind: Any) -> None:
+    key_heads, value_heads, key_dim, value_dim = sizes
+    qkv, out = elements(tensors[0], NO_END, kind), elements(tensors[6], NO_END, kind)
+    stride, decay, beta = tensors[1], floats(tensors[2], NO_END), floats(tensors[3], NO_END)
+    slots, states = integers(tensors[4], sequences), floats(tensors[5], NO_END)
+    wide, share = -(-value_dim // LANES) * LANES, value_heads // key_heads
+    lanes, query = np.empty(LANES, np.float32), np.empty(-(-key_dim // LANES) * LANES, np.float32)
+    key, read, total = np.empty(len(query), np.float32), np.empty(wide, np.float32), np.empty(wide, np.float32)
+    scale = np.float32(1) / np.sqrt(np.float32(key_dim))
+    for item in range(begin, end):
+        row, key_head = item // key_heads, item % key_heads
+        first = row * stride + key_head * key_dim
+        normalise(qkv[first : first + key_dim], scale, query, lanes)
+        first += key_heads * key_dim
+        normalise(qkv[first : first + key_dim], np.float32(1), key, lanes)
+        for head in range(key_head * share, (key_head + 1) * share):
+            first = row * stride + 2 * key_heads * key_dim + head * value_dim
+            place = (row * value_heads + head) * value_dim
+            _head(
+                qkv[first : first + value_dim], exp(decay[row * value_heads + head]), beta[row * value_heads + head],
+                key, query, key_dim, states, (slots[row] * value_heads + head) * key_dim * wide, read, total,
+                out[place : place + value_dim],
+            )  # fmt: skip
+
+
+@njit(nogil=True, error_model="numpy")
+def _head(
+    value: Any, decay: Any, beta: Any, key: Any, query: Any, key_dim: int, states: Any, at: int, read: Any, total: Any,
+    out: Any,
+) -> None:  # fmt: skip
+    wide, value_dim = len(read), len(value)
+    v = 0
+    while v < wide:
+        left = (wide - v) // LANES
+        columns = 4 if left >= 4 else (2 if left >= 2 else 1)
+        tile_multiply(1, columns, Rows(key, 0, 0), Rows(states, at + v, wide), key_dim, Rows(read, v, 0))
+        for p in range(v, min(v + columns * LANES, value_dim)):
+            read[p] = fma(-decay, read[p], widen(value[p])) * beta
+        for p in range(max(v, value_dim), v + columns * LANES):
+            read[p] = 0
+        advance(columns, decay, read[v:], key, query, key_dim, states, at + v, wide, total[v:])
+        v += columns * LANES
+    for p in range(value_dim):
+        out[p] = narrow(total[p], out[p])
+
+
+_kernel = RowKernel(_step)
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaRecurrence:
+    """Holds the states ``[slots, Hv, K, V]`` of one layer, V in whole vectors, and steps some of them."""
+
+    shape: DeltaShape
+    states: torch.Tensor
+
+    @classmethod
+    def empty(cls, shape: DeltaShape, slots: int) -> "DeltaRecurrence":
+        return cls(shape, zeroed_pool((slots, *shape.state_sizes), torch.float32))
+
+    def step(self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Compute one token a sequence: as `samebit.kernels.ops.delta.rule`; row s is that of ``slots[s]``."""
+        shape = self.shape
+        qkv, decay, beta = with_unit_stride(qkv), decay.contiguous(), beta.contiguous()
+        out = torch.empty(len(qkv), shape.inner, dtype=qkv.dtype)
+        tensors = qkv.data_ptr(), qkv.stride(0), *(t.data_ptr() for t in (decay, beta, slots, self.states, out))
+        _kernel(
+            int(len(qkv) * shape.inner * shape.key_dim * WORK_AN_ELEMENT), tensors,
+            (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim), len(qkv), get_num_threads(),
+            kind_of(qkv.dtype),
+        )  # fmt: skip
+        return out

@@ -1,0 +1,32 @@
+"""Say what tells the Gated DeltaNet layers of one family from those of another."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class DeltaFamily:
+    """One family's Gated DeltaNet layers.
+
+    Attributes:
+        projections: ``by_key_head``: ``in_proj_qkvz`` and ``in_proj_ba``, whose outputs stand together per key head;
+            ``joined``: ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and ``in_proj_a``; ``apart``: ``q_proj``,
+            ``k_proj``, ``v_proj``, ``g_proj`` (the gate), ``b_proj`` and ``a_proj``.
+        norm: the name of the gated norm in the layer.
+        out: the name of the projection behind it.
+        negative_eigenvalues: the config's key for whether beta goes up to 2; empty where it never does.
+    """
+
+    projections: Literal["by_key_head", "joined", "apart"]
+    norm: str = "norm"
+    out: str = "out_proj"
+    negative_eigenvalues: str = ""
+
+    mixer = "GatedDeltaNet"
+    """Ends the class name of such a layer."""
+
+    gated_norms = ("RMSNormGated",)
+    """Ends the class names of its norm."""
+
+    foreign_norms = ("FusedRMSNormGated",)
+    """Names the norm classes that Hugging Face takes from flash-linear-attention, where that is installed."""

@@ -1,0 +1,96 @@
+"""Bind models that Hugging Face wraps with vision (``...ForConditionalGeneration``), for text alone.
+
+Invariants:
+
+* What is not text is refused by name before anything is computed.
+* The modules of vision stay as they are: no text reaches them. Their parameters belong to the model, for whoever saves
+  or shards it.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from samebit.kernels.binding.families import Family
+
+_OF_IMAGES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+"""Names arguments of the wrapping models' forwards."""
+
+_KINDS_OF_TOKENS = "mm_token_type_ids"
+"""Names the argument that tells tokens of images, 1 or more, from those of text, 0."""
+
+
+def wrapping_module(family: Family, model: nn.Module) -> nn.Module | None:
+    """Return the module that holds the text model and the vision model; None where there is no vision."""
+    if not family.wrapped:
+        return None
+    kind = family.class_name("Model")
+    return next((module for module in model.modules() if type(module).__name__ == kind), None)
+
+
+def modules_of_vision(wrapping: nn.Module | None) -> frozenset[nn.Module]:
+    """Return the modules that no text reaches: all that the wrapping module holds beside its text model."""
+    if wrapping is None:
+        return frozenset()
+    others = [child for name, child in wrapping.named_children() if name != "language_model"]
+    return frozenset(module for child in others for module in child.modules())
+
+
+def positions_of_text(given: torch.Tensor | None, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the positions of tokens given three or four times, for text, time, height and width; others as they are.
+
+    Args:
+        given: ``[3, B, T]`` or ``[4, B, T]``, alike in every token.
+        attention_mask: ``[B, T]``, nonzero for tokens; None for all.
+
+    Raises:
+        ValueError: positions of images, which are not alike.
+    """
+    if not isinstance(given, torch.Tensor) or given.dim() != 3 or len(given) not in (3, 4):
+        return given
+    of_tokens = given if attention_mask is None else given.masked_fill(attention_mask == 0, 0)
+    if bool((of_tokens != of_tokens[:1]).any()):
+        raise ValueError(
+            f"position_ids of the shape {list(given.shape)} differ along the first axis: they are those of images, "
+            "which are not exact; allowed: those of text, alike there"
+        )
+    return given[0]
+
+
+def wrapping_forward(
+    self: Any,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    past_key_values: object = None,
+    inputs_embeds: torch.Tensor | None = None,
+    pixel_values: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run the text model, and nothing of the class's own forward: trainers replace that, to let vision run idle.
+
+    Raises:
+        ValueError: an argument that holds or describes images, by name.
+    """
+    given = {"pixel_values": pixel_values, **kwargs}
+    found = [name for name in _OF_IMAGES if given.get(name) is not None]
+    kinds = given.get(_KINDS_OF_TOKENS)
+    if isinstance(kinds, torch.Tensor) and bool(kinds.any()):
+        found.append(f"{_KINDS_OF_TOKENS} (with tokens of images)")
+    if found:
+        raise ValueError(
+            f"{', '.join(found)}: a bound {type(self).__name__} computes text alone; images and videos are not exact. "
+            "Leave them out, or keep a model that is not bound"
+        )
+    outputs = self.language_model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        **{name: value for name, value in kwargs.items() if name not in (*_OF_IMAGES, _KINDS_OF_TOKENS)},
+    )
+    if not isinstance(outputs, tuple):
+        outputs.rope_deltas = None  # which the whole model hands on: how far images move the positions behind them
+    return outputs

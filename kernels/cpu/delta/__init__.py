@@ -1,0 +1,1 @@
+"""Compute the gated delta rule on the CPU, forward and backward."""

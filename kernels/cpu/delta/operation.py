@@ -1,0 +1,41 @@
+"""Compute the gated delta rule on the CPU as operations call it: give the kernels of this folder addresses of tensors.
+
+T tokens, S sequences, H heads.
+"""
+
+import torch
+from numba import get_num_threads
+
+from samebit.kernels.cpu.base.memory import kind_of, with_unit_stride
+from samebit.kernels.cpu.delta import rule
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.options import DeltaOptions
+from samebit.kernels.layout.states.delta import DeltaStates
+
+WORK_AN_ELEMENT = 1 / 8
+"""The elements of a row-wise kernel that take the time of one element of the state."""
+
+
+def delta_rule(
+    qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext, options: DeltaOptions
+) -> torch.Tensor:
+    """Implement `Operations.delta_rule`."""
+    rows = len(qkv)
+    inner = options.value_heads * options.value_dim
+    qkv, decay, beta = with_unit_stride(qkv), decay.contiguous(), beta.contiguous()
+    out = (torch.empty if context.covers_all_rows else torch.zeros)(rows, inner, dtype=qkv.dtype)
+    grid, memory, captured, captures, kept = 0, 0, 0, 0, 0
+    if context.states is not None:
+        grid, memory = context.block_size, context.states.layer(options.layer, DeltaStates).addresses.data_ptr()
+        captures = len(context.captures)
+        if captures:
+            captured = context.captured.data_ptr()
+            kept = context.states.checkpoints[options.layer].state.data_ptr()
+    rule.rule(
+        int(rows * inner * options.key_dim * WORK_AN_ELEMENT),
+        (qkv.data_ptr(), qkv.stride(0), decay.data_ptr(), beta.data_ptr(), out.data_ptr()),
+        (options.key_heads, options.value_heads, options.key_dim, options.value_dim),
+        (context.layout.data_ptr(), len(context.lengths)), (grid, memory), (captured, captures, kept),
+        get_num_threads(), kind_of(qkv.dtype),
+    )  # fmt: skip
+    return out

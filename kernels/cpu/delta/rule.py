@@ -1,0 +1,335 @@
+"""Compute the gated delta rule on the CPU: one kernel for prefill, mixed batches, decode and training.
+
+Invariants (the row rule and the grid rule):
+
+* Chunks of `SCAN_CHUNK` tokens are anchored at position 0 of each sequence. With S the state at the chunk's first
+  token and G the running sum of the decay in the chunk (float64), a token writes u and reads o:
+  ``u_t = beta_t (v_t - exp(G_t) k_t S - sum over s < t of exp(G_t - G_s) (k_t . k_s) u_s)``,
+  ``o_t = exp(G_t) q_t S + sum over s <= t of exp(G_t - G_s) (q_t . k_s) u_s``.
+  Sums over the key's size and over s ascend; dot products and the squares of a norm are summed in sixteen lanes, then
+  over them.
+* u is found in the order of the rows, from those before it, which the tail keeps: there is no inverse of a matrix, and
+  where a call begins or ends inside the chunk enters nothing.
+* The state moves once a chunk, with the chunk's last token, from the chunk's whole tail.
+* Tokens are computed one or two at a time, their keys and queries together: each does the same operations in the same
+  order, and the state is read once for all of them.
+
+Why sixteen: a decode step waits for memory. It reads the state and the tail, where the plain recurrence reads and
+writes the state; so the tail has to stay small beside the state.
+
+One work item is a sequence and a key head with its value heads; it owns their state and tail. A thread takes the items
+that begin within its share of the rows. State and u are padded to whole vectors of the value's size, keys and queries
+to whole vectors of theirs. "Gated Delta Networks", Yang et al. 2024.
+
+T tokens, S sequences, Hk and Hv heads of keys and values, K and V their sizes, C tokens a chunk.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.memory import NO_END, doubles, elements, floats, integers, longs
+from samebit.kernels.cpu.base.numeric import exp, fma, narrow, widen
+from samebit.kernels.cpu.base.rows import Rows
+from samebit.kernels.cpu.base.small_tiles import tile_multiply, tile_multiply_add
+from samebit.kernels.cpu.base.state_tiles import dots, fetch_all, tile_move
+from samebit.kernels.cpu.delta.groups import Inputs, Item, Memory, Scratch, Sizes, Span
+from samebit.kernels.layout.grids import LANES, SCAN_CHUNK
+from samebit.kernels.layout.options import KEY_EPS
+
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+_EPS = np.float32(KEY_EPS)
+
+
+def _rule(tensors: Any, sizes: Any, layout: Any, memory: Any, captures: Any, threads: int, kind: Any) -> None:
+    """Run the rule; addresses and numbers come in plain tuples, which cost a call less than named ones.
+
+    Args:
+        tensors: addresses of qkv and its stride, of decay, beta and out.
+        sizes: Hk, Hv, K, V.
+        layout: address of the first row, length, start and slot, each of all sequences; number of sequences.
+        memory: the state as of the last multiple of so many tokens is kept in the block states, 0 for a call without
+            memory; where the addresses of states, block states, and the tails' k, u and sums lie.
+        captures: address of (sequence, position, checkpoint) of each, their number, address of the checkpoints.
+        threads: take shares of the rows.
+        kind: a number of the elements' type.
+    """
+    parts = min(threads, layout[1] * sizes[0])
+    for part in prange(parts):  # it counts unsigned, and Numba would compile all below once more for that
+        _rule_part(np.int64(part), parts, tensors, sizes, layout, memory, captures, kind)
+
+
+rule = RowKernel(_rule)
+
+
+@njit(nogil=True, error_model="numpy")
+def _rule_part(
+    part: int, parts: int, tensors: Any, sizes_given: Any, layout: Any, memory_given: Any, captures_given: Any,
+    kind: Any,
+) -> None:  # fmt: skip
+    """Compute the items that begin within the part's share of the rows."""
+    key_heads, value_heads, key_dim, value_dim = sizes_given
+    deep = (key_dim + LANES - 1) // LANES * LANES
+    wide = (value_dim + LANES - 1) // LANES * LANES
+    share = value_heads // key_heads
+    sizes = Sizes(key_heads, value_heads, key_dim, value_dim, deep, wide, share)
+    inputs = Inputs(
+        elements(tensors[0], NO_END, kind), tensors[1], floats(tensors[2], NO_END), floats(tensors[3], NO_END)
+    )
+    out = elements(tensors[4], NO_END, kind)
+    layout_at, sequences = layout
+    row_start, lengths = integers(layout_at, sequences), integers(layout_at + 4 * sequences, sequences)
+    starts, slots = integers(layout_at + 8 * sequences, sequences), integers(layout_at + 12 * sequences, sequences)
+    captures_at, num_captures, captured_at = captures_given
+    captures, captured = integers(captures_at, 3 * num_captures), floats(captured_at, NO_END)
+    total = lengths.sum() * key_heads
+    grid, memory_at = memory_given
+    memory = _memory(memory_at, grid, sizes)
+    room = np.empty(SCAN_CHUNK * (2 * deep + 2 * SCAN_CHUNK + wide + 2) + 4 * wide, np.float32)
+    before = 0  # rows of the items so far
+    for number in range(sequences * key_heads):
+        sequence, key_head = number // key_heads, number % key_heads
+        mine = before * parts // total == part
+        before += lengths[sequence]
+        if not mine:
+            continue
+        slot = slots[sequence] if grid > 0 else 0
+        item = Item(
+            sequence, row_start[sequence], lengths[sequence], starts[sequence], key_head,
+            slot * key_heads + key_head if grid > 0 else 0,
+            slot * value_heads + key_head * share if grid > 0 else 0,
+        )  # fmt: skip
+        _rule_item(inputs, sizes, memory, item, captures, captured, room, out)
+
+
+@njit(inline="always")
+def _memory(at: int, grid: int, sizes: Any) -> Any:
+    """Take the memory whose addresses lie at ``at``, or make that of an item for a call without."""
+    keeps = grid > 0
+    places = longs(at, 5)
+    heads = 0 if keeps else sizes.share
+    deep, wide = sizes.deep, sizes.wide
+    block_state = floats(places[1] if keeps else 0, NO_END)
+    state = floats(places[0], NO_END) if keeps else np.empty(heads * sizes.key_dim * wide, np.float32)
+    k = floats(places[2], NO_END) if keeps else np.empty(SCAN_CHUNK * deep, np.float32)
+    u = floats(places[3], NO_END) if keeps else np.empty(heads * SCAN_CHUNK * wide, np.float32)
+    sums = doubles(places[4], NO_END) if keeps else np.empty(heads * SCAN_CHUNK, np.float64)
+    return Memory(state, block_state, k, u, sums, grid)
+
+
+@njit(inline="always")
+def _scratch(room: Any, deep: int, wide: int) -> Any:
+    """Cut the room of a thread, over its address: the caller holds it, and no part counts references."""
+    pairs = room.ctypes.data
+    scores = pairs + 8 * SCAN_CHUNK * deep
+    acc = scores + 8 * SCAN_CHUNK * SCAN_CHUNK
+    fed = acc + 16 * wide
+    kept = fed + 4 * SCAN_CHUNK * wide
+    weights = kept + 4 * SCAN_CHUNK
+    return Scratch(
+        floats(pairs, 2 * SCAN_CHUNK * deep), floats(scores, 2 * SCAN_CHUNK * SCAN_CHUNK), floats(acc, 4 * wide),
+        floats(fed, SCAN_CHUNK * wide), floats(kept, SCAN_CHUNK), floats(weights, SCAN_CHUNK),
+    )  # fmt: skip
+
+
+@njit(nogil=True, error_model="numpy")
+def _rule_item(
+    inputs: Any, sizes: Any, memory: Any, item: Any, captures: Any, captured: Any, room: Any, out: Any
+) -> None:
+    """Compute one sequence's tokens of the call, for the heads of an item."""
+    deep, wide, share = sizes.deep, sizes.wide, sizes.share
+    state, _, k, u, sums, grid = memory
+    scratch = _scratch(room, deep, wide)
+    start, length, at = item.start, item.length, item.value_at
+    size, k_at = sizes.key_dim * wide, item.key_at * SCAN_CHUNK * deep
+    if start == 0:
+        state[at * size : (at + share) * size] = _ZERO
+    fetch_all(k, k_at, start % SCAN_CHUNK * deep)
+    fetch_all(sums, at * SCAN_CHUNK, share * SCAN_CHUNK)
+    done = 0
+    while done < length:
+        inside = (start + done) % SCAN_CHUNK
+        many = min(SCAN_CHUNK - inside, length - done)
+        span = Span(item.row + done, inside, many)
+        moves = inside + many == SCAN_CHUNK
+        ends_block = moves and grid > 0 and (start + length) // grid * grid == start + done + many
+        _append(inputs, sizes, memory, item, span, scratch)
+        for j in range(many):
+            seen = inside + j
+            place, scores_at = 2 * j * deep, 2 * j * SCAN_CHUNK
+            dots(scratch.pairs, place, k, k_at, deep, seen, deep, scratch.scores, scores_at)
+            dots(scratch.pairs, place + deep, k, k_at, deep, seen + 1, deep, scratch.scores, scores_at + SCAN_CHUNK)
+        done += many
+        for h in range(share):
+            fetch_all(u, (at + h) * SCAN_CHUNK * wide, inside * wide)
+            _head_rows(inputs, sizes, memory, span, scratch, at + h, item.key_head * share + h, out)
+            if moves:
+                _move(sizes, memory, scratch, at + h, k_at, ends_block)
+        if moves and grid > 0:
+            for c in range(0, len(captures), 3):
+                if captures[c] == item.sequence and captures[c + 1] == start + done:
+                    target = (captures[c + 2] * sizes.value_heads + item.key_head * share) * size
+                    for i in range(share * size):
+                        captured[target + i] = state[at * size + i]
+
+
+@njit(nogil=True, error_model="numpy")
+def _append(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any, scratch: Any) -> None:
+    """Put keys and decays of a span into the tail; keys and queries also go to ``scratch.pairs``."""
+    qkv, stride, decay, _ = inputs
+    key_heads, value_heads, key_dim, _, deep, _, share = sizes
+    k, sums = memory.k, memory.sums
+    row, inside, many = span
+    pairs, lanes = scratch.pairs, scratch.weights
+    scale = _ONE / np.sqrt(np.float32(key_dim))
+    for j in range(many):
+        token = inside + j
+        first = (row + j) * stride + item.key_head * key_dim
+        key, query = pairs[2 * j * deep : (2 * j + 1) * deep], pairs[(2 * j + 1) * deep : (2 * j + 2) * deep]
+        normalise(qkv[first : first + key_dim], scale, query, lanes)
+        first += key_heads * key_dim
+        normalise(qkv[first : first + key_dim], _ONE, key, lanes)
+        place = (item.key_at * SCAN_CHUNK + token) * deep
+        k[place : place + deep] = key
+        for h in range(share):
+            at = (item.value_at + h) * SCAN_CHUNK + token
+            before = sums[at - 1] if token > 0 else 0.0
+            sums[at] = before + np.float64(decay[(row + j) * value_heads + item.key_head * share + h])
+
+
+@njit(inline="always")
+def normalise(source: Any, scale: Any, target: Any, lanes: Any) -> None:
+    """Divide by the root of the sum of squares, then multiply by ``scale``; zeros behind."""
+    for n in range(len(source)):
+        target[n] = widen(source[n])
+    for n in range(len(source), len(target)):
+        target[n] = _ZERO
+    for lane in range(LANES):
+        lanes[lane] = _ZERO
+    for n in range(0, len(target), LANES):
+        for lane in range(LANES):
+            lanes[lane] = fma(target[n + lane], target[n + lane], lanes[lane])
+    total = _ZERO
+    for lane in range(LANES):
+        total = total + lanes[lane]
+    inverse = _ONE / np.sqrt(total + _EPS)
+    for n in range(len(target)):
+        target[n] = target[n] * inverse * scale
+
+
+@njit(inline="always")
+def _block(left: int) -> int:
+    """Return how many of the rows or columns that are left to take at once: 4, 2 or 1."""
+    return 4 if left >= 4 else (2 if left >= 2 else 1)
+
+
+@njit(nogil=True, error_model="numpy")
+def _head_rows(inputs: Any, sizes: Any, memory: Any, span: Any, scratch: Any, at: int, head: int, out: Any) -> None:
+    """Compute u and o of one value head, which is head ``at`` of the memory."""
+    deep, wide = sizes.deep, sizes.wide
+    state_at = at * sizes.key_dim * wide
+    row, inside, many = span
+    j = 0
+    while j < many:
+        tokens = 2 if many - j >= 2 else 1
+        v = 0
+        while v < wide:
+            columns = _block((wide - v) // LANES)
+            tile_multiply(
+                2 * tokens, columns, Rows(scratch.pairs, 2 * j * deep, deep), Rows(memory.state, state_at + v, wide),
+                sizes.key_dim, Rows(scratch.acc, v, wide),
+            )  # fmt: skip
+            v += columns * LANES
+        for i in range(tokens):
+            _token(inputs, sizes, memory, scratch, at, head, row + j + i, inside + j + i, j + i, i, out)
+        j += tokens
+
+
+@njit(nogil=True, error_model="numpy")
+def _token(
+    inputs: Any, sizes: Any, memory: Any, scratch: Any, at: int, head: int, row: int, token: int, place: int, i: int,
+    out: Any,
+) -> None:  # fmt: skip
+    """Compute u and o of a token, number ``place`` of the span, from what its key and query read of the state.
+
+    These are the pair ``i`` of ``acc``.
+    """
+    qkv, stride, _, beta = inputs
+    key_heads, value_heads, key_dim, value_dim, _, wide, _ = sizes
+    u, sums = memory.u, memory.sums
+    _, scores, acc, _, kept, weights = scratch
+    u_at, sums_at, scores_at = at * SCAN_CHUNK * wide, at * SCAN_CHUNK, 2 * place * SCAN_CHUNK
+    now = sums[sums_at + token]
+    for s in range(SCAN_CHUNK):  # what lies beyond the token is not read
+        kept[s] = exp(np.float32(now - sums[sums_at + s]))
+        weights[s] = -(scores[scores_at + s] * kept[s])
+    decayed = exp(np.float32(now))
+    written = u[u_at + token * wide : u_at + (token + 1) * wide]
+    read = acc[2 * i * wide : (2 * i + 1) * wide]
+    first = row * stride + 2 * key_heads * key_dim + head * value_dim
+    value = qkv[first : first + value_dim]
+    for p in range(value_dim):
+        written[p] = fma(-decayed, read[p], widen(value[p]))
+    for p in range(value_dim, wide):
+        written[p] = _ZERO
+    _add_tail(weights, u, u_at, token, wide, u, u_at + token * wide)
+    strength = beta[row * value_heads + head]
+    for p in range(wide):
+        written[p] = written[p] * strength
+    result = acc[(2 * i + 1) * wide : (2 * i + 2) * wide]
+    for p in range(wide):
+        result[p] = result[p] * decayed
+    for s in range(SCAN_CHUNK):
+        weights[s] = scores[scores_at + SCAN_CHUNK + s] * kept[s]
+    _add_tail(weights, u, u_at, token + 1, wide, acc, (2 * i + 1) * wide)
+    first = (row * value_heads + head) * value_dim
+    target = out[first : first + value_dim]
+    for p in range(value_dim):
+        target[p] = narrow(result[p], target[p])
+
+
+@njit(inline="always")
+def _add_tail(weights: Any, u: Any, u_at: int, count: int, wide: int, target: Any, target_at: int) -> None:
+    """Add ``weights[s] u[s]`` for s < count."""
+    v = 0
+    while v < wide:
+        columns = _block((wide - v) // LANES)
+        tile_multiply_add(
+            1, columns, Rows(weights, 0, SCAN_CHUNK), Rows(u, u_at + v, wide), count, Rows(target, target_at + v, wide)
+        )
+        v += columns * LANES
+
+
+@njit(nogil=True, error_model="numpy")
+def _move(sizes: Any, memory: Any, scratch: Any, at: int, k_at: int, ends_block: bool) -> None:
+    """Compute the state at the end of a full chunk: S = exp(G) S + sum over s of k_s (exp(G - G_s) u_s).
+
+    Where a block ends too, the block state gets a copy.
+    """
+    deep, wide, key_dim = sizes.deep, sizes.wide, sizes.key_dim
+    state, block_state, k, u, sums, _ = memory
+    fed = scratch.fed
+    size = key_dim * wide
+    state_at, u_at, sums_at = at * size, at * SCAN_CHUNK * wide, at * SCAN_CHUNK
+    last = sums[sums_at + SCAN_CHUNK - 1]
+    for s in range(SCAN_CHUNK):
+        decayed = exp(np.float32(last - sums[sums_at + s]))
+        for p in range(wide):
+            fed[s * wide + p] = u[u_at + s * wide + p] * decayed
+    factor = exp(np.float32(last))
+    n = 0
+    while n < key_dim:  # meanwhile the next head's state is asked for
+        rows = _block(key_dim - n)
+        v = 0
+        while v < wide:
+            columns = _block((wide - v) // LANES)
+            place = state_at + n * wide + v
+            tile_move(
+                rows, columns, factor, Rows(k, k_at + n, deep), Rows(fed, v, wide), SCAN_CHUNK,
+                Rows(state, place, wide), size, block_state, place if ends_block else -1,
+            )  # fmt: skip
+            v += columns * LANES
+        n += rows

@@ -1,0 +1,70 @@
+"""Compute the gates of the delta rule: how much a head forgets at a token, and how strongly the token writes.
+
+Contract: an element depends on its own inputs alone; float32 inside and out.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from samebit.kernels.layout import device
+from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host, check_shape
+from samebit.kernels.ops.dispatch import operations_for
+
+
+def gates(
+    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, beta_scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``-exp(a_log) softplus(a + dt_bias)`` and ``beta_scale sigmoid(b)``.
+
+    Args:
+        a: ``[T, H]`` float32 or bfloat16, rows may be strided.
+        b: ``[T, H]``, same dtype, rows may be strided.
+        a_log: ``[H]`` float32 or bfloat16, as `dt_bias`.
+        dt_bias: ``[H]``.
+        beta_scale: 2.0 where a model allows negative eigenvalues of its transitions.
+
+    Returns:
+        The log of the decay and the strength, ``[T, H]`` float32 each, contiguous.
+
+    Raises:
+        ValueError: sizes that do not match.
+        TypeError: a and b of two dtypes, or of one without kernels.
+    """
+    if a.dim() != 2 or a.shape != b.shape:
+        raise ValueError(f"a is {list(a.shape)} and b {list(b.shape)}; allowed: two alike, [T, H]")
+    for name, part in (("a_log", a_log), ("dt_bias", dt_bias)):
+        check_shape(name, part, a.shape[1])
+    if a.dtype is not b.dtype:
+        raise TypeError(f"a is {a.dtype} and b {b.dtype}; allowed: two alike")
+    if not device.on_gpu(a):
+        check_dtype_of_cpu(a.dtype)
+        for name, part in (("b", b), ("a_log", a_log), ("dt_bias", dt_bias)):
+            check_host(name, part)
+    rate, bias = -a_log.float().exp(), dt_bias.float()
+    if torch.is_grad_enabled():
+        decay, beta = _Gates.apply(a, b, rate, bias, beta_scale)
+        return decay, beta
+    return operations_for(a).gates(a, b, rate, bias, beta_scale)
+
+
+class _Gates(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, a: torch.Tensor, b: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(a, b, rate, bias)
+        ctx.scale = scale
+        return operations_for(a).gates(a, b, rate, bias, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_decay: torch.Tensor, grad_beta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        a, b, rate, bias = ctx.saved_tensors
+        raw, share = a.float() + bias, torch.sigmoid(b.float())
+        grad_raw = grad_decay * rate * torch.sigmoid(raw)
+        grad_b = grad_beta * share * (1 - share) * ctx.scale
+        grad_rate = (grad_decay * F.softplus(raw)).sum(0)
+        return grad_raw.to(a.dtype), grad_b.to(b.dtype), grad_rate, grad_raw.sum(0), None

@@ -1,0 +1,109 @@
+"""Compute the gated delta rule over ragged sequences, with autograd (Gated DeltaNet: Yang et al. 2024).
+
+Contract: chunks are anchored at position 0 of each sequence, and a row is the chunk's formula on its chunk's tail up to
+itself, in prefill, mixed batches, decode and training alike (see `samebit.kernels.cpu.delta.rule`). A decode step reads
+the state as of the chunk boundary, which is written once a chunk. The chunk of the arithmetic is a constant;
+``ssm_chunk`` is the grid on which states are kept, and changes no bit.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from samebit.kernels.layout import device
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
+from samebit.kernels.layout.options import DeltaOptions
+from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host, check_shape
+from samebit.kernels.layout.states.delta import DeltaStates
+from samebit.kernels.ops.delta.gradients import rule_gradients
+from samebit.kernels.ops.dispatch import operations_for
+from samebit.kernels.ops.errors import changed_dtype
+
+
+def delta_rule(
+    qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext, options: DeltaOptions
+) -> torch.Tensor:
+    """Run every sequence of the call through its state: ``S <- exp(g) S; S <- S + k^T beta (v - k S); o = q S``.
+
+    Queries and keys are divided by the root of their sum of squares, queries also by that of K; value head h reads key
+    head ``h // (Hv / Hk)``.
+
+    Args:
+        qkv: ``[T, 2 Hk K + Hv V]`` float32 or bfloat16, contiguous: q, k and v after the convolution.
+        decay: ``[T, Hv]`` float32, g, the log of what is left of the state: at most 0.
+        beta: ``[T, Hv]`` float32, how strongly a token writes.
+        context: the layout of the T rows. With states (rollout) no gradient flows and the slots move on.
+        options: the layer's.
+
+    Returns:
+        ``[T, Hv V]`` in the dtype of ``qkv``; zero for padding rows.
+
+    Raises:
+        ValueError: rows that are not the context's, sizes that do not match each other, the options or the states,
+            captures between the grid's lines.
+        TypeError: inputs of other dtypes, states of another than qkv, or of another kind of layer.
+    """
+    _check(qkv, decay, beta, options)
+    if len(qkv) != context.num_rows:
+        raise ValueError(f"qkv has {len(qkv)} rows, the context {context.num_rows}")
+    if not decay.dtype is beta.dtype is torch.float32:
+        raise TypeError(f"decay and beta are {decay.dtype} and {beta.dtype}; allowed: float32")
+    if context.states is not None:
+        _check_memory(qkv, context.states.layer(options.layer, DeltaStates), context, options)
+    elif torch.is_grad_enabled():
+        out: torch.Tensor = _DeltaRule.apply(qkv, decay, beta, context, options)
+        return out
+    return operations_for(qkv).delta_rule(qkv, decay, beta, context, options)
+
+
+def _check(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, options: DeltaOptions) -> None:
+    key_heads, value_heads = options.key_heads, options.value_heads
+    if min(key_heads, value_heads, options.key_dim, options.value_dim) < 1 or value_heads % key_heads:
+        raise ValueError(f"{options}: allowed: at least 1 of each, and key heads that divide the value heads")
+    width = 2 * key_heads * options.key_dim + value_heads * options.value_dim
+    if qkv.dim() != 2 or qkv.shape[1] != width:
+        raise ValueError(f"qkv is {list(qkv.shape)}; allowed: [T, {width}], q, k and v of the heads of {options}")
+    for name, part in (("decay", decay), ("beta", beta)):
+        check_shape(name, part, len(qkv), value_heads)
+        if not device.on_gpu(qkv):
+            check_host(name, part)
+    if not device.on_gpu(qkv):
+        check_host("qkv", qkv)
+        check_dtype_of_cpu(qkv.dtype)
+
+
+def _check_memory(qkv: torch.Tensor, memory: DeltaStates, context: ForwardContext, options: DeltaOptions) -> None:
+    if memory.dtype is not qkv.dtype:
+        raise changed_dtype(f"qkv is {qkv.dtype}", "states", memory.dtype)
+    if not device.on_gpu(qkv):
+        _check_slots(memory, context, options)
+    if len(context.captures) and bool((context.captures[:, 1] % options.chunk).any()):
+        raise ValueError(f"captures {context.captures.tolist()} must lie on chunk boundaries (chunk {options.chunk})")
+
+
+def _check_slots(memory: DeltaStates, context: ForwardContext, options: DeltaOptions) -> None:
+    slots = len(memory.state)
+    wide, deep = (ceil_div(size, LANES) * LANES for size in (options.value_dim, options.key_dim))
+    check_shape("the layer's state", memory.state, slots, options.value_heads, options.key_dim, wide)
+    check_shape("the layer's tail of keys", memory.tail_k, slots, options.key_heads, SCAN_CHUNK, deep)
+    if context.last_slot >= slots:
+        raise ValueError(f"slot {context.last_slot} is to be read; the layer has {slots} of them")
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext,
+        options: DeltaOptions,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(qkv, decay, beta)
+        ctx.layout, ctx.options = context, options
+        return operations_for(qkv).delta_rule(qkv, decay, beta, context, options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        qkv, decay, beta = ctx.saved_tensors
+        return *rule_gradients(qkv, decay, beta, grad, ctx.layout, ctx.options), None, None

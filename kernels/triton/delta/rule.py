@@ -1,0 +1,207 @@
+"""Compute the gated delta rule: one kernel for prefill, mixed batches, decode and training.
+
+Invariants (the row rule and the grid rule):
+
+* Chunks of `SCAN_CHUNK` tokens are anchored at position 0 of each sequence. With S the state at the chunk's first
+  token and G the running sum of the decay in the chunk (float64), a token writes u and reads o:
+  ``u_t = beta_t (v_t - exp(G_t) k_t S - sum over s < t of exp(G_t - G_s) (k_t . k_s) u_s)``,
+  ``o_t = exp(G_t) q_t S + sum over s <= t of exp(G_t - G_s) (q_t . k_s) u_s``.
+* Keys and u of a chunk are tiles of the whole chunk, whichever of its tokens belong to the call: those before come from
+  the tail, those to come are zeros. A token's place in them is its position's in the chunk, in every call, and so is
+  the order in which the squares of its key are summed.
+* The tokens of the call are computed one after the other by one piece of code, which a decode runs once.
+* The state moves once a chunk, with the chunk's last token, by one product of the chunk's two tiles.
+* A program owns a slice of the value size of the state, and of u, of one sequence and value head: sums run over the
+  key size and over tokens, so nothing is summed over programs. It alone reads and writes its part of the tail's u; keys
+  and decays, which slices and heads share, are written by another launch after it.
+
+A program keeps its slice of the state in registers. A decode step reads state and tail once and writes the state once a
+chunk, where the plain recurrence reads and writes it at each token.
+
+The memory is laid out as on the CPU (`samebit.kernels.layout.states.delta`) with two differences, so that one code
+computes each: ``tail_k`` holds keys before they are normalised, ``tail_sums`` the decay itself.
+
+T tokens, S sequences, Hk and Hv heads of keys and values, K and V their sizes, C tokens a chunk.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import tensor
+
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
+from samebit.kernels.layout.options import KEY_EPS, DeltaOptions
+from samebit.kernels.layout.states.delta import DeltaStates
+from samebit.kernels.triton.numeric import aligned, dot
+from samebit.kernels.triton.tiles.table import power_of_two
+
+_WARPS = 4
+
+_VALUE_PART = 64
+"""A program takes at most so many elements of a value."""
+
+_STATE_ELEMENTS = 8192
+"""A program holds at most so many elements of the state (more of K > 512): 64 registers of each thread."""
+
+
+def delta_rule(
+    qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext, options: DeltaOptions
+) -> torch.Tensor:
+    """Implement `Operations.delta_rule`."""
+    qkv, decay, beta = aligned(qkv), aligned(decay), aligned(beta)
+    layer = None if context.states is None else context.states.layer(options.layer, DeltaStates)
+    out = _run(qkv, decay, beta, context, options, layer)
+    if layer is not None:
+        _append(qkv, decay, context, options, layer)
+    return out
+
+
+def _run(
+    qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext, options: DeltaOptions,
+    layer: DeltaStates | None,
+) -> torch.Tensor:  # fmt: skip
+    key_heads, heads, key_dim, value_dim = _sizes(options)
+    layout = context.on_device
+    empty = torch.empty if context.covers_all_rows else torch.zeros
+    out = empty(len(qkv), heads * value_dim, dtype=qkv.dtype, device=qkv.device)
+    if layer is None or context.states is None:  # nothing of the memory is touched; one compiled kernel serves both
+        memory, grid = (decay, decay, decay, decay, decay.new_empty(0, dtype=torch.float64), decay), 0
+    else:
+        kept = context.states.checkpoints[options.layer].state
+        memory, grid = (
+            (layer.state, layer.block_state, layer.tail_k, layer.tail_u, layer.tail_sums, kept),
+            context.block_size,
+        )
+    if len(context.lengths):
+        padded_key, padded_value = power_of_two(max(16, key_dim)), power_of_two(max(16, value_dim))
+        part = min(padded_value, _VALUE_PART, max(16, _STATE_ELEMENTS // padded_key))
+        _rule_head[(len(context.lengths), heads, ceil_div(value_dim, part))](
+            qkv, decay, beta, layout.row_start, layout.lengths, layout.starts, layout.slots, *memory, layout.captures,
+            layout.first_capture, grid, out, key_heads, heads, key_dim, value_dim, ceil_div(key_dim, LANES) * LANES,
+            ceil_div(value_dim, LANES) * LANES, SCAN_CHUNK, part, padded_key, key_dim**-0.5, KEY_EPS,
+            num_warps=_WARPS, num_stages=1,
+        )  # fmt: skip
+    return out
+
+
+def _sizes(options: DeltaOptions) -> tuple[int, int, int, int]:
+    return options.key_heads, options.value_heads, options.key_dim, options.value_dim
+
+
+@triton.jit(do_not_specialize=["grid"])
+def _rule_head(
+    qkv: tensor, decay: tensor, beta: tensor, row_start: tensor, lengths: tensor, starts: tensor, slots: tensor,
+    states: tensor, block_states: tensor, tail_k: tensor, tail_u: tensor, tail_decay: tensor, captured: tensor,
+    captures: tensor, first_capture: tensor, grid: tensor, out: tensor, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
+    PART: tl.constexpr, PADDED_KEY: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Run one sequence's tokens of the call, for ``PART`` elements of one value head; ``grid``: of the block
+    boundaries, 0 without memory."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    key_head = head // (HEADS // KEY_HEADS)
+    start, slot = tl.load(starts + sequence), tl.load(slots + sequence).to(tl.int64)
+    end = start + tl.load(lengths + sequence)
+    origin = (tl.load(row_start + sequence) - start).to(tl.int64)  # the row that position 0 would be
+    c, n = tl.arange(0, CHUNK), tl.arange(0, PADDED_KEY)
+    p = tl.program_id(2) * PART + tl.arange(0, PART)
+    real_n, real_p = n < KEY_DIM, p < VALUE_DIM
+    in_state = n[:, None] * WIDE + p[None, :]
+    real_state = real_n[:, None] & real_p[None, :]
+    own = (slot * HEADS + head) * (KEY_DIM * WIDE)
+    begun = tl.full((PADDED_KEY, PART), start, tl.int32) >= CHUNK  # before, no state was ever written
+    state = tl.load(states + own + in_state, mask=real_state & begun, other=0.0)
+    WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+    of_q = qkv + key_head * KEY_DIM
+    of_k = of_q + KEY_HEADS * KEY_DIM
+    of_v = qkv + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+    old_k = tail_k + (slot * KEY_HEADS + key_head) * (CHUNK * DEEP)
+    old_u = tail_u + (slot * HEADS + head) * (CHUNK * WIDE)
+    old_decay = tail_decay + (slot * HEADS + head) * CHUNK
+    for base in range(start // CHUNK * CHUNK, end, CHUNK):
+        position = base + c
+        old, new = position < start, (position >= start) & (position < end)
+        rows = origin + position
+        decay_old = tl.load(old_decay + c, mask=old, other=0.0)
+        decay_new = tl.load(decay + rows * HEADS + head, mask=new, other=0.0).to(tl.float64)
+        sums = tl.cumsum(tl.where(old, decay_old, decay_new), axis=0)
+        k_new = tl.load(of_k + rows[:, None] * WIDTH + n[None, :], mask=new[:, None] & real_n[None, :], other=0.0)
+        k_old = tl.load(old_k + c[:, None] * DEEP + n[None, :], mask=old[:, None] & real_n[None, :], other=0.0)
+        k = tl.where(old[:, None], k_old, k_new.to(tl.float32))
+        k = k / tl.sqrt_rn(tl.sum(k * k, axis=1) + EPS)[:, None]
+        in_u = old_u + c[:, None] * WIDE + p[None, :]
+        u = tl.load(in_u, mask=old[:, None] & real_p[None, :], other=0.0)
+        first = tl.maximum(start - base, 0)
+        for t in range(first, tl.minimum(end - base, CHUNK)):
+            row = origin + base + t
+            q_t = tl.load(of_q + row * WIDTH + n, mask=real_n, other=0.0).to(tl.float32)
+            q_t = q_t / tl.sqrt_rn(tl.sum(q_t * q_t, axis=0) + EPS) * SCALE
+            k_t = tl.sum(tl.where(c[:, None] == t, k, 0.0), axis=0)
+            now = tl.sum(tl.where(c == t, sums, 0.0), axis=0)
+            kept = tl.exp(tl.where(c <= t, (now - sums).to(tl.float32), 0.0))
+            decayed = tl.exp(now.to(tl.float32))
+            matches = tl.where(c < t, tl.sum(k * k_t[None, :], axis=1) * kept, 0.0)
+            v_t = tl.load(of_v + row * WIDTH + p, mask=real_p, other=0.0).to(tl.float32)
+            v_t -= decayed * tl.sum(state * k_t[:, None], axis=0)
+            u_t = tl.load(beta + row * HEADS + head) * (v_t - tl.sum(u * matches[:, None], axis=0))
+            u = tl.where(c[:, None] == t, u_t[None, :], u)
+            asked = tl.where(c <= t, tl.sum(k * q_t[None, :], axis=1) * kept, 0.0)
+            o_t = decayed * tl.sum(state * q_t[:, None], axis=0) + tl.sum(u * asked[:, None], axis=0)
+            place = out + row * (HEADS * VALUE_DIM) + head * VALUE_DIM + p
+            tl.store(place, o_t.to(out.dtype.element_ty), mask=real_p)
+        if base + CHUNK <= end:
+            last = tl.sum(tl.where(c == CHUNK - 1, sums, 0.0), axis=0)
+            left = tl.exp((last - sums).to(tl.float32))
+            state = dot(tl.trans(k), u * left[:, None], state * tl.exp(last.to(tl.float32)))
+            if grid > 0:
+                if base + 2 * CHUNK > end:
+                    tl.store(states + own + in_state, state, mask=real_state)
+                if base + CHUNK == end // grid * grid:
+                    tl.store(block_states + own + in_state, state, mask=real_state)
+                for capture in range(tl.load(first_capture + sequence), tl.load(first_capture + sequence + 1)):
+                    if tl.load(captures + 3 * capture + 1) == base + CHUNK:
+                        target = (tl.load(captures + 3 * capture + 2).to(tl.int64) * HEADS + head) * (KEY_DIM * WIDE)
+                        tl.store(captured + target + in_state, state, mask=real_state)
+        elif grid > 0:
+            tl.store(in_u, u, mask=new[:, None] & real_p[None, :])
+
+
+def _append(
+    qkv: torch.Tensor, decay: torch.Tensor, context: ForwardContext, options: DeltaOptions, layer: DeltaStates
+) -> None:
+    """Put keys and decays of the call's tokens of the unfinished chunks into the tails."""
+    layout = context.on_device
+    if len(context.lengths):
+        _append_head[(len(context.lengths), options.value_heads)](
+            qkv, decay, layout.row_start, layout.lengths, layout.starts, layout.slots, layer.tail_k, layer.tail_sums,
+            *_sizes(options), ceil_div(options.key_dim, LANES) * LANES, SCAN_CHUNK, power_of_two(options.key_dim),
+            num_warps=_WARPS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _append_head(
+    qkv: tensor, decay: tensor, row_start: tensor, lengths: tensor, starts: tensor, slots: tensor, tail_k: tensor,
+    tail_decay: tensor, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    DEEP: tl.constexpr, CHUNK: tl.constexpr, PADDED_KEY: tl.constexpr,
+) -> None:  # fmt: skip
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    row, slot = tl.load(row_start + sequence), tl.load(slots + sequence).to(tl.int64)
+    start = tl.load(starts + sequence)
+    end = start + tl.load(lengths + sequence)
+    c, n = tl.arange(0, CHUNK), tl.arange(0, PADDED_KEY)
+    position = end // CHUNK * CHUNK + c
+    new = (position >= start) & (position < end)
+    at = (row + position - start).to(tl.int64)
+    held = tl.load(decay + at * HEADS + head, mask=new, other=0.0).to(tl.float64)
+    tl.store(tail_decay + (slot * HEADS + head) * CHUNK + c, held, mask=new)
+    SHARE: tl.constexpr = HEADS // KEY_HEADS
+    if head % SHARE == 0:
+        key_head = head // SHARE
+        WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+        from_k = qkv + (KEY_HEADS + key_head) * KEY_DIM + at[:, None] * WIDTH + n[None, :]
+        mask = new[:, None] & (n[None, :] < KEY_DIM)
+        key = tl.load(from_k, mask=mask, other=0.0).to(tl.float32)
+        place = (slot * KEY_HEADS + key_head) * CHUNK + c
+        tl.store(tail_k + place[:, None] * DEEP + n[None, :], key, mask=mask)

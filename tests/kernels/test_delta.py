@@ -1,0 +1,194 @@
+"""The gates and the delta rule: near the oracle, the same bits by any route through the states, gradients."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samebit.kernels.layout.forward_context import training_context
+from samebit.kernels.layout.states.delta import DeltaShape
+from samebit.kernels.layout.states.mamba import SSMShape
+from samebit.kernels.layout.states.memory import StateLayout
+from samebit.kernels.ops.delta.gates import gates
+from samebit.kernels.ops.delta.rule import delta_rule
+
+from .delta_layer import Case, Layer, layer_of, memory, oracle, through_states
+from .helpers import DTYPES, THREADS, assert_near, leaves, threads
+from .mamba_layer import step_context
+from .routes import ROUTES, left_padding, packed_context, padded
+
+LENGTHS = (1, 2, 3, 15, 16, 17, 50, 97)
+
+CASES = (
+    Case(DeltaShape(key_heads=2, value_heads=4, key_dim=24, value_dim=40, taps=4), 64),
+    Case(DeltaShape(key_heads=3, value_heads=3, key_dim=7, value_dim=129, taps=2), 16, 2.0),
+    Case(DeltaShape(key_heads=1, value_heads=4, key_dim=100, value_dim=16, taps=3), 64),
+)
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    """In this mode torch fills what `torch.empty` returns with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_route_through_the_states_gives_the_training_bits(case: Case, dtype: torch.dtype) -> None:
+    layer = layer_of(case, dtype, LENGTHS)
+    expected = layer.run(packed_context(LENGTHS), case)
+    assert_near(expected, oracle(case, layer, LENGTHS), 4)
+    for number, route in enumerate(ROUTES):
+        with threads(THREADS[number % len(THREADS)]):
+            got = through_states(case, layer, LENGTHS, ROUTES[route], padding=number % 3)
+        assert torch.equal(got, expected), route
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=4).map(tuple), seed=st.integers(0, 2**16))
+def test_any_chunking_of_any_lengths(lengths: tuple[int, ...], seed: int) -> None:
+    case = CASES[seed % len(CASES)]
+    layer = layer_of(case, torch.float32, lengths)
+    rng = np.random.default_rng(seed)
+    got = through_states(
+        case, layer, lengths, lambda sequence, done: int(rng.integers(1, 40)), padding=int(rng.integers(3))
+    )
+    assert torch.equal(got, layer.run(packed_context(lengths), case))
+
+
+def test_bits_do_not_depend_on_layout_or_threads() -> None:
+    case = CASES[0]
+    layer = layer_of(case, torch.float32, LENGTHS)
+    expected = layer.run(packed_context(LENGTHS), case)
+    mask = left_padding(LENGTHS)
+    real = mask.flatten().bool()
+    spread = Layer(*(padded(part, mask) for part in layer.tensors[:3]), *layer.tensors[3:])
+    for number in THREADS:
+        with threads(number):
+            out = spread.run(training_context(mask.shape, mask, None), case)
+            assert torch.equal(out[real], expected)
+            assert not out[~real].any()
+            with torch.no_grad():
+                assert torch.equal(layer.run(packed_context(LENGTHS), case), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_checkpoints_and_copies_continue_with_the_same_bits(dtype: torch.dtype) -> None:
+    case, length = CASES[1], 77
+    layer = layer_of(case, dtype, (length,))
+    expected = layer.run(packed_context((length,)), case)
+    states = memory(case, dtype, slots=3, checkpoints=5)
+    calls = [(0, 40), (40, 41), (41, 64), (64, 70)]  # the third ends on a boundary
+    captures = {0: [(0, 16, 0), (0, 32, 1)], 2: [(0, 48, 2), (0, 64, 3)]}
+    for number, (start, end) in enumerate(calls):
+        context = step_context([end - start], [start], [1], states, captures=captures.get(number, ()))
+        got = layer.rows(np.arange(start, end)).run(context, case)
+        assert torch.equal(got, expected[start:end])
+    states.take_checkpoints([(1, 4)])
+
+    def go_on(slot: int, start: int) -> None:
+        rows = np.arange(start, length)
+        context = step_context([len(rows)], [start], [slot], states)
+        assert torch.equal(layer.rows(rows).run(context, case), expected[start:])
+
+    for checkpoint, start in enumerate((16, 32, 48, 64, 64)):
+        states.restore_checkpoints([(checkpoint, 2)])
+        go_on(2, start)
+    states.copy_slots([(1, 0)])
+    go_on(0, 70)
+    go_on(1, 70)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_near_the_oracle(case: Case, dtype: torch.dtype) -> None:
+    layer = layer_of(case, dtype, LENGTHS)
+    upstream = torch.randn(sum(LENGTHS), case.shape.inner).to(dtype)
+    exact = leaves(*(part.double() for part in layer.tensors))
+    oracle(case, Layer(*exact), LENGTHS).backward(upstream.double())
+    mine = leaves(*layer.tensors)
+    Layer(*mine).run(packed_context(LENGTHS), case).backward(upstream)
+    for found, wanted in zip(mine, exact, strict=True):
+        assert_near(found.grad.to(dtype), wanted.grad, 8)  # bfloat16: its rounding in between
+
+
+def test_padding_rows_reach_no_gradient() -> None:
+    case = CASES[0]
+    rows, heads = sum(LENGTHS), case.shape.value_heads
+    torch.manual_seed(0)
+    mask = left_padding(LENGTHS)
+    real = mask.flatten().bool()
+    given = torch.randn(rows, case.shape.conv_width), -torch.rand(rows, heads), torch.rand(rows, heads)
+    upstream = torch.randn(rows, case.shape.inner)
+    expected, found = leaves(*given), leaves(*(padded(part, mask) for part in given))
+    delta_rule(*expected, packed_context(LENGTHS), case.options).backward(upstream)
+    context = training_context(mask.shape, mask, None)
+    delta_rule(*found, context, case.options).backward(padded(upstream, mask))
+    for one, other in zip(found, expected, strict=True):
+        assert not one.grad[~real].any(), "of padding rows"
+        assert_near(one.grad[real], other.grad)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    case = CASES[0]
+    layer = layer_of(case, torch.float32, LENGTHS)
+    convolved, heads = layer.qkv.contiguous(), case.shape.value_heads
+    decay, beta = gates(layer.a, layer.b, layer.a_log, layer.dt_bias)
+    context = packed_context(LENGTHS)
+    with pytest.raises(ValueError, match="rows, the context 3"):
+        delta_rule(convolved, decay, beta, packed_context((3,)), case.options)
+    with pytest.raises(ValueError, match="key heads that divide the value heads"):
+        delta_rule(convolved, decay, beta, context, replace(case.options, key_heads=3))
+    with pytest.raises(ValueError, match=r"qkv is .* allowed: \[T, 256\]"):
+        delta_rule(convolved[:, 1:], decay, beta, context, case.options)
+    with pytest.raises(ValueError, match="beta has the shape"):
+        delta_rule(convolved, decay, beta[:, 1:], context, case.options)
+    with pytest.raises(TypeError, match="allowed: float32"):
+        delta_rule(convolved, decay.double(), beta, context, case.options)
+    with pytest.raises(TypeError, match="float16"):
+        delta_rule(convolved.half(), decay, beta, context, case.options)
+    with pytest.raises(ValueError, match="a_log has the shape"):
+        gates(layer.a, layer.b, layer.a_log[1:], layer.dt_bias)
+    with pytest.raises(TypeError, match="two alike"):
+        gates(layer.a, layer.b.bfloat16(), layer.a_log, layer.dt_bias)
+    with pytest.raises(ValueError, match=r"two alike, \[T, H\]"):
+        gates(layer.a, layer.b[:, : heads - 1], layer.a_log, layer.dt_bias)
+
+
+def test_states_that_do_not_fit_are_named() -> None:
+    case = CASES[0]
+    layer = layer_of(case, torch.float32, (60,))
+    other_dtype = step_context([60], [0], [0], memory(case, torch.bfloat16, 1))
+    with pytest.raises(TypeError, match="changed its dtype"):
+        layer.run(other_dtype, case)
+    context = step_context([60], [0], [0], memory(case, torch.float32, 1, 1), captures=[(0, 5, 0)])
+    decay, beta = gates(layer.a, layer.b, layer.a_log, layer.dt_bias)
+    convolved = layer.qkv.contiguous()
+    with pytest.raises(ValueError, match="chunk"):
+        delta_rule(convolved, decay, beta, context, case.options)
+    context = step_context([60], [0], [2], memory(case, torch.float32, 1))
+    with pytest.raises(ValueError, match="slot 2 is to be read; the layer has 1"):
+        delta_rule(convolved, decay, beta, context, case.options)
+    other = replace(case.shape, key_heads=4, value_heads=4, key_dim=8)
+    context = step_context([60], [0], [0], memory(replace(case, shape=other), torch.float32, 1))
+    with pytest.raises(ValueError, match="the layer's state has the shape"):
+        delta_rule(convolved, decay, beta, context, case.options)
+    mamba = StateLayout(1, SSMShape(4, 24, 2, 8, 4), 64).allocate(1, torch.float32)
+    with pytest.raises(TypeError, match="SSMStates; allowed: DeltaStates"):
+        delta_rule(convolved, decay, beta, step_context([60], [0], [0], mamba), case.options)
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    layout = StateLayout(3, CASES[0].shape, 64)
+    states = layout.allocate(2, torch.bfloat16, 5)
+    slot, checkpoint = layout.bytes_per_slot(torch.bfloat16), layout.bytes_per_checkpoint(torch.bfloat16)
+    for parts, count, size in ((states.layers, 2, slot), (states.checkpoints, 5, checkpoint)):
+        assert sum(tensor.nbytes for part in parts for tensor in vars(part).values()) == count * size
+    assert all(a < b for a, b in pairwise((0, checkpoint, slot)))
