@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from samebit.kernels import BindingError, bind, token_logprobs
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
@@ -85,15 +85,27 @@ def test_a_folder_that_lacks_a_piece_of_an_expert(tmp_path: Path) -> None:
         RolloutWorker(tmp_path)
 
 
-def test_a_correction_bias_that_was_rounded_is_refused_everywhere(tmp_path: Path) -> None:
+def test_a_correction_bias_that_was_rounded_is_refused_everywhere() -> None:
     rounded = make_model("Glm4Moe").to(torch.bfloat16)
     with pytest.raises(BindingError, match=r"e_score_correction_bias is torch\.bfloat16; exact is torch\.float32"):
         bind(rounded)
-    rounded.save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match="1 of another dtype, and a buffer, which is never cast"):
-        RolloutWorker(tmp_path)
     with RolloutWorker(make_model("Glm4Moe", torch.bfloat16)) as worker:
-        for source in (rounded, tmp_path, rounded.state_dict(), WeightStream.of(rounded)):
+        for source in (rounded, rounded.state_dict(), WeightStream.of(rounded)):
             with pytest.raises(WeightMismatchError, match="1 of another dtype, and a buffer, which is never cast"):
                 worker.receive_weights(source, cast=True)
         worker.generate(PROMPTS, FEW)
+
+
+def test_a_correction_bias_that_was_published_in_bfloat16_is_widened(tmp_path: Path) -> None:
+    """As transformers does for a trainer that loads the folder: widening keeps every value."""
+    make_model("Glm4Moe").to(torch.bfloat16).save_pretrained(tmp_path)
+    trainer = bind(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    (bias,) = (name for name in trainer.state_dict() if name.endswith("e_score_correction_bias"))
+    assert trainer.state_dict()[bias].dtype is torch.float32
+    with RolloutWorker(tmp_path) as worker:
+        assert torch.equal(worker.module.state_dict()[bias], trainer.state_dict()[bias])
+        check(worker, trainer)
+        worker.receive_weights(halved(trainer))
+        trainer = bind(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+        assert worker.receive_weights(tmp_path).casts == (f"{bias}: bfloat16 -> float32",)
+        check(worker, trainer)
