@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from samebit.kernels import BindingError, bind, token_logprobs
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 from samebit.rollout.errors import ModelLoadError
-from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, WeightMismatchError, WeightStream
+from samebit.weight_sync import (
+    BroadcastReceiver,
+    BroadcastSender,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    WeightMismatchError,
+    WeightStream,
+    connected_store,
+    gloo_group,
+    listening_store,
+)
 
+from ..patience import HANG
+from ..weight_sync.expert_models import differing
 from .families import make_model, token_ids
 
 FEW = SamplingParams(max_tokens=7, seed=5, ignore_eos=True)
@@ -67,6 +80,24 @@ def test_from_a_folder_and_by_every_way_of_an_update(family: str, tmp_path: Path
                 worker.receive_weights(receiver)
                 sending.join()
                 check(worker, model)
+
+
+def test_by_broadcast_from_a_trainer_in_float32() -> None:
+    """Parameters are cast for their way, whole and as differences; the biases that changed are not."""
+    trainer, reference = make_model("Glm4Moe"), bind(make_model("Glm4Moe", torch.bfloat16))
+    store = listening_store("127.0.0.1")
+    with ThreadPoolExecutor(1) as other, RolloutWorker(make_model("Glm4Moe", torch.bfloat16)) as worker:
+        joining = other.submit(gloo_group, connected_store("127.0.0.1", store.port), 1, 2, timeout=HANG)
+        with BroadcastSender(gloo_group(store, 0, 2, timeout=HANG), bucket_bytes=1 << 16, timeout=HANG) as sender:
+            link = BroadcastReceiver(0, joining.result(), timeout=HANG)
+            for step in range(2):
+                reference.load_state_dict(halved(trainer).state_dict())
+                sending = other.submit(sender.send, trainer, dtype=torch.bfloat16, delta=True)
+                report = worker.receive_weights(link, verify=True)
+                assert sending.result().delta == bool(step)
+                assert any(name.endswith("e_score_correction_bias") for name in report.changed or ())
+                assert differing(worker.module, reference) == []
+                check(worker, reference)
 
 
 def test_a_folder_that_lacks_a_piece_of_an_expert(tmp_path: Path) -> None:
