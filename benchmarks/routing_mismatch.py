@@ -20,12 +20,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import DynamicCache, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from samebit.benchmarks.rounds import results_file
 from samebit.benchmarks.rounds.turns import Spread, spread
-from samebit.benchmarks.workloads.models import DTYPES
+from samebit.benchmarks.workloads import models
 from samebit.kernels import bind, token_logprobs
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.experts.routes import RouteList, use_notes
@@ -34,19 +34,7 @@ from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 Routes = npt.NDArray[np.int16]
 """``[sequences, tokens, layers, experts of a token]``"""
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 2048,
-    "hidden_size": 512,
-    "intermediate_size": 768,
-    "moe_intermediate_size": 256,
-    "num_experts": 32,
-    "num_experts_per_tok": 4,
-    "norm_topk_prob": True,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}
+SHAPE: dict[str, Any] = models.EXPERTS | {"vocab_size": 2048, "num_hidden_layers": 8}
 
 
 @dataclass(frozen=True)
@@ -99,9 +87,7 @@ def ways(sizes: Sizes) -> dict[str, Way]:
 
 def build(shape: dict[str, Any], dtype: torch.dtype) -> Qwen3MoeForCausalLM:
     """Build the model; its weights in float32 are those in bfloat16."""
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(**shape, max_position_embeddings=1024, bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    return Qwen3MoeForCausalLM(config).to(torch.bfloat16).to(dtype).eval()
+    return models.build_experts(shape, torch.bfloat16, max_tokens=1024).to(dtype)
 
 
 @torch.no_grad()
@@ -169,7 +155,7 @@ def shares(name: str, one: Routes, other: Routes) -> dict[str, Spread]:
 def measure(shape: dict[str, Any], sizes: Sizes) -> dict[str, Spread]:
     """Return the figures of both dtypes, and of one beside the other on the same tokens."""
     metrics: dict[str, Spread] = {}
-    for name, dtype in DTYPES.items():
+    for name, dtype in models.DTYPES.items():
         model = build(shape, dtype)
         ids, reported, trained = samebits(model, sizes)
         compared = {kind: hugging_faces(model, way, ids) for kind, way in ways(sizes).items()}
@@ -194,9 +180,11 @@ ROWS = {
 
 def show(metrics: dict[str, Spread]) -> None:
     """Print a row for each comparison, a column for each dtype."""
-    made = Table("per mille that differ", *(f"{what}, {dtype}" for dtype in DTYPES for what in ("pairs", "tokens")))
+    made = Table(
+        "per mille that differ", *(f"{what}, {dtype}" for dtype in models.DTYPES for what in ("pairs", "tokens"))
+    )
     for prefix, title in ROWS.items():
-        names = [f"{prefix}_{dtype}_{what}_per_mille" for dtype in DTYPES for what in ("pairs", "tokens")]
+        names = [f"{prefix}_{dtype}_{what}_per_mille" for dtype in models.DTYPES for what in ("pairs", "tokens")]
         made.add_row(title, *(f"{metrics[name].value:.3g}" if name in metrics else "" for name in names))
     Console(width=120).print(made)
 

@@ -9,7 +9,8 @@ Invariants
 * Tied weights are one tensor with several names: offering any one of the names covers all of them.
 * A tensor of several experts may come in parts; every part has to come, once.
 * A buffer is never cast. A router's correction bias is float32 in every forward; one that went through bfloat16 on its
-  way chooses other experts.
+  way chooses other experts. Only from a folder may it be widened, which keeps every value: so transformers reads it,
+  and with it the trainer.
 """
 
 from __future__ import annotations
@@ -56,12 +57,13 @@ class UpdateTerms:
     """Holds the terms of a receiver.
 
     partial: only some tensors will do; cast: so will other floating dtypes; dequantize: and weights that a folder holds
-    quantized.
+    quantized; widen_buffers: and buffers of a narrower dtype, whose values the model's holds too.
     """
 
     partial: bool = False
     cast: bool = False
     dequantize: bool = False
+    widen_buffers: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,9 +197,11 @@ class Manifest:
                 misshapen.append(said)
             elif not castable(spec.dtype, own.dtype):
                 miscast.append(said)
-            elif spec.dtype != own.dtype and place.name in self.buffers:
-                rounded.append(said)
-            elif spec.dtype != own.dtype and not terms.cast:
+            elif spec.dtype == own.dtype:
+                continue
+            elif place.name in self.buffers:
+                rounded += [] if terms.widen_buffers and _widens(spec.dtype, own.dtype) else [said]
+            elif not terms.cast:
                 uncast.append(said)
         return [
             ("misshapen", misshapen),
@@ -236,6 +240,11 @@ def castable(offered: torch.dtype, own: torch.dtype) -> bool:
     Integers are never reinterpreted, nor is float8, which means nothing without its scale.
     """
     return offered == own or (_is_plain_float(offered) and _is_plain_float(own))
+
+
+def _widens(offered: torch.dtype, own: torch.dtype) -> bool:
+    """Return whether a model's floating dtype holds every value of the one that is offered."""
+    return torch.promote_types(offered, own) == own
 
 
 def live_tensors(module: nn.Module) -> dict[str, Tensor]:

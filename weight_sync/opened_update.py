@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -39,7 +40,8 @@ def open_update(
         yield StreamUpdate(source, manifest, terms)
     else:
         with _opened(source, terms) as opened:
-            yield prepare_update(manifest, opened, terms)
+            in_files = isinstance(source, str | Path)
+            yield prepare_update(manifest, opened, replace(terms, widen_buffers=in_files))
 
 
 def _opened(source: object, terms: UpdateTerms) -> TensorSource:

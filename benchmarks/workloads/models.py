@@ -1,9 +1,16 @@
-"""Build the models that are measured: Qwen3 and Nemotron-H, randomly initialised, by shape."""
+"""Build the models that are measured: Qwen3, Nemotron-H and Qwen3-MoE, randomly initialised, by shape."""
 
 from typing import Any
 
 import torch
-from transformers import NemotronHConfig, NemotronHForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "5m": {
@@ -45,6 +52,22 @@ HYBRID: dict[str, Any] = {
 }
 """Is a small Nemotron-H: heads and state of the size that the large ones have."""
 
+EXPERTS: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 256,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
+"""Is a Qwen3-MoE of 60 M: each token has 4 of 32 experts in each of four layers."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -66,6 +89,17 @@ def build_hybrid(shape: dict[str, Any], max_tokens: int) -> NemotronHForCausalLM
     )
     config._attn_implementation = "sdpa"
     return NemotronHForCausalLM(config).eval()
+
+
+def build_experts(shape: dict[str, Any], dtype: torch.dtype, max_tokens: int) -> Qwen3MoeForCausalLM:
+    """Build the same for a Qwen3-MoE, with the implementation of experts that is Hugging Face's default."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **shape, max_position_embeddings=max_tokens, bos_token_id=None, eos_token_id=None, pad_token_id=0
+    )
+    config._attn_implementation = "sdpa"
+    config._experts_implementation = "grouped_mm"
+    return Qwen3MoeForCausalLM(config).to(dtype).eval()
 
 
 def num_parameters(model: torch.nn.Module) -> int:

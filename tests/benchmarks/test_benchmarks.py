@@ -19,6 +19,7 @@ from samebit.benchmarks import (
     gpu,
     gpu_experts,
     hybrid,
+    moe,
     prefix_cache,
     rollout,
     routing_mismatch,
@@ -27,6 +28,7 @@ from samebit.benchmarks import (
     tune_tiles,
 )
 from samebit.benchmarks import gpu_figures as gpu_measure
+from samebit.benchmarks.contestants import expert_layers
 from samebit.benchmarks.contestants import huggingface as peers
 from samebit.benchmarks.contestants import recurrent_cpu as recurrent
 from samebit.benchmarks.rounds import machine_noise as neighbours
@@ -308,12 +310,40 @@ def test_the_tuner_knows_the_layers_of_a_model_and_keeps_what_it_found(
     assert default.matmul[2:] == tune.tiles.families()["default"].matmul
 
 
+FEW_EXPERTS = models.EXPERTS | {
+    "vocab_size": 97, "hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 8, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+
+
+def test_moe_figures() -> None:
+    comparison = moe.Comparison()
+    comparison.calibration = alternate.Calibration(size=8)
+    sizes = moe.Sizes(rows=(3, 20), few=4, many=32, pass_rows=20, rounds=1)
+    metrics = moe.measure(FEW_EXPERTS, workload.Workload(2, 3, 20, 8), sizes, 1, comparison)
+    of_layers = ("layer_over_grouped_mm", "layer_ms", "layer_growth", "layer_growth_same_experts", "grouped_mm_growth")
+    of_rollouts = (
+        "ratio_vs_hf_generate_moe", "exact_tax_moe", "tokens_per_second_samebit_moe",
+        "tokens_per_second_samebit_inexact_moe", "tokens_per_second_hf_generate_moe",
+    )  # fmt: skip
+    names = {*of_rollouts, *(f"{name}_{rows}" for name in of_layers for rows in (3, 20))}
+    assert set(metrics) == {f"{name}{suffix}" for name in names for suffix in ("", "_bf16")}
+    assert all(0 < value.min <= value.value <= value.max < math.inf for value in metrics.values())
+    assert len(comparison.rounds) == 2 * (2 * 4 + 1)
+    assert comparison.disturbed <= len(comparison.rounds)
+
+
+def test_layers_that_compute_something_else_are_not_compared() -> None:
+    layers = expert_layers.ExpertLayers(FEW_EXPERTS, torch.float32)
+    layers.check(7)
+    with torch.no_grad():
+        layers._theirs[1].gate.weight.neg_()
+    with pytest.raises(RuntimeError, match="a layer of experts is off by "):
+        layers.check(7)
+
+
 def test_routing_mismatch_figures() -> None:
-    shape = routing_mismatch.SHAPE | {
-        "vocab_size": 97, "hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 8, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-    }  # fmt: skip
-    metrics = routing_mismatch.measure(shape, routing_mismatch.Sizes(4, 20, 6, 2, 8))
+    metrics = routing_mismatch.measure(FEW_EXPERTS, routing_mismatch.Sizes(4, 20, 6, 2, 8))
     assert len(metrics) == 2 * (2 * 6 + 1)
     assert all(0 <= value.value <= 1000 for value in metrics.values())
     assert all(value.value == 0 for name, value in metrics.items() if name.startswith("samebit"))

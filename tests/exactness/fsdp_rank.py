@@ -23,6 +23,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedModel, Qwe
 from samebit.kernels import bind, token_logprobs
 from samebit.kernels.binding import causal_lm as bound_causal
 from samebit.kernels.binding.trainer import logprob_head as scored_head
+from samebit.weight_sync import WeightStream, apply_weights
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 1009,
@@ -118,6 +119,29 @@ def check(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: bo
             assert near > 0.999, (name, near)
 
 
+def check_update(mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """A correction bias that a trainer changed reaches a receiver in float32, with experts that no two ranks have
+    equally many of; then the receiver has the trainer's bits."""
+    model = sharded(mesh, dtype, tied=False, checkpointing=False, experts=True)
+    receiver = bind(cast(build(tied=False, experts=True), dtype))
+    mlp, inputs = model.model.layers[1].mlp, batch()
+    held = [len(one) for one in torch.arange(EXPERTS["n_routed_experts"]).chunk(dist.get_world_size())]
+    assert len(mlp.experts.down_proj.to_local()) == held[dist.get_rank()]
+    bias = mlp.gate.e_score_correction_bias
+    with torch.no_grad():
+        before = token_logprobs(receiver, **inputs)
+        bias += torch.linspace(-0.3, 0.3, len(bias))
+        assert not torch.equal(bias.to(dtype).float(), bias) or dtype == torch.float32
+        report = apply_weights(receiver, WeightStream.of(model, dtype=dtype), verify=True)
+        assert report.changed == ("model.layers.1.mlp.gate.e_score_correction_bias",)
+        arrived = receiver.model.layers[1].mlp.gate.e_score_correction_bias
+        assert arrived.dtype == torch.float32
+        assert torch.equal(arrived, bias)
+        after = token_logprobs(receiver, **inputs)
+        assert torch.equal(after, token_logprobs(model, **inputs))
+        assert not torch.equal(after, before)
+
+
 def main(folder: Path, rank: int, world: int) -> None:
     store = dist.FileStore(str(folder / "store"), world)
     scored_head.BYTES_AT_ONCE = 4 * CONFIG["vocab_size"] * ROWS_AT_ONCE
@@ -128,6 +152,7 @@ def main(folder: Path, rank: int, world: int) -> None:
         check(mesh, dtype, tied=tied, checkpointing=checkpointing)
     for dtype, checkpointing in ((torch.float32, False), (torch.bfloat16, True)):
         check(mesh, dtype, tied=False, checkpointing=checkpointing, experts=True)
+    check_update(mesh, torch.bfloat16)
     dist.destroy_process_group()
     sys.stdout.write("all went well\n")
 

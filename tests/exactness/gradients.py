@@ -1,24 +1,61 @@
 """What the gradient tests share: an oracle, a loss, and how gradients are compared."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from samebit.kernels import bind
+from samebit.kernels.binding.experts.routes import RouteList, use_notes
 
 from .families import make_model
 from .layouts import LAYOUTS, Scores
 
 
-def hugging_face(model: nn.Module, sequences: list[list[int]]) -> Scores:
-    """Each sequence alone through Hugging Face's own forward."""
+def hugging_face(
+    model: nn.Module, sequences: list[list[int]], begin: Callable[[int], None] = lambda number: None
+) -> Scores:
+    """Each sequence alone through Hugging Face's own forward; ``begin`` is told its number before."""
     scores = []
-    for sequence in sequences:
+    for number, sequence in enumerate(sequences):
+        begin(number)
         ids = torch.tensor([sequence])
         every = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
         scores.append(every.gather(1, ids[0, 1:, None])[:, 0])
     return scores
+
+
+def follow(oracle: nn.Module, model: nn.Module, sequences: list[list[int]]) -> Callable[[int], None]:
+    """Make the oracle's routers choose the experts that a bound model chooses.
+
+    Of softmax routers, whose result is ``(logits, weights, ids)``. Return what tells them which sequence is computed.
+    """
+    chosen: list[dict[int, torch.Tensor]] = []
+    for sequence in sequences:
+        notes = RouteList()
+        with torch.no_grad(), use_notes(notes):
+            LAYOUTS["packed"](model, [sequence])
+        chosen.append(notes.rows)
+    current = 0
+
+    def choose(layer: int, router: nn.Module, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        ids = chosen[current][layer].long()
+        weights = result[0].softmax(-1).gather(1, ids)
+        if vars(router).get("norm_topk_prob", True):
+            weights = weights / weights.sum(-1, keepdim=True)
+        return result[0], weights, ids
+
+    routers = [module for module in oracle.modules() if type(module).__name__.endswith("TopKRouter")]
+    assert len(routers) == len(chosen[0])
+    for layer, router in enumerate(routers):
+        router.register_forward_hook(lambda router, _, result, layer=layer: choose(layer, router, result))
+
+    def begin(number: int) -> None:
+        nonlocal current
+        current = number
+
+    return begin
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -49,15 +86,24 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def assert_near_the_oracle(
-    family: str, dtype: torch.dtype, sequences: list[list[int]], tolerance: tuple[float, float]
+    family: str,
+    dtype: torch.dtype,
+    sequences: list[list[int]],
+    tolerance: tuple[float, float],
+    *,
+    same_experts: bool = False,
 ) -> None:
-    """Log-probabilities and gradients near Hugging Face's own in float64, within the two errors of `tolerance`."""
+    """Log-probabilities and gradients near Hugging Face's own in float64, within the two errors of `tolerance`.
+
+    same_experts: the oracle computes each token with the experts that the model chose for it.
+    """
     oracle = make_model(family, dtype).double()
     model = bind(make_model(family, dtype))
+    exact_scores = partial(hugging_face, begin=follow(oracle, model, sequences)) if same_experts else hugging_face
     value_error, grad_error = tolerance
     layout = LAYOUTS["left padded"]
-    found, exact = torch.cat(layout(model, sequences)), torch.cat(hugging_face(oracle, sequences))
+    found, exact = torch.cat(layout(model, sequences)), torch.cat(exact_scores(oracle, sequences))
     assert relative_error(found, exact) < value_error
-    mine, theirs = gradients(model, layout, sequences), gradients(oracle, hugging_face, sequences)
+    mine, theirs = gradients(model, layout, sequences), gradients(oracle, exact_scores, sequences)
     errors = {name: relative_error(mine[name], grad) for name, grad in theirs.items()}
     assert max(errors.values()) < grad_error, errors

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from samebit.kernels import BindingError, bind, token_logprobs
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 from samebit.rollout.errors import ModelLoadError
-from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, WeightMismatchError, WeightStream
+from samebit.weight_sync import (
+    BroadcastReceiver,
+    BroadcastSender,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    WeightMismatchError,
+    WeightStream,
+    connected_store,
+    gloo_group,
+    listening_store,
+)
 
+from ..patience import HANG
+from ..weight_sync.expert_models import differing
 from .families import make_model, token_ids
 
 FEW = SamplingParams(max_tokens=7, seed=5, ignore_eos=True)
@@ -69,6 +82,24 @@ def test_from_a_folder_and_by_every_way_of_an_update(family: str, tmp_path: Path
                 check(worker, model)
 
 
+def test_by_broadcast_from_a_trainer_in_float32() -> None:
+    """Parameters are cast for their way, whole and as differences; the biases that changed are not."""
+    trainer, reference = make_model("Glm4Moe"), bind(make_model("Glm4Moe", torch.bfloat16))
+    store = listening_store("127.0.0.1")
+    with ThreadPoolExecutor(1) as other, RolloutWorker(make_model("Glm4Moe", torch.bfloat16)) as worker:
+        joining = other.submit(gloo_group, connected_store("127.0.0.1", store.port), 1, 2, timeout=HANG)
+        with BroadcastSender(gloo_group(store, 0, 2, timeout=HANG), bucket_bytes=1 << 16, timeout=HANG) as sender:
+            link = BroadcastReceiver(0, joining.result(), timeout=HANG)
+            for step in range(2):
+                reference.load_state_dict(halved(trainer).state_dict())
+                sending = other.submit(sender.send, trainer, dtype=torch.bfloat16, delta=True)
+                report = worker.receive_weights(link, verify=True)
+                assert sending.result().delta == bool(step)
+                assert any(name.endswith("e_score_correction_bias") for name in report.changed or ())
+                assert differing(worker.module, reference) == []
+                check(worker, reference)
+
+
 def test_a_folder_that_lacks_a_piece_of_an_expert(tmp_path: Path) -> None:
     """transformers would take experts 0, 1, 3, 4 for four in a row, or say that some shape does not fit."""
     make_model("Qwen3Moe").save_pretrained(tmp_path)
@@ -85,15 +116,27 @@ def test_a_folder_that_lacks_a_piece_of_an_expert(tmp_path: Path) -> None:
         RolloutWorker(tmp_path)
 
 
-def test_a_correction_bias_that_was_rounded_is_refused_everywhere(tmp_path: Path) -> None:
+def test_a_correction_bias_that_was_rounded_is_refused_everywhere() -> None:
     rounded = make_model("Glm4Moe").to(torch.bfloat16)
     with pytest.raises(BindingError, match=r"e_score_correction_bias is torch\.bfloat16; exact is torch\.float32"):
         bind(rounded)
-    rounded.save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match="1 of another dtype, and a buffer, which is never cast"):
-        RolloutWorker(tmp_path)
     with RolloutWorker(make_model("Glm4Moe", torch.bfloat16)) as worker:
-        for source in (rounded, tmp_path, rounded.state_dict(), WeightStream.of(rounded)):
+        for source in (rounded, rounded.state_dict(), WeightStream.of(rounded)):
             with pytest.raises(WeightMismatchError, match="1 of another dtype, and a buffer, which is never cast"):
                 worker.receive_weights(source, cast=True)
         worker.generate(PROMPTS, FEW)
+
+
+def test_a_correction_bias_that_was_published_in_bfloat16_is_widened(tmp_path: Path) -> None:
+    """As transformers does for a trainer that loads the folder: widening keeps every value."""
+    make_model("Glm4Moe").to(torch.bfloat16).save_pretrained(tmp_path)
+    trainer = bind(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    (bias,) = (name for name in trainer.state_dict() if name.endswith("e_score_correction_bias"))
+    assert trainer.state_dict()[bias].dtype is torch.float32
+    with RolloutWorker(tmp_path) as worker:
+        assert torch.equal(worker.module.state_dict()[bias], trainer.state_dict()[bias])
+        check(worker, trainer)
+        worker.receive_weights(halved(trainer))
+        trainer = bind(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+        assert worker.receive_weights(tmp_path).casts == (f"{bias}: bfloat16 -> float32",)
+        check(worker, trainer)

@@ -18,11 +18,16 @@ TOLERANCE = {torch.float32: (5e-7, 1e-5), torch.bfloat16: (0.01, 0.1)}
 REROUTED = {torch.float32: TOLERANCE[torch.float32], torch.bfloat16: (0.02, 0.3)}
 """With routed experts: what bfloat16 rounds before a router sends a row to another expert now and then."""
 
+FOLLOWED = ("Qwen3Moe", "Olmoe", "Mixtral", "GptOss")
+"""Families whose oracle can be given the experts that the model chose; then their gradients are as near as others'."""
+
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES))
 def test_near_the_oracle(family: str, dtype: torch.dtype) -> None:
-    assert_near_the_oracle(family, dtype, SEQUENCES, (REROUTED if family in EXPERTS else TOLERANCE)[dtype])
+    followed = family in FOLLOWED
+    tolerance = REROUTED if family in EXPERTS and not followed else TOLERANCE
+    assert_near_the_oracle(family, dtype, SEQUENCES, tolerance[dtype], same_experts=followed)
 
 
 @pytest.fixture(params=[(f, d) for f in ("Gemma3", "Phi3") for d in DTYPES], ids=str)
