@@ -15,6 +15,9 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of, is_bound
+from samebit.rollout.adapters.layout import adapter_folder, base_of
+from samebit.rollout.adapters.loading import AdapterOptions, read_adapter
+from samebit.rollout.adapters.registry import FIRST, AdapterRegistry
 from samebit.rollout.cache import build_cache
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
@@ -41,6 +44,7 @@ class WorkerParts:
     config: RolloutConfig
     engine: Engine
     weights: WorkerWeights
+    adapters: AdapterRegistry
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: Tokenizer | None = None
@@ -51,7 +55,8 @@ class WorkerParts:
 def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Tokenizer | None) -> WorkerParts:
     """Load the model, or take the trainer's, bind it, and size its memory."""
     _check_threads(config.num_threads)
-    loaded = load_model(model, config, tokenizer)
+    adapter = adapter_folder(model)
+    loaded = load_model(model if adapter is None else base_of(adapter), config, tokenizer)
     with naming(model):
         _bind(loaded.module, config.exact)
     config = config.with_block_size(binding_of(loaded.module).ssm_chunk)
@@ -85,8 +90,19 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
         eos_token_ids=loaded.eos_token_ids,
         tokenizer=loaded.tokenizer,
         has_experts=runner.route_layout is not None,
+        adapters=_adapters(loaded.module, adapter),
         on_thread_start=_thread_setup(config.num_threads, runner.device),
     )
+
+
+def _adapters(module: nn.Module, folder: Path | None) -> AdapterRegistry:
+    """Return the adapters of a bound module, with that of a folder as what requests go through that name none."""
+    registry = AdapterRegistry(module)
+    if folder is not None:
+        loaded, _ = read_adapter(FIRST, folder, AdapterOptions(), module, registry)
+        registry.put(loaded)
+        registry.choose(FIRST)
+    return registry
 
 
 def _bind(module: nn.Module, exact: bool) -> None:

@@ -35,3 +35,7 @@ class TokenizerError(RuntimeError):
 
 class ModelLoadError(ValueError):
     """The folder or module can not be served: no such folder, no weights, NaN in them, wrong dtype."""
+
+
+class AdapterError(ValueError):
+    """The adapter can not be served; nothing was loaded, and the worker goes on serving all else."""

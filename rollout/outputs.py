@@ -56,6 +56,8 @@ class RequestOutput:
     num_cached_tokens: prompt tokens that its first sample found in the prefix cache.
     prompt_logprobs: its first entry is None, since nothing comes before the first token.
     events: what happened when, on the clock of `time.monotonic()`.
+    adapter, adapter_version: what it went through from beginning to end; None for the model alone. The version of one
+        that a trainer writes to is 0: the versions of its weights say when.
     """
 
     request_id: str
@@ -65,6 +67,8 @@ class RequestOutput:
     prompt_logprobs: list[float | None] | None
     prompt_top_logprobs: list[dict[int, float] | None] | None
     events: list[RequestEvent]
+    adapter: str | None = None
+    adapter_version: int | None = None
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -86,6 +90,8 @@ def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutp
         prompt_logprobs=scores,
         prompt_top_logprobs=None if scores is None else first.prompt_top_logprobs,
         events=list(request.events),
+        adapter=None if request.adapter is None else request.adapter.name,
+        adapter_version=None if request.adapter is None else request.adapter.version,
     )
 
 

@@ -43,6 +43,7 @@ class SamplingParams:
     prompt_logprobs: report the log-probability of each prompt token, and as many alternatives.
     logit_bias: token id -> value added to its logit before the choice.
     return_routed_experts: report which experts computed each token of prompt and output.
+    adapter: the name of the adapter that computes it; None for the worker's own choice, "__base__" for none.
     cache_salt: requests with different salts (or one with and one without) share no cached tokens.
     """
 
@@ -62,6 +63,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     cache_salt: str | None = None
+    adapter: str | None = None
     return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
@@ -90,6 +92,8 @@ class SamplingParams:
         self._number("repetition_penalty", LOWEST_PENALTY)
         if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and self.cache_salt):
             raise ValueError(f"cache_salt must be a non-empty string or None, got {shown(self.cache_salt)}")
+        if self.adapter is not None and not (isinstance(self.adapter, str) and self.adapter):
+            raise ValueError(f"adapter must be a non-empty string or None, got {shown(self.adapter)}")
         self._own_copies()
 
     @cached_property

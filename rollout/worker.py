@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from samebit.kernels.layout.adapters import Adapter
+from samebit.rollout.adapters.loading import AdapterOptions
 from samebit.rollout.build import WorkerParts, build
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.delivery import Delivery, RequestHandle
@@ -29,6 +31,7 @@ from samebit.rollout.control.shelter import Gate, Hold
 from samebit.rollout.control.sleep import TAGS, Sleep, check_sleep, check_tags
 from samebit.rollout.control.weights.links_in_use import LinksInUse
 from samebit.rollout.control.weights.transaction import Member, Transaction, WeightUpdate
+from samebit.rollout.control.worker_adapters import WorkerAdapters
 from samebit.rollout.control.worker_status import WorkerStatus
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.errors import RequestError, WorkerStateError
@@ -47,6 +50,7 @@ from samebit.weight_sync.wire.link import ReceiverLink
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from samebit.rollout.adapters.loading import AdapterKeywords
     from samebit.rollout.worker_interface import UpdateKeywords
 
 
@@ -98,6 +102,7 @@ class RolloutWorker(Closing):
         self._finalizer = weakref.finalize(self, self._thread.request_stop)
         self._sleep = Sleep(engine, parts.weights, self._status)
         self._member = Member(self._thread, parts.weights)
+        self._adapters = WorkerAdapters(parts.adapters, self._thread, parts.weights, self._links)
         self._join(known)
 
     def _join(self, known: list[Member]) -> None:
@@ -177,12 +182,16 @@ class RolloutWorker(Closing):
         self._status.check_accepts_requests()
         self._weights.check_module()
         checked: list[tuple[IntArray, SamplingParams, int]] = []
+        adapters: list[Adapter | None] = []
         digests: list[PromptDigests | None] = []
         for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             try:
                 ids = self.limits.check_prompt(prompt)
                 checked.append((ids, wanted, self.limits.check_params(wanted, len(ids))))
-                digests.append(self._engine.cache.hash_prompt(ids, wanted.cache_salt))
+                adapter = self._adapters.registry.resolve(wanted.adapter)
+                number = 0 if adapter is None else adapter.number
+                digests.append(self._engine.cache.hash_prompt(ids, wanted.cache_salt, number))
+                adapters.append(adapter)
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
@@ -199,6 +208,7 @@ class RolloutWorker(Closing):
                     eos_token_ids=self._eos_token_ids,
                     tokenizer=self.tokenizer,
                     prompt_digests=digests[index],
+                    adapter=adapters[index],
                 )
                 for index, ((ids, wanted, max_new), request_id) in enumerate(zip(checked, request_ids, strict=True))
             ]
@@ -289,6 +299,25 @@ class RolloutWorker(Closing):
     def _need_shared(self, what: str) -> None:
         if not self._weights.shared:
             raise WorkerStateError(f"{what} needs a worker on the trainer's own module; this one has its own weights")
+
+    # -- adapters ----------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, source: object, **options: Unpack[AdapterKeywords]) -> SyncReport:
+        """Take an adapter, or a new version of it, under a name for `SamplingParams.adapter`: from a folder in peft's
+        format, a dict of tensors, a module, a `WeightStream`, or the receiving end of a link. Generation goes on.
+
+        The keywords are those of `AdapterOptions`: `config`, `version`, `autocast`, `in_flight`.
+        """
+        return self._adapters.load(name, source, AdapterOptions(**options))
+
+    def drop_adapter(self, name: str, *, in_flight: str = "finish") -> None:
+        """Forget a loaded adapter: requests that have begun end under it, or with what they have for "abort"."""
+        self._adapters.drop(name, in_flight)
+
+    @property
+    def adapters(self) -> list[str]:
+        """Return the names that `SamplingParams.adapter` may have."""
+        return self._adapters.registry.names()
 
     # -- memory and control ------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ from samebit.kernels.binding.bound_record import BoundModules, check_not_compile
 from samebit.kernels.binding.experts.plan import check_corrections
 from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families import FAMILIES, BindingError, Family, inexact_features
+from samebit.kernels.binding.lora.peft_model import inner_model
+from samebit.kernels.binding.lora.plan import HOLDERS, AdapterPlan, PeftAdapters, check_adapters
 from samebit.kernels.binding.plan import Plan
 from samebit.kernels.binding.users import Users
 from samebit.kernels.layout.device import DTYPES
@@ -41,6 +43,7 @@ class Binding:
     Attributes:
         modules: the model's modules as they were bound.
         users: the workers that generate with this model itself.
+        adapters: those that peft has put into it; None without any.
     """
 
     family: Family
@@ -51,6 +54,17 @@ class Binding:
     state_layout: StateLayout | None = None
     route_layout: RouteLayout | None = None
     users: Users[Any] = field(default_factory=Users, repr=False)
+    adapters: PeftAdapters | None = field(default=None, repr=False)
+
+    def check(self) -> None:
+        """Check that modules and adapters are those that were bound.
+
+        Raises:
+            BindingError: what is not, by name.
+        """
+        if self.adapters is not None:
+            self.adapters.check()
+        self.modules.check()
 
     @property
     def ssm_chunk(self) -> int | None:
@@ -68,7 +82,9 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
 
     Args:
         model: a Hugging Face causal language model on the CPU or on a CUDA device, float32 or bfloat16, on CUDA
-            also float16. One that is wrapped with vision (``Qwen3_5ForConditionalGeneration``) is bound for text.
+            also float16; or one with adapters of peft, LoRA on linear layers. One that is wrapped with vision
+            (``Qwen3_5ForConditionalGeneration``) is bound for text. On a bound model, adapters that were added or
+            deleted since are taken in.
         ssm_chunk: the grid of the states of recurrent layers in tokens, where there are such layers: a power of two, at
             least 16, that divides the rollout's block size. It changes no bit.
             It is part of the arithmetic, and it is recorded on the model: trainer and rollout can not differ.
@@ -83,6 +99,8 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
     """
     _check_chunk(ssm_chunk)
     if is_bound(model):
+        check_adapters(model)
+        _take_in_adapters(model)
         bound_before = checked_binding_of(model)
         _check_tensors(model)
         if bound_before.exact != exact:
@@ -90,31 +108,34 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
         if bound_before.ssm_chunk not in (None, ssm_chunk):
             raise BindingError(f"the model is already bound with ssm_chunk={bound_before.ssm_chunk}")
         return model
-    family = _family_of(model)
+    inner = inner_model(model)
+    family = _family_of(inner)
+    check_adapters(model)
     check_not_compiled(model)
-    _check_tensors(model)
-    plan = Plan(family, _text_config(model), model, ssm_chunk, exact)
-    bindings = [(module, plan.binding_of(name, module)) for name, module in model.named_modules()]
-    bindings += plan.of_model(model)
-    for module, attached in bindings:
+    _check_tensors(inner)
+    plan = Plan(family, _text_config(inner), inner, ssm_chunk, exact)
+    bindings = [(part, plan.binding_of(name, part)) for name, part in inner.named_modules()]
+    bindings += plan.of_model(inner)
+    for part, attached in bindings:
         if attached is not None:
-            bound.attach(module, *attached)
-    head: nn.Linear = model.get_submodule("lm_head")  # type: ignore[assignment]
-    model.__dict__["samebit"] = Binding(
+            bound.attach(part, *attached)
+    head: nn.Linear = inner.get_submodule("lm_head")  # type: ignore[assignment]
+    inner.__dict__["samebit"] = Binding(
         family,
         plan.kv_layout(),
         vocab_size=head.weight.shape[0],
         exact=exact,
-        modules=BoundModules.of(model),
+        modules=BoundModules.of(inner),
         state_layout=plan.state_layout(),
         route_layout=plan.route_layout(),
+        adapters=plan.lora.adapters(),
     )
     return model
 
 
 def is_bound(model: nn.Module) -> bool:
     """Return whether `bind` has been applied to this model."""
-    return isinstance(model.__dict__.get("samebit"), Binding)
+    return isinstance(inner_model(model).__dict__.get("samebit"), Binding)
 
 
 def binding_of(model: nn.Module) -> Binding:
@@ -123,7 +144,7 @@ def binding_of(model: nn.Module) -> Binding:
     Raises:
         ValueError: the model is not bound.
     """
-    binding = model.__dict__.get("samebit")
+    binding = inner_model(model).__dict__.get("samebit")
     if not isinstance(binding, Binding):
         raise ValueError(f"{type(model).__name__} is not bound: call samebit.kernels.bind(model) first")
     return binding
@@ -137,15 +158,38 @@ def checked_binding_of(model: nn.Module) -> Binding:
         BindingError: a module, forward or class is not what was bound, by name.
     """
     binding = binding_of(model)
-    binding.modules.check()
+    binding.check()
     return binding
 
 
 def wrap_forward(model: nn.Module, forward: Callable[..., Any]) -> None:
     """Give a bound model another forward, a function of the model that calls the bound one: it counts as bound."""
     binding = checked_binding_of(model)
-    model.__dict__["forward"] = MethodType(forward, model)
-    model.__dict__["samebit"] = replace(binding, modules=BoundModules.of(model))
+    inner = inner_model(model)
+    inner.__dict__["forward"] = MethodType(forward, inner)
+    inner.__dict__["samebit"] = replace(binding, modules=BoundModules.of(inner))
+
+
+def _take_in_adapters(model: nn.Module) -> None:
+    """Bind what peft has added to a bound model since, and forget what it has deleted, where all else is as it was."""
+    inner, binding = inner_model(model), binding_of(model)
+    if binding.adapters is None or not binding.adapters.names_differ():
+        return
+    layers = binding.adapters.layers
+    binding.modules.apart_from(f"{name}.{holder}" for name in layers for holder in HOLDERS).check()
+    plan = AdapterPlan()
+    for name, layer in layers.items():
+        plan.wrapped(name, layer)
+    for name, module in inner.named_modules():
+        attached = plan.part(name) if plan.computes(name) else None
+        if attached is not None:
+            bound.attach(module, *attached)
+    adapters = plan.adapters()
+    for module in inner.modules():
+        facts = module.__dict__.get("samebit")
+        if isinstance(facts, bound.DecoderFacts):
+            bound.attach(module, bound.decoder_forward, replace(facts, adapters=adapters))
+    inner.__dict__["samebit"] = replace(binding, modules=BoundModules.of(inner), adapters=adapters)
 
 
 def _check_chunk(given: object) -> None:

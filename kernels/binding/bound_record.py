@@ -10,7 +10,7 @@ Invariants:
 * A check costs one comparison of dictionaries a module; it builds names only where something differs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -136,6 +136,11 @@ class BoundModules:
     def of(cls, model: nn.Module) -> "BoundModules":
         """Return the modules as they are now."""
         return cls(tuple(BoundModule.of(name, module) for name, module in model.named_modules()))
+
+    def apart_from(self, names: Iterable[str]) -> "BoundModules":
+        """Return the record without these modules and what is in them."""
+        left_out = tuple(f"{name}." for name in names)
+        return BoundModules(tuple(one for one in self.modules if not f"{one.name}.".startswith(left_out)))
 
     def check(self) -> None:
         """Compare.

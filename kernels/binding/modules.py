@@ -6,7 +6,7 @@ Each is a plain function of the module, attached to the instance together with t
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from samebit.kernels.binding.families import RECURRENT_MASKS
+from samebit.kernels.binding.lora.forwards import LayoutPositions, projections
+from samebit.kernels.binding.lora.plan import PeftAdapters
 from samebit.kernels.binding.wrapped import positions_of_text
 from samebit.kernels.layout.forward_context import (
     ForwardContext,
@@ -27,7 +29,6 @@ from samebit.kernels.layout.forward_context import (
 from samebit.kernels.layout.options import AttentionOptions
 from samebit.kernels.ops.activation import activated, gated
 from samebit.kernels.ops.attention import attention, attention_of_rotated
-from samebit.kernels.ops.linear import linear, linears
 from samebit.kernels.ops.norm import layer_norm, rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotary_tables
 
@@ -42,12 +43,19 @@ class NormFacts:
 
 @dataclass(frozen=True)
 class DecoderFacts:
-    """Says whether a decoder has attention layers, whether it has recurrent ones, and whether it may be wrapped with
-    vision."""
+    """Says what a decoder has.
+
+    Attributes:
+        attends: attention layers.
+        recurs: recurrent layers.
+        wrapped: it may be wrapped with vision.
+        adapters: those that peft has put into it; None without any.
+    """
 
     attends: bool
     recurs: bool
     wrapped: bool
+    adapters: PeftAdapters | None = None
 
 
 @dataclass(frozen=True)
@@ -132,8 +140,12 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         warnings.warn(
             "a bound model computes in the dtype of its parameters: autocast does not change it", stacklevel=2
         )
-    mask = _mask(self.samebit, context)
-    kwargs.update(attention_mask=mask, position_ids=context.positions.view(ids.shape), use_cache=False)
+    facts: DecoderFacts = self.samebit
+    positions = context.positions.view(ids.shape)
+    if facts.adapters is not None:
+        context = context if context.adapters is not None else replace(context, adapters=facts.adapters.of_flags())
+        positions = LayoutPositions.of(context, positions)
+    kwargs.update(attention_mask=_mask(facts, context), position_ids=positions, use_cache=False)
     with use_context(context), torch.autocast(ids.device.type, enabled=False):
         return type(self).forward(self, *args, **kwargs)
 
@@ -153,11 +165,6 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions=True: a bound model never forms the attention weights")
-
-
-def linear_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Compute an nn.Linear."""
-    return linear(x, self.weight, self.bias)
 
 
 def embedding_forward(self: Any, input_ids: torch.Tensor) -> torch.Tensor:
@@ -203,7 +210,7 @@ def mlp_forward(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
         joined = joined + self.gate_up_proj_adapter_list[facts.adapter](x) if facts.adapter >= 0 else joined
         gate, up = joined.chunk(2, dim=-1)
     else:
-        gate, up = linears(x, (self.gate_proj, self.up_proj))
+        gate, up = projections(x, (self.gate_proj, self.up_proj))
     gate = gate if facts.gate_multiplier == 1.0 else gate * facts.gate_multiplier
     out = self.down_proj(gated(facts.activation, gate, up))
     return out if facts.down_multiplier == 1.0 else out * facts.down_multiplier
@@ -241,7 +248,7 @@ def _queries_keys_values(
         kv_width = facts.kv_heads * facts.head_dim
         q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
     else:
-        q, k, v = linears(x, (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = projections(x, (self.q_proj, self.k_proj, self.v_proj))
     if facts.adapter >= 0:
         q = q + self.linear_q_adapter_list[facts.adapter](x)
         k = k + self.linear_k_adapter_list[facts.adapter](x)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from samebit.kernels.binding import modules as bound
@@ -13,6 +14,8 @@ from samebit.kernels.binding.delta.plan import DeltaPlan
 from samebit.kernels.binding.experts.plan import ExpertPlan
 from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families import BindingError, Family
+from samebit.kernels.binding.lora.forwards import LinearFacts, layer_forward, linear_forward
+from samebit.kernels.binding.lora.plan import AdapterPlan
 from samebit.kernels.binding.mamba_plan import MixerPlan
 from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_forward, wrapping_module
 from samebit.kernels.layout.kv_pages import KVLayout
@@ -49,6 +52,7 @@ class Plan:
             if family.delta is None
             else DeltaPlan(family.prefix, family.delta, config, ssm_chunk)
         )
+        self.lora = AdapterPlan()
         self.experts = (
             None
             if family.experts is None
@@ -72,13 +76,17 @@ class Plan:
     def of_model(self, model: nn.Module) -> list[tuple[nn.Module, Any]]:
         """Return what can be bound only when all modules are known: the decoder, the head, and the whole."""
         self._check_heads()
+        adapters = self.lora.adapters()
         facts = bound.DecoderFacts(
-            attends=bool(self.attentions), recurs=self.state_layout() is not None, wrapped=self.family.wrapped
+            bool(self.attentions), self.state_layout() is not None, self.family.wrapped, adapters
         )
         decoders = [module for module in model.modules() if self._is_decoder(module)]
         found: list[tuple[nn.Module, Any]] = [(module, (bound.decoder_forward, facts)) for module in decoders]
         if self.wrapping is not None:
             found.append((self.wrapping, (wrapping_forward,)))
+        if adapters is not None:
+            layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+            found += [(layer, (layer_forward,)) for layer in layers]
         if self.exact:
             head = model.get_submodule("lm_head")
             found.append((head, (head_forward, HeadFacts(self.family.epilogue, self.config))))
@@ -98,6 +106,11 @@ class Plan:
         family, kind = self.family, type(module).__name__
         if self._is_decoder(module) or module is self.wrapping or module in self.unreached:
             return None
+        if self.lora.computes(name):
+            return self.lora.part(name)
+        wrapped = self._wrapped(name, module)
+        if wrapped is not None:
+            return wrapped
         if kind == family.class_name("Attention"):
             return bound.attention_forward, self._attention(name, module)
         if self.mixers.is_mixer(module):
@@ -113,6 +126,20 @@ class Plan:
             raise BindingError(f"{self.family.prefix}: {name} is a {kind}, which is not bound exactly")
         return rowwise if self.exact else None
 
+    def _wrapped(self, name: str, module: nn.Module) -> tuple[Any, ...] | None:
+        """Plan a layer that peft wraps; None for any other."""
+        wrapped = self.lora.wrapped(name, module)
+        if wrapped is None:
+            return None
+        if name == "lm_head" or (self.experts is not None and self.experts.computes(name)):
+            raise BindingError(
+                f"{self.family.prefix}: an adapter on {name}, which is not bound exactly; exact are adapters on linear "
+                "layers other than the head and routers"
+            )
+        if not self.exact:
+            raise BindingError(f"{self.family.prefix}: exact=False computes no adapters, and {name} has one")
+        return wrapped
+
     def _rowwise(self, name: str, module: nn.Module) -> tuple[Any, ...] | None:
         """Return the forwards of the modules that torch computes too, only with bits that depend on the batch."""
         family, kind = self.family, type(module).__name__
@@ -123,7 +150,7 @@ class Plan:
         if kind == family.class_name("RMSNorm"):
             return bound.rms_norm_forward, bound.NormFacts(vars(module)[family.norm_eps], family.norm_offset)
         if type(module) is nn.Linear:
-            return (bound.linear_forward,)
+            return linear_forward, LinearFacts(name)
         if type(module) is nn.LayerNorm and module.weight is not None and module.bias is not None:
             return (bound.layer_norm_forward,)
         return None

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from samebit.kernels.layout.adapters import RowAdapters
 from samebit.kernels.layout.attention_work import AttentionWork
 from samebit.kernels.layout.call_rows import CallRows, Ints
 from samebit.kernels.layout.device_layout import DeviceLayout
@@ -38,11 +39,13 @@ class ForwardContext(CallRows):
         states: the memory of Mamba layers, slot ``table_rows[s]`` for sequence s; None where there are none, and for
             a training call.
         device_layout: what of this was sent to the device before; None to have it sent.
+        adapters: of the rows; None where the model's own flags say it (a trainer's call).
     """
 
     pages: tuple[torch.Tensor, ...] | None = None
     states: StateMemory | None = None
     device_layout: DeviceLayout | None = None
+    adapters: RowAdapters | None = None
 
     def __post_init__(self) -> None:
         if len(self.lengths):

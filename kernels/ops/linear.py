@@ -45,7 +45,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return operations_for(x).multiply(x, layers)[0]
 
 
-def linears(x: torch.Tensor, modules: Sequence[nn.Linear]) -> list[torch.Tensor]:
+def linears(x: torch.Tensor, modules: Sequence[Any]) -> list[torch.Tensor]:
     """Make each module's own call on the same ``x``, or one call of all where nobody could tell: the same bits.
 
     Args:
@@ -53,11 +53,16 @@ def linears(x: torch.Tensor, modules: Sequence[nn.Linear]) -> list[torch.Tensor]
         modules: up to three bound ones, each ``[N, K]``.
     """
     if not torch.is_grad_enabled():
-        layers = [(module.weight, module.bias) for module in modules if _is_plain(module)]
+        layers = [(module.weight, module.bias) for module in modules if is_plain(module)]
         if len(layers) == len(modules):
             _check(x, layers)
             return operations_for(x).multiply(x, layers)
     return [module(x) for module in modules]
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Return whether a call does no more than multiply: no adapter in the module's place, no hook."""
+    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -79,11 +84,6 @@ def add_gradient_of_inputs(sums: torch.Tensor, grad: torch.Tensor, weight: torch
         weight: the part.
     """
     operations_for(grad).add_gradient_of_inputs(sums, grad, weight)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether a call does no more than multiply: no adapter in the module's place, no hook."""
-    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def _check(x: torch.Tensor, layers: Sequence[Layer]) -> None:

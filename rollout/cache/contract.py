@@ -5,7 +5,7 @@ What a cache and a sequence share
 * A cache writes `slot`; and when it admits a sequence, through `Sequence.resume_at`, `num_computed`, `write_from` and
   `num_cached_tokens`. It writes nothing else of a sequence or its request.
 * It reads `token_ids[:num_tokens]`, `num_prompt_tokens`, `num_computed`, `num_ahead`, `prompt_logprobs_wanted`, and of
-  the request `prompt`, `prompt_digests`, `params.cache_salt`, `sequences` and `error`.
+  the request `prompt`, `prompt_digests`, `params.cache_salt`, `adapter_number`, `sequences` and `error`.
 * What it remembers of a sequence between `track` and `forget` is its own (`CacheEntry`): no other writes it.
 
 Invariants
@@ -63,8 +63,9 @@ class Cache(ABC):
     # -- before a sequence runs --------------------------------------------------------------------
 
     @abstractmethod
-    def hash_prompt(self, prompt: IntArray, cache_salt: str | None) -> PromptDigests | None:
-        """Name the full blocks of a prompt, where names are used. Any thread may call it."""
+    def hash_prompt(self, prompt: IntArray, cache_salt: str | None, adapter: int = 0) -> PromptDigests | None:
+        """Name the full blocks of a prompt that goes through the adapter of this number, where names are used; 0 for
+        none. Any thread may call it."""
 
     @abstractmethod
     def track(self, request: Request) -> None:

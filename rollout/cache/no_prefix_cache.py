@@ -20,7 +20,7 @@ class NoPrefixCache(Cache):
     def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int) -> None:
         super().__init__(num_blocks, block_size, max_num_seqs, max_model_len, CheckpointPool(0, block_size, range(0)))
 
-    def hash_prompt(self, prompt: IntArray, cache_salt: str | None) -> None:
+    def hash_prompt(self, prompt: IntArray, cache_salt: str | None, adapter: int = 0) -> None:
         return None
 
     def track(self, request: Request) -> None:

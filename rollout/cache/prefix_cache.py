@@ -60,13 +60,13 @@ class PrefixCache(Cache):
 
     # -- before a sequence runs --------------------------------------------------------------------
 
-    def hash_prompt(self, prompt: IntArray, cache_salt: str | None) -> PromptDigests:
-        return self.hasher.prompt(cache_salt, prompt)
+    def hash_prompt(self, prompt: IntArray, cache_salt: str | None, adapter: int = 0) -> PromptDigests:
+        return self.hasher.prompt(cache_salt, prompt, adapter)
 
     def track(self, request: Request) -> None:
         digests = request.prompt_digests
         if digests is None:
-            digests = self.hash_prompt(request.prompt, request.params.cache_salt)
+            digests = self.hash_prompt(request.prompt, request.params.cache_salt, request.adapter_number)
         for sequence in request.sequences:
             self.entries[sequence] = CacheEntry(sequence, TokenChain(self.hasher, digests))
         self.policy.add_waiting(self.entries[request.sequences[0]])

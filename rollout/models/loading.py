@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from samebit.kernels import BindingError
+from samebit.kernels.binding.lora.peft_model import inner_model
 from samebit.rollout.checks import as_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
@@ -63,13 +64,14 @@ def load_model(
         raise ModelLoadError(
             f"revision={config.revision!r} is for a name of the Hugging Face hub, and this is a module"
         )
-    if isinstance(model, PreTrainedModel):
-        module = model
+    inner = inner_model(model)
+    if isinstance(inner, PreTrainedModel):
+        module = inner
         _check_asked_dtype(module, config)
     else:
         raise ModelLoadError(
             "the model must be a folder, a name of the Hugging Face hub or a Hugging Face causal language model "
-            "(a PreTrainedModel), got "
+            "(a PreTrainedModel, or a PeftModel with one inside), got "
             f"{type(model).__name__}"
         )
     return _facts(module, True, tokenizer, config, unlimited_len)
@@ -166,7 +168,8 @@ def _check_asked_dtype(module: nn.Module, config: RolloutConfig) -> None:
     if asked is None:
         return
     for name, parameter in module.named_parameters():
-        if parameter.dtype != asked:
+        of_adapter = ".lora_A." in name or ".lora_B." in name  # peft keeps these in float32
+        if parameter.dtype != asked and not of_adapter:
             raise ModelLoadError(
                 f"dtype={config.dtype!r} was asked for, but the module's {name} is {parameter.dtype}; a module "
                 "is served as it is: convert it yourself or leave dtype out"

@@ -2,7 +2,7 @@
 
 Invariants
 ----------
-* Equal digests mean equal tokens from position 0 on, under one salt. The key is this process's own, so
+* Equal digests mean equal tokens from position 0 on, under one salt and one adapter. The key is this process's own, so
   no caller can prepare two prompts that collide; a hit compares the tokens all the same.
 * Only full blocks have a digest, and each is computed once: a chain is kept and extended.
 """
@@ -34,14 +34,15 @@ class ChainHasher:
         self.block_size = block_size
         self._key = os.urandom(DIGEST_BYTES)
 
-    def root(self, cache_salt: str | None) -> bytes:
-        """Return what the first block under this salt follows."""
-        salt = "" if cache_salt is None else cache_salt
-        return hashlib.blake2b(salt.encode(errors="surrogatepass"), key=self._key, digest_size=DIGEST_BYTES).digest()
+    def root(self, cache_salt: str | None, adapter: int = 0) -> bytes:
+        """Return what the first block under this salt and the adapter of this number follows; 0 for no adapter."""
+        salt = ("" if cache_salt is None else cache_salt).encode(errors="surrogatepass")
+        person = adapter.to_bytes(hashlib.blake2b.PERSON_SIZE, "little")
+        return hashlib.blake2b(salt, key=self._key, digest_size=DIGEST_BYTES, person=person).digest()
 
-    def prompt(self, cache_salt: str | None, tokens: npt.NDArray[np.int64]) -> PromptDigests:
+    def prompt(self, cache_salt: str | None, tokens: npt.NDArray[np.int64], adapter: int = 0) -> PromptDigests:
         """Name the full blocks of a prompt."""
-        root = self.root(cache_salt)
+        root = self.root(cache_salt, adapter)
         return PromptDigests(root, self.extend(root, tokens))
 
     def extend(self, parent: bytes, tokens: npt.NDArray[np.int64]) -> list[bytes]:

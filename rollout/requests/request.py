@@ -25,6 +25,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from samebit.kernels.layout.adapters import Adapter
 from samebit.rollout.requests.block_digests import PromptDigests
 from samebit.rollout.requests.stop_strings import StopStringMatcher
 from samebit.rollout.requests.tokenizer import Tokenizer
@@ -58,7 +59,8 @@ class RequestEvent:
 class Request:
     """Holds what was asked for, and the n sequences that answer it.
 
-    `prompt_digests`: what the prompt's full blocks are called, None if it was not hashed at submission. It has
+    `prompt_digests`: what the prompt's full blocks are called, None if it was not hashed at submission.
+    `adapter`: what it goes through until it ends; None for the model alone. It has
     `started` when a sequence was admitted, and is `answered` when one has a token.
     """
 
@@ -73,6 +75,7 @@ class Request:
         eos_token_ids: tuple[int, ...] = (),
         tokenizer: Tokenizer | None = None,
         prompt_digests: PromptDigests | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -84,6 +87,7 @@ class Request:
         self.end_ids = frozenset(self.eos_token_ids)
         self.tokenizer = tokenizer
         self.prompt_digests = prompt_digests
+        self.adapter = adapter
         self.arrival = time.monotonic()
         self.events = [RequestEvent("added", self.arrival)]
         self.started = False
@@ -91,6 +95,11 @@ class Request:
         self.error: Exception | None = None
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.unfinished = params.n
+
+    @property
+    def adapter_number(self) -> int:
+        """Return the number of the adapter that it goes through; 0 for none."""
+        return 0 if self.adapter is None else self.adapter.number
 
     def record(self, name: str, sample: int) -> float:
         """Note that this happened now; return the time."""

@@ -8,6 +8,7 @@ Invariants
 * A graph holds the addresses of weights, pages and states. Those of the weights are compared before each replay; where
   one has moved, all graphs are forgotten, and so they are when pages and states go.
 * The graphs share their memory and the place of their logits: what a replay returns is valid until the next one.
+* A step of which rows go through adapters is not recorded: which ones, and which rows, differs from step to step.
 * A step that can not be recorded is none's: layers that would be recomputed (gradient checkpointing in training mode)
   save the state of the random numbers even without a gradient.
 
@@ -50,7 +51,7 @@ class StepGraphs:
     def fitting(self, model: nn.Module, arrays: StepArrays, context: ForwardContext) -> StepGraph | None:
         """Return the graph for a step with these arrays; None where it scores or captures more than has room."""
         size = self._size(len(arrays.token_ids), len(context.lengths), len(arrays.draw_rows))
-        if size is None or not self._stays_as_recorded(model):
+        if size is None or _has_adapters(context) or not self._stays_as_recorded(model):
             return None
         if size not in self._graphs:
             room = arrays.room(size)
@@ -149,6 +150,10 @@ class StepGraph:
         take_drawn(self.parts, drawn)
         self._replay()
         return self.parts, self.logits
+
+
+def _has_adapters(context: ForwardContext) -> bool:
+    return context.adapters is not None and bool(context.adapters.groups)
 
 
 def take_drawn(parts: Tensors, drawn: torch.Tensor | None) -> Tensors:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from samebit.kernels.binding.experts.routes import RoutePages
+from samebit.kernels.layout.adapters import RowAdapters
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.states.memory import StateMemory
 from samebit.rollout.engine.step_plan import ScheduledSequence, StepPlan
@@ -118,6 +119,23 @@ def _context(
         write_from=np.array([item.sequence.write_from for item in items], np.int32),
         states=memory.states,
         captures=_captures(items),
+        adapters=_adapters(items, lengths),
+    )
+
+
+def _adapters(items: list[ScheduledSequence], lengths: Ints) -> RowAdapters:
+    """Group the rows by the adapters of their requests."""
+    wanted = [item.sequence.request.adapter for item in items]
+    kinds = dict.fromkeys(wanted)
+    if len(kinds) == 1:
+        return RowAdapters.all_through(wanted[0])
+    of_rows = np.repeat([0 if adapter is None else adapter.number for adapter in wanted], lengths)
+    return RowAdapters(
+        tuple(
+            (adapter, torch.from_numpy(np.flatnonzero(of_rows == adapter.number)))
+            for adapter in kinds
+            if adapter is not None
+        )
     )
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from samebit.rollout.adapters.registry import AdapterRegistry
 from samebit.rollout.build import WorkerParts
 from samebit.rollout.cache import build_cache
 from samebit.rollout.cache.checkpoints.pool import CheckpointMoves, CheckpointPool
@@ -314,6 +315,7 @@ def make_worker() -> Iterator[Callable[..., tuple[RolloutWorker, FakeRunner]]]:
             RolloutConfig(while_asleep=while_asleep),
             core,
             WorkerWeights(module, shared=shared, users=users),
+            AdapterRegistry(module),
             max_model_len=engine.get("max_model_len", 64),
             eos_token_ids=eos,
             tokenizer=tokenizer,

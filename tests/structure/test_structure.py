@@ -22,7 +22,7 @@ FLOORS = {
         "cache",
         "engine",
         "runner stats",
-        "models",
+        "models adapters",
         "control",
         "worker_interface build",
         "worker",
@@ -32,7 +32,7 @@ FLOORS = {
     ],
     "samebit.weight_sync": [
         "closing manifest report checkpoint_names digest",
-        "source apply quantized",
+        "source apply quantized adapter_names",
         "wire",
         "transports",
         "opened_update",

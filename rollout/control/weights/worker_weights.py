@@ -75,6 +75,7 @@ class WorkerWeights:
         self._dequantize = dequantize
         self.users: Users[Any] = Users() if users is None else users
         self.manifest = Manifest.of(module)
+        self._adapters = binding_of(module).adapters if is_bound(module) else None
         self._seen = self._marks() if shared else None
         self._layouts: dict[str, _Layout] = {}
         self._spill: Spill | None = None
@@ -111,7 +112,12 @@ class WorkerWeights:
         """
         if not self.shared or not is_bound(self.module):
             return
-        binding_of(self.module).modules.check()
+        binding = binding_of(self.module)
+        binding.check()
+        if binding.adapters is not self._adapters:  # the trainer has bound it again, with other adapters
+            self._adapters = binding.adapters
+            self.manifest = Manifest.of(self.module)
+            self.accept()
         if is_sharded(self.module.get_parameter("lm_head.weight")):
             raise WorkerStateError(
                 "the module was sharded (DTensor) after this worker was built on it, and can not be served in place: "

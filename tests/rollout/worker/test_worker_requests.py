@@ -281,7 +281,9 @@ def test_a_worker_that_is_dropped_stops_its_thread(make_worker: MakeWorker) -> N
     donor.close()
     engine.runner.allocate_cache(4)
     before = set(threading.enumerate())
-    worker = RolloutWorker.over(WorkerParts(RolloutConfig(), engine, weights, max_model_len=64))
+    worker = RolloutWorker.over(
+        WorkerParts(RolloutConfig(), engine, weights, donor._adapters.registry, max_model_len=64)
+    )
     (thread,) = set(threading.enumerate()) - before
     gone = weakref.ref(worker)
     del worker

@@ -1,0 +1,149 @@
+"""Define the forwards of linear layers that adapters may change, and of the layers of a decoder around them.
+
+Invariants:
+
+* Which adapters a call goes through stands in its context; peft's flags on the modules are not read here.
+* A layer that is recomputed (gradient checkpointing) runs outside of the model's forward, where no context is
+  installed or that of another call: it finds its own on its arguments, and installs it again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from samebit.kernels.layout.adapters import Delta, RowAdapters
+from samebit.kernels.layout.forward_context import ForwardContext, LayoutMask, installed_context, use_context
+from samebit.kernels.ops.linear import is_plain, linear, linears
+from samebit.kernels.ops.low_rank import add_low_rank
+from samebit.kernels.ops.rope import RotaryTables
+
+
+@dataclass(frozen=True)
+class LinearFacts:
+    """Names a linear layer as adapters do. ``wrapped``: by peft, so that its weight is that of its ``base_layer``."""
+
+    layer: str
+    wrapped: bool = False
+
+
+class LayoutPositions(torch.Tensor):
+    """Carries the layout to layers that get no mask, as the positions that they are handed."""
+
+    context: ForwardContext
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def of(context: ForwardContext, positions: torch.Tensor) -> "LayoutPositions":
+        """Return these positions, carrying the context."""
+        carrying = positions.as_subclass(LayoutPositions)
+        carrying.context = context
+        return carrying
+
+
+def layer_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a decoder layer's own forward inside the context that its arguments carry."""
+    carriers = (LayoutMask, LayoutPositions, RotaryTables)
+    carried = next((one.context for one in (*args, *kwargs.values()) if isinstance(one, carriers)), None)
+    if carried is None:
+        return type(self).forward(self, *args, **kwargs)
+    with use_context(carried):
+        return type(self).forward(self, *args, **kwargs)
+
+
+def linear_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Compute an nn.Linear, and what the adapters of the call add to it."""
+    facts: LinearFacts | None = self.samebit
+    out = linear(x, self.weight, self.bias)
+    adapters = None if facts is None else _adapters_of_call()
+    if facts is None or adapters is None or not adapters.groups:
+        return out
+    return _adapted(x, [out], [facts.layer], adapters)[0]
+
+
+def wrapped_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Compute an nn.Linear that peft wraps, and what the adapters of the call add to it.
+
+    Raises:
+        ValueError: no context says which: the module was called by itself.
+    """
+    facts: LinearFacts = self.samebit
+    adapters = _adapters_of_call()
+    if adapters is None:
+        raise ValueError(
+            f"{facts.layer} has adapters, and no call of the model says which of them: layers of a bound model run "
+            "only inside the model's forward (and under gradient checkpointing this version of transformers hands "
+            "this layer nothing that carries the layout)"
+        )
+    out: torch.Tensor = self.base_layer(x)
+    return _adapted(x, [out], [facts.layer], adapters)[0] if adapters.groups else out
+
+
+def projections(x: torch.Tensor, modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """Make each module's own call on the same ``x``, or one call of all where nobody could tell: the same bits.
+
+    Args:
+        x: ``[..., K]``.
+        modules: up to three bound linear layers, each ``[N, K]``.
+    """
+    adapters = _adapters_of_call()
+    if adapters is None:
+        return linears(x, modules)
+    bases = [_multiplied(module) for module in modules]
+    if torch.is_grad_enabled() or not all(map(is_plain, bases)) or any(map(_is_hooked, modules)):
+        return [module(x) for module in modules]
+    out = linears(x, bases)
+    return _adapted(x, out, [_name_of(module) for module in modules], adapters) if adapters.groups else out
+
+
+def _adapters_of_call() -> RowAdapters | None:
+    context = installed_context()
+    return None if context is None else context.adapters
+
+
+def _multiplied(module: Any) -> nn.Module:
+    """Return the module that has the weight."""
+    facts: LinearFacts = module.samebit
+    multiplied: nn.Module = module.base_layer if facts.wrapped else module
+    return multiplied
+
+
+def _name_of(module: Any) -> str:
+    facts: LinearFacts = module.samebit
+    return facts.layer
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _adapted(
+    x: torch.Tensor, outs: list[torch.Tensor], layers: Sequence[str], adapters: RowAdapters
+) -> list[torch.Tensor]:
+    """Add what the adapters of the call have for these layers, which share the input."""
+    for adapter, rows in adapters.groups:
+        found = [(place, adapter.deltas[layer]) for place, layer in enumerate(layers) if layer in adapter.deltas]
+        for alike in _of_one_dtype(found):
+            places, deltas = [place for place, _ in alike], [delta for _, delta in alike]
+            chosen = [outs[place] for place in places]
+            for place, sum_ in zip(places, _with_deltas(x, chosen, deltas, rows), strict=True):
+                outs[place] = sum_
+    return outs
+
+
+def _of_one_dtype(found: list[tuple[int, Delta]]) -> list[list[tuple[int, Delta]]]:
+    dtypes = dict.fromkeys(delta.down.weight.dtype for _, delta in found)
+    return [[one for one in found if one[1].down.weight.dtype == dtype] for dtype in dtypes]
+
+
+def _with_deltas(
+    x: torch.Tensor, outs: list[torch.Tensor], deltas: list[Delta], rows: torch.Tensor | None
+) -> list[torch.Tensor]:
+    if rows is None:
+        return add_low_rank(outs, x, deltas)
+    rows = rows.to(x.device)
+    flat = [out.reshape(-1, out.shape[-1]) for out in outs]
+    parts = add_low_rank([out[rows] for out in flat], x.reshape(-1, x.shape[-1])[rows], deltas)
+    return [whole.index_copy(0, rows, part).view(out.shape) for whole, part, out in zip(flat, parts, outs, strict=True)]

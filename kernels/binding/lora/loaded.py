@@ -1,0 +1,88 @@
+"""Make adapters that live beside a model: its modules, names and weights stay what they are.
+
+A layer finds such an adapter in the context of a call, by its name, as it finds those of peft.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from samebit.kernels.binding.binding import binding_of
+from samebit.kernels.binding.families import BindingError
+from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward
+from samebit.kernels.binding.lora.peft_model import inner_model, is_wrapped
+from samebit.kernels.binding.lora.plan import check_configs, refusals
+from samebit.kernels.binding.modules import attach
+from samebit.kernels.layout.adapters import Delta
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Describes what an adapter adds to one layer: rank, inputs and outputs, and the factor on the product."""
+
+    rank: int
+    inputs: int
+    outputs: int
+    scale: float
+
+
+def delta_shapes(peft_model: nn.Module, model: nn.Module) -> dict[str, DeltaShape]:
+    """Return the layers that the one adapter of ``peft_model`` changes, by name, all bound linear layers of ``model``.
+
+    Args:
+        peft_model: of the class and config of ``model``; it may be on the device "meta".
+        model: bound.
+
+    Raises:
+        BindingError: an adapter that is not exact, or a layer that ``model`` has not, by name.
+    """
+    check_configs(peft_model)
+    shapes: dict[str, DeltaShape] = {}
+    reasons: list[str] = []
+    for name, layer in inner_model(peft_model).named_modules():
+        if not is_wrapped(layer):
+            continue
+        found = refusals(name, layer) or _misplaced(name, layer, model)
+        reasons += found
+        if not found:
+            ((adapter, down),) = layer.lora_A.items()
+            shapes[name] = DeltaShape(
+                down.out_features, down.in_features, layer.lora_B[adapter].out_features, layer.scaling[adapter]
+            )
+    if reasons:
+        raise BindingError(f"the adapter can not be served exactly: {'; '.join(reasons)}")
+    return shapes
+
+
+def new_delta(shape: DeltaShape, dtype: torch.dtype, device: torch.device) -> Delta:
+    """Return matrices of zeros that compute as those of a bound adapter do."""
+    down = nn.Linear(shape.inputs, shape.rank, bias=False, dtype=dtype, device="meta")
+    up = nn.Linear(shape.rank, shape.outputs, bias=False, dtype=dtype, device="meta")
+    for matrix in (down, up):
+        matrix.weight = nn.Parameter(torch.zeros(matrix.weight.shape, dtype=dtype, device=device), requires_grad=False)
+        attach(matrix, linear_forward)
+    return Delta(down, up, shape.scale)
+
+
+def tree_of(modules: Mapping[str, nn.Module]) -> nn.Module:
+    """Return a module that holds these under their dotted names."""
+    root = nn.Module()
+    for name, module in modules.items():
+        *path, last = name.split(".")
+        holder = root
+        for part in path:
+            if part not in dict(holder.named_children()):
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        holder.add_module(last, module)
+    return root
+
+
+def _misplaced(name: str, layer: nn.Module, model: nn.Module) -> list[str]:
+    """Say why the layer of ``model`` takes no adapter; empty where it does."""
+    own = dict(inner_model(model).named_modules()).get(name)
+    if own is None or not binding_of(model).exact or not isinstance(own.__dict__.get("samebit"), LinearFacts):
+        return [f"{name} (exact are linear layers other than the head and routers)"]
+    return []

@@ -1,0 +1,194 @@
+"""Find the adapters of a model while `bind` walks its modules, refuse what is not exact, and watch what is left."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from samebit.kernels.binding.families import BindingError
+from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward, wrapped_forward
+from samebit.kernels.binding.lora.peft_model import configs_of, inner_model, is_adapted, is_wrapped
+from samebit.kernels.layout.adapters import BASE, Adapter, Delta, RowAdapters
+
+Bound = tuple[Callable[..., Any], Any]
+"""A forward and its facts."""
+
+HOLDERS = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+"""Name the containers of a wrapped layer."""
+
+_NAMED_AT_ONCE = 4
+"""An error spells out at most so many reasons."""
+
+
+@dataclass(frozen=True, eq=False)
+class PeftAdapters:
+    """Holds the adapters that peft has put into a model, as they were when it was bound.
+
+    Attributes:
+        layers: the wrapped linear layers by name.
+        adapters: by peft's names.
+    """
+
+    layers: Mapping[str, Any]
+    adapters: Mapping[str, Adapter]
+
+    def active(self) -> Adapter | None:
+        """Return the adapter that peft's flags on the modules name now; None where they are disabled.
+
+        Raises:
+            BindingError: two at once, or one that was not there when the model was bound.
+        """
+        flags = {(layer.disable_adapters, tuple(layer.active_adapters)) for layer in self.layers.values()}
+        disabled, names = flags.pop()
+        if flags:
+            raise BindingError("the adapters of some layers are others than those of the rest, or disabled alone")
+        if disabled or not names:
+            return None
+        if len(names) > 1:
+            raise BindingError(f"the adapters {', '.join(names)} are active at once; exact is one: set_adapter(name)")
+        if names[0] not in self.adapters:
+            raise BindingError(f"the adapter {names[0]!r} {_ADDED}")
+        return self.adapters[names[0]]
+
+    def of_flags(self) -> RowAdapters:
+        """Return the choice of `active` for all rows of a call."""
+        return RowAdapters.all_through(self.active())
+
+    def names_differ(self) -> bool:
+        """Return whether peft has added or deleted an adapter."""
+        return any(set(layer.lora_A) != self._names_of(name) for name, layer in self.layers.items())
+
+    def check(self) -> None:
+        """Check that the adapters are those that were bound, unmerged and of the same scale.
+
+        Raises:
+            BindingError: what is not, by name.
+        """
+        for name, layer in self.layers.items():
+            if layer.merged_adapters:
+                merged = ", ".join(layer.merged_adapters)
+                raise BindingError(
+                    f"the adapter {merged} is merged into {name}: merged weights are another policy, and no log-"
+                    "probability of theirs is that of the adapter. Call unmerge_adapter(), which restores the weights "
+                    "but for rounding"
+                )
+            now = set(layer.lora_A)
+            known = self._names_of(name)
+            if now - known:
+                raise BindingError(f"the adapter {', '.join(map(repr, sorted(now - known)))} {_ADDED}")
+            if known - now:
+                gone = ", ".join(map(repr, sorted(known - now)))
+                raise BindingError(f"the adapter {gone} was deleted after bind: call samebit.kernels.bind again")
+            for adapter in known:
+                bound = self.adapters[adapter].deltas[name].scale
+                if layer.scaling[adapter] != bound:
+                    raise BindingError(
+                        f"the adapter {adapter!r} of {name} was bound with the scale {bound}, and has "
+                        f"{layer.scaling[adapter]}: undo that, or bind a model that has it from the start"
+                    )
+
+    def _names_of(self, layer: str) -> set[str]:
+        return {name for name, adapter in self.adapters.items() if layer in adapter.deltas}
+
+
+_ADDED = "was added after bind: call samebit.kernels.bind again, which takes it in, before it is used"
+
+
+class AdapterPlan:
+    """Decides the forwards of layers that adapters change, in the order of the traversal."""
+
+    def __init__(self) -> None:
+        self.layers: dict[str, Any] = {}
+        self._inside: dict[str, Bound | None] = {}
+
+    def adapters(self) -> PeftAdapters | None:
+        """Return the adapters that were found; None without any."""
+        if not self.layers:
+            return None
+        deltas: dict[str, dict[str, Delta]] = {}
+        for name, layer in self.layers.items():
+            for adapter in layer.lora_A:
+                pair = layer.lora_A[adapter], layer.lora_B[adapter]
+                deltas.setdefault(adapter, {})[name] = Delta(*pair, float(layer.scaling[adapter]))
+        return PeftAdapters(self.layers, {name: Adapter(name, found) for name, found in deltas.items()})
+
+    def computes(self, name: str) -> bool:
+        """Return whether the module of this name is a part of a wrapped layer."""
+        return name in self._inside
+
+    def part(self, name: str) -> Bound | None:
+        """Return the forward of a part of a wrapped layer; None for what only holds others."""
+        return self._inside[name]
+
+    def wrapped(self, name: str, module: nn.Module) -> Bound | None:
+        """Plan a layer that peft wraps, and its parts; None for any other module."""
+        if not is_adapted(module):
+            return None
+        self.layers[name] = module
+        self._inside[f"{name}.base_layer"] = linear_forward, None
+        for holder in HOLDERS:
+            self._inside[f"{name}.{holder}"] = None
+        layer: Any = module
+        for adapter in layer.lora_A:
+            self._inside[f"{name}.lora_A.{adapter}"] = linear_forward, None
+            self._inside[f"{name}.lora_B.{adapter}"] = linear_forward, None
+            self._inside[f"{name}.lora_dropout.{adapter}"] = None
+        return wrapped_forward, LinearFacts(name, wrapped=True)
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Check that what peft has put into a model is LoRA on linear layers, and nothing beside it.
+
+    Raises:
+        BindingError: all that is not exact, by name.
+    """
+    check_configs(model)
+    wrapped = [(name, module) for name, module in inner_model(model).named_modules() if is_wrapped(module)]
+    reasons = [reason for name, module in wrapped for reason in refusals(name, module)]
+    if reasons:
+        more = f"; and {len(reasons) - _NAMED_AT_ONCE} more" if len(reasons) > _NAMED_AT_ONCE else ""
+        raise BindingError(f"adapters that can not be bound exactly: {'; '.join(reasons[:_NAMED_AT_ONCE])}{more}")
+
+
+def check_configs(model: nn.Module) -> None:
+    """Check what the adapters of a ``PeftModel`` are beside the layers that they wrap.
+
+    Raises:
+        BindingError: another method than LoRA, trained biases, or an adapter with the name of none.
+    """
+    if not any(map(is_wrapped, inner_model(model).modules())):
+        return
+    for name, config in configs_of(model).items():
+        method = str(config.peft_type.value)
+        if method != "LORA":
+            raise BindingError(f"the adapter {name!r} is of the method {method}; exact is LORA")
+        if config.bias != "none":
+            raise BindingError(
+                f"the adapter {name!r} trains biases of the base model (bias={config.bias!r}), which disable_adapter() "
+                "would leave in place; exact is bias='none'"
+            )
+        if name == BASE:
+            raise BindingError(f"an adapter is called {BASE!r}, which names the model without one")
+
+
+def refusals(name: str, module: nn.Module) -> list[str]:
+    """Say what about a module that peft has put in another's place is not exact; empty for plain LoRA."""
+    if not is_adapted(module):
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        allowed = "exact is LoRA on linear layers: no embeddings, no modules_to_save, no target_parameters"
+        return [f"{name} is a {kind} ({allowed})"]
+    layer: Any = module
+    if type(layer.base_layer) is not nn.Linear:
+        return [f"{name} wraps a {type(layer.base_layer).__name__} (exact: nn.Linear)"]
+    found = [f"a variant of LoRA ({type(one).__name__}) on {name}" for one in layer.lora_variant.values()]
+    found += [f"a bias of the adapter (lora_bias) on {name}" for one in layer.lora_B.values() if one.bias is not None]
+    found += [
+        f"dropout of the adapter (lora_dropout={one.p}) on {name}; exact: 0.0"
+        for one in layer.lora_dropout.values()
+        if isinstance(one, nn.Dropout) and one.p != 0.0
+    ]
+    found += [f"the merged adapter {one} in {name}: call unmerge_adapter()" for one in layer.merged_adapters]
+    if layer.fan_in_fan_out:
+        found.append(f"a transposed weight (fan_in_fan_out) of {name}")
+    return found

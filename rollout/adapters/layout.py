@@ -1,0 +1,110 @@
+"""Find out what the config of an adapter means for a model: which layers, of which rank and scale.
+
+peft itself says it, on a model of the same class without memory (device "meta"), so that patterns, ranks by layer and
+rsLoRA mean what they mean to a trainer. peft is loaded by the first adapter.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from samebit.kernels import BindingError
+from samebit.kernels.binding.lora.loaded import DeltaShape, delta_shapes
+from samebit.rollout.errors import AdapterError
+
+CONFIG_FILE = "adapter_config.json"
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterLayout:
+    """Holds the layers that an adapter changes, by name, and the config that says so."""
+
+    shapes: Mapping[str, DeltaShape]
+    config: Any
+
+
+def layout_of(config: object, module: nn.Module) -> AdapterLayout:
+    """Return the layout of an adapter with this config, a ``LoraConfig`` or a dict of its fields, on a bound model.
+
+    Raises:
+        AdapterError: a config that peft refuses, another method than LoRA, or what is not exact, by name.
+    """
+    checked = _lora_config(config)
+    from peft import get_peft_model
+
+    plain: Any = copy.deepcopy(checked)
+    plain.init_lora_weights = True  # other ways read weights, which the model below has not
+    with torch.device("meta"):
+        skeleton = type(module)(copy.deepcopy(module.config))
+    try:
+        shapes = delta_shapes(get_peft_model(skeleton, plain), module)
+    except BindingError as error:
+        raise AdapterError(str(error)) from None
+    except ValueError as error:
+        raise AdapterError(f"peft refuses the adapter's config for this model: {error}") from error
+    return AdapterLayout(shapes, checked)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return what a folder in peft's format says of its adapter.
+
+    Raises:
+        AdapterError: it is no such folder.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"{folder} holds no adapter in peft's format: {CONFIG_FILE}: {error}") from error
+    if not isinstance(found, dict):
+        raise AdapterError(f"{path} must hold an object, and holds a {type(found).__name__}")
+    return found
+
+
+def adapter_folder(model: object) -> Path | None:
+    """Return what was given as a model as a folder in peft's format; None where it is something else."""
+    if not isinstance(model, str | Path):
+        return None
+    folder = Path(model)
+    return folder if (folder / CONFIG_FILE).is_file() else None
+
+
+def base_of(folder: Path) -> str:
+    """Return the model that the adapter in a folder is for: a folder, or a name of the hub.
+
+    Raises:
+        AdapterError: the config does not say.
+    """
+    base = config_of(folder).get("base_model_name_or_path")
+    if not (isinstance(base, str) and base):
+        raise AdapterError(f"{folder / CONFIG_FILE} does not say base_model_name_or_path, the model that it is for")
+    return base
+
+
+def _lora_config(config: object) -> Any:
+    try:
+        from peft import LoraConfig
+        from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    except ImportError as error:
+        raise AdapterError("adapters are read by peft, which is not installed: pip install samebit[lora]") from error
+    if isinstance(config, LoraConfig):
+        return config
+    if not isinstance(config, Mapping):
+        raise AdapterError(f"an adapter's config is a LoraConfig or a dict of its fields, got {type(config).__name__}")
+    fields = dict(config)
+    method = fields.pop("peft_type", "LORA")
+    if method != "LORA":
+        known = ", ".join(str(one.value) for one in PEFT_TYPE_TO_CONFIG_MAPPING)
+        raise AdapterError(f"peft_type={method!r}; exact is LORA (peft knows {known})")
+    try:
+        return LoraConfig(**fields)
+    except (TypeError, ValueError) as error:
+        raise AdapterError(f"peft refuses the adapter's config: {error}") from error

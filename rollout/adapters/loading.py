@@ -1,0 +1,110 @@
+"""Read an adapter in, from a dict, a folder in peft's format, a module, a stream or a link to another process.
+
+Invariants
+----------
+* The tensors are checked as those of a model are: every one that the config promises, of its shape, finite; half an
+  adapter is refused. Nothing is known of the adapter until all of it is there.
+* Tensors may have the names of peft's files, of a peft model's state dict, or of the model inside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from torch import nn
+
+from samebit.kernels.binding.lora.loaded import new_delta, tree_of
+from samebit.kernels.layout.adapters import Adapter
+from samebit.rollout.adapters.layout import config_of, layout_of
+from samebit.rollout.adapters.registry import AdapterRegistry, Loaded
+from samebit.rollout.errors import AdapterError
+from samebit.weight_sync import Manifest, SyncReport, UpdateTerms, open_update
+from samebit.weight_sync.adapter_names import PREFIX, AdapterNames
+
+IN_FLIGHT = ("finish", "abort")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Says how an adapter is taken.
+
+    config: a ``LoraConfig`` or a dict of its fields; None for that of the folder, or of the adapter of this name.
+    version: above that of the adapter of this name; None for the next.
+    autocast: matrices of less than float32 are widened, as peft does (``autocast_adapter_dtype``); False takes them in
+        the model's dtype, for a trainer whose adapter has it.
+    in_flight: what becomes of requests that go through the adapter before it: "finish" lets them end under it, "abort"
+        ends them with what they have.
+    """
+
+    config: object = None
+    version: int | None = None
+    autocast: bool = True
+    in_flight: str = "finish"
+
+    def __post_init__(self) -> None:
+        check_in_flight(self.in_flight)
+        if self.version is not None and (isinstance(self.version, bool) or not isinstance(self.version, int)):
+            raise AdapterError(f"version must be an int or None, got {self.version!r}")
+        if not isinstance(self.autocast, bool):
+            raise AdapterError(f"autocast must be True or False, got {self.autocast!r}")
+
+
+class AdapterKeywords(TypedDict, total=False):
+    """Names the keywords of `load_adapter`; see `AdapterOptions`."""
+
+    config: object
+    version: int | None
+    autocast: bool
+    in_flight: str
+
+
+def check_in_flight(in_flight: object) -> None:
+    """Raise `AdapterError` unless this is one of `IN_FLIGHT`."""
+    if in_flight not in IN_FLIGHT:
+        raise AdapterError(f"in_flight must be one of {', '.join(IN_FLIGHT)}, got {in_flight!r}")
+
+
+def read_adapter(
+    name: str, source: object, options: AdapterOptions, module: nn.Module, known: AdapterRegistry
+) -> tuple[Loaded, SyncReport]:
+    """Return an adapter of a bound model, read from a source.
+
+    Raises:
+        AdapterError: a config or a version that will not do.
+        WeightMismatchError: a tensor that is missing, unknown or misshapen, by name.
+        NonFiniteWeightError: NaN or infinity.
+    """
+    before = known.loaded(name)
+    layout = None if before is None or options.config is not None else before.layout
+    if options.config is None and isinstance(source, str | Path):
+        layout = layout_of(config_of(Path(source)), module)
+    if layout is None:
+        if options.config is None:
+            raise AdapterError(
+                f"the adapter {name!r} is new, and nothing says which layers it changes: give config=, a LoraConfig"
+            )
+        layout = layout_of(options.config, module)
+    version = _next_version(before, options.version)
+    head = module.get_parameter("lm_head.weight")
+    dtype = torch.float32 if options.autocast else head.dtype
+    deltas = {layer: new_delta(shape, dtype, head.device) for layer, shape in layout.shapes.items()}
+    sides = {f"{PREFIX}{layer}.lora_A": delta.down for layer, delta in deltas.items()}
+    sides |= {f"{PREFIX}{layer}.lora_B": delta.up for layer, delta in deltas.items()}
+    tree = tree_of(sides)
+    manifest = replace(Manifest.of(tree), names=AdapterNames())
+    terms = UpdateTerms(cast=options.autocast)
+    with open_update(source, tree, manifest, terms, version=version - 1) as update:
+        report = update.write(tree, version=version)
+    return Loaded(Adapter(name, deltas, version=version), layout), report
+
+
+def _next_version(before: Loaded | None, asked: int | None) -> int:
+    current = 0 if before is None else before.adapter.version
+    if asked is None:
+        return current + 1
+    if asked <= current:
+        raise AdapterError(f"version must be above the adapter's current {current}, got {asked}")
+    return asked

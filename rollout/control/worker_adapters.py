@@ -1,0 +1,62 @@
+"""Load and drop the adapters of a worker while it generates.
+
+Invariants
+----------
+* Generation goes on while an adapter is read, and no request waits for it. Requests that have begun end under what they
+  began with, unless the caller has them ended.
+* What is refused changes nothing: an adapter is known when all of it is there, and not before.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from samebit.kernels.layout.adapters import Adapter
+from samebit.rollout.adapters.loading import AdapterOptions, check_in_flight, read_adapter
+from samebit.rollout.adapters.registry import AdapterRegistry
+from samebit.rollout.control.generation_thread import GenerationThread
+from samebit.rollout.control.weights.links_in_use import LinksInUse
+from samebit.rollout.control.weights.worker_weights import WorkerWeights
+from samebit.rollout.engine.engine import Engine
+from samebit.weight_sync import SyncReport
+from samebit.weight_sync.wire.link import ReceiverLink
+
+
+class WorkerAdapters:
+    """Changes the adapters of one worker."""
+
+    def __init__(
+        self, registry: AdapterRegistry, thread: GenerationThread, weights: WorkerWeights, links: LinksInUse
+    ) -> None:
+        self.registry = registry
+        self._thread = thread
+        self._weights = weights
+        self._links = links
+
+    def load(self, name: str, source: object, asked: AdapterOptions) -> SyncReport:
+        """Read an adapter in, and let requests from now on find it under this name."""
+        self._thread.check_thread()
+        self._thread.status.check_usable()
+        before = self.registry.loaded(self.registry.check_free(name))
+        held = self._links.in_use(source) if isinstance(source, ReceiverLink) else nullcontext()
+        with held:
+            loaded, report = read_adapter(name, source, asked, self._weights.module, self.registry)
+        self.registry.put(loaded)
+        if before is not None and asked.in_flight == "abort":
+            self._abort_requests_of(before.adapter)
+        return report
+
+    def drop(self, name: str, in_flight: str) -> None:
+        """Forget a loaded adapter."""
+        check_in_flight(in_flight)
+        self._thread.check_thread()
+        self._thread.status.check_usable()
+        dropped = self.registry.drop(name)
+        if in_flight == "abort":
+            self._abort_requests_of(dropped)
+
+    def _abort_requests_of(self, adapter: Adapter) -> None:
+        def abort(engine: Engine) -> None:
+            self._thread.deliver(engine.abort([i for i, one in engine.requests.items() if one.adapter is adapter]))
+
+        self._thread.run(abort)
