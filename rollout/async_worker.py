@@ -83,14 +83,14 @@ class AsyncWorker:
     async def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
         await self.in_thread(lambda: self.worker.wake_up(tags))
 
-    async def pause(self) -> None:
-        await self.in_thread(self.worker.pause)
+    async def pause(self, mode: str = "keep") -> None:
+        await self.in_thread(lambda: self.worker.pause(mode))
 
     async def resume(self) -> None:
         await self.in_thread(self.worker.resume)
 
-    async def reset_prefix_cache(self) -> None:
-        await self.in_thread(self.worker.reset_prefix_cache)
+    async def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        await self.in_thread(lambda: self.worker.reset_prefix_cache(recompute_running=recompute_running))
 
     async def stats(self) -> dict[str, float]:
         return self.worker.stats()
