@@ -41,10 +41,10 @@ class Sources(Protocol):
 
 
 class AsyncWorker:
-    """Offers the calls of a worker as coroutines. It has no worker until `build`."""
+    """Offers the calls of a worker as coroutines: of one that is `loaded`, or of the one that `build` makes."""
 
-    def __init__(self, sources: Sources) -> None:
-        self._loaded: LocalWorker | None = None
+    def __init__(self, sources: Sources, loaded: LocalWorker | None = None) -> None:
+        self._loaded = loaded
         self._sources = sources
         self._threads = ThreadPoolExecutor(MOST_COMMANDS, "samebit-command")
 

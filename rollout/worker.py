@@ -114,6 +114,11 @@ class RolloutWorker(Closing):
         """Return the model that it generates with: the trainer's own, or the one it has loaded."""
         return self._weights.module
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Return the tokens that end a sample by themselves."""
+        return self._eos_token_ids
+
     # -- requests ----------------------------------------------------------------------------------
 
     def generate(

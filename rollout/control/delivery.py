@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 from samebit.kernels.openmp import release_idle_threads
 from samebit.rollout.guard import contained
-from samebit.rollout.outputs import RequestOutput, request_output
-from samebit.rollout.requests.request import Request, Sequence
+from samebit.rollout.outputs import RequestOutput, request_output, spans
+from samebit.rollout.requests.request import Request, Sequence, Span
 from samebit.rollout.requests.tokenizer import Tokenizer
 
 
@@ -31,7 +31,7 @@ from samebit.rollout.requests.tokenizer import Tokenizer
 class StreamChunk:
     """Holds new tokens of one sample; `finished` is True on its last chunk (which may be empty).
 
-    top_logprobs: as in `SampleOutput`, of these tokens.
+    top_logprobs: as in `SampleOutput`, of these tokens. stop_reason, weight_versions: of the sample, on its last chunk.
     """
 
     sample: int
@@ -39,6 +39,8 @@ class StreamChunk:
     logprobs: list[float]
     finished: bool
     finish_reason: str | None
+    stop_reason: int | str | None = None
+    weight_versions: list[Span] | None = None
     top_logprobs: list[dict[int, float]] | None = None
 
 
@@ -239,5 +241,7 @@ def _new_tokens(sequence: Sequence, seen: int) -> StreamChunk:
         logprobs=sequence.logprobs[seen:count].tolist(),
         finished=finished,
         finish_reason=sequence.finish_reason if finished else None,
+        stop_reason=sequence.stop_reason if finished else None,
+        weight_versions=spans(sequence.weight_spans) if finished else None,
         top_logprobs=None if sequence.top_logprobs is None else sequence.top_logprobs[seen:count],
     )

@@ -50,7 +50,9 @@ class WorkerStatus:
     @property
     def sleeping(self) -> tuple[str, ...]:
         """Return the tags that sleep."""
-        return tuple(name for name, asleep in (("weights", self.weights_asleep), ("kv_cache", self.kv_asleep)) if asleep)
+        return tuple(
+            name for name, asleep in (("weights", self.weights_asleep), ("kv_cache", self.kv_asleep)) if asleep
+        )
 
     def end_pause(self) -> None:
         """Note that steps may run again. Under the worker's lock."""

@@ -25,9 +25,9 @@ from samebit.kernels.openmp import process_environment
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.sleep import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError
+from samebit.rollout.integrations.links import SharedMemoryAt
 from samebit.rollout.integrations.ray.actor import Health, RolloutActor
 from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
-from samebit.rollout.integrations.ray.links import SharedMemoryAt
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker_interface import UpdateOptions
