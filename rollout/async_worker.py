@@ -41,10 +41,10 @@ class Sources(Protocol):
 
 
 class AsyncWorker:
-    """Offers the calls of a worker as coroutines. It has no worker until `build`."""
+    """Offers the calls of a worker as coroutines: of one that is `loaded`, or of the one that `build` makes."""
 
-    def __init__(self, sources: Sources) -> None:
-        self._loaded: LocalWorker | None = None
+    def __init__(self, sources: Sources, loaded: LocalWorker | None = None) -> None:
+        self._loaded = loaded
         self._sources = sources
         self._threads = ThreadPoolExecutor(MOST_COMMANDS, "samebit-command")
 
@@ -83,14 +83,14 @@ class AsyncWorker:
     async def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
         await self.in_thread(lambda: self.worker.wake_up(tags))
 
-    async def pause(self) -> None:
-        await self.in_thread(self.worker.pause)
+    async def pause(self, mode: str = "keep") -> None:
+        await self.in_thread(lambda: self.worker.pause(mode))
 
     async def resume(self) -> None:
         await self.in_thread(self.worker.resume)
 
-    async def reset_prefix_cache(self) -> None:
-        await self.in_thread(self.worker.reset_prefix_cache)
+    async def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        await self.in_thread(lambda: self.worker.reset_prefix_cache(recompute_running=recompute_running))
 
     async def stats(self) -> dict[str, float]:
         return self.worker.stats()

@@ -22,9 +22,12 @@ FAILED, UNUSABLE = 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; the exit code. Without `argv` this is the process's own command line."""
-    arguments = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         _let_idle_threads_sleep()
+    if given[:1] == ["serve"]:
+        return _serve(given[1:])
+    arguments = _parser().parse_args(given)
     code: int = arguments.run(arguments)
     return code
 
@@ -69,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--seed", type=_natural, default=0, metavar="N", help="of prompts (0)")
     bench.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     bench.set_defaults(run=_bench)
+    commands.add_parser("serve", help="answer over HTTP: OpenAI's endpoints, vLLM's RL dialect, metrics")
     return parser
 
 
@@ -164,6 +168,16 @@ def _bench(arguments: argparse.Namespace) -> int:
         extremes = "" if one.min == one.max else f"  ({one.min:,.0f} to {one.max:,.0f})"
         sys.stdout.write(f"{one.name.replace('_', ' '):<28}{one.value:>14,.0f} {one.unit}{extremes}\n")
     return 0
+
+
+def _serve(given: Sequence[str]) -> int:
+    """Serve; its many options have a parser of their own (`samebit serve --help`)."""
+    try:
+        from samebit.rollout.integrations.http.serving import main as serve
+    except ImportError as error:
+        sys.stderr.write(f"samebit serve: {error}\n")
+        return UNUSABLE
+    return serve(given)
 
 
 if __name__ == "__main__":

@@ -106,9 +106,9 @@ def _sample_output(sequence: Sequence, tokenizer: Tokenizer | None) -> SampleOut
         logprobs=sequence.logprobs[:count].tolist(),
         raw_logprobs=sequence.raw_logprobs[:count].tolist(),
         top_logprobs=sequence.top_logprobs,
-        weight_versions=_spans(sequence.weight_spans),
-        context_versions=_spans(sequence.context_spans),
-        kv_versions=_spans(sequence.reported_kv_spans),
+        weight_versions=spans(sequence.weight_spans),
+        context_versions=spans(sequence.context_spans),
+        kv_versions=spans(sequence.reported_kv_spans),
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
         text=_text(sequence, token_ids, tokenizer),
@@ -125,5 +125,6 @@ def _text(sequence: Sequence, token_ids: list[int], tokenizer: Tokenizer | None)
     return decoded(tokenizer, token_ids)
 
 
-def _spans(spans: list[list[int]]) -> list[Span]:
-    return [(start, end, version) for start, end, version in spans]
+def spans(given: list[list[int]]) -> list[Span]:
+    """Return spans as plain tuples."""
+    return [(start, end, version) for start, end, version in given]

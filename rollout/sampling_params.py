@@ -27,6 +27,9 @@ LOWEST_PENALTY = SMALLEST_NORMAL
 """A penalty is at least this, so that its reciprocal is finite too: a smaller one would make an infinity of any
 logit."""
 
+MOST_PENALTY = 2.0
+"""Presence and frequency penalties lie between this and its negative, as in OpenAI's API."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -41,6 +44,8 @@ class SamplingParams:
     seed: the same seed gives the same tokens in any batch; None gives each request its own numbers.
     logprobs: also report this many of the most likely tokens at each position.
     prompt_logprobs: report the log-probability of each prompt token, and as many alternatives.
+    presence_penalty: taken from the logits of tokens that the sample has, from -2 to 2; frequency_penalty: as many
+        times as it has them.
     logit_bias: token id -> value added to its logit before the choice.
     return_routed_experts: report which experts computed each token of prompt and output.
     adapter: the name of the adapter that computes it; None for the worker's own choice, "__base__" for none.
@@ -61,6 +66,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
     cache_salt: str | None = None
     adapter: str | None = None
@@ -90,6 +97,8 @@ class SamplingParams:
         if self.prompt_logprobs is not None:
             self._int("prompt_logprobs", 0)
         self._number("repetition_penalty", LOWEST_PENALTY)
+        self._number("presence_penalty", -MOST_PENALTY, MOST_PENALTY)
+        self._number("frequency_penalty", -MOST_PENALTY, MOST_PENALTY)
         if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and self.cache_salt):
             raise ValueError(f"cache_salt must be a non-empty string or None, got {shown(self.cache_salt)}")
         if self.adapter is not None and not (isinstance(self.adapter, str) and self.adapter):
@@ -104,12 +113,17 @@ class SamplingParams:
     @cached_property
     def changes_logits(self) -> bool:
         """Return whether the logits are changed before each choice (``min_tokens`` aside)."""
-        return self.filters or self.repetition_penalty != 1.0 or bool(self.logit_bias)
+        return self.filters or self.penalizes or bool(self.logit_bias)
+
+    @cached_property
+    def penalizes(self) -> bool:
+        """Return whether tokens that were seen get other logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @cached_property
     def can_run_ahead(self) -> bool:
         """Return whether the next token but one can be drawn before anybody has read the next one."""
-        return self.repetition_penalty == 1.0 and self.logprobs is None
+        return not self.penalizes and self.logprobs is None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

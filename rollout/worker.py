@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from samebit.rollout.build import WorkerParts, build
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.delivery import Delivery, RequestHandle
 from samebit.rollout.control.generation_thread import GenerationThread
+from samebit.rollout.control.pausing import pause
 from samebit.rollout.control.shelter import Gate, Hold
 from samebit.rollout.control.sleep import TAGS, Sleep, check_sleep, check_tags
 from samebit.rollout.control.weights.links_in_use import LinksInUse
@@ -117,6 +118,11 @@ class RolloutWorker(Closing):
     def module(self) -> nn.Module:
         """Return the model that it generates with: the trainer's own, or the one it has loaded."""
         return self._weights.module
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Return the tokens that end a sample by themselves."""
+        return self._eos_token_ids
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -338,19 +344,35 @@ class RolloutWorker(Closing):
         named = check_tags(TAGS if tags is None else tags)
         self._thread.run(lambda _: self._sleep.get_up(named))
 
-    def reset_prefix_cache(self) -> None:
-        """Make sure that nothing computed so far is hit again. Running requests go on with the KV they have."""
-        self._thread.run(Engine.clear_prefix_cache)
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        """Make sure that nothing computed so far is hit again. Running requests go on with the KV they have, or compute
+        it again."""
+        self._thread.run(lambda engine: _forget(engine, recompute_running))
 
-    def pause(self) -> None:
-        """Stand still between two steps until `resume()`; submissions are queued."""
-        self._thread.run(lambda _: self._set_paused(True))
+    def pause(self, mode: str = "keep") -> None:
+        """Stand still between two steps until `resume()`; submissions are queued.
+
+        mode: what becomes of the requests: "keep" goes on with them at `resume()`, "wait" lets those that have begun
+        finish first, "abort" ends all with what they have.
+        """
+        pause(self._thread, mode)
 
     def resume(self) -> None:
-        self._thread.run(lambda _: self._set_paused(False))
+        self._thread.run(lambda _: self._status.end_pause())
 
-    def _set_paused(self, paused: bool) -> None:
-        self._status.paused = paused
+    @property
+    def paused(self) -> bool:
+        """Return whether it stands still until `resume()`."""
+        return self._status.paused
+
+    @property
+    def sleeping(self) -> tuple[str, ...]:
+        """Return the tags that sleep."""
+        return self._status.sleeping
+
+    def after_steps(self, listener: Callable[[], None]) -> None:
+        """Call it in the generation thread after each step, for as long as the worker lives. It must not wait."""
+        self._thread.after_steps(listener)
 
     def stats(self) -> dict[str, float]:
         """Return counters and sizes, read without the lock; see docs/reference.md for each."""
@@ -379,6 +401,12 @@ class RolloutWorker(Closing):
     def _release_memory(self, gate: Gate) -> None:
         with self._thread.lock.turn(gate):
             self._sleep.release_all()
+
+
+def _forget(engine: Engine, recompute_running: bool) -> None:
+    engine.clear_prefix_cache()
+    if recompute_running:
+        engine.preempt_all()
 
 
 def _pairs(

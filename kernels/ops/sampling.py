@@ -5,6 +5,7 @@ choice, never the reported log-probability, which comes from the unprocessed log
 """
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from samebit.kernels.layout import device
@@ -63,6 +64,17 @@ def penalize_repetition(row: torch.Tensor, seen: torch.Tensor, penalty: float) -
     """
     picked = row[seen]
     row[seen] = torch.where(picked > 0, picked / penalty, picked * penalty)
+
+
+def penalize_counts(row: torch.Tensor, sampled: npt.NDArray[np.int64], presence: float, frequency: float) -> None:
+    """Take ``presence + frequency * count`` from the logits of the tokens that were sampled, in place (OpenAI's API).
+
+    ``row``: ``[V]``, ``sampled``: int64 ids of the output.
+    """
+    ids, counts = np.unique(sampled, return_counts=True)
+    values = -(np.float32(presence) + np.float32(frequency) * counts.astype(np.float32))
+    parts = sent({"ids": ids, "values": values}, row.device)
+    row[parts["ids"]] += parts["values"]
 
 
 def add_bias(row: torch.Tensor, bias: dict[int, float]) -> None:

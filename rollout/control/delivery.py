@@ -22,20 +22,26 @@ from dataclasses import dataclass
 
 from samebit.kernels.openmp import release_idle_threads
 from samebit.rollout.guard import contained
-from samebit.rollout.outputs import RequestOutput, request_output
-from samebit.rollout.requests.request import Request, Sequence
+from samebit.rollout.outputs import RequestOutput, request_output, spans
+from samebit.rollout.requests.request import Request, Sequence, Span
 from samebit.rollout.requests.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """Holds new tokens of one sample; `finished` is True on its last chunk (which may be empty)."""
+    """Holds new tokens of one sample; `finished` is True on its last chunk (which may be empty).
+
+    top_logprobs: as in `SampleOutput`, of these tokens. stop_reason, weight_versions: of the sample, on its last chunk.
+    """
 
     sample: int
     token_ids: list[int]
     logprobs: list[float]
     finished: bool
     finish_reason: str | None
+    stop_reason: int | str | None = None
+    weight_versions: list[Span] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
 
 
 class Delivery:
@@ -75,14 +81,11 @@ class Delivery:
             release_idle_threads()
         return self._wait_for(lambda: self.done, timeout)
 
-    def wait_for_tokens(self, sequences: list[Sequence], seen: list[int]) -> None:
-        """Wait until a sequence has more tokens than `seen` says, or has finished, or all is done."""
+    def wait_for_tokens(self, reader: TokenReader) -> None:
+        """Wait until there is something to read, or all is done."""
         self._streams.add(self)
         release_idle_threads()
-        self._wait_for(
-            lambda: self.done or any(s.finished or s.num_new_tokens > n for s, n in zip(sequences, seen, strict=True)),
-            None,
-        )
+        self._wait_for(lambda: self.done or reader.ready, None)
 
     def stop_streaming(self) -> None:
         self._streams.discard(self)
@@ -164,33 +167,61 @@ class RequestHandle:
             raise
         return self.result()
 
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call it once, in the thread that ends the request, or here if that has happened. It must not wait."""
+        self._delivery.when_done(callback)
+
+    def reader(self) -> TokenReader:
+        """Return a reader of the tokens, from the first one; it never waits."""
+        return TokenReader(self._delivery)
+
     def __iter__(self) -> Iterator[StreamChunk]:
         """Yield new tokens as they come, from the first one, over all samples; ends with the request."""
-        delivery = self._delivery
-        open_sequences = list(delivery.request.sequences)
-        seen = [0] * len(open_sequences)
+        delivery, reader = self._delivery, self.reader()
         try:
-            while open_sequences:
+            while not reader.ended:
                 if not delivery.done:
                     self._check_thread()
-                delivery.wait_for_tokens(open_sequences, seen)
-                if delivery.error is not None:
-                    raise delivery.error
-                still_open: list[Sequence] = []
-                counts: list[int] = []
-                for sequence, count in zip(open_sequences, seen, strict=True):
-                    chunk = _new_tokens(sequence, count)
-                    if chunk.token_ids or chunk.finished:
-                        yield chunk
-                    if not chunk.finished:
-                        still_open.append(sequence)
-                        counts.append(count + len(chunk.token_ids))
-                open_sequences, seen = still_open, counts
+                delivery.wait_for_tokens(reader)
+                yield from reader.read()
             delivery.wait(None)
             if delivery.error is not None:
                 raise delivery.error
         finally:
             delivery.stop_streaming()
+
+
+class TokenReader:
+    """Reads the tokens of a request as they come, in any thread, one reader at a time."""
+
+    def __init__(self, delivery: Delivery) -> None:
+        self._delivery = delivery
+        self._open = [(sequence, 0) for sequence in delivery.request.sequences]
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the last chunk of every sample was read."""
+        return not self._open
+
+    @property
+    def ready(self) -> bool:
+        """Return whether `read` has something to give."""
+        return self._delivery.error is not None or any(s.finished or s.num_new_tokens > n for s, n in self._open)
+
+    def read(self) -> list[StreamChunk]:
+        """Return what came since the last call, at most one chunk a sample. Raises what failed the request."""
+        if self._delivery.error is not None:
+            raise self._delivery.error
+        chunks: list[StreamChunk] = []
+        still_open: list[tuple[Sequence, int]] = []
+        for sequence, seen in self._open:
+            chunk = _new_tokens(sequence, seen)
+            if chunk.token_ids or chunk.finished:
+                chunks.append(chunk)
+            if not chunk.finished:
+                still_open.append((sequence, seen + len(chunk.token_ids)))
+        self._open = still_open
+        return chunks
 
 
 def _wake(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
@@ -210,4 +241,7 @@ def _new_tokens(sequence: Sequence, seen: int) -> StreamChunk:
         logprobs=sequence.logprobs[seen:count].tolist(),
         finished=finished,
         finish_reason=sequence.finish_reason if finished else None,
+        stop_reason=sequence.stop_reason if finished else None,
+        weight_versions=spans(sequence.weight_spans) if finished else None,
+        top_logprobs=None if sequence.top_logprobs is None else sequence.top_logprobs[seen:count],
     )

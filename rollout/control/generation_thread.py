@@ -67,6 +67,7 @@ class GenerationThread:
         self._wake = _Bell()
         self._hold: weakref.ref[Hold[Any]] | None = None
         self._next_ordinal = 0
+        self._listeners: tuple[Callable[[], None], ...] = ()
         self._log = StatsLog(engine)
         self._thread = threading.Thread(target=self._main, name="samebit-generation", daemon=True)
         self._thread.start()
@@ -103,6 +104,15 @@ class GenerationThread:
         self.status.check_process()
         self._inbox.append(_Abort(tuple(request_ids)))
         self._wake.ring()
+
+    def after_steps(self, listener: Callable[[], None]) -> None:
+        """Call it in this thread after each step that committed tokens. It must not wait."""
+        self._listeners = (*self._listeners, listener)
+
+    def all_request_ids(self) -> list[str]:
+        """Return the ids of all requests, those that have just come included. Under the lock."""
+        self._take_inbox()
+        return list(self.engine.requests)
 
     def run(self, act: Callable[[Engine], T]) -> T:
         """Call `act` with the engine between two steps."""
@@ -231,6 +241,9 @@ class GenerationThread:
         """Hand over what a step gave: results to their callers, new tokens to the streams."""
         self.deliver(finished)
         self._deliveries.notify_streams()
+        for listener in self._listeners:
+            with contained("a listener of the steps"):
+                listener()
 
     def _settle(self) -> None:
         """Commit the step that is in flight. Under the lock, in any thread.

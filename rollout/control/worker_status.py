@@ -47,6 +47,17 @@ class WorkerStatus:
     def asleep(self) -> bool:
         return self.kv_asleep or self.weights_asleep
 
+    @property
+    def sleeping(self) -> tuple[str, ...]:
+        """Return the tags that sleep."""
+        return tuple(
+            name for name, asleep in (("weights", self.weights_asleep), ("kv_cache", self.kv_asleep)) if asleep
+        )
+
+    def end_pause(self) -> None:
+        """Note that steps may run again. Under the worker's lock."""
+        self.paused = False
+
     def set_asleep(self, *, weights: bool | None = None, kv_cache: bool | None = None) -> None:
         """Note what sleeps now; None leaves it as it is."""
         with self.mutex:
@@ -82,8 +93,7 @@ class WorkerStatus:
         if self.queue_while_asleep and self.incomplete_cause is None:
             return
         if self.asleep:
-            tags = [name for name, asleep in (("weights", self.weights_asleep), ("kv_cache", self.kv_asleep)) if asleep]
-            raise WorkerStateError(f"the worker is asleep ({', '.join(tags)}); call wake_up() first")
+            raise WorkerStateError(f"the worker is asleep ({', '.join(self.sleeping)}); call wake_up() first")
         if self.incomplete is not None:
             raise WorkerStateError(
                 f"weights incomplete: {self.incomplete}; a full load_state_dict() or receive_weights() is "

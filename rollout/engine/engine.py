@@ -291,9 +291,9 @@ class Engine:
             return False
         token = rows.tokens[row]
         version = self.weight_version
-        sequence.append(token, rows.logprobs[row], rows.raw_logprobs[row], version=version, context=context)
         if rows.top is not None and sequence.top_logprobs is not None:
-            sequence.top_logprobs.append(rows.top[row] or {})
+            sequence.top_logprobs.append(rows.top[row] or {})  # before the token: who sees that sees these
+        sequence.append(token, rows.logprobs[row], rows.raw_logprobs[row], version=version, context=context)
         if sequence.num_new_tokens == 1:
             self._count_first_token(sequence)
         try:

@@ -17,7 +17,7 @@ class StopStringMatcher:
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
-        self._overlap = max(map(len, stops)) - 1
+        self._overlap = max(map(len, stops), default=1) - 1
         self._tokens: list[int] = []
         self._context = 0
         self._decoded = 0

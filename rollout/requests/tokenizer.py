@@ -17,14 +17,14 @@ class Tokenizer(Protocol):
         """Return the text of a list of ids (transformers declares more, for lists of lists)."""
 
 
-def decoded(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+def decoded(tokenizer: Tokenizer, token_ids: list[int], *, skip_special: bool = True) -> str:
     """Return the text of these tokens, or raise `TokenizerError`.
 
     Boundary: a tokenizer in Rust panics with a BaseException, one in Python may leave with SystemExit. An interrupt is
     not the tokenizer's.
     """
     try:
-        text: object = tokenizer.decode(token_ids, skip_special_tokens=True)
+        text: object = tokenizer.decode(token_ids, skip_special_tokens=skip_special)
     except KeyboardInterrupt:
         raise
     except BaseException as error:

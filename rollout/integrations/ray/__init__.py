@@ -12,10 +12,10 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("samebit.rollout.integrations.ray needs Ray: pip install 'samebit[ray]'") from error
 
+from samebit.rollout.integrations.links import BroadcastFrom, BroadcastGroup, SharedMemoryAt
 from samebit.rollout.integrations.ray.actor import Health, RolloutActor
 from samebit.rollout.integrations.ray.calls import lost_worker, wait_for, wait_for_async
 from samebit.rollout.integrations.ray.client import RayRequestHandle, RayWorker, start_actor
-from samebit.rollout.integrations.ray.links import BroadcastFrom, BroadcastGroup, SharedMemoryAt
 
 __all__ = [
     "BroadcastFrom",

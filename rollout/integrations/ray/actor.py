@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from samebit.rollout.async_worker import AsyncWorker
 from samebit.rollout.config import RolloutConfig
-from samebit.rollout.integrations.ray.links import Sources
+from samebit.rollout.integrations.links import Sources
 from samebit.rollout.worker import RolloutWorker
 
 

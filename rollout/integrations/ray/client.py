@@ -25,9 +25,9 @@ from samebit.kernels.openmp import process_environment
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.sleep import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError
+from samebit.rollout.integrations.links import SharedMemoryAt
 from samebit.rollout.integrations.ray.actor import Health, RolloutActor
 from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
-from samebit.rollout.integrations.ray.links import SharedMemoryAt
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker_interface import UpdateOptions
@@ -190,14 +190,14 @@ class RayWorker(Closing):
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
         wait_for(self.actor.wake_up.remote(tags if tags is None or isinstance(tags, str) else tuple(tags)))
 
-    def pause(self) -> None:
-        wait_for(self.actor.pause.remote())
+    def pause(self, mode: str = "keep") -> None:
+        wait_for(self.actor.pause.remote(mode))
 
     def resume(self) -> None:
         wait_for(self.actor.resume.remote())
 
-    def reset_prefix_cache(self) -> None:
-        wait_for(self.actor.reset_prefix_cache.remote())
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        wait_for(self.actor.reset_prefix_cache.remote(recompute_running=recompute_running))
 
     def stats(self) -> dict[str, float]:
         numbers: dict[str, float] = wait_for(self.actor.stats.remote())

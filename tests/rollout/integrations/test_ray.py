@@ -30,8 +30,8 @@ from samebit.rollout import (  # noqa: E402
     WorkerStateError,
     integrations,
 )
+from samebit.rollout.integrations.links import Sources  # noqa: E402
 from samebit.rollout.integrations.ray import BroadcastFrom, BroadcastGroup, RayWorker, SharedMemoryAt  # noqa: E402
-from samebit.rollout.integrations.ray.links import Sources  # noqa: E402
 from samebit.weight_sync import (  # noqa: E402
     BroadcastSender,
     NonFiniteWeightError,

@@ -27,7 +27,7 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from samebit.rollout.async_worker import AsyncWorker
 from samebit.rollout.control.sleep import TAGS
 from samebit.rollout.errors import RequestError
-from samebit.rollout.integrations.ray.links import Sources
+from samebit.rollout.integrations.links import Sources
 from samebit.rollout.integrations.verl.options import ServerOptions, check_tokenizer
 from samebit.rollout.integrations.verl.server import requests
 from samebit.rollout.integrations.verl.server.gate import Gate

@@ -1,4 +1,4 @@
-"""Name where an actor gets weights from, in a few words that travel; the weights themselves go over the link."""
+"""Name where a worker behind calls gets weights from, in a few words that travel; the weights go over the link."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class Sources:
         if source is None or isinstance(source, str | Path):
             return source
         raise TypeError(
-            "an actor takes weights from SharedMemoryAt, BroadcastFrom, BroadcastGroup or a folder with *.safetensors, "
-            f"not from {type(source).__name__}"
+            "a worker behind calls takes weights from SharedMemoryAt, BroadcastFrom, BroadcastGroup or a folder with "
+            f"*.safetensors, not from {type(source).__name__}"
         )
 
     def _forget(self, source: object) -> None:

@@ -1,0 +1,116 @@
+"""Build the application: which endpoints there are, behind which doors.
+
+Invariant: the control endpoints are nowhere by default. With "loopback" they are on a listener of their own, which also
+answers all else, since the clients of RL frameworks know one address; with "token" they ask for the control token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import Depends, FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from samebit.rollout.integrations.http import errors
+from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer
+from samebit.rollout.integrations.http.metrics.worker import WorkerCollector
+from samebit.rollout.integrations.http.middleware import OPEN_PATHS, Bearer, BodyLimit, LoopbackOnly
+from samebit.rollout.integrations.http.openai.routes import routes as openai_routes
+from samebit.rollout.integrations.http.rl.routes import CONTROL_PATHS, control_routes, generate_routes
+from samebit.rollout.integrations.http.service import Service
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Is the application of the process: `public` for everyone, `loopback` for the port of the control listener."""
+
+    public: ASGIApp
+    loopback: ASGIApp | None
+    control_port: int | None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        inner = scope["type"] == "http" and scope["server"][1] == self.control_port
+        app = self.loopback if inner and self.loopback is not None else self.public
+        await app(scope, receive, send)
+
+
+def create_app(service: Service, control_port: int | None = None) -> Doors:
+    """Return the application of a service. control_port: of the listener of --control loopback."""
+    settings = service.settings
+    service.metrics.registry.register(WorkerCollector(service))
+    inner = settings.control == "loopback"
+    public = _endpoints(service, control=settings.control == "token")
+    loopback = LoopbackOnly(BodyLimit(_endpoints(service, control=True), settings.max_body_bytes)) if inner else None
+    return Doors(_guarded(public, service), loopback, control_port)
+
+
+def _guarded(app: ASGIApp, service: Service) -> ASGIApp:
+    settings = service.settings
+    app = BodyLimit(app, settings.max_body_bytes)
+    if settings.api_key is not None:
+        app = Bearer(app, settings.api_key, lambda path: path not in OPEN_PATHS and path not in CONTROL_PATHS)
+    if settings.control == "token" and settings.control_token is not None:
+        app = Bearer(app, settings.control_token, lambda path: path in CONTROL_PATHS)
+    return app
+
+
+def _endpoints(service: Service, *, control: bool) -> FastAPI:
+    app = FastAPI(
+        title="samebit", description="Rollouts whose log-probabilities are bit for bit the trainer's", docs_url=None,
+        redoc_url=None,
+    )  # fmt: skip
+    errors.install(app)
+    app.router.dependencies.append(Depends(known_query))
+    app.include_router(openai_routes(service))
+    app.include_router(generate_routes(service))
+    if control:
+        app.include_router(control_routes(service))
+    _add_probes(app, service)
+    if not control:
+        _name_the_closed_doors(app)
+    return app
+
+
+def known_query(request: Request) -> None:
+    """Refuse query parameters that the endpoint does not name."""
+    known = {one.alias for one in request.scope["route"].dependant.query_params}
+    unknown = sorted(request.query_params.keys() - known)
+    if unknown:
+        allowed = f"there are {', '.join(sorted(known))}" if known else "there are none"
+        raise ApiError(400, f"there is no query parameter {unknown[0]!r} here; {allowed}", param=unknown[0])
+
+
+def _add_probes(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Answer 200 while the worker can be used, 503 with its trouble otherwise."""
+        service.worker.check_usable()
+        return JsonAnswer({"status": "ok"})
+
+    @app.get("/liveness")
+    async def liveness() -> Response:
+        """Answer 200 while the process serves."""
+        return JsonAnswer({"status": "alive"})
+
+    @app.get("/readiness")
+    async def readiness() -> Response:
+        """Answer 200 while a request would be taken now, 503 with the reason otherwise."""
+        trouble = service.trouble()
+        if trouble is not None:
+            raise ApiError(503, trouble, code="unavailable", headers={"Retry-After": "1"})
+        return JsonAnswer({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Give the numbers to Prometheus."""
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _name_the_closed_doors(app: FastAPI) -> None:
+    async def closed() -> Response:
+        raise ApiError(404, "control endpoints are not offered here: see --control", code="control_off")
+
+    for path in sorted(CONTROL_PATHS):
+        app.add_api_route(path, closed, methods=["GET", "POST"], include_in_schema=False)

@@ -1,0 +1,169 @@
+"""Answer errors as OpenAI's API does: `{"error": {"message", "type", "param", "code"}}` with the right status.
+
+Invariants
+----------
+* What is the caller's fault is a 4xx that names the field; what is not is a 5xx, and the server goes on.
+* An answer that must not be retried says so (`x-should-retry`), in the word of the `openai` client.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from samebit.rollout.checks import shown
+from samebit.rollout.errors import NoTokenLeftError, RequestError, WorkerStateError
+from samebit.weight_sync import SyncRefusedError, WeightMismatchError, WeightSourceError
+
+logger = logging.getLogger(__name__)
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+_NO_RETRY = {"x-should-retry": "false"}
+
+
+class ErrorBody(BaseModel):
+    """Describes one error."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(BaseModel):
+    """Wraps an error as OpenAI's API does."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """Ends a request with this status and message."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        kind = _KINDS.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class JsonAnswer(Response):
+    """Encodes its content as JSON in ASCII, and refuses numbers that JSON can not hold."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encoded(content)
+
+
+def encoded(content: Any) -> bytes:
+    """Return JSON in ASCII: any string survives it, and any float comes back with its bits.
+
+    Raises:
+        ApiError: the content has a NaN or an infinity, which no JSON holds.
+    """
+    try:
+        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError as error:
+        where = _not_finite(content, "")
+        raise ApiError(500, f"{where}, which JSON can not hold", code="not_finite", headers=_NO_RETRY) from error
+
+
+def _not_finite(content: Any, where: str) -> str | None:
+    """Name the first value that JSON can not hold."""
+    if isinstance(content, float) and (content != content or abs(content) == float("inf")):
+        return f"{where.lstrip('.')} is {content}"
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    return next((found for name, value in items if (found := _not_finite(value, f"{where}.{name}"))), None)
+
+
+def api_error(error: Exception) -> ApiError:
+    """Return what an exception of the worker means to who called."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, NoTokenLeftError | RequestError | ValueError | TypeError):
+        conflict = isinstance(error, SyncRefusedError | WeightMismatchError | WeightSourceError)
+        return ApiError(409 if conflict else 400, str(error))
+    if isinstance(error, SyncRefusedError):
+        return ApiError(409, str(error))
+    if isinstance(error, WorkerStateError):
+        return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "1"})
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, f"{type(error).__name__}: {error}", headers=_NO_RETRY)
+
+
+def answer(error: ApiError) -> JsonAnswer:
+    return JsonAnswer(error.content, error.status, error.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of this app in OpenAI's format."""
+
+    async def ours(_: Request, error: Exception) -> Response:
+        return answer(api_error(error))
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        message, param = _first(error.errors())
+        return answer(ApiError(400, message, param=param))
+
+    async def http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return answer(ApiError(error.status_code, str(error.detail), headers=error.headers))
+
+    for kind in (ApiError, RequestError, WorkerStateError, NoTokenLeftError, ValueError, TypeError, Exception):
+        app.add_exception_handler(kind, ours)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+
+
+def _first(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """Return message and field of the thing that is wrong, of several the deepest: of the forms that a field may have,
+    the one that came nearest."""
+    first = max(errors, key=lambda error: len(error["loc"]))
+    path = [part for part in first["loc"][1:] if isinstance(part, int) or _is_a_field(part)]
+    param = ".".join(map(str, path)) or None
+    if first["type"] == "extra_forbidden":
+        message = f"there is no field {param!r}; nothing that is passed is ignored"
+    elif first["type"] == "json_invalid":
+        return "the body is no JSON: " + str(first.get("ctx", {}).get("error", "")), None
+    else:
+        message = f"{param or 'the body'}: {first['msg']}, got {shown(first.get('input'))}"
+    return message, param
+
+
+def _is_a_field(part: str) -> bool:
+    """Tell a field from the name of a form that it may have."""
+    return not {"[", "-"} & set(part) and part not in ("str", "int", "float", "bool")

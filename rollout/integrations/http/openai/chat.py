@@ -1,0 +1,210 @@
+"""Answer /v1/chat/completions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from samebit.rollout.control.delivery import StreamChunk
+from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer
+from samebit.rollout.integrations.http.event_stream import DONE, EventStream, event
+from samebit.rollout.integrations.http.openai import logprobs
+from samebit.rollout.integrations.http.openai.answers import usage
+from samebit.rollout.integrations.http.openai.logprobs import TokenTexts
+from samebit.rollout.integrations.http.openai.prompts import chat_text, token_ids
+from samebit.rollout.integrations.http.openai.requests import ChatRequest, Message, ToolCall
+from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
+from samebit.rollout.integrations.http.openai.sampling import of_chat
+from samebit.rollout.integrations.http.openai.tools import Parsed, ToolParser, make_parser
+from samebit.rollout.integrations.http.service import Asked, Prompt, Service
+from samebit.rollout.outputs import RequestOutput, SampleOutput
+
+SESSION = "x-session-id"
+
+
+async def chat(service: Service, asked: ChatRequest, request: Request) -> Response:
+    """Run a chat completion: an answer, or the stream of one."""
+    service.check_model(asked.model)
+    service.need_tokenizer()
+    params = of_chat(asked, service.settings)
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options goes with stream=true", param="stream_options")
+    if asked.tools and asked.tool_choice != "none" and service.settings.tool_call_parser is None:
+        raise ApiError(
+            400, "tools need a server that reads tool calls (--tool-call-parser), or tool_choice='none'", param="tools"
+        )
+    session = request.headers.get(SESSION)
+    prompt = Prompt(await _prompt_ids(service, asked, session))
+    job = Asked(id=f"chatcmpl-{asked.request_id or uuid.uuid4().hex}", prompts=[prompt], params=params)
+    answering = _Chat(service, asked, job, session)
+    if asked.stream:
+        return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)
+    return JsonAnswer(answering.whole((await service.outputs(job, request))[0]))
+
+
+async def _prompt_ids(service: Service, asked: ChatRequest, session: str | None) -> list[int]:
+    async def encode(text: str) -> list[int]:
+        return await token_ids(service, text, special=False)
+
+    async def render(messages: list[Message]) -> str:
+        return await chat_text(service, asked, messages)
+
+    if session is None:
+        return await encode(await render(asked.messages))
+    return await service.sessions.prompt(session, asked.messages, render, encode)
+
+
+class _Chat:
+    """Writes the answer of one request."""
+
+    def __init__(self, service: Service, asked: ChatRequest, job: Asked, session: str | None) -> None:
+        self._service = service
+        self._asked = asked
+        self._job = job
+        self._session = session
+        self._tokenizer = service.need_tokenizer()
+        self._texts = TokenTexts(self._tokenizer)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._job.id, "object": kind, "created": self._job.created, "model": self._service.name}
+
+    def _parser(self) -> ToolParser | None:
+        name = self._service.settings.tool_call_parser
+        if name is None or not self._asked.tools or self._asked.tool_choice == "none":
+            return None
+        return make_parser(name, self._tokenizer)
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the answer."""
+        answer = self._head("chat.completion")
+        answer["choices"] = [self._choice(output, sample) for sample in output.samples]
+        answer["usage"] = usage([output])
+        if self._asked.return_token_ids:
+            answer["prompt_token_ids"] = output.prompt_token_ids
+        return answer
+
+    def _choice(self, output: RequestOutput, sample: SampleOutput) -> dict[str, Any]:
+        parsed = self._parsed(whole_text(self._tokenizer, sample))
+        self._note(output, sample, parsed)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if parsed.calls:
+            message["tool_calls"] = parsed.calls
+            message["content"] = parsed.content or None
+        if parsed.reasoning is not None:
+            message["reasoning_content"] = parsed.reasoning
+        choice: dict[str, Any] = {
+            "index": sample.index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": "tool_calls" if parsed.calls and sample.finish_reason == "stop" else sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+        if self._asked.logprobs:
+            choice["logprobs"] = logprobs.of_chat(
+                self._texts, sample.token_ids, sample.logprobs, sample.top_logprobs, self._asked.top_logprobs or 0
+            )
+        if self._asked.return_token_ids:
+            choice["token_ids"] = sample.token_ids
+            choice["weight_versions"] = self._service.versions.spans(sample.weight_versions)
+        return choice
+
+    def _parsed(self, text: str) -> Parsed:
+        parser = self._parser()
+        if parser is None:
+            return Parsed(text)
+        first, last = parser.push(text), parser.finish()
+        return Parsed(first.content + last.content, first.calls + last.calls, last.reasoning)
+
+    def _note(self, output: RequestOutput, sample: SampleOutput, parsed: Parsed) -> None:
+        """Keep the ids of the turn for the next one of its session."""
+        if self._session is not None and sample.finish_reason != "abort":
+            calls = [ToolCall.model_validate(call) for call in parsed.calls] or None
+            answer = Message(role="assistant", content=parsed.content, tool_calls=calls)
+            ids = output.prompt_token_ids + sample.token_ids
+            self._service.sessions.note(self._session, self._asked.messages, answer, ids)
+
+    # -- streamed --------------------------------------------------------------------------------
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the events of the stream; the request runs for as long as they are read."""
+        service, job, params = self._service, self._job, self._job.params
+        end_ids = service.end_ids(params)
+        messages = [
+            _GrowingMessage(SampleText(self._tokenizer, params.stop_strings, end_ids), self._parser())
+            for _ in range(params.n)
+        ]
+        head = self._head("chat.completion.chunk")
+        every = bool(self._asked.return_token_ids or self._asked.logprobs)
+        if self._asked.return_token_ids:
+            yield event({**head, "choices": [], "prompt_token_ids": job.prompts[0].token_ids})
+        with service.submitted(job) as handles:
+            async for _, chunk in service.chunks(handles):
+                message = messages[chunk.sample]
+                delta = message.delta(chunk)
+                if delta or chunk.finished or every:
+                    yield event({**head, "choices": [self._piece(chunk, delta, message)]})
+            output = await handles[0].result_async()
+        for sample, message in zip(output.samples, messages, strict=True):
+            self._note(output, sample, message.whole)
+        if self._asked.stream_options is not None and self._asked.stream_options.include_usage:
+            yield event({**head, "choices": [], "usage": usage([output])})
+        yield DONE
+
+    def _piece(self, chunk: StreamChunk, delta: dict[str, Any], message: _GrowingMessage) -> dict[str, Any]:
+        called = chunk.finish_reason == "stop" and message.whole.calls
+        piece: dict[str, Any] = {
+            "index": chunk.sample,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": "tool_calls" if called else chunk.finish_reason,
+        }
+        if self._asked.logprobs:
+            piece["logprobs"] = logprobs.of_chat(
+                self._texts, chunk.token_ids, chunk.logprobs, chunk.top_logprobs, self._asked.top_logprobs or 0
+            )
+        if chunk.finished:
+            piece["stop_reason"] = chunk.stop_reason
+        if self._asked.return_token_ids:
+            piece["token_ids"] = chunk.token_ids
+        return piece
+
+
+class _GrowingMessage:
+    """Makes the deltas of one sample's message, and keeps the whole."""
+
+    def __init__(self, text: SampleText, parser: ToolParser | None) -> None:
+        self.whole = Parsed()
+        self._text = text
+        self._parser = parser
+        self._began = False
+
+    def delta(self, chunk: StreamChunk) -> dict[str, Any]:
+        """Take new tokens; return what they add to the message."""
+        parsed = self._parsed(self._text.push(chunk), chunk.finished)
+        delta: dict[str, Any] = {}
+        if not self._began:
+            self._began = True
+            delta["role"] = "assistant"
+        if parsed.content:
+            delta["content"] = parsed.content
+        if parsed.reasoning is not None:
+            delta["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            first = len(self.whole.calls)
+            delta["tool_calls"] = [{"index": first + place, **call} for place, call in enumerate(parsed.calls)]
+        self.whole.content += parsed.content
+        self.whole.calls += parsed.calls
+        return delta
+
+    def _parsed(self, piece: str, finished: bool) -> Parsed:
+        if self._parser is None:
+            return Parsed(piece)
+        found = self._parser.push(piece)
+        if not finished:
+            return found
+        last = self._parser.finish()
+        return Parsed(found.content + last.content, found.calls + last.calls, last.reasoning)

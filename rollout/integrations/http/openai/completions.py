@@ -1,0 +1,145 @@
+"""Answer /v1/completions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from samebit.rollout.control.delivery import StreamChunk
+from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer
+from samebit.rollout.integrations.http.event_stream import DONE, EventStream, event
+from samebit.rollout.integrations.http.openai import logprobs
+from samebit.rollout.integrations.http.openai.answers import usage
+from samebit.rollout.integrations.http.openai.logprobs import TokenTexts
+from samebit.rollout.integrations.http.openai.prompts import completion_prompts
+from samebit.rollout.integrations.http.openai.requests import CompletionRequest
+from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
+from samebit.rollout.integrations.http.openai.sampling import of_completion
+from samebit.rollout.integrations.http.service import Asked, Prompt, Service
+from samebit.rollout.outputs import RequestOutput, SampleOutput
+from samebit.rollout.requests.tokenizer import decoded
+
+
+async def complete(service: Service, asked: CompletionRequest, request: Request) -> Response:
+    """Run a completion: an answer, or the stream of one."""
+    service.check_model(asked.model)
+    params = of_completion(asked, service.settings)
+    if asked.stream and asked.echo and (asked.logprobs is not None or asked.max_tokens == 0):
+        raise ApiError(400, "a scored prompt (echo with logprobs or max_tokens=0) is not streamed", param="stream")
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options goes with stream=true", param="stream_options")
+    prompts = await completion_prompts(service, asked)
+    job = Asked(id=f"cmpl-{asked.request_id or uuid.uuid4().hex}", prompts=prompts, params=params)
+    answering = _Completion(service, asked, job)
+    if asked.stream:
+        return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)
+    return JsonAnswer(answering.whole(await service.outputs(job, request)))
+
+
+class _Completion:
+    """Writes the answer of one request."""
+
+    def __init__(self, service: Service, asked: CompletionRequest, job: Asked) -> None:
+        self._service = service
+        self._asked = asked
+        self._job = job
+        self._texts = TokenTexts(service.tokenizer)
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self._job.id, "object": "text_completion", "created": self._job.created, "model": self._service.name,
+        }  # fmt: skip
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Return the answer."""
+        scored = self._asked.max_tokens == 0
+        choices = [
+            self._choice(index * self._job.params.n + sample.index, self._job.prompts[index], output, sample)
+            for index, output in enumerate(outputs)
+            for sample in output.samples
+        ]
+        return {**self._head(), "choices": choices, "usage": usage(outputs, sampled=not scored)}
+
+    def _choice(self, index: int, prompt: Prompt, output: RequestOutput, sample: SampleOutput) -> dict[str, Any]:
+        asked, tokenizer = self._asked, self._service.tokenizer
+        scored = asked.max_tokens == 0
+        before = self._prompt_text(prompt) if asked.echo else ""
+        text = "" if scored or tokenizer is None else whole_text(tokenizer, sample)
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": before + text,
+            "logprobs": None if asked.logprobs is None else self._logprobs(output, sample, scored),
+            "finish_reason": "length" if scored else sample.finish_reason,
+            "stop_reason": None if scored else sample.stop_reason,
+        }
+        if asked.return_token_ids:
+            choice["prompt_token_ids"] = output.prompt_token_ids
+            choice["token_ids"] = [] if scored else sample.token_ids
+            choice["weight_versions"] = [] if scored else self._service.versions.spans(sample.weight_versions)
+        return choice
+
+    def _prompt_text(self, prompt: Prompt) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        return decoded(self._service.need_tokenizer(), prompt.token_ids)
+
+    def _logprobs(self, output: RequestOutput, sample: SampleOutput, scored: bool) -> dict[str, Any]:
+        count = self._asked.logprobs or 0
+        ids = [] if scored else sample.token_ids
+        values: list[float | None] = [] if scored else [*sample.logprobs]
+        none: list[dict[int, float] | None] = [None]
+        top = [] if scored else [*(sample.top_logprobs or none * len(ids))]
+        if self._asked.echo and output.prompt_logprobs is not None:
+            ids = output.prompt_token_ids + ids
+            values = output.prompt_logprobs + values
+            top = [*(output.prompt_top_logprobs or none * len(output.prompt_token_ids)), *top]
+        return logprobs.of_completion(self._texts, ids, values, top, count)
+
+    # -- streamed --------------------------------------------------------------------------------
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the events of the stream; the request runs for as long as they are read."""
+        service, job, params = self._service, self._job, self._job.params
+        end_ids = service.end_ids(params)
+        texts: dict[int, SampleText] = {}
+        offsets: dict[int, int] = {}
+        with service.submitted(job) as handles:
+            async for number, chunk in service.chunks(handles):
+                index = number * params.n + chunk.sample
+                piece = ""
+                if service.tokenizer is not None:
+                    if index not in texts:
+                        texts[index] = SampleText(service.tokenizer, params.stop_strings, end_ids)
+                    piece = texts[index].push(chunk)
+                began = index in offsets
+                if not began:
+                    offsets[index] = 0
+                    if self._asked.echo:
+                        piece = self._prompt_text(job.prompts[number]) + piece
+                content = self._piece(index, piece, chunk, offsets)
+                if self._asked.return_token_ids and not began:
+                    content["prompt_token_ids"] = job.prompts[number].token_ids
+                if piece or chunk.finished or self._asked.return_token_ids or self._asked.logprobs is not None:
+                    yield event({**self._head(), "choices": [content]})
+            if self._asked.stream_options is not None and self._asked.stream_options.include_usage:
+                outputs = [await handle.result_async() for handle in handles]
+                yield event({**self._head(), "choices": [], "usage": usage(outputs)})
+            yield DONE
+
+    def _piece(self, index: int, text: str, chunk: StreamChunk, offsets: dict[int, int]) -> dict[str, Any]:
+        scores = None
+        if self._asked.logprobs is not None:
+            scores = logprobs.of_completion(
+                self._texts, chunk.token_ids, chunk.logprobs, chunk.top_logprobs, self._asked.logprobs, offsets[index]
+            )
+            offsets[index] += sum(map(len, scores["tokens"]))
+        piece: dict[str, Any] = {"index": index, "text": text, "logprobs": scores, "finish_reason": chunk.finish_reason}
+        if chunk.finished:
+            piece["stop_reason"] = chunk.stop_reason
+        if self._asked.return_token_ids:
+            piece["token_ids"] = chunk.token_ids
+        return piece

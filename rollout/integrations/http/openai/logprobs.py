@@ -1,0 +1,79 @@
+"""Write log-probabilities as OpenAI's two endpoints do.
+
+Invariant: a number is the worker's float32 as it is: at the sampling temperature, before top-k, top-p and penalties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from samebit.rollout.requests.tokenizer import Tokenizer, decoded
+
+Top = dict[int, float]
+
+
+class TokenTexts:
+    """Remembers the text of each token that was asked for."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __getitem__(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = self._text(token)
+        return self._known[token]
+
+    def _text(self, token: int) -> str:
+        """Return a token's text; where it has none of its own, as a special one, `token_id:5`."""
+        text = "" if self._tokenizer is None else decoded(self._tokenizer, [token])
+        return text or f"token_id:{token}"
+
+
+def of_completion(
+    texts: TokenTexts,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    top: Sequence[Top | None] | None,
+    count: int,
+    offset: int = 0,
+) -> dict[str, Any]:
+    """Return the `logprobs` of /v1/completions: parallel lists. count: alternatives asked for. offset: of the text."""
+    names = [texts[token] for token in token_ids]
+    offsets: list[int] = []
+    for name in names:
+        offsets.append(offset)
+        offset += len(name)
+    return {
+        "tokens": names,
+        "token_logprobs": list(logprobs),
+        "top_logprobs": None if not count or top is None else [_by_text(texts, one) for one in top],
+        "text_offset": offsets,
+    }
+
+
+def of_chat(
+    texts: TokenTexts, token_ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Top] | None, count: int
+) -> dict[str, Any]:
+    """Return the `logprobs` of /v1/chat/completions: an object a token."""
+    content = []
+    for index, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
+        best = ranked(top[index])[:count] if top is not None and count else []
+        content.append({**_one(texts, token, logprob), "top_logprobs": [_one(texts, *pair) for pair in best]})
+    return {"content": content, "refusal": None}
+
+
+def ranked(top: Top) -> list[tuple[int, float]]:
+    """Return alternatives, the likeliest first, the lower id on ties."""
+    return sorted(top.items(), key=lambda pair: (-pair[1], pair[0]))
+
+
+def _one(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
+    text = texts[token]
+    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+def _by_text(texts: TokenTexts, top: Top | None) -> dict[str, float] | None:
+    """Name alternatives by their text; of two tokens with one text the likelier stands for both."""
+    return None if top is None else {texts[token]: logprob for token, logprob in reversed(ranked(top))}

@@ -1,0 +1,114 @@
+"""Make token ids of what is asked: texts, ids, conversations.
+
+Invariants
+----------
+* What a tokenizer or a chat template raises over a text is the caller's error, with its words.
+* Long texts are tokenized in a thread: the other requests go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from samebit.rollout.checks import shown
+from samebit.rollout.integrations.http.errors import ApiError
+from samebit.rollout.integrations.http.openai.requests import ChatRequest, CompletionRequest, Message, TokenizeRequest
+from samebit.rollout.integrations.http.service import Prompt, Service
+
+LONG = 1 << 14
+"""A text of more characters is tokenized in a thread."""
+_OURS = frozenset(
+    (
+        "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
+        "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
+        "return_assistant_tokens_mask", "messages",
+    )
+)  # fmt: skip
+"""Names what a chat template gets from elsewhere."""
+Chat = ChatRequest | TokenizeRequest
+
+
+async def completion_prompts(service: Service, asked: CompletionRequest) -> list[Prompt]:
+    """Return the prompts of a completion, in their order."""
+    given = asked.prompt
+    if isinstance(given, str):
+        many: list[Any] = [given]
+    else:
+        many = [given] if isinstance(given[0], int) else list(given)
+    if len(many) > service.settings.max_prompts:
+        raise ApiError(
+            400, f"at most {service.settings.max_prompts} prompts are allowed here, got {len(many)}", param="prompt"
+        )
+    return [await _prompt(service, one, asked.add_special_tokens) for one in many]
+
+
+async def _prompt(service: Service, given: str | list[int], special: bool) -> Prompt:
+    if isinstance(given, str):
+        return Prompt(await token_ids(service, given, special=special), given)
+    return Prompt(given)
+
+
+async def token_ids(service: Service, text: str, *, special: bool) -> list[int]:
+    """Return the ids of a text. `special`: add the tokens that the tokenizer puts around a text."""
+    tokenizer = service.need_tokenizer()
+
+    def encode() -> list[int]:
+        try:
+            text.encode()
+            ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+        except Exception as error:  # boundary: a tokenizer raises what it likes
+            raise ApiError(400, f"the tokenizer can not encode {shown(text)}: {error}", param="prompt") from error
+        return ids
+
+    return await asyncio.to_thread(encode) if len(text) > LONG else encode()
+
+
+async def chat_text(service: Service, asked: Chat, messages: list[Message]) -> str:
+    """Return the text that the chat template makes of a conversation."""
+    tokenizer = service.need_tokenizer()
+    extra = asked.chat_template_kwargs or {}
+    if taken := sorted(_OURS & extra.keys()):
+        raise ApiError(400, f"chat_template_kwargs may not have {', '.join(taken)}", param="chat_template_kwargs")
+    if asked.add_generation_prompt and asked.continue_final_message:
+        raise ApiError(
+            400, "continue_final_message goes with add_generation_prompt=false", param="continue_final_message"
+        )
+    tools: Any = [tool.model_dump(exclude_none=True) for tool in asked.tools] if asked.tools else None
+
+    def render() -> str:
+        try:
+            text: object = tokenizer.apply_chat_template(
+                [plain(message) for message in messages],
+                tools=tools,
+                chat_template=service.chat_template,
+                add_generation_prompt=asked.add_generation_prompt,
+                continue_final_message=asked.continue_final_message,
+                tokenize=False,
+                **extra,
+            )
+        except ApiError:
+            raise
+        except Exception as error:  # boundary: a template raises what it likes
+            raise ApiError(
+                400, f"the chat template can not render these messages: {type(error).__name__}: {error}"
+            ) from error
+        return str(text)
+
+    return await asyncio.to_thread(render) if len(messages) > 64 else render()
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """Return a message as templates take it: text parts joined, arguments of calls as objects."""
+    given = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        given["content"] = "\n".join(part.text for part in message.content)
+    given.setdefault("content", "")
+    for call in given.get("tool_calls", ()):
+        try:
+            arguments = json.loads(call["function"]["arguments"] or "{}")
+        except ValueError as error:
+            raise ApiError(400, f"the arguments of tool call {call['id']!r} are no JSON", param="messages") from error
+        call["function"]["arguments"] = arguments
+    return given

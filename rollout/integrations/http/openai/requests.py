@@ -1,0 +1,168 @@
+"""Describe what may be asked of OpenAI's endpoints, under its names, and under vLLM's where it has more.
+
+Invariant: a field that is not named here is refused, and so is a value that would have no effect.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Logit = Annotated[float, Field(ge=-100, le=100)]
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+Salt = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class Strict(BaseModel):
+    """Takes the fields that it names, of their types, and nothing else."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """Says what a stream has at its end."""
+
+    include_usage: bool = False
+
+
+class Sampling(Strict):
+    """Holds what both endpoints take about sampling; `SamplingParams` says what each does."""
+
+    n: int | None = Field(default=None, ge=1, lt=1 << 31)
+    temperature: float | None = Field(default=None, ge=0, le=1e6)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=0, lt=1 << 63)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=1024)
+    min_tokens: Count | None = None
+    ignore_eos: bool = False
+    repetition_penalty: float | None = Field(default=None, gt=0, le=1e6)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[str, Logit] | None = Field(default=None, max_length=1024)
+
+
+class Common(Sampling):
+    """Holds the rest of what both endpoints take."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Salt | None = None
+    priority: Literal[0] = 0
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+
+
+class CompletionRequest(Common):
+    """Asks for continuations of prompts."""
+
+    prompt: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[list[TokenId]], Field(min_length=1)]
+    )
+    max_tokens: Count | None = 16
+    echo: bool | None = None
+    logprobs: Count | None = None
+    add_special_tokens: bool = True
+    best_of: None = None
+    suffix: None = None
+
+
+class TextPart(Strict):
+    """Is a piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """Is a call that the model has made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Strict):
+    """Is one message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: None = None
+
+
+class Function(Strict):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Strict):
+    """Is a function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class ChatRequest(Common):
+    """Asks for the next message of a conversation."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: TextFormat | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+
+
+class TokenizeRequest(Strict):
+    """Asks for the ids of a text, or of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Strict):
+    """Asks for the text of ids."""
+
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,102 @@
+"""Lists OpenAI's endpoints, and vLLM's for a tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from samebit.rollout.integrations.http.errors import ApiError, ErrorAnswer, JsonAnswer
+from samebit.rollout.integrations.http.openai.answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    ModelsAnswer,
+    TextAnswer,
+    TokensAnswer,
+)
+from samebit.rollout.integrations.http.openai.chat import chat
+from samebit.rollout.integrations.http.openai.completions import complete
+from samebit.rollout.integrations.http.openai.prompts import chat_text, token_ids
+from samebit.rollout.integrations.http.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from samebit.rollout.integrations.http.service import Service
+from samebit.rollout.requests.tokenizer import decoded
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer} for status in (400, 401, 404, 409, 413, 422, 429, 500, 503, 504)
+}
+
+
+def routes(service: Service) -> APIRouter:
+    """Return the endpoints of this service."""
+    router = APIRouter(responses=ERRORS)
+
+    @router.post("/v1/completions", response_model=CompletionAnswer)
+    async def completions(asked: CompletionRequest, request: Request) -> Response:
+        """Continue prompts; a stream of `CompletionPiece` with `stream`."""
+        return await complete(service, asked, request)
+
+    @router.post("/v1/chat/completions", response_model=ChatAnswer)
+    async def chat_completions(asked: ChatRequest, request: Request) -> Response:
+        """Answer a conversation; a stream of `ChatPiece` with `stream`."""
+        return await chat(service, asked, request)
+
+    @router.get("/v1/models", response_model=ModelsAnswer)
+    async def models() -> Response:
+        """List the one model that is served."""
+        return JsonAnswer({"object": "list", "data": [_model(service)]})
+
+    @router.post("/tokenize", response_model=TokensAnswer)
+    async def tokenize(asked: TokenizeRequest) -> Response:
+        """Return the ids of a text or a conversation."""
+        service.check_model(asked.model)
+        return JsonAnswer(await _tokens(service, asked))
+
+    @router.post("/detokenize", response_model=TextAnswer)
+    async def detokenize(asked: DetokenizeRequest) -> Response:
+        """Return the text of ids, special ones included."""
+        service.check_model(asked.model)
+        return JsonAnswer({"prompt": _text(service, asked.tokens)})
+
+    return router
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "samebit",
+        "root": service.name,
+        "max_model_len": service.worker.limits.max_model_len,
+        "weight_version": service.worker.weight_version,
+    }
+
+
+async def _tokens(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
+    if (asked.prompt is None) == (not asked.messages):
+        raise ApiError(400, "either prompt or messages is given, with something in it", param="prompt")
+    if asked.messages:
+        text = await chat_text(service, asked, asked.messages)
+    elif asked.tools or asked.chat_template_kwargs:
+        raise ApiError(400, "tools and chat_template_kwargs go with messages", param="messages")
+    else:
+        text = asked.prompt or ""
+    special = asked.prompt is not None if asked.add_special_tokens is None else asked.add_special_tokens
+    ids = await token_ids(service, text, special=special)
+    names = service.need_tokenizer().convert_ids_to_tokens(ids) if asked.return_token_strs else None
+    limit = service.worker.limits.max_model_len
+    return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names}
+
+
+def _text(service: Service, ids: list[int]) -> str:
+    tokenizer, most = service.need_tokenizer(), service.worker.limits.vocab_size
+    bad = next((token for token in ids if token >= most), None)
+    if bad is not None:
+        raise ApiError(400, f"token id {bad} is outside the vocabulary (0 to {most - 1})", param="tokens")
+    return decoded(tokenizer, ids, skip_special=False) if ids else ""

@@ -1,0 +1,74 @@
+"""Make the text of a sample, at its end or as it grows.
+
+Invariants
+----------
+* The pieces of a stream are, joined, the text of the same sample that is not streamed.
+* The token that ended a sample is not in its text; a stop string, and all behind it, neither. What may be the begin of
+  one is held back.
+"""
+
+from __future__ import annotations
+
+from samebit.rollout.control.delivery import StreamChunk
+from samebit.rollout.outputs import SampleOutput
+from samebit.rollout.requests.stop_strings import StopStringMatcher
+from samebit.rollout.requests.tokenizer import Tokenizer, decoded
+
+
+def whole_text(tokenizer: Tokenizer, sample: SampleOutput) -> str:
+    """Return the text of a sample that has ended."""
+    if sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str):
+        return decoded(tokenizer, sample.token_ids[:-1])
+    return decoded(tokenizer, sample.token_ids) if sample.text is None else sample.text
+
+
+class SampleText:
+    """Makes the pieces of one sample's text. `end_ids`: tokens that may end it."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], end_ids: frozenset[int]) -> None:
+        self._stops = stops
+        self._end_ids = end_ids
+        self._matcher = StopStringMatcher(tokenizer, stops)
+        self._held: list[int] = []
+        self._sent = 0
+
+    def push(self, chunk: StreamChunk) -> str:
+        """Take new tokens; return the text that is certain now and was not returned before."""
+        ids = self._held + chunk.token_ids
+        if chunk.finished:
+            return self._rest(ids, chunk)
+        # The last token may turn out to have ended the sample: the step that appends it finishes it a moment later.
+        self._held = ids[-1:] if ids and (self._stops or ids[-1] in self._end_ids) else []
+        for token in ids[: len(ids) - len(self._held)]:
+            self._matcher.push(token, search=False)
+        return self._piece(len(self._matcher.text) - self._possible_stop())
+
+    def _rest(self, ids: list[int], chunk: StreamChunk) -> str:
+        by_token = chunk.finish_reason == "stop" and not isinstance(chunk.stop_reason, str)
+        body, last = ids[:-1], ids[-1:]
+        for token in body:
+            self._matcher.push(token, search=False)
+        before = len(self._matcher.text)
+        if not by_token:
+            for token in last:
+                self._matcher.push(token, search=False)
+        self._matcher.flush()
+        text = self._matcher.text
+        if isinstance(chunk.stop_reason, str):
+            start = max(before - max(map(len, self._stops)) + 1, 0)  # where the engine looked
+            return self._piece(text.index(chunk.stop_reason, start))
+        return self._piece(len(text))
+
+    def _piece(self, end: int) -> str:
+        piece = self._matcher.text[self._sent : end]
+        self._sent = max(self._sent, end)
+        return piece
+
+    def _possible_stop(self) -> int:
+        """Return how many characters at the end may be the begin of a stop string."""
+        return max((overlap(self._matcher.text, stop) for stop in self._stops), default=0)
+
+
+def overlap(text: str, word: str) -> int:
+    """Return how many characters at the end of the text are the begin of the word, which is not whole there."""
+    return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)

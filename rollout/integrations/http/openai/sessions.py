@@ -1,0 +1,81 @@
+"""Keep the token ids of conversations, so that a turn goes on from the ids of the turn before it.
+
+A chat template renders a conversation anew each turn, and a tokenizer may split the model's own words otherwise than
+the model wrote them. Then the ids of the next prompt are not the ids that were sampled: neither the cache nor the
+trainer sees one sequence.
+
+Invariants
+----------
+* With a session, a turn whose first messages are those of an earlier turn and its answer begins with the very ids of
+  that turn; only what is behind them is tokenized.
+* At most `most` conversations are kept, the least recently used ones go first.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from samebit.rollout.integrations.http.errors import ApiError
+from samebit.rollout.integrations.http.openai.requests import Message
+
+Render = Callable[[list[Message]], Awaitable[str]]
+Encode = Callable[[str], Awaitable[list[int]]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Holds the messages of a turn with its answer, and the ids of both."""
+
+    messages: tuple[str, ...]
+    token_ids: list[int]
+
+
+class Sessions:
+    """Knows the last turns of conversations, by the name that clients give them (`X-Session-ID`)."""
+
+    def __init__(self, most: int, per_session: int = 16) -> None:
+        self._most = most
+        self._per_session = per_session
+        self._turns: OrderedDict[str, list[Turn]] = OrderedDict()
+
+    async def prompt(self, name: str, messages: list[Message], render: Render, encode: Encode) -> list[int]:
+        """Return the ids of a conversation. A session whose turns it does not go on from is begun anew."""
+        found = self._longest(name, messages)
+        if found is None:
+            return await encode(await render(messages))
+        turn, known = found
+        mark = f"[{uuid.uuid4().hex}]"
+        answer = Message(role="assistant", content=mark)
+        text = await render([*messages[: known - 1], answer, *messages[known:]])
+        if text.count(mark) != 1:
+            raise ApiError(400, "the chat template does not show an answer as it was given: leave out X-Session-ID")
+        tail = await encode(text.partition(mark)[2])
+        ended = bool(tail) and turn.token_ids[-1] == tail[0]
+        return turn.token_ids + (tail[1:] if ended else tail)
+
+    def note(self, name: str, messages: list[Message], answer: Message, token_ids: list[int]) -> None:
+        """Keep a turn: what was asked, what was answered, and the ids of both."""
+        turns = self._turns.setdefault(name, [])
+        self._turns.move_to_end(name)
+        turns.append(Turn((*map(_key, messages), _key(answer)), token_ids))
+        del turns[: -self._per_session]
+        while len(self._turns) > self._most:
+            self._turns.popitem(last=False)
+
+    def _longest(self, name: str, messages: list[Message]) -> tuple[Turn, int] | None:
+        keys = tuple(map(_key, messages))
+        turns = [turn for turn in self._turns.get(name, ()) if keys[: len(turn.messages)] == turn.messages]
+        best = max(turns, key=lambda turn: len(turn.messages), default=None)
+        return None if best is None else (best, len(best.messages))
+
+
+def _key(message: Message) -> str:
+    """Return what a message is compared by; a client that sends back an answer may leave out empty fields."""
+    content = message.content or ""
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    return message.model_copy(update={"content": text}).model_dump_json(
+        exclude_none=True, exclude={"reasoning_content"}
+    )

@@ -1,0 +1,131 @@
+"""Read tool calls out of what a model wrote.
+
+Invariants
+----------
+* Text that is no well-formed call stays text; nothing the model wrote is lost.
+* A streamed call is sent whole, when its end has been read; text before it is sent as it comes.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from samebit.rollout.integrations.http.openai.sample_text import overlap
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PARSERS = ("hermes", "template")
+
+
+@dataclass
+class Parsed:
+    """Holds text, and the calls that were found in it."""
+
+    content: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    reasoning: str | None = None
+
+
+class ToolParser(Protocol):
+    """Reads one sample."""
+
+    def push(self, text: str) -> Parsed:
+        """Take more text; return what is certain."""
+
+    def finish(self) -> Parsed:
+        """Return what is left at the end."""
+
+
+class HermesParser:
+    """Reads `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes 2 Pro, Qwen 2.5 and 3)."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def push(self, text: str) -> Parsed:
+        self._text += text
+        found = Parsed()
+        while True:
+            start = self._text.find(OPEN)
+            if start < 0:
+                self._give(found, len(self._text) - overlap(self._text, OPEN))
+                return found
+            self._give(found, start)
+            end = self._text.find(CLOSE)
+            if end < 0:
+                return found
+            whole, self._text = self._text[: end + len(CLOSE)], self._text[end + len(CLOSE) :]
+            call = _call(whole[len(OPEN) : -len(CLOSE)])
+            if call is None:
+                found.content += whole
+            else:
+                found.calls.append(call)
+
+    def finish(self) -> Parsed:
+        rest, self._text = self._text, ""
+        return Parsed(rest)
+
+    def _give(self, found: Parsed, end: int) -> None:
+        found.content += self._text[:end]
+        self._text = self._text[end:]
+
+
+class TemplateParser:
+    """Reads as the tokenizer's own response schema says, when the sample has ended."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._text = ""
+
+    def push(self, text: str) -> Parsed:
+        self._text += text
+        return Parsed()
+
+    def finish(self) -> Parsed:
+        try:
+            message: Any = self._tokenizer.parse_response(self._text)
+            calls = [_named(call["function"]) for call in message.get("tool_calls") or ()]
+        except Exception:  # boundary: what does not fit the schema stays text
+            return Parsed(self._text)
+        return Parsed(message.get("content") or "", calls, message.get("thinking"))
+
+
+def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
+    """Return a parser for one sample."""
+    return HermesParser() if name == "hermes" else TemplateParser(tokenizer)
+
+
+def check_parser(name: str | None, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raises ValueError for a parser that there is not, or that this tokenizer can not serve."""
+    if name is None:
+        return
+    if name not in PARSERS:
+        raise ValueError(f"tool_call_parser must be one of {', '.join(PARSERS)}, got {name!r}")
+    if tokenizer is None:
+        raise ValueError("tool_call_parser needs a tokenizer, and the model's folder has none")
+    if name == "template" and not tokenizer.init_kwargs.get("response_schema"):
+        raise ValueError("tool_call_parser='template' needs a tokenizer with a response_schema, and this one has none")
+
+
+def _call(text: str) -> dict[str, Any] | None:
+    try:
+        return _named(json.loads(text))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _named(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a call as OpenAI writes it. Raises KeyError or TypeError where it has no name."""
+    arguments = given.get("arguments", {})
+    if not isinstance(given["name"], str) or not isinstance(arguments, dict | str):
+        raise TypeError("a call has a name, and arguments")
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": f"call_{uuid.uuid4().hex}",
+        "type": "function",
+        "function": {"name": given["name"], "arguments": written},
+    }

@@ -1,0 +1,168 @@
+"""Take weights as the clients of vLLM bring them: over a transfer that was agreed on, or from a folder.
+
+Invariants
+----------
+* What comes between start and finish is one update: it is kept aside, checked whole, and written whole or not at all.
+* A folder lies below the root that the operator named, whatever links and dots its name has.
+* No peer's bytes are unpickled, and no code comes over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import BroadcastOptions, ProcessGroup
+
+from samebit.rollout.async_worker import AsyncWorker
+from samebit.rollout.integrations.http.errors import ApiError
+from samebit.rollout.integrations.http.metrics.requests import RequestMetrics
+from samebit.rollout.integrations.http.rl.requests import GlooInit, SharedMemoryInit, UpdateInfo
+from samebit.rollout.integrations.http.versions import Versions
+from samebit.rollout.integrations.links import SharedMemoryAt
+from samebit.weight_sync import SyncReport, connected_store, gloo_group
+
+DTYPES = {
+    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64", "int64", "int32", "bool")
+}
+MOST_BYTES = 1 << 44
+
+
+class WeightTransfer:
+    """Holds the transfer that was agreed on, and what has come over it. One call at a time."""
+
+    def __init__(self, worker: AsyncWorker, root: str | None, versions: Versions, metrics: RequestMetrics) -> None:
+        self._worker = worker
+        self._root = None if root is None else Path(root).resolve()
+        self._versions = versions
+        self._metrics = metrics
+        self._turn = asyncio.Lock()
+        self._group: ProcessGroup | None = None
+        self._link: SharedMemoryAt | None = None
+        self._parts: dict[str, torch.Tensor] | None = None
+
+    async def init(self, info: GlooInit | SharedMemoryInit) -> None:
+        """Agree on a transfer; one that there was is given up."""
+        async with self._turn:
+            self._forget()
+            if isinstance(info, SharedMemoryInit):
+                self._link = SharedMemoryAt(info.address, info.timeout)
+            else:
+                self._group = await self._worker.in_thread(lambda: _joined(info))
+
+    async def shut_down(self) -> None:
+        """Give up the transfer."""
+        async with self._turn:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._group = self._link = self._parts = None
+
+    async def start(self) -> None:
+        """Begin an update of several parts."""
+        async with self._turn:
+            if self._parts is not None:
+                raise ApiError(409, "an update has been started already; finish it first")
+            if self._group is None and self._link is None:
+                raise ApiError(409, "there is no transfer; call /init_weight_transfer_engine first")
+            self._parts = {}
+
+    async def update(self, info: UpdateInfo) -> None:
+        """Take tensors over the transfer: a part of the update that was started, or an update of its own."""
+        async with self._turn:
+            if self._link is not None:
+                if info.names:
+                    raise ApiError(400, "the sender in shared memory names its tensors itself: leave names empty")
+                await self._receive(self._link)
+                return
+            if self._group is None:
+                raise ApiError(409, "there is no transfer; call /init_weight_transfer_engine first")
+            empty, group = _empty_tensors(info), self._group
+            tensors = await self._worker.in_thread(lambda: _broadcast(group, empty))
+            if self._parts is None:
+                await self._receive(tensors)
+                return
+            twice = next((name for name in tensors if name in self._parts), None)
+            if twice is not None:
+                raise ApiError(409, f"{twice} came twice in one update")
+            self._parts.update(tensors)
+
+    async def finish(self, name: str | None) -> None:
+        """Write the parts that have come; `name` is that of the new weights."""
+        async with self._turn:
+            if self._parts is None:
+                raise ApiError(409, "no update has been started")
+            parts, self._parts = self._parts, None
+            if parts:
+                await self._receive(parts)
+            if name is not None:
+                self._versions.give(self._worker.worker.weight_version, name)
+
+    async def from_folder(self, folder: str) -> None:
+        """Take the weights of a folder of safetensors below the root."""
+        if self._root is None:
+            raise ApiError(403, "weights from folders need --weight-root, which is not set", param="weight_dir")
+        path = (self._root / folder).resolve()
+        if not path.is_relative_to(self._root):
+            raise ApiError(403, "the folder is not below --weight-root", param="weight_dir")
+        if not path.is_dir():
+            raise ApiError(404, "there is no such folder below --weight-root", param="weight_dir")
+        async with self._turn:
+            await self._receive(str(path))
+
+    async def _receive(self, source: object) -> None:
+        began = time.monotonic()
+        if isinstance(source, dict):
+            worker = self._worker.worker
+            report = await self._worker.in_thread(lambda: worker.receive_weights(source, cast=True))
+        else:
+            report = await self._worker.receive_weights(source, cast=True)
+        self._metrics.synced(time.monotonic() - began, _moved(report))
+
+
+def _moved(report: SyncReport) -> int:
+    return report.sent_bytes or report.bytes or 0
+
+
+def _joined(info: GlooInit) -> Any:
+    if info.rank_offset >= info.world_size:
+        raise ApiError(400, f"rank_offset must be below world_size ({info.world_size}), got {info.rank_offset}")
+    store = connected_store(info.master_address, info.master_port, timeout=info.timeout)
+    return gloo_group(store, info.rank_offset, info.world_size, timeout=info.timeout)
+
+
+def _empty_tensors(info: UpdateInfo) -> dict[str, torch.Tensor]:
+    """Return room for the tensors that are named. Raises `ApiError` for a name, dtype or shape that can not be."""
+    if not len(info.names) == len(info.dtype_names) == len(info.shapes):
+        raise ApiError(400, "names, dtype_names and shapes must be of one length", param="update_info")
+    if not info.names or len(set(info.names)) < len(info.names):
+        raise ApiError(400, "names must name each tensor once", param="update_info.names")
+    found: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
+        kind = DTYPES.get(dtype.removeprefix("torch."))
+        if kind is None:
+            raise ApiError(400, f"{name} has the dtype {dtype!r}; allowed: {', '.join(DTYPES)}", param="update_info")
+        size += torch.Size(shape).numel() * kind.itemsize
+        if size > MOST_BYTES:
+            raise ApiError(400, "the update is larger than any memory", param="update_info.shapes")
+        try:
+            found[name] = torch.empty(shape, dtype=kind)
+        except RuntimeError as error:
+            raise ApiError(400, f"there is no memory for {name}", param="update_info.shapes") from error
+    return found
+
+
+def _broadcast(group: ProcessGroup, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Fill the tensors, in their order, with what rank 0 sends."""
+    options = BroadcastOptions()
+    options.rootRank = 0
+    try:
+        for tensor in tensors.values():
+            group.broadcast([tensor], options).wait()
+    except RuntimeError as error:
+        raise ApiError(502, f"the transfer broke off: {str(error).splitlines()[0]}") from error
+    return tensors

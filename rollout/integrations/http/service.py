@@ -1,0 +1,218 @@
+"""Hold what all handlers share, and run a request of HTTP as requests of the worker.
+
+Invariants
+----------
+* A client that goes away, a deadline and an error abort what they leave running.
+* A request is inside the queue's bound from before it is submitted until its last byte is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import Request
+from transformers import PreTrainedTokenizerBase
+
+from samebit.rollout.control.delivery import RequestHandle, StreamChunk
+from samebit.rollout.errors import RequestError
+from samebit.rollout.integrations.http.admission import Admission
+from samebit.rollout.integrations.http.errors import ApiError
+from samebit.rollout.integrations.http.metrics.requests import RequestMetrics
+from samebit.rollout.integrations.http.openai.sessions import Sessions
+from samebit.rollout.integrations.http.settings import ServeSettings
+from samebit.rollout.integrations.http.step_hub import StallWatch, StepHub
+from samebit.rollout.integrations.http.versions import Versions
+from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.worker import RolloutWorker
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Holds one prompt: its token ids, and its text where it came as text."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Says what to run: prompts with the same parameters, under one id.
+
+    The worker knows the first prompt by that id, others by the id and their number.
+    """
+
+    id: str
+    prompts: list[Prompt]
+    params: SamplingParams
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def samples(self) -> int:
+        return len(self.prompts) * self.params.n
+
+
+class Service:
+    """Holds a worker and what stands between it and HTTP."""
+
+    def __init__(
+        self, worker: RolloutWorker, settings: ServeSettings, name: str, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        self.worker = worker
+        self.settings = settings
+        self.name = name
+        self.tokenizer = tokenizer
+        self.chat_template = None if settings.chat_template is None else Path(settings.chat_template).read_text()
+        self.sessions = Sessions(settings.max_sessions)
+        self.versions = Versions()
+        self.created = int(time.time())
+        self.admission = Admission(worker.config.max_num_seqs, settings.max_waiting)
+        self.stalls = StallWatch(settings.stall_seconds)
+        self.metrics = RequestMetrics(name, worker.limits.max_model_len)
+        self.running: dict[str, list[RequestHandle]] = {}
+        self._hub = StepHub()
+        worker.after_steps(self._hub.stepped)
+
+    def check_model(self, model: str | None) -> None:
+        """Raises `ApiError` 404 for a model that is not served."""
+        if model is not None and model != self.name:
+            raise ApiError(
+                404, f"there is no model {model!r} here; there is {self.name!r}", param="model", code="model_not_found"
+            )
+
+    def trouble(self) -> str | None:
+        """Say why a request would not be answered now; None if it would."""
+        return "generation is paused" if self.worker.paused else self.worker.trouble()
+
+    def end_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Return the tokens that may end a sample with these parameters."""
+        return frozenset(params.stop_ids if params.ignore_eos else (*params.stop_ids, *self.worker.eos_token_ids))
+
+    def need_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer. Raises `ApiError` where the model's folder has none."""
+        if self.tokenizer is None:
+            raise ApiError(400, "the model's folder has no tokenizer: pass token ids, and no stop strings")
+        return self.tokenizer
+
+    @contextmanager
+    def submitted(self, asked: Asked) -> Iterator[list[RequestHandle]]:
+        """Run requests for the length of the block; what has not ended at its end is aborted."""
+        if asked.id in self.running:
+            raise ApiError(409, f"a request with the id {asked.id!r} is running", param="request_id")
+        handles: list[RequestHandle] = []
+        with self.admission.enter(asked.samples), self.metrics.counted(asked.params, len(asked.prompts)) as seen:
+            self.running[asked.id] = handles
+            try:
+                for index, prompt in enumerate(asked.prompts):
+                    name = f"{asked.id}-{index}" if index else asked.id
+                    handles.append(self._submit(prompt, asked, name, index))
+                yield handles
+            finally:
+                del self.running[asked.id]
+                left = [handle.request_id for handle in handles if not handle.done]
+                if left:
+                    self.worker.abort(left)
+                seen.ended(handles)
+
+    def _submit(self, prompt: Prompt, asked: Asked, name: str, index: int) -> RequestHandle:
+        try:
+            return self.worker.submit(prompt.token_ids, asked.params, name)
+        except RequestError as error:
+            where = f"prompt {index}: " if len(asked.prompts) > 1 else ""
+            raise ApiError(400, f"{where}{error}") from error
+
+    async def outputs(self, asked: Asked, request: Request) -> list[RequestOutput]:
+        """Run to the end, unless the client goes away first."""
+        with self.submitted(asked) as handles:
+            return await self.while_there(request, self._results(handles))
+
+    async def _results(self, handles: Sequence[RequestHandle]) -> list[RequestOutput]:
+        try:
+            return await asyncio.wait_for(_all(handles), self.settings.request_seconds)
+        except asyncio.TimeoutError as error:
+            raise self.too_late() from error
+
+    def too_late(self) -> ApiError:
+        """Return the error of a request that ran longer than it may."""
+        return ApiError(
+            504,
+            f"the request was ended after {self.settings.request_seconds} s",
+            code="deadline",
+            headers={"x-should-retry": "false"},
+        )
+
+    async def chunks(self, handles: Sequence[RequestHandle]) -> AsyncIterator[tuple[int, StreamChunk]]:
+        """Yield new tokens of all these requests as they come, each with the number of its request."""
+        if len(handles) == 1:
+            async for chunks in self._paced(handles[0]):
+                for chunk in chunks:
+                    yield 0, chunk
+            return
+        queue: asyncio.Queue[tuple[int, StreamChunk] | Exception | None] = asyncio.Queue()
+
+        async def follow(index: int, handle: RequestHandle) -> None:
+            try:
+                async for chunks in self._paced(handle):
+                    for chunk in chunks:
+                        queue.put_nowait((index, chunk))
+                queue.put_nowait(None)
+            except Exception as error:  # boundary: the reader of the queue raises it
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(follow(index, handle)) for index, handle in enumerate(handles)]
+        try:
+            left = len(tasks)
+            while left:
+                entry = await queue.get()
+                if isinstance(entry, Exception):
+                    raise entry
+                if entry is None:
+                    left -= 1
+                else:
+                    yield entry
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _paced(self, handle: RequestHandle) -> AsyncIterator[list[StreamChunk]]:
+        """Yield new tokens of one request, and observe the time between them."""
+        last: float | None = None
+        async for chunks in self._hub.chunks(handle):
+            now = time.monotonic()
+            if last is not None:
+                self.metrics.between_tokens((now - last) / max(1, len(chunks[0].token_ids)))
+            last = now
+            yield chunks
+
+    async def while_there(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for `work`, and cancel it when the client goes away."""
+        doing = asyncio.ensure_future(work)
+        leaving = asyncio.ensure_future(_left(request))
+        try:
+            await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                raise ApiError(499, "the client has gone away")
+            return doing.result()
+        finally:
+            for task in (doing, leaving):
+                task.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await task
+
+
+async def _all(handles: Sequence[RequestHandle]) -> list[RequestOutput]:
+    return [await handle.result_async() for handle in handles]
+
+
+async def _left(request: Request) -> None:
+    """Return when the client has gone away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,151 @@
+"""Run a server: load the model, listen, answer until a signal, and end in order.
+
+Invariants
+----------
+* The ports are taken before the model is loaded: a port in use is known at once.
+* At SIGTERM or SIGINT no connection is taken any more; what runs may end within `shutdown_seconds`, and the worker is
+  closed last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from logging import config as logging_config
+
+import uvicorn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from samebit.rollout.integrations.http.app import Doors, create_app
+from samebit.rollout.integrations.http.openai.tools import check_parser
+from samebit.rollout.integrations.http.service import Service
+from samebit.rollout.integrations.http.settings import ServeSettings, Setup, read_setup
+from samebit.rollout.models.hub import model_folder
+from samebit.rollout.worker import RolloutWorker
+
+logger = logging.getLogger(__name__)
+
+UNUSABLE = 2
+BACKLOG = 2048
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until a signal; the exit code."""
+    _set_up_logging()
+    try:
+        setup = read_setup(argv)
+        sockets = open_sockets(setup.settings)
+        service = load(setup)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"samebit serve: {' '.join(str(error).split())}\n")
+        return UNUSABLE
+    with service.worker:
+        Server(service, sockets).run()
+    return 0
+
+
+def load(setup: Setup) -> Service:
+    """Load model and tokenizer. Raises ValueError for what can not be served."""
+    folder = model_folder(setup.model, setup.worker.revision)
+    tokenizer = _tokenizer(str(folder)) if any((folder / name).exists() for name in _TOKENIZER_FILES) else None
+    check_parser(setup.settings.tool_call_parser, tokenizer)
+    worker = RolloutWorker(setup.model, config=setup.worker, tokenizer=tokenizer)
+    return Service(worker, setup.settings, setup.settings.served_model_name or setup.model, tokenizer)
+
+
+def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Sockets:
+    """Holds the listening sockets; `control` is that of --control loopback."""
+
+    public: socket.socket
+    control: socket.socket | None
+
+    @property
+    def all(self) -> list[socket.socket]:
+        return [self.public] if self.control is None else [self.public, self.control]
+
+
+def open_sockets(settings: ServeSettings) -> Sockets:
+    """Listen. Raises OSError for an address that is in use."""
+    public = _listening(settings.host, settings.port)
+    try:
+        inner = settings.control == "loopback"
+        return Sockets(public, _listening("127.0.0.1", settings.control_port) if inner else None)
+    except OSError:
+        public.close()
+        raise
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG
+        )
+    except OSError as error:
+        raise OSError(f"can not listen at {host}:{port}: {error.strerror or error}") from error
+
+
+class Server:
+    """Answers requests on sockets that listen."""
+
+    def __init__(self, service: Service, sockets: Sockets) -> None:
+        settings = service.settings
+        control_port = None if sockets.control is None else sockets.control.getsockname()[1]
+        self.app: Doors = create_app(service, control_port)
+        self._service = service
+        self._sockets = sockets
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self.app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=settings.shutdown_seconds,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
+            )
+        )
+
+    @property
+    def port(self) -> int:
+        """Return the port that it listens at."""
+        port: int = self._sockets.public.getsockname()[1]
+        return port
+
+    def run(self) -> None:
+        """Serve until a signal, or `stop`."""
+        asyncio.run(self.serve())
+
+    async def serve(self) -> None:
+        """Serve on the running loop."""
+        for one in self._sockets.all:
+            host, port = one.getsockname()[:2]
+            logger.info("%s is served at %s:%d", self._service.name, host, port)
+        await self._server.serve(self._sockets.all)
+
+    def stop(self) -> None:
+        """End `run`, from any thread."""
+        self._server.should_exit = True
+
+
+def _set_up_logging() -> None:
+    logging_config.dictConfig(
+        {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+            "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+            "root": {"level": "WARNING", "handlers": ["stderr"]},
+            "loggers": {"samebit": {"level": "INFO"}, "uvicorn": {"level": "WARNING"}},
+        }
+    )

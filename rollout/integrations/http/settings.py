@@ -1,0 +1,199 @@
+"""Say how a server is set up: a flag wins over a variable of the environment, and that over the file.
+
+Invariants
+----------
+* Every setting has one name, written `max_waiting` in the file, `SAMEBIT_SERVE_MAX_WAITING` in the environment and
+  `--max-waiting` on the command line. A name that is not known is an error in each of the three.
+* Secrets are no flags: other users of the machine can read a command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from samebit.rollout.config import RolloutConfig
+
+PREFIX = "SAMEBIT_SERVE_"
+SECRETS = ("api_key", "control_token")
+CONTROLS = ("off", "loopback", "token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Holds what the server itself needs to know; the worker's part is a `RolloutConfig`.
+
+    Raises:
+        ValueError: a value that is not allowed, by name.
+    """
+
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen at"})
+    port: int = field(default=8000, metadata={"help": "port to listen at; 0 for any free one"})
+    served_model_name: str | None = field(default=None, metadata={"help": "name of the model in requests (MODEL)"})
+    api_key: str | None = field(default=None, metadata={"help": "bearer token that /v1 asks for"})
+    control: str = field(default="off", metadata={"help": "where control endpoints are: off, loopback or token"})
+    control_port: int = field(default=8001, metadata={"help": "port at 127.0.0.1 of --control loopback"})
+    control_token: str | None = field(default=None, metadata={"help": "bearer token of --control token"})
+    weight_root: str | None = field(default=None, metadata={"help": "folder below which weight folders may lie"})
+    tool_call_parser: str | None = field(default=None, metadata={"help": "how tool calls are read: hermes, template"})
+    chat_template: str | None = field(default=None, metadata={"help": "file with a template to use for the model's"})
+    max_waiting: int = field(default=1024, metadata={"help": "samples that may wait; more are answered 429"})
+    max_n: int = field(default=128, metadata={"help": "samples a prompt"})
+    max_prompts: int = field(default=256, metadata={"help": "prompts a request"})
+    max_logprobs: int = field(default=20, metadata={"help": "alternatives a token"})
+    max_stops: int = field(default=16, metadata={"help": "stop strings a request"})
+    max_body_bytes: int = field(default=16 << 20, metadata={"help": "bytes of a request"})
+    max_sessions: int = field(default=1024, metadata={"help": "conversations whose token ids are kept"})
+    request_seconds: float | None = field(default=None, metadata={"help": "a request is ended after so long"})
+    stall_seconds: float = field(default=60.0, metadata={"help": "a stream that nobody reads is ended after so long"})
+    shutdown_seconds: int = field(default=30, metadata={"help": "running requests may take so long at the end"})
+    ssl_certfile: str | None = field(default=None, metadata={"help": "certificate, for TLS"})
+    ssl_keyfile: str | None = field(default=None, metadata={"help": "its key"})
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            _check_kind(one, getattr(self, one.name))
+        for name in ("port", "control_port"):
+            if not 0 <= vars(self)[name] <= 65535:
+                raise ValueError(f"{name} must be from 0 to 65535, got {vars(self)[name]}")
+        for name in ("max_n", "max_prompts", "max_stops", "max_body_bytes", "shutdown_seconds"):
+            if vars(self)[name] < 1:
+                raise ValueError(f"{name} must be at least 1, got {vars(self)[name]}")
+        for name in ("max_waiting", "max_logprobs", "max_sessions"):
+            if vars(self)[name] < 0:
+                raise ValueError(f"{name} must not be negative, got {vars(self)[name]}")
+        for name in ("request_seconds", "stall_seconds"):
+            if vars(self)[name] is not None and not vars(self)[name] > 0:
+                raise ValueError(f"{name} must be above 0, got {vars(self)[name]}")
+        if self.control not in CONTROLS:
+            raise ValueError(f"control must be one of {', '.join(CONTROLS)}, got {self.control!r}")
+        if self.control == "token" and not self.control_token:
+            raise ValueError(f"control='token' needs {PREFIX}CONTROL_TOKEN, or control_token in the file")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile are given together")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Holds a whole command line: which model, served how."""
+
+    model: str
+    settings: ServeSettings
+    worker: RolloutConfig
+
+
+def read_setup(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Setup:
+    """Return what command line, environment and file say together.
+
+    Raises:
+        ValueError: a name or a value that is not allowed, or a file that can not be read.
+        SystemExit: the command line is no command line, as argparse has it.
+    """
+    flags = vars(_parser().parse_args(argv))
+    model, file = flags.pop("model"), flags.pop("config", None)
+    given = {
+        **({} if file is None else _from_file(Path(file))),
+        **_from_environment(os.environ if environment is None else environment),
+        **flags,
+    }
+    own = {one.name for one in fields(ServeSettings)}
+    return Setup(
+        model,
+        ServeSettings(**{name: value for name, value in given.items() if name in own}),
+        RolloutConfig(**{name: value for name, value in given.items() if name not in own}),
+    )
+
+
+def _all_fields() -> dict[str, Field[Any]]:
+    return {one.name: one for kind in (ServeSettings, RolloutConfig) for one in fields(kind)}
+
+
+def _kind(one: Field[Any]) -> type:
+    """Return the plain type of a setting."""
+    owner = ServeSettings if one in fields(ServeSettings) else RolloutConfig
+    hint = typing.get_type_hints(owner)[one.name]
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    plain = [option for option in options if option in (str, int, float, bool)]
+    return float if plain == [int, float] else typing.cast(type, plain[0])
+
+
+def _check_kind(one: Field[Any], value: object) -> None:
+    kind = _kind(one)
+    if value is None and one.default is None:
+        return
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
+        raise ValueError(f"{one.name} must be of type {kind.__name__}, got {value!r}")
+
+
+def _from_text(one: Field[Any], text: str) -> Any:
+    kind = _kind(one)
+    if kind is not bool:
+        return kind(text)
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{one.name} must be true or false, got {text!r}")
+    return text.lower() == "true"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="samebit serve",
+        description="Serve a model over HTTP. Each setting can also stand in the environment (--max-n: "
+        f"{PREFIX}MAX_N) and in the file (max_n).",
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face model folder, or a name of its hub")
+    parser.add_argument("--config", metavar="FILE", help="settings in YAML or JSON")
+    server, worker = parser.add_argument_group("server"), parser.add_argument_group("worker (RolloutConfig)")
+    for one in _all_fields().values():
+        if one.name in SECRETS:
+            continue
+        group = server if one in fields(ServeSettings) else worker
+        default = "" if one.default is None else f" ({one.default})"
+        group.add_argument(
+            f"--{one.name.replace('_', '-')}",
+            dest=one.name,
+            type=partial(_from_text, one),
+            metavar=_kind(one).__name__.upper(),
+            help=f"{one.metadata.get('help', '')}{default}".strip().replace("%", "%%"),
+        )
+    return parser
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    known = _all_fields()
+    given: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if variable.startswith(PREFIX):
+            name = variable[len(PREFIX) :].lower()
+            if name not in known:
+                raise ValueError(f"{variable} is set, and there is no such setting; see samebit serve --help")
+            try:
+                given[name] = _from_text(known[name], text)
+            except ValueError as error:
+                shown = "..." if name in SECRETS else repr(text)
+                raise ValueError(f"{variable} must be of type {_kind(known[name]).__name__}, got {shown}") from error
+    return given
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        given = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"the settings in {path} can not be read: {' '.join(str(error).split())}") from error
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{path} must hold names and values, got a {type(given).__name__}")
+    unknown = [str(name) for name in given if name not in _all_fields()]
+    if unknown:
+        raise ValueError(f"{path} has {', '.join(unknown)}, which are no settings; see samebit serve --help")
+    return given

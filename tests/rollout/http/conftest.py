@@ -1,0 +1,18 @@
+"""One server for all tests of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .served import Served, build_folder, serving
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = build_folder(tmp_path_factory.mktemp("served"))
+    flags = ("--control", "loopback", "--max-num-seqs", "16", "--max-waiting", "48", "--tool-call-parser", "hermes")
+    roots = ("--weight-root", str(folder.parent), "--max-n", "16", "--max-body-bytes", "200000", "--max-sessions", "2")
+    with serving(folder, *flags, *roots) as one:
+        yield one

@@ -1,0 +1,108 @@
+"""What is wrong is answered with its status and a message that names it, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from .served import Served
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+TEXT = {"prompt": "hi", "max_tokens": 1}
+IDS = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}
+COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+
+BAD = [
+    (COMPLETIONS, {}, 400, "prompt: Field required"),
+    (COMPLETIONS, [], 400, "the body: "),
+    (COMPLETIONS, {**TEXT, "model": "gpt-9"}, 404, "there is no model 'gpt-9' here"),
+    (COMPLETIONS, {**TEXT, "tempurature": 1}, 400, "no field 'tempurature'"),
+    (COMPLETIONS, {**TEXT, "prompt": ""}, 400, "prompt"),
+    (COMPLETIONS, {**TEXT, "prompt": []}, 400, "prompt"),
+    (COMPLETIONS, {**TEXT, "prompt": [[]]}, 400, "the prompt is empty"),
+    (COMPLETIONS, {**TEXT, "prompt": [1, "a"]}, 400, "prompt"),
+    (COMPLETIONS, {**TEXT, "prompt": [100000]}, 400, "outside the vocabulary"),
+    (COMPLETIONS, {**TEXT, "prompt": [-1]}, 400, "greater than or equal to 0"),
+    (COMPLETIONS, {**TEXT, "prompt": [1] * 2048}, 400, "at most 2047 are allowed"),
+    (COMPLETIONS, {**TEXT, "prompt": ["a"] * 257}, 400, "at most 256 prompts"),
+    (COMPLETIONS, {**TEXT, "prompt": "\ud800"}, 400, "unicode"),
+    (COMPLETIONS, {**TEXT, "max_tokens": 5000}, 400, "max_tokens may be at most"),
+    (COMPLETIONS, {**TEXT, "max_tokens": 0}, 400, "it goes with echo"),
+    (COMPLETIONS, {**TEXT, "max_tokens": 10**30}, 400, "max_tokens"),
+    (COMPLETIONS, {**TEXT, "n": 0}, 400, "n: "),
+    (COMPLETIONS, {**TEXT, "n": 17}, 400, "n may be at most 16 here, got 17"),
+    (COMPLETIONS, {**TEXT, "n": "3"}, 400, "n: Input should be a valid integer"),
+    (COMPLETIONS, {**TEXT, "prompt": ["a"] * 5, "n": 16}, 400, "at most 64 fit here"),
+    (COMPLETIONS, {**TEXT, "temperature": -1}, 400, "temperature"),
+    (COMPLETIONS, {**TEXT, "temperature": 1e-9}, 400, "temperature must be 0 (greedy) or at least"),
+    (COMPLETIONS, {**TEXT, "temperature": True}, 400, "temperature"),
+    (COMPLETIONS, {**TEXT, "top_p": 1.5}, 400, "top_p"),
+    (COMPLETIONS, {**TEXT, "logprobs": 21}, 400, "logprobs may be at most 20 here"),
+    (COMPLETIONS, {**TEXT, "stop": ["a"] * 17}, 400, "at most 16 stop strings"),
+    (COMPLETIONS, {**TEXT, "stop": ["a", ""]}, 400, "stop must be a non-empty string"),
+    (COMPLETIONS, {**TEXT, "stop_token_ids": [99999]}, 400, "outside the vocabulary"),
+    (COMPLETIONS, {**TEXT, "logit_bias": {"x": 1}}, 400, "which is no token id"),
+    (COMPLETIONS, {**TEXT, "logit_bias": {"1": 1000}}, 400, "logit_bias.1"),
+    (COMPLETIONS, {**TEXT, "presence_penalty": 3}, 400, "presence_penalty"),
+    (COMPLETIONS, {**TEXT, "min_tokens": 9}, 400, "min_tokens must be at most max_tokens"),
+    (COMPLETIONS, {**TEXT, "seed": -1}, 400, "seed"),
+    (COMPLETIONS, {**TEXT, "best_of": 3}, 400, "best_of"),
+    (COMPLETIONS, {**TEXT, "priority": 1}, 400, "priority"),
+    (COMPLETIONS, {**TEXT, "stream_options": {"include_usage": True}}, 400, "goes with stream=true"),
+    (COMPLETIONS, {**TEXT, "stream": True, "echo": True, "logprobs": 1}, 400, "is not streamed"),
+    (CHATS, {**CHAT, "messages": []}, 400, "messages"),
+    (CHATS, {**CHAT, "messages": [{"role": "wizard", "content": "a"}]}, 400, "messages.0.role"),
+    (CHATS, {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+    (CHATS, {**CHAT, "top_logprobs": 2}, 400, "goes with logprobs=true"),
+    (CHATS, {**CHAT, "max_completion_tokens": 2}, 400, "differ"),
+    (CHATS, {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format.type"),
+    (CHATS, {**CHAT, "tool_choice": "required"}, 400, "tool_choice"),
+    (CHATS, {**CHAT, "chat_template_kwargs": {"tokenize": True}}, 400, "may not have tokenize"),
+    (CHATS, {**CHAT, "continue_final_message": True}, 400, "goes with add_generation_prompt=false"),
+    (GENERATE, {**IDS, "token_ids": []}, 400, "token_ids"),
+    (GENERATE, {**IDS, "sampling_params": {"beam": 2}}, 400, "no field 'sampling_params.beam'"),
+    (GENERATE, {**IDS, "stream": True, "sampling_params": {"prompt_logprobs": 1}}, 400, "not streamed"),
+    ("/tokenize", {}, 400, "either prompt or messages"),
+    ("/detokenize", {"tokens": [5000]}, 400, "outside the vocabulary"),
+    ("/v1/embeddings", {}, 404, "Not Found"),
+    ("/v1/models", {}, 405, "Method Not Allowed"),
+    ("/pause", {}, 404, "control endpoints are not offered here"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "says"), BAD, ids=[f"{p[1:]}-{n}" for n, (p, *_) in enumerate(BAD)])
+def test_bad_input_is_named(served: Served, path: str, body: object, status: int, says: str) -> None:
+    answer = served.http.post(
+        served.base + path, content=json.dumps(body), headers={"Content-Type": "application/json"}
+    )
+    error = answer.json()["error"]
+    assert answer.status_code == status, error
+    assert says in error["message"]
+    assert error["type"]
+    assert served.service.admission.inside == 0
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff\xfe", b'{"prompt": "a", "temperature": NaN}', b'{"a":' * 100000, b"1" * 5000]
+)
+def test_what_is_no_json_is_400(served: Served, body: bytes) -> None:
+    content = {"Content-Type": "application/json"}
+    answer = served.http.post(served.base + COMPLETIONS, content=body, headers=content)
+    assert answer.status_code in (400, 413)
+    assert answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_too_large_is_413(served: Served) -> None:
+    assert served.post(COMPLETIONS, {"prompt": "a" * 200_001}).status_code == 413
+    pieces = (b" " * 50_000 for _ in range(5))  # in chunks, without a length
+    answer = served.http.post(served.base + COMPLETIONS, content=pieces, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+
+
+def test_what_is_no_http_does_no_harm(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", served.server.port)) as raw:
+        raw.sendall(b"\x16\x03\x01 no http at all\r\n\r\n")
+        assert b"400" in raw.recv(1000)
+    assert served.http.get(f"{served.base}/health").status_code == 200

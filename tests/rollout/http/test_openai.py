@@ -1,0 +1,225 @@
+"""OpenAI's endpoints, asked by the real client over a real socket."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+
+import openai
+import pytest
+import torch
+from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
+from transformers import AutoModelForCausalLM
+
+from samebit.kernels import bind, token_logprobs
+from samebit.rollout import SamplingParams
+from samebit.rollout.integrations.http.openai.answers import ChatAnswer, ChatPiece, CompletionAnswer, CompletionPiece
+
+from ...patience import wait_until
+from .served import CALL, NAME, Served
+
+USER: list[ChatCompletionMessageParam] = [{"role": "user", "content": "ab, please"}]
+LONG = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+
+
+def bits(value: float) -> bytes:
+    """The bits of a float32 that came as a JSON number; nothing may have been rounded."""
+    packed = struct.pack("f", value)
+    assert struct.unpack("f", packed)[0] == value
+    return packed
+
+
+def test_log_probabilities_through_http_are_the_trainers_bits(served: Served) -> None:
+    prompts = [[1, 5, 9], list(range(40)), [7] * 17]
+    answer = served.client.completions.create(
+        model=NAME, prompt=prompts, n=2, max_tokens=33, temperature=0.7, top_p=0.9, seed=3, logprobs=2,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    policy = bind(AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32))
+    for choice in answer.choices:
+        ids = [*choice.prompt_token_ids, *choice.token_ids]
+        assert choice.prompt_token_ids == prompts[choice.index // 2]
+        expected = token_logprobs(policy, torch.tensor([ids]), temperature=0.7)[0, -33:].detach()
+        assert [bits(x) for x in choice.logprobs.token_logprobs] == [bits(x) for x in expected.tolist()]
+        assert choice.weight_versions == [{"version": "0", "start": 0, "end": 33}]
+
+
+def test_http_gives_what_the_worker_gives(served: Served) -> None:
+    params = SamplingParams(max_tokens=20, seed=11, n=3, stop=["e"], presence_penalty=0.5, frequency_penalty=0.25)
+    ours = served.service.worker.generate([served.service.need_tokenizer()("hello")["input_ids"]], params)[0]
+    theirs = served.client.completions.create(
+        model=NAME, prompt="hello", max_tokens=20, seed=11, n=3, stop=["e"], presence_penalty=0.5,
+        frequency_penalty=0.25, logprobs=0, extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    for mine, choice in zip(ours.samples, theirs.choices, strict=True):
+        assert choice.token_ids == mine.token_ids
+        assert choice.logprobs.token_logprobs == mine.logprobs
+        assert (choice.finish_reason, choice.stop_reason) == (mine.finish_reason, mine.stop_reason)
+        assert choice.text == mine.text or mine.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("more", [{}, {"stop": ["q", "zz", "xy"]}, {"stop": "k", "extra_body": {"min_tokens": 30}}])
+def test_a_stream_is_the_whole_in_pieces(served: Served, more: dict[str, object]) -> None:
+    asked = {"model": NAME, "prompt": ["aab", "b"], "n": 4, "max_tokens": 60, "seed": 5, "logprobs": 1, **more}
+    whole = served.client.completions.create(**asked)
+    texts, logprobs, reasons = [""] * 8, [[] for _ in range(8)], [None] * 8
+    stream = served.client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    usage = None
+    for piece in stream:
+        CompletionPiece.model_validate(piece.model_dump(exclude_unset=True))
+        usage = piece.usage or usage
+        for choice in piece.choices:
+            texts[choice.index] += choice.text
+            logprobs[choice.index] += choice.logprobs.token_logprobs
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.text for choice in whole.choices]
+    assert logprobs == [choice.logprobs.token_logprobs for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    CompletionAnswer.model_validate(whole.model_dump(exclude_unset=True))
+
+
+def test_a_chat_is_streamed_as_it_is_answered(served: Served) -> None:
+    asked = {"model": NAME, "messages": USER, "n": 2, "max_completion_tokens": 40, "seed": 9}
+    whole = served.client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    ChatAnswer.model_validate(whole.model_dump(exclude_unset=True))
+    texts, roles = ["", ""], ["", ""]
+    for piece in served.client.chat.completions.create(**asked, stream=True):
+        ChatPiece.model_validate(piece.model_dump(exclude_unset=True))
+        for choice in piece.choices:
+            texts[choice.index] += choice.delta.content or ""
+            roles[choice.index] += choice.delta.role or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert roles == ["assistant", "assistant"]
+    entry = whole.choices[0].logprobs.content[0]
+    assert len(entry.top_logprobs) == 3
+    assert entry.top_logprobs[0].logprob >= entry.top_logprobs[2].logprob
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
+def test_ignore_eos_is_honoured_on_both_endpoints(served: Served, endpoint: str) -> None:
+    eos = served.service.need_tokenizer().eos_token_id
+    what = {"prompt": "a"} if endpoint == "completions" else {"messages": USER}
+    asked = {**what, "max_tokens": 7, "logit_bias": {str(eos): 100}, "return_token_ids": True}
+    ended = served.post(f"/v1/{endpoint}", asked).json()["choices"][0]
+    going = served.post(f"/v1/{endpoint}", {**asked, "ignore_eos": True}).json()["choices"][0]
+    assert (ended["finish_reason"], ended["token_ids"]) == ("stop", [eos])
+    assert (going["finish_reason"], going["token_ids"]) == ("length", [eos] * 7)
+
+
+def test_cached_tokens_are_true(served: Served) -> None:
+    prompt = [3] * 70
+    first = served.client.completions.create(model=NAME, prompt=prompt, max_tokens=1)
+    second = served.client.completions.create(model=NAME, prompt=prompt, max_tokens=1)
+    salted = served.client.completions.create(
+        model=NAME, prompt=prompt, max_tokens=1, extra_body={"cache_salt": "another"}
+    )
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in (first, second, salted)]
+    assert cached == [0, 64, 0]
+
+
+def test_echo_scores_a_prompt(served: Served) -> None:
+    ids = [4, 8, 15, 16, 23, 42]
+    answer = served.client.completions.create(model=NAME, prompt=ids, echo=True, max_tokens=0, logprobs=1)
+    policy = bind(AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32))
+    scores = answer.choices[0].logprobs.token_logprobs
+    assert scores == [None, *token_logprobs(policy, torch.tensor([ids]))[0].tolist()]
+    assert answer.usage.completion_tokens == 0
+    text = served.client.completions.create(model=NAME, prompt="ab", echo=True, max_tokens=1).choices[0].text
+    assert text.startswith("ab")
+
+
+def test_tokens_and_text(served: Served) -> None:
+    asked = served.post("/tokenize", {"prompt": "abc", "return_token_strs": True}).json()
+    assert asked["token_strs"] == ["ab", "c"]
+    assert served.post("/detokenize", {"tokens": asked["tokens"]}).json() == {"prompt": "abc"}
+    chat = served.post("/tokenize", {"messages": USER}).json()
+    usage = served.client.chat.completions.create(model=NAME, messages=USER, max_tokens=1).usage
+    assert chat["count"] == usage.prompt_tokens
+    model = served.client.models.list().data[0]
+    assert (model.id, model.max_model_len) == (NAME, 2048)
+
+
+def test_a_tool_call_is_read(served: Served) -> None:
+    tokenizer = served.service.need_tokenizer()
+    asked = {
+        "model": NAME,
+        "messages": USER,
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
+        "max_tokens": 5,
+        "logit_bias": {str(tokenizer.eos_token_id): 100, str(tokenizer.convert_tokens_to_ids(CALL)): 90},
+        "temperature": 0,
+        "extra_body": {"min_tokens": 1},
+    }
+    choice = served.client.chat.completions.create(**asked).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"a": 1}
+    pieces = list(served.client.chat.completions.create(**asked, stream=True))
+    calls = [call for piece in pieces for call in piece.choices[0].delta.tool_calls or ()]
+    assert [(call.index, call.function.name) for call in calls] == [(0, "add")]
+    assert pieces[-1].choices[0].finish_reason == "tool_calls"
+    plain = served.client.chat.completions.create(**asked, tool_choice="none").choices[0]
+    assert plain.message.content == CALL
+
+
+def test_a_session_goes_on_from_its_token_ids(served: Served) -> None:
+    """The model writes "a" and "b" as two tokens, which the tokenizer would merge into one."""
+    a, b = served.service.need_tokenizer().convert_tokens_to_ids(["a", "b"])
+
+    def turn(messages: list[ChatCompletionMessageParam], session: str | None) -> ChatCompletion:
+        return served.client.chat.completions.create(
+            model=NAME, messages=messages, max_tokens=2, temperature=0, logit_bias={str(a): 100, str(b): 99},
+            frequency_penalty=2, extra_body={"return_token_ids": True},
+            extra_headers={} if session is None else {"X-Session-ID": session},
+        )  # fmt: skip
+
+    def going_on(said: str | None) -> list[ChatCompletionMessageParam]:
+        return [*USER, {"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+
+    first = turn(USER, "agent")
+    assert first.choices[0].token_ids == [a, b]
+    more = going_on(first.choices[0].message.content)
+    start = [*first.prompt_token_ids, a, b]
+    rendered, kept = turn(more, None), turn(more, "agent")
+    assert kept.prompt_token_ids[: len(start)] == start
+    assert kept.prompt_token_ids[len(start) :] == rendered.prompt_token_ids[len(start) - 1 :]
+    assert rendered.prompt_token_ids[: len(start)] != start
+    other = going_on("something else")
+    assert turn(other, "agent").prompt_token_ids == turn(other, None).prompt_token_ids
+    assert turn(more, "another").prompt_token_ids == rendered.prompt_token_ids
+    turn(USER, "third")  # two are kept
+    assert turn(more, "agent").prompt_token_ids == rendered.prompt_token_ids
+
+
+def test_a_client_that_goes_away_aborts_its_request(served: Served) -> None:
+    before = served.service.worker.stats()["requests_aborted"]
+    stream = served.client.completions.create(model=NAME, prompt="a", stream=True, **LONG)
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: served.service.admission.inside == 0)
+    with pytest.raises(openai.APITimeoutError):
+        served.client.with_options(timeout=0.05).completions.create(model=NAME, prompt="a", n=16, **LONG)
+    wait_until(lambda: served.service.admission.inside == 0)
+    wait_until(lambda: served.service.worker.stats()["running"] == 0)
+    assert served.service.worker.stats()["requests_aborted"] >= before + 2
+
+
+def test_a_full_queue_answers_429(served: Served) -> None:
+    served.service.worker.pause()
+    inside: list[threading.Thread] = []
+    try:
+        for _ in range(4):
+            ask = {"model": NAME, "prompt": "a", "max_tokens": 1, "n": 16}
+            inside.append(threading.Thread(target=lambda ask=ask: served.client.completions.create(**ask)))
+            inside[-1].start()
+        wait_until(lambda: served.service.admission.inside == 64)
+        with pytest.raises(openai.RateLimitError) as refused:
+            served.client.completions.create(model=NAME, prompt="a", max_tokens=1)
+        assert refused.value.response.headers["retry-after"] == "1"
+    finally:
+        served.service.worker.resume()
+        for thread in inside:
+            thread.join()
+    assert served.client.completions.create(model=NAME, prompt="a", max_tokens=1).choices

@@ -1,0 +1,255 @@
+"""The RL dialect: token ids in and out, pauses, sleep, and weights."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed import BroadcastOptions
+from transformers import AutoModelForCausalLM
+
+from samebit.kernels import bind, token_logprobs
+from samebit.rollout.integrations.http.rl.generate import GenerateAnswer
+from samebit.weight_sync import SharedMemorySender, WeightStream, gloo_group, listening_store
+
+from ...patience import wait_until
+from .served import Served, build_folder, serving
+
+IDS = list(range(30))
+
+
+def ask(served: Served, **more: object) -> dict[str, object]:
+    sampling = {"max_tokens": 24, "seed": 2, "temperature": 0.9, "logprobs": 2, "ignore_eos": True}
+    answer = served.post("/inference/v1/generate", {"token_ids": IDS, "sampling_params": {**sampling, **more}})
+    assert answer.status_code == 200, answer.text
+    return GenerateAnswer.model_validate(answer.json()).model_dump()
+
+
+def test_generated_log_probabilities_are_the_trainers_bits(served: Served) -> None:
+    answer = ask(served, n=2, prompt_logprobs=1)
+    policy = bind(AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32))
+    for choice in answer["choices"]:
+        scores = token_logprobs(policy, torch.tensor([IDS + choice["token_ids"]]), temperature=0.9)[0]
+        content = choice["logprobs"]["content"]
+        assert [one["token_id"] for one in content] == choice["token_ids"]
+        got = struct.pack(f"{len(content)}f", *[one["logprob"] for one in content])
+        assert got == struct.pack(f"{len(content)}f", *scores[-24:].tolist())
+        assert choice["weight_versions"][-1]["end"] == 24
+        scored = zip(IDS, answer["prompt_logprobs"], strict=True)
+        prompt = [None if one is None else one[str(token)]["logprob"] for token, one in scored]
+        plain = token_logprobs(policy, torch.tensor([IDS]))[0]  # a prompt is scored at temperature 1
+        assert prompt == [None, *plain.tolist()]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
+
+
+def test_a_generated_stream_ends_with_the_versions(served: Served) -> None:
+    whole = ask(served)["choices"][0]
+    body = {
+        "token_ids": IDS, "stream": True, "request_id": "streamed", "output_mode": "text", "return_token_ids": True,
+        "sampling_params": {"max_tokens": 24, "seed": 2, "temperature": 0.9, "logprobs": 2, "ignore_eos": True},
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    with served.http.stream("POST", f"{served.base}/inference/v1/generate", json=body) as answer:
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert events.pop() == "[DONE]"
+    pieces = [json.loads(one) for one in events]
+    choices = [choice for piece in pieces for choice in piece["choices"]]
+    assert [token for choice in choices for token in choice["token_ids"]] == whole["token_ids"]
+    assert choices[-1]["weight_versions"] == whole["weight_versions"]
+    assert not any("weight_versions" in choice for choice in choices[:-1])
+    assert pieces[0]["prompt_token_ids"] == IDS
+    assert pieces[0]["request_id"] == "streamed"
+    assert pieces[-1]["usage"]["completion_tokens"] == 24
+
+
+@pytest.fixture
+def running(served: Served) -> Iterator[list[dict[str, object]]]:
+    """A long request that runs; its answer is in the list when the test lets it end."""
+    answers: list[dict[str, object]] = []
+    body = {"token_ids": IDS, "request_id": "long", "sampling_params": {"max_tokens": 1500, "ignore_eos": True}}
+    thread = threading.Thread(target=lambda: answers.append(httpx.post(
+        f"{served.base}/inference/v1/generate", json=body, timeout=None).json()))  # fmt: skip
+    thread.start()
+    wait_until(lambda: served.service.worker.stats()["running"] == 1)
+    answers_thread = thread
+    yield answers
+    served.command("/resume")
+    served.command("/abort_requests", {"request_ids": None})
+    answers_thread.join()
+
+
+def test_pause_aborts_by_default(served: Served, running: list[dict[str, object]]) -> None:
+    assert served.command("/pause").json() == {"status": "paused"}
+    wait_until(lambda: running)
+    assert running[0]["choices"][0]["finish_reason"] == "abort"
+    assert served.http.get(f"{served.control}/is_paused").json() == {"is_paused": True}
+    assert served.http.get(f"{served.base}/readiness").status_code == 503
+    assert served.http.get(f"{served.base}/health").status_code == 200
+    assert served.command("/resume").json() == {"status": "resumed"}
+    assert served.http.get(f"{served.base}/readiness").status_code == 200
+
+
+def test_pause_keeps(served: Served, running: list[dict[str, object]]) -> None:
+    assert served.command("/pause?mode=keep").status_code == 200
+    steps = served.service.worker.stats()["steps"]
+    assert served.command("/reset_prefix_cache?reset_running_requests=true").json() == {"success": True}
+    assert served.service.worker.stats()["steps"] == steps
+    served.command("/resume")
+    wait_until(lambda: served.service.worker.stats()["steps"] > steps + 3)
+    assert not running
+    assert served.command("/abort_requests", {"request_ids": ["long", "unknown"]}).json()["aborted"] == 1
+    wait_until(lambda: running)
+    assert running[0]["usage"]["completion_tokens"] > 0
+
+
+def test_pause_waits(served: Served) -> None:
+    ended = []
+    body = {"token_ids": IDS, "sampling_params": {"max_tokens": 200, "ignore_eos": True}}
+    thread = threading.Thread(target=lambda: ended.append(served.post("/inference/v1/generate", body).json()))
+    thread.start()
+    wait_until(lambda: served.service.worker.stats()["running"] == 1)
+    assert served.command("/pause?mode=wait").status_code == 200
+    thread.join()
+    assert ended[0]["choices"][0]["finish_reason"] == "length"
+    assert served.command("/resume").status_code == 200
+
+
+def test_sleep_and_wake_up(served: Served) -> None:
+    before = ask(served)
+    assert served.command("/sleep?level=1").json()["status"] == "sleeping"
+    assert served.http.get(f"{served.control}/is_sleeping").json()["is_sleeping"]
+    refused = served.post("/inference/v1/generate", {"token_ids": IDS})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+    assert served.command("/wake_up?tags=weights").json()["status"] == "sleeping"
+    assert served.command("/wake_up").json()["status"] == "awake"
+    assert ask(served)["choices"] == before["choices"]
+    assert served.command("/sleep?level=0").status_code == 200
+    assert served.service.worker.paused
+    assert served.command("/wake_up").json()["status"] == "awake"
+    assert not served.service.worker.paused
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/pause?mode=never", None, 400, "mode"),
+        ("/pause?mod=keep", None, 400, "no query parameter 'mod'"),
+        ("/sleep?level=3", None, 400, "level"),
+        ("/sleep?level=2&tags=kv_cache", None, 400, "level=2 discards the weights"),
+        ("/wake_up?tags=nothing", None, 400, "tags"),
+        ("/collective_rpc", {"method": "save"}, 400, "collective_rpc is not offered"),
+        ("/v1/load_lora_adapter", {"lora_name": "a"}, 400, "adapters are not served yet"),
+        ("/start_weight_update", None, 409, "there is no transfer"),
+        ("/finish_weight_update", None, 409, "no update has been started"),
+        ("/init_weight_transfer_engine", {"init_info": {"backend": "nccl", "master_port": 1}}, 400, "init_info"),
+        ("/init_weight_transfer_engine", {"init_info": {"ipc_handles_pickled": "gASV"}}, 400, "init_info"),
+        ("/update_weights", {}, 400, "either update_info or weight_dir"),
+        ("/update_weights", {"update_info": {"names": []}}, 409, "there is no transfer"),
+        ("/update_weights", {"weight_dir": "../.."}, 403, "not below --weight-root"),
+        ("/update_weights", {"weight_dir": "/etc"}, 403, "not below --weight-root"),
+        ("/update_weights", {"weight_dir": "nowhere"}, 404, "no such folder"),
+    ],
+)
+def test_a_wrong_command_is_named(served: Served, path: str, body: object, status: int, says: str) -> None:
+    answer = served.command(path, body)
+    assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+def test_the_loopback_listener_answers_no_pages(served: Served) -> None:
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+        assert served.command("/pause", headers=headers).status_code == 403
+    assert not served.service.worker.paused
+
+
+def test_facts(served: Served) -> None:
+    assert served.http.get(f"{served.control}/get_world_size").json() == {"world_size": 1}
+    info = served.http.get(f"{served.control}/server_info?config_format=json").json()
+    assert info["vllm_config"]["model_config"]["max_model_len"] == 2048
+
+
+def test_weights_come_from_a_folder_over_gloo_and_through_shared_memory(served: Served, tmp_path: Path) -> None:
+    """Each update gives the trainer's bits, and a name to what is sampled after it."""
+    with torch.random.fork_rng():
+        folder = build_folder(served.folder.parent / "other", seed=1)
+    other = bind(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    state = {name: tensor.clone() for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items()}
+    before = ask(served)
+
+    assert served.command("/update_weights", {"weight_dir": "other"}).status_code == 200
+    assert served.command("/update_weight_version", {"new_version": "step-1"}).json()["success"]
+    assert served.http.get(f"{served.control}/weight_info").json() == {"weight_version": "step-1"}
+    check(served, other, "step-1")
+
+    back = dict(AutoModelForCausalLM.from_pretrained(served.folder).state_dict())
+    store = listening_store("127.0.0.1")
+    info = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": store.port}
+    made: list[object] = []
+    joining = threading.Thread(target=lambda: made.append(gloo_group(store, 0, 2)))
+    joining.start()
+    assert served.command("/init_weight_transfer_engine", {"init_info": info}).status_code == 200
+    joining.join()
+    assert served.command("/start_weight_update", {}).status_code == 200
+    names = list(back)
+    for part in (names[:3], names[3:]):
+        sending = threading.Thread(target=broadcast, args=(made[0], [back[name] for name in part]))
+        sending.start()
+        described = {
+            "names": part,
+            "dtype_names": ["float32"] * len(part),
+            "shapes": [list(back[name].shape) for name in part],
+        }
+        assert served.command("/update_weights", {"update_info": described}).status_code == 200
+        sending.join()
+        check(served, other, "step-1")  # an update that is not finished changes nothing
+    assert served.command("/finish_weight_update", {"weight_version": "step-2"}).status_code == 200
+    after = ask(served)
+    assert after["choices"][0]["token_ids"] == before["choices"][0]["token_ids"]
+    assert after["choices"][0]["weight_versions"][0]["version"] == "step-2"
+
+    with SharedMemorySender() as sender:
+        shared = {"backend": "shared_memory", "address": sender.address}
+        assert served.command("/init_weight_transfer_engine", {"init_info": shared}).status_code == 200
+        sending = threading.Thread(target=lambda: sender.send(WeightStream.of(state)))
+        sending.start()
+        assert served.command("/update_weights", {"update_info": {}}).status_code == 200
+        sending.join()
+        assert served.command("/shutdown_weight_transfer_engine").status_code == 200
+    check(served, other, str(served.service.worker.weight_version))
+
+    save_file({"nothing": torch.zeros(1)}, served.folder.parent / "other" / "model.safetensors")
+    refused = served.command("/update_weights", {"weight_dir": "other"})
+    assert (refused.status_code, "nothing" in refused.json()["error"]["message"]) == (409, True)
+    check(served, other, str(served.service.worker.weight_version))
+    assert served.command("/update_weights", {"weight_dir": served.folder.name}).status_code == 200
+
+
+def broadcast(group: torch.distributed.ProcessGroup, tensors: list[torch.Tensor]) -> None:
+    options = BroadcastOptions()
+    options.rootRank = 0
+    for tensor in tensors:
+        group.broadcast([tensor.contiguous()], options).wait()
+
+
+def check(served: Served, policy: torch.nn.Module, version: str) -> None:
+    choice = ask(served)["choices"][0]
+    scores = token_logprobs(policy, torch.tensor([IDS + choice["token_ids"]]), temperature=0.9)[0, -24:]
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == scores.tolist()
+    assert [span["version"] for span in choice["weight_versions"]] == [version]
+
+
+def test_a_control_token_is_asked_for(served: Served) -> None:
+    secrets = {"SAMEBIT_SERVE_CONTROL_TOKEN": "secret", "SAMEBIT_SERVE_API_KEY": "public"}
+    with serving(served.folder, "--control", "token", "--num-blocks", "8", environment=secrets) as other:
+        assert other.command("/pause").status_code == 401
+        assert other.command("/pause", headers={"Authorization": "Bearer public"}).status_code == 401
+        assert other.command("/pause", headers={"Authorization": "Bearer secret"}).status_code == 200
+        assert other.http.get(f"{other.base}/v1/models").status_code == 401
+        assert other.http.get(f"{other.base}/v1/models", headers={"Authorization": "bearer public"}).status_code == 200
+        assert other.http.get(f"{other.base}/metrics").status_code == 200
