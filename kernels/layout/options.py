@@ -1,6 +1,7 @@
 """Name what operations hand to a device, constants of a layer that `bind` found, and the types of what comes back."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -76,6 +77,9 @@ class DeltaOptions:
         value_heads: Hv.
         key_dim: K.
         value_dim: V.
+
+    Raises:
+        ValueError: sizes below 1, or key heads that do not divide the value heads.
     """
 
     layer: int
@@ -84,6 +88,25 @@ class DeltaOptions:
     value_heads: int
     key_dim: int
     value_dim: int
+
+    def __post_init__(self) -> None:
+        if min(self.sizes) < 1 or self.value_heads % self.key_heads:
+            raise ValueError(f"{self}: allowed: at least 1 of each, and key heads that divide the value heads")
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Return Hk, Hv, K and V."""
+        return self.key_heads, self.value_heads, self.key_dim, self.value_dim
+
+    @cached_property
+    def inner(self) -> int:
+        """Return the width of the values."""
+        return self.value_heads * self.value_dim
+
+    @cached_property
+    def width(self) -> int:
+        """Return the width of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.inner
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,8 @@ class Operations(Protocol):
     ) -> Tensor:
         """Run the sequences through their states; the slots of the context's memory move on."""
 
-    def gates(self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Compute ``rate softplus(a + bias)`` and ``scale sigmoid(b)``; ``rate`` and ``bias``: ``[H]`` float32."""
+    def gates(self, a: Tensor, b: Tensor, a_log: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Compute ``-exp(a_log) softplus(a + bias)`` and ``scale sigmoid(b)``; ``a_log`` and ``bias``: float32."""
 
     # samebit.kernels.ops.experts.routing
     def route_forward(

@@ -24,6 +24,7 @@ from samebit.benchmarks import (
     rollout,
     routing_mismatch,
     scheduler,
+    state_budgets,
     tile_search,
     tune_tiles,
 )
@@ -349,3 +350,13 @@ def test_routing_mismatch_figures() -> None:
     assert all(value.value == 0 for name, value in metrics.items() if name.startswith("samebit"))
     found = routing_mismatch.shares("x", np.array([[[[1, 2]], [[3, 4]]]]), np.array([[[[2, 1]], [[3, 5]]]]))
     assert [value.value for value in found.values()] == [250, 500]
+
+
+def test_state_budgets_writes_every_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    few = state_budgets.Budgets(conversations=2, turns=2, checkpoints_each=(0.5, 2.0))
+    monkeypatch.setattr(state_budgets, "Budgets", lambda: few)
+    monkeypatch.setattr(sys, "argv", ["state_budgets.py", "--json", str(tmp_path / "out.json")])
+    state_budgets.main()
+    found = {name: one["value"] for name, one in json.loads((tmp_path / "out.json").read_text())["metrics"].items()}
+    assert found["skip_ratio_with_2.0_checkpoints_each"] == 1.0 > found["skip_ratio_with_0.5_checkpoints_each"]
+    assert found["evicted_misses_with_2.0_checkpoints_each"] == 0 < found["evicted_misses_with_0.5_checkpoints_each"]

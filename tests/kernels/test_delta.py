@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match="rows, the context 3"):
         delta_rule(convolved, decay, beta, packed_context((3,)), case.options)
     with pytest.raises(ValueError, match="key heads that divide the value heads"):
-        delta_rule(convolved, decay, beta, context, replace(case.options, key_heads=3))
+        replace(case.options, key_heads=3)
     with pytest.raises(ValueError, match=r"qkv is .* allowed: \[T, 256\]"):
         delta_rule(convolved[:, 1:], decay, beta, context, case.options)
     with pytest.raises(ValueError, match="beta has the shape"):

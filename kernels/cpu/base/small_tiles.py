@@ -30,6 +30,9 @@ from samebit.kernels.layout.grids import LANES
 FETCH_AHEAD = 1024
 """`tile_multiply` asks for what lies so many elements behind what it reads meanwhile (4 KiB in float32)."""
 
+MOST_SUMS = 16
+"""Vectors of sums that a tile holds at most: they and what is added to them stay in registers."""
+
 _ROWS = (1, 2, 4)
 _COLUMNS = (1, 2, 4)
 
@@ -57,7 +60,8 @@ def _tile_multiply(from_zero: bool) -> Any:
                 out_rows = [row_of(context, builder, *target, r) for r in range(row_count)]
                 lanes = [n.type(LANES * c) for c in range(column_count)]
                 targets = [builder.gep(row, [lane]) for row in out_rows for lane in lanes]
-                step = _step(context, builder, weight_rows, vector, lanes, fetch=from_zero and row_count == 1)
+                ahead = n.type(FETCH_AHEAD) if from_zero and row_count == 1 else None
+                step = _step(context, builder, weight_rows, vector, lanes, ahead)
                 initial = [zeros() if from_zero else load_vector(builder, p, types.float32) for p in targets]
                 for pointer, total in zip(targets, accumulate(builder, n, initial, step), strict=True):
                     store_vector(builder, total, pointer)
@@ -70,10 +74,10 @@ def _tile_multiply(from_zero: bool) -> Any:
     return kernel
 
 
-def _step(context: Any, builder: Any, weight_rows: list[Any], vector: Any, lanes: list[Any], *, fetch: bool) -> Any:
+def _step(context: Any, builder: Any, weight_rows: list[Any], vector: Any, lanes: list[Any], ahead: Any) -> Any:
     """Return what emits step i of the sums: ``weights[r, i] * vectors[i, lanes]`` for each row, then each of ``lanes``.
 
-    vector: ``vectors``, unpacked. fetch: whether to ask for what lies further on.
+    vector: ``vectors``, unpacked. ahead: ask for what lies so far behind; None for not.
     """
     array_type, array, at, stride = vector
     first = pointer_to(context, builder, array_type, array, at)
@@ -81,8 +85,8 @@ def _step(context: Any, builder: Any, weight_rows: list[Any], vector: Any, lanes
     def step(i: Any, sums: list[Any]) -> list[Any]:
         moved = builder.mul(i, stride)
         start = builder.gep(first, [moved])
-        for lane in lanes if fetch else []:
-            prefetch(builder, builder.gep(start, [builder.add(lane, lane.type(FETCH_AHEAD))]))
+        for lane in lanes if ahead is not None else []:
+            prefetch(builder, builder.gep(start, [builder.add(lane, ahead)]))
         loaded = [load_vector(builder, builder.gep(start, [lane]), array_type.dtype) for lane in lanes]
         factors = [splat(builder, builder.load(builder.gep(row, [i]))) for row in weight_rows]
         pairs = [(factor, columns) for factor in factors for columns in loaded]
@@ -93,3 +97,38 @@ def _step(context: Any, builder: Any, weight_rows: list[Any], vector: Any, lanes
 
 tile_multiply = _tile_multiply(from_zero=True)
 tile_multiply_add = _tile_multiply(from_zero=False)
+
+
+@intrinsic
+def tile_read(
+    typingctx: Any, rows: Any, columns: Any, weights: Any, vectors: Any, count: Any, out: Any, ahead: Any
+) -> Any:
+    """Compute as `tile_multiply` for 2 or 4 rows, and 2 rows on 8 columns too: the vectors are then read in one piece.
+
+    Two rows (decode waits for memory) also ask for what lies ``ahead`` elements behind what they read.
+    """
+    i64 = types.int64
+    signature = types.void(i64, i64, weights, vectors, i64, out, i64)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        many, wide, weights_given, vectors_given, n, out_given, distance = args
+        weight = unpacked(context, builder, weights, weights_given)
+        vector = unpacked(context, builder, vectors, vectors_given)
+        target = unpacked(context, builder, out, out_given)
+
+        def emit(row_count: int, column_count: int) -> None:
+            if row_count * column_count > MOST_SUMS:
+                return
+            weight_rows = [row_of(context, builder, *weight, r) for r in range(row_count)]
+            lanes = [n.type(LANES * c) for c in range(column_count)]
+            step = _step(context, builder, weight_rows, vector, lanes, distance if row_count == 2 else None)
+            totals = accumulate(builder, n, [zeros()] * (row_count * column_count), step)
+            out_rows = [row_of(context, builder, *target, r) for r in range(row_count)]
+            targets = [builder.gep(row, [lane]) for row in out_rows for lane in lanes]
+            for pointer, total in zip(targets, totals, strict=True):
+                store_vector(builder, total, pointer)
+
+        dispatch(builder, [(many, (2, 4)), (wide, (*_COLUMNS, 8))], emit)
+        return context.get_dummy_value()
+
+    return signature, generate

@@ -21,7 +21,7 @@ def delta_rule(
 ) -> torch.Tensor:
     """Implement `Operations.delta_rule`."""
     rows = len(qkv)
-    inner = options.value_heads * options.value_dim
+    inner = options.inner
     qkv, decay, beta = with_unit_stride(qkv), decay.contiguous(), beta.contiguous()
     out = (torch.empty if context.covers_all_rows else torch.zeros)(rows, inner, dtype=qkv.dtype)
     grid, memory, captured, captures, kept = 0, 0, 0, 0, 0
@@ -34,8 +34,7 @@ def delta_rule(
     rule.rule(
         int(rows * inner * options.key_dim * WORK_AN_ELEMENT),
         (qkv.data_ptr(), qkv.stride(0), decay.data_ptr(), beta.data_ptr(), out.data_ptr()),
-        (options.key_heads, options.value_heads, options.key_dim, options.value_dim),
-        (context.layout.data_ptr(), len(context.lengths)), (grid, memory), (captured, captures, kept),
+        options.sizes, (context.layout.data_ptr(), len(context.lengths)), (grid, memory), (captured, captures, kept),
         get_num_threads(), kind_of(qkv.dtype),
     )  # fmt: skip
     return out

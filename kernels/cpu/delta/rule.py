@@ -33,7 +33,7 @@ from samebit.kernels.cpu.base.jit import RowKernel
 from samebit.kernels.cpu.base.memory import NO_END, doubles, elements, floats, integers, longs
 from samebit.kernels.cpu.base.numeric import exp, fma, narrow, widen
 from samebit.kernels.cpu.base.rows import Rows
-from samebit.kernels.cpu.base.small_tiles import tile_multiply, tile_multiply_add
+from samebit.kernels.cpu.base.small_tiles import tile_multiply_add, tile_read
 from samebit.kernels.cpu.base.state_tiles import dots, fetch_all, tile_move
 from samebit.kernels.cpu.delta.groups import Inputs, Item, Memory, Scratch, Sizes, Span
 from samebit.kernels.layout.grids import LANES, SCAN_CHUNK
@@ -237,10 +237,11 @@ def _head_rows(inputs: Any, sizes: Any, memory: Any, span: Any, scratch: Any, at
         tokens = 2 if many - j >= 2 else 1
         v = 0
         while v < wide:
-            columns = _block((wide - v) // LANES)
-            tile_multiply(
+            left = (wide - v) // LANES
+            columns = 8 if tokens == 1 and left >= 8 else _block(left)
+            tile_read(
                 2 * tokens, columns, Rows(scratch.pairs, 2 * j * deep, deep), Rows(memory.state, state_at + v, wide),
-                sizes.key_dim, Rows(scratch.acc, v, wide),
+                sizes.key_dim, Rows(scratch.acc, v, wide), sizes.key_dim * wide,
             )  # fmt: skip
             v += columns * LANES
         for i in range(tokens):

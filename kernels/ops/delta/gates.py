@@ -35,36 +35,36 @@ def gates(
     """
     if a.dim() != 2 or a.shape != b.shape:
         raise ValueError(f"a is {list(a.shape)} and b {list(b.shape)}; allowed: two alike, [T, H]")
-    for name, part in (("a_log", a_log), ("dt_bias", dt_bias)):
-        check_shape(name, part, a.shape[1])
+    check_shape("a_log", a_log, a.shape[1])
+    check_shape("dt_bias", dt_bias, a.shape[1])
     if a.dtype is not b.dtype:
         raise TypeError(f"a is {a.dtype} and b {b.dtype}; allowed: two alike")
     if not device.on_gpu(a):
         check_dtype_of_cpu(a.dtype)
-        for name, part in (("b", b), ("a_log", a_log), ("dt_bias", dt_bias)):
-            check_host(name, part)
-    rate, bias = -a_log.float().exp(), dt_bias.float()
+        check_host("b", b)
+        check_host("a_log", a_log)
+        check_host("dt_bias", dt_bias)
     if torch.is_grad_enabled():
-        decay, beta = _Gates.apply(a, b, rate, bias, beta_scale)
+        decay, beta = _Gates.apply(a, b, a_log.float(), dt_bias.float(), beta_scale)
         return decay, beta
-    return operations_for(a).gates(a, b, rate, bias, beta_scale)
+    return operations_for(a).gates(a, b, a_log.float(), dt_bias.float(), beta_scale)
 
 
 class _Gates(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, a: torch.Tensor, b: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor, scale: float
+        ctx: Any, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, bias: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(a, b, rate, bias)
+        ctx.save_for_backward(a, b, a_log, bias)
         ctx.scale = scale
-        return operations_for(a).gates(a, b, rate, bias, scale)
+        return operations_for(a).gates(a, b, a_log, bias, scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_decay: torch.Tensor, grad_beta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        a, b, rate, bias = ctx.saved_tensors
-        raw, share = a.float() + bias, torch.sigmoid(b.float())
+        a, b, a_log, bias = ctx.saved_tensors
+        raw, rate, share = a.float() + bias, -a_log.exp(), torch.sigmoid(b.float())
         grad_raw = grad_decay * rate * torch.sigmoid(raw)
         grad_b = grad_beta * share * (1 - share) * ctx.scale
-        grad_rate = (grad_decay * F.softplus(raw)).sum(0)
-        return grad_raw.to(a.dtype), grad_b.to(b.dtype), grad_rate, grad_raw.sum(0), None
+        grad_log = (grad_decay * F.softplus(raw)).sum(0) * rate
+        return grad_raw.to(a.dtype), grad_b.to(b.dtype), grad_log, grad_raw.sum(0), None

@@ -59,18 +59,17 @@ def delta_rule(
 
 
 def _check(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, options: DeltaOptions) -> None:
-    key_heads, value_heads = options.key_heads, options.value_heads
-    if min(key_heads, value_heads, options.key_dim, options.value_dim) < 1 or value_heads % key_heads:
-        raise ValueError(f"{options}: allowed: at least 1 of each, and key heads that divide the value heads")
-    width = 2 * key_heads * options.key_dim + value_heads * options.value_dim
-    if qkv.dim() != 2 or qkv.shape[1] != width:
-        raise ValueError(f"qkv is {list(qkv.shape)}; allowed: [T, {width}], q, k and v of the heads of {options}")
-    for name, part in (("decay", decay), ("beta", beta)):
-        check_shape(name, part, len(qkv), value_heads)
-        if not device.on_gpu(qkv):
-            check_host(name, part)
+    if qkv.dim() != 2 or qkv.shape[1] != options.width:
+        raise ValueError(
+            f"qkv is {list(qkv.shape)}; allowed: [T, {options.width}], q, k and v of the heads of {options}"
+        )
+    rows = len(qkv)
+    check_shape("decay", decay, rows, options.value_heads)
+    check_shape("beta", beta, rows, options.value_heads)
     if not device.on_gpu(qkv):
         check_host("qkv", qkv)
+        check_host("decay", decay)
+        check_host("beta", beta)
         check_dtype_of_cpu(qkv.dtype)
 
 
@@ -78,18 +77,14 @@ def _check_memory(qkv: torch.Tensor, memory: DeltaStates, context: ForwardContex
     if memory.dtype is not qkv.dtype:
         raise changed_dtype(f"qkv is {qkv.dtype}", "states", memory.dtype)
     if not device.on_gpu(qkv):
-        _check_slots(memory, context, options)
+        slots, wide = len(memory.state), ceil_div(options.value_dim, LANES) * LANES
+        check_shape("the layer's state", memory.state, slots, options.value_heads, options.key_dim, wide)
+        deep = ceil_div(options.key_dim, LANES) * LANES
+        check_shape("the layer's tail of keys", memory.tail_k, slots, options.key_heads, SCAN_CHUNK, deep)
+        if context.last_slot >= slots:
+            raise ValueError(f"slot {context.last_slot} is to be read; the layer has {slots} of them")
     if len(context.captures) and bool((context.captures[:, 1] % options.chunk).any()):
         raise ValueError(f"captures {context.captures.tolist()} must lie on chunk boundaries (chunk {options.chunk})")
-
-
-def _check_slots(memory: DeltaStates, context: ForwardContext, options: DeltaOptions) -> None:
-    slots = len(memory.state)
-    wide, deep = (ceil_div(size, LANES) * LANES for size in (options.value_dim, options.key_dim))
-    check_shape("the layer's state", memory.state, slots, options.value_heads, options.key_dim, wide)
-    check_shape("the layer's tail of keys", memory.tail_k, slots, options.key_heads, SCAN_CHUNK, deep)
-    if context.last_slot >= slots:
-        raise ValueError(f"slot {context.last_slot} is to be read; the layer has {slots} of them")
 
 
 class _DeltaRule(torch.autograd.Function):

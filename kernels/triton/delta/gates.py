@@ -11,25 +11,25 @@ from samebit.kernels.triton.tiles.table import ELEMENTS
 
 
 def gates(
-    a: torch.Tensor, b: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor, scale: float
+    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `Operations.gates`."""
     a, b = aligned(a), aligned(b)
     decay, beta = (torch.empty(a.shape, device=a.device) for _ in range(2))
     if a.numel():
         _gates[(ceil_div(a.numel(), ELEMENTS),)](
-            a, b, aligned(rate), aligned(bias), scale, decay, beta, a.numel(), a.shape[1], ELEMENTS
+            a, b, aligned(a_log), aligned(bias), scale, decay, beta, a.numel(), a.shape[1], ELEMENTS
         )
     return decay, beta
 
 
 @triton.jit(do_not_specialize=["scale", "count"])
 def _gates(
-    a: tensor, b: tensor, rate: tensor, bias: tensor, scale: tensor, decay: tensor, beta: tensor, count: tensor,
+    a: tensor, b: tensor, a_log: tensor, bias: tensor, scale: tensor, decay: tensor, beta: tensor, count: tensor,
     HEADS: tl.constexpr, SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     real, head = place < count, place % HEADS
     step = softplus(tl.load(a + place, mask=real, other=0.0).to(tl.float32) + tl.load(bias + head))
-    tl.store(decay + place, tl.load(rate + head) * step, mask=real)
+    tl.store(decay + place, -tl.exp(tl.load(a_log + head)) * step, mask=real)
     tl.store(beta + place, sigmoid(tl.load(b + place, mask=real, other=0.0).to(tl.float32)) * scale, mask=real)

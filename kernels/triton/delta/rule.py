@@ -61,7 +61,7 @@ def _run(
     qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext, options: DeltaOptions,
     layer: DeltaStates | None,
 ) -> torch.Tensor:  # fmt: skip
-    key_heads, heads, key_dim, value_dim = _sizes(options)
+    key_heads, heads, key_dim, value_dim = options.sizes
     layout = context.on_device
     empty = torch.empty if context.covers_all_rows else torch.zeros
     out = empty(len(qkv), heads * value_dim, dtype=qkv.dtype, device=qkv.device)
@@ -83,10 +83,6 @@ def _run(
             num_warps=_WARPS, num_stages=1,
         )  # fmt: skip
     return out
-
-
-def _sizes(options: DeltaOptions) -> tuple[int, int, int, int]:
-    return options.key_heads, options.value_heads, options.key_dim, options.value_dim
 
 
 @triton.jit(do_not_specialize=["grid"])
@@ -175,7 +171,7 @@ def _append(
     if len(context.lengths):
         _append_head[(len(context.lengths), options.value_heads)](
             qkv, decay, layout.row_start, layout.lengths, layout.starts, layout.slots, layer.tail_k, layer.tail_sums,
-            *_sizes(options), ceil_div(options.key_dim, LANES) * LANES, SCAN_CHUNK, power_of_two(options.key_dim),
+            *options.sizes, ceil_div(options.key_dim, LANES) * LANES, SCAN_CHUNK, power_of_two(options.key_dim),
             num_warps=_WARPS,
         )  # fmt: skip
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
 
@@ -25,7 +27,7 @@ from samebit.rollout.integrations.verl import patches as replacements
 from samebit.rollout.integrations.verl.trainer import engine as engines
 from samebit.rollout.integrations.verl.trainer.routing import COMPARED, DIFFERING
 
-from .verl_model import save_model
+from .verl_model import save_model, save_wrapped_model
 
 PROMPTS = [[1], [1, 5, 6, 7], list(range(4, 20)) * 2]
 TEMPERATURE = 0.7
@@ -294,3 +296,30 @@ def test_logits_are_not_handed_out_silently(tmp_path: Path) -> None:
     engine = build(*configs(save_model(tmp_path), "float32"))
     with pytest.raises(ValueError, match="use_fused_kernels"):
         engine.module(input_ids=torch.tensor([[1, 4, 5]]))
+
+
+@pytest.fixture
+def classes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl replaces the forwards of Qwen3.5's classes, for good."""
+    for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
+        for name in ("Model", "DecoderLayer", "GatedDeltaNet", "ForConditionalGeneration"):
+            kind = next(
+                found for key, found in vars(module).items() if key.startswith("Qwen3_5") and key.endswith(name)
+            )
+            monkeypatch.setattr(kind, "forward", kind.forward)
+
+
+@pytest.mark.usefixtures("classes_stay")
+def test_a_model_that_is_wrapped_with_vision(tmp_path: Path) -> None:
+    """As Qwen3.5 is published; verl would let the vision tower run idle, and gives positions four times."""
+    folder = save_wrapped_model(tmp_path)
+    engine = build(*configs(folder, "bfloat16"))
+    assert type(engine.module).__name__ == "FSDPQwen3_5ForConditionalGeneration"
+    with RolloutWorker(folder, config=RolloutConfig(dtype="bfloat16", max_num_seqs=8)) as worker:
+        for _ in range(2):
+            outputs, reported = sampled(worker)
+            for packing in ("padded", "packed"):
+                assert torch.equal(responses(engine, outputs, **PACKINGS[packing])["log_probs"], reported), packing
+            stream, _ = engine.get_per_tensor_param()
+            assert not [name for name in stream.specs if "visual" in name]
+            worker.receive_weights(stream)

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import torch
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
 from samebit.recipes import tiny_model
 from samebit.recipes.verl_grpo.task import TEMPLATE
 
@@ -15,4 +18,28 @@ def save_model(folder: Path, *, tied: bool = True, architecture: str = "dense") 
     tiny_model.save(
         tiny_model.build_model(tokenizer, 0, architecture, **SIZES, tie_word_embeddings=tied), tokenizer, folder
     )
+    return folder
+
+
+def save_wrapped_model(folder: Path) -> Path:
+    """The same with Gated DeltaNet layers, wrapped with a vision model that gives NaN."""
+    tokenizer = tiny_model.build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    text = tiny_model.build_model(tokenizer, 0, "gdn", **SIZES)
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 100,
+        "num_position_embeddings": 16,
+        "patch_size": 4,
+    }
+    config = Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=True)
+    model = Qwen3_5ForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    with torch.no_grad():
+        for parameter in model.model.visual.parameters():
+            parameter.fill_(torch.nan)
+    tiny_model.save(model, tokenizer, folder)
     return folder
