@@ -56,7 +56,7 @@ class CallRows:
         return np.stack([sequence, piece * QUERY_TILE], axis=1).astype(np.int32)
 
     @cached_property
-    def slots(self) -> tuple[Ints, Ints]:
+    def blocks_and_offsets(self) -> tuple[Ints, Ints]:
         """Return ``[T]`` block and offset in it that each row's key and value go to.
 
         (0, 0) for padding and for tokens that are not written.

@@ -99,7 +99,7 @@ class DeviceLayout:
 
 def layout_parts(call: CallRows, work: AttentionWork, item_sizes: Iterable[int] = ()) -> Arrays:
     """Return what the device needs of a call; ``item_sizes``: those that `DeviceLayout.items` will be asked for."""
-    blocks, offsets = call.slots
+    blocks, offsets = call.blocks_and_offsets
     sequences, within = call.tokens_of_rows
     captures = call.captures[np.argsort(call.captures[:, 0], kind="stable")]
     return {

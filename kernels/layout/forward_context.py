@@ -80,7 +80,7 @@ class ForwardContext(CallRows):
     @cached_property
     def last_written_block(self) -> int:
         """Return the highest number of a block that keys and values go to."""
-        return int(self.slots[0].max(initial=0))
+        return int(self.blocks_and_offsets[0].max(initial=0))
 
     @cached_property
     def last_slot(self) -> int:

@@ -65,7 +65,7 @@ class RoutePages:
         context = installed_context()
         if context is None:
             raise ValueError("notes in blocks need a layout: they are for the calls of a worker")
-        blocks, offsets = _slots(context, ids)
+        blocks, offsets = _blocks_and_offsets(context, ids)
         self.memory[blocks, offsets, layer] = ids.to(torch.int16)
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -93,11 +93,11 @@ class RouteList:
         return layout.spread(torch.stack([self.rows[layer] for layer in range(len(layout.layers))], dim=1))
 
 
-def _slots(context: ForwardContext, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _blocks_and_offsets(context: ForwardContext, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return block and offset of each row, on the device of the ids."""
     if device.on_gpu(ids):
         return context.on_device.blocks, context.on_device.offsets
-    blocks, offsets = context.slots
+    blocks, offsets = context.blocks_and_offsets
     return torch.from_numpy(blocks), torch.from_numpy(offsets)
 
 

@@ -46,7 +46,7 @@ def attention_of_unrotated(
     pages, (cos, sin) = context.pages[options.layer], angles
     q = q.contiguous()
     rotated = torch.empty_like(q)
-    blocks, offsets = context.slots
+    blocks, offsets = context.blocks_and_offsets
     write_pages.rotate_and_write(
         q.numel() + _SCATTER * k.numel(), array(q), array(k.contiguous()), array(v.contiguous()), cos.numpy(),
         sin.numpy(), blocks, offsets, context.block_size, array(pages).reshape(-1), array(rotated),
@@ -86,7 +86,7 @@ def _scales(options: AttentionOptions) -> tuple[np.float32, np.float32, int]:
 
 
 def _write(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
-    blocks, offsets = context.slots
+    blocks, offsets = context.blocks_and_offsets
     write_pages.write_pages(
         _SCATTER * k.numel(), array(k.contiguous()), array(v.contiguous()), blocks, offsets, context.block_size,
         array(pages).reshape(-1),

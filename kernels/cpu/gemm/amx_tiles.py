@@ -19,7 +19,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from samebit.kernels.cpu.base.vectors import pointer_to
+from samebit.kernels.cpu.base.vectors import dispatch, pointer_to
 
 TILE_INPUTS = 32
 """One instruction takes so many inputs."""
@@ -111,9 +111,11 @@ def add_tile_products(
             count,
             builder.mul(step, index(4 * TILE_INPUTS // 2)),
         ]
-        for vector_count in range(1, VECTORS + 1):
-            with builder.if_then(builder.icmp_signed("==", many, index(vector_count))):
-                _emit(builder, _products(vector_count), "r,r,r,r,r,r,r,~{rax},~{rcx},~{rdx}", arguments)
+
+        def emit(vector_count: int) -> None:
+            _emit(builder, _products(vector_count), "r,r,r,r,r,r,r,~{rax},~{rcx},~{rdx}", arguments)
+
+        dispatch(builder, [(many, tuple(range(1, VECTORS + 1)))], emit)
         return context.get_dummy_value()
 
     return signature, generate
