@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from samebit.rollout.config import RolloutConfig
     from samebit.rollout.control.delivery import RequestHandle, StreamChunk
     from samebit.rollout.errors import (
+        AdapterError,
         ModelLoadError,
         NonFiniteLogitsError,
         NoTokenLeftError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from samebit.rollout.worker_interface import UpdateOptions, Worker
 
 __all__ = [
+    "AdapterError",
     "ModelLoadError",
     "NoTokenLeftError",
     "NonFiniteLogitsError",

@@ -130,9 +130,9 @@ def _check(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError, SafetensorError, NonFiniteLogitsError) as error:
         sys.stderr.write(f"samebit check: {' '.join(str(error).split())}\n")
         return UNUSABLE
-    ok = all(row.differing == 0 for row in rows)
+    ok = all(row.differing == 0 for row in rows if row.promised)
     if arguments.json:
-        sys.stdout.write(json.dumps({"ok": ok, "rows": [vars(row) for row in rows]}) + "\n")
+        sys.stdout.write(json.dumps({"ok": ok, "rows": [row.as_json() for row in rows]}) + "\n")
     else:
         sys.stdout.write("every bit agrees\n" if ok else "NOT EXACT: see the rows with differing tokens\n")
     return 0 if ok else FAILED

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from samebit.kernels.layout.adapters import Adapter
+from samebit.kernels.layout.lora.adapters import Adapter
 from samebit.rollout.adapters.loading import AdapterOptions
 from samebit.rollout.build import WorkerParts, build
 from samebit.rollout.config import RolloutConfig

@@ -9,6 +9,7 @@ from samebit.kernels.cpu.experts.operation import experts_backward, experts_forw
 from samebit.kernels.cpu.experts.routing import route_backward, route_forward
 from samebit.kernels.cpu.linear import add_gradient_of_inputs, gradient_of_inputs, gradient_of_weight, multiply
 from samebit.kernels.cpu.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
+from samebit.kernels.cpu.low_rank import add_low_rank
 from samebit.kernels.cpu.norm import (
     gated_rms_norm_backward,
     gated_rms_norm_forward,
@@ -23,6 +24,7 @@ from samebit.kernels.cpu.ssd.operation import scan_backward, scan_forward
 
 __all__ = [
     "add_gradient_of_inputs",
+    "add_low_rank",
     "attention_backward",
     "attention_forward",
     "attention_of_unrotated",

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from samebit.kernels.layout.adapters import RowAdapters
 from samebit.kernels.layout.attention_work import AttentionWork
 from samebit.kernels.layout.call_rows import CallRows, Ints
 from samebit.kernels.layout.device_layout import DeviceLayout
 from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
+from samebit.kernels.layout.lora.adapters import RowAdapters
 from samebit.kernels.layout.states.memory import StateMemory
 from samebit.kernels.layout.transfer import Tensors
 

@@ -21,6 +21,7 @@ import torch
 from samebit.kernels.cpu import operations as cpu
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.lora.adapters import LowRank
 from samebit.kernels.layout.options import (
     AttentionOptions,
     DeltaOptions,
@@ -52,6 +53,10 @@ class Operations(Protocol):
 
     def add_gradient_of_inputs(self, sums: Tensor, grad: Tensor, weight: Tensor) -> None:
         """Add ``grad @ weight`` to the float32 ``sums`` ``[T, K]``."""
+
+    # samebit.kernels.ops.lora.low_rank
+    def add_low_rank(self, bases: Sequence[Tensor], x: Tensor, terms: Sequence[LowRank]) -> list[Tensor]:
+        """Add to the results ``[..., N]`` of up to three layers what they have of low rank for ``x`` ``[..., K]``."""
 
     # samebit.kernels.ops.norm
     def rms_norm_forward(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Saved]:

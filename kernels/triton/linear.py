@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from samebit.kernels.layout.lora.adapters import LowRank
 from samebit.kernels.layout.options import Layer
 from samebit.kernels.triton.matmul import multiply as multiply_tiles
 from samebit.kernels.triton.numeric import aligned
@@ -25,6 +26,15 @@ def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
         out = multiply_tiles(rows, aligned(weight).t(), bias, tile)
         results.append(out.view(*x.shape[:-1], outputs))
     return results
+
+
+def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: Sequence[LowRank]) -> list[torch.Tensor]:
+    """Implement `Operations.add_low_rank`."""
+    lows = multiply(x.to(terms[0].down.dtype), [(term.down, None) for term in terms])
+    products = [multiply(low, ((term.up, None),))[0].to(torch.float32) for low, term in zip(lows, terms, strict=True)]
+    return [
+        (base + product * term.scale).to(base.dtype) for base, product, term in zip(bases, products, terms, strict=True)
+    ]
 
 
 def gradient_of_inputs(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

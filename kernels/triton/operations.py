@@ -10,7 +10,13 @@ from samebit.kernels.triton.experts.routing import route_backward, route_forward
 from samebit.kernels.triton.gradients.attention import attention_backward
 from samebit.kernels.triton.gradients.conv import conv_backward
 from samebit.kernels.triton.gradients.ssd import scan_backward
-from samebit.kernels.triton.linear import add_gradient_of_inputs, gradient_of_inputs, gradient_of_weight, multiply
+from samebit.kernels.triton.linear import (
+    add_gradient_of_inputs,
+    add_low_rank,
+    gradient_of_inputs,
+    gradient_of_weight,
+    multiply,
+)
 from samebit.kernels.triton.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
 from samebit.kernels.triton.norm import (
     gated_rms_norm_backward,
@@ -26,6 +32,7 @@ from samebit.kernels.triton.ssd import scan_forward
 
 __all__ = [
     "add_gradient_of_inputs",
+    "add_low_rank",
     "attention_backward",
     "attention_forward",
     "attention_of_unrotated",

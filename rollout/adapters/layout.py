@@ -21,6 +21,7 @@ from samebit.kernels.binding.lora.loaded import DeltaShape, delta_shapes
 from samebit.rollout.errors import AdapterError
 
 CONFIG_FILE = "adapter_config.json"
+NO_PEFT = "adapters are read by peft, which is not installed: pip install samebit[lora]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +95,7 @@ def _lora_config(config: object) -> Any:
         from peft import LoraConfig
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     except ImportError as error:
-        raise AdapterError("adapters are read by peft, which is not installed: pip install samebit[lora]") from error
+        raise AdapterError(NO_PEFT) from error
     if isinstance(config, LoraConfig):
         return config
     if not isinstance(config, Mapping):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from samebit.kernels.binding.lora.loaded import new_delta, tree_of
-from samebit.kernels.layout.adapters import Adapter
+from samebit.kernels.layout.lora.adapters import Adapter
 from samebit.rollout.adapters.layout import config_of, layout_of
 from samebit.rollout.adapters.registry import AdapterRegistry, Loaded
 from samebit.rollout.errors import AdapterError

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from samebit.kernels.binding.binding import binding_of, is_bound
-from samebit.kernels.layout.adapters import BASE, Adapter
+from samebit.kernels.layout.lora.adapters import BASE, Adapter
 from samebit.rollout.adapters.layout import AdapterLayout
 from samebit.rollout.errors import AdapterError, RequestError
 

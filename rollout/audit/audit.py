@@ -20,6 +20,8 @@ from torch import nn
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.layout.grids import ceil_div
+from samebit.rollout.adapters.layout import adapter_folder, base_of
+from samebit.rollout.audit.adapters import TrainersAdapter
 from samebit.rollout.audit.compare import Difference, Row, compare, compare_samples, reported, worst
 from samebit.rollout.audit.expert_routes import compare_routes
 from samebit.rollout.audit.gemm_rows import check_gemm_rows
@@ -76,7 +78,8 @@ def check_model(
 ) -> Iterator[Row]:
     """Check a model on this device; a row at a time, as they are found.
 
-    ``folder``: or a name of the hub, of which ``revision`` is a branch, tag or commit.
+    ``folder``: or a folder in peft's format, whose adapter is checked on its model; or a name of the hub, of which
+        ``revision`` is a branch, tag or commit.
     ``new_tokens``: of each request, up to half of the model's length; None for 32, or that half where it is less.
     ``dequantize``: take weights that the folder holds quantized as bfloat16.
     ``ssm_chunk``: the grid of its states, for a model with Mamba layers; None for that of `bind`.
@@ -86,10 +89,13 @@ def check_model(
     """
     unlimited_len = max(UNLIMITED_LEN, 2 * (new_tokens or 0))
     config = RolloutConfig(dtype=dtype, device=device, revision=revision, dequantize=dequantize)
-    loaded = load_model(folder, config, None, unlimited_len=unlimited_len)
+    adapter = adapter_folder(folder)
+    loaded = load_model(folder if adapter is None else base_of(adapter), config, None, unlimited_len=unlimited_len)
     new_tokens = _new_tokens(new_tokens, loaded.max_model_len)
     with naming(folder):
-        model = bind(loaded.module) if ssm_chunk is None else bind(loaded.module, ssm_chunk=ssm_chunk)
+        trained = None if adapter is None else TrainersAdapter.of(loaded.module, adapter)
+        module = loaded.module if trained is None else trained.model
+        model = bind(module) if ssm_chunk is None else bind(module, ssm_chunk=ssm_chunk)
     if ssm_chunk is not None and binding_of(model).ssm_chunk is None:
         raise ValueError(f"ssm_chunk={ssm_chunk}, but this model has no Mamba layers")
     check = _Check(model, _workload(model, loaded.max_model_len, new_tokens, seed), loaded.max_model_len)
@@ -99,7 +105,7 @@ def check_model(
     yield from check.prefix_cache()
     yield from check.layouts()
     yield from check.routing()
-    yield from check.weights()
+    yield from check.weights() if trained is None else check.adapters(trained)
     yield check.repeats()
 
 
@@ -195,6 +201,10 @@ class _Check:
         requests = self.workload.prompts, self.workload.params()
         for run in WeightsCheck(self.model, requests, self.first, self.workload.max_model_len).runs():
             yield self._row(run.name, run.outputs, first=run.first, beside=run.beside)
+
+    def adapters(self, trained: TrainersAdapter) -> Iterator[Row]:
+        """Compare what a worker loads by name with what the trainer has."""
+        yield from trained.rows((self.workload.prompts, self.workload.params()), self.first, self._config())
 
     def repeats(self) -> Row:
         return Row("same seed, same samples under all of these", *self.repeated)

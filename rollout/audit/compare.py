@@ -17,12 +17,21 @@ Difference = tuple[int, int, float]
 
 @dataclass(frozen=True)
 class Row:
-    """Is one line of the report: how many tokens were compared under this condition, and how many differ."""
+    """Is one line of the report: how many tokens were compared under this condition, and how many differ.
+
+    promised: that none does; False where the row tells what an alternative would cost.
+    """
 
     name: str
     tokens: int
     differing: int
     max_abs_diff: float
+    promised: bool = True
+
+    def as_json(self) -> dict[str, object]:
+        """Return it as `samebit check --json` prints it: `promised` only where it is not."""
+        fields = dict(vars(self))
+        return {name: value for name, value in fields.items() if name != "promised" or not value}
 
 
 def reported(outputs: list[RequestOutput]) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from samebit.kernels.layout.adapters import Adapter
+from samebit.kernels.layout.lora.adapters import Adapter
 from samebit.rollout.adapters.loading import AdapterOptions, check_in_flight, read_adapter
 from samebit.rollout.adapters.registry import AdapterRegistry
 from samebit.rollout.control.generation_thread import GenerationThread

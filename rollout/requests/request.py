@@ -25,7 +25,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from samebit.kernels.layout.adapters import Adapter
+from samebit.kernels.layout.lora.adapters import Adapter
 from samebit.rollout.requests.block_digests import PromptDigests
 from samebit.rollout.requests.stop_strings import StopStringMatcher
 from samebit.rollout.requests.tokenizer import Tokenizer

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from samebit.kernels.binding.experts.routes import RoutePages
-from samebit.kernels.layout.adapters import RowAdapters
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.lora.adapters import RowAdapters
 from samebit.kernels.layout.states.memory import StateMemory
 from samebit.rollout.engine.step_plan import ScheduledSequence, StepPlan
 from samebit.rollout.requests.request import Sequence

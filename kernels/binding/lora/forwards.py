@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from samebit.kernels.layout.adapters import Delta, RowAdapters
 from samebit.kernels.layout.forward_context import ForwardContext, LayoutMask, installed_context, use_context
+from samebit.kernels.layout.lora.adapters import Delta, RowAdapters
 from samebit.kernels.ops.linear import is_plain, linear, linears
-from samebit.kernels.ops.low_rank import add_low_rank
+from samebit.kernels.ops.lora.low_rank import add_low_rank
 from samebit.kernels.ops.rope import RotaryTables
 
 

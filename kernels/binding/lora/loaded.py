@@ -15,7 +15,7 @@ from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward
 from samebit.kernels.binding.lora.peft_model import inner_model, is_wrapped
 from samebit.kernels.binding.lora.plan import check_configs, refusals
 from samebit.kernels.binding.modules import attach
-from samebit.kernels.layout.adapters import Delta
+from samebit.kernels.layout.lora.adapters import Delta
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import nn
 from samebit.kernels.binding.families import BindingError
 from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward, wrapped_forward
 from samebit.kernels.binding.lora.peft_model import configs_of, inner_model, is_adapted, is_wrapped
-from samebit.kernels.layout.adapters import BASE, Adapter, Delta, RowAdapters
+from samebit.kernels.layout.lora.adapters import BASE, Adapter, Delta, RowAdapters
 
 Bound = tuple[Callable[..., Any], Any]
 """A forward and its facts."""

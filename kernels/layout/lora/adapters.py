@@ -11,6 +11,7 @@ Invariants:
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +20,14 @@ BASE = "__base__"
 """Names the model without an adapter, as the ``adapter_names`` of peft do."""
 
 _numbers = itertools.count(1)
+
+
+class LowRank(NamedTuple):
+    """Names what is added to a layer's result of x, ``scale * (x @ down.T) @ up.T``: ``[r, K]``, ``[N, r]``."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,1 @@
+"""Describe low-rank adapters, and which of them the rows of a call go through."""

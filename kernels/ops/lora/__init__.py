@@ -1,0 +1,1 @@
+"""Compute what low-rank adapters add to linear layers."""

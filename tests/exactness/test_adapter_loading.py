@@ -1,0 +1,180 @@
+"""Workers with weights of their own take adapters by name, alone, while they generate."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+from samebit.kernels import bind
+from samebit.rollout import AdapterError, RequestError, RolloutConfig, RolloutWorker, SamplingParams
+from samebit.weight_sync import NonFiniteWeightError, SharedMemoryReceiver, SharedMemorySender, WeightMismatchError
+
+from ..patience import HANG
+from .compare import assert_matches_trainer, assert_same_samples
+from .families import make_model, token_ids
+from .lora import add, lora_config, make_peft, wake
+from .soak_links import links
+
+CONFIG = RolloutConfig(num_blocks=64, max_model_len=160, max_num_seqs=8)
+PROMPTS = token_ids(70, 1)
+LONG = SamplingParams(max_tokens=60, ignore_eos=True, seed=9, adapter="policy")
+
+
+def params(name: str | None = "policy") -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=8, seed=seed, ignore_eos=True, adapter=name) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def policy() -> PeftModel:
+    """A trainer's model; tests give it other weights."""
+    model = make_peft("Qwen3")
+    add(model, "ref", lora_config(3, use_rslora=True, rank_pattern={"down_proj": 7}))
+    return bind(model)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[RolloutWorker]:
+    """A worker on a base model that nobody trains."""
+    with RolloutWorker(make_model("Qwen3", num_hidden_layers=2), config=CONFIG) as worker:
+        yield worker
+
+
+@pytest.fixture
+def folder(policy: PeftModel, tmp_path: Path) -> Path:
+    """The adapters of the trainer in peft's format, "ref" in a folder of its own."""
+    policy.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def tensors(model: PeftModel, name: str = "default") -> dict[str, torch.Tensor]:
+    return {key: tensor for key, tensor in model.state_dict().items() if f".{name}." in key}
+
+
+def test_every_way_in_gives_the_trainers_bits(policy: PeftModel, worker: RolloutWorker, folder: Path) -> None:
+    report = worker.load_adapter("policy", folder)
+    num_bytes = sum(4 * tensor.numel() for tensor in tensors(policy).values())
+    assert (report.version, report.tensors, report.dense_bytes) == (1, 24, num_bytes)
+    worker.load_adapter("ref", folder / "ref")
+    assert worker.adapters == ["__base__", "policy", "ref"]
+    ref = worker.generate(PROMPTS, params("ref"))
+    policy.set_adapter("ref")
+    assert_matches_trainer(policy, ref, params())
+    policy.set_adapter("default")
+    with (
+        SharedMemorySender(bucket_bytes=1 << 14, timeout=HANG) as sender,
+        SharedMemoryReceiver(sender.address, timeout=HANG) as end,
+        ThreadPoolExecutor(1) as other,
+    ):
+        for version, way in enumerate(("folder", "state dict", "peft's dict", "inner names", "shared memory"), start=2):
+            wake(policy, seed=version)
+            policy.save_pretrained(folder)
+            inner = {key.removeprefix("base_model.model."): tensor for key, tensor in tensors(policy).items()}
+            source: Any = {
+                "folder": folder,
+                "state dict": tensors(policy),
+                "peft's dict": get_peft_model_state_dict(policy),
+                "inner names": inner,
+            }.get(way, end)
+            if source is end:
+                sent = other.submit(sender.send, tensors(policy))
+            report = worker.load_adapter("policy", source)
+            assert report.version == version
+            assert report.digest is not None
+            outputs = worker.generate(PROMPTS, params())
+            assert {output.adapter_version for output in outputs} == {version}
+            assert_matches_trainer(policy, outputs, params())
+        assert sent.result().dense_bytes == num_bytes
+    assert_same_samples(worker.generate(PROMPTS, params("ref")), ref)
+
+
+def test_over_broadcast(policy: PeftModel, worker: RolloutWorker, folder: Path) -> None:
+    worker.load_adapter("policy", folder)
+    wake(policy, seed=20)
+    link = links(timeout=HANG)[1]
+    link.update(tensors(policy), lambda end: worker.load_adapter("policy", end))
+    link.close()
+    assert_matches_trainer(policy, worker.generate(PROMPTS, params()), params())
+
+
+def test_a_new_version_leaves_others_alone(policy: PeftModel, worker: RolloutWorker, folder: Path) -> None:
+    """A request that has begun ends under what it began with; what is cached of other adapters is hit again."""
+    worker.load_adapter("policy", folder)
+    worker.load_adapter("ref", folder / "ref")
+    (expected,) = worker.generate(PROMPTS[:1], LONG)
+    worker.generate(PROMPTS, params("ref"))
+    worker.reset_prefix_cache()
+    handles = [worker.submit(PROMPTS[0], one) for one in (LONG, params("ref")[0])]
+    next(iter(handles[0]))
+    wake(policy, seed=31)
+    version = worker.load_adapter("policy", tensors(policy)).version
+    late = worker.submit(PROMPTS[0], LONG)
+    assert_same_samples([handles[0].result()], [expected])
+    assert_matches_trainer(policy, [late.result()], [LONG])
+    assert (handles[0].result().adapter_version, late.result().adapter_version) == (version - 1, version)
+    assert late.result().num_cached_tokens == 0
+    assert worker.generate(PROMPTS[:1], params("ref")[0])[0].num_cached_tokens > 0
+    ended = worker.submit(PROMPTS[0], LONG)
+    next(iter(ended))
+    worker.drop_adapter("policy", in_flight="abort")
+    assert ended.result().samples[0].finish_reason == "abort"
+    with pytest.raises(RequestError, match="adapter='policy' is not known; there are __base__, ref"):
+        worker.generate(PROMPTS, params())
+    worker.generate(PROMPTS, params("ref"))
+
+
+def test_a_worker_from_a_folder_of_peft(policy: PeftModel, folder: Path, tmp_path: Path) -> None:
+    make_model("Qwen3", num_hidden_layers=2).save_pretrained(tmp_path / "base")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(tmp_path / "base")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with RolloutWorker(folder, config=CONFIG) as worker:
+        assert worker.adapters == ["__base__", "default"]
+        assert_matches_trainer(policy, worker.generate(PROMPTS, params(None)), params())
+        with policy.disable_adapter():
+            assert_matches_trainer(policy, worker.generate(PROMPTS, params("__base__")), params())
+
+
+def test_bad_adapters_are_refused_and_change_nothing(policy: PeftModel, worker: RolloutWorker, folder: Path) -> None:
+    worker.load_adapter("policy", folder)
+    before = worker.generate(PROMPTS, params())
+    good = get_peft_model_state_dict(policy)
+    half = {key: tensor for key, tensor in good.items() if "lora_A" in key}
+    broken = {**good, next(iter(good)): torch.full_like(next(iter(good.values())), torch.nan)}
+    wide = {key: torch.zeros(2 * tensor.shape[0], *tensor.shape[1:]) for key, tensor in good.items()}
+    cases: list[tuple[type[Exception], str, object, dict[str, Any]]] = [
+        (WeightMismatchError, "12 missing: .*lora_B", half, {}),
+        (WeightMismatchError, "24 misshapen", wide, {}),
+        (WeightMismatchError, "1 unknown: lm_head.weight", {**good, "lm_head.weight": torch.zeros(2)}, {}),
+        (NonFiniteWeightError, "NaN or infinity", broken, {}),
+        (AdapterError, "version must be above the adapter's current", good, {"version": 0}),
+        (AdapterError, "in_flight must be one of finish, abort", good, {"in_flight": "keep"}),
+        (AdapterError, "must be a positive integer|should be a positive integer", good, {"config": {"r": 0}}),
+        (AdapterError, "DoraLinearVariant", good, {"config": lora_config(use_dora=True)}),
+        (AdapterError, "lm_head .exact are linear layers", good, {"config": lora_config(target_modules=["lm_head"])}),
+        (AdapterError, "Target modules", good, {"config": lora_config(target_modules=["elsewhere"])}),
+        (AdapterError, "peft_type='IA3'", good, {"config": {"peft_type": "IA3"}}),
+        (AdapterError, "unexpected keyword", good, {"config": {"rank": 3}}),
+    ]
+    for error, said, source, options in cases:
+        with pytest.raises(error, match=said):
+            worker.load_adapter("policy", source, **options)
+    with pytest.raises(AdapterError, match="'new' is new, and nothing says which layers"):
+        worker.load_adapter("new", good)
+    with pytest.raises(AdapterError, match="no adapter 'new' was loaded"):
+        worker.drop_adapter("new")
+    with pytest.raises(AdapterError, match="'__base__' is the model's own"):
+        worker.load_adapter("__base__", folder)
+    with pytest.raises(ValueError, match="adapter must be a non-empty string or None"):
+        SamplingParams(adapter="")
+    with pytest.raises(AdapterError, match="holds no adapter in peft's format"):
+        worker.load_adapter("policy", folder.parent)
+    save_file({**load_file(folder / "adapter_model.safetensors")}, folder / "second.safetensors")
+    with pytest.raises(ValueError, match="is in both"):
+        worker.load_adapter("policy", folder)
+    assert_same_samples(worker.generate(PROMPTS, params()), before)

@@ -1,0 +1,62 @@
+"""What an adapter adds to a linear layer: near float64, and a row's own."""
+
+import pytest
+import torch
+from torch import nn
+
+from samebit.kernels.binding.lora.loaded import DeltaShape, new_delta
+from samebit.kernels.layout.lora.adapters import Delta
+from samebit.kernels.ops.linear import linear
+from samebit.kernels.ops.lora.low_rank import add_low_rank
+
+ROWS = 70
+INPUTS, OUTPUTS = 129, (100, 30, 7)
+
+
+def deltas(rank: int, dtype: torch.dtype) -> list[Delta]:
+    torch.manual_seed(rank)
+    made = [new_delta(DeltaShape(rank, INPUTS, outputs, 1.7), dtype, torch.device("cpu")) for outputs in OUTPUTS]
+    for delta in made:
+        nn.init.normal_(delta.down.weight, std=0.2)
+        nn.init.normal_(delta.up.weight, std=0.2)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("rank", "dtype", "adapters"),
+    [
+        (1, torch.float32, torch.float32),
+        (16, torch.bfloat16, torch.float32),
+        (100, torch.float32, torch.float32),
+        (5, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_rows(rank: int, dtype: torch.dtype, adapters: torch.dtype) -> None:
+    made = deltas(rank, adapters)
+    x = torch.randn(ROWS, INPUTS).to(dtype)
+    bases = [torch.randn(ROWS, outputs).to(dtype) for outputs in OUTPUTS]
+    with torch.no_grad():
+        whole = add_low_rank(bases, x, made)
+        for first, last in ((0, 1), (1, 3), (2, 9), (0, 16), (3, 67)):
+            part = add_low_rank([base[first:last] for base in bases], x[first:last], made)
+            assert all(torch.equal(found, all_[first:last]) for found, all_ in zip(part, whole, strict=True))
+        (alone,) = add_low_rank(bases[1:2], x, made[1:2])
+    assert torch.equal(alone, whole[1])
+    with_gradient = add_low_rank(bases, x.clone().requires_grad_(), made)
+    for found, again, base, delta in zip(whole, with_gradient, bases, made, strict=True):
+        assert found.dtype == dtype
+        assert torch.equal(found, again)
+        product = linear(x.double().to(torch.float32), delta.down.weight.float()).double() @ delta.up.weight.double().T
+        exact = base.double() + 1.7 * product
+        tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+        assert (found.double() - exact).norm() < tolerance * exact.norm()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    made = deltas(4, torch.float32)
+    x = torch.zeros(2, INPUTS)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"base \[2, 3\].*allowed"):
+            add_low_rank([torch.zeros(2, 3)], x, made[:1])
+        with pytest.raises(TypeError, match=r"x is torch.float32, .* down torch.bfloat16"):
+            add_low_rank([torch.zeros(2, 100)], x, deltas(4, torch.bfloat16)[:1])
