@@ -1,6 +1,6 @@
 """Whole models on the Triton kernels: the training forward, its gradients and a rollout, beside the CPU's.
 
-On a GPU and under `make soak` all of it; otherwise a smaller model, for the interpreter is slow.
+On a GPU and under `make soak` all of it; otherwise less of a smaller model, for the interpreter is slow.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,10 +24,10 @@ from ...exactness.families import CAMPAIGN, make_model
 from .gpu import DEVICE
 
 WHOLE = CAMPAIGN or DEVICE == "cuda"
+long = pytest.mark.skipif(not WHOLE, reason="make soak: many steps in the interpreter")
 NAMES = ("Gemma3", "NemotronH", "GptOss", "NemotronH, experts") if WHOLE else ("NemotronH",)
 SMALLER = {
     "NemotronH": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 2},
-    "Gemma3": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
 }
 
 
@@ -145,6 +145,7 @@ def test_decodes_that_are_launched_ahead_take_their_tokens_from_the_device(
         assert vars(one.samples[0]) == vars(other.samples[0])
 
 
+@long
 @pytest.mark.soak
 def test_samples_that_share_blocks_in_graphs_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph replays other groups than it was recorded with, and none: samples end one after the other."""
@@ -173,6 +174,7 @@ def test_samples_that_share_blocks_in_graphs_and_without(monkeypatch: pytest.Mon
             assert torch.allclose(expected[-len(sample.token_ids) :], torch.tensor(sample.logprobs), atol=2e-4)
 
 
+@long
 @pytest.mark.soak
 def test_graphs_are_recorded_anew_when_what_they_read_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph holds addresses: of pages that slept, and of weights that the trainer has put elsewhere."""
