@@ -153,8 +153,8 @@ class Layers:
         return out
 
 
-def measure(sizes: Sizes, name: str = "exact_over_recurrent") -> dict[str, Spread]:
-    """Return the ratios of a whole step and of what comes behind the convolutions, by number of sequences."""
+def measure(sizes: Sizes, name: str) -> dict[str, Spread]:
+    """Return ``name`` of a whole step, and of what comes behind the convolutions alone, by number of sequences."""
     metrics: dict[str, Spread] = {}
     for count in sizes.sequences:
         layers = Layers(sizes, count)

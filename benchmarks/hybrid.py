@@ -11,7 +11,7 @@ import samebit.kernels
 import argparse
 import statistics
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -24,6 +24,7 @@ from samebit.benchmarks.rounds import results_file, table
 from samebit.benchmarks.rounds.turns import Calibration, Spread, Turn, alternate, kept, ratio, spread
 from samebit.benchmarks.workloads import models
 from samebit.benchmarks.workloads.workload import Run, Tokens, Workload
+from samebit.kernels.layout.states.delta import DeltaShape
 from samebit.kernels.layout.states.mamba import SSMShape
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
 
@@ -154,10 +155,12 @@ def beside_hugging_face(
 
 
 def measure(
-    model: PreTrainedModel, sizes: Sizes, workload: Workload, steps: decode_step.Sizes, rounds: int
+    model: PreTrainedModel, sizes: Sizes, workload: Workload, steps: dict[str, decode_step.Sizes], rounds: int
 ) -> dict[str, Spread]:
     calibration = Calibration()
-    metrics = decode_step.measure(steps)
+    metrics: dict[str, Spread] = {}
+    for name, layers in steps.items():
+        metrics |= decode_step.measure(layers, name)
     metrics |= beside_hugging_face(model, workload, max(1, rounds - 2), calibration)  # a round takes over a minute
     metrics |= first_wave(model, sizes)
     with ExitStack() as stack:
@@ -174,13 +177,19 @@ def main() -> None:
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
     sizes, workload, shape = Sizes(), Workload(), models.HYBRID
-    steps = decode_step.Sizes(
-        SSMShape(shape["mamba_num_heads"], shape["mamba_head_dim"], shape["n_groups"], shape["ssm_state_size"], taps=4)
+    mamba = SSMShape(
+        shape["mamba_num_heads"], shape["mamba_head_dim"], shape["n_groups"], shape["ssm_state_size"], taps=4
     )
+    delta = DeltaShape(key_heads=4, value_heads=8, key_dim=128, value_dim=128, taps=4)
+    few = {"rounds": 2} if args.quick else {}
+    steps = {
+        "exact_over_recurrent": decode_step.Sizes(mamba, **few),
+        "exact_over_recurrent_delta": decode_step.Sizes(delta, **few),
+    }
     model = models.build_hybrid(shape, sizes.longest)
     load_before = results_file.load_average()
     rounds = 1 if args.quick else args.rounds
-    metrics = measure(model, sizes, workload, replace(steps, rounds=2) if args.quick else steps, rounds)
+    metrics = measure(model, sizes, workload, steps, rounds)
     table.show(metrics)
     if args.json:
         meta = results_file.describe(

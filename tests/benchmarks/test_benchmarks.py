@@ -143,12 +143,16 @@ def test_hybrid_figures() -> None:
     sizes = hybrid.Sizes(
         conversations=2, turns=3, first_prompt=70, turn_input=5, turn_output=70, requests=4, shared=100, own=3
     )
-    steps = decode_step.Sizes(decode_step.SSMShape(3, 20, 1, 17, 4), 1, (1, 2), 1)
+    steps = {
+        "exact_over_recurrent": decode_step.Sizes(decode_step.SSMShape(3, 20, 1, 17, 4), 1, (1, 2), 1),
+        "exact_over_recurrent_delta": decode_step.Sizes(decode_step.DeltaShape(1, 2, 20, 17, 4), 1, (2,), 1),
+    }
     model = models.build_hybrid(shape, sizes.longest)
     metrics = hybrid.measure(model, sizes, workload.Workload(2, 3, 20, 24), steps, rounds=1)
     assert set(metrics) == {
         "exact_over_recurrent_1", "exact_over_recurrent_2", "exact_over_recurrent_1_scan_alone",
-        "exact_over_recurrent_2_scan_alone", "multi_turn_computed_over_ideal", "multi_turn_ttft_gain",
+        "exact_over_recurrent_2_scan_alone", "exact_over_recurrent_delta_2",
+        "exact_over_recurrent_delta_2_scan_alone", "multi_turn_computed_over_ideal", "multi_turn_ttft_gain",
         "multi_turn_ttft_ms", "first_wave_hit_ratio_unaligned", "ratio_vs_hf_generate_hybrid",
         "tokens_per_second_samebit_hybrid", "tokens_per_second_hf_generate_hybrid",
     }  # fmt: skip
@@ -176,6 +180,23 @@ def test_the_recurrent_peer_computes_the_recurrence(head_dim: int, groups: int) 
             for part, count in zip(xbc[:, row].split(sizes, -1), (4, groups, groups), strict=True)
         )
         expected = ssm_scan(x, b, c, dt[:, row], rate, bias, skip, (0.0, math.inf)).flatten(1)
+        torch.testing.assert_close(found[:, row], expected.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_recurrent_peer_of_the_delta_rule_computes_it() -> None:
+    """In float32, beside the float64 oracle."""
+    from ..kernels.reference import delta_rule
+
+    shape = decode_step.DeltaShape(2, 4, 20, 70, 4)
+    peer = decode_step.DeltaRecurrence.empty(shape, 2)
+    torch.manual_seed(0)
+    qkv, decay, beta = torch.randn(5, 2, shape.conv_width), -torch.rand(5, 2, 4), torch.rand(5, 2, 4)
+    slots = torch.tensor([1, 0], dtype=torch.int32)
+    found = torch.stack([peer.step(qkv[t], decay[t], beta[t], slots) for t in range(5)])
+    for row in range(2):
+        sizes, counts = [40, 40, 280], (2, 2, 4)
+        q, k, v = (x.unflatten(-1, (n, -1)) for x, n in zip(qkv[:, row].split(sizes, -1), counts, strict=True))
+        expected = delta_rule(q, k, v, decay[:, row], beta[:, row]).flatten(1)
         torch.testing.assert_close(found[:, row], expected.float(), rtol=1e-4, atol=1e-4)
 
 

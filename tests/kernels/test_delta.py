@@ -106,15 +106,17 @@ def test_checkpoints_and_copies_continue_with_the_same_bits(dtype: torch.dtype) 
     go_on(1, 70)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"), [(CASES[0], torch.bfloat16), (CASES[1], torch.float32), (CASES[2], torch.float32)], ids=str
+)
 def test_gradients_are_near_the_oracle(case: Case, dtype: torch.dtype) -> None:
-    layer = layer_of(case, dtype, LENGTHS)
-    upstream = torch.randn(sum(LENGTHS), case.shape.inner).to(dtype)
+    lengths = (1, 17, 70)  # the last one goes on in a second chunk of the gradients
+    layer = layer_of(case, dtype, lengths)
+    upstream = torch.randn(sum(lengths), case.shape.inner).to(dtype)
     exact = leaves(*(part.double() for part in layer.tensors))
-    oracle(case, Layer(*exact), LENGTHS).backward(upstream.double())
+    oracle(case, Layer(*exact), lengths).backward(upstream.double())
     mine = leaves(*layer.tensors)
-    Layer(*mine).run(packed_context(LENGTHS), case).backward(upstream)
+    Layer(*mine).run(packed_context(lengths), case).backward(upstream)
     for found, wanted in zip(mine, exact, strict=True):
         assert_near(found.grad.to(dtype), wanted.grad, 8)  # bfloat16: its rounding in between
 

@@ -147,8 +147,8 @@ def _rule_item(
     size, k_at = sizes.key_dim * wide, item.key_at * SCAN_CHUNK * deep
     if start == 0:
         state[at * size : (at + share) * size] = _ZERO
-    fetch_all(k, k_at, start % SCAN_CHUNK * deep)
-    fetch_all(sums, at * SCAN_CHUNK, share * SCAN_CHUNK)
+    fetch_all(k, k_at + SCAN_CHUNK * deep, (start % SCAN_CHUNK + 1) * deep)  # of the next item, most likely
+    fetch_all(sums, (at + share) * SCAN_CHUNK, share * SCAN_CHUNK)
     done = 0
     while done < length:
         inside = (start + done) % SCAN_CHUNK
@@ -164,7 +164,7 @@ def _rule_item(
             dots(scratch.pairs, place + deep, k, k_at, deep, seen + 1, deep, scratch.scores, scores_at + SCAN_CHUNK)
         done += many
         for h in range(share):
-            fetch_all(u, (at + h) * SCAN_CHUNK * wide, inside * wide)
+            fetch_all(u, (at + h + 1) * SCAN_CHUNK * wide, (inside + 1) * wide)
             _head_rows(inputs, sizes, memory, span, scratch, at + h, item.key_head * share + h, out)
             if moves:
                 _move(sizes, memory, scratch, at + h, k_at, ends_block)

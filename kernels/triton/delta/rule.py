@@ -38,7 +38,7 @@ from samebit.kernels.triton.tiles.table import power_of_two
 
 _WARPS = 4
 
-_VALUE_PART = 64
+_VALUE_PART = 32
 """A program takes at most so many elements of a value."""
 
 _STATE_ELEMENTS = 8192
@@ -169,7 +169,7 @@ def _append(
     """Put keys and decays of the call's tokens of the unfinished chunks into the tails."""
     layout = context.on_device
     if len(context.lengths):
-        _append_head[(len(context.lengths), options.value_heads)](
+        _append_tokens[(len(context.lengths), options.value_heads)](
             qkv, decay, layout.row_start, layout.lengths, layout.starts, layout.slots, layer.tail_k, layer.tail_sums,
             *options.sizes, ceil_div(options.key_dim, LANES) * LANES, SCAN_CHUNK, power_of_two(options.key_dim),
             num_warps=_WARPS,
@@ -177,7 +177,7 @@ def _append(
 
 
 @triton.jit
-def _append_head(
+def _append_tokens(
     qkv: tensor, decay: tensor, row_start: tensor, lengths: tensor, starts: tensor, slots: tensor, tail_k: tensor,
     tail_decay: tensor, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     DEEP: tl.constexpr, CHUNK: tl.constexpr, PADDED_KEY: tl.constexpr,

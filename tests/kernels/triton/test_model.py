@@ -24,7 +24,7 @@ from ...exactness.families import CAMPAIGN, make_model
 from .gpu import DEVICE
 
 WHOLE = CAMPAIGN or DEVICE == "cuda"
-NAMES = ("Gemma3", "NemotronH", "GptOss", "NemotronH, experts") if WHOLE else ("NemotronH",)
+NAMES = ("Gemma3", "NemotronH", "GptOss", "NemotronH, experts", "Qwen3_5") if WHOLE else ("NemotronH",)
 SMALLER = {
     "NemotronH": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 2},
     "Gemma3": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
