@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens", type=_positive, metavar="N", help="new tokens a request (32), up to half of the model's length"
     )
     check.add_argument(
-        "--ssm-chunk", type=_positive, metavar="N", help="grid of the states of a model with Mamba layers (64)"
+        "--ssm-chunk", type=_positive, metavar="N", help="grid of the states of a model with recurrent layers (64)"
     )
     check.add_argument("--seed", type=_natural, default=0, metavar="N", help="of prompts and samples (0)")
     check.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

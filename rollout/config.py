@@ -42,7 +42,7 @@ _PLAIN: dict[str, Callable[[object], object]] = {
 class RolloutConfig:
     """Says how much memory a worker may use and how much it computes in one step.
 
-    block_size: tokens in a KV block, a power of two; None for 16, or for the SSM chunk of a model with Mamba
+    block_size: tokens in a KV block, a power of two; None for 16, or for the SSM chunk of a model with recurrent
         layers, which must divide it. No result depends on it.
     num_blocks, kv_cache_gb, gpu_memory_utilization: the size of the KV pool, given in one of the three ways; by default
         enough for `max_num_seqs` sequences of `max_model_len` tokens, but at most 1 GiB. The last, on CUDA alone, is
@@ -55,8 +55,8 @@ class RolloutConfig:
         whole prompt. No result depends on it.
     eviction_policy: "lru" keeps the KV that no request uses until its memory is needed, "ref_zero" only while
         one uses it.
-    state_cache_gb: memory for cached states of Mamba layers; None for a quarter of a GiB (at least one state), 0 for
-        none: then a prefix that is hit saves memory only. Refused for models without such layers.
+    state_cache_gb: memory for cached states of recurrent layers; None for a quarter of a GiB (at least one state), 0
+        for none: then a prefix that is hit saves memory only. Refused for models without such layers.
     dtype: "float32", "bfloat16", on CUDA "float16" too (or the torch dtypes), or "auto"/None for the checkpoint's own.
     device: "cpu", or "cuda" for the process's current CUDA device. A folder is loaded there; a module must be there.
     async_scheduling: launch a decode while the one before it still computes. None for yes on CUDA; on the CPU there is
@@ -149,7 +149,7 @@ class RolloutConfig:
         return DTYPES if self.device == "cpu" else {**DTYPES, "float16": torch.float16}
 
     def with_block_size(self, ssm_chunk: int | None) -> RolloutConfig:
-        """Return the same with a block size that suits the model; `ssm_chunk` is None without Mamba layers."""
+        """Return the same with a block size that suits the model; `ssm_chunk` is None without recurrent layers."""
         if self.block_size is None:
             return replace(self, block_size=DEFAULT_BLOCK_SIZE if ssm_chunk is None else ssm_chunk)
         if ssm_chunk is not None and self.block_size % ssm_chunk:

@@ -45,7 +45,7 @@ def worker_stats(engine: Engine, num_unstarted: int = 0) -> dict[str, float]:
 
 
 def _checkpoint_stats(checkpoints: CheckpointPool) -> dict[str, float]:
-    """Name its numbers: all are 0 without Mamba layers, and without prefix caching."""
+    """Name its numbers: all are 0 without recurrent layers, and without prefix caching."""
     counters = checkpoints.counters
     return {
         "states_used": len(checkpoints),

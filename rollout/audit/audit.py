@@ -25,8 +25,8 @@ from samebit.rollout.audit.adapters import TrainersAdapter
 from samebit.rollout.audit.compare import Difference, Row, compare, compare_samples, reported, worst
 from samebit.rollout.audit.expert_routes import compare_routes
 from samebit.rollout.audit.gemm_rows import check_gemm_rows
-from samebit.rollout.audit.mamba_states import StatesCheck
 from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
+from samebit.rollout.audit.recurrent_states import StatesCheck
 from samebit.rollout.audit.trainer_layouts import LAYOUTS, Layout, Sample, device_of, packed
 from samebit.rollout.audit.weight_updates import WeightsCheck
 from samebit.rollout.config import RolloutConfig
@@ -82,7 +82,7 @@ def check_model(
         ``revision`` is a branch, tag or commit.
     ``new_tokens``: of each request, up to half of the model's length; None for 32, or that half where it is less.
     ``dequantize``: take weights that the folder holds quantized as bfloat16.
-    ``ssm_chunk``: the grid of its states, for a model with Mamba layers; None for that of `bind`.
+    ``ssm_chunk``: the grid of its states, for a model with recurrent layers; None for that of `bind`.
 
     Raises:
         ValueError: the model can not be loaded, bound, or checked.
@@ -97,7 +97,7 @@ def check_model(
         module = loaded.module if trained is None else trained.model
         model = bind(module) if ssm_chunk is None else bind(module, ssm_chunk=ssm_chunk)
     if ssm_chunk is not None and binding_of(model).ssm_chunk is None:
-        raise ValueError(f"ssm_chunk={ssm_chunk}, but this model has no Mamba layers")
+        raise ValueError(f"ssm_chunk={ssm_chunk}, but this model has no recurrent layers")
     check = _Check(model, _workload(model, loaded.max_model_len, new_tokens, seed), loaded.max_model_len)
     yield Row("GEMM rows: any number of rows, any threads", *check_gemm_rows(model))
     yield from check.schedules()

@@ -28,8 +28,8 @@ Run = tuple[str, list[RequestOutput], list[RequestOutput]]
 class CacheRuns:
     """Runs workers with and without a cache, and knows what to ask them.
 
-    Prompts take a quarter of the workload's length, so that a second turn fits; with Mamba layers three chunks, if the
-    model's `limit` allows. What is generated after one reaches the end of a block.
+    Prompts take a quarter of the workload's length, so that a second turn fits; with recurrent layers three chunks, if
+    the model's `limit` allows. What is generated after one reaches the end of a block.
     """
 
     def __init__(self, model: nn.Module, max_model_len: int, limit: int, new_tokens: int) -> None:

@@ -18,7 +18,7 @@ def kv_cache_bytes(model: nn.Module, share: float, num_tokens: int, num_sequence
         share: of the whole device's memory, all its users taken together.
         num_tokens: of the largest step, which is computed once to see what it needs.
         num_sequences: of which tokens are drawn in it.
-        other_bytes: of what is allocated beside the pages: states of Mamba layers, the logits of graphs.
+        other_bytes: of what is allocated beside the pages: states of recurrent layers, the logits of graphs.
     """
     device = next(model.parameters()).device
     with torch.cuda.device(device):

@@ -64,11 +64,11 @@ class ModelRunner:
         return self.layout.bytes_per_block(self.block_size, self.dtype)
 
     def bytes_per_slot(self) -> int:
-        """Return the bytes of a running sequence's state over all Mamba layers; 0 without."""
+        """Return the bytes of a running sequence's state over all recurrent layers; 0 without."""
         return 0 if self.state_layout is None else self.state_layout.bytes_per_slot(self.dtype)
 
     def bytes_per_checkpoint(self) -> int:
-        """Return the bytes of a cached state over all Mamba layers; 0 without."""
+        """Return the bytes of a cached state over all recurrent layers; 0 without."""
         return 0 if self.state_layout is None else self.state_layout.bytes_per_checkpoint(self.dtype)
 
     def bytes_left(self, config: RolloutConfig) -> int:
@@ -83,7 +83,7 @@ class ModelRunner:
         )  # fmt: skip
 
     def checkpoint_pool(self) -> CheckpointPool | None:
-        """Return the bookkeeping of the checkpoints; None without Mamba layers."""
+        """Return the bookkeeping of the checkpoints; None without recurrent layers."""
         if self.state_layout is None:
             return None
         return CheckpointPool(self.num_checkpoints, self.block_size, self.held_slots)

@@ -19,13 +19,13 @@ def count_held_states(config: RolloutConfig) -> int:
 
 
 def count_checkpoints(config: RolloutConfig, bytes_per_checkpoint: int) -> int:
-    """Return how many states of Mamba layers are cached, when one takes this many bytes over all layers.
+    """Return how many states of recurrent layers are cached, when one takes this many bytes over all layers.
 
     bytes_per_checkpoint: 0 for a model without such layers.
     """
     if bytes_per_checkpoint == 0:
         if config.state_cache_gb is not None:
-            raise ValueError(f"state_cache_gb={config.state_cache_gb}, but this model has no Mamba layers")
+            raise ValueError(f"state_cache_gb={config.state_cache_gb}, but this model has no recurrent layers")
         return 0
     if not config.enable_prefix_caching:
         return 0

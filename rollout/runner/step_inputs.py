@@ -30,7 +30,7 @@ Rows = npt.NDArray[np.int64]
 class Memory:
     """Holds what a step reads and writes beside its arrays.
 
-    states: None without Mamba layers. routes: of what routers choose; None while nobody asks.
+    states: None without recurrent layers. routes: of what routers choose; None while nobody asks.
     """
 
     pages: tuple[torch.Tensor, ...]

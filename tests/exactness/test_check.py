@@ -163,7 +163,7 @@ def test_the_tokens_that_are_asked_for_are_sampled(folder: str, monkeypatch: pyt
 
 def test_a_chunk_for_a_model_without_states_is_refused(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", folder, "--ssm-chunk", "128"]) == 2
-    assert "ssm_chunk=128, but this model has no Mamba layers" in capsys.readouterr().err
+    assert "ssm_chunk=128, but this model has no recurrent layers" in capsys.readouterr().err
 
 
 def test_a_delta_that_saves_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

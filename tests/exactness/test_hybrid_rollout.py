@@ -328,5 +328,5 @@ def test_misuse_is_named() -> None:
         RolloutWorker(bound_model("Bamba"), config=RolloutConfig(block_size=16))
     with pytest.raises(ValueError, match=r"does not hold one state of \d+ bytes"):
         RolloutWorker(bound_model("Bamba"), config=RolloutConfig(state_cache_gb=1e-9))
-    with pytest.raises(ValueError, match="no Mamba layers"):
+    with pytest.raises(ValueError, match="no recurrent layers"):
         RolloutWorker(bound_model("Qwen3"), config=RolloutConfig(state_cache_gb=1.0))

@@ -1,2 +1,1 @@
-"""Manage checkpoints of recurrent states (Mamba layers): the pool of slots, and the policy that says where one is
-taken."""
+"""Manage checkpoints of recurrent states: the pool of slots, and the policy that says where one is taken."""

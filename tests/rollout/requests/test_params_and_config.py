@@ -374,7 +374,7 @@ def test_the_number_of_cached_states(caplog: pytest.LogCaptureFixture) -> None:
     assert count_checkpoints(RolloutConfig(), 0) == 0
     with pytest.raises(ValueError, match=r"state of 1048576 bytes; at least 0\.000977 are needed"):
         count_checkpoints(RolloutConfig(state_cache_gb=0.0001), 2**20)
-    with pytest.raises(ValueError, match="no Mamba layers"):
+    with pytest.raises(ValueError, match="no recurrent layers"):
         count_checkpoints(RolloutConfig(state_cache_gb=1), 0)
     assert not caplog.records
     assert count_checkpoints(RolloutConfig(state_cache_gb=0), 2**20) == 0

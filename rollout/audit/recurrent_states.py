@@ -1,4 +1,4 @@
-"""Check the states of models with Mamba layers: where hits resume, and what was evicted."""
+"""Check the states of models with recurrent layers: where hits resume, and what was evicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StatesCheck:
     def __init__(self, model: nn.Module, runs: CacheRuns) -> None:
         layout = binding_of(model).state_layout
         if layout is None:
-            raise ValueError("this model has no Mamba layers, so there are no states to check")
+            raise ValueError("this model has no recurrent layers, so there are no states to check")
         self._chunk = layout.chunk
         self._checkpoint_gb = layout.bytes_per_checkpoint(model.get_parameter("lm_head.weight").dtype) / 2**30
         self._runs = runs
