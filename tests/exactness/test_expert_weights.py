@@ -127,16 +127,17 @@ def test_a_correction_bias_that_was_rounded_is_refused_everywhere() -> None:
         worker.generate(PROMPTS, FEW)
 
 
-def test_a_correction_bias_that_was_published_in_bfloat16_is_widened(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Glm4Moe", "NemotronH, experts"])
+def test_correction_biases_that_were_published_in_bfloat16_are_widened(family: str, tmp_path: Path) -> None:
     """As transformers does for a trainer that loads the folder: widening keeps every value."""
-    make_model("Glm4Moe").to(torch.bfloat16).save_pretrained(tmp_path)
+    make_model(family).to(torch.bfloat16).save_pretrained(tmp_path)
     trainer = bind(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
-    (bias,) = (name for name in trainer.state_dict() if name.endswith("e_score_correction_bias"))
-    assert trainer.state_dict()[bias].dtype is torch.float32
+    biases = [name for name in trainer.state_dict() if name.endswith("e_score_correction_bias")]
+    assert {trainer.state_dict()[name].dtype for name in biases} == {torch.float32}
     with RolloutWorker(tmp_path) as worker:
-        assert torch.equal(worker.module.state_dict()[bias], trainer.state_dict()[bias])
+        assert differing(worker.module, trainer) == []
         check(worker, trainer)
         worker.receive_weights(halved(trainer))
         trainer = bind(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
-        assert worker.receive_weights(tmp_path).casts == (f"{bias}: bfloat16 -> float32",)
+        assert worker.receive_weights(tmp_path).casts == tuple(f"{name}: bfloat16 -> float32" for name in biases)
         check(worker, trainer)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from samebit.kernels.cpu.experts.sorting import sort_pairs
 from samebit.kernels.layout.options import ExpertOptions, ExpertWeights, RoutingOptions
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.experts.routed import routed_experts
@@ -103,18 +104,28 @@ def test_a_row_has_the_same_bits_however_the_others_are_routed(name: str, arithm
 
 
 @pytest.mark.parametrize("name", ["gated", "gelu"])
-def test_an_output_of_an_expert_has_the_bits_of_a_linear_layer(name: str, arithmetic: torch.dtype) -> None:
-    """Weights of 1 and a sum of two outputs: no rounding but that of the sum."""
-    given = chosen_by(layer(name, 130, 70, 5, 1, arithmetic), [[0, 3], [1, 3], [3, 4]])
-    given = replace(given, weights=torch.ones_like(given.weights))
+def test_outputs_of_experts_have_the_bits_of_linear_layers_and_their_sum_is_one_chain(
+    name: str, arithmetic: torch.dtype
+) -> None:
+    """Of fused multiply-adds from 0, in the order of the ids: in float64 a product is exact."""
+    given = chosen_by(layer(name, 130, 70, 5, 1, arithmetic), [[0, 3, 4], [1, 2, 3], [1, 3, 4]])
     experts, transposed = given.experts, given.options.transposed
     up, down = (part.mT if transposed else part for part in (experts.up, experts.down))
     for row in (0, 1, 2, 298):
-        outputs = []
-        for expert in given.ids[row].tolist():
+        total = torch.zeros(130)
+        for expert, weight in zip(given.ids[row].tolist(), given.weights[row].double(), strict=True):
             products = linear(given.x[row], up[expert], experts.up_bias[expert]).chunk(2)
-            outputs.append(linear(gated(given.options.activation, *products), down[expert], experts.down_bias[expert]))
-        assert torch.equal(given.run()[row], (outputs[0].float() + outputs[1].float()).to(arithmetic))
+            output = linear(gated(given.options.activation, *products), down[expert], experts.down_bias[expert])
+            total = (weight * output.double() + total.double()).float()
+        assert torch.equal(given.run()[row], total.to(arithmetic))
+
+
+def test_experts_take_their_rows_in_order() -> None:
+    """So the gradient of a weight is a sum in an order that the ids alone decide."""
+    pairs = sort_pairs(torch.tensor([[1, 2], [0, 1], [1, 3], [0, 1]], dtype=torch.int32), 5)
+    assert pairs.row_of.tolist() == [1, 3, 0, 1, 2, 3, 0, 2]
+    assert pairs.offsets.tolist() == [0, 2, 6, 7, 8, 8]
+    assert pairs.place_of.tolist() == [[2, 6], [0, 3], [4, 7], [1, 5]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

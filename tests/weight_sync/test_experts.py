@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from samebit.weight_sync import (
     Manifest,
@@ -25,7 +26,9 @@ from samebit.weight_sync import (
     WeightSourceError,
     WeightStream,
     apply_weights,
+    checkpoint_names,
 )
+from samebit.weight_sync.checkpoint_names import CheckpointNames
 
 from .expert_models import EXPERT_MODELS, IN_PARTS, differing, expert_model, values
 
@@ -172,11 +175,35 @@ def test_a_piece_that_is_missing_or_doubled_is_named(
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_parts_of_a_tensor_that_came_whole_before_them() -> None:
+    whole = {"model.layers.1.mlp.experts.down_proj": torch.zeros(5, 18, 11, dtype=torch.bfloat16)}
+    with pytest.raises(WeightMismatchError, match=r"5 given twice: .*experts\.down_proj and .*experts\.0\.down_proj"):
+        apply_weights(expert_model("Qwen3Moe"), whole | broken(lambda tensors: None))
+
+
 def test_a_missing_piece_is_named_as_its_file_names_it() -> None:
     missing = "model.layers.0.block_sparse_moe.experts.2.w3.weight"
     tensors = broken(lambda tensors: tensors.pop(missing), "Mixtral")
     with pytest.raises(WeightMismatchError, match=f"1 missing: {re.escape(missing)}$"):
         apply_weights(expert_model("Mixtral"), tensors)
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        [MergeModulelist(dim=1)],
+        [MergeModulelist(dim=0), Concatenate(dim=2)],
+        [MergeModulelist(dim=0), Transpose(1, 2)],
+        [MergeModulelist(dim=0), Concatenate(dim=1), Concatenate(dim=1)],
+    ],
+    ids=["stacked elsewhere", "side by side", "turned over", "twice"],
+)
+def test_tensors_that_are_put_together_in_another_way_have_no_parts(
+    operations: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = WeightConverter(["experts.*.w1.weight", "experts.*.w3.weight"], "experts.gate_up_proj", operations)
+    monkeypatch.setattr(checkpoint_names, "get_model_conversion_mapping", lambda module: [rule])
+    assert CheckpointNames.of(expert_model("Qwen3Moe")).fusions == ()
 
 
 def test_infinities_are_named_by_the_expert() -> None:
@@ -277,6 +304,17 @@ def test_a_correction_bias_that_was_rounded_is_refused(kind: str) -> None:
     }
     with pytest.raises(WeightMismatchError, match=says):
         of_kind[kind]()
+
+
+def test_a_correction_bias_in_a_folder_may_be_narrower_and_not_wider(tmp_path: Path) -> None:
+    stored = saved("Glm4Moe", tmp_path)
+    write(tmp_path, stored | {BIAS: stored[BIAS].bfloat16()})
+    model = expert_model("Glm4Moe")
+    assert apply_weights(model, tmp_path).casts == (f"{BIAS}: bfloat16 -> float32",)
+    assert torch.equal(model.state_dict()[BIAS], stored[BIAS].bfloat16().float())
+    write(tmp_path, stored | {BIAS: stored[BIAS].double()})
+    with pytest.raises(WeightMismatchError, match=r"a buffer, which is never cast .*offered \[6\] float64"):
+        apply_weights(model, tmp_path, cast=True)
 
 
 def test_the_receivers_dtypes_are_kept() -> None:
