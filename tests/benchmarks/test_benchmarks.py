@@ -19,6 +19,7 @@ from samebit.benchmarks import (
     gpu,
     gpu_experts,
     hybrid,
+    lora,
     prefix_cache,
     rollout,
     routing_mismatch,
@@ -319,3 +320,11 @@ def test_routing_mismatch_figures() -> None:
     assert all(value.value == 0 for name, value in metrics.items() if name.startswith("samebit"))
     found = routing_mismatch.shares("x", np.array([[[[1, 2]], [[3, 4]]]]), np.array([[[[2, 1]], [[3, 5]]]]))
     assert [value.value for value in found.values()] == [250, 500]
+
+
+def test_lora_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models.SHAPES, "5m", TINY)
+    sizes = lora.Sizes(shape="5m", rank=2, sequences=(1, 3), new_tokens=2, rounds=1)
+    metrics = lora.measure(sizes, "fp32")
+    titles = ("decode_tax", "shared_decode_tax", "prefill_tax")
+    assert metrics.keys() == {f"{title}_{count}" for title in titles for count in (1, 3)}
