@@ -143,11 +143,15 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     facts: DecoderFacts = self.samebit
     positions = context.positions.view(ids.shape)
     if facts.adapters is not None:
+        facts.adapters.check_unmerged()
         context = context if context.adapters is not None else replace(context, adapters=facts.adapters.of_flags())
         positions = LayoutPositions.of(context, positions)
     kwargs.update(attention_mask=_mask(facts, context), position_ids=positions, use_cache=False)
     with use_context(context), torch.autocast(ids.device.type, enabled=False):
-        return type(self).forward(self, *args, **kwargs)
+        out = type(self).forward(self, *args, **kwargs)
+    if facts.adapters is not None:  # somebody may have merged them meanwhile
+        facts.adapters.check_unmerged()
+    return out
 
 
 def _mask(facts: DecoderFacts, context: ForwardContext) -> LayoutMask | dict[str, LayoutMask]:

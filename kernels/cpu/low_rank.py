@@ -20,7 +20,7 @@ from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Share
 from samebit.kernels.cpu.linear import PRODUCTS_AN_ELEMENT, multiply
 from samebit.kernels.layout.lora.adapters import LowRank
 
-MOST_FUSED = 64
+MOST_FUSED = 16
 """Up to so many rows, starting kernels takes longer than what panels of a few rows lose."""
 
 _FIELDS = 6
@@ -51,10 +51,11 @@ def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: Sequence
 
 
 def _step_by_step(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: Sequence[LowRank]) -> list[torch.Tensor]:
-    lows = multiply(x.to(terms[0].down.dtype), [(term.down, None) for term in terms])
+    lows = [multiply(x.to(term.down.dtype), ((term.down, None),))[0] for term in terms]
     products = [multiply(low, ((term.up, None),))[0].to(torch.float32) for low, term in zip(lows, terms, strict=True)]
     return [
-        (base + product * term.scale).to(base.dtype) for base, product, term in zip(bases, products, terms, strict=True)
+        product.mul_(term.scale).add_(base).to(base.dtype)
+        for base, product, term in zip(bases, products, terms, strict=True)
     ]
 
 

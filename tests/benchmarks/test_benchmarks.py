@@ -19,6 +19,7 @@ from samebit.benchmarks import (
     gpu,
     gpu_experts,
     hybrid,
+    lora,
     moe,
     prefix_cache,
     rollout,
@@ -381,3 +382,11 @@ def test_state_budgets_writes_every_figure(monkeypatch: pytest.MonkeyPatch, tmp_
     found = {name: one["value"] for name, one in json.loads((tmp_path / "out.json").read_text())["metrics"].items()}
     assert found["skip_ratio_with_2.0_checkpoints_each"] == 1.0 > found["skip_ratio_with_0.5_checkpoints_each"]
     assert found["evicted_misses_with_2.0_checkpoints_each"] == 0 < found["evicted_misses_with_0.5_checkpoints_each"]
+
+
+def test_lora_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models.SHAPES, "5m", TINY)
+    sizes = lora.Sizes(shape="5m", rank=2, sequences=(1, 3), new_tokens=2, rounds=1)
+    metrics = lora.measure(sizes, "fp32")
+    titles = ("decode_tax", "shared_decode_tax", "prefill_tax")
+    assert metrics.keys() == {f"{title}_{count}" for title in titles for count in (1, 3)}

@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from samebit.kernels import bind
 from samebit.kernels.binding.experts.routes import RoutePages
 from samebit.kernels.binding.trainer import logprob_head as scored_head
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, cli
+from samebit.rollout.adapters import loading
 from samebit.rollout.audit import audit as check
+from samebit.rollout.audit.compare import Row
 from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
 from samebit.rollout.audit.weight_updates import WeightsCheck
 from samebit.rollout.cache import PrefixCache
@@ -22,6 +26,7 @@ from samebit.weight_sync.wire.buckets import Kind
 from samebit.weight_sync.wire.delta import DeltaEncoder, Encoded
 
 from .families import CAMPAIGN, DTYPES, EXPERTS, FAMILIES, HYBRIDS, make_model
+from .lora import make_peft
 
 
 @pytest.fixture
@@ -104,6 +109,41 @@ def test_every_family_passes(name: str, dtype: torch.dtype, tmp_path: Path, requ
 
 
 @pytest.mark.usefixtures("no_weights_part")
+@pytest.mark.usefixtures("no_weights_part")
+def test_the_adapter_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Merged weights differ, which is told and no failure; another scale in a worker is one."""
+    model = make_peft("Qwen3")
+    make_model("Qwen3", num_hidden_layers=2).save_pretrained(tmp_path / "base")
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    for part in ("prefix_cache", "temperatures", "layouts"):
+        monkeypatch.setattr(check._Check, part, lambda self: iter(()))
+    monkeypatch.setattr(check._Check, "schedules", _one_schedule)
+    arguments = ["check", str(tmp_path / "adapter"), "--json", "--tokens", "6"]
+    assert cli.main(arguments) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    merged = rows["adapter: merged, which is another policy"]
+    assert merged["promised"] is False
+    assert merged["differing"] > 0
+    made = loading.new_delta
+    monkeypatch.setattr(
+        loading, "new_delta", lambda shape, *rest: made(replace(shape, scale=1.01 * shape.scale), *rest)
+    )
+    assert cli.main(arguments) == 1
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert [name for name, row in rows.items() if row["differing"]] == [
+        "adapter: loaded by name, beside the model alone",
+        merged["name"],
+    ]
+
+
+def _one_schedule(self: Any) -> Iterator[Row]:
+    self.first = self._run()
+    yield self._row("many requests at once, whole prefill", self.first)
+
+
 def test_another_expert_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("Qwen3Moe", torch.bfloat16).save_pretrained(tmp_path)
     for other in ("schedules", "temperatures", "prefix_cache", "layouts"):

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from samebit.kernels import BindingError, bind, token_logprobs
-from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, WorkerStateError
 
 from .compare import assert_matches_trainer, assert_same_samples
 from .families import CAMPAIGN, DTYPES, make_model, token_ids
@@ -201,6 +201,13 @@ def test_adapters_that_come_and_go_after_bind(policy: PeftModel) -> None:
             worker.generate(PROMPTS, params())
         with pytest.raises(BindingError, match="is merged"):
             token_logprobs(model, IDS)
+        model.unmerge_adapter()
+        worker.pause()
+        handle = worker.submit(PROMPTS[0], SamplingParams(max_tokens=8))
+        model.merge_adapter()
+        worker.resume()
+        with pytest.raises(WorkerStateError, match="is merged into"):
+            handle.result()
     model = copy.deepcopy(policy)
     with RolloutWorker(model, config=RolloutConfig(**CONFIG)) as worker:
         add(model, "other", lora_config(2))
@@ -252,6 +259,13 @@ def test_adapters_of_experts_are_refused() -> None:
     experts = lora_config(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
     with pytest.raises(BindingError, match=r"mlp.experts is a .*ParamWrapper .*no target_parameters"):
         bind(get_peft_model(make_model("Qwen3Moe"), experts))
+
+
+def test_matrices_of_a_dtype_that_is_not_exact_are_refused() -> None:
+    model = make_peft("Qwen3")
+    model.get_submodule("base_model.model.model.layers.1.mlp.up_proj").lora_A.bfloat16()
+    with pytest.raises(BindingError, match=r"on model.layers.1.mlp.up_proj are torch.bfloat16 and torch.float32"):
+        bind(model)
 
 
 def test_two_active_adapters_are_refused(policy: PeftModel) -> None:

@@ -124,18 +124,14 @@ def _adapted(
 ) -> list[torch.Tensor]:
     """Add what the adapters of the call have for these layers, which share the input."""
     for adapter, rows in adapters.groups:
-        found = [(place, adapter.deltas[layer]) for place, layer in enumerate(layers) if layer in adapter.deltas]
-        for alike in _of_one_dtype(found):
-            places, deltas = [place for place, _ in alike], [delta for _, delta in alike]
-            chosen = [outs[place] for place in places]
-            for place, sum_ in zip(places, _with_deltas(x, chosen, deltas, rows), strict=True):
-                outs[place] = sum_
+        deltas = [adapter.deltas.get(layer) for layer in layers]
+        found = [delta for delta in deltas if delta is not None]
+        if len(found) == len(layers):
+            outs = _with_deltas(x, outs, found, rows)
+        elif found:
+            changed = iter(_with_deltas(x, [out for out, one in zip(outs, deltas, strict=True) if one], found, rows))
+            outs = [next(changed) if one else out for out, one in zip(outs, deltas, strict=True)]
     return outs
-
-
-def _of_one_dtype(found: list[tuple[int, Delta]]) -> list[list[tuple[int, Delta]]]:
-    dtypes = dict.fromkeys(delta.down.weight.dtype for _, delta in found)
-    return [[one for one in found if one[1].down.weight.dtype == dtype] for dtype in dtypes]
 
 
 def _with_deltas(

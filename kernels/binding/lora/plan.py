@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from samebit.kernels.binding.families import BindingError
@@ -59,11 +60,11 @@ class PeftAdapters:
         """Return whether peft has added or deleted an adapter."""
         return any(set(layer.lora_A) != self._names_of(name) for name, layer in self.layers.items())
 
-    def check(self) -> None:
-        """Check that the adapters are those that were bound, unmerged and of the same scale.
+    def check_unmerged(self) -> None:
+        """Check that no weight of the model holds an adapter too; quick: it runs around each call of the model.
 
         Raises:
-            BindingError: what is not, by name.
+            BindingError: one that does, by name.
         """
         for name, layer in self.layers.items():
             if layer.merged_adapters:
@@ -73,6 +74,15 @@ class PeftAdapters:
                     "probability of theirs is that of the adapter. Call unmerge_adapter(), which restores the weights "
                     "but for rounding"
                 )
+
+    def check(self) -> None:
+        """Check that the adapters are those that were bound, unmerged and of the same scale.
+
+        Raises:
+            BindingError: what is not, by name.
+        """
+        self.check_unmerged()
+        for name, layer in self.layers.items():
             now = set(layer.lora_A)
             known = self._names_of(name)
             if now - known:
@@ -189,6 +199,13 @@ def refusals(name: str, module: nn.Module) -> list[str]:
         if isinstance(one, nn.Dropout) and one.p != 0.0
     ]
     found += [f"the merged adapter {one} in {name}: call unmerge_adapter()" for one in layer.merged_adapters]
+    for adapter in layer.lora_A:
+        down, up = layer.lora_A[adapter].weight.dtype, layer.lora_B[adapter].weight.dtype
+        if down != up or down not in (torch.float32, layer.base_layer.weight.dtype):
+            found.append(
+                f"matrices of the adapter {adapter} on {name} are {down} and {up}; exact are two of torch.float32 or "
+                f"of the layer's {layer.base_layer.weight.dtype}"
+            )
     if layer.fan_in_fan_out:
         found.append(f"a transposed weight (fan_in_fan_out) of {name}")
     return found

@@ -8,6 +8,7 @@ would round other elements otherwise, with the number of them), and rounded once
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from samebit.kernels.layout import device
 from samebit.kernels.layout.lora.adapters import Delta, LowRank
@@ -32,31 +33,37 @@ def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, deltas: Sequenc
         TypeError: matrices of two dtypes.
     """
     if not torch.is_grad_enabled() and all(is_plain(delta.down) and is_plain(delta.up) for delta in deltas):
-        terms = [LowRank(delta.down.weight, delta.up.weight, delta.scale) for delta in deltas]
+        terms = [LowRank(_weight(delta.down), _weight(delta.up), delta.scale) for delta in deltas]
         _check(bases, x, terms)
         return operations_for(x).add_low_rank(bases, x, terms)
-    widened = x.to(deltas[0].down.weight.dtype)
     return [
-        (base + delta.up(delta.down(widened)).to(torch.float32) * delta.scale).to(base.dtype)
+        (base + delta.up(delta.down(x.to(delta.down.weight.dtype))).to(torch.float32) * delta.scale).to(base.dtype)
         for base, delta in zip(bases, deltas, strict=True)
     ]
 
 
+def _weight(module: nn.Linear) -> torch.Tensor:
+    """Return a plain module's weight, in a fifth of the time of the attribute."""
+    weight: torch.Tensor = module._parameters["weight"]  # type: ignore[assignment]
+    return weight
+
+
 def _check(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: Sequence[LowRank]) -> None:
-    by_cpu, dtype = not device.on_gpu(x), terms[0].down.dtype
+    *shape, inputs = x.shape
+    dtype = x.dtype
     for base, (down, up, _) in zip(bases, terms, strict=True):
-        rank, inputs = down.shape
-        outputs, inner = up.shape
-        if inputs != x.size(-1) or inner != rank or base.shape != (*x.shape[:-1], outputs):
+        (rank, width), (outputs, inner) = down.shape, up.shape
+        if width != inputs or inner != rank or list(base.shape) != [*shape, outputs]:
             raise ValueError(
                 f"x is {list(x.shape)}, base {list(base.shape)}, down {list(down.shape)}, up {list(up.shape)}; "
                 "allowed: [..., K], [..., N], [r, K], [N, r]"
             )
-        if base.dtype != x.dtype or down.dtype != dtype or up.dtype != dtype or dtype not in (torch.float32, x.dtype):
+        matrices = down.dtype
+        if base.dtype is not dtype or up.dtype is not matrices or matrices not in (dtype, torch.float32):
             raise TypeError(
-                f"x is {x.dtype}, base {base.dtype}, down {down.dtype}, up {up.dtype}; allowed: x and base alike, the "
-                "matrices of all layers alike, float32 or that of x"
+                f"x is {dtype}, base {base.dtype}, down {matrices}, up {up.dtype}; allowed: x and base alike, and the "
+                "two matrices alike, float32 or that of x"
             )
-        if by_cpu:
+        if not device.on_gpu(x):
             check_host("down", down)
             check_host("up", up)
