@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from samebit.kernels.cpu import philox
-from samebit.kernels.ops.sampling import add_bias, draw, keep_likely, penalize_repetition, rule_out, uniforms
+from samebit.kernels.ops.sampling import (
+    add_bias,
+    draw,
+    keep_likely,
+    penalize_counts,
+    penalize_repetition,
+    rule_out,
+    uniforms,
+)
 
 from . import reference
 from .helpers import THREADS, threads
@@ -144,6 +152,15 @@ def test_penalty_bias_and_exclusion() -> None:
     penalized = row.clone()
     penalize_repetition(penalized, torch.tensor([3, 7, 8]), 1.5)
     assert torch.allclose(penalized.double(), reference.penalize_repetition(row, {3, 7, 8}, 1.5), rtol=1e-6)
+    counted = row.clone()
+    penalize_counts(counted, np.array([3, 7, 3, 3]), 0.3, 0.7)
+    expected = row.double()
+    expected[3] -= 0.3 + 3 * 0.7
+    expected[7] -= 0.3 + 0.7
+    assert torch.allclose(counted.double(), expected, rtol=1e-6)
+    assert torch.equal(counted[8:], row[8:])
+    penalize_counts(counted, np.array([], np.int64), 0.3, 0.7)
+    assert torch.allclose(counted.double(), expected, rtol=1e-6)
     biased = row.clone()
     add_bias(biased, {3: 2.5, 9: -torch.inf})
     assert biased[3] == row[3] + 2.5

@@ -9,13 +9,14 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import signal
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from logging import config as logging_config
+from types import FrameType
 
 import uvicorn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -44,9 +45,16 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         sys.stderr.write(f"samebit serve: {' '.join(str(error).split())}\n")
         return UNUSABLE
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, _noted)
     with service.worker:
         Server(service, sockets).run()
     return 0
+
+
+def _noted(number: int, _: FrameType | None) -> None:
+    """Log the signal that ended the server, which uvicorn raises again when it has ended."""
+    logger.info("ended by signal %d", number)
 
 
 def load(setup: Setup) -> Service:
@@ -124,14 +132,10 @@ class Server:
 
     def run(self) -> None:
         """Serve until a signal, or `stop`."""
-        asyncio.run(self.serve())
-
-    async def serve(self) -> None:
-        """Serve on the running loop."""
         for one in self._sockets.all:
             host, port = one.getsockname()[:2]
             logger.info("%s is served at %s:%d", self._service.name, host, port)
-        await self._server.serve(self._sockets.all)
+        self._server.run(self._sockets.all)
 
     def stop(self) -> None:
         """End `run`, from any thread."""

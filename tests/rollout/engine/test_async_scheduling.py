@@ -64,7 +64,7 @@ def test_nobody_waits_for_a_step_longer_because_of_it(make_engine: Build, make_r
     assert late.sequences[0].num_new_tokens == 1
 
 
-@pytest.mark.parametrize("wish", [{"logprobs": 2}, {"repetition_penalty": 1.2}])
+@pytest.mark.parametrize("wish", [{"logprobs": 2}, {"repetition_penalty": 1.2}, {"frequency_penalty": 0.5}])
 def test_what_needs_the_token_before_is_not_launched_ahead(
     wish: dict[str, Any], make_engine: Build, make_request: Build
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 
 import pytest
@@ -29,11 +30,13 @@ def test_no_input_breaks_the_server(served: Served, mode: GenerationMode) -> Non
         assert len(operations) > 20
         if not CASES:
             operations = [operation for operation in operations if operation.path in FEW]
+        wide = [operation for operation in operations if operation.body or operation.query]
+        each = max(2, CASES // (2 * len(wide)))
         seen: list[int] = []
         for operation in operations:
 
             @settings(
-                max_examples=max(2, CASES // (2 * len(operations))), deadline=None, database=None,
+                max_examples=each, deadline=None, database=None,
                 derandomize=not CASES, phases=(Phase.generate,), suppress_health_check=list(HealthCheck),
             )  # fmt: skip
             @given(case=operation.as_strategy(generation_mode=mode))
@@ -46,5 +49,6 @@ def test_no_input_breaks_the_server(served: Served, mode: GenerationMode) -> Non
 
             with suppress(Unsatisfiable):  # nothing can be wrong where nothing is asked
                 ask()
-        assert len(seen) >= len(operations)
+        assert len(seen) >= min(CASES // 4, 1000)
+        sys.stdout.write(f"{len(seen)} cases\n")
         assert short.http.get(f"{short.base}/readiness").status_code == 200

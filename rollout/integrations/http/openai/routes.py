@@ -28,7 +28,7 @@ from samebit.rollout.integrations.http.service import Service
 from samebit.rollout.requests.tokenizer import decoded
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer} for status in (400, 401, 404, 409, 413, 422, 429, 500, 503, 504)
+    status: {"model": ErrorAnswer} for status in (400, 401, 403, 404, 409, 413, 422, 429, 500, 502, 503, 504)
 }
 
 

@@ -1,0 +1,227 @@
+"""Measure what HTTP costs, and whether a crowd of streams loses anything. The server is a process of its own.
+
+step_tax: seconds of a step behind the server, 64 requests at once that are not streamed, over those of a worker without
+one; batch_tax: the same of the whole batch, from the first request to the last answer. us_per_chunk: CPU time of the
+server's process with streams less that without, for the same tokens, a chunk. crowd_lost, crowd_doubled, crowd_hung: of
+the concurrent streams, those whose tokens are not, or more than, the ones of the worker, or that do not end.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from samebit.benchmarks.rounds import results_file
+from samebit.benchmarks.rounds.turns import Spread, spread
+from samebit.benchmarks.workloads import models
+from samebit.kernels.openmp import process_environment
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+
+ENVIRONMENT = process_environment(1)
+CONFIG = RolloutConfig(max_num_seqs=64, num_threads=1, kv_cache_gb=0.25)
+PATH = "/inference/v1/generate"
+HANGS = 600.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    requests: int = 64
+    prompt: int = 32
+    tokens: int = 96
+    crowd: int = 500
+    crowd_tokens: int = 48
+    rounds: int = 5
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Holds what one batch took: seconds, those of a step, CPU seconds of the server, chunks."""
+
+    seconds: float
+    step_seconds: float
+    cpu_seconds: float
+    chunks: int
+
+
+def measure(folder: Path, sizes: Sizes) -> dict[str, Spread]:
+    """Return every figure; the contestants take turns."""
+    with RolloutWorker(folder, config=CONFIG) as worker, serving(folder) as server:
+        expected = direct(worker, sizes)[1]
+        for stream in (False, True):
+            server.batch(sizes, expected, stream=stream)
+        step, batch, chunk = [], [], []
+        for _ in range(sizes.rounds):
+            alone = direct(worker, sizes)[0]
+            plain = server.batch(sizes, expected, stream=False)
+            streamed = server.batch(sizes, expected, stream=True)
+            step.append(plain.step_seconds / alone.step_seconds)
+            batch.append(plain.seconds / alone.seconds)
+            chunk.append(1e6 * (streamed.cpu_seconds - plain.cpu_seconds) / streamed.chunks)
+        crowd = server.crowd(worker, sizes)
+    return {"step_tax": spread(step), "batch_tax": spread(batch), "us_per_chunk": spread(chunk), **crowd}
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return [(7 * number + 13 * place) % 97 for place in range(length)]
+
+
+def direct(worker: RolloutWorker, sizes: Sizes) -> tuple[Cost, list[list[int]]]:
+    """Run the batch without a server; also what it sampled."""
+    worker.reset_prefix_cache()
+    before, began = worker.stats(), time.perf_counter()
+    params = [SamplingParams(max_tokens=sizes.tokens, seed=number) for number in range(sizes.requests)]
+    outputs = worker.generate([prompt(number, sizes.prompt) for number in range(sizes.requests)], params)
+    seconds, after = time.perf_counter() - began, worker.stats()
+    steps = after["steps"] - before["steps"]
+    cost = Cost(seconds, (after["step_seconds"] - before["step_seconds"]) / steps, 0.0, 0)
+    return cost, [output.samples[0].token_ids for output in outputs]
+
+
+class Server:
+    """Asks a server that runs."""
+
+    def __init__(self, process: subprocess.Popen[bytes], base: str, control: str) -> None:
+        self._process = process
+        self._base = base
+        self._control = control
+
+    def batch(self, sizes: Sizes, expected: list[list[int]], *, stream: bool) -> Cost:
+        """Run the batch, and check what came."""
+        httpx.post(f"{self._control}/reset_prefix_cache").raise_for_status()
+        before, cpu, began = self._stats(), self._cpu(), time.perf_counter()
+        answers = asyncio.run(self._ask(sizes.requests, sizes.prompt, sizes.tokens, stream=stream))
+        seconds, after = time.perf_counter() - began, self._stats()
+        cpu = self._cpu() - cpu
+        if [ids for ids, _ in answers] != expected:
+            raise RuntimeError("the server did not give the worker's tokens")
+        steps = after["steps"] - before["steps"]
+        step_seconds = (after["step_seconds"] - before["step_seconds"]) / steps
+        return Cost(seconds, step_seconds, cpu, sum(chunks for _, chunks in answers))
+
+    def crowd(self, worker: RolloutWorker, sizes: Sizes) -> dict[str, Spread]:
+        """Run many streams at once; tell how many lost or doubled a token, or did not end."""
+        params = [SamplingParams(max_tokens=sizes.crowd_tokens, seed=number) for number in range(sizes.crowd)]
+        prompts = [prompt(number, sizes.prompt) for number in range(sizes.crowd)]
+        expected = [output.samples[0].token_ids for output in worker.generate(prompts, params)]
+        began = time.perf_counter()
+        answers = asyncio.run(self._ask(sizes.crowd, sizes.prompt, sizes.crowd_tokens, stream=True))
+        seconds = time.perf_counter() - began
+        pairs = [(ids, wanted) for (ids, _), wanted in zip(answers, expected, strict=True)]
+        counts = {
+            "crowd_hung": sum(ids is None for ids, _ in pairs),
+            "crowd_lost": sum(ids is not None and ids != wanted and len(ids) <= len(wanted) for ids, wanted in pairs),
+            "crowd_doubled": sum(ids is not None and len(ids) > len(wanted) for ids, wanted in pairs),
+            "crowd_tokens_per_second": sizes.crowd * sizes.crowd_tokens / seconds,
+        }
+        return {name: spread([float(value)]) for name, value in counts.items()}
+
+    async def _ask(
+        self, requests: int, length: int, tokens: int, *, stream: bool
+    ) -> list[tuple[list[int] | None, int]]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self._base, limits=limits, timeout=HANGS) as client:
+            asked = [self._one(client, number, length, tokens, stream=stream) for number in range(requests)]
+            return await asyncio.gather(*asked)
+
+    async def _one(
+        self, client: httpx.AsyncClient, number: int, length: int, tokens: int, *, stream: bool
+    ) -> tuple[list[int] | None, int]:
+        """Return the tokens of a request, None if it does not end, and in how many chunks they came."""
+        body: dict[str, Any] = {
+            "token_ids": prompt(number, length),
+            "sampling_params": {"max_tokens": tokens, "seed": number, "ignore_eos": True},
+            "stream": stream,
+        }
+        try:
+            if not stream:
+                answer = await client.post(PATH, json=body)
+                answer.raise_for_status()
+                return answer.json()["choices"][0]["token_ids"], 1
+            ids: list[int] = []
+            chunks = 0
+            async with client.stream("POST", PATH, json=body) as events:
+                events.raise_for_status()
+                async for line in events.aiter_lines():
+                    if line.startswith("data: {"):
+                        ids += json.loads(line[6:])["choices"][0]["token_ids"]
+                        chunks += 1
+            return ids, chunks
+        except httpx.TimeoutException:
+            return None, 0
+
+    def _stats(self) -> dict[str, float]:
+        text = httpx.get(f"{self._base}/metrics").text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return {one.name.removeprefix("samebit_").removesuffix("_total"): one.value for one in samples}
+
+    def _cpu(self) -> float:
+        """Return the CPU seconds of the server's process."""
+        parts = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    """Start a server in a process of its own."""
+    flags = ["--max-num-seqs", str(CONFIG.max_num_seqs), "--num-threads", "1", "--kv-cache-gb", str(CONFIG.kv_cache_gb)]
+    port, inner = _free_port(), _free_port()
+    ports = ["--port", str(port), "--control", "loopback", "--control-port", str(inner)]
+    command = [sys.executable, "-m", "samebit.rollout.cli", "serve", str(folder), *flags, *ports]
+    process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT})
+    try:
+        base = f"http://127.0.0.1:{port}"
+        _wait_until_ready(process, base)
+        yield Server(process, base, f"http://127.0.0.1:{inner}")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], base: str) -> None:
+    while process.poll() is None:
+        try:
+            if httpx.get(f"{base}/readiness", timeout=HANGS).status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise RuntimeError(f"the server ended with exit code {process.returncode}")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port: int = one.getsockname()[1]
+    return port
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of the batches (5)")
+    parser.add_argument("--quick", action="store_true", help="few requests, one round")
+    options = parser.parse_args()
+    sizes = Sizes(8, 8, 12, 24, 6, 1) if options.quick else Sizes(rounds=options.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        models.build(models.SHAPES["5m"], models.DTYPES["fp32"], 512).save_pretrained(folder)
+        figures = measure(Path(folder), sizes)
+    for name, one in figures.items():
+        print(f"{name:<26}{one.value:>12.3f}  ({one.min:.3f} to {one.max:.3f})")
+    if options.json is not None:
+        results_file.write(options.json, results_file.describe(sizes=vars(sizes)), figures)
+
+
+if __name__ == "__main__":
+    main()

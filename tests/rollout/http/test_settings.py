@@ -1,0 +1,60 @@
+"""A setting comes from a flag, the environment or a file, in this order, and a wrong one is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from samebit.rollout.cli import main
+from samebit.rollout.integrations.http.settings import read_setup
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("max_n: 1\nmax_waiting: 1\nport: 1\nmax_num_seqs: 5\ncontrol_token: abc\n")
+    setup = read_setup(
+        ["model", "--config", str(file), "--max-n", "3", "--kv-cache-gb", "0.5", "--enable-prefix-caching", "false"],
+        {"SAMEBIT_SERVE_MAX_N": "2", "SAMEBIT_SERVE_MAX_WAITING": "2", "SAMEBIT_SERVE_API_KEY": "key", "HOME": "/"},
+    )
+    settings, worker = setup.settings, setup.worker
+    assert (setup.model, settings.max_n, settings.max_waiting, settings.port) == ("model", 3, 2, 1)
+    assert (settings.api_key, settings.control_token) == ("key", "abc")
+    assert (worker.max_num_seqs, worker.kv_cache_gb, worker.enable_prefix_caching) == (5, 0.5, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "file", "says"),
+    [
+        ([], {"SAMEBIT_SERVE_MAX_NN": "1"}, "", "SAMEBIT_SERVE_MAX_NN is set, and there is no such setting"),
+        ([], {"SAMEBIT_SERVE_PORT": "a"}, "", "SAMEBIT_SERVE_PORT must be of type int, got 'a'"),
+        ([], {}, "max_nn: 1", "has max_nn, which are no settings"),
+        ([], {}, "max_n: many", "max_n must be of type int, got 'many'"),
+        ([], {}, "- 1", "must hold names and values"),
+        ([], {}, "a: [", "can not be read"),
+        (["--port", "70000"], {}, "", "port must be from 0 to 65535, got 70000"),
+        (["--max-n", "0"], {}, "", "max_n must be at least 1, got 0"),
+        (["--max-waiting", "-1"], {}, "", "max_waiting must not be negative, got -1"),
+        (["--stall-seconds", "0"], {}, "", "stall_seconds must be above 0, got 0.0"),
+        (["--control", "open"], {}, "", "control must be one of off, loopback, token"),
+        (["--control", "token"], {}, "", "needs SAMEBIT_SERVE_CONTROL_TOKEN"),
+        (["--ssl-certfile", "a"], {}, "", "are given together"),
+        (["--max-num-seqs", "0"], {}, "", "max_num_seqs must be an int of at least 1"),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    tmp_path: Path, flags: list[str], environment: dict[str, str], file: str, says: str
+) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(file)
+    with pytest.raises(ValueError, match=says):
+        read_setup(["model", "--config", str(path), *flags], environment)
+
+
+def test_the_command_ends_with_one_line_for_what_it_can_not_serve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(tmp_path / "nothing"), "--port", "0"]) == 2
+    assert "samebit serve: no such model folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "model", "--api-key", "secrets-are-no-flags"])

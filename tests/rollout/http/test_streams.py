@@ -1,0 +1,173 @@
+"""Streams that nobody reads, that take too long, or whose server ends; and pieces of text with no server at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samebit.kernels.openmp import process_environment
+from samebit.rollout.control.delivery import StreamChunk
+from samebit.rollout.integrations.http.app import create_app
+from samebit.rollout.integrations.http.errors import ApiError, encoded
+from samebit.rollout.integrations.http.openai.sample_text import SampleText
+from samebit.rollout.integrations.http.openai.tools import HermesParser
+from samebit.rollout.integrations.http.service import Service
+from samebit.rollout.integrations.http.settings import ServeSettings
+
+from ...patience import wait_until
+from .served import CALL, NAME, Served, byte_tokenizer
+
+LONG = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+Sent = list[dict[str, Any]]
+
+
+async def ask(service: Service, body: dict[str, Any], take: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+    """Call the application itself, with a client that takes what is sent in its own way."""
+    content = [json.dumps(body).encode()]
+
+    async def receive() -> dict[str, Any]:
+        if content:
+            return {"type": "http.request", "body": content.pop()}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/v1/completions",
+        "raw_path": b"/v1/completions", "root_path": "", "scheme": "http", "query_string": b"", "client": ("c", 1),
+        "server": ("127.0.0.1", 80), "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    await create_app(service)(scope, receive, take)
+
+
+def beside(served: Served, **changes: Any) -> Service:
+    """Another service over the same worker."""
+    return Service(served.service.worker, ServeSettings(**changes), NAME, served.service.tokenizer)
+
+
+def test_a_client_that_never_reads_holds_nothing(served: Served) -> None:
+    service, taken = beside(served, stall_seconds=0.2), []
+
+    async def read_one_piece(message: dict[str, Any]) -> None:
+        taken.append(message)
+        if len(taken) > 2:
+            await asyncio.Event().wait()
+
+    asyncio.run(ask(service, LONG, read_one_piece))
+    assert len(taken) == 3
+    assert service.admission.inside == 0
+    wait_until(lambda: served.service.worker.stats()["running"] == 0)
+
+
+def test_a_deadline_ends_a_stream_with_its_error(served: Served) -> None:
+    taken: Sent = []
+
+    async def read(message: dict[str, Any]) -> None:
+        taken.append(message)
+
+    service = beside(served, request_seconds=0.2)
+    asyncio.run(ask(service, LONG, read))
+    last = taken[-1]["body"].decode().split("\n\n")
+    assert json.loads(last[0].removeprefix("data: "))["error"]["code"] == "deadline"
+    assert last[1] == "data: [DONE]"
+    taken.clear()
+    asyncio.run(ask(service, {**LONG, "stream": False}, read))
+    assert taken[0]["status"] == 504
+    assert service.admission.inside == 0
+    wait_until(lambda: served.service.worker.stats()["running"] == 0)
+
+
+def test_an_error_of_the_worker_is_the_last_event(served: Served) -> None:
+    service, taken = beside(served), []
+
+    async def read(message: dict[str, Any]) -> None:
+        taken.append(message)
+        if len(taken) == 2:
+            handle = next(iter(service.running.values()))[0]
+            handle._delivery.error = RuntimeError("it broke")
+
+    asyncio.run(ask(service, LONG, read))
+    assert b"it broke" in taken[-1]["body"]
+
+
+def test_sigterm_lets_what_runs_end(served: Served) -> None:
+    command = [sys.executable, "-m", "samebit.rollout.cli", "serve", str(served.folder), "--num-threads", "1"]
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    process = subprocess.Popen([*command, "--port", str(port)], env={**os.environ, **process_environment(1)})
+    base = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: process.poll() is not None or ready(base))
+        with httpx.stream("POST", f"{base}/v1/completions", json={**LONG, "max_tokens": 300}, timeout=None) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert "data: [DONE]" in rest
+        assert process.wait() == 0
+    finally:
+        process.kill()
+
+
+def test_numbers_that_json_can_not_hold_are_named() -> None:
+    with pytest.raises(ApiError, match=r"choices\.0\.logprob is -inf, which JSON can not hold"):
+        encoded({"choices": [{"logprob": float("-inf")}]})
+
+
+TOKENIZER = byte_tokenizer()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text(max_size=30), st.lists(st.integers(1, 9), max_size=9), st.sampled_from(["", "ab", "e\u0301", "aab"]))
+def test_the_pieces_of_a_text_are_the_text(text: str, cuts: list[int], stop: str) -> None:
+    """Whatever tokens come together, and wherever characters are cut."""
+    ids = TOKENIZER(text)["input_ids"]
+    pieces, start = SampleText(TOKENIZER, (stop,) if stop else (), frozenset()), 0
+    found = ""
+    for cut in cuts:
+        found += pieces.push(chunk(ids[start : start + cut]))
+        start += cut
+    rest = ids[start:]
+    found += pieces.push(chunk(rest, finish="length"))
+    assert found == text
+
+
+def chunk(ids: list[int], finish: str | None = None) -> StreamChunk:
+    return StreamChunk(0, ids, [0.0] * len(ids), finish is not None, finish)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        (f"so: {CALL} and {CALL}", "so:  and ", ["add", "add"]),
+        ("<tool_call>no json</tool_call>x", "<tool_call>no json</tool_call>x", []),
+        ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
+        ("a <tool_call>{", "a <tool_call>{", []),
+        ("a <tool_c", "a <tool_c", []),
+    ],
+)
+def test_tool_calls_are_read_and_nothing_is_lost(size: int, text: str, content: str, names: list[str]) -> None:
+    parser = HermesParser()
+    parts = [parser.push(text[at : at + size]) for at in range(0, len(text), size)]
+    parts.append(parser.finish())
+    assert "".join(part.content for part in parts) == content
+    assert [call["function"]["name"] for part in parts for call in part.calls] == names
+
+
+def ready(base: str) -> bool:
+    try:
+        return httpx.get(f"{base}/readiness").status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
