@@ -1,7 +1,7 @@
 """Measure what sampling through an adapter costs: the same requests through the model alone and through an adapter of
 rank 16 on all of its linear layers, in turns.
 
-    python benchmarks/lora.py [--json FILE] [--rounds N] [--quick]
+    python benchmarks/lora.py [--json FILE] [--rounds N] [--dtypes fp32 bf16] [--quick]
 
 decode_tax_N: processor time of a decode step of N sequences, over that of the model alone. prefill_tax: of a prompt.
 shared_decode_tax_N: the same of a worker on a trainer's peft model, whose layers are wrapped, over the model alone.
@@ -24,7 +24,7 @@ from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.benchmarks.workloads import models
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
-PROMPT = 64
+PROMPT = 16
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Sizes:
     shape: str = "100m"
     rank: int = 16
     sequences: tuple[int, ...] = (1, 16, 64)
-    new_tokens: int = 16
+    new_tokens: int = 12
     rounds: int = 7
 
 
@@ -100,13 +100,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=Sizes.rounds)
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=tuple(models.DTYPES))
     parser.add_argument("--quick", action="store_true", help="a small model, two rounds: shows that it runs")
     arguments = parser.parse_args()
     sizes = Sizes(rounds=arguments.rounds)
     if arguments.quick:
         sizes = Sizes(shape="5m", sequences=(1, 4), new_tokens=4, rounds=2)
     metrics: dict[str, Spread] = {}
-    for dtype in ("fp32", "bf16"):
+    for dtype in arguments.dtypes:
         found = measure(sizes, dtype)
         metrics.update(found)
         for name, one in found.items():

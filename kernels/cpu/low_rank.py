@@ -51,7 +51,11 @@ def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: Sequence
 
 
 def _step_by_step(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: Sequence[LowRank]) -> list[torch.Tensor]:
-    lows = [multiply(x.to(term.down.dtype), ((term.down, None),))[0] for term in terms]
+    dtypes = {term.down.dtype for term in terms}
+    if len(dtypes) == 1:
+        lows = multiply(x.to(dtypes.pop()), [(term.down, None) for term in terms])
+    else:
+        lows = [multiply(x.to(term.down.dtype), ((term.down, None),))[0] for term in terms]
     products = [multiply(low, ((term.up, None),))[0].to(torch.float32) for low, term in zip(lows, terms, strict=True)]
     return [
         product.mul_(term.scale).add_(base).to(base.dtype)
