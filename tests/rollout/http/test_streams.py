@@ -57,7 +57,7 @@ def beside(served: Served, **changes: Any) -> Service:
 
 
 def test_a_client_that_never_reads_holds_nothing(served: Served) -> None:
-    service, taken = beside(served, stall_seconds=0.2), []
+    service, taken, before = beside(served, stall_seconds=0.2), [], aborted(served)
 
     async def read_one_piece(message: dict[str, Any]) -> None:
         taken.append(message)
@@ -67,6 +67,7 @@ def test_a_client_that_never_reads_holds_nothing(served: Served) -> None:
     asyncio.run(ask(service, LONG, read_one_piece))
     assert len(taken) == 3
     assert service.admission.inside == 0
+    wait_until(lambda: aborted(served) == before + 1)
     wait_until(lambda: served.service.worker.stats()["running"] == 0)
 
 
@@ -76,7 +77,7 @@ def test_a_deadline_ends_a_stream_with_its_error(served: Served) -> None:
     async def read(message: dict[str, Any]) -> None:
         taken.append(message)
 
-    service = beside(served, request_seconds=0.2)
+    service, before = beside(served, request_seconds=0.2), aborted(served)
     asyncio.run(ask(service, LONG, read))
     last = taken[-1]["body"].decode().split("\n\n")
     assert json.loads(last[0].removeprefix("data: "))["error"]["code"] == "deadline"
@@ -84,6 +85,7 @@ def test_a_deadline_ends_a_stream_with_its_error(served: Served) -> None:
     taken.clear()
     asyncio.run(ask(service, {**LONG, "stream": False}, read))
     assert taken[0]["status"] == 504
+    wait_until(lambda: aborted(served) == before + 2)
     assert service.admission.inside == 0
     wait_until(lambda: served.service.worker.stats()["running"] == 0)
 
@@ -143,8 +145,27 @@ def test_the_pieces_of_a_text_are_the_text(text: str, cuts: list[int], stop: str
     assert found == text
 
 
-def chunk(ids: list[int], finish: str | None = None) -> StreamChunk:
-    return StreamChunk(0, ids, [0.0] * len(ids), finish is not None, finish)
+def test_what_may_end_a_sample_is_held_back() -> None:
+    """A token may be read a moment before it is seen to have ended its sample."""
+    x, q, z, end = TOKENIZER.convert_tokens_to_ids(["x", "q", "z", "!"])
+    by_string = SampleText(TOKENIZER, ("q",), frozenset())
+    assert by_string.push(chunk([x, q])) == "x"
+    assert by_string.push(chunk([], "stop", "q")) == ""
+    by_two = SampleText(TOKENIZER, ("qz",), frozenset())
+    assert by_two.push(chunk([x, q, x, q])) == "xqx"
+    assert by_two.push(chunk([x])) == ""
+    assert by_two.push(chunk([q, z], "stop", "qz")) == "qx"
+    partial = SampleText(TOKENIZER, ("qzz",), frozenset())
+    assert partial.push(chunk([x, q, z, end])) == "x"
+    assert partial.push(chunk([], "length")) == "qz!"
+    by_token = SampleText(TOKENIZER, (), frozenset([end]))
+    assert by_token.push(chunk([x, end])) == "x"
+    assert by_token.push(chunk([x])) == "!x"
+    assert by_token.push(chunk([end], "stop")) == ""
+
+
+def chunk(ids: list[int], finish: str | None = None, stop: str | None = None) -> StreamChunk:
+    return StreamChunk(0, ids, [0.0] * len(ids), finish is not None, finish, stop)
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -164,6 +185,10 @@ def test_tool_calls_are_read_and_nothing_is_lost(size: int, text: str, content: 
     parts.append(parser.finish())
     assert "".join(part.content for part in parts) == content
     assert [call["function"]["name"] for part in parts for call in part.calls] == names
+
+
+def aborted(served: Served) -> float:
+    return served.service.worker.stats()["requests_aborted"]
 
 
 def ready(base: str) -> bool:
