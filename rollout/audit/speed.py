@@ -47,7 +47,8 @@ def memory_figures(
     folder: str | Path, dtype: str = "auto", revision: str | None = None, *, dequantize: bool = False
 ) -> list[Figure]:
     """Measure bytes over all layers: of a KV block, a running sequence's state and a cached state (0 without
-    recurrent layers), and what the default configuration makes of the states: how many of each, and all of them together.
+    recurrent layers), and what the default configuration makes of the states: how many of each, and all of them
+    together.
 
     Raises:
         ValueError: the model can not be loaded or bound.
