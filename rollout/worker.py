@@ -12,7 +12,6 @@ Invariants
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -21,12 +20,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from samebit.kernels.layout.lora.adapters import Adapter
 from samebit.rollout.adapters.loading import AdapterOptions
 from samebit.rollout.build import WorkerParts, build
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.delivery import Delivery, RequestHandle
 from samebit.rollout.control.generation_thread import GenerationThread
+from samebit.rollout.control.intake import Intake, paired
 from samebit.rollout.control.pausing import pause
 from samebit.rollout.control.shelter import Gate, Hold
 from samebit.rollout.control.sleep import TAGS, Sleep, check_sleep, check_tags
@@ -37,9 +36,7 @@ from samebit.rollout.control.worker_status import WorkerStatus
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.errors import RequestError, WorkerStateError
 from samebit.rollout.outputs import RequestOutput
-from samebit.rollout.requests.block_digests import PromptDigests
 from samebit.rollout.requests.limits import RequestLimits
-from samebit.rollout.requests.request import IntArray, Request
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.stats import worker_stats
@@ -93,11 +90,10 @@ class RolloutWorker(Closing):
             has_tokenizer=parts.tokenizer is not None,
             has_experts=parts.has_experts,
         )
+        self._intake = Intake(self.limits, engine.cache, parts.adapters, parts.eos_token_ids, parts.tokenizer)
         self._engine = engine
         self._weights = parts.weights
-        self._eos_token_ids = parts.eos_token_ids
         self._status = WorkerStatus(queue_while_asleep=parts.config.while_asleep == "wait")
-        self._names = itertools.count()
         self._links = LinksInUse()
         self._thread = GenerationThread(engine, self._status, parts.on_thread_start)
         self._finalizer = weakref.finalize(self, self._thread.request_stop)
@@ -122,7 +118,7 @@ class RolloutWorker(Closing):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Return the tokens that end a sample by themselves."""
-        return self._eos_token_ids
+        return self._intake.eos_token_ids
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -139,7 +135,7 @@ class RolloutWorker(Closing):
         handles: list[RequestHandle] = []
         results: list[RequestOutput] = []
         try:
-            self._submit(*_pairs(prompts, params), handles)
+            self._submit(*paired(prompts, params), handles)
             results.extend(handle.result() for handle in handles)
         finally:
             if len(results) < len(handles):
@@ -153,7 +149,7 @@ class RolloutWorker(Closing):
     ) -> list[RequestHandle]:
         """Queue prompts, all or none; the handles are in their order."""
         handles: list[RequestHandle] = []
-        self._submit(*_pairs(prompts, params), handles)
+        self._submit(*paired(prompts, params), handles)
         return handles
 
     def submit(
@@ -187,37 +183,7 @@ class RolloutWorker(Closing):
         self._thread.check_thread()
         self._status.check_accepts_requests()
         self._weights.check_module()
-        checked: list[tuple[IntArray, SamplingParams, int]] = []
-        adapters: list[Adapter | None] = []
-        digests: list[PromptDigests | None] = []
-        for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                ids = self.limits.check_prompt(prompt)
-                checked.append((ids, wanted, self.limits.check_params(wanted, len(ids))))
-                adapter = self._adapters.registry.resolve(wanted.adapter)
-                number = 0 if adapter is None else adapter.number
-                digests.append(self._engine.cache.hash_prompt(ids, wanted.cache_salt, number))
-                adapters.append(adapter)
-            except RequestError as error:
-                if len(prompts) == 1:
-                    raise
-                raise RequestError(f"prompt {index}: {error}") from error
-
-        def make(first_ordinal: int) -> list[Request]:
-            return [
-                Request(
-                    request_id or f"request-{next(self._names)}",
-                    ids,
-                    wanted,
-                    ordinal=first_ordinal + index,
-                    max_new_tokens=max_new,
-                    eos_token_ids=self._eos_token_ids,
-                    tokenizer=self.tokenizer,
-                    prompt_digests=digests[index],
-                    adapter=adapters[index],
-                )
-                for index, ((ids, wanted, max_new), request_id) in enumerate(zip(checked, request_ids, strict=True))
-            ]
+        make = self._intake.checked(prompts, params, request_ids)
 
         def hand_out(deliveries: list[Delivery]) -> None:
             handles.extend(
@@ -407,18 +373,3 @@ def _forget(engine: Engine, recompute_running: bool) -> None:
     engine.clear_prefix_cache()
     if recompute_running:
         engine.preempt_all()
-
-
-def _pairs(
-    prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None
-) -> tuple[list[list[int]], list[SamplingParams], list[str | None]]:
-    """Return prompts, the parameters of each, and that they have no names."""
-    if not isinstance(prompts, list | tuple):
-        raise RequestError(f"prompts must be a list of token id lists, got {type(prompts).__name__}")
-    if isinstance(params, list | tuple):
-        each = list(params)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts, but {len(each)} params")
-    else:
-        each = [SamplingParams() if params is None else params] * len(prompts)
-    return prompts, each, [None] * len(prompts)

@@ -89,7 +89,7 @@ def projections(x: torch.Tensor, modules: Sequence[nn.Module]) -> list[torch.Ten
         modules: up to three bound linear layers, each ``[N, K]``.
     """
     adapters = _adapters_of_call()
-    if adapters is None:
+    if adapters is None or not all(map(_is_named, modules)):
         return linears(x, modules)
     bases = [_multiplied(module) for module in modules]
     if torch.is_grad_enabled() or not all(map(is_plain, bases)) or any(map(_is_hooked, modules)):
@@ -101,6 +101,11 @@ def projections(x: torch.Tensor, modules: Sequence[nn.Module]) -> list[torch.Ten
 def _adapters_of_call() -> RowAdapters | None:
     context = installed_context()
     return None if context is None else context.adapters
+
+
+def _is_named(module: nn.Module) -> bool:
+    """Return whether adapters can name it, which ``bind(exact=False)`` lets none do."""
+    return isinstance(vars(module).get("samebit"), LinearFacts)
 
 
 def _multiplied(module: Any) -> nn.Module:

@@ -1,0 +1,109 @@
+"""Check what a caller submits, and make requests of it.
+
+Invariant: all prompts of a call are checked before one request exists.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from samebit.kernels.layout.lora.adapters import Adapter
+from samebit.rollout.adapters.registry import AdapterRegistry
+from samebit.rollout.cache.contract import Cache
+from samebit.rollout.errors import RequestError
+from samebit.rollout.requests.block_digests import PromptDigests
+from samebit.rollout.requests.limits import RequestLimits
+from samebit.rollout.requests.request import IntArray, Request
+from samebit.rollout.requests.tokenizer import Tokenizer
+from samebit.rollout.sampling_params import SamplingParams
+
+
+class _Checked(NamedTuple):
+    """Holds what a request is made of, once it is known to be good."""
+
+    ids: IntArray
+    params: SamplingParams
+    max_new_tokens: int
+    adapter: Adapter | None
+    digests: PromptDigests | None
+
+
+class Intake:
+    """Checks the prompts and parameters of one worker, and makes its requests."""
+
+    def __init__(
+        self,
+        limits: RequestLimits,
+        cache: Cache,
+        adapters: AdapterRegistry,
+        eos_token_ids: tuple[int, ...],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.eos_token_ids = eos_token_ids
+        self._limits = limits
+        self._cache = cache
+        self._adapters = adapters
+        self._tokenizer = tokenizer
+        self._names = itertools.count()
+
+    def checked(
+        self, prompts: list[list[int]], params: list[SamplingParams], request_ids: list[str | None]
+    ) -> Callable[[int], list[Request]]:
+        """Return what makes the requests, given the ordinal of the first.
+
+        Raises:
+            RequestError: a prompt or its parameters can not be taken; says which, where there are several.
+        """
+        good: list[_Checked] = []
+        for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                good.append(self._check(prompt, wanted))
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                raise RequestError(f"prompt {index}: {error}") from error
+
+        def make(first_ordinal: int) -> list[Request]:
+            return [
+                self._request(one, first_ordinal + index, request_id)
+                for index, (one, request_id) in enumerate(zip(good, request_ids, strict=True))
+            ]
+
+        return make
+
+    def _check(self, prompt: list[int], params: SamplingParams) -> _Checked:
+        ids = self._limits.check_prompt(prompt)
+        max_new_tokens = self._limits.check_params(params, len(ids))
+        adapter = self._adapters.resolve(params.adapter)
+        digests = self._cache.hash_prompt(ids, params.cache_salt, 0 if adapter is None else adapter.number)
+        return _Checked(ids, params, max_new_tokens, adapter, digests)
+
+    def _request(self, checked: _Checked, ordinal: int, request_id: str | None) -> Request:
+        return Request(
+            request_id or f"request-{next(self._names)}",
+            checked.ids,
+            checked.params,
+            ordinal=ordinal,
+            max_new_tokens=checked.max_new_tokens,
+            eos_token_ids=self.eos_token_ids,
+            tokenizer=self._tokenizer,
+            prompt_digests=checked.digests,
+            adapter=checked.adapter,
+        )
+
+
+def paired(
+    prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None
+) -> tuple[list[list[int]], list[SamplingParams], list[str | None]]:
+    """Return prompts, the parameters of each, and that they have no names."""
+    if not isinstance(prompts, list | tuple):
+        raise RequestError(f"prompts must be a list of token id lists, got {type(prompts).__name__}")
+    if isinstance(params, list | tuple):
+        each = list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts, but {len(each)} params")
+    else:
+        each = [SamplingParams() if params is None else params] * len(prompts)
+    return prompts, each, [None] * len(prompts)
