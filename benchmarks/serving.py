@@ -2,7 +2,7 @@
 
 step_tax: seconds of a step behind the server, 64 requests at once that are not streamed, over those of a worker without
 one; batch_tax: the same of the whole batch, from the first request to the last answer. us_per_chunk: CPU time of the
-server's process with streams less that without, for the same tokens, a chunk. crowd_lost, crowd_doubled, crowd_hung: of
+thread that answers, with streams less without, for the same tokens, a chunk. crowd_lost, crowd_doubled, crowd_hung: of
 the concurrent streams, those whose tokens are not, or more than, the ones of the worker, or that do not end.
 """
 
@@ -48,7 +48,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Cost:
-    """Holds what one batch took: seconds, those of a step, CPU seconds of the server, chunks."""
+    """Holds what one batch took: seconds, those of a step, CPU seconds of the thread that answers, chunks."""
 
     seconds: float
     step_seconds: float
@@ -168,9 +168,9 @@ class Server:
         return {one.name.removeprefix("samebit_").removesuffix("_total"): one.value for one in samples}
 
     def _cpu(self) -> float:
-        """Return the CPU seconds of the server's process."""
-        parts = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
+        """Return the CPU seconds of the thread that answers: the main one."""
+        pid = self._process.pid
+        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         setup = read_setup(argv)
         sockets = open_sockets(setup.settings)
-        service = load(setup)
+        service = _loaded(setup, sockets)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"samebit serve: {' '.join(str(error).split())}\n")
         return UNUSABLE
@@ -50,6 +50,16 @@ def main(argv: Sequence[str]) -> int:
     with service.worker:
         Server(service, sockets).run()
     return 0
+
+
+def _loaded(setup: Setup, sockets: Sockets) -> Service:
+    """Load, and listen no longer if that fails."""
+    try:
+        return load(setup)
+    except BaseException:
+        for one in sockets.all:
+            one.close()
+        raise
 
 
 def _noted(number: int, _: FrameType | None) -> None:
