@@ -109,7 +109,6 @@ def test_every_family_passes(name: str, dtype: torch.dtype, tmp_path: Path, requ
 
 
 @pytest.mark.usefixtures("no_weights_part")
-@pytest.mark.usefixtures("no_weights_part")
 def test_the_adapter_of_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +143,7 @@ def _one_schedule(self: Any) -> Iterator[Row]:
     yield self._row("many requests at once, whole prefill", self.first)
 
 
+@pytest.mark.usefixtures("no_weights_part")
 def test_another_expert_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("Qwen3Moe", torch.bfloat16).save_pretrained(tmp_path)
     for other in ("schedules", "temperatures", "prefix_cache", "layouts"):

@@ -12,7 +12,7 @@ from samebit.rollout.engine.engine import Engine
 from samebit.rollout.requests.request import Request, Sequence
 
 READ = {
-    Request: {"prompt", "prompt_digests", "params", "sequences", "error"},
+    Request: {"prompt", "prompt_digests", "params", "adapter_number", "sequences", "error"},
     Sequence: {
         "request",
         "slot",
