@@ -7,12 +7,14 @@ Invariants:
   installed or that of another call: it finds its own on its arguments, and installs it again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from samebit.kernels.layout.forward_context import ForwardContext, LayoutMask, installed_context, use_context
 from samebit.kernels.layout.lora.adapters import Delta, RowAdapters
@@ -44,13 +46,31 @@ class LayoutPositions(torch.Tensor):
 
 
 def layer_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a decoder layer's own forward inside the context that its arguments carry."""
+    """Run a decoder layer's own forward inside the context that its arguments carry, also when it is recomputed.
+
+    Newer transformers checkpoint inside of the class's forward: what they recompute installs the context itself.
+    """
     carriers = (LayoutMask, LayoutPositions, RotaryTables)
     carried = next((one.context for one in (*args, *kwargs.values()) if isinstance(one, carriers)), None)
+    forward = type(self).forward
     if carried is None:
-        return type(self).forward(self, *args, **kwargs)
-    with use_context(carried):
-        return type(self).forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+    checkpointed = _checkpointed(forward)
+    if checkpointed is not forward and self.gradient_checkpointing and self.training:
+        return self._gradient_checkpointing_func(partial(_inside, carried, checkpointed, self, **kwargs), *args)
+    return _inside(carried, forward, self, *args, **kwargs)
+
+
+def _checkpointed(forward: Any) -> Any:
+    """Return what transformers' wrapper of a layer's forward checkpoints; the forward itself without one."""
+    while forward.__globals__["__name__"] == GradientCheckpointingLayer.__module__ and "__wrapped__" in vars(forward):
+        forward = vars(forward)["__wrapped__"]
+    return forward
+
+
+def _inside(context: ForwardContext, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with use_context(context):
+        return forward(*args, **kwargs)
 
 
 def linear_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
