@@ -19,6 +19,8 @@ from samebit.rollout.integrations.http.openai.sample_text import overlap
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PARSERS = ("hermes", "template")
+_UNFIT = (ValueError, KeyError, TypeError, RecursionError)
+"""Says that a sample is no call, and stays text; a schema that needs a package that is missing is another error."""
 
 
 @dataclass
@@ -88,8 +90,10 @@ class TemplateParser:
     def finish(self) -> Parsed:
         try:
             message: Any = self._tokenizer.parse_response(self._text)
+            if not isinstance(message, dict):
+                return Parsed(self._text)
             calls = [_named(call["function"]) for call in message.get("tool_calls") or ()]
-        except Exception:  # boundary: what does not fit the schema stays text
+        except _UNFIT:
             return Parsed(self._text)
         return Parsed(message.get("content") or "", calls, message.get("thinking"))
 
@@ -114,7 +118,7 @@ def check_parser(name: str | None, tokenizer: PreTrainedTokenizerBase | None) ->
 def _call(text: str) -> dict[str, Any] | None:
     try:
         return _named(json.loads(text))
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except _UNFIT:
         return None
 
 
