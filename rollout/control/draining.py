@@ -67,6 +67,6 @@ class Draining:
         if not self._status.may_step:
             self._status.check_usable()
             raise WorkerStateError(
-                'in_flight="wait" needs a worker that generates, and this one is paused, asleep or without '
-                "weights while requests are in flight"
+                'waiting for requests (in_flight="wait", pause("wait")) needs a worker that generates, and this one is '
+                "paused, asleep or without weights while requests are in flight"
             )
