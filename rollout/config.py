@@ -28,6 +28,7 @@ EVICTION_POLICIES = ("lru", "ref_zero")
 WHILE_ASLEEP = ("raise", "wait")
 DEVICES = ("cpu", "cuda")
 DEFAULT_BLOCK_SIZE = 16
+DEFAULT_GPU_SHARE = 0.85
 
 _PLAIN: dict[str, Callable[[object], object]] = {
     **dict.fromkeys(("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"), as_int),
@@ -45,9 +46,9 @@ class RolloutConfig:
     block_size: tokens in a KV block, a power of two; None for 16, or for the SSM chunk of a model with recurrent
         layers, which must divide it. No result depends on it.
     num_blocks, kv_cache_gb, gpu_memory_utilization: the size of the KV pool, given in one of the three ways; by default
-        enough for `max_num_seqs` sequences of `max_model_len` tokens, but at most 1 GiB. The last, on CUDA alone, is
-        the share of the device's memory that may be in use by all processes: the pool takes what is left of it
-        beside what is in use when the worker is built and what a step needs.
+        on the CPU enough for `max_num_seqs` sequences of `max_model_len` tokens, but at most 1 GiB, on CUDA a share of
+        .85. The last, on CUDA alone, is the share of the device's memory that may be in use by all processes: the
+        pool takes what is left of it beside what is in use when the worker is built and what a step needs.
     max_num_seqs: sequences (samples) that run at once.
     max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
     max_model_len: prompt and output together; None takes the model's own limit.
@@ -162,6 +163,13 @@ class RolloutConfig:
     def runs_ahead(self) -> bool:
         """Return whether a step is launched before the tokens of the one before it are read."""
         return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
+
+    @property
+    def gpu_share(self) -> float | None:
+        """Return the share of the device's memory that the KV pool is sized by; None where it is sized otherwise."""
+        if self.device != "cuda" or self.num_blocks is not None or self.kv_cache_gb is not None:
+            return None
+        return DEFAULT_GPU_SHARE if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
     def _check_pool_size(self) -> None:
         ways = {
