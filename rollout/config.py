@@ -34,7 +34,9 @@ _PLAIN: dict[str, Callable[[object], object]] = {
     **dict.fromkeys(("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"), as_int),
     **dict.fromkeys(("num_threads", "seed"), as_int),
     **dict.fromkeys(("kv_cache_gb", "gpu_memory_utilization", "state_cache_gb"), as_number),
-    **dict.fromkeys(("enable_prefix_caching", "async_scheduling", "enforce_eager", "dequantize", "exact"), as_bool),
+    **dict.fromkeys(
+        ("enable_prefix_caching", "async_scheduling", "enforce_eager", "dequantize", "self_test", "exact"), as_bool
+    ),
 }
 """Holds the converters that take a field's value as Python's own."""
 
@@ -72,6 +74,8 @@ class RolloutConfig:
         branch. Refused for a folder or a module.
     dequantize: take the weights of a folder that holds them quantized (mxfp4, or fp8 in blocks) as bfloat16, when the
         worker is built and when it receives weights from a folder. They are refused otherwise.
+    self_test: compare rows of the model, by every way to compute them, before the worker starts (seconds; where that
+        has passed before, not again). None for yes on CUDA.
     exact: True keeps the promise of bit-equal log-probabilities. False drops what exactness costs, for
         measuring it.
     """
@@ -95,6 +99,7 @@ class RolloutConfig:
     while_asleep: str = "raise"
     revision: str | None = None
     dequantize: bool = False
+    self_test: bool | None = None
     exact: bool = True
 
     def __post_init__(self) -> None:
@@ -126,8 +131,11 @@ class RolloutConfig:
         check_bool("dequantize", self.dequantize)
         check_bool("exact", self.exact)
         check_bool("enforce_eager", self.enforce_eager)
-        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
-            raise ValueError(f"async_scheduling must be True, False or None, got {shown(self.async_scheduling)}")
+        for name, given in (("async_scheduling", self.async_scheduling), ("self_test", self.self_test)):
+            if given is not None and not isinstance(given, bool):
+                raise ValueError(f"{name} must be True, False or None, got {shown(given)}")
+        if self.self_test and not self.exact:
+            raise ValueError("self_test=True compares what exact=False gives up; allowed with it: False or None")
         check_one_of("device", self.device, DEVICES)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device='cuda', but torch {torch.__version__} sees no CUDA device here; allowed: 'cpu'")
@@ -163,6 +171,11 @@ class RolloutConfig:
     def runs_ahead(self) -> bool:
         """Return whether a step is launched before the tokens of the one before it are read."""
         return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
+
+    @property
+    def tests_itself(self) -> bool:
+        """Return whether a worker compares its rows before it starts."""
+        return (self.device == "cuda" and self.exact) if self.self_test is None else self.self_test
 
     @property
     def gpu_share(self) -> float | None:

@@ -30,9 +30,10 @@ def check_current(tensor: torch.Tensor) -> None:
         ValueError: it is on another one, by their numbers.
     """
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        current = f"cuda:{torch.cuda.current_device()}"
         raise ValueError(
-            f"a tensor is on {tensor.device}, while this thread's current device is cuda:{torch.cuda.current_device()}, "
-            f"where kernels would read it: compute inside of `with torch.cuda.device({tensor.device.index})`"
+            f"a tensor is on {tensor.device}, while this thread's current device is {current}, where kernels would "
+            f"read it: compute inside of `with torch.cuda.device({tensor.device.index})`"
         )
 
 

@@ -36,9 +36,7 @@ def gated_backward(activation: str, saved: Saved, grad: torch.Tensor) -> tuple[t
     gate, up = saved
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
-        _backward[_grid(gate)](
-            gate, up, aligned(grad), grad_gate, grad_up, gate.shape[-1], KINDS[activation], ELEMENTS
-        )
+        _backward[_grid(gate)](gate, up, aligned(grad), grad_gate, grad_up, gate.shape[-1], KINDS[activation], ELEMENTS)
     return grad_gate, grad_up
 
 

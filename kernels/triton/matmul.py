@@ -81,8 +81,8 @@ def _multiply(
     real_rows, real_outputs = row[:, None] < (ROWS if ROWS else rows), output[None, :] < OUTPUTS
     a_at, b_at = a + row.to(tl.int64)[:, None] * A_ROW, b + output.to(tl.int64)[None, :] * B_OUTPUT
     acc = chain(
-        a_at, b_at, real_rows, real_outputs, DEPTH if DEPTH else depth, A_DEPTH, B_DEPTH, DEPTH % DEPTH_TILE == 0 and DEPTH > 0,
-        ROW_TILE, OUTPUT_TILE, DEPTH_TILE,
+        a_at, b_at, real_rows, real_outputs, DEPTH if DEPTH else depth, A_DEPTH, B_DEPTH,
+        DEPTH > 0 and DEPTH % DEPTH_TILE == 0, ROW_TILE, OUTPUT_TILE, DEPTH_TILE,
     )  # fmt: skip
     if BIASED:
         acc += tl.load(bias + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)[None, :]
