@@ -6,6 +6,7 @@ by name.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +52,21 @@ def check_arguments(args: Any) -> None:
         found.append(f"optim={given['optim']!s} (it changes weights outside of its step, which no rollout is told of)")
     if given["temperature"] <= 0:
         found.append(f"temperature={given['temperature']} (the trainer's log-probabilities need one above 0)")
+    _raise_if(found)
+
+
+def check_served_nowhere(args: Any) -> None:
+    """Raise for options of AsyncGRPO that are for a server, or for sending weights to one less often.
+
+    Raises:
+        ValueError: all of them, by name.
+    """
+    usual = {one.name: one.default for one in dataclasses.fields(args)}
+    names = ("vllm_server_base_url", "vllm_server_timeout", "request_timeout", "weight_sync_timeout")
+    given = vars(args)
+    found = [f"{name}={given[name]!r} (there is no server)" for name in names if given[name] != usual[name]]
+    if args.weight_sync_steps != 1:
+        found.append(f"weight_sync_steps={args.weight_sync_steps} (worker and trainer share one module: 1)")
     _raise_if(found)
 
 

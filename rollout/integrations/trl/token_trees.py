@@ -8,6 +8,7 @@ scored in the first of them: in the others it would have the same bits, and the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -70,8 +71,8 @@ class TokenTree:
 
 def _leaf_paths(kv_index: torch.Tensor, ends_q: list[int], ends_k: list[int]) -> list[torch.Tensor]:
     """Return, for each segment that no other goes on from, the positions from the root to its end."""
-    paths = [kv_index[start:end].long() for start, end in zip(ends_k, ends_k[1:], strict=False)]
-    lengths = [end - start for start, end in zip(ends_q, ends_q[1:], strict=False)]
+    paths = [kv_index[start:end].long() for start, end in pairwise(ends_k)]
+    lengths = [end - start for start, end in pairwise(ends_q)]
     inner = {int(path[-length - 1]) for path, length in zip(paths, lengths, strict=True) if len(path) > length}
     return [path for path in paths if int(path[-1]) not in inner]
 

@@ -147,9 +147,7 @@ class GRPOTrainer(_SamebitRollouts, trl.GRPOTrainer):
 class RLOOTrainer(_SamebitRollouts, trl.RLOOTrainer):
     """Is TRL's `RLOOTrainer` with exact rollouts; takes `rollout_config` besides what that takes."""
 
-    def _generate_single_turn(
-        self, prompt_ids: list[list[int]], *_given: Any, **_options: Any
-    ) -> list[list[int]]:
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *_given: Any, **_options: Any) -> list[list[int]]:
         return self._sample(prompt_ids)[0]
 
     def _rollout_logprobs(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,7 @@
-"""Know the versions of TRL that the trainers were made for: they stand on methods of it that are nobody's promise."""
+"""Know the versions of TRL that the trainers were made for: they stand on methods of it that are nobody's promise.
+
+Importing this raises under another one.
+"""
 
 from __future__ import annotations
 
@@ -17,3 +20,6 @@ def check_version() -> None:
         raise ImportError(f"samebit.rollout.integrations.trl needs TRL {known}: pip install 'samebit[trl]'") from error
     if ".".join(found.split(".")[:2]) not in KNOWN_SERIES:
         raise ImportError(f"samebit.rollout.integrations.trl was made for TRL {known}, and found TRL {found}")
+
+
+check_version()
