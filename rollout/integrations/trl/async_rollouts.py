@@ -75,13 +75,18 @@ class _Loop(_AsyncRolloutLoop):  # type: ignore[misc]
         self._worker = worker
         self._params = params
         self._sampled: dict[str, _Sampled] = {}
+        self._running: set[str] = set()
         self.ahead = 0
         """Holds how far TRL's count of versions is ahead of the worker's."""
 
     def ask_to_stop(self) -> None:
-        """End the loop soon; from another thread."""
+        """End the loop soon, and what it waits for; from another thread."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stop_event.set)
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        self._stop_event.set()
+        self._worker.abort(list(self._running))
 
     async def _run_loops(self, stop_event: asyncio.Event) -> None:
         tasks = (self._generate_loop(stop_event=stop_event), self._score_loop(stop_event=stop_event))
@@ -91,15 +96,28 @@ class _Loop(_AsyncRolloutLoop):  # type: ignore[misc]
         turns: list[SampleOutput] = []
         _turns.set(turns)  # each conversation is a task, with a context of its own
         result = await super()._generate_one(*given, **options)
-        for sequence in result[2]:
+        for sequence in result[2] if turns else ():
             self._sampled[sequence.rollout_id] = _Sampled.of(turns)
         return result
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        output = await self._worker.submit(prompt_ids, self._params).result_async()
+        if self._stop_event.is_set():
+            return self._unfinished()
+        handle = self._worker.submit(prompt_ids, self._params)
+        self._running.add(handle.request_id)
+        try:
+            output = await handle.result_async()
+        finally:
+            self._running.discard(handle.request_id)
         sample = output.samples[0]
+        if sample.finish_reason == "abort" and self._stop_event.is_set():
+            return self._unfinished()
         _turns.get().append(sample)
         return sample.token_ids, sample.logprobs
+
+    def _unfinished(self) -> tuple[list[int], list[float]]:
+        """Return a turn that ends its conversation; after the stop nobody scores it."""
+        return [self.eos_token_ids[0]], [0.0]
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         samples: list[RolloutSample] = await super()._score_group(group)
@@ -119,7 +137,8 @@ class InProcessRollouts(AsyncRolloutWorker):  # type: ignore[misc]
     A subclass of TRL's own, because its trainer keeps the place in the data set in checkpoints of that class only.
     """
 
-    def __init__(self, maxsize: int) -> None:
+    def __init__(self, maxsize: int, transfer: SharedModule) -> None:
+        self._transfer = transfer
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(maxsize)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(4096)
         self._loop_kwargs: dict[str, Any] = {"dataset_start_index": 0, "queue_maxsize": maxsize}
@@ -186,6 +205,7 @@ class InProcessRollouts(AsyncRolloutWorker):  # type: ignore[misc]
     def stop(self) -> None:
         if self._loop is None or self._thread is None:
             return
+        self._transfer.destroy()  # generation goes on, or fails, if a step has left it standing
         self._loop.ask_to_stop()
         self._thread.join(_STOPPING)
         if self._thread.is_alive():

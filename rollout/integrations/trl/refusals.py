@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import ProcessorMixin
+from transformers.training_args import OptimizerNames
 
 _OPTIMIZERS = ("lomo", "adalomo", "schedule_free", "layerwise")
 """Lists parts of the names of optimizers that write weights at other times than in their step."""
@@ -48,8 +49,9 @@ def check_arguments(args: Any) -> None:
     model = given.get("model_init_kwargs")
     kernels = isinstance(model, Mapping) and model.get("use_kernels")
     found += ["model_init_kwargs['use_kernels']=True (the model's layers are samebit's)"] if kernels else []
-    if any(name in str(given["optim"]) for name in _OPTIMIZERS):
-        found.append(f"optim={given['optim']!s} (it changes weights outside of its step, which no rollout is told of)")
+    optimizer = OptimizerNames(given["optim"]).value
+    if any(name in optimizer for name in _OPTIMIZERS):
+        found.append(f"optim={optimizer!r} (it changes weights outside of its step, which no rollout is told of)")
     if given["temperature"] <= 0:
         found.append(f"temperature={given['temperature']} (the trainer's log-probabilities need one above 0)")
     _raise_if(found)

@@ -72,7 +72,7 @@ class AsyncGRPOTrainer(TrlAsyncGRPOTrainer):
             check_arguments(args)
             check_served_nowhere(args)
         transfer = SharedModule(in_flight=in_flight)
-        rollouts = InProcessRollouts(0 if args is None else args.queue_maxsize)
+        rollouts = InProcessRollouts(0 if args is None else args.queue_maxsize, transfer)
         own = {"rollout_worker": rollouts, "weight_transfer": transfer}
         with without_peak_flops():
             super().__init__(model, reward_funcs, args, train_dataset, *more, **{**options, **own})
