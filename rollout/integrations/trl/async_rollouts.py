@@ -89,8 +89,14 @@ class _Loop(_AsyncRolloutLoop):  # type: ignore[misc]
         self._worker.abort(list(self._running))
 
     async def _run_loops(self, stop_event: asyncio.Event) -> None:
-        tasks = (self._generate_loop(stop_event=stop_event), self._score_loop(stop_event=stop_event))
-        await asyncio.gather(*(asyncio.create_task(task) for task in tasks))
+        loops = (self._generate_loop(stop_event=stop_event), self._score_loop(stop_event=stop_event))
+        tasks = [asyncio.create_task(loop) for loop in loops]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # one has failed: the other ends what it has begun
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate_one(self, *given: Any, **options: Any) -> Any:
         turns: list[SampleOutput] = []
