@@ -25,7 +25,7 @@ from trl import GRPOConfig, RLOOConfig
 
 from samebit.kernels import BindingError
 from samebit.recipes.problem import reward
-from samebit.recipes.prompts import prompt_ids
+from samebit.recipes.prompts import Style
 from samebit.recipes.trl_grpo.task import AnswerReward, Task, built_in, of_user
 from samebit.rollout import RolloutWorker, SamplingParams
 from samebit.rollout.integrations.trl import GRPOTrainer, RLOOTrainer
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--trainer", choices=TRAINERS, default="grpo", help="of TRL's")
     add("--model", help="folder or name on the Hugging Face hub; default: the small model of recipes/grpo.py")
-    add("--data", type=Path, help="prompts: .parquet or .jsonl with the columns `prompt` and `answer`")
+    add("--data", help="prompts: .parquet, .jsonl or a data set of the hub, with the columns `prompt` and `answer`")
     add("--out", type=Path, default=Path("runs/trl-grpo"), help="where everything goes")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
     add("--steps", type=int, default=20, help="optimizer steps")
@@ -167,7 +167,7 @@ class Evaluation(TrainerCallback):  # type: ignore[misc]
 
     def _accuracy(self) -> float:
         problems, tokenizer = self._task.problems.held_out, self._task.tokenizer
-        asked = [prompt_ids(tokenizer, problem, chat=True) for problem in problems]
+        asked = [Style(chat=True).prompt_ids(tokenizer, problem) for problem in problems]
         outputs = self._worker.generate(asked, self._params)
         answers = [output.samples[0] for output in outputs]
         texts = tokenizer.batch_decode([answer.token_ids for answer in answers], skip_special_tokens=True)

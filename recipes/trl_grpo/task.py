@@ -9,7 +9,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from samebit.recipes import chain_sum, prompt_file
 from samebit.recipes.problem import Problem, ProblemSets, reward
-from samebit.recipes.prompts import message
 from samebit.recipes.verl_grpo import task as with_template
 
 SEED = 0
@@ -27,7 +26,12 @@ class Task:
     def dataset(self) -> Dataset:
         """Return the problems to learn from: `prompt`, a conversation, and `answer`."""
         rows = self.problems.training
-        return Dataset.from_dict({"prompt": [message(row) for row in rows], "answer": [row.answer for row in rows]})
+        return Dataset.from_dict(
+            {
+                "prompt": [[{"role": "user", "content": row.prompt}] for row in rows],
+                "answer": [row.answer for row in rows],
+            }
+        )
 
 
 def built_in(folder: Path, count: int) -> Task:
@@ -37,7 +41,7 @@ def built_in(folder: Path, count: int) -> Task:
     return Task(str(folder / "model"), AutoTokenizer.from_pretrained(folder / "model"), sets)
 
 
-def of_user(model: str, data: Path | None, count: int) -> Task:
+def of_user(model: str, data: str | None, count: int) -> Task:
     """Return a user's model, with the prompts of a file or with `chain_sum` asked in words.
 
     Raises:
