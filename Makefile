@@ -10,6 +10,9 @@
 #   make verl-grpo MODEL=hybrid                                     a model with Mamba layers, into runs/verl-grpo-hybrid
 #   make verl-grpo MODEL=gdn                                        a model with Gated DeltaNet layers, into runs/verl-grpo-gdn
 #   make verl-grpo MODEL=moe                                        a model with routed experts, into runs/verl-grpo-moe
+#   make trl-grpo                                                   GRPO in TRL, with samebit as its rollout
+#   make trl-grpo ARGS="--trainer rloo"                             RLOO; or async
+#   make trl-grpo ARGS="--model Qwen/Qwen3-0.6B --dtype bfloat16"   your model, by its chat template
 #   make verl-matrix                                                verl's mismatch over many kinds of runs; takes about an hour
 #   make soak COUNT=2000                                            long hypothesis campaigns
 #   make test-next                                                  what transformers can change, under the next one
@@ -36,7 +39,7 @@ export NUMBA_THREADING_LAYER := omp
 # Tests start about a hundred processes: they share what Python has compiled, also where a container says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install grpo grpo-async verl-grpo verl-matrix test test-next soak check lock bench clean
+.PHONY: install grpo grpo-async verl-grpo trl-grpo verl-matrix test test-next soak check lock bench clean
 
 install: $(STAMP)
 
@@ -56,6 +59,9 @@ grpo-async: install
 verl-grpo: install
 	$(BIN)/python recipes/verl_grpo/run.py \
 		$(if $(filter-out dense,$(MODEL)),--architecture $(MODEL) --out runs/verl-grpo-$(MODEL)) $(ARGS)
+
+trl-grpo: install
+	$(BIN)/python recipes/trl_grpo/run.py $(ARGS)
 
 verl-matrix: install
 	$(BIN)/python benchmarks/verl_matrix/matrix.py $(ARGS)

@@ -1,9 +1,9 @@
 """Share what the recipes have in common: the policy and problems of each seed, the files of results, the tables."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from time import perf_counter
@@ -18,9 +18,16 @@ from samebit.recipes import chain_sum, prompt_file, report, tiny_model, warmup
 from samebit.recipes.metrics import MetricsLog, Row
 from samebit.recipes.mismatch import MismatchError, require_none
 from samebit.recipes.problem import Problem, ProblemSets
-from samebit.recipes.sampling import evaluate
-from samebit.recipes.settings import Settings
+from samebit.recipes.prompts import Style
+from samebit.recipes.sampling import Shown, evaluate
+from samebit.recipes.saved_run import SavedRun
+from samebit.recipes.settings import OnPolicy, Settings
 from samebit.rollout import RolloutConfig, SamplingParams, Worker, WorkerLostError
+from samebit.rollout.errors import ModelLoadError
+from samebit.rollout.models.hub import model_folder
+
+_APART = 1_000_003
+"""Keeps the random numbers of a resumed run apart from those that it has drawn."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,15 @@ class Seed:
     tokenizer: PreTrainedTokenizerFast
     folder: Path
     problems: ProblemSets
+    style: Style
     log: MetricsLog
     warmup_row: Row
+    steps_done: int = 0
+
+    @property
+    def saved(self) -> SavedRun:
+        """Return where its checkpoint is, or would be."""
+        return saved_run(self.settings, self.seed)
 
     @property
     def config(self) -> RolloutConfig:
@@ -43,7 +57,7 @@ class Seed:
             kv_cache_gb=self.settings.kv_cache_gb,
             max_num_seqs=self.settings.max_num_seqs,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
-            seed=self.seed,
+            seed=self.seed + _APART * self.steps_done,
         )
 
     @property
@@ -53,29 +67,30 @@ class Seed:
         return SamplingParams(n=settings.samples, temperature=settings.temperature, max_tokens=settings.max_tokens)
 
     def batches(self) -> Iterator[list[Problem]]:
-        """Yield the problems of each step."""
-        prompts = cycle(self.problems.training)
+        """Yield the problems of each step, from the first that is not done."""
+        prompts = islice(cycle(self.problems.training), self.steps_done * self.settings.prompts, None)
         while True:
             yield list(islice(prompts, self.settings.prompts))
 
     def evaluated(self, worker: Worker) -> Row:
         """Evaluate the policy on the held-out problems; return the metrics."""
-        return evaluate(worker, self.tokenizer, self.problems.held_out, self.settings.max_tokens)
+        return evaluate(worker, self.tokenizer, self.problems.held_out, self.settings.max_tokens, self.style)
 
     def before(self, worker: Worker) -> None:
-        """Log step 0."""
-        self.log.write(self.seed, 0, {**self.warmup_row, **self.evaluated(worker)})
+        """Log step 0, if the run begins here."""
+        if not self.steps_done:
+            self.log.write(self.seed, 0, {**self.warmup_row, **self.evaluated(worker)})
 
     def steps(self) -> "tqdm[int]":
-        """Yield the steps from 1, with a progress bar."""
-        steps = range(1, self.settings.steps + 1)
+        """Yield the steps that are left, counted from 1, with a progress bar."""
+        steps = range(self.steps_done + 1, self.settings.steps + 1)
         return tqdm(steps, desc=f"seed {self.seed} GRPO", unit="step", mininterval=1.0)
 
-    def after(self, step: int, row: Row, worker: Worker) -> None:
-        """Evaluate if it is time to, log the step, and refuse it if a token differed."""
+    def after(self, step: int, row: Row, worker: Worker, shown: Sequence[Shown] = ()) -> None:
+        """Evaluate if it is time to, log the step, and refuse it if a token differed. shown: samples for the log."""
         if step % self.settings.eval_every == 0 or step == self.settings.steps:
             row = {**row, **self.evaluated(worker)}
-        self.log.write(self.seed, step, row)
+        self.log.write(self.seed, step, row, [asdict(one) for one in shown])
         require_none(step, row)
 
 
@@ -87,7 +102,7 @@ def main(settings: Settings, train: Train) -> None:
     transformers_logging.disable_progress_bar()
     try:
         rows = run(settings, train)
-    except (MismatchError, WorkerLostError, ValueError) as error:
+    except (MismatchError, WorkerLostError, ModelLoadError, ValueError) as error:
         sys.exit(f"error: {error}")
     console = Console()
     console.print(report.table(rows))
@@ -97,7 +112,8 @@ def main(settings: Settings, train: Train) -> None:
 
 def run(settings: Settings, train: Train) -> list[Row]:
     """Run all seeds, one after the other; return the rows of metrics.jsonl."""
-    with MetricsLog(settings.out) as log:
+    resumed = resumes(settings)
+    with MetricsLog(settings.out, settings.log_to, resumed=resumed) as log:
         for number in range(settings.seeds):
             with _seed(settings, number, log) as seed:
                 train(seed)
@@ -109,20 +125,43 @@ def run(settings: Settings, train: Train) -> list[Row]:
 def _seed(settings: Settings, number: int, log: MetricsLog) -> Iterator[Seed]:
     """Make a policy and its problems; save the policy after it was trained."""
     out = settings.out / f"seed{number}"
-    folder = settings.model or out / "warm"
-    if settings.model is None:
+    saved = saved_run(settings, number)
+    done = saved.steps_done() if resumes(settings) else 0
+    row: Row = {}
+    if done:
+        folder = saved.policy
+        sets = _left_of_warm_up(settings, number) if settings.model is None else _problem_sets(settings, number)
+        log.forget_after(number, done)
+    elif settings.model is None:
+        folder = out / "warm"
         row, sets = _warm_up(settings, number, folder)
     else:
-        row, sets = {}, _problem_sets(settings, number)
+        folder, sets = model_folder(settings.model), _problem_sets(settings, number)
     policy, tokenizer = tiny_model.load(folder)
-    yield Seed(settings, number, bind(policy), tokenizer, folder, sets, log, row)
+    style = _style(settings, tokenizer)
+    yield Seed(settings, number, bind(policy), tokenizer, folder, sets, style, log, row, done)
     tiny_model.save(policy, tokenizer, out / "policy")
+
+
+def resumes(settings: Settings) -> bool:
+    """Return whether a run goes on from its checkpoints."""
+    return isinstance(settings, OnPolicy) and settings.resume
+
+
+def saved_run(settings: Settings, seed: int) -> SavedRun:
+    """Return where the checkpoint of a seed is, or would be."""
+    return SavedRun(settings.out / f"seed{seed}" / "checkpoint")
+
+
+def _style(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Style:
+    chat = settings.model is not None and settings.chat == "auto" and tokenizer.chat_template is not None
+    return Style(chat, settings.instruction, settings.answer_after)
 
 
 def _warm_up(settings: Settings, seed: int, folder: Path) -> tuple[Row, ProblemSets]:
     """Build the built-in model, warm it up, save it to `folder`; what is left of the problems."""
     used = warmup.problems_needed(settings)
-    sets = chain_sum.problem_sets(seed, used + settings.steps * settings.prompts, settings.held_out)
+    sets = _of_warm_up(settings, seed)
     tokenizer = tiny_model.build_tokenizer()
     model = bind(tiny_model.build_model(tokenizer, seed, settings.architecture))
     started = perf_counter()
@@ -133,8 +172,22 @@ def _warm_up(settings: Settings, seed: int, folder: Path) -> tuple[Row, ProblemS
     return row, ProblemSets(sets.training[used:], sets.held_out)
 
 
+def _of_warm_up(settings: Settings, seed: int) -> ProblemSets:
+    """Return the problems of the warm-up and, behind them, of GRPO."""
+    count = warmup.problems_needed(settings) + settings.steps * settings.prompts
+    return chain_sum.problem_sets(seed, count, settings.held_out)
+
+
+def _left_of_warm_up(settings: Settings, seed: int) -> ProblemSets:
+    sets = _of_warm_up(settings, seed)
+    return ProblemSets(sets.training[warmup.problems_needed(settings) :], sets.held_out)
+
+
 def _problem_sets(settings: Settings, seed: int) -> ProblemSets:
     """Return the problems for a model that is not warmed up here."""
     if settings.data is not None:
-        return prompt_file.problem_sets(settings.data, seed, settings.held_out)
+        prompt, answer = settings.columns.split(",")
+        return prompt_file.problem_sets(
+            settings.data, seed, settings.held_out, (prompt, answer), settings.split, settings.answer_after
+        )
     return chain_sum.problem_sets(seed, settings.steps * settings.prompts, settings.held_out, settings.prompt_style)

@@ -29,12 +29,16 @@ def train(seed: Seed, settings: OnPolicy) -> None:
     """Do all GRPO steps of a seed."""
     with synced(settings.sync, seed.policy, seed.tokenizer, seed.folder, seed.config) as rollout:
         learner = Learner(seed.policy, rollout.update, seed.tokenizer, settings)
+        if seed.steps_done:
+            seed.saved.restore(learner.optimizer)
         seed.before(rollout.worker)
         for step, problems in zip(bar := seed.steps(), seed.batches(), strict=False):
-            scored = sample(rollout.worker, seed.tokenizer, problems, seed.params)
+            scored = sample(rollout.worker, seed.tokenizer, problems, seed.params, seed.style)
             row = {**scored.metrics(), **learner.step(step, scored.trajectories())}
             bar.set_postfix(reward=f"{row['reward/mean']:.3f}", mismatch=row["training/rollout_logprobs_diff_max"])
-            seed.after(step, row, rollout.worker)
+            seed.after(step, row, rollout.worker, scored.shown(problems, settings.samples_shown))
+            if settings.save_every and step % settings.save_every == 0:
+                seed.saved.save(step, seed.policy, seed.tokenizer, learner.optimizer)
 
 
 if __name__ == "__main__":

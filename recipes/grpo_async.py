@@ -48,7 +48,7 @@ def train(seed: Seed, settings: OffPolicy) -> None:
         batches = seed.batches()
 
         def begin() -> Future[Scored]:
-            return beside.submit(sample, worker, seed.tokenizer, next(batches), seed.params)
+            return beside.submit(sample, worker, seed.tokenizer, next(batches), seed.params, seed.style)
 
         sampling = begin()
         for step in (bar := seed.steps()):

@@ -1,43 +1,70 @@
-"""Log a run's numbers: one JSON object a step in metrics.jsonl, and TensorBoard."""
+"""Log a run: its numbers in metrics.jsonl, one JSON object a step, some samples in samples.jsonl, both on a board."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
+from samebit.recipes.boards import Board, board
 from samebit.weight_sync.closing import Closing
 
 Row = dict[str, float]
 
 
 class MetricsLog(Closing):
-    """Owns `folder`/metrics.jsonl, which it starts anew, and `folder`/tensorboard; `rows` is what was written."""
+    """Owns `folder`/metrics.jsonl and samples.jsonl, and what shows them; `rows` is what was written.
 
-    def __init__(self, folder: Path) -> None:
+    resumed: go on with the files of an earlier run instead of starting anew.
+    """
+
+    def __init__(self, folder: Path, kind: str = "tensorboard", *, resumed: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.rows: list[Row] = []
         self.folder = folder
-        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
-        self._boards: dict[int, SummaryWriter] = {}
+        self.rows: list[Row] = _lines(folder / "metrics.jsonl") if resumed else []
+        self._kind = kind
+        mode = "a" if resumed else "w"
+        self._file = (folder / "metrics.jsonl").open(mode, encoding="utf-8")
+        self._samples = (folder / "samples.jsonl").open(mode, encoding="utf-8")
+        self._boards: dict[int, Board] = {}
 
-    def write(self, seed: int, step: int, values: Row) -> None:
-        """Append one row; readers see it at once."""
+    def forget_after(self, seed: int, step: int) -> None:
+        """Drop the rows of a seed behind the step at which it goes on: they will be written again."""
+        kept = [row for row in self.rows if row["seed"] != seed or row["step"] <= step]
+        if len(kept) == len(self.rows):
+            return
+        self.rows = kept
+        self._file.truncate(0)
+        for row in kept:
+            self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def write(self, seed: int, step: int, values: Row, samples: Sequence[dict[str, Any]] = ()) -> None:
+        """Append one row, and samples; readers see them at once."""
         row: Row = {"seed": seed, "step": step, **values}
         self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-        board = self._board(seed)
-        for name, value in values.items():
-            board.add_scalar(name, value, step)
-        board.flush()
+        for sample in samples:
+            self._samples.write(json.dumps({"seed": seed, "step": step, **sample}, ensure_ascii=False) + "\n")
+        self._samples.flush()
+        self._board(seed).show(step, values, "\n\n".join(_shown(sample) for sample in samples))
 
     def close(self) -> None:
         """Finish the files."""
         self._file.close()
-        for board in self._boards.values():
-            board.close()
+        self._samples.close()
+        for one in self._boards.values():
+            one.close()
 
-    def _board(self, seed: int) -> SummaryWriter:
+    def _board(self, seed: int) -> Board:
         if seed not in self._boards:
-            self._boards[seed] = SummaryWriter(str(self.folder / "tensorboard" / f"seed{seed}"))
+            self._boards[seed] = board(self._kind, self.folder, seed)
         return self._boards[seed]
+
+
+def _lines(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def _shown(sample: dict[str, Any]) -> str:
+    return "  \n".join(f"**{name}** {value}" for name, value in sample.items())

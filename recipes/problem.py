@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from reasoning_gym.utils import compute_decimal_reward
 
+MARKER = "]"
+"""Ends the working of `chain_sum`; the answer stands behind it."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -27,12 +30,12 @@ def shows_working(completion: str) -> bool:
     return "]" in completion
 
 
-def reward(completion: str, finished: bool, problem: Problem) -> float:
-    """Return 1.0 if the completion ended by itself and its text after the last `]` is the answer, otherwise 0.0.
+def reward(completion: str, finished: bool, problem: Problem, answer_after: str = MARKER) -> float:
+    """Return 1.0 if the completion ended by itself and its text after the last `answer_after` is the answer, else 0.0.
 
     Text counts as the answer when it is equal or is the same number (`+07` is `7`).
     """
-    text = completion.rpartition("]")[2].strip()
+    text = completion.rpartition(answer_after)[2].strip()
     if not finished or not text:
         return 0.0
     same_number = compute_decimal_reward(text, problem.answer, strip_commas=True) == 1.0

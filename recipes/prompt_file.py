@@ -1,4 +1,7 @@
-"""Read problems from a user's file: parquet, or JSON Lines, with the text columns `prompt` and `answer`."""
+"""Read problems from a user's file (parquet, or JSON Lines) or from a data set of the Hugging Face hub.
+
+Two text columns are read, `prompt` and `answer` unless others are named.
+"""
 
 import json
 import random
@@ -7,27 +10,52 @@ from typing import Any
 
 import pyarrow.parquet
 
-from samebit.recipes.problem import Problem, ProblemSets
+from samebit.recipes.problem import MARKER, Problem, ProblemSets
 
-COLUMNS = ("prompt", "answer")
+Columns = tuple[str, str]
+COLUMNS: Columns = ("prompt", "answer")
 
 
-def load(path: Path) -> list[Problem]:
-    """Return all rows in the file's order. Raises `ValueError` with the file and the row that can not be used."""
+def load(
+    source: str | Path, columns: Columns = COLUMNS, split: str = "train", answer_after: str = MARKER
+) -> list[Problem]:
+    """Return all rows in their order.
+
+    Args:
+        source: a file, or a data set of the hub, NAME or NAME:CONFIG.
+        columns: of the prompt and of the answer.
+        split: of a data set of the hub.
+        answer_after: the part of an answer behind the last of these counts, where there is one.
+
+    Raises:
+        ValueError: the file or data set, and the row, that can not be used.
+    """
     readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
-    if path.suffix not in readers:
+    path = Path(source)
+    if path.suffix in readers:
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file")
+        rows = readers[path.suffix](path, columns)
+    elif isinstance(source, Path) or path.exists() or path.suffix:
         raise ValueError(f"{path}: unknown kind of file '{path.suffix}', expected .parquet or .jsonl")
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    problems = [_problem(row, f"{path}, row {number}") for number, row in enumerate(readers[path.suffix](path), 1)]
+    else:
+        rows = _hub_rows(source, columns, split)
+    problems = [_problem(row, f"{source}, row {number}", columns, answer_after) for number, row in enumerate(rows, 1)]
     if not problems:
-        raise ValueError(f"{path}: no rows")
+        raise ValueError(f"{source}: no rows")
     return problems
 
 
-def problem_sets(path: Path, seed: int, held_out: int) -> ProblemSets:
+def problem_sets(
+    path: str | Path,
+    seed: int,
+    held_out: int,
+    columns: Columns = COLUMNS,
+    split: str = "train",
+    answer_after: str = MARKER,
+) -> ProblemSets:
     """Hold out at most `held_out` prompts, and at most a fifth of them; return the rest in the order of `seed`."""
-    problems = load(path)
+    problems = load(path, columns, split, answer_after)
     prompts = sorted({problem.prompt for problem in problems})
     random.Random(0).shuffle(prompts)
     kept_back = set(prompts[: min(held_out, len(prompts) // 5)])
@@ -38,16 +66,32 @@ def problem_sets(path: Path, seed: int, held_out: int) -> ProblemSets:
     return ProblemSets(training, [problem for problem in problems if problem.prompt in kept_back])
 
 
-def _parquet_rows(path: Path) -> list[dict[str, Any]]:
-    names = pyarrow.parquet.read_schema(path).names
-    missing = [name for name in COLUMNS if name not in names]
-    if missing:
-        raise ValueError(f"{path}: no column {_quoted(missing)} (there are {_quoted(names)})")
-    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path, columns=list(COLUMNS)).to_pylist()
+def _hub_rows(source: str, columns: Columns, split: str) -> list[dict[str, Any]]:
+    import datasets
+
+    name, _, config = source.partition(":")
+    try:
+        found = datasets.load_dataset(name, config or None, split=split)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source}: no such file, and as a data set of the hub: {error}") from error
+    _check_columns(source, columns, found.column_names)
+    rows: list[dict[str, Any]] = found.select_columns(list(columns)).to_list()
     return rows
 
 
-def _jsonl_rows(path: Path) -> list[dict[str, Any]]:
+def _parquet_rows(path: Path, columns: Columns) -> list[dict[str, Any]]:
+    _check_columns(path, columns, pyarrow.parquet.read_schema(path).names)
+    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path, columns=list(columns)).to_pylist()
+    return rows
+
+
+def _check_columns(source: str | Path, columns: Columns, names: list[str]) -> None:
+    missing = [name for name in columns if name not in names]
+    if missing:
+        raise ValueError(f"{source}: no column {_quoted(missing)} (there are {_quoted(names)})")
+
+
+def _jsonl_rows(path: Path, _: Columns) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -57,16 +101,17 @@ def _jsonl_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _problem(row: dict[str, Any], where: str) -> Problem:
+def _problem(row: dict[str, Any], where: str, columns: Columns, answer_after: str) -> Problem:
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: not an object with {_quoted(COLUMNS)}")
-    missing = [name for name in COLUMNS if name not in row]
+        raise ValueError(f"{where}: not an object with {_quoted(columns)}")
+    missing = [name for name in columns if name not in row]
     if missing:
         raise ValueError(f"{where}: no column {_quoted(missing)} (there are {_quoted(row)})")
-    for name in COLUMNS:
+    for name in columns:
         if not isinstance(row[name], str) or not row[name]:
             raise ValueError(f"{where}: '{name}' is {row[name]!r}, not a text")
-    return Problem(row["prompt"], row["answer"])
+    prompt, answer = (row[name] for name in columns)
+    return Problem(prompt, answer.rpartition(answer_after)[2].strip() or answer)
 
 
 def _quoted(names: Any) -> str:

@@ -11,8 +11,20 @@ from transformers import PreTrainedTokenizerFast
 from samebit.recipes.grpo_loss import group_advantages
 from samebit.recipes.metrics import Row
 from samebit.recipes.problem import Problem, reward, shows_working
+from samebit.recipes.prompts import Style
 from samebit.recipes.trajectory import Trajectory
 from samebit.rollout import RequestOutput, SampleOutput, SamplingParams, Worker
+
+PLAIN = Style()
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Holds a sample as a reader of the log sees it."""
+
+    prompt: str
+    text: str
+    reward: float
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,12 @@ class Scored:
             for output, group in zip(self.outputs, advantages, strict=True)
             for sample, advantage in zip(output.samples, group, strict=True)
         ]
+
+    def shown(self, problems: Sequence[Problem], count: int) -> list[Shown]:
+        """Return the first sample of each of the first `count` problems."""
+        firsts = zip(problems, self.outputs, self.rewards_PG.tolist(), strict=True)
+        found = [Shown(problem.prompt, _text(out.samples[0]), rewards[0]) for problem, out, rewards in firsts]
+        return found[:count]
 
     def share_with_working(self) -> float:
         """Return the share of samples that show working."""
@@ -57,23 +75,36 @@ class Scored:
 
 
 def sample(
-    worker: Worker, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], params: SamplingParams
+    worker: Worker,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[Problem],
+    params: SamplingParams,
+    style: Style = PLAIN,
 ) -> Scored:
     """Generate for every problem, and score the text."""
-    prompts = [tokenizer(problem.prompt).input_ids for problem in problems]
+    prompts = [style.prompt_ids(tokenizer, problem) for problem in problems]
     started = perf_counter()
     outputs = worker.generate(prompts, params)
     seconds = perf_counter() - started
     rewards = [
-        [reward(_text(answer), answer.finish_reason == "stop", problem) for answer in output.samples]
+        [
+            reward(_text(answer), answer.finish_reason == "stop", problem, style.answer_after)
+            for answer in output.samples
+        ]
         for problem, output in zip(problems, outputs, strict=True)
     ]
     return Scored(outputs, torch.tensor(rewards), seconds)
 
 
-def evaluate(worker: Worker, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], max_tokens: int) -> Row:
+def evaluate(
+    worker: Worker,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[Problem],
+    max_tokens: int,
+    style: Style = PLAIN,
+) -> Row:
     """Return the greedy accuracy on held-out problems, and the share of answers that show working."""
-    scored = sample(worker, tokenizer, problems, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+    scored = sample(worker, tokenizer, problems, SamplingParams(temperature=0.0, max_tokens=max_tokens), style)
     return {
         "val/accuracy": scored.rewards_PG.mean().item(),
         "val/share_with_working": scored.share_with_working(),

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from samebit.recipes.boards import BOARDS
+from samebit.recipes.problem import MARKER
+
 AnySettings = TypeVar("AnySettings", bound="Settings")
 
 ARCHITECTURES = ("dense", "hybrid", "gdn", "moe")
@@ -23,8 +26,17 @@ def option(default: Any, text: str, **extra: Any) -> Any:
 class Settings:
     """Holds the settings of both recipes. The defaults are the ones whose result recipes/README.md reports."""
 
-    model: Path | None = option(None, "local Hugging Face folder (model and tokenizer); skips the warm-up", type=Path)
-    data: Path | None = option(None, "prompts: .parquet or .jsonl with the columns `prompt` and `answer`", type=Path)
+    model: str | Path | None = option(
+        None, "Hugging Face folder (model and tokenizer), or a name of the hub; skips the warm-up", type=str
+    )
+    data: str | Path | None = option(
+        None, "prompts: a .parquet or .jsonl file, or a data set of the hub, NAME or NAME:CONFIG", type=str
+    )
+    columns: str = option("prompt,answer", "of the data: prompt and answer")
+    split: str = option("train", "of a data set of the hub")
+    chat: str = option("auto", "auto: ask in the tokenizer's chat template, if it has one", choices=("auto", "never"))
+    instruction: str = option("", "text that follows each prompt")
+    answer_after: str = option(MARKER, "what the answer stands behind, in completions and in the data's answers")
     architecture: str = option("dense", "shape of the built-in model", choices=ARCHITECTURES)
     prompt_style: str = option("expression", "how chain_sum asks", choices=("expression", "question"))
     out: Path = option(Path("runs/grpo"), "where metrics, figure, TensorBoard events and models go", type=Path)
@@ -38,6 +50,8 @@ class Settings:
     lr: float = option(2e-4, "learning rate of GRPO, reached after 5 steps")
     clip: float = option(0.2, "how far the probability ratio may move a token's loss")
     grad_norm: float = option(1.0, "gradients are scaled down to this norm")
+    log_to: str = option("tensorboard", "what shows the metrics beside metrics.jsonl", choices=BOARDS)
+    samples_shown: int = option(4, "samples a step that are written to samples.jsonl")
     micro_batch_tokens: int = option(8192, "padded tokens in one trainer forward")
     held_out: int = option(400, "held-out problems, the same for every seed")
     eval_every: int = option(10, "steps between greedy evaluations of the held-out problems")
@@ -60,6 +74,10 @@ class Settings:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         if self.model is None and self.prompt_style != "expression":
             raise ValueError("--prompt-style question needs --model: the built-in model's tokenizer knows no words")
+        if not self.answer_after:
+            raise ValueError("--answer-after must not be empty")
+        if len(self.columns.split(",")) != 2 or not all(self.columns.split(",")):
+            raise ValueError(f"--columns must be two names, PROMPT,ANSWER, got {self.columns!r}")
         if self.samples < 2:
             raise ValueError("--samples must be at least 2: the advantage of a group of one is always zero")
         if self.temperature <= 0:
@@ -76,6 +94,13 @@ class OnPolicy(Settings):
         "that is fed through shared memory",
         choices=("shared", "copy", "shm"),
     )
+    save_every: int = option(0, "steps between checkpoints, in OUT/seedN/checkpoint; 0 for none")
+    resume: bool = option(False, "go on from the checkpoints in OUT, where there are any", action="store_true")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.save_every < 0:
+            raise ValueError(f"--save-every must be at least 0, got {self.save_every}")
 
 
 @dataclass(frozen=True)

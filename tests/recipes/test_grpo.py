@@ -1,13 +1,16 @@
 """The recipe from end to end, two steps of it, on the real engine."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from samebit.recipes import grpo, report
+from samebit.recipes import experiment, grpo, report, tiny_model
+from samebit.recipes.problem import Problem
 
 Tiny = Callable[..., Any]
 STEPS = 2
@@ -105,3 +108,55 @@ def test_another_policy(architecture: str, kind: str, tiny: Tiny, tmp_path: Path
     assert all(row["training/tokens_compared"] > 50 for row in steps)
     assert {row["training/rollout_logprobs_diff_max"] for row in steps} == {0.0}
     assert kind in (tmp_path / "seed0" / "policy" / "config.json").read_text()
+
+
+def test_a_run_goes_on_from_its_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
+    first = grpo.run(tiny(tmp_path, save_every=1))
+    again = grpo.run(tiny(tmp_path, save_every=1, steps=4, resume=True))
+    assert [row["step"] for row in again] == [0, 1, 2, 3, 4]
+    assert again[:3] == first == rows_of(tmp_path)[:3]
+    assert all(row["training/tokens_differing"] == 0 for row in again[1:])
+    assert again[3]["actor/lr"] > again[2]["actor/lr"], "the learning rate goes on rising"
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [step for step in (1, 2, 3, 4) for _ in range(4)]
+    assert samples[0].keys() == {"seed", "step", "prompt", "text", "reward"}
+
+
+def test_what_was_logged_behind_the_checkpoint_is_written_again_once(tiny: Tiny, tmp_path: Path) -> None:
+    grpo.run(tiny(tmp_path, steps=3, save_every=2))
+    rows = grpo.run(tiny(tmp_path, steps=3, save_every=2, resume=True))
+    assert [row["step"] for row in rows] == [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_chat_template_and_an_instruction(tiny: Tiny, out: Path, tmp_path: Path) -> None:
+    """The worker is asked in the template; with `chat="never"` it is asked as it is."""
+    model, tokenizer = tiny_model.load(out / "seed0" / "policy")
+    tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}[{{ message['content'] }}]{% endfor %}="
+    tiny_model.save(model, tokenizer, tmp_path / "model")
+    problem = Problem("1+1", "2")
+    for chat, text in (("auto", "[1+1;]="), ("never", "1+1;")):
+        settings = tiny(tmp_path / chat, model=str(tmp_path / "model"), chat=chat, instruction=";", samples_shown=0)
+        seen: list[str] = []
+
+        def look(seed: Any, seen: list[str] = seen, settings: Any = settings) -> None:
+            asked = seed.style.prompt_ids(seed.tokenizer, problem)
+            seen.append(seed.tokenizer.decode(asked, skip_special_tokens=True))
+            grpo.train(seed, settings)
+
+        rows = experiment.run(settings, look)
+        assert seen[0].replace(" ", "") == text
+        assert rows[-1]["training/tokens_differing"] == 0
+
+
+def test_weights_and_biases(tiny: Tiny, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, Any]] = []
+    run = SimpleNamespace(log=lambda values, step: shown.append({"step": step, **values}), finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    rows = grpo.run(tiny(tmp_path, model=out / "seed0" / "policy", log_to="wandb"))
+    assert [row["step"] for row in shown] == [0, 1, 2]
+    assert shown[1]["reward/mean"] == rows[1]["reward/mean"]
+    assert "**prompt** " in shown[1]["samples"]
+    assert not (tmp_path / "tensorboard").exists()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        grpo.run(tiny(tmp_path, model=out / "seed0" / "policy", log_to="wandb"))

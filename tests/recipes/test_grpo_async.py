@@ -24,7 +24,7 @@ def test_every_token_has_the_bits_of_its_own_version(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray")
-    monkeypatch.setattr(sampling, "reward", lambda text, finished, problem: len(set(text)) / 10)
+    monkeypatch.setattr(sampling, "reward", lambda text, finished, problem, *_: len(set(text)) / 10)
     more = {"steps": STEPS, "prompts": 8, "samples": 8, "max_tokens": 40, "eval_every": STEPS, "max_num_seqs": 16}
     rows = grpo_async.run(tiny(tmp_path, OffPolicy, **more))
     steps = [row for row in rows if row["step"]]

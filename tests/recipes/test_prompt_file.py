@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -72,6 +73,25 @@ def test_a_missing_file_and_missing_parquet_columns_are_named(tmp_path: Path) ->
     parquet.write_table(pa.table({"question": ["a"], "reply": ["b"]}), tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match=r"no column 'prompt', 'answer' \(there are 'question', 'reply'\)"):
         prompt_file.load(tmp_path / "rows.parquet")
+
+
+def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of GSM8K are: other names, and an answer that follows its working."""
+    rows = [{"question": f"{i} apples", "answer": f"one by one\n#### {i}", "level": 1} for i in range(5)]
+
+    def load_dataset(name: str, config: str | None, split: str) -> datasets.Dataset:
+        if name != "openai/gsm8k":
+            raise ValueError("no such data set")
+        assert (config, split) == ("main", "test")
+        return datasets.Dataset.from_list(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found = prompt_file.load("openai/gsm8k:main", ("question", "answer"), "test", "####")
+    assert found == [Problem(f"{i} apples", str(i)) for i in range(5)]
+    with pytest.raises(ValueError, match=r"no column 'prompt' \(there are 'question', 'answer', 'level'\)"):
+        prompt_file.load("openai/gsm8k:main", split="test")
+    with pytest.raises(ValueError, match="nowhere: no such file, and as a data set of the hub: no such data set"):
+        prompt_file.load("nowhere")
 
 
 def test_too_few_prompts_to_hold_any_out(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def test_no_arguments_are_the_defaults() -> None:
 
 def test_given_options_arrive_with_their_types() -> None:
     given = ["--model", "m", "--data", "d.jsonl", "--steps", "3", "--lr", "1e-3", "--out", "runs/x"]
-    common = {"model": Path("m"), "data": Path("d.jsonl"), "steps": 3, "lr": 1e-3, "out": Path("runs/x")}
+    common = {"model": "m", "data": "d.jsonl", "steps": 3, "lr": 1e-3, "out": Path("runs/x")}
     assert parse(OnPolicy, "grpo.py", [*given, "--sync", "shm"]) == OnPolicy(**common, sync="shm")
     assert parse(OffPolicy, "grpo_async.py", [*given, "--in-flight", "wait"]) == OffPolicy(**common, in_flight="wait")
 
@@ -31,6 +31,10 @@ def test_given_options_arrive_with_their_types() -> None:
         (["--prompt-style", "question"], "needs --model"),
         (["--prompt-style", "poem"], "invalid choice"),
         (["--sync", "post"], "invalid choice"),
+        (["--log-to", "paper"], "invalid choice"),
+        (["--columns", "prompt"], "--columns must be two names"),
+        (["--answer-after", ""], "--answer-after must not be empty"),
+        (["--save-every", "-1"], "--save-every must be at least 0"),
         (["--in-flight", "wait"], "unrecognized arguments"),
     ],
 )

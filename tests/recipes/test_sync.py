@@ -25,7 +25,7 @@ def without_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 def rewarded() -> Iterator[None]:
     """Something that samples of a model that can do nothing differ in."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "reward", lambda text, finished, problem: len(set(text)) / 10)
+        patch.setattr(sampling, "reward", lambda text, finished, problem, *_: len(set(text)) / 10)
         yield
 
 

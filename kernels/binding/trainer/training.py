@@ -1,10 +1,13 @@
 """Let a trainer compute log-probabilities: a differentiable forward of the bound model."""
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import torch
 from torch import nn
 
 from samebit.kernels.binding.binding import checked_binding_of
-from samebit.kernels.binding.trainer.logprob_request import Scoring, use_scoring
+from samebit.kernels.binding.trainer.logprob_request import Scores, Scoring, use_scoring
 from samebit.kernels.binding.wrapped import positions_of_text
 from samebit.kernels.layout.forward_context import ForwardContext, training_context, use_context
 from samebit.kernels.ops.score_arguments import (
@@ -46,6 +49,36 @@ def token_logprobs(
         TypeError: ids or positions that are no integers, a mask that is no tensor.
         BindingError: the model's modules are not those that were bound, by name.
     """
+    scores = token_scores(
+        model, input_ids, attention_mask=attention_mask, position_ids=position_ids, temperature=temperature
+    )
+    return cast(torch.Tensor, scores.log_probs)
+
+
+def token_scores(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    temperature: float | torch.Tensor = 1.0,
+    wanted: torch.Tensor | None = None,
+    with_entropy: bool = False,
+    forward: Callable[..., Any] | None = None,
+) -> Scores:
+    """Return what `token_logprobs` returns, of some of the tokens, and the entropies if wanted.
+
+    Args:
+        wanted: ``[B, T - 1]`` bool, the tokens to score; None for all. Other rows do not reach the head.
+        with_entropy: return the entropy of the distribution that each token was scored in, too.
+        forward: the model's bound forward, from inside a forward that was put around it (`wrap_forward`).
+
+    Returns:
+        ``[B, T - 1]`` float32 each, 0 where nothing was scored.
+
+    Raises:
+        ValueError, TypeError, BindingError: as `token_logprobs`, and for a mask of another shape.
+    """
     binding = checked_binding_of(model)
     check_ids("input_ids", input_ids)
     if input_ids.dim() != 2:
@@ -58,18 +91,36 @@ def token_logprobs(
         position_ids = positions_of_text(position_ids, attention_mask)
     layout = training_context((batch, width), attention_mask, position_ids, input_ids.device)
     rows, predicts = (part.to(input_ids.device) for part in _token_rows(layout))
-    out = torch.zeros(batch, width, dtype=torch.float32, device=input_ids.device)
+    if wanted is not None:
+        predicts = predicts & _before(wanted, (batch, width))[rows]
+    log_probs, entropy = (torch.zeros(batch, width, dtype=torch.float32, device=input_ids.device) for _ in range(2))
     if not bool(predicts.any()):
-        return out[:, 1:]
+        return Scores(log_probs[:, 1:], entropy[:, 1:] if with_entropy else None)
     tokens = input_ids.reshape(-1)
     packed, packed_layout = _packed(tokens, layout, rows)
     targets = rows[predicts] + 1
     temperatures = torch.nn.functional.pad(temperatures, (1, 0), value=1.0).reshape(-1)
-    scoring = Scoring(tokens[targets], temperatures[targets])
+    scoring = Scoring(tokens[targets], temperatures[targets], with_entropy)
     check_temperatures(scoring.temperatures)
     with torch.cuda.device_of(packed), use_context(packed_layout), use_scoring(scoring):
-        scores = model(input_ids=packed, logits_to_keep=predicts.nonzero().squeeze(1)).log_probs
-    return out.view(-1).index_put((targets,), scores).view(batch, width)[:, 1:]
+        call = model if forward is None else forward
+        scores = call(input_ids=packed, logits_to_keep=predicts.nonzero().squeeze(1))
+
+    def placed(out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return out.view(-1).index_put((targets,), values).view(batch, width)[:, 1:]
+
+    return Scores(placed(log_probs, scores.log_probs), placed(entropy, scores.entropy) if with_entropy else None)
+
+
+def _before(wanted: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Return for each of the rows whether the token after it is wanted."""
+    batch, width = shape
+    if tuple(wanted.shape) != (batch, max(width - 1, 0)) or wanted.dtype != torch.bool:
+        raise ValueError(
+            f"wanted must be bool of shape {(batch, max(width - 1, 0))} ([B, T - 1]), got {wanted.dtype} of "
+            f"{tuple(wanted.shape)}"
+        )
+    return torch.nn.functional.pad(wanted, (0, 1)).reshape(-1)
 
 
 def _token_rows(layout: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:

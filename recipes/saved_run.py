@@ -1,0 +1,52 @@
+"""Save a run between two steps, and go on with it: the policy's folder, the optimizer, and the number of steps done.
+
+Invariant: a checkpoint is there as a whole or not at all; the one before stays until then.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from samebit.recipes import tiny_model
+
+_POLICY, _STATE = "policy", "state.pt"
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """Names the checkpoint of a seed."""
+
+    folder: Path
+
+    @property
+    def policy(self) -> Path:
+        return self.folder / _POLICY
+
+    def steps_done(self) -> int:
+        """Return 0 where there is no checkpoint."""
+        return int(self._state()["step"]) if self.folder.is_dir() else 0
+
+    def save(
+        self, step: int, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Replace the checkpoint by that of this step."""
+        new, old = self.folder.with_suffix(".new"), self.folder.with_suffix(".old")
+        for leftover in (new, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        tiny_model.save(policy, tokenizer, new / _POLICY)
+        torch.save({"step": step, "optimizer": optimizer.state_dict()}, new / _STATE)
+        if self.folder.is_dir():
+            self.folder.rename(old)
+        new.rename(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer of the same parameters the state that was saved."""
+        optimizer.load_state_dict(self._state()["optimizer"])
+
+    def _state(self) -> dict[str, object]:
+        state: dict[str, object] = torch.load(self.folder / _STATE, weights_only=True)
+        return state

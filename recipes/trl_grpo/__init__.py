@@ -1,0 +1,1 @@
+"""Train by GRPO, RLOO or AsyncGRPO in TRL with exact rollouts: `run.py`, on a model and a task made by `task`."""

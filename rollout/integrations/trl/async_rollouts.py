@@ -1,0 +1,274 @@
+"""Sample for TRL's AsyncGRPO in the trainer's own process: its rollout worker and its weight transfer.
+
+TRL's loop of conversations, tools, environments and rewards (`_AsyncRolloutLoop`) runs in a thread instead of a
+process, and asks a `RolloutWorker` instead of a server.
+
+Invariants
+----------
+* A sample carries the version of the weights that all of its sampled tokens, and all that they attended to, were
+  computed under; -1 if there were several. TRL's staleness counts from the oldest.
+* While the optimizer steps, generation stands still; nothing else ever waits.
+* An error in the loop reaches the trainer by `check_health`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from contextlib import ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainerCallback
+from trl.experimental.async_grpo.async_rollout_worker import (
+    AsyncRolloutWorker,
+    RolloutGroup,
+    RolloutSample,
+    _AsyncRolloutLoop,
+)
+
+from samebit.rollout.outputs import SampleOutput
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.worker import RolloutWorker
+
+logger = logging.getLogger(__name__)
+
+VERSION = "samebit/weight_version"
+"""Names the version of a sample's weights among its metrics; NaN where there were several."""
+
+MIXED = -1
+_STOPPING = 60.0
+
+_turns: ContextVar[list[SampleOutput]] = ContextVar("samebit_turns")
+
+
+@dataclass
+class _Value:
+    """Stands where TRL shares a number between processes."""
+
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """Says under which weights a conversation was sampled: the oldest, and whether they were the only ones."""
+
+    oldest: int
+    alone: bool
+
+    @classmethod
+    def of(cls, turns: list[SampleOutput]) -> _Sampled:
+        spans = [span for turn in turns for span in (*turn.weight_versions, *turn.context_versions)]
+        versions = {version for _, _, version in spans}
+        return cls(min(versions), len(versions) == 1)
+
+
+class _Loop(_AsyncRolloutLoop):  # type: ignore[misc]
+    """Is TRL's loop over a worker in this process."""
+
+    def __init__(self, worker: RolloutWorker, params: SamplingParams, **options: Any) -> None:
+        super().__init__(**options)
+        self._worker = worker
+        self._params = params
+        self._sampled: dict[str, _Sampled] = {}
+        self._running: set[str] = set()
+        self.ahead = 0
+        """Holds how far TRL's count of versions is ahead of the worker's."""
+
+    def ask_to_stop(self) -> None:
+        """End the loop soon, and what it waits for; from another thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        self._stop_event.set()
+        self._worker.abort(list(self._running))
+
+    async def _run_loops(self, stop_event: asyncio.Event) -> None:
+        loops = (self._generate_loop(stop_event=stop_event), self._score_loop(stop_event=stop_event))
+        tasks = [asyncio.create_task(loop) for loop in loops]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # one has failed: the other ends what it has begun
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _generate_one(self, *given: Any, **options: Any) -> Any:
+        turns: list[SampleOutput] = []
+        _turns.set(turns)  # each conversation is a task, with a context of its own
+        result = await super()._generate_one(*given, **options)
+        for sequence in result[2] if turns else ():
+            self._sampled[sequence.rollout_id] = _Sampled.of(turns)
+        return result
+
+    async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+        if self._stop_event.is_set():
+            return self._unfinished()
+        handle = self._worker.submit(prompt_ids, self._params)
+        self._running.add(handle.request_id)
+        try:
+            output = await handle.result_async()
+        finally:
+            self._running.discard(handle.request_id)
+        sample = output.samples[0]
+        if sample.finish_reason == "abort" and self._stop_event.is_set():
+            return self._unfinished()
+        _turns.get().append(sample)
+        return sample.token_ids, sample.logprobs
+
+    def _unfinished(self) -> tuple[list[int], list[float]]:
+        """Return a turn that ends its conversation; after the stop nobody scores it."""
+        return [self.eos_token_ids[0]], [0.0]
+
+    async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
+        samples: list[RolloutSample] = await super()._score_group(group)
+        sequences = [sequence for each in group.completions_sequences for sequence in each]
+        for sample, sequence in zip(samples, sequences, strict=True):
+            found = self._sampled[sequence.rollout_id]
+            sample.model_version = found.oldest + self.ahead
+            sample.metrics[VERSION] = float(found.oldest) if found.alone else float("nan")
+        for sequence in sequences:
+            self._sampled.pop(sequence.rollout_id, None)
+        return samples
+
+
+class InProcessRollouts(AsyncRolloutWorker):  # type: ignore[misc]
+    """Implements TRL's `RolloutWorkerProtocol`. TRL builds its trainer around it before there is a worker: `attach`.
+
+    A subclass of TRL's own, because its trainer keeps the place in the data set in checkpoints of that class only.
+    """
+
+    def __init__(self, maxsize: int, transfer: SharedModule) -> None:
+        self._transfer = transfer
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(maxsize)
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(4096)
+        self._loop_kwargs: dict[str, Any] = {"dataset_start_index": 0, "queue_maxsize": maxsize}
+        self._model_version_value = _Value()
+        self._heartbeat = _Value()
+        self._failed = threading.Event()
+        self._errors: queue.Queue[Any] = queue.Queue(1)
+        self._loop: _Loop | None = None
+        self._thread: threading.Thread | None = None
+        self._worker: RolloutWorker | None = None
+        self._params: SamplingParams | None = None
+
+    def attach(self, worker: RolloutWorker, params: SamplingParams, **options: Any) -> None:
+        """Say who generates, and what TRL's loop is built with."""
+        self._worker, self._params = worker, params
+        self._loop_kwargs |= options
+
+    @property
+    def model_version(self) -> int:
+        return int(self._model_version_value.value)
+
+    def update_model_version(self, model_version: int) -> None:
+        self._model_version_value.value = model_version
+        if self._loop is not None and self._worker is not None:
+            self._loop.ahead = model_version - self._worker.weight_version
+
+    def start(self) -> None:
+        if self._worker is None or self._params is None:
+            raise RuntimeError("attach() comes before start()")
+        if self._thread is not None:
+            raise RuntimeError("the rollouts run already")
+        self._heartbeat.value = time.time()
+        self._loop = _Loop(
+            self._worker,
+            self._params,
+            rollout_buffer=self.rollout_buffer,
+            model_version_value=self._model_version_value,
+            heartbeat_value=self._heartbeat,
+            failed_event=self._failed,
+            exception_info_queue=self._errors,
+            metrics_queue=self.metrics_queue,
+            **self._loop_kwargs,
+        )
+        self.update_model_version(self.model_version)
+        self._thread = threading.Thread(target=self._run, args=(self._loop,), name="samebit-trl-rollouts", daemon=True)
+        self._thread.start()
+
+    def _run(self, loop: _Loop) -> None:
+        try:
+            loop.run()
+        except BaseException:
+            if not self._failed.is_set():
+                raise
+            logger.debug("the rollouts ended; check_health says why", exc_info=True)
+
+    def check_health(self, stale_after_s: float) -> None:
+        if self._failed.is_set():
+            kind, message, trace = self._errors.get()
+            raise RuntimeError(f"the rollouts failed: {kind}: {message}\n{trace}")
+        age = time.time() - self._heartbeat.value
+        if age > stale_after_s:
+            raise RuntimeError(f"the rollouts have not moved for {age:.0f} s (heartbeat_stale_after_s={stale_after_s})")
+
+    def stop(self) -> None:
+        if self._loop is None or self._thread is None:
+            return
+        self._transfer.destroy()  # generation goes on, or fails, if a step has left it standing
+        self._loop.ask_to_stop()
+        self._thread.join(_STOPPING)
+        if self._thread.is_alive():
+            logger.warning("the rollouts did not end within %g s", _STOPPING)
+        self._thread = None
+
+
+@dataclass
+class SharedModule:
+    """Implements TRL's `WeightTransferProtocol` for a worker on the trainer's module: there is nothing to send.
+
+    The weights change in the optimizer's step; that `StandStill` keeps generation out of. TRL's calls come afterwards.
+    """
+
+    worker: RolloutWorker | None = None
+    in_flight: str = "keep"
+    _held: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    def attach(self, worker: RolloutWorker) -> None:
+        self.worker = worker
+
+    def init_weight_transfer(self) -> None:
+        """Take the weights as they are: they may be a checkpoint's."""
+        self._there().receive_weights()
+
+    def pause(self) -> None: ...
+
+    def send_weights(self, iterator: Any) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def hold(self) -> None:
+        """Let generation stand still until `release`."""
+        self._held.enter_context(self._there().weight_update(in_flight=self.in_flight))
+
+    def release(self) -> None:
+        self._held.close()
+
+    def destroy(self) -> None:
+        """End a hold that a failed step has left: its weights are a mixture."""
+        failed = RuntimeError("the optimizer's step did not end")
+        self._held.__exit__(RuntimeError, failed, None)
+
+    def _there(self) -> RolloutWorker:
+        if self.worker is None:
+            raise RuntimeError("attach() comes before the first call")
+        return self.worker
+
+
+class StandStill(TrainerCallback):  # type: ignore[misc]
+    """Holds generation while the optimizer steps."""
+
+    def __init__(self, transfer: SharedModule) -> None:
+        self._transfer = transfer
+
+    def on_pre_optimizer_step(self, *_given: Any, **_rest: Any) -> None:
+        self._transfer.hold()
+
+    def on_optimizer_step(self, *_given: Any, **_rest: Any) -> None:
+        self._transfer.release()

@@ -1,0 +1,138 @@
+"""Define the forward that TRL's trainers call with ``fused_lm_head=True``: log-probabilities and entropies.
+
+TRL puts a forward with this switch on the instance of a model (`trl.trainer.utils.add_fused_lm_head`), whose head
+multiplies by the weight directly. Here it is the bound model's.
+
+Invariants
+----------
+* The bits are those of `token_logprobs`, so those that the rollout worker reports.
+* Padding is taken out, and only the rows that predict a scored token reach the head.
+* Every input is used, or refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from samebit.kernels import bind
+from samebit.kernels.binding.binding import wrap_forward
+from samebit.kernels.binding.lora.peft_model import inner_model
+from samebit.kernels.binding.trainer.logprob_request import Scores
+from samebit.kernels.binding.trainer.training import token_scores
+from samebit.rollout.integrations.trl.token_trees import TREE_INPUTS, TokenTree
+
+IGNORED = -100
+"""Marks positions without a label, as everywhere in Hugging Face."""
+
+Forward = Callable[..., Any]
+
+
+def own_forward(model: object) -> Forward | None:
+    """Return the forward on a model's instance, if there is a model and one is there: TRL is about to replace it."""
+    return inner_model(model).__dict__.get("forward") if isinstance(model, nn.Module) else None
+
+
+def give_scores(model: nn.Module, before: Forward | None, temperature: float) -> None:
+    """Bind a model that TRL has given its fused forward, and put samebit's in that one's place.
+
+    Args:
+        model: a causal language model, or a peft model of one.
+        before: the forward that `own_forward` found before TRL's trainer was built.
+        temperature: of the log-probabilities.
+
+    Raises:
+        BindingError: a model that can not be bound exactly, by name.
+    """
+    inner = inner_model(model)
+    inner.__dict__.pop("forward", None)
+    if before is not None:
+        inner.__dict__["forward"] = before
+    bind(model)
+    bound_forward: Forward = inner.forward
+
+    def forward(
+        self: nn.Module,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        if not fused_lm_head:
+            given = {"labels": labels, "shift_labels": shift_labels}
+            return bound_forward(*args, **inputs, **{name: one for name, one in given.items() if one is not None})
+        if args:
+            raise ValueError("with fused_lm_head=True inputs are given by name")
+        scores = _Scorer(self, bound_forward, temperature)
+        if shift_labels is not None:
+            return scores.of_tree(shift_labels=shift_labels, **inputs)
+        if labels is None:
+            raise ValueError("fused_lm_head=True needs labels or shift_labels, the tokens to score")
+        return scores.of_rows(labels=labels, **inputs)
+
+    wrap_forward(inner, forward)
+
+
+class _Scorer:
+    """Scores the tokens of one call."""
+
+    def __init__(self, model: nn.Module, forward: Forward, temperature: float) -> None:
+        self._model = model
+        self._forward = forward
+        self._temperature = temperature
+
+    def of_rows(
+        self, *, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None, **rest: Any
+    ) -> Scores:
+        """Score padded rows ``[B, T]``; returns ``[B, T - 1]``, as TRL's own head."""
+        _refuse(rest)
+        wanted = labels[:, 1:] != IGNORED
+        if not torch.equal(labels[:, 1:][wanted], input_ids[:, 1:][wanted]):
+            raise ValueError("labels other than the tokens of input_ids can not be scored")
+        return self._scores(input_ids, wanted, attention_mask=attention_mask)
+
+    def of_tree(
+        self, *, input_ids: torch.Tensor, shift_labels: torch.Tensor, position_ids: torch.Tensor, **rest: Any
+    ) -> Scores:
+        """Score the row ``[1, N]`` of a tree of samples; returns ``[1, N]``, the score of each position's label."""
+        parts = {name: rest.pop(name) for name in TREE_INPUTS if name in rest}
+        _refuse(rest)
+        tree = TokenTree.of(input_ids[0], position_ids[0], shift_labels[0], **parts)
+        scores = self._scores(tree.token_ids[None], tree.scored[None], position_ids=tree.positions[None])
+
+        def placed(values: torch.Tensor | None) -> torch.Tensor:
+            out = torch.zeros(input_ids.shape[1], dtype=torch.float32, device=input_ids.device)
+            return out.index_put((tree.places[:-1][tree.scored],), cast(torch.Tensor, values)[0][tree.scored])[None]
+
+        return Scores(log_probs=placed(scores.log_probs), entropy=placed(scores.entropy))
+
+    def _scores(self, input_ids: torch.Tensor, wanted: torch.Tensor, **layout: torch.Tensor | None) -> Scores:
+        scores = token_scores(
+            self._model,
+            input_ids,
+            temperature=self._temperature,
+            wanted=wanted,
+            with_entropy=True,
+            forward=self._forward,
+            **layout,
+        )
+        if not torch.is_grad_enabled() or cast(torch.Tensor, scores.log_probs).requires_grad:
+            return scores
+        # Nothing was scored, and the trainer's backward needs a graph: a zero of every parameter's gradient.
+        nothing = sum(one.reshape(-1)[:1].sum() * 0.0 for one in self._model.parameters() if one.requires_grad)
+        return Scores(*(cast(torch.Tensor, one) + nothing for one in (scores.log_probs, scores.entropy)))
+
+
+def _refuse(inputs: dict[str, Any]) -> None:
+    """Raise for inputs that would go unheard.
+
+    Raises:
+        ValueError: their names.
+    """
+    given = [name for name, value in inputs.items() if value is not None]
+    if given:
+        raise ValueError(f"samebit scores text, and has no use for {', '.join(given)}")

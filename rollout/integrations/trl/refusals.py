@@ -1,0 +1,109 @@
+"""Say under which of TRL's options the trainer's bits would not be the rollout's, before anything is trained.
+
+Invariant: an option under which something else than samebit generates or computes, or that would go unheard, is refused
+by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import ProcessorMixin
+from transformers.training_args import OptimizerNames
+
+_OPTIMIZERS = ("lomo", "adalomo", "schedule_free", "layerwise")
+"""Lists parts of the names of optimizers that write weights at other times than in their step."""
+
+
+_REFUSED = {
+    "use_vllm": "samebit generates",
+    "use_transformers_continuous_batching": "samebit generates",
+    "use_transformers_paged": "samebit generates",
+    "cache_implementation": "samebit keeps keys and values itself",
+    "use_liger_kernel": "the model's layers are samebit's",
+    "cast_lm_head_to_fp32": "the head computes in the model's dtype, with float32 sums and log-probabilities",
+    "fp16": "autocast does not reach a bound model: load it in the dtype that it shall compute in",
+    "torch_compile": "a compiled model can not be bound exactly",
+    "fsdp": "one process",
+    "deepspeed": "one process",
+    "neftune_noise_alpha": "the trainer's embeddings would not be the rollout's",
+}
+"""Lists options that are refused where they are set, and why."""
+
+
+def check_arguments(args: Any) -> None:
+    """Raise for the options of TRL's config that do not go with samebit.
+
+    Args:
+        args: `GRPOConfig`, `RLOOConfig` or `AsyncGRPOConfig`; an option that one of them lacks is not looked at.
+
+    Raises:
+        ValueError: all of them, by name.
+    """
+    given = vars(args)
+    found = [f"{name}={given[name]!r} ({why})" for name, why in _REFUSED.items() if given.get(name)]
+    model = given.get("model_init_kwargs")
+    kernels = isinstance(model, Mapping) and model.get("use_kernels")
+    found += ["model_init_kwargs['use_kernels']=True (the model's layers are samebit's)"] if kernels else []
+    optimizer = OptimizerNames(given["optim"]).value
+    if any(name in optimizer for name in _OPTIMIZERS):
+        found.append(f"optim={optimizer!r} (it changes weights outside of its step, which no rollout is told of)")
+    if given["temperature"] <= 0:
+        found.append(f"temperature={given['temperature']} (the trainer's log-probabilities need one above 0)")
+    _raise_if(found)
+
+
+def check_served_nowhere(args: Any) -> None:
+    """Raise for options of AsyncGRPO that are for a server, or for sending weights to one less often.
+
+    Raises:
+        ValueError: all of them, by name.
+    """
+    usual = {one.name: one.default for one in dataclasses.fields(args)}
+    names = ("vllm_server_base_url", "vllm_server_timeout", "request_timeout", "weight_sync_timeout")
+    given = vars(args)
+    found = [f"{name}={given[name]!r} (there is no server)" for name in names if given[name] != usual[name]]
+    if args.weight_sync_steps != 1:
+        found.append(f"weight_sync_steps={args.weight_sync_steps} (worker and trainer share one module: 1)")
+    _raise_if(found)
+
+
+def check_model(trainer: Any, model: nn.Module) -> None:
+    """Raise for a model, tokenizer or number of processes that samebit can not serve to a trainer.
+
+    Args:
+        trainer: TRL's, built.
+        model: the one that it trains.
+
+    Raises:
+        ValueError: all reasons, by name.
+    """
+    dtypes = {parameter.dtype for name, parameter in model.named_parameters() if "lora_" not in name}
+    found = []
+    if trainer.args.bf16 and dtypes != {torch.bfloat16}:
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        found.append(
+            f"bf16=True, TRL's default, with parameters of {names} (autocast does not reach a bound model: pass "
+            "bf16=False, or load the model in bfloat16 with model_init_kwargs={'dtype': 'bfloat16'})"
+        )
+    if trainer.accelerator.num_processes > 1:
+        found.append(f"{trainer.accelerator.num_processes} processes (one)")
+    if trainer.accelerator.device.type != "cpu":
+        found.append(f"the device {trainer.accelerator.device} (TRL was run on the CPU alone: use_cpu=True)")
+    if isinstance(trainer.processing_class, ProcessorMixin):
+        found.append(
+            f"processing_class={type(trainer.processing_class).__name__} (text alone: pass the tokenizer, "
+            "AutoTokenizer.from_pretrained(...))"
+        )
+    if trainer.aux_loss_enabled:
+        found.append("the loss that balances a router's experts (pass router_aux_loss_coef=0.0)")
+    _raise_if(found)
+
+
+def _raise_if(found: list[str]) -> None:
+    if found:
+        raise ValueError(f"samebit under TRL does not go with {'; '.join(found)}")

@@ -1,0 +1,73 @@
+"""Read TRL's options of sampling as samebit understands them, and sample for a trainer.
+
+Invariants
+----------
+* A sample ends where TRL says that it does: at one of the trainer's end tokens, whatever the model's own config says.
+* The log-probability of a token is that of the unprocessed logits at the temperature: filters and penalties change the
+  choice alone. The trainer's is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import groupby
+from typing import Any
+
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.worker import RolloutWorker
+
+_SET_HERE = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "ignore_eos")
+_OF_NO_USE = ("logprobs", "prompt_logprobs", "return_routed_experts", "adapter", "stop", "stop_token_ids")
+"""Lists the fields of `SamplingParams` for which TRL has options of its own, and those for whose effect a trainer has
+no place: `stop` would cut the text, which TRL decodes by itself."""
+
+EXTRA = tuple(one.name for one in fields(SamplingParams) if one.name not in (*_SET_HERE, *_OF_NO_USE))
+"""Lists what `generation_kwargs` may hold."""
+
+
+def sampling_params(args: Any, end_tokens: Sequence[int]) -> SamplingParams:
+    """Translate the arguments of a trainer.
+
+    Args:
+        args: TRL's `GRPOConfig`, `RLOOConfig` or `AsyncGRPOConfig`.
+        end_tokens: the tokens that end a sample.
+
+    Raises:
+        ValueError: an option that samebit has no place for, or a value that it refuses, by name.
+    """
+    extra = dict(vars(args).get("generation_kwargs") or {})
+    unknown = [name for name in extra if name not in EXTRA]
+    if unknown:
+        raise ValueError(f"generation_kwargs: samebit takes {', '.join(EXTRA)}, not {', '.join(map(str, unknown))}")
+    return SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=0.0 if args.min_p is None else args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        max_tokens=args.max_completion_length,
+        ignore_eos=True,
+        stop_token_ids=tuple(end_tokens),
+        **extra,
+    )
+
+
+def sampled(
+    worker: RolloutWorker, prompts: Sequence[list[int]], params: SamplingParams
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Sample once for each prompt; neighbours that are equal are samples of one request.
+
+    Returns:
+        the tokens of each prompt's sample, and their log-probabilities.
+    """
+    groups = [(prompt, len(list(equal))) for prompt, equal in groupby(prompts)]
+    each = [_with_samples(params, count) for _, count in groups]
+    outputs = worker.generate([list(prompt) for prompt, _ in groups], each)
+    samples = [sample for output in outputs for sample in output.samples]
+    return [sample.token_ids for sample in samples], [sample.logprobs for sample in samples]
+
+
+def _with_samples(params: SamplingParams, count: int) -> SamplingParams:
+    given = {one.name: vars(params)[one.name] for one in fields(SamplingParams)}
+    return SamplingParams(**{**given, "n": count})

@@ -1,0 +1,169 @@
+"""Define TRL's GRPO and RLOO trainers with samebit as generator and as the trainer's log-probabilities.
+
+They are subclasses: what TRL does stays TRL's. Three of its methods are taken over, and the model's fused forward.
+
+Invariants
+----------
+* Worker and trainer share one module; an optimizer step moves no bytes and clears the prefix cache.
+* Every sampled token whose log-probability TRL computes under the weights that it was sampled under is compared with
+  the worker's number, bit by bit (`agreement`).
+* What is not exact is refused by name in the constructor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import trl
+from torch import nn
+
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.integrations.trl.agreement import Agreement
+from samebit.rollout.integrations.trl.fused_forward import give_scores, own_forward
+from samebit.rollout.integrations.trl.refusals import check_arguments, check_model
+from samebit.rollout.integrations.trl.sampling import sampled, sampling_params
+from samebit.rollout.integrations.trl.updates import TellOfSteps
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.worker import RolloutWorker
+
+_LOGPROBS = "samebit_logprobs"
+_MASK = "samebit_mask"
+_VERSIONS = "samebit_versions"
+"""Name what travels with a batch to the loss: the worker's log-probabilities, which tokens have one, and the version of
+the weights behind each row. TRL shuffles and splits them as it does its own tensors."""
+
+if TYPE_CHECKING:
+    _Trainer = Any
+else:
+    _Trainer = object
+
+
+class _SamebitRollouts(_Trainer):
+    """Stands before a trainer of TRL that generates, computes log-probabilities and takes a step in one loop.
+
+    Attributes:
+        worker: the rollout worker, on the trainer's module.
+        agreement: what was compared, and what differed.
+    """
+
+    worker: RolloutWorker
+    agreement: Agreement
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        *more: Any,
+        rollout_config: RolloutConfig | None = None,
+        **options: Any,
+    ) -> None:
+        """Build TRL's trainer, and a worker on its model.
+
+        Args:
+            model, reward_funcs, args, more, options: as TRL takes them.
+            rollout_config: of the worker; None for samebit's defaults with `args.seed`.
+
+        Raises:
+            ValueError: options under which the bits would not agree, by name.
+            BindingError: a model that can not be bound exactly, by name.
+        """
+        if args is not None:
+            check_arguments(args)
+        before = own_forward(model)
+        super().__init__(model, reward_funcs, args, *more, **options)
+        check_arguments(self.args)
+        check_model(self, self.model)
+        give_scores(self.model, before, self.temperature)
+        if self.ref_model is not None:
+            give_scores(self.accelerator.unwrap_model(self.ref_model), None, self.temperature)
+        self.agreement = Agreement()
+        self._params: SamplingParams = sampling_params(self.args, self.eos_token_ids)
+        config = RolloutConfig(seed=self.args.seed) if rollout_config is None else rollout_config
+        self.worker = RolloutWorker(self.model, config=_whole_batch(config, rollout_config, self.args))
+        self._computed: list[torch.Tensor] = []
+        self._sampled: list[list[float]] = []
+        self.add_callback(TellOfSteps(self.worker))
+
+    def _sample(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+        token_ids, logprobs = sampled(self.worker, prompt_ids, self._params)
+        self._sampled = logprobs
+        return token_ids, logprobs
+
+    def _get_per_token_logps_and_entropies(self, *given: Any, **options: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(*given, **options)
+        self._computed.append(found[0].detach())
+        return found
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self._computed.clear()
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        logprobs, mask = self._rollout_logprobs(output)
+        old = self._old_logprobs(output)
+        if old is not None:
+            self.agreement.add(logprobs, old, mask)
+        versions = torch.full((len(mask),), self.worker.weight_version)
+        output |= {_LOGPROBS: logprobs, _MASK: mask, _VERSIONS: versions}
+        return output
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        self._computed.clear()
+        loss: torch.Tensor = super()._compute_loss(model, inputs)
+        current = inputs[_VERSIONS] == self.worker.weight_version
+        self.agreement.add(inputs[_LOGPROBS], self._computed[0], inputs[_MASK] & current[:, None])
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        logs.update(self.agreement.take_metrics())
+        super().log(logs, start_time)
+
+    def _rollout_logprobs(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the worker's log-probabilities of a batch ``[B, C]``, and which tokens have one."""
+        raise NotImplementedError
+
+    def _old_logprobs(self, output: dict[str, Any]) -> torch.Tensor | None:
+        """Return what the trainer computed ``[B, C]`` under the weights that the batch was sampled under, if it did."""
+        raise NotImplementedError
+
+
+class GRPOTrainer(_SamebitRollouts, trl.GRPOTrainer):
+    """Is TRL's `GRPOTrainer` with exact rollouts; takes `rollout_config` besides what that takes."""
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], *_given: Any, **_options: Any
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        return self._sample(prompt_ids)
+
+    def _rollout_logprobs(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = output["completion_mask"] * output.get("tool_mask", 1)
+        return output["sampling_per_token_logps"], mask.bool()
+
+    def _old_logprobs(self, output: dict[str, Any]) -> torch.Tensor | None:
+        return output.get("old_per_token_logps")
+
+
+class RLOOTrainer(_SamebitRollouts, trl.RLOOTrainer):
+    """Is TRL's `RLOOTrainer` with exact rollouts; takes `rollout_config` besides what that takes."""
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *_given: Any, **_options: Any) -> list[list[int]]:
+        return self._sample(prompt_ids)[0]
+
+    def _rollout_logprobs(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = output["completion_mask"].bool()
+        logprobs = torch.zeros(mask.shape)
+        for row, values in zip(logprobs, self._sampled, strict=True):
+            row[: len(values)] = torch.tensor(values)
+        return logprobs, mask
+
+    def _old_logprobs(self, output: dict[str, Any]) -> torch.Tensor | None:
+        return self._computed[0]  # TRL computes the policy's before the reference model's
+
+
+def _whole_batch(config: RolloutConfig, given: RolloutConfig | None, args: Any) -> RolloutConfig:
+    """Return a config in which a generation batch runs at once, unless the caller has one."""
+    if given is not None:
+        return config
+    at_once = min(max(args.generation_batch_size, config.max_num_seqs), config.max_num_batched_tokens)
+    return replace(config, max_num_seqs=at_once)

@@ -1,0 +1,321 @@
+"""TRL's GRPO and RLOO with samebit: no token of several steps has another log-probability in the trainer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="TRL is not installed: pip install 'samebit[trl]'")
+
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from samebit.kernels.binding.families import BindingError
+from samebit.recipes import tiny_model
+from samebit.rollout import RolloutConfig, SamplingParams
+from samebit.rollout.integrations.trl import GRPOTrainer, RLOOTrainer
+from samebit.rollout.integrations.trl.agreement import COMPARED, DIFFERENCE, DIFFERING, OF_TRL
+
+from .trl_model import END, byte_tokenizer, qwen3_folder
+
+END_ID = byte_tokenizer().eos_token_id
+PROMPTS = ["1", "2+3", "a longer one, of another length", "7-5+9="]
+CASES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
+    "GRPO": (GRPOTrainer, {}, {}),
+    "GRPO: reference, twice over, filters": (
+        GRPOTrainer,
+        {"beta": 0.1, "num_iterations": 2, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.1},
+        {},
+    ),
+    "GRPO: a part at a time, entropy": (
+        GRPOTrainer,
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "entropy_coef": 0.01, "pad_to_multiple_of": 8},
+        {},
+    ),
+    "GRPO: truncated samples masked, reference follows": (
+        GRPOTrainer,
+        {
+            "mask_truncated_completions": True,
+            "generation_kwargs": {"logit_bias": {END_ID: 5.0}},
+            "beta": 0.1,
+            "sync_ref_model": True,
+            "ref_model_sync_steps": 1,
+        },
+        {},
+    ),
+    "GRPO: bfloat16": (GRPOTrainer, {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}, "beta": 0.1}, {}),
+    "GRPO: LoRA": (GRPOTrainer, {"beta": 0.1}, {"peft_config": LoraConfig(r=4, target_modules="all-linear")}),
+    "RLOO": (RLOOTrainer, {"beta": 0.1, "gradient_accumulation_steps": 2, "num_iterations": 2}, {}),
+    "RLOO: LoRA": (RLOOTrainer, {"beta": 0.1}, {"peft_config": LoraConfig(r=3, target_modules=["q_proj", "v_proj"])}),
+}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep TRL from sending word of the run."""
+    monkeypatch.setenv("CI", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return qwen3_folder(tmp_path_factory.mktemp("qwen3"))
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [len(set(text)) / 10 for text in completions]
+
+
+def config(kind: type, out: Path, **options: Any) -> Any:
+    given = {
+        "output_dir": str(out),
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        "max_completion_length": 13,
+        "learning_rate": 1e-3,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": [],
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return {GRPOTrainer: trl.GRPOConfig, RLOOTrainer: trl.RLOOConfig}[kind](**{**given, **options})
+
+
+def trainer(kind: type, folder: Path, out: Path, options: dict[str, Any] | None = None, **more: Any) -> Any:
+    data = Dataset.from_dict({"prompt": PROMPTS * 6})
+    return kind(str(folder), reward, config(kind, out, **(options or {})), train_dataset=data, **more)
+
+
+def steps(trained: Any) -> Iterator[dict[str, float]]:
+    """What was logged of each step, without the summary of the run."""
+    yield from (row for row in trained.state.log_history if "loss" in row)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_token_differs(case: str, folder: Path, tmp_path: Path) -> None:
+    kind, options, more = CASES[case]
+    trained = trainer(kind, folder, tmp_path, options, **more)
+    before = copy.deepcopy(trained.model.state_dict())
+    trained.train()
+    assert trained.agreement.compared > 3 * 4
+    assert trained.agreement.differing == 0
+    assert trained.agreement.probs_diff_max == 0.0
+    logged = list(steps(trained))
+    compared = [row for row in logged if COMPARED in row]
+    assert len(compared) >= len(logged) / 2
+    assert all(row[DIFFERENCE] == row[OF_TRL] == row[DIFFERING] == 0.0 for row in compared)
+    if "beta" in options:
+        assert logged[0]["kl"] == 0.0, "the reference model is the policy at first, bit for bit"
+        assert logged[-1]["kl"] != 0.0
+    after = trained.model.state_dict()
+    assert any(not torch.equal(before[name], after[name]) for name in before), "nothing was learned"
+    assert trained.worker.weight_version >= 4
+
+
+def test_a_step_sees_what_the_one_before_has_learned(folder: Path, tmp_path: Path) -> None:
+    """The worker generates with the weights after each step: a greedy answer is another one, and evaluation agrees."""
+    data = Dataset.from_dict({"prompt": PROMPTS})
+    trained = trainer(GRPOTrainer, folder, tmp_path, {"learning_rate": 0.1, "eval_strategy": "no"}, eval_dataset=data)
+    prompt = trained.processing_class(PROMPTS[2])["input_ids"]
+    before = trained.worker.generate([prompt])[0].samples[0]
+    trained.train()
+    after = trained.worker.generate([prompt])[0].samples[0]
+    assert before.logprobs != after.logprobs
+    counted = trained.agreement.compared
+    trained.evaluate()
+    assert trained.agreement.compared > counted
+    assert trained.agreement.differing == 0
+
+
+def test_a_checkpoint_goes_on(folder: Path, tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    trainer(GRPOTrainer, folder, tmp_path, options).train()
+    again = trainer(GRPOTrainer, folder, tmp_path, {**options, "max_steps": 4})
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.state.global_step == 4
+    assert again.agreement.compared > 0
+    assert again.agreement.differing == 0
+    assert again.worker.stats()["untold_updates"] == 0
+
+
+def test_one_bit_is_noticed(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A rollout function of the user's own is compared too; its numbers lie next to the true ones."""
+
+    def rollout(prompts: list[str], trained: Any) -> dict[str, Any]:
+        prompt_ids = [trained.processing_class(prompt)["input_ids"] for prompt in prompts]
+        samples = [output.samples[0] for output in trained.worker.generate(prompt_ids)]
+        logprobs = [torch.tensor(sample.logprobs) for sample in samples]
+        logprobs[0] = torch.nextafter(logprobs[0], torch.tensor(-torch.inf))
+        first.append(len(logprobs[0]))
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [sample.token_ids for sample in samples],
+            "logprobs": [values.tolist() for values in logprobs],
+        }
+
+    first: list[int] = []
+    trained = trainer(GRPOTrainer, folder, tmp_path, {"max_steps": 1}, rollout_func=rollout)
+    trained.train()
+    assert trained.agreement.differing == sum(first)
+    assert 0 < trained.agreement.probs_diff_max < 1e-6
+    assert trained.agreement.compared > trained.agreement.differing
+    assert "another log-probability in the trainer" in caplog.text
+
+
+@pytest.mark.parametrize("labels", ["some", "none"])
+def test_scores_are_near_those_of_trls_own_head(labels: str, folder: Path, tmp_path: Path) -> None:
+    trained = trainer(GRPOTrainer, folder, tmp_path, {"temperature": 0.7})
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    add_fused_lm_head(plain, temperature=0.7, outputs=("log_probs", "entropy"))
+    ids = torch.randint(0, 256, (3, 11), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    mask[1, 8:] = 0
+    wanted = ids.masked_fill(mask == 0, -100)
+    wanted[:, : 11 if labels == "none" else 6] = -100
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": wanted, "fused_lm_head": True}
+    ours, theirs = trained.model(**inputs), plain(**inputs)
+    torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.entropy, theirs.entropy, rtol=1e-4, atol=1e-5)
+    for model, scores in ((trained.model, ours), (plain, theirs)):
+        (scores.log_probs.sum() + 0.3 * scores.entropy.sum()).backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        assert all(grad is not None or labels == "none" for grad in grads)
+    if labels == "some":
+        for mine, other in zip(trained.model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-3)
+    assert trained.model(input_ids=ids).logits.shape == (3, 11, len(byte_tokenizer()))
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "use_vllm": {"use_vllm": True},
+    "use_transformers_continuous_batching": {"use_transformers_continuous_batching": True},
+    "cache_implementation": {"cache_implementation": "static"},
+    "cast_lm_head_to_fp32": {"cast_lm_head_to_fp32": True},
+    "use_liger_kernel": {"use_liger_kernel": True},
+    "torch_compile": {"torch_compile": True},
+    "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
+    "use_kernels": {"model_init_kwargs": {"use_kernels": True}},
+    "bf16=True": {"bf16": True},
+    "optim=": {"optim": "schedule_free_adamw"},
+    "temperature=0.0": {"temperature": 0.0},
+    "generation_kwargs": {"generation_kwargs": {"num_beams": 2}},
+    "top_p": {"top_p": 1.5},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_are_refused_by_name(name: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=name):
+        trainer(GRPOTrainer, folder, tmp_path, REFUSED[name])
+
+
+@pytest.mark.parametrize(
+    "adapter", [{"use_dora": True}, {"lora_dropout": 0.1}, {"bias": "all"}], ids=lambda given: str(given)
+)
+def test_adapters_that_are_not_exact_are_refused_by_name(adapter: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(BindingError, match="(?i)" + next(iter(adapter)).removeprefix("use_").removeprefix("lora_")):
+        trainer(GRPOTrainer, folder, tmp_path, peft_config=LoraConfig(r=2, target_modules=["q_proj"], **adapter))
+
+
+def test_a_loss_of_routers_is_refused_by_name(tmp_path: Path) -> None:
+    options = config(GRPOTrainer, tmp_path)
+    tokenizer = byte_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=len(tokenizer), num_hidden_layers=1, **sizes))
+    data = Dataset.from_dict({"prompt": PROMPTS})
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0\.0"):
+        GRPOTrainer(model, reward, options, train_dataset=data, processing_class=tokenizer)
+
+
+def test_the_worker_is_as_asked_for(folder: Path, tmp_path: Path) -> None:
+    asked = RolloutConfig(max_num_seqs=3, block_size=8, seed=5)
+    trained = trainer(GRPOTrainer, folder, tmp_path, {"max_steps": 1}, rollout_config=asked)
+    assert trained.worker.config.max_num_seqs == 3
+    trained.train()
+    assert trained.agreement.differing == 0
+
+
+def test_a_model_in_memory_with_states(tmp_path: Path) -> None:
+    """A hybrid with Mamba layers, and a tokenizer that puts a token in front of every prompt."""
+    tokenizer = tiny_model.build_tokenizer()
+    tokenizer.padding_side = "left"
+    model = tiny_model.build_model(tokenizer, 0, "hybrid", hidden_size=32, intermediate_size=32)
+    data = Dataset.from_dict({"prompt": ["7-5+9=", "1+1="] * 4})
+    trained = GRPOTrainer(
+        model, reward, config(GRPOTrainer, tmp_path, max_steps=2), train_dataset=data, processing_class=tokenizer
+    )
+    trained.train()
+    assert trained.agreement.compared > 0
+    assert trained.agreement.differing == 0
+
+
+def test_the_folder_is_one_that_anybody_reads(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1+1"}], tokenize=False, add_generation_prompt=True
+    )
+    assert rendered == "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+
+
+class Adder:
+    """An environment: its task is in `reset`, its tool adds, and it owns a reward."""
+
+    def reset(self, **_: Any) -> str:
+        self.calls = 0
+        return "1+1"
+
+    def add(self, a: int, b: int) -> int:
+        """
+        Add two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+
+        Returns:
+            The sum.
+        """
+        self.calls += 1
+        return a + b
+
+    def get_reward(self) -> float:
+        return float(self.calls)
+
+
+def test_tools_and_environments(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer of each prompt is made a call of a tool: what the tool says is attended to, and not compared."""
+    data = Dataset.from_dict({"prompt": [[{"role": "user", "content": "What is it? "}]] * 8})
+    options = config(GRPOTrainer, tmp_path, max_completion_length=300, max_steps=2, max_tool_calling_iterations=1)
+    trained = GRPOTrainer(str(folder), None, options, train_dataset=data, environment_factory=Adder)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>' + END
+    call_ids = trained.processing_class(call)["input_ids"]
+    sample, turns = trained._sample, []
+
+    def first_a_call(prompt_ids: list[list[int]]) -> Any:
+        turns.append(len(prompt_ids))
+        if len(turns) % 2:
+            scores = trained.worker.generate(
+                [prompt + call_ids for prompt in prompt_ids], SamplingParams(max_tokens=1, prompt_logprobs=0)
+            )
+            logprobs = [score.prompt_logprobs[-len(call_ids) :] for score in scores]
+            return [list(call_ids) for _ in prompt_ids], logprobs
+        return sample(prompt_ids)
+
+    monkeypatch.setattr(trained, "_sample", first_a_call)
+    trained.train()
+    assert turns == [4, 4, 4, 4], "each was sampled, called, and sampled again"
+    logged = list(steps(trained))
+    assert all(row["rewards/Adder/mean"] == row["tools/call_frequency"] == 1.0 for row in logged)
+    assert trained.agreement.compared > 8 * len(call_ids)
+    assert trained.agreement.differing == 0

@@ -1,0 +1,212 @@
+"""TRL's AsyncGRPO with samebit in its process: what is fresh is equal bit for bit, trees of samples are unfolded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="TRL is not installed: pip install 'samebit[trl]'")
+
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl.experimental.async_grpo import AsyncGRPOConfig
+from trl.experimental.async_grpo.packing import TreeRow
+from trl.trainer.utils import add_fused_lm_head
+
+from samebit.kernels import token_logprobs
+from samebit.kernels.binding.trainer.training import token_scores
+from samebit.rollout.integrations.trl.agreement import COMPARED
+from samebit.rollout.integrations.trl.async_grpo import AsyncGRPOTrainer
+from samebit.rollout.integrations.trl.fused_forward import give_scores
+
+from .trl_model import qwen3_folder
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "accumulated": ({"gradient_accumulation_steps": 2, "token_budget": 200}, {}),
+    "as many samples as asked for": ({"token_budget": 0}, {"in_flight": "recompute"}),
+    "LoRA": ({}, {"peft_config": LoraConfig(r=4, target_modules="all-linear")}),
+}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep TRL from sending word of the run."""
+    monkeypatch.setenv("CI", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return qwen3_folder(tmp_path_factory.mktemp("qwen3"))
+
+
+def reward(completions: list[Any], **_: Any) -> list[float]:
+    return [len(set(messages[0]["content"])) / 10 for messages in completions]
+
+
+def trainer(folder: Path, out: Path, options: dict[str, Any] | None = None, **more: Any) -> AsyncGRPOTrainer:
+    given = {
+        "output_dir": str(out),
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        "max_completion_length": 11,
+        "max_staleness": 0,
+        "learning_rate": 1e-3,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": [],
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    prompts = [[{"role": "user", "content": text}] for text in ("1", "2+3=", "another one")]
+    args = AsyncGRPOConfig(**{**given, **(options or {})})
+    return AsyncGRPOTrainer(str(folder), reward, args, Dataset.from_dict({"prompt": prompts}), **more)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_token_of_a_fresh_sample_differs(case: str, folder: Path, tmp_path: Path) -> None:
+    options, more = CASES[case]
+    trained = trainer(folder, tmp_path, options, **more)
+    trained.train()
+    rows = [row for row in trained.state.log_history if "loss" in row]
+    assert len(rows) == 4
+    assert sum(COMPARED in row for row in rows) >= 3
+    assert trained.agreement.differing == 0
+    assert trained.agreement.probs_diff_max == 0.0
+    assert trained.worker.weight_version == trained.model_version == 5
+    assert not trained.worker.paused
+    assert trained.worker.trouble() is None
+
+
+def test_old_samples_are_off_policy(folder: Path, tmp_path: Path) -> None:
+    """What was sampled under older weights is not compared, and its ratio is not one."""
+    trained = trainer(folder, tmp_path, {"max_staleness": 3, "max_inflight_tasks": 32, "learning_rate": 0.05})
+    trained.train()
+    rows = [row for row in trained.state.log_history if "loss" in row]
+    stale = [row for row in rows if row["sample/staleness_mean"] >= 1]
+    assert stale
+    assert any(row["ratio"] != 1.0 for row in stale)
+    assert trained.agreement.differing == 0
+
+
+def test_a_failing_reward_ends_the_training(folder: Path, tmp_path: Path) -> None:
+    def broken(**_: Any) -> list[float]:
+        raise ArithmeticError("no reward today")
+
+    trained = trainer(folder, tmp_path)
+    trained.rollout_worker.attach(trained.worker, trained.rollout_worker._params, reward_funcs=[broken])
+    with pytest.raises(RuntimeError, match=r"ArithmeticError: no reward today"):
+        trained.train()
+
+
+def test_a_failed_step_leaves_no_half_written_weights_to_generate_with(folder: Path, tmp_path: Path) -> None:
+    trained = trainer(folder, tmp_path)
+    trained.create_optimizer()
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ArithmeticError("no step today")
+
+    trained.optimizer.step = broken
+    with pytest.raises(ArithmeticError):
+        trained.train()
+    assert "did not end" in str(trained.worker.trouble())
+
+
+def test_a_checkpoint_goes_on_with_the_next_prompt(folder: Path, tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    trainer(folder, tmp_path, options).train()
+    assert (tmp_path / "checkpoint-2" / "rollout_state.json").is_file()
+    again = trainer(folder, tmp_path, {**options, "max_steps": 4})
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.rollout_worker._loop_kwargs["dataset_start_index"] > 0
+    assert again.agreement.compared > 0
+    assert again.agreement.differing == 0
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "weight_sync_steps=2": ({"weight_sync_steps": 2}, {}),
+    "vllm_server_base_url": ({"vllm_server_base_url": "http://elsewhere:1"}, {}),
+    "rollout_worker": ({}, {"rollout_worker": object()}),
+    "weight_transfer": ({}, {"weight_transfer": object()}),
+    "in_flight": ({}, {"in_flight": "drop"}),
+    "bf16=True": ({"bf16": True}, {}),
+    "temperature=0.0": ({"temperature": 0.0}, {}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_misuse_is_refused_by_name(name: str, folder: Path, tmp_path: Path) -> None:
+    options, more = REFUSED[name]
+    with pytest.raises(ValueError, match=name):
+        trainer(folder, tmp_path, options, **more)
+
+
+# -- trees -------------------------------------------------------------------------------------------------------------
+
+SAMPLES = [
+    [5, 6, 7, 8, 9, 10],
+    [5, 6, 7, 8, 9, 11],  # another end
+    [5, 6, 7, 8],  # a prefix of both
+    [5, 6, 20, 21],
+    [5, 6, 7, 8, 9, 10],  # twice
+    [30, 31, 32],  # nothing shared
+    [40, 41],
+]
+
+
+def row_of(samples: list[list[int]]) -> TreeRow:
+    row = TreeRow()
+    for group, ids in enumerate(samples):
+        mask = np.ones(len(ids), np.int64)
+        mask[0] = 0
+        row.add(
+            {
+                "input_ids": np.array(ids),
+                "completion_mask": mask,
+                "old_log_probs": np.zeros(len(ids), np.float32),
+                "advantage": 1.0,
+                "group_id": group,
+            }
+        )
+    return row
+
+
+@pytest.mark.parametrize("samples", [SAMPLES, SAMPLES[:1], SAMPLES[-1:], SAMPLES[2:5]], ids=len)
+def test_a_tree_has_the_scores_of_its_samples(samples: list[list[int]], folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+    give_scores(model, None, 0.7)
+    packed = row_of(samples).pack()
+    widths = dict(zip(("tree_max_seqlen_q", "tree_max_seqlen_k"), packed["tree_max_seqlens"].tolist(), strict=True))
+    trees = {name: packed[name] for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")}
+    names = ("input_ids", "position_ids", "shift_labels")
+    scores = model(**{name: packed[name][None] for name in names}, fused_lm_head=True, **trees, **widths)
+    found = scores.log_probs.flatten()[packed["token_index"]]
+    alone = torch.cat([token_logprobs(model, torch.tensor([ids]), temperature=0.7)[0] for ids in samples])
+    assert torch.equal(found, alone)
+    entropies = [
+        token_scores(model, torch.tensor([ids]), temperature=0.7, with_entropy=True).entropy[0] for ids in samples
+    ]
+    assert torch.equal(scores.entropy.flatten()[packed["token_index"]], torch.cat(entropies))
+    of_tree = torch.autograd.grad(found.sum(), list(model.parameters()))
+    of_samples = torch.autograd.grad(alone.sum(), list(model.parameters()))
+    for one, other in zip(of_tree, of_samples, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_inputs_without_a_place_are_refused_by_name(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    give_scores(model, None, 1.0)
+    ids = torch.tensor([[1, 2, 3]])
+    with pytest.raises(ValueError, match="pixel_values"):
+        model(input_ids=ids, labels=ids, pixel_values=torch.zeros(1), fused_lm_head=True)
+    with pytest.raises(ValueError, match="labels other than the tokens"):
+        model(input_ids=ids, labels=ids + 1, fused_lm_head=True)
+    with pytest.raises(ValueError, match="needs labels"):
+        model(input_ids=ids, fused_lm_head=True)
