@@ -26,7 +26,7 @@ FLOORS = {
         "control",
         "worker_interface build",
         "worker",
-        "async_worker",
+        "async_worker fleet",
         "audit integrations",
         "cli",
     ],
