@@ -164,8 +164,8 @@ class PrefixTree:
         if self._journal is not None:
             self._journal.cleared(self.epoch)
 
-    def note_in(self, journal: CacheJournal | None) -> None:
-        """Note from now on in this journal what can be hit and what no longer; None for none."""
+    def note_in(self, journal: CacheJournal) -> None:
+        """Note from now on in this journal what can be hit and what no longer."""
         self._journal = journal
 
     def snapshot(self, journal: CacheJournal) -> CacheSnapshot:

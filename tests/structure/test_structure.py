@@ -16,7 +16,7 @@ FLOORS = {
     "samebit": ["kernels weight_sync", "rollout", "recipes", "benchmarks"],
     "samebit.kernels": ["openmp", "layout", "cpu triton", "ops", "binding"],
     "samebit.rollout": [
-        "errors checks guard",
+        "errors checks guard digest_key",
         "config sampling_params",
         "requests outputs",
         "cache",

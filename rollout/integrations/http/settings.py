@@ -114,7 +114,9 @@ def read_setup(argv: Sequence[str], environment: Mapping[str, str] | None = None
 
 
 def _all_fields() -> dict[str, Field[Any]]:
-    return {one.name: one for kind in (ServeSettings, RolloutConfig) for one in fields(kind)}
+    every = {one.name: one for kind in (ServeSettings, RolloutConfig) for one in fields(kind)}
+    del every["digest_key"]  # a fleet draws its own
+    return every
 
 
 def _kind(one: Field[Any]) -> type:

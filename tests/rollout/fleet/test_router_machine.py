@@ -46,6 +46,8 @@ class RouterMachine(RuleBasedStateMachine):
         self.expected: dict[str, list[Ticket]] = {name: [] for name in NAMES}
         for name in NAMES:
             self.router.add(name, 4)
+            self.router.replace(name, self.replicas[name].journal.snapshot([]))
+            self.replicas[name].known, self.replicas[name].at = frozenset(), (1, 0)
 
     @rule(name=replicas, first=st.integers(0, 1), count=st.integers(1, 6))
     def publish(self, name: str, first: int, count: int) -> None:

@@ -193,7 +193,8 @@ def _add_refused(router: APIRouter) -> None:
 def _server_info(service: Service) -> dict[str, Any]:
     """Return how the server is set up, under vLLM's names, and under samebit's."""
     config, limits = service.worker.config, service.worker.limits
-    settings: dict[str, Any] = {name: _plain(value) for name, value in vars(config).items()}
+    shown = ((name, value) for name, value in vars(config).items() if name != "digest_key")
+    settings: dict[str, Any] = {name: _plain(value) for name, value in shown}
     return {
         "vllm_config": {
             "model_config": {
