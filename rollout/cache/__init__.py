@@ -25,7 +25,7 @@ def build_cache(
     checkpoints: CheckpointPool | None = None,
     digest_key: DigestKey | None = None,
 ) -> Cache:
-    """Build the cache of a worker; `checkpoints` are those of a model with recurrent states, `digest_key` names blocks."""
+    """Build the cache of a worker. checkpoints: of a model with recurrent states. digest_key: names its blocks."""
     if not prefix_caching:
         return NoPrefixCache(num_blocks, block_size, max_num_seqs, max_model_len)
     return PrefixCache(

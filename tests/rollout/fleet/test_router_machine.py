@@ -16,7 +16,7 @@ from samebit.rollout.fleet.options import RouterOptions
 from samebit.rollout.fleet.places import Ticket
 from samebit.rollout.fleet.router import Prompt, Router
 
-NAMES = ("a", "b", "c")
+NAMES = ("a", "b")
 DIGESTS = [bytes([first, number]) for first in (0, 1) for number in range(6)]
 ROOM = 14
 replicas = st.sampled_from(NAMES)
@@ -79,11 +79,14 @@ class RouterMachine(RuleBasedStateMachine):
             life, journal=CacheJournal(life, 0, most=5), sent=old.sent, known=old.known, at=old.at
         )
 
-    @rule(name=replicas)
-    def send(self, name: str) -> None:
+    @rule(name=replicas, digest=st.sampled_from(DIGESTS), lost=st.booleans())
+    def send(self, name: str, digest: bytes, lost: bool) -> None:
+        """Send a message, of a block at least."""
         replica = self.replicas[name]
+        if digest not in replica.blocks:
+            self.publish(name, digest[0], digest[1] + 1)
         news = replica.journal.take()
-        if news is not None:
+        if news is not None and not lost:
             replica.sent.append((news, frozenset(replica.blocks)))
 
     @rule(name=replicas)
@@ -115,12 +118,6 @@ class RouterMachine(RuleBasedStateMachine):
             else:
                 assert not in_step
                 replica.known = None
-
-    @rule(name=replicas, data=st.data())
-    def lose(self, name: str, data: st.DataObject) -> None:
-        sent = self.replicas[name].sent
-        if sent:
-            sent.pop(data.draw(st.integers(0, len(sent) - 1)))
 
     @rule(first=st.integers(0, 1), count=st.integers(0, 6), samples=st.integers(1, 3), session=st.sampled_from("xyz"))
     def route(self, first: int, count: int, samples: int, session: str) -> None:
