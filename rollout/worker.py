@@ -337,6 +337,11 @@ class RolloutWorker(Closing):
         """Return the tags that sleep."""
         return self._status.sleeping
 
+    @property
+    def has_weights(self) -> bool:
+        """Return whether its weights are there: awake, and complete."""
+        return self._status.incomplete is None and "weights" not in self.sleeping
+
     def after_steps(self, listener: Callable[[], None]) -> None:
         """Call it in the generation thread after each step, for as long as the worker lives. It must not wait."""
         self._thread.after_steps(listener)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from samebit.rollout.checks import check_bool, check_one_of, check_positive_int, is_positive_number, shown
+from samebit.rollout.checks import check_bool, check_positive_int, is_positive_number, shown
 
-TRANSPORTS = ("auto", "shared_memory", "broadcast")
+SHORTEST_SILENCE = 2
+"""Seconds. A replica that has nothing to tell says so every second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +49,6 @@ class FleetOptions:
         were streamed already ends with `WorkerLostError` all the same, as all do without this.
     max_restarts: how often a replica that has died is started again, each; 0 for never.
     silent_seconds: a replica that says nothing for so long takes no new requests until it speaks again.
-    transport: how weights in this process reach the replicas: "shared_memory" (all on this machine), "broadcast" (a
-        group of gloo), or "auto" for the first where it can be.
     sync_timeout: how long an update waits for the other side while no weights move, in seconds.
     """
 
@@ -57,8 +56,7 @@ class FleetOptions:
     resubmit: bool = False
     max_restarts: int = 3
     silent_seconds: float = 10.0
-    transport: str = "auto"
-    sync_timeout: float = 300.0
+    sync_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.router, RouterOptions):
@@ -66,8 +64,7 @@ class FleetOptions:
         check_bool("resubmit", self.resubmit)
         if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
             raise ValueError(f"max_restarts must be an int of at least 0, got {shown(self.max_restarts)}")
-        for name in ("silent_seconds", "sync_timeout"):
+        for name, least in (("silent_seconds", SHORTEST_SILENCE), ("sync_timeout", 0)):
             value = vars(self)[name]
-            if not is_positive_number(value):
-                raise ValueError(f"{name} must be a number above 0, got {shown(value)}")
-        check_one_of("transport", self.transport, TRANSPORTS)
+            if not is_positive_number(value) or value < least:
+                raise ValueError(f"{name} must be a number of at least {least} and above 0, got {shown(value)}")

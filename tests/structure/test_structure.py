@@ -26,8 +26,8 @@ FLOORS = {
         "control",
         "worker_interface build",
         "worker",
-        "async_worker fleet",
-        "audit integrations",
+        "async_worker",
+        "audit fleet integrations",
         "cli",
     ],
     "samebit.weight_sync": [
