@@ -37,6 +37,7 @@ class Member:
     name: str
     port: ReplicaPort
     state: ReplicaState
+    pid: int
     incarnation: int = 1
     alive: bool = True
     starting: bool = False
@@ -151,7 +152,7 @@ class Crew:
         ports = {name: one.result() for name, one in starting.items() if one.exception() is None}
         if not errors:
             told = {name: self.wait(port.begin(1)) for name, port in ports.items()}
-            self.members = {name: Member(name, ports[name], told[name].state) for name in names}
+            self.members = {name: Member(name, ports[name], told[name].state, told[name].pid) for name in names}
             return told[names[0]]
         for port in ports.values():
             self.wait(port.stop())
@@ -244,7 +245,8 @@ class Crew:
     async def _begin_again(self, member: Member) -> None:
         member.port = await self.loop.run_in_executor(None, self._start, member.name)
         member.incarnation += 1
-        member.state = (await member.port.begin(member.incarnation)).state
+        told = await member.port.begin(member.incarnation)
+        member.state, member.pid = told.state, told.pid
         member.alive = True  # before it catches up: an update that comes after that reaches it
         await self.catch_up(member)
         if self.wanted.paused:
