@@ -243,7 +243,7 @@ class Fleet(Closing):
         for one in self._crew.command("stats"):
             for name, value in one.items():
                 total[name] = total.get(name, 0) + value
-        return {**total, **self._own_stats()}
+        return {**total, **self.fleet_stats()}
 
     def replica_stats(self) -> dict[str, dict[str, float]]:
         """Return the numbers of each replica as of its last feed, at most about a second old; nobody is asked."""
@@ -255,9 +255,10 @@ class Fleet(Closing):
         for one in self.replica_stats().values():
             for name, value in one.items():
                 total[name] = total.get(name, 0) + value
-        return {**total, **self._own_stats()}
+        return {**total, **self.fleet_stats()}
 
-    def _own_stats(self) -> dict[str, float]:
+    def fleet_stats(self) -> dict[str, float]:
+        """Return the numbers of the fleet and its router; nobody is asked."""
         return {
             "weight_version": self.weight_version,
             "replicas": len(self._crew.members),

@@ -32,7 +32,7 @@ class FleetActor(ReplicaSide, RolloutActor):
     """Is a replica in an actor."""
 
     async def begin(self, incarnation: int, host: str | None = None) -> Introduction:
-        return await super().begin(incarnation, ray.util.get_node_ip_address() if host is None else host)
+        return await super().begin(incarnation, _this_node() if host is None else host)
 
 
 class RayPort:
@@ -94,7 +94,8 @@ class RayFleet(Fleet):
         for name in ("name", "max_restarts", "lifetime"):
             if name in actor_options:
                 raise ValueError(f"a fleet names, restarts and ends its actors itself: leave out {name}")
-        cores = ray.cluster_resources().get("CPU", 0)
+        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        cores = resources.get("CPU", 0)
         if cores < replicas * num_cpus:
             raise ValueError(
                 f"{replicas} replicas of {num_cpus} cores need {replicas * num_cpus}, and the Ray cluster has {cores:g}"
@@ -114,4 +115,10 @@ class RayFleet(Fleet):
                 raise
             return RayPort(actor)
 
-        return cls(begin, replicas, config=config, options=options, host=ray.util.get_node_ip_address())
+        return cls(begin, replicas, config=config, options=options, host=_this_node())
+
+
+def _this_node() -> str:
+    """Return the address at which other nodes reach this one."""
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address
