@@ -22,7 +22,7 @@ from samebit.rollout.checks import (
     is_positive_number,
     shown,
 )
-from samebit.rollout.digest_key import DigestKey
+from samebit.rollout.keys.digest_key import DigestKey
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EVICTION_POLICIES = ("lru", "ref_zero")

@@ -9,7 +9,7 @@ from samebit.rollout.cache.checkpoints.pool import CheckpointPool
 from samebit.rollout.cache.contract import Cache
 from samebit.rollout.cache.no_prefix_cache import NoPrefixCache
 from samebit.rollout.cache.prefix_cache import PrefixCache
-from samebit.rollout.digest_key import DigestKey
+from samebit.rollout.keys.digest_key import DigestKey
 
 __all__ = ["NULL_BLOCK", "BlockPool", "Cache", "CacheManager", "NoPrefixCache", "PrefixCache", "build_cache"]
 

@@ -21,7 +21,6 @@ from samebit.rollout.checks import check_positive_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.intake import paired
 from samebit.rollout.control.sleep import TAGS, check_sleep, check_tags
-from samebit.rollout.digest_key import DigestKey
 from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.carrier import Carrier
 from samebit.rollout.fleet.crew import Crew
@@ -30,6 +29,7 @@ from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.port import ReplicaPort
 from samebit.rollout.fleet.router import Prompt
 from samebit.rollout.fleet.weights import FleetWeights
+from samebit.rollout.keys.digest_key import DigestKey
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.requests.block_digests import ChainHasher
 from samebit.rollout.requests.request import IntArray

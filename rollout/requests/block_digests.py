@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from samebit.rollout.digest_key import DigestKey
+from samebit.rollout.keys.digest_key import DigestKey
 
 DIGEST_BYTES = 16
 _TOKEN = np.dtype(np.int32)

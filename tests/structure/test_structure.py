@@ -16,7 +16,7 @@ FLOORS = {
     "samebit": ["kernels weight_sync", "rollout", "recipes", "benchmarks"],
     "samebit.kernels": ["openmp", "layout", "cpu triton", "ops", "binding"],
     "samebit.rollout": [
-        "errors checks guard digest_key",
+        "errors checks guard keys",
         "config sampling_params",
         "requests outputs",
         "cache",

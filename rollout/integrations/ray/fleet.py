@@ -16,7 +16,6 @@ import ray
 from samebit.rollout.cache.publishing.journal import CacheSnapshot
 from samebit.rollout.checks import check_positive_int
 from samebit.rollout.config import RolloutConfig
-from samebit.rollout.digest_key import handed_over
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.port import Feed, Introduction
@@ -24,6 +23,7 @@ from samebit.rollout.fleet.replica import ReplicaSide
 from samebit.rollout.integrations.ray.actor import RolloutActor
 from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
 from samebit.rollout.integrations.ray.client import MOST_CALLS, start_actor
+from samebit.rollout.keys.digest_key import handed_over
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 

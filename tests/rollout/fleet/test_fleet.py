@@ -19,10 +19,10 @@ from samebit.rollout import (
     WorkerLostError,
     WorkerStateError,
 )
-from samebit.rollout.digest_key import DigestKey
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.integrations.links import SharedMemoryAt
+from samebit.rollout.keys.digest_key import DigestKey
 from samebit.weight_sync import WeightMismatchError
 
 from ...patience import HANG, wait_until
