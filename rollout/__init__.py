@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         AdapterError,
         ModelLoadError,
         NonFiniteLogitsError,
+        NoReplicaError,
         NoTokenLeftError,
         RequestError,
         TokenizerError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AdapterError",
     "ModelLoadError",
+    "NoReplicaError",
     "NoTokenLeftError",
     "NonFiniteLogitsError",
     "RequestError",

@@ -72,6 +72,7 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
         prefix_caching=config.enable_prefix_caching,
         eviction_policy=config.eviction_policy,
         checkpoints=runner.checkpoint_pool(),
+        digest_key=config.digest_key,
     )
     return WorkerParts(
         config,

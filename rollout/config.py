@@ -8,7 +8,7 @@ allowed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from samebit.rollout.checks import (
     is_positive_number,
     shown,
 )
+from samebit.rollout.keys.digest_key import DigestKey
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EVICTION_POLICIES = ("lru", "ref_zero")
@@ -72,6 +73,8 @@ class RolloutConfig:
         new ones came: "raise" refuses it, "wait" queues it. (Those that came before always wait.)
     revision: a branch, tag or commit of a model that is given by its name on the Hugging Face hub; None for its main
         branch. Refused for a folder or a module.
+    digest_key: the secret that cached blocks are named with; None for a new one. The workers of a fleet have one key,
+        so that its router knows what each has cached. It shows in no repr, and is pickled only to start a replica.
     dequantize: take the weights of a folder that holds them quantized (mxfp4, or fp8 in blocks) as bfloat16, when the
         worker is built and when it receives weights from a folder. They are refused otherwise.
     self_test: compare rows of the model, by every way to compute them, before the worker starts (seconds; where that
@@ -100,6 +103,7 @@ class RolloutConfig:
     revision: str | None = None
     dequantize: bool = False
     self_test: bool | None = None
+    digest_key: DigestKey | None = field(default=None, repr=False)
     exact: bool = True
 
     def __post_init__(self) -> None:
@@ -129,6 +133,7 @@ class RolloutConfig:
         if self.revision is not None and not (isinstance(self.revision, str) and self.revision):
             raise ValueError(f"revision must be a non-empty string or None, got {shown(self.revision)}")
         check_bool("dequantize", self.dequantize)
+        self._check_digest_key()
         check_bool("exact", self.exact)
         check_bool("enforce_eager", self.enforce_eager)
         for name, given in (("async_scheduling", self.async_scheduling), ("self_test", self.self_test)):
@@ -216,6 +221,14 @@ class RolloutConfig:
             raise ValueError(f"state_cache_gb must be a number of at least 0, got {shown(given)}")
         if not self.enable_prefix_caching:
             raise ValueError(f"state_cache_gb={given} needs enable_prefix_caching=True")
+
+    def _check_digest_key(self) -> None:
+        if self.digest_key is None:
+            return
+        if not isinstance(self.digest_key, DigestKey):
+            raise ValueError(f"digest_key must be a DigestKey or None, got {type(self.digest_key).__name__}")
+        if not self.enable_prefix_caching:
+            raise ValueError("digest_key needs enable_prefix_caching=True: without it no block is named")
 
     def _take_plain_values(self) -> None:
         """Replace NumPy's scalars by Python's; what is neither is left for the checks to name."""

@@ -18,6 +18,10 @@ class WorkerLostError(WorkerStateError):
     """The process that the worker ran in died or does not answer; what it was generating is lost."""
 
 
+class NoReplicaError(WorkerStateError):
+    """No replica of the fleet takes requests now; says why each does not."""
+
+
 class NonFiniteLogitsError(RuntimeError):
     """The model gave NaN or infinite logits for this request; the other requests are not concerned."""
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from samebit.rollout.adapters.loading import AdapterKeywords
+    from samebit.rollout.cache.publishing.journal import CacheJournal, CacheSnapshot
     from samebit.rollout.worker_interface import UpdateKeywords
 
 
@@ -336,9 +337,22 @@ class RolloutWorker(Closing):
         """Return the tags that sleep."""
         return self._status.sleeping
 
+    @property
+    def has_weights(self) -> bool:
+        """Return whether its weights are there: awake, and complete."""
+        return self._status.incomplete is None and "weights" not in self.sleeping
+
     def after_steps(self, listener: Callable[[], None]) -> None:
         """Call it in the generation thread after each step, for as long as the worker lives. It must not wait."""
         self._thread.after_steps(listener)
+
+    def open_cache_journal(self, incarnation: int) -> CacheJournal:
+        """Note from now on what the prefix cache can hit and what no longer, for a reader in any thread."""
+        return self._thread.run(lambda engine: engine.cache.open_journal(incarnation))
+
+    def cache_snapshot(self, journal: CacheJournal) -> CacheSnapshot:
+        """Return all that the prefix cache can hit, as a message of the journal that is open."""
+        return self._thread.run(lambda engine: engine.cache.snapshot(journal))
 
     def stats(self) -> dict[str, float]:
         """Return counters and sizes, read without the lock; see docs/reference.md for each."""

@@ -9,6 +9,7 @@ from samebit.rollout.cache.checkpoints.pool import CheckpointPool
 from samebit.rollout.cache.contract import Cache
 from samebit.rollout.cache.no_prefix_cache import NoPrefixCache
 from samebit.rollout.cache.prefix_cache import PrefixCache
+from samebit.rollout.keys.digest_key import DigestKey
 
 __all__ = ["NULL_BLOCK", "BlockPool", "Cache", "CacheManager", "NoPrefixCache", "PrefixCache", "build_cache"]
 
@@ -22,13 +23,15 @@ def build_cache(
     prefix_caching: bool = True,
     eviction_policy: str = "lru",
     checkpoints: CheckpointPool | None = None,
+    digest_key: DigestKey | None = None,
 ) -> Cache:
-    """Build the cache of a worker; `checkpoints` are those of a model with recurrent states."""
+    """Build the cache of a worker. checkpoints: of a model with recurrent states. digest_key: names its blocks."""
     if not prefix_caching:
         return NoPrefixCache(num_blocks, block_size, max_num_seqs, max_model_len)
     return PrefixCache(
-        num_blocks, block_size, max_num_seqs, max_model_len, eviction_policy=eviction_policy, checkpoints=checkpoints
-    )
+        num_blocks, block_size, max_num_seqs, max_model_len, eviction_policy=eviction_policy, checkpoints=checkpoints,
+        digest_key=digest_key,
+    )  # fmt: skip
 
 
 CacheManager = build_cache

@@ -26,6 +26,7 @@ from samebit.rollout.cache.block_tables import BlockTables
 from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointPool
 from samebit.rollout.cache.counters import CacheCounters
 from samebit.rollout.cache.held_prompts import HeldPrompts
+from samebit.rollout.cache.publishing.journal import CacheJournal, CacheSnapshot
 from samebit.rollout.requests.block_digests import PromptDigests
 from samebit.rollout.requests.request import IntArray, Request, Sequence
 
@@ -150,6 +151,15 @@ class Cache(ABC):
     def clear_index(self) -> list[Sequence]:
         """Make sure that nothing computed so far is hit again, as after a weight update; blocks and running sequences
         stay."""
+
+    @abstractmethod
+    def open_journal(self, incarnation: int) -> CacheJournal:
+        """Note from now on what can be hit and what no longer, in a new journal of this incarnation. What is there
+        already, `snapshot` says."""
+
+    @abstractmethod
+    def snapshot(self, journal: CacheJournal) -> CacheSnapshot:
+        """Return all that can be hit, as a message of the journal that is open."""
 
     @abstractmethod
     def sweep(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 
 from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointPool
 from samebit.rollout.cache.contract import Cache
+from samebit.rollout.cache.publishing.journal import CacheJournal, CacheSnapshot
 from samebit.rollout.requests.request import IntArray, Request, Sequence
 
 
@@ -61,6 +62,12 @@ class NoPrefixCache(Cache):
 
     def clear_index(self) -> list[Sequence]:
         return []
+
+    def open_journal(self, incarnation: int) -> CacheJournal:
+        return CacheJournal(incarnation, 0)
+
+    def snapshot(self, journal: CacheJournal) -> CacheSnapshot:
+        return journal.snapshot([])
 
     def sweep(self) -> None:
         pass

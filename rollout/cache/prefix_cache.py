@@ -21,6 +21,8 @@ from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointPool
 from samebit.rollout.cache.contract import Cache
 from samebit.rollout.cache.leaders import Leaders
 from samebit.rollout.cache.prefix_tree import CachedBlock, PrefixTree
+from samebit.rollout.cache.publishing.journal import CacheJournal, CacheSnapshot
+from samebit.rollout.keys.digest_key import DigestKey
 from samebit.rollout.requests.block_digests import ChainHasher, PromptDigests, TokenChain
 from samebit.rollout.requests.request import IntArray, Request, Sequence
 
@@ -33,7 +35,7 @@ SWEPT_PER_BLOCK = 2
 
 class PrefixCache(Cache):
     """Implements `Cache`, which says what each method is asked, with sharing. checkpoints: of a model with recurrent
-    states, None for another."""
+    states, None for another. digest_key: what blocks are named with, None for a key of its own."""
 
     shares_prompts = True
 
@@ -46,11 +48,12 @@ class PrefixCache(Cache):
         *,
         eviction_policy: str = "lru",
         checkpoints: CheckpointPool | None = None,
+        digest_key: DigestKey | None = None,
     ) -> None:
         pool = CheckpointPool(0, block_size, range(0)) if checkpoints is None else checkpoints
         super().__init__(num_blocks, block_size, max_num_seqs, max_model_len, pool)
         self.index = PrefixTree(num_blocks, block_size)
-        self.hasher = ChainHasher(block_size)
+        self.hasher = ChainHasher(block_size, digest_key)
         self.entries: dict[Sequence, CacheEntry] = {}
         self.leaders = Leaders()
         self.policy = ResumePolicy(self.leaders)
@@ -182,6 +185,14 @@ class PrefixCache(Cache):
         self.pool.forget_kept()
         self.checkpoints.clear()
         return self.leaders.resign_all()
+
+    def open_journal(self, incarnation: int) -> CacheJournal:
+        journal = CacheJournal(incarnation, self.index.epoch)
+        self.index.note_in(journal)
+        return journal
+
+    def snapshot(self, journal: CacheJournal) -> CacheSnapshot:
+        return self.index.snapshot(journal)
 
     def sweep(self) -> None:
         self.index.sweep(SWEPT_PER_STEP)

@@ -2,19 +2,20 @@
 
 Invariants
 ----------
-* Equal digests mean equal tokens from position 0 on, under one salt and one adapter. The key is this process's own, so
-  no caller can prepare two prompts that collide; a hit compares the tokens all the same.
+* Equal digests mean equal tokens from position 0 on, under one salt and one adapter. The key is this cache's own, or
+  the secret of its fleet, so no caller can prepare two prompts that collide; a hit compares the tokens all the same.
 * Only full blocks have a digest, and each is computed once: a chain is kept and extended.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from samebit.rollout.keys.digest_key import DigestKey
 
 DIGEST_BYTES = 16
 _TOKEN = np.dtype(np.int32)
@@ -30,9 +31,9 @@ class PromptDigests(NamedTuple):
 class ChainHasher:
     """Names blocks by keyed BLAKE2b, 128 bits, chained over blocks of `block_size` tokens."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, key: DigestKey | None = None) -> None:
         self.block_size = block_size
-        self._key = os.urandom(DIGEST_BYTES)
+        self._key = (DigestKey() if key is None else key).reveal()
 
     def root(self, cache_salt: str | None, adapter: int = 0) -> bytes:
         """Return what the first block under this salt and the adapter of this number follows; 0 for no adapter."""
@@ -44,6 +45,12 @@ class ChainHasher:
         """Name the full blocks of a prompt."""
         root = self.root(cache_salt, adapter)
         return PromptDigests(root, self.extend(root, tokens))
+
+    def whole(self, named: PromptDigests, tokens: npt.NDArray[np.int64]) -> bytes:
+        """Name a prompt with all of its tokens, those behind its full blocks too."""
+        last = named.blocks[-1] if named.blocks else named.root
+        tail = tokens[len(named.blocks) * self.block_size :].astype(_TOKEN).tobytes()
+        return hashlib.blake2b(last + tail, key=self._key, digest_size=DIGEST_BYTES, person=b"whole").digest()
 
     def extend(self, parent: bytes, tokens: npt.NDArray[np.int64]) -> list[bytes]:
         """Return the digests of the full blocks among `tokens`, which follow the block `parent`."""

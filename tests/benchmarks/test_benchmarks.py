@@ -16,6 +16,7 @@ from transformers import Qwen3MoeConfig
 from samebit.benchmarks import (
     cache_growth,
     decode_step,
+    fleet,
     gpu,
     gpu_experts,
     hybrid,
@@ -394,3 +395,20 @@ def test_lora_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = lora.measure(sizes, "fp32")
     titles = ("decode_tax", "shared_decode_tax", "prefill_tax")
     assert metrics.keys() == {f"{title}_{count}" for title in titles for count in (1, 3)}
+
+
+def test_fleet_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the router is judged by, on one seed: it skips what one cache would, evenly, and leaves a full replica."""
+    monkeypatch.setattr(fleet, "SEEDS", range(1))
+    metrics = fleet.prefixes()
+    assert metrics["skipped_of_one_cache_router"].value >= 0.95
+    assert metrics["load_over_even_router"].value <= 1.2
+    assert metrics["skipped_of_one_cache_random"].value < 0.9
+    monkeypatch.setattr(fleet, "POLICIES", ("router", "least_loaded", "sticky"))
+    limited = fleet.one_at_its_limit()
+    assert limited["throughput_of_best_router"].value >= 0.9
+    assert limited["throughput_of_best_sticky"].value < 0.5
+    assert limited["share_that_left_the_limited_replica"].value > 0.5
+    many = fleet.many(1600)
+    assert many["requests_64_replicas"].value == 1600
+    assert many["shadow_blocks_64_replicas"].value > 0

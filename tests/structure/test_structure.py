@@ -16,7 +16,7 @@ FLOORS = {
     "samebit": ["kernels weight_sync", "rollout", "recipes", "benchmarks"],
     "samebit.kernels": ["openmp", "layout", "cpu triton", "ops", "binding"],
     "samebit.rollout": [
-        "errors checks guard",
+        "errors checks guard keys",
         "config sampling_params",
         "requests outputs",
         "cache",
@@ -27,7 +27,7 @@ FLOORS = {
         "worker_interface build",
         "worker",
         "async_worker",
-        "audit integrations",
+        "audit fleet integrations",
         "cli",
     ],
     "samebit.weight_sync": [

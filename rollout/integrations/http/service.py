@@ -19,20 +19,25 @@ from typing import Any, TypeVar
 from fastapi import Request
 from transformers import PreTrainedTokenizerBase
 
-from samebit.rollout.control.delivery import RequestHandle, StreamChunk
+from samebit.rollout.control.delivery import StreamChunk
 from samebit.rollout.errors import RequestError
 from samebit.rollout.integrations.http.admission import Admission
 from samebit.rollout.integrations.http.errors import ApiError
 from samebit.rollout.integrations.http.metrics.requests import RequestMetrics
 from samebit.rollout.integrations.http.openai.sessions import Sessions
+from samebit.rollout.integrations.http.served import ServedHandle, ServedWorker, replicas_of, submitted
 from samebit.rollout.integrations.http.settings import ServeSettings
 from samebit.rollout.integrations.http.step_hub import StallWatch, StepHub
 from samebit.rollout.integrations.http.versions import Versions
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
-from samebit.rollout.worker import RolloutWorker
 
 T = TypeVar("T")
+
+
+def session_of(request: Request) -> str | None:
+    """Return the name that the client has given its conversation, if any."""
+    return request.headers.get("x-session-id") or None
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,14 @@ class Prompt:
 class Asked:
     """Says what to run: prompts with the same parameters, under one id.
 
-    The worker knows the first prompt by that id, others by the id and their number.
+    The worker knows the first prompt by that id, others by the id and their number. session: the conversation, which a
+    fleet keeps on one replica.
     """
 
     id: str
     prompts: list[Prompt]
     params: SamplingParams
+    session: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -61,10 +68,10 @@ class Asked:
 
 
 class Service:
-    """Holds a worker and what stands between it and HTTP."""
+    """Holds a worker, or a fleet, and what stands between it and HTTP."""
 
     def __init__(
-        self, worker: RolloutWorker, settings: ServeSettings, name: str, tokenizer: PreTrainedTokenizerBase | None
+        self, worker: ServedWorker, settings: ServeSettings, name: str, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
         self.worker = worker
         self.settings = settings
@@ -74,10 +81,10 @@ class Service:
         self.sessions = Sessions(settings.max_sessions)
         self.versions = Versions()
         self.created = int(time.time())
-        self.admission = Admission(worker.config.max_num_seqs, settings.max_waiting)
+        self.admission = Admission(worker.config.max_num_seqs * replicas_of(worker), settings.max_waiting)
         self.stalls = StallWatch(settings.stall_seconds)
         self.metrics = RequestMetrics(name, worker.limits.max_model_len)
-        self.running: dict[str, list[RequestHandle]] = {}
+        self.running: dict[str, list[ServedHandle]] = {}
         self._hub = StepHub()
         worker.after_steps(self._hub.stepped)
 
@@ -103,11 +110,11 @@ class Service:
         return self.tokenizer
 
     @contextmanager
-    def submitted(self, asked: Asked) -> Iterator[list[RequestHandle]]:
+    def submitted(self, asked: Asked) -> Iterator[list[ServedHandle]]:
         """Run requests for the length of the block; what has not ended at its end is aborted."""
         if asked.id in self.running:
             raise ApiError(409, f"a request with the id {asked.id!r} is running", param="request_id")
-        handles: list[RequestHandle] = []
+        handles: list[ServedHandle] = []
         with self.admission.enter(asked.samples), self.metrics.counted(asked.params, len(asked.prompts)) as seen:
             self.running[asked.id] = handles
             try:
@@ -122,9 +129,9 @@ class Service:
                     self.worker.abort(left)
                 seen.ended(handles)
 
-    def _submit(self, prompt: Prompt, asked: Asked, name: str, index: int) -> RequestHandle:
+    def _submit(self, prompt: Prompt, asked: Asked, name: str, index: int) -> ServedHandle:
         try:
-            return self.worker.submit(prompt.token_ids, asked.params, name)
+            return submitted(self.worker, prompt.token_ids, asked.params, name, asked.session)
         except RequestError as error:
             where = f"prompt {index}: " if len(asked.prompts) > 1 else ""
             raise ApiError(400, f"{where}{error}") from error
@@ -134,7 +141,7 @@ class Service:
         with self.submitted(asked) as handles:
             return await self.while_there(request, self._results(handles))
 
-    async def _results(self, handles: Sequence[RequestHandle]) -> list[RequestOutput]:
+    async def _results(self, handles: Sequence[ServedHandle]) -> list[RequestOutput]:
         try:
             return await asyncio.wait_for(_all(handles), self.settings.request_seconds)
         except asyncio.TimeoutError as error:
@@ -149,7 +156,7 @@ class Service:
             headers={"x-should-retry": "false"},
         )
 
-    async def chunks(self, handles: Sequence[RequestHandle]) -> AsyncIterator[tuple[int, StreamChunk]]:
+    async def chunks(self, handles: Sequence[ServedHandle]) -> AsyncIterator[tuple[int, StreamChunk]]:
         """Yield new tokens of all these requests as they come, each with the number of its request."""
         if len(handles) == 1:
             async for chunks in self._paced(handles[0]):
@@ -158,7 +165,7 @@ class Service:
             return
         queue: asyncio.Queue[tuple[int, StreamChunk] | Exception | None] = asyncio.Queue()
 
-        async def follow(index: int, handle: RequestHandle) -> None:
+        async def follow(index: int, handle: ServedHandle) -> None:
             try:
                 async for chunks in self._paced(handle):
                     for chunk in chunks:
@@ -182,7 +189,7 @@ class Service:
             for task in tasks:
                 task.cancel()
 
-    async def _paced(self, handle: RequestHandle) -> AsyncIterator[list[StreamChunk]]:
+    async def _paced(self, handle: ServedHandle) -> AsyncIterator[list[StreamChunk]]:
         """Yield new tokens of one request, and observe the time between them."""
         last: float | None = None
         async for chunks in self._hub.chunks(handle):
@@ -208,7 +215,7 @@ class Service:
                     await task
 
 
-async def _all(handles: Sequence[RequestHandle]) -> list[RequestOutput]:
+async def _all(handles: Sequence[ServedHandle]) -> list[RequestOutput]:
     return [await handle.result_async() for handle in handles]
 
 

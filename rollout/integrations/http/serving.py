@@ -10,10 +10,12 @@ Invariants
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from logging import config as logging_config
 from types import FrameType
@@ -21,6 +23,8 @@ from types import FrameType
 import uvicorn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from samebit.rollout.fleet.fleet import Fleet
+from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.integrations.http.app import Doors, create_app
 from samebit.rollout.integrations.http.openai.tools import check_parser
 from samebit.rollout.integrations.http.service import Service
@@ -47,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         return UNUSABLE
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, _noted)
-    with service.worker:
+    with closing(service.worker):
         Server(service, sockets).run()
     return 0
 
@@ -71,9 +75,29 @@ def load(setup: Setup) -> Service:
     """Load model and tokenizer. Raises ValueError for what can not be served."""
     folder = model_folder(setup.model, setup.worker.revision)
     tokenizer = _tokenizer(str(folder)) if any((folder / name).exists() for name in _TOKENIZER_FILES) else None
+    one = setup.settings.replicas == 1
     check_parser(setup.settings.tool_call_parser, tokenizer)
-    worker = RolloutWorker(setup.model, config=setup.worker, tokenizer=tokenizer)
+    worker = RolloutWorker(setup.model, config=setup.worker, tokenizer=tokenizer) if one else fleet_of(setup)
     return Service(worker, setup.settings, setup.settings.served_model_name or setup.model, tokenizer)
+
+
+def fleet_of(setup: Setup) -> Fleet:
+    """Start the replicas, on a running Ray cluster or on one of this process alone.
+
+    Raises:
+        ValueError: Ray is not installed, its cluster is too small, or the model can not be served.
+    """
+    try:
+        from samebit.rollout.integrations.ray.local import connect
+    except ImportError as error:
+        raise ValueError(f"replicas={setup.settings.replicas}: {error}") from error
+    return connect(setup.settings.ray_address).start(
+        setup.model,
+        replicas=setup.settings.replicas,
+        config=setup.worker,
+        options=FleetOptions(resubmit=setup.settings.resubmit),
+        num_cpus=setup.settings.replica_cpus or max(1, (os.cpu_count() or 1) // setup.settings.replicas),
+    )
 
 
 def _tokenizer(folder: str) -> PreTrainedTokenizerBase:

@@ -46,6 +46,10 @@ class ServeSettings:
     weight_root: str | None = field(default=None, metadata={"help": "folder below which weight folders may lie"})
     tool_call_parser: str | None = field(default=None, metadata={"help": "how tool calls are read: hermes, template"})
     chat_template: str | None = field(default=None, metadata={"help": "file with a template to use for the model's"})
+    replicas: int = field(default=1, metadata={"help": "workers behind this front, in actors of Ray; 1 for none"})
+    replica_cpus: int | None = field(default=None, metadata={"help": "cores a replica (an even share)"})
+    ray_address: str | None = field(default=None, metadata={"help": "a running Ray cluster (one of its own)"})
+    resubmit: bool = field(default=False, metadata={"help": "requests of a dead replica go to another"})
     max_waiting: int = field(default=1024, metadata={"help": "samples that may wait; more are answered 429"})
     max_n: int = field(default=128, metadata={"help": "samples a prompt"})
     max_prompts: int = field(default=256, metadata={"help": "prompts a request"})
@@ -65,7 +69,7 @@ class ServeSettings:
         for name in ("port", "control_port"):
             if not 0 <= vars(self)[name] <= 65535:
                 raise ValueError(f"{name} must be from 0 to 65535, got {vars(self)[name]}")
-        for name in ("max_n", "max_prompts", "max_stops", "max_body_bytes", "shutdown_seconds"):
+        for name in ("max_n", "max_prompts", "max_stops", "max_body_bytes", "shutdown_seconds", "replicas"):
             if vars(self)[name] < 1:
                 raise ValueError(f"{name} must be at least 1, got {vars(self)[name]}")
         for name in ("max_waiting", "max_logprobs", "max_sessions"):
@@ -74,6 +78,11 @@ class ServeSettings:
         for name in ("request_seconds", "stall_seconds"):
             if vars(self)[name] is not None and not vars(self)[name] > 0:
                 raise ValueError(f"{name} must be above 0, got {vars(self)[name]}")
+        if self.replica_cpus is not None and self.replica_cpus < 1:
+            raise ValueError(f"replica_cpus must be at least 1, got {self.replica_cpus}")
+        for name in ("replica_cpus", "ray_address", "resubmit"):
+            if vars(self)[name] and self.replicas == 1:
+                raise ValueError(f"{name} is for several replicas, and replicas is 1")
         if self.control not in CONTROLS:
             raise ValueError(f"control must be one of {', '.join(CONTROLS)}, got {self.control!r}")
         if self.control == "token" and not self.control_token:
@@ -114,7 +123,9 @@ def read_setup(argv: Sequence[str], environment: Mapping[str, str] | None = None
 
 
 def _all_fields() -> dict[str, Field[Any]]:
-    return {one.name: one for kind in (ServeSettings, RolloutConfig) for one in fields(kind)}
+    every = {one.name: one for kind in (ServeSettings, RolloutConfig) for one in fields(kind)}
+    del every["digest_key"]  # a fleet draws its own
+    return every
 
 
 def _kind(one: Field[Any]) -> type:

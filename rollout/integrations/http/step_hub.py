@@ -13,7 +13,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
-from samebit.rollout.control.delivery import RequestHandle, StreamChunk, TokenReader
+from samebit.rollout.control.delivery import StreamChunk
+from samebit.rollout.integrations.http.served import Reader, ServedHandle
 
 
 class StepHub:
@@ -21,7 +22,7 @@ class StepHub:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[asyncio.Future[None], TokenReader] = {}
+        self._waiting: dict[asyncio.Future[None], Reader] = {}
         self._called = False
 
     def stepped(self) -> None:
@@ -37,7 +38,7 @@ class StepHub:
             if reader.ready and not future.done():
                 future.set_result(None)
 
-    async def chunks(self, handle: RequestHandle) -> AsyncIterator[list[StreamChunk]]:
+    async def chunks(self, handle: ServedHandle) -> AsyncIterator[list[StreamChunk]]:
         """Yield what comes, until the request ends. Raises what failed it."""
         loop = self._loop = asyncio.get_running_loop()
         reader = handle.reader()

@@ -1,4 +1,4 @@
-"""Run a rollout worker in a process of its own, as an actor of Ray.
+"""Run a rollout worker in a process of its own, as an actor of Ray, or several as a fleet (`RayFleet`).
 
 worker = RayWorker.start("path/to/model", num_cpus=2)
 outputs = worker.generate(prompts, SamplingParams(max_tokens=64))
@@ -16,11 +16,13 @@ from samebit.rollout.integrations.links import BroadcastFrom, BroadcastGroup, Sh
 from samebit.rollout.integrations.ray.actor import Health, RolloutActor
 from samebit.rollout.integrations.ray.calls import lost_worker, wait_for, wait_for_async
 from samebit.rollout.integrations.ray.client import RayRequestHandle, RayWorker, start_actor
+from samebit.rollout.integrations.ray.fleet import RayFleet
 
 __all__ = [
     "BroadcastFrom",
     "BroadcastGroup",
     "Health",
+    "RayFleet",
     "RayRequestHandle",
     "RayWorker",
     "RolloutActor",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from samebit.rollout.control.delivery import RequestHandle
+from samebit.rollout.integrations.http.served import ServedHandle
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 
@@ -30,7 +30,7 @@ class Seen:
 
     metrics: RequestMetrics
 
-    def ended(self, handles: Iterable[RequestHandle]) -> None:
+    def ended(self, handles: Iterable[ServedHandle]) -> None:
         """Observe what these requests gave."""
         for handle in handles:
             self.metrics.observe(handle)
@@ -90,7 +90,7 @@ class RequestMetrics:
         self.sync_bytes.inc(moved)
         self.synced_at = time.time()
 
-    def observe(self, handle: RequestHandle) -> None:
+    def observe(self, handle: ServedHandle) -> None:
         """Observe a request that has left the server."""
         if not handle.done:
             self._success.labels(*self._labels, "abort").inc()

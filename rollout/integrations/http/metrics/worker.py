@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from samebit.rollout.control.sleep import TAGS
+from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.integrations.http.metrics.requests import ENGINE, LABELS
+from samebit.rollout.integrations.http.served import numbers_of
 
 if TYPE_CHECKING:
     from samebit.rollout.integrations.http.service import Service
@@ -24,45 +26,81 @@ GAUGES = frozenset(
 """Names the numbers of `stats()` that are sizes of the moment; all others only grow."""
 
 
+FLEET_GAUGES = frozenset(
+    ("replicas", "replicas_open", "router_sessions", "router_groups", "router_shadow_blocks", "weight_version")
+)
+"""Names those of a fleet's own numbers."""
+
+Numbers = dict[str, dict[str, float]]
+
+
 class WorkerCollector(Collector):
-    """Gives the numbers of `worker.stats()`: under vLLM's names, and all of them as `samebit_*`."""
+    """Gives the numbers of `worker.stats()`: under vLLM's names, and all of them as `samebit_*`. The label `engine` is
+    the replica; what a fleet has as a whole, and a server, is under "0"."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._labels = (service.name, ENGINE)
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._service.worker.stats()
-        computed, skipped = stats["prefill_tokens_computed"], stats["prefill_tokens_skipped"]
-        used = (stats["blocks_total"] - stats["blocks_free"]) / stats["blocks_total"]
-        yield self._gauge("vllm:num_requests_running", "Samples that run.", stats["running"])
-        yield self._gauge("vllm:num_requests_waiting", "Samples that wait.", stats["waiting"])
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of blocks in use, from 0 to 1.", used)
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", computed + skipped)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", skipped)
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens, computed or found.", computed + skipped)
-        yield self._counter("vllm:prompt_tokens_cached", "Prompt tokens found.", skipped)
-        yield self._counter("vllm:generation_tokens", "Tokens sampled.", stats["output_tokens"])
-        yield self._counter("vllm:num_preemptions", "Preempted samples.", stats["preemptions"])
-        for name, value in stats.items():
-            family = self._gauge if name in GAUGES else self._counter
-            yield family(f"samebit_{name}", f"{name} of worker.stats().", value)
-        age = time.time() - self._service.metrics.synced_at
-        yield self._gauge("samebit_weight_age_seconds", "Since the last update of the weights.", age)
-        yield self._gauge("samebit_queue_samples", "Samples inside the queue's bound.", self._service.admission.inside)
-        yield self._counter("samebit_queue_refused", "Requests answered 429.", self._service.admission.refused)
-        yield self._gauge("samebit_paused", "1 while generation is paused.", self._service.worker.paused)
+        worker = self._service.worker
+        numbers = numbers_of(worker)
+        yield from self._of_vllm(numbers)
+        for name in next(iter(numbers.values()), {}):
+            values = {engine: stats[name] for engine, stats in numbers.items() if name in stats}
+            yield self._family(f"samebit_{name}", f"{name} of worker.stats().", values, gauge=name in GAUGES)
+        if isinstance(worker, Fleet):
+            yield from self._of_fleet(worker)
+        yield from self._of_server()
+
+    def _of_vllm(self, numbers: Numbers) -> Iterable[Metric]:
+        def gauge(name: str, says: str, value: Callable[[dict[str, float]], float]) -> Metric:
+            return self._family(name, says, {engine: value(stats) for engine, stats in numbers.items()}, gauge=True)
+
+        def counter(name: str, says: str, *parts: str) -> Metric:
+            values = {engine: sum(stats[part] for part in parts) for engine, stats in numbers.items()}
+            return self._family(name, says, values, gauge=False)
+
+        found, looked_up = "prefill_tokens_skipped", ("prefill_tokens_computed", "prefill_tokens_skipped")
+        yield gauge("vllm:num_requests_running", "Samples that run.", lambda stats: stats["running"])
+        yield gauge("vllm:num_requests_waiting", "Samples that wait.", lambda stats: stats["waiting"])
+        yield gauge("vllm:kv_cache_usage_perc", "Share of blocks in use, from 0 to 1.", _used)
+        yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", *looked_up)
+        yield counter("vllm:prefix_cache_hits", "Prompt tokens found.", found)
+        yield counter("vllm:prompt_tokens", "Prompt tokens, computed or found.", *looked_up)
+        yield counter("vllm:prompt_tokens_cached", "Prompt tokens found.", found)
+        yield counter("vllm:generation_tokens", "Tokens sampled.", "output_tokens")
+        yield counter("vllm:num_preemptions", "Preempted samples.", "preemptions")
+
+    def _of_fleet(self, fleet: Fleet) -> Iterable[Metric]:
+        takes = {name: float(takes) for name, takes in fleet.replicas.items()}
+        yield self._family("samebit_replica_open", "1 while this replica takes requests.", takes, gauge=True)
+        for name, value in fleet.fleet_stats().items():
+            says = f"{name} of fleet.stats()."
+            yield self._family(f"samebit_fleet_{name}", says, {ENGINE: value}, gauge=name in FLEET_GAUGES)
+
+    def _of_server(self) -> Iterable[Metric]:
+        service = self._service
+        age = time.time() - service.metrics.synced_at
+        inside, refused = service.admission.inside, service.admission.refused
+
+        def own(name: str, says: str, value: float, *, gauge: bool = True) -> Metric:
+            return self._family(name, says, {ENGINE: value}, gauge=gauge)
+
+        yield own("samebit_weight_age_seconds", "Since the last update of the weights.", age)
+        yield own("samebit_queue_samples", "Samples inside the queue's bound.", inside)
+        yield own("samebit_queue_refused", "Requests answered 429.", refused, gauge=False)
+        yield own("samebit_paused", "1 while generation is paused.", service.worker.paused)
         asleep = GaugeMetricFamily("samebit_sleeping", "1 while this memory is given back.", labels=(*LABELS, "tag"))
         for tag in TAGS:
-            asleep.add_metric((*self._labels, tag), tag in self._service.worker.sleeping)
+            asleep.add_metric((service.name, ENGINE, tag), tag in service.worker.sleeping)
         yield asleep
 
-    def _gauge(self, name: str, says: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, says, labels=LABELS)
-        family.add_metric(self._labels, value)
+    def _family(self, name: str, says: str, values: dict[str, float], *, gauge: bool) -> Metric:
+        family = (GaugeMetricFamily if gauge else CounterMetricFamily)(name, says, labels=LABELS)
+        for engine, value in values.items():
+            family.add_metric((self._service.name, engine), value)
         return family
 
-    def _counter(self, name: str, says: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, says, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
+
+def _used(stats: dict[str, float]) -> float:
+    return (stats["blocks_total"] - stats["blocks_free"]) / stats["blocks_total"]

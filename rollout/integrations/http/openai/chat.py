@@ -20,10 +20,8 @@ from samebit.rollout.integrations.http.openai.requests import ChatRequest, Messa
 from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
 from samebit.rollout.integrations.http.openai.sampling import of_chat
 from samebit.rollout.integrations.http.openai.tools import Parsed, ToolParser, make_parser
-from samebit.rollout.integrations.http.service import Asked, Prompt, Service
+from samebit.rollout.integrations.http.service import Asked, Prompt, Service, session_of
 from samebit.rollout.outputs import RequestOutput, SampleOutput
-
-SESSION = "x-session-id"
 
 
 async def chat(service: Service, asked: ChatRequest, request: Request) -> Response:
@@ -37,9 +35,9 @@ async def chat(service: Service, asked: ChatRequest, request: Request) -> Respon
         raise ApiError(
             400, "tools need a server that reads tool calls (--tool-call-parser), or tool_choice='none'", param="tools"
         )
-    session = request.headers.get(SESSION)
+    session = session_of(request)
     prompt = Prompt(await _prompt_ids(service, asked, session))
-    job = Asked(id=f"chatcmpl-{asked.request_id or uuid.uuid4().hex}", prompts=[prompt], params=params)
+    job = Asked(id=f"chatcmpl-{asked.request_id or uuid.uuid4().hex}", prompts=[prompt], params=params, session=session)
     answering = _Chat(service, asked, job, session)
     if asked.stream:
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)

@@ -19,7 +19,7 @@ from samebit.rollout.integrations.http.openai.prompts import completion_prompts
 from samebit.rollout.integrations.http.openai.requests import CompletionRequest
 from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
 from samebit.rollout.integrations.http.openai.sampling import of_completion
-from samebit.rollout.integrations.http.service import Asked, Prompt, Service
+from samebit.rollout.integrations.http.service import Asked, Prompt, Service, session_of
 from samebit.rollout.outputs import RequestOutput, SampleOutput
 from samebit.rollout.requests.tokenizer import decoded
 
@@ -33,7 +33,12 @@ async def complete(service: Service, asked: CompletionRequest, request: Request)
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options goes with stream=true", param="stream_options")
     prompts = await completion_prompts(service, asked)
-    job = Asked(id=f"cmpl-{asked.request_id or uuid.uuid4().hex}", prompts=prompts, params=params)
+    job = Asked(
+        id=f"cmpl-{asked.request_id or uuid.uuid4().hex}",
+        prompts=prompts,
+        params=params,
+        session=session_of(request),
+    )
     answering = _Completion(service, asked, job)
     if asked.stream:
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)

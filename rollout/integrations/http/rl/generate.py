@@ -20,7 +20,7 @@ from samebit.rollout.integrations.http.openai.logprobs import TokenTexts, Top, r
 from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
 from samebit.rollout.integrations.http.openai.sampling import check_cap, params_of
 from samebit.rollout.integrations.http.rl.requests import GenerateRequest
-from samebit.rollout.integrations.http.service import Asked, Prompt, Service
+from samebit.rollout.integrations.http.service import Asked, Prompt, Service, session_of
 from samebit.rollout.outputs import RequestOutput
 
 
@@ -84,7 +84,12 @@ async def generate(service: Service, asked: GenerateRequest, request: Request) -
         prompt_logprobs=wanted.prompt_logprobs,
         cache_salt=asked.cache_salt,
     )
-    job = Asked(id=asked.request_id or uuid.uuid4().hex, prompts=[Prompt(asked.token_ids)], params=params)
+    job = Asked(
+        id=asked.request_id or uuid.uuid4().hex,
+        prompts=[Prompt(asked.token_ids)],
+        params=params,
+        session=session_of(request),
+    )
     answering = _Generation(service, asked, job)
     if asked.stream:
         return EventStream(answering.events(), service.stalls, service.settings.request_seconds, service.too_late)

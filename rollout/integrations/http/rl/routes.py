@@ -15,6 +15,7 @@ from samebit.rollout.integrations.http.openai.routes import ERRORS
 from samebit.rollout.integrations.http.rl import requests
 from samebit.rollout.integrations.http.rl.generate import GenerateAnswer, generate
 from samebit.rollout.integrations.http.rl.weights import WeightTransfer
+from samebit.rollout.integrations.http.served import replicas_of
 from samebit.rollout.integrations.http.service import Service
 from samebit.rollout.integrations.links import Sources
 
@@ -171,7 +172,7 @@ def _add_weights(router: APIRouter, service: Service, inside: AsyncWorker) -> No
 
     @router.get("/get_world_size")
     async def world_size(include_dp: bool = True) -> Response:
-        return JsonAnswer({"world_size": 1})
+        return JsonAnswer({"world_size": replicas_of(service.worker)})
 
     @router.get("/server_info")
     async def server_info(config_format: Literal["json"] = "json") -> Response:
@@ -192,8 +193,9 @@ def _add_refused(router: APIRouter) -> None:
 
 def _server_info(service: Service) -> dict[str, Any]:
     """Return how the server is set up, under vLLM's names, and under samebit's."""
-    config, limits = service.worker.config, service.worker.limits
-    settings: dict[str, Any] = {name: _plain(value) for name, value in vars(config).items()}
+    config, limits, replicas = service.worker.config, service.worker.limits, replicas_of(service.worker)
+    shown = ((name, value) for name, value in vars(config).items() if name != "digest_key")
+    settings: dict[str, Any] = {name: _plain(value) for name, value in shown}
     return {
         "vllm_config": {
             "model_config": {
@@ -204,7 +206,7 @@ def _server_info(service: Service) -> dict[str, Any]:
                 "logprobs_mode": "processed_logprobs" if not config.exact else "exact: at the sampling temperature",
             },
             "cache_config": {"block_size": limits.block_size, "num_gpu_blocks": limits.num_blocks},
-            "parallel_config": {"tensor_parallel_size": 1, "data_parallel_size": 1, "world_size": 1},
+            "parallel_config": {"tensor_parallel_size": 1, "data_parallel_size": replicas, "world_size": replicas},
             "scheduler_config": {
                 "max_num_seqs": config.max_num_seqs,
                 "max_num_batched_tokens": config.max_num_batched_tokens,

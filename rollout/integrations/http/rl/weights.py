@@ -18,6 +18,7 @@ import torch
 from torch.distributed import BroadcastOptions, ProcessGroup
 
 from samebit.rollout.async_worker import AsyncWorker
+from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.integrations.http.errors import ApiError
 from samebit.rollout.integrations.http.metrics.requests import RequestMetrics
 from samebit.rollout.integrations.http.rl.requests import GlooInit, SharedMemoryInit, UpdateInfo
@@ -49,6 +50,8 @@ class WeightTransfer:
         async with self._turn:
             self._forget()
             if isinstance(info, SharedMemoryInit):
+                if isinstance(self._worker.worker, Fleet):
+                    raise ApiError(400, "shared memory reaches one process, and a fleet has several: use gloo")
                 self._link = SharedMemoryAt(info.address, info.timeout)
             else:
                 self._group = await self._worker.in_thread(lambda: _joined(info))

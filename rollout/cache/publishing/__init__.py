@@ -1,0 +1,1 @@
+"""Tell a router elsewhere which blocks can be hit: `journal`."""

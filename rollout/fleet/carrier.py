@@ -1,0 +1,160 @@
+"""Carry requests to replicas and their results back.
+
+Invariants
+----------
+* A request is counted in the router from before it is sent until it has ended.
+* Each ends once, with a result or an error by name; one whose replica died is sent to another if the fleet was asked
+  to, and no token of it was handed out yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from samebit.rollout.control.delivery import StreamChunk
+from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
+from samebit.rollout.fleet.crew import Crew, Member
+from samebit.rollout.fleet.handle import FleetHandle
+from samebit.rollout.fleet.places import Ticket
+from samebit.rollout.fleet.router import Prompt
+from samebit.rollout.guard import contained
+from samebit.rollout.sampling_params import SamplingParams
+
+
+@dataclass(eq=False)
+class Running:
+    """Is a request in flight; `member` runs it."""
+
+    handle: FleetHandle
+    prompt: list[int]
+    params: SamplingParams
+    asked: Prompt
+    ticket: Ticket
+    member: Member
+    cancelled: bool = False
+
+
+class Carrier:
+    """Knows the requests in flight. Any thread may call it."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._running: dict[str, Running] = {}
+        self._mutex = threading.Lock()
+        self._listeners: tuple[Callable[[], None], ...] = ()
+        self.resubmitted = 0
+        self.lost = 0
+        crew.on_tokens = self._feed
+
+    def send(self, request_id: str, prompt: list[int], params: SamplingParams, asked: Prompt) -> FleetHandle:
+        """Choose a replica for a request, and send it there.
+
+        Raises:
+            NoReplicaError: none takes requests now.
+            RequestError: a request with this id is running.
+        """
+        handle = FleetHandle(request_id, params.n, self.abort, self._follow)
+        with self._mutex:
+            if request_id in self._running:
+                raise RequestError(f"a request with the id {request_id!r} is running")
+            ticket = self._crew.router.route(asked)
+            member = self._crew.members[ticket.replica]
+            running = self._running[request_id] = Running(handle, prompt, params, asked, ticket, member)
+        try:
+            self._crew.spawn(self._run(running))
+        except WorkerStateError:
+            self._forget(running, computed=False)
+            raise
+        return handle
+
+    def abort(self, request_ids: str | list[str]) -> None:
+        """End these requests with what they have; those that have ended already stay so."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            running = self._running.get(request_id)
+            if running is not None:
+                running.cancelled = True
+                self._crew.spawn(self._tell(running, "abort"))
+
+    def after_steps(self, listener: Callable[[], None]) -> None:
+        """Call it after each feed with tokens. It must not wait."""
+        self._listeners = (*self._listeners, listener)
+
+    def fail_all(self, error: WorkerStateError) -> None:
+        """End all requests with an error."""
+        for running in list(self._running.values()):
+            self._forget(running, computed=False)
+            running.handle.fail(error)
+
+    @property
+    def num_running(self) -> int:
+        """Return how many requests are in flight."""
+        return len(self._running)
+
+    # -- on the loop -------------------------------------------------------------------------------
+
+    async def _run(self, running: Running) -> None:
+        """Run a request to its end."""
+        while True:
+            member, life = running.member, running.member.incarnation
+            try:
+                output = await member.port.run(running.prompt, running.params, running.handle.request_id)
+            except WorkerLostError as error:
+                await self._crew.lose(member, life, error)
+                if self._goes_on(running):
+                    continue
+                self.lost += 1
+                self._end(running, error)
+            except Exception as error:  # boundary: the request's caller raises it
+                self._end(running, error)
+            else:
+                self._forget(running, computed=True)
+                running.handle.finish(output)
+            return
+
+    def _goes_on(self, running: Running) -> bool:
+        """Choose another replica for a request whose own has died, if it may have one and there is one."""
+        if not self._crew.options.resubmit or running.handle.streamed or running.cancelled:
+            return False
+        self._crew.router.done(running.ticket, computed=False)
+        try:
+            running.ticket = self._crew.router.route(running.asked)
+        except WorkerStateError:
+            return False
+        running.member = self._crew.members[running.ticket.replica]
+        self.resubmitted += 1
+        if running.handle.followed:
+            self._crew.keep(self._tell(running, "follow"))
+        return True
+
+    async def _tell(self, running: Running, what: str) -> None:
+        """Say something of a request to the replica that runs it; one that is dead needs no telling."""
+        with contained(f"{what} at a replica"):
+            try:
+                await running.member.port.command(what, running.handle.request_id)
+            except WorkerLostError:
+                return
+
+    def _follow(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None:
+            self._crew.spawn(self._tell(running, "follow"))
+
+    def _feed(self, tokens: list[tuple[str, list[StreamChunk]]]) -> None:
+        for request_id, chunks in tokens:
+            running = self._running.get(request_id)
+            if running is not None:
+                running.handle.feed(chunks)
+        if tokens:
+            for listener in self._listeners:
+                with contained("a listener of the feeds"):
+                    listener()
+
+    def _end(self, running: Running, error: Exception) -> None:
+        self._forget(running, computed=False)
+        running.handle.fail(error)
+
+    def _forget(self, running: Running, *, computed: bool) -> None:
+        self._running.pop(running.handle.request_id, None)
+        self._crew.router.done(running.ticket, computed=computed)

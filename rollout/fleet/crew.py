@@ -1,0 +1,277 @@
+"""Keep the replicas of a fleet: start them, listen to them, notice that one is dead or silent, start it again.
+
+Invariants
+----------
+* Everything here happens on one event loop, in a thread of the fleet's own; nothing there waits for a lock.
+* A replica takes requests only while it is known to live, to speak, and to have the fleet's weights.
+* A replica that was started again is paused, asleep and of the weights as the fleet is, before it takes requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from samebit.rollout.control.delivery import StreamChunk
+from samebit.rollout.errors import WorkerLostError, WorkerStateError
+from samebit.rollout.fleet.options import FleetOptions
+from samebit.rollout.fleet.port import Feed, Introduction, ReplicaPort, ReplicaState
+from samebit.rollout.fleet.router import Router
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+DEAD, SILENT, TROUBLE, BEHIND = "dead", "silent", "trouble", "behind"
+"""Name the reasons for which a replica takes no requests."""
+
+
+@dataclass(eq=False)
+class Member:
+    """Is a replica as the fleet sees it. incarnation: counts its lives. stats: its numbers as of the last feed."""
+
+    name: str
+    port: ReplicaPort
+    state: ReplicaState
+    pid: int
+    incarnation: int = 1
+    alive: bool = True
+    starting: bool = False
+    restarts: int = 0
+    stats: dict[str, float] = field(default_factory=dict)
+    listening: asyncio.Task[None] | None = None
+
+
+@dataclass
+class Wanted:
+    """Says how all replicas shall be, so that one that comes later is too. asleep: tags and their level."""
+
+    paused: bool = False
+    asleep: dict[str, int] = field(default_factory=dict)
+
+
+class Crew:
+    """Holds the replicas. start: makes the port of one, with its model loaded; it may wait. limit: samples that a
+    replica runs at once."""
+
+    def __init__(self, start: Callable[[str], ReplicaPort], count: int, limit: int, options: FleetOptions) -> None:
+        self.options = options
+        self.wanted = Wanted()
+        self.members: dict[str, Member] = {}
+        self.restarts = 0
+        self.catch_up: Callable[[Member], Coroutine[Any, Any, None]]
+        self.on_tokens: Callable[[list[tuple[str, list[StreamChunk]]]], None]
+        self._start = start
+        self._limit = limit
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="samebit-fleet", daemon=True)
+        self._thread.start()
+        try:
+            self.introduction = self._start_all(count)
+        except BaseException:
+            self._end_loop()
+            raise
+        self.router = Router(self.introduction.limits.block_size, options.router)
+
+    @property
+    def closed(self) -> bool:
+        """Return whether it has ended."""
+        return self._closed
+
+    # -- calls from other threads ------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Listen to all replicas, and let them take requests."""
+        for member in self.members.values():
+            self.router.add(member.name, self._limit)
+            self.wait(self._listen_to(member))
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the fleet's loop and wait for it."""
+        return self.spawn(work).result()
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the fleet's loop."""
+        if self._closed:
+            work.close()
+            raise WorkerStateError("the fleet is closed")
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def living(self) -> list[Member]:
+        """Return the replicas that are not known to be dead."""
+        return [member for member in self.members.values() if member.alive]
+
+    def command(self, name: str, *args: Any, **options: Any) -> list[Any]:
+        """Call a method of all living replicas at once, and wait. Raises the first error of one that lives."""
+        return self.wait(self._command_all(name, args, options))
+
+    def close(self) -> None:
+        """End all replicas and the loop."""
+        if not self._closed:
+            ended = self.spawn(self._stop())
+            self._closed = True
+            ended.result()
+            self._end_loop()
+
+    # -- on the loop -------------------------------------------------------------------------------
+
+    async def lose(self, member: Member, life: int, error: WorkerLostError) -> None:
+        """Note that a replica has died in this life, and start it again; the first call counts."""
+        if self._closed or not member.alive or member.starting or member.incarnation != life:
+            return
+        member.alive = False
+        logger.warning("replica %s has died: %s", member.name, error)
+        self.router.remove(member.name)
+        self.router.add(member.name, self._limit)
+        self.router.close(member.name, DEAD, "its process has died")
+        self.keep(self._restart(member))
+
+    async def refresh(self, member: Member) -> None:
+        """Bring up to date what is known of a replica."""
+        self._take(member, await member.port.command("state"))
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine beside the others."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _start_all(self, count: int) -> Introduction:
+        names = [str(number) for number in range(count)]
+        with ThreadPoolExecutor(count) as threads:
+            starting = {name: threads.submit(self._start, name) for name in names}
+        errors = [error for one in starting.values() if (error := one.exception()) is not None]
+        ports = {name: one.result() for name, one in starting.items() if one.exception() is None}
+        if not errors:
+            told = {name: self.wait(port.begin(1)) for name, port in ports.items()}
+            self.members = {name: Member(name, ports[name], told[name].state, told[name].pid) for name in names}
+            return told[names[0]]
+        for port in ports.values():
+            self.wait(port.stop())
+        raise errors[0]
+
+    async def _command_all(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
+        async def one(member: Member) -> Any:
+            life = member.incarnation
+            try:
+                answer = await member.port.command(name, *args, **options)
+                await self.refresh(member)
+            except WorkerLostError as error:
+                await self.lose(member, life, error)
+                return error
+            return answer
+
+        answers = await asyncio.gather(*(one(member) for member in self.living()), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, WorkerLostError):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, WorkerLostError)]
+
+    async def _listen_to(self, member: Member) -> None:
+        """Learn what a replica has cached, and listen from then on."""
+        self.router.replace(member.name, await member.port.snapshot())
+        self._take(member, member.state)
+        member.stats = await member.port.command("stats")
+        member.listening = self.loop.create_task(self._listen(member))
+
+    async def _listen(self, member: Member) -> None:
+        life, port = member.incarnation, member.port
+        try:
+            while True:
+                feed = await self._next_feed(member, port)
+                self.router.reopen(member.name, SILENT)
+                member.stats = feed.stats
+                self._take(member, feed.state)
+                for news in feed.news:
+                    if not self.router.apply(member.name, news):
+                        self.router.replace(member.name, await port.snapshot())
+                        break
+                self.on_tokens(feed.tokens)
+        except WorkerLostError as error:
+            await self.lose(member, life, error)
+
+    async def _next_feed(self, member: Member, port: ReplicaPort) -> Feed:
+        waiting = asyncio.ensure_future(port.feed())
+        waiting.add_done_callback(_hear)
+        try:
+            done, _ = await asyncio.wait((waiting,), timeout=self.options.silent_seconds)
+            if not done:
+                why = f"it has said nothing for {self.options.silent_seconds:g} s"
+                logger.warning("replica %s takes no requests: %s", member.name, why)
+                self.router.close(member.name, SILENT, why)
+            return await waiting
+        finally:
+            waiting.cancel()
+
+    def _take(self, member: Member, state: ReplicaState) -> None:
+        """Note how a replica is, unless something later is known."""
+        if state.stamp < member.state.stamp:
+            return
+        member.state = state
+        if state.trouble is None:
+            self.router.reopen(member.name, TROUBLE)
+        else:
+            self.router.close(member.name, TROUBLE, state.trouble)
+
+    async def _restart(self, member: Member) -> None:
+        """Start a replica again, as often as it may be."""
+        await member.port.stop()
+        while member.restarts < self.options.max_restarts and not self._closed:
+            member.restarts += 1
+            self.restarts += 1
+            member.starting = True
+            try:
+                await self._begin_again(member)
+            except Exception as error:  # boundary: whatever it is, the fleet goes on without this replica
+                member.alive = False
+                logger.warning("replica %s could not be started again: %s", member.name, error)
+                continue
+            finally:
+                member.starting = False
+            logger.info("replica %s was started again", member.name)
+            return
+        why = f"its process has died, and max_restarts={self.options.max_restarts} is used up"
+        self.router.close(member.name, DEAD, why)
+        logger.error("replica %s is given up: %s", member.name, why)
+
+    async def _begin_again(self, member: Member) -> None:
+        member.port = await self.loop.run_in_executor(None, self._start, member.name)
+        member.incarnation += 1
+        told = await member.port.begin(member.incarnation)
+        member.state, member.pid = told.state, told.pid
+        member.alive = True  # before it catches up: an update that comes after that reaches it
+        await self.catch_up(member)
+        if self.wanted.paused:
+            await member.port.command("pause", "keep")
+        for level in set(self.wanted.asleep.values()):
+            tags = tuple(tag for tag, wanted in self.wanted.asleep.items() if wanted == level)
+            await member.port.command("sleep", tags, level)
+        await self.refresh(member)
+        await self._listen_to(member)
+        self.router.reopen(member.name, DEAD)
+
+    async def _stop(self) -> None:
+        doing = [*self._tasks, *(member.listening for member in self.members.values() if member.listening is not None)]
+        for task in doing:
+            task.cancel()
+        await asyncio.gather(*doing, return_exceptions=True)
+        await asyncio.gather(*(member.port.stop() for member in self.members.values()), return_exceptions=True)
+
+    def _end_loop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+def _hear(feed: asyncio.Future[Feed]) -> None:
+    """Take note of the error of a feed that nobody waits for any more: the fleet closes."""
+    if not feed.cancelled():
+        feed.exception()

@@ -1,0 +1,333 @@
+"""Offer the calls of one worker, made of several: `Fleet`.
+
+Invariants
+----------
+* What a request samples does not depend on where it runs: one that brings no seed gets one of its own here, from the
+  seed of the config and its number.
+* A command reaches all replicas that live; those that come later are brought to the same state.
+* What is wrong with a request raises here, before it is sent anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from samebit.rollout.checks import check_positive_int
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.control.intake import paired
+from samebit.rollout.control.sleep import TAGS, check_sleep, check_tags
+from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
+from samebit.rollout.fleet.carrier import Carrier
+from samebit.rollout.fleet.crew import Crew
+from samebit.rollout.fleet.handle import FleetHandle
+from samebit.rollout.fleet.options import FleetOptions
+from samebit.rollout.fleet.port import ReplicaPort
+from samebit.rollout.fleet.router import Prompt
+from samebit.rollout.fleet.weights import FleetWeights
+from samebit.rollout.keys.digest_key import DigestKey
+from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.requests.block_digests import ChainHasher
+from samebit.rollout.requests.request import IntArray
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.weight_sync import SyncReport
+from samebit.weight_sync.closing import Closing
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from samebit.rollout.worker_interface import UpdateKeywords
+
+
+class _Checked(NamedTuple):
+    prompt: IntArray
+    params: SamplingParams
+
+
+class Fleet(Closing):
+    """Is a worker to its callers. `RayFleet.start` makes one of actors.
+
+    start: makes the port of the replica of this name, from the config given, with its model loaded. It runs in a thread
+    and may wait; it is called again to replace a replica that has died. host: where replicas reach this process.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[str, RolloutConfig], ReplicaPort],
+        replicas: int,
+        *,
+        config: RolloutConfig | None = None,
+        options: FleetOptions | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        check_positive_int("replicas", replicas)
+        given = RolloutConfig() if config is None else config
+        if given.digest_key is not None:
+            raise ValueError("a fleet draws its digest key itself: leave digest_key=None in the config")
+        key = DigestKey() if given.enable_prefix_caching else None
+        inner = replace(given, digest_key=key)
+        self._crew = Crew(
+            lambda name: start(name, inner),
+            replicas,
+            given.max_num_seqs,
+            FleetOptions() if options is None else options,
+        )
+        try:
+            told = self._crew.introduction
+            self.limits = told.limits
+            self.eos_token_ids = told.eos_token_ids
+            self.config = replace(given, block_size=told.limits.block_size)
+            self._hasher = None if key is None else ChainHasher(told.limits.block_size, key)
+            self._carrier = Carrier(self._crew)
+            self._weights = FleetWeights(self._crew, host)
+            self._crew.begin()
+        except BaseException:
+            self._crew.close()
+            raise
+        self._numbers = itertools.count()
+        self._turn = threading.Lock()
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Sample from each prompt and wait; the results are in the order of the prompts.
+
+        If a request fails, the rest of this call is aborted and its error is raised.
+        """
+        handles: list[FleetHandle] = []
+        results: list[RequestOutput] = []
+        try:
+            self._send_all(prompts, params, handles)
+            results.extend(handle.result() for handle in handles)
+        finally:
+            self.abort([handle.request_id for handle in handles[len(results) :]])
+        return results
+
+    async def generate_async(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Do as `generate` for asyncio; cancelling it aborts its requests."""
+        handles: list[FleetHandle] = []
+        results: list[RequestOutput] = []
+        try:
+            self._send_all(prompts, params, handles)
+            for handle in handles:
+                results.append(await handle.result_async())
+        finally:
+            self.abort([handle.request_id for handle in handles[len(results) :]])
+        return results
+
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        session: str | None = None,
+    ) -> FleetHandle:
+        """Queue one prompt. session: names a conversation, whose turns go to one replica while that is not saturated.
+
+        Raises:
+            RequestError: it can not be taken, or one with this id is running.
+            NoReplicaError: no replica takes requests now.
+        """
+        for name, value in (("request_id", request_id), ("session", session)):
+            if value is not None and not (isinstance(value, str) and value):
+                raise RequestError(f"{name} must be a non-empty string or None, got {value!r}")
+        return self._send(self._checked(prompt, SamplingParams() if params is None else params), request_id, session)
+
+    def submit_all(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+    ) -> list[FleetHandle]:
+        """Queue prompts; the handles are in their order. A bad one raises before anything is sent."""
+        handles: list[FleetHandle] = []
+        try:
+            self._send_all(prompts, params, handles)
+        except WorkerStateError:
+            self.abort([handle.request_id for handle in handles])
+            raise
+        return handles
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End these requests with what they have so far; those that are finished already stay so."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        if not all(isinstance(request_id, str) for request_id in ids):
+            raise RequestError(f"request ids are strings, got {ids!r}")
+        self._carrier.abort(ids)
+
+    def after_steps(self, listener: Callable[[], None]) -> None:
+        """Call it when tokens have come for somebody who streams, for as long as the fleet lives. It must not wait."""
+        self._carrier.after_steps(listener)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> int:
+        return self._weights.version
+
+    def receive_weights(self, source: object = None, **options: Unpack[UpdateKeywords]) -> SyncReport:
+        """Bring new weights to all replicas: from a module, a dict of tensors or a `WeightStream` in this process, or a
+        folder that every replica can read. The keywords are those of `UpdateOptions`.
+
+        A replica that fails where others do not takes no requests until it has the weights from another. An update that
+        a replica's death has broken is made again for the others, except from a `WeightStream`, which can be read once.
+        """
+        return self._weights.receive(source, options)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, cast: bool = False) -> SyncReport:
+        """Bring a full update from a state dict to all replicas; `cast` as in `receive_weights`."""
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"load_state_dict takes a dict of tensors, got {type(state_dict).__name__}")
+        return self.receive_weights(state_dict, cast=cast)
+
+    # -- memory and control ------------------------------------------------------------------------
+
+    def sleep(self, tags: str | Iterable[str] = TAGS, level: int = 1) -> None:
+        """Release memory on all replicas, as `RolloutWorker.sleep`."""
+        named = check_sleep(tags, level, shared=False)
+        with self._turn:
+            self._crew.wanted.asleep.update(dict.fromkeys(named, level))
+            self._crew.command("sleep", tuple(named), level)
+
+    def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
+        """Take the memory again on all replicas."""
+        named = check_tags(TAGS if tags is None else tags)
+        with self._turn:
+            for tag in named:
+                self._crew.wanted.asleep.pop(tag, None)
+            self._crew.command("wake_up", tuple(named))
+        self._weights.mend()
+
+    def pause(self, mode: str = "keep") -> None:
+        """Stand still until `resume()`, on all replicas, as `RolloutWorker.pause`."""
+        with self._turn:
+            self._crew.command("pause", mode)
+            self._crew.wanted.paused = True
+
+    def resume(self) -> None:
+        with self._turn:
+            self._crew.wanted.paused = False
+            self._crew.command("resume")
+
+    @property
+    def paused(self) -> bool:
+        """Return whether the fleet stands still until `resume()`."""
+        return self._crew.wanted.paused
+
+    @property
+    def sleeping(self) -> tuple[str, ...]:
+        """Return the tags that sleep."""
+        return tuple(self._crew.wanted.asleep)
+
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        """Make sure that nothing computed so far is hit again, on any replica."""
+        self._crew.command("reset_prefix_cache", recompute_running=recompute_running)
+
+    # -- how it is ---------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> dict[str, bool]:
+        """Return the replicas by name, and whether each takes requests now."""
+        closed = self._crew.router.closed()
+        return {name: name not in closed for name in self._crew.members}
+
+    def stats(self) -> dict[str, float]:
+        """Return the numbers of all living replicas added up, asked for now; those of the router; and of the fleet."""
+        total: dict[str, float] = {}
+        for one in self._crew.command("stats"):
+            for name, value in one.items():
+                total[name] = total.get(name, 0) + value
+        return {**total, **self.fleet_stats()}
+
+    def replica_stats(self) -> dict[str, dict[str, float]]:
+        """Return the numbers of each replica as of its last feed, at most about a second old; nobody is asked."""
+        return {name: dict(member.stats) for name, member in self._crew.members.items()}
+
+    def last_stats(self) -> dict[str, float]:
+        """Return what `stats` does, of the numbers of `replica_stats`."""
+        total: dict[str, float] = {}
+        for one in self.replica_stats().values():
+            for name, value in one.items():
+                total[name] = total.get(name, 0) + value
+        return {**total, **self.fleet_stats()}
+
+    def fleet_stats(self) -> dict[str, float]:
+        """Return the numbers of the fleet and its router; nobody is asked."""
+        return {
+            "weight_version": self.weight_version,
+            "replicas": len(self._crew.members),
+            "replicas_open": sum(self.replicas.values()),
+            "replica_restarts": self._crew.restarts,
+            "requests_resubmitted": self._carrier.resubmitted,
+            "requests_lost": self._carrier.lost,
+            **self._crew.router.stats(),
+        }
+
+    def check_usable(self) -> None:
+        """Raise `WorkerLostError` if no replica is alive, `WorkerStateError` if the fleet is closed."""
+        if self._crew.closed:
+            raise WorkerStateError("the fleet is closed")
+        if not self._crew.living():
+            raise WorkerLostError(f"no replica is alive: {self._crew.router.closed()}")
+
+    def trouble(self) -> str | None:
+        """Say why a request would be refused now; None if a replica would take it."""
+        closed = self._crew.router.closed()
+        if self._crew.closed:
+            return "the fleet is closed"
+        if len(closed) < len(self._crew.members):
+            return None
+        return "no replica takes requests now: " + "; ".join(f"{name}: {why}" for name, why in closed.items())
+
+    def close(self) -> None:
+        """Stop all replicas; pending requests fail. Closing twice is fine."""
+        self._carrier.fail_all(WorkerStateError("the fleet was closed"))
+        self._crew.close()
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _checked(self, prompt: object, params: SamplingParams) -> _Checked:
+        ids = self.limits.check_prompt(prompt)
+        self.limits.check_params(params, len(ids))
+        if params.adapter is not None:
+            raise RequestError(f"a fleet has no adapters, got adapter={params.adapter!r}")
+        return _Checked(ids, params)
+
+    def _send_all(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | list[SamplingParams] | None,
+        handles: list[FleetHandle],
+    ) -> None:
+        good: list[_Checked] = []
+        given, each, _ = paired(prompts, params)
+        for index, (prompt, wanted) in enumerate(zip(given, each, strict=True)):
+            try:
+                good.append(self._checked(prompt, wanted))
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}" if len(given) > 1 else str(error)) from error
+        for one in good:
+            handles.append(self._send(one, None, None))
+
+    def _send(self, checked: _Checked, request_id: str | None, session: str | None) -> FleetHandle:
+        number = next(self._numbers)
+        ids, params = checked
+        if params.seed is None:
+            params = replace(params, seed=_seed(self.config.seed, number))
+        asked = Prompt((), len(ids), params.n, None, session)
+        if self._hasher is not None:
+            named = self._hasher.prompt(params.cache_salt, ids)
+            asked = Prompt(named.blocks, len(ids), params.n, self._hasher.whole(named, ids), session)
+        return self._carrier.send(request_id or f"request-{number}", ids.tolist(), params, asked)
+
+
+def _seed(base: int, number: int) -> int:
+    """Return the seed of the request with this number: 63 bits that no two requests share but by chance."""
+    digest = hashlib.blake2b(base.to_bytes(8, "little") + number.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

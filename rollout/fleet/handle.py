@@ -1,0 +1,181 @@
+"""Hold the caller's end of a request that a fleet runs.
+
+Invariants
+----------
+* It ends exactly once: with its result, or with an error by name.
+* Its streams read tokens as they come, from the first one. What the feeds had not brought when the result came, the
+  result brings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from samebit.rollout.control.delivery import StreamChunk
+from samebit.rollout.outputs import RequestOutput, SampleOutput
+
+
+class FleetHandle:
+    """Stands for a request. Safe to use from several threads."""
+
+    def __init__(
+        self, request_id: str, samples: int, cancel: Callable[[str], None], follow: Callable[[str], None]
+    ) -> None:
+        self.request_id = request_id
+        self._cancel = cancel
+        self._follow = follow
+        self._ended: Future[RequestOutput] = Future()
+        self.num_samples = samples
+        self._seen = [0] * samples
+        self._open = set(range(samples))
+        self._chunks: list[StreamChunk] = []
+        self._changed = threading.Condition()
+        self._followed = False
+
+    @property
+    def done(self) -> bool:
+        return self._ended.done()
+
+    @property
+    def streamed(self) -> bool:
+        """Return whether tokens were handed to a stream."""
+        return bool(self._chunks)
+
+    @property
+    def followed(self) -> bool:
+        """Return whether somebody streams."""
+        return self._followed
+
+    def cancel(self) -> None:
+        """Abort the request; `result()` then gives what it had, with finish_reason "abort"."""
+        self._cancel(self.request_id)
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Wait for the end. Raises what failed the request, or TimeoutError (the request goes on)."""
+        try:
+            return self._ended.result(timeout)
+        except FutureTimeoutError as error:
+            if self._ended.done():
+                raise
+            raise TimeoutError(f"request {self.request_id!r} is not finished after {timeout} s") from error
+
+    async def result_async(self) -> RequestOutput:
+        """Do as `result()` for asyncio. Cancelling it cancels the request."""
+        try:
+            return await asyncio.shield(asyncio.wrap_future(self._ended))
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call it once when the request has ended, or here if it has. It must not wait."""
+        self._ended.add_done_callback(lambda _: callback())
+
+    def reader(self) -> FleetReader:
+        """Return a reader of the tokens, from the first one; it never waits."""
+        if not self._followed:
+            self._followed = True
+            self._follow(self.request_id)
+        return FleetReader(self)
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        """Yield new tokens as they come, over all samples; ends with the request."""
+        reader = self.reader()
+        while not reader.ended:
+            with self._changed:
+                self._changed.wait_for(lambda: reader.ready)
+            yield from reader.read()
+
+    # -- the fleet's side --------------------------------------------------------------------------
+
+    def feed(self, chunks: list[StreamChunk]) -> None:
+        """Take new tokens."""
+        with self._changed:
+            if not self._ended.done():
+                for chunk in chunks:
+                    self._take(chunk)
+            self._changed.notify_all()
+
+    def finish(self, output: RequestOutput) -> None:
+        """End with a result."""
+        with self._changed:
+            for sample in output.samples:
+                if sample.index in self._open:
+                    self._take(_rest(sample, self._seen[sample.index]))
+        self._ended.set_result(output)
+        self._notify()
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        self._ended.set_exception(error)
+        self._notify()
+
+    def chunks(self, start: int) -> list[StreamChunk]:
+        """Return what came, from chunk `start` on. Raises what failed the request."""
+        if self._ended.done() and (error := self._ended.exception()) is not None:
+            raise error
+        return self._chunks[start:]
+
+    @property
+    def failed(self) -> bool:
+        """Return whether it has ended with an error."""
+        return self._ended.done() and self._ended.exception() is not None
+
+    @property
+    def num_chunks(self) -> int:
+        """Return how many chunks have come."""
+        return len(self._chunks)
+
+    def _take(self, chunk: StreamChunk) -> None:
+        self._seen[chunk.sample] += len(chunk.token_ids)
+        if chunk.finished:
+            self._open.discard(chunk.sample)
+        self._chunks.append(chunk)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+class FleetReader:
+    """Reads the tokens of a request as they come, in any thread, one reader at a time."""
+
+    def __init__(self, handle: FleetHandle) -> None:
+        self._handle = handle
+        self._read = 0
+        self._open = handle.num_samples
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the last chunk of every sample was read."""
+        return self._open == 0
+
+    @property
+    def ready(self) -> bool:
+        """Return whether `read` has something to give."""
+        return self._handle.num_chunks > self._read or self._handle.failed
+
+    def read(self) -> list[StreamChunk]:
+        """Return what came since the last call. Raises what failed the request."""
+        chunks = self._handle.chunks(self._read)
+        self._read += len(chunks)
+        self._open -= sum(chunk.finished for chunk in chunks)
+        return chunks
+
+
+def _rest(sample: SampleOutput, seen: int) -> StreamChunk:
+    """Return the last chunk of a sample of which `seen` tokens were streamed."""
+    return StreamChunk(
+        sample=sample.index,
+        token_ids=sample.token_ids[seen:],
+        logprobs=sample.logprobs[seen:],
+        finished=True,
+        finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
+        weight_versions=sample.weight_versions,
+        top_logprobs=None if sample.top_logprobs is None else sample.top_logprobs[seen:],
+    )

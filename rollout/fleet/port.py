@@ -1,0 +1,82 @@
+"""Say what the front of a fleet asks of a replica, wherever that runs, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from samebit.rollout.cache.publishing.journal import CacheNews, CacheSnapshot
+from samebit.rollout.control.delivery import StreamChunk
+from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.requests.limits import RequestLimits
+from samebit.rollout.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class ReplicaState:
+    """Says how a replica is. stamp: later states have higher ones. trouble: why a request would be refused now."""
+
+    stamp: int
+    weight_version: int
+    trouble: str | None
+    paused: bool
+    sleeping: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """Says what a replica is, once it has loaded its model."""
+
+    pid: int
+    limits: RequestLimits
+    eos_token_ids: tuple[int, ...]
+    state: ReplicaState
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Holds what has happened at a replica since the feed before.
+
+    tokens: new ones of the requests that are followed, by their ids.
+    """
+
+    state: ReplicaState
+    stats: dict[str, float]
+    news: list[CacheNews] = field(default_factory=list)
+    tokens: list[tuple[str, list[StreamChunk]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Says where a replica gives its weights to one other, as rank 0 of a group of two."""
+
+    host: str
+    port: int
+
+
+class ReplicaPort(Protocol):
+    """Carries calls to one replica, from the fleet's event loop. All raise `WorkerLostError` once it is dead."""
+
+    async def begin(self, incarnation: int) -> Introduction:
+        """Begin to note what is cached, under this number of the replica's life."""
+        ...
+
+    async def run(self, prompt: list[int], params: SamplingParams, request_id: str) -> RequestOutput: ...
+
+    async def follow(self, request_id: str) -> None:
+        """Let the feeds hold the tokens of a request, from its first one."""
+        ...
+
+    async def feed(self) -> Feed:
+        """Wait until there is something to tell, or a second has passed."""
+        ...
+
+    async def snapshot(self) -> CacheSnapshot: ...
+
+    async def command(self, name: str, *args: Any, **options: Any) -> Any:
+        """Call a method of `ReplicaSide` by its name."""
+        ...
+
+    async def stop(self) -> None:
+        """End the replica, whatever it is doing."""
+        ...

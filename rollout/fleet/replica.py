@@ -1,0 +1,156 @@
+"""Run the side of a replica: a worker that tells its fleet's front what it has cached and what it has sampled.
+
+Invariants
+----------
+* One feed is open at a time, and holds everything since the one before: tokens at once, what is cached and the numbers
+  at most twenty times a second. A step costs the generation thread at most one call into the loop, and none while there
+  is nothing to tell.
+* Nobody waits for the reader of a feed: the journal is bounded, and tokens stay in their sequences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import Future
+from contextlib import suppress
+
+from samebit.rollout.async_worker import AsyncWorker
+from samebit.rollout.cache.publishing.journal import CacheJournal, CacheSnapshot
+from samebit.rollout.control.delivery import RequestHandle, StreamChunk, TokenReader
+from samebit.rollout.errors import WorkerStateError
+from samebit.rollout.fleet.port import Feed, Introduction, Offer, ReplicaState
+from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.worker import RolloutWorker
+from samebit.weight_sync import BroadcastSender, WeightStream, gloo_group, listening_store
+
+HEARTBEAT = 1.0
+CALM = 0.05
+
+
+class ReplicaSide(AsyncWorker):
+    """Offers what `ReplicaPort` carries. Everything but `_stepped` happens on its event loop."""
+
+    _journal: CacheJournal | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+    _stamp = 0
+    _told = True
+
+    async def begin(self, incarnation: int, host: str = "127.0.0.1") -> Introduction:
+        """Begin to tell. host: where others reach this process.
+
+        Raises:
+            WorkerStateError: it has begun already.
+        """
+        worker = self.rollout
+        if self._journal is not None:
+            raise WorkerStateError("this replica belongs to a fleet already")
+        self._host = host
+        self._handles: dict[str, RequestHandle] = {}
+        self._readers: dict[str, TokenReader] = {}
+        self._something = asyncio.Event()
+        self._offered: Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._journal = await self.in_thread(lambda: worker.open_cache_journal(incarnation))
+        worker.after_steps(self._stepped)
+        return Introduction(os.getpid(), worker.limits, worker.eos_token_ids, await self.state())
+
+    @property
+    def rollout(self) -> RolloutWorker:
+        """Return the worker. Raises `WorkerStateError` before a model is loaded."""
+        worker = self.worker
+        if not isinstance(worker, RolloutWorker):
+            raise WorkerStateError(f"a replica runs a RolloutWorker, not a {type(worker).__name__}")
+        return worker
+
+    async def run_followed(self, prompt: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
+        """Generate one request, whose tokens the feeds hold once it is followed."""
+        handle = self._handles[request_id] = self.rollout.submit(prompt, params, request_id)
+        try:
+            return await handle.result_async()
+        finally:
+            del self._handles[request_id]
+
+    async def follow(self, request_id: str) -> None:
+        """Let the feeds hold the tokens of a request; one that has ended needs none."""
+        handle = self._handles.get(request_id)
+        if handle is not None:
+            self._readers[request_id] = handle.reader()
+            self._something.set()
+
+    async def feed(self) -> Feed:
+        """Wait until there is something to tell, or a second has passed."""
+        self._told = False  # first: a step that ends from here on is noticed
+        if not self._has_news():
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._something.wait(), HEARTBEAT)
+        if not self._tokens_are_ready():
+            await asyncio.sleep(CALM)
+        self._something.clear()
+        self._told = True
+        journal, news = self._opened(), []
+        while (message := journal.take()) is not None:
+            news.append(message)
+        return Feed(await self.state(), self.rollout.stats(), news, self._new_tokens())
+
+    async def snapshot(self) -> CacheSnapshot:
+        journal = self._opened()
+        return await self.in_thread(lambda: self.rollout.cache_snapshot(journal))
+
+    async def state(self) -> ReplicaState:
+        """Say how the worker is now."""
+        worker = self.rollout
+        self._stamp += 1
+        return ReplicaState(self._stamp, worker.weight_version, worker.trouble(), worker.paused, tuple(worker.sleeping))
+
+    async def offer_weights(self, timeout: float) -> Offer:
+        """Give the weights, as they are, to the one process that joins the group; `weights_given` waits for that."""
+        worker = self.rollout
+        if not worker.has_weights:
+            raise WorkerStateError("this replica has no weights to give: they sleep, or are incomplete")
+        store = listening_store(self._host)
+
+        def give() -> None:
+            with BroadcastSender(gloo_group(store, 0, 2, timeout=timeout), timeout=timeout) as sender:
+                sender.send(WeightStream.of(worker.module))
+
+        self._offered = self._threads.submit(give)
+        return Offer(self._host, store.port)
+
+    async def weights_given(self) -> None:
+        """Wait until the offered weights were taken. Raises what went wrong."""
+        if self._offered is None:
+            raise WorkerStateError("no weights were offered")
+        await asyncio.wrap_future(self._offered)
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _opened(self) -> CacheJournal:
+        if self._journal is None:
+            raise WorkerStateError("this replica belongs to no fleet")
+        return self._journal
+
+    def _stepped(self) -> None:
+        """Note that a step has ended. In the generation thread."""
+        if not self._told and self._loop is not None and self._has_news():
+            self._told = True
+            with suppress(RuntimeError):  # the loop was closed
+                self._loop.call_soon_threadsafe(self._something.set)
+
+    def _has_news(self) -> bool:
+        return self._opened().pending or self._tokens_are_ready()
+
+    def _tokens_are_ready(self) -> bool:
+        return any(reader.ready for reader in list(self._readers.values()))
+
+    def _new_tokens(self) -> list[tuple[str, list[StreamChunk]]]:
+        """Take what is new. A request that has failed, or ended, is followed no longer: its result tells the rest."""
+        found = []
+        for name, reader in list(self._readers.items()):
+            if name not in self._handles:
+                del self._readers[name]
+            elif reader.ready:
+                with suppress(Exception):  # boundary: the request's own result raises it
+                    found.append((name, reader.read()))
+        return found

@@ -1,0 +1,203 @@
+"""Bring new weights to all replicas of a fleet.
+
+Invariants
+----------
+* All replicas are given one version. From the first that has it, those that have not take no new requests until they
+  do; one that fails is brought up to date by another, or started again.
+* An update that no replica took changes nothing, and raises why.
+* One pass over the weights serves all: the front is rank 0 of a group of gloo, whose broadcast is a tree.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from samebit.rollout.errors import NoReplicaError, WorkerLostError
+from samebit.rollout.fleet.crew import BEHIND, Crew, Member
+from samebit.rollout.integrations.links import BroadcastGroup
+from samebit.rollout.worker_interface import UpdateOptions
+from samebit.weight_sync import (
+    BroadcastSender,
+    SyncBrokenError,
+    SyncRefusedError,
+    SyncReport,
+    WeightStream,
+    gloo_group,
+    listening_store,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class FleetWeights:
+    """Knows the version of the fleet's weights. host: where replicas reach this process."""
+
+    def __init__(self, crew: Crew, host: str) -> None:
+        self._crew = crew
+        self._host = host
+        self._turn = threading.Lock()
+        self._timeout = crew.options.sync_timeout
+        self.version = max(member.state.weight_version for member in crew.members.values())
+        crew.catch_up = self.catch_up
+
+    def receive(self, source: object, given: Mapping[str, Any]) -> SyncReport:
+        """Take new weights, in the caller's thread: reading them may be a collective.
+
+        Raises:
+            TypeError: the source is none of a module, a dict, a `WeightStream` and a folder; or an unknown option.
+            ValueError: the version is not above the current one.
+            NoReplicaError: all replicas are dead.
+        """
+        asked = UpdateOptions.of(given)
+        if not isinstance(source, str | Path | nn.Module | Mapping | WeightStream):
+            raise TypeError(
+                "a fleet takes weights from a module, a dict of tensors, a WeightStream or a folder with "
+                f"*.safetensors, not from {type(source).__name__}"
+            )
+        with self._turn:
+            version = self.version + 1 if asked.version is None else asked.version
+            if version <= self.version:
+                raise ValueError(f"version must be above the current one ({self.version}), got {version}")
+            options = {**vars(asked), "version": version}
+            outcomes = self._everywhere(source, options)
+            return self._settled(outcomes, version)
+
+    def mend(self) -> None:
+        """Let replicas that lack the fleet's weights try to get them."""
+        for member in self._crew.living():
+            if member.state.weight_version != self.version:
+                self._crew.wait(self._behind(member))
+
+    async def catch_up(self, member: Member) -> None:
+        """Give a replica the fleet's weights, from another that has them. Without one, it takes no requests.
+
+        Raises:
+            WorkerLostError: the replica has died meanwhile.
+        """
+        await self._crew.loop.run_in_executor(None, self._turn.acquire)
+        try:
+            await self._catch_up(member)
+        finally:
+            self._turn.release()
+
+    async def _catch_up(self, member: Member) -> None:
+        if member.state.weight_version == self.version:
+            self._crew.router.reopen(member.name, BEHIND)
+            return
+        name, why = member.name, f"its weights are of version {member.state.weight_version}, not {self.version}"
+        self._crew.router.close(name, BEHIND, why)
+        for giver in self._crew.living():
+            if giver is member or giver.state.weight_version != self.version or "weights" in giver.state.sleeping:
+                continue
+            try:
+                offer = await giver.port.command("offer_weights", self._timeout)
+                link = BroadcastGroup(offer.host, offer.port, 1, 2, self._timeout)
+                await member.port.command("receive_weights", link, version=self.version)
+                await giver.port.command("weights_given")
+                await self._crew.refresh(member)
+            except Exception as error:  # boundary: another may have them
+                logger.warning("replica %s did not get its weights from %s: %s", name, giver.name, error)
+                continue
+            self._crew.router.reopen(name, BEHIND)
+            return
+        logger.warning("replica %s takes no requests: %s, and no other can give them now", name, why)
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _everywhere(self, source: object, options: dict[str, Any]) -> dict[Member, SyncReport | Exception]:
+        """Give the weights to all. A broadcast that a death has broken is made again, if the source can be read twice;
+        what each replica said last is returned."""
+        while True:
+            members = self._crew.living()
+            if not members:
+                raise NoReplicaError("no replica is alive to take weights")
+            if isinstance(source, str | Path):
+                return self._waited({one: self._begin(one, str(source), options) for one in members})
+            outcomes = self._broadcast(source, members, options)
+            died = any(isinstance(one, WorkerLostError) for one in outcomes.values())
+            taken = any(isinstance(one, SyncReport) for one in outcomes.values())
+            if taken or not died or isinstance(source, WeightStream):
+                return outcomes
+            logger.warning("a replica died during an update of the weights; the others get them again")
+
+    def _broadcast(
+        self, source: object, members: list[Member], options: dict[str, Any]
+    ) -> dict[Member, SyncReport | Exception]:
+        store, size = listening_store(self._host), len(members) + 1
+        receiving = {
+            member: self._begin(member, BroadcastGroup(self._host, store.port, rank, size, self._timeout), options)
+            for rank, member in enumerate(members, 1)
+        }
+        broken: Exception | None = None
+        try:
+            group = gloo_group(store, 0, size, timeout=self._timeout)
+            with BroadcastSender(group, timeout=self._timeout) as sender:
+                sender.send(source)
+        except (SyncBrokenError, SyncRefusedError) as error:
+            broken = error  # a replica's own error says more
+        outcomes = self._waited(receiving)
+        if broken is not None and all(isinstance(one, SyncReport) for one in outcomes.values()):
+            raise broken
+        return outcomes
+
+    def _begin(self, member: Member, source: object, options: dict[str, Any]) -> Future[SyncReport]:
+        return self._crew.spawn(self._take(member, source, options))
+
+    async def _take(self, member: Member, source: object, options: dict[str, Any]) -> SyncReport:
+        life = member.incarnation
+        try:
+            report: SyncReport = await member.port.command("receive_weights", source, **options)
+            await self._crew.refresh(member)
+        except WorkerLostError as error:
+            await self._crew.lose(member, life, error)
+            raise
+        finally:
+            self._compare(options["version"])
+        return report
+
+    def _compare(self, version: int) -> None:
+        """Let those without the newest weights wait for them, once one has them."""
+        if any(member.state.weight_version == version for member in self._crew.living()):
+            for member in self._crew.living():
+                if member.state.weight_version == version:
+                    self._crew.router.reopen(member.name, BEHIND)
+                else:
+                    why = f"its weights are of version {member.state.weight_version}, not {version}"
+                    self._crew.router.close(member.name, BEHIND, why)
+
+    def _waited(self, receiving: dict[Member, Future[SyncReport]]) -> dict[Member, SyncReport | Exception]:
+        outcomes: dict[Member, SyncReport | Exception] = {}
+        for member, future in receiving.items():
+            error = future.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            outcomes[member] = future.result() if error is None else error
+        return outcomes
+
+    def _settled(self, outcomes: dict[Member, SyncReport | Exception], version: int) -> SyncReport:
+        """Return a report; those that failed where others did not are brought up to date."""
+        reports = [one for one in outcomes.values() if isinstance(one, SyncReport)]
+        if not reports:
+            errors = [one for one in outcomes.values() if isinstance(one, Exception)]
+            telling = [one for one in errors if not isinstance(one, WorkerLostError | SyncBrokenError)]
+            raise (telling or errors)[0]
+        self.version = version
+        for member, outcome in outcomes.items():
+            if isinstance(outcome, Exception) and not isinstance(outcome, WorkerLostError):
+                logger.warning("replica %s did not take version %d: %s", member.name, version, outcome)
+                self._crew.spawn(self._behind(member))
+        return reports[0]
+
+    async def _behind(self, member: Member) -> None:
+        life = member.incarnation
+        try:
+            await self.catch_up(member)
+        except WorkerLostError as error:
+            await self._crew.lose(member, life, error)

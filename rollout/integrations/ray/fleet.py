@@ -1,0 +1,124 @@
+"""Put a fleet's replicas into actors of Ray: `RayFleet`.
+
+Invariants
+----------
+* The fleet's digest key is pickled in one call, the one that loads a replica's model.
+* The actors belong to the process that started them: when that ends, however it ends, Ray ends them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from samebit.rollout.cache.publishing.journal import CacheSnapshot
+from samebit.rollout.checks import check_positive_int
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.fleet.fleet import Fleet
+from samebit.rollout.fleet.options import FleetOptions
+from samebit.rollout.fleet.port import Feed, Introduction
+from samebit.rollout.fleet.replica import ReplicaSide
+from samebit.rollout.integrations.ray.actor import RolloutActor
+from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
+from samebit.rollout.integrations.ray.client import MOST_CALLS, start_actor
+from samebit.rollout.keys.digest_key import handed_over
+from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.sampling_params import SamplingParams
+
+
+class FleetActor(ReplicaSide, RolloutActor):
+    """Is a replica in an actor."""
+
+    async def begin(self, incarnation: int, host: str | None = None) -> Introduction:
+        return await super().begin(incarnation, _this_node() if host is None else host)
+
+
+class RayPort:
+    """Carries calls to a `FleetActor`."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    async def begin(self, incarnation: int) -> Introduction:
+        told: Introduction = await wait_for_async(self.actor.begin.remote(incarnation))
+        return told
+
+    async def run(self, prompt: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
+        output: RequestOutput = await wait_for_async(self.actor.run_followed.remote(prompt, params, request_id))
+        return output
+
+    async def follow(self, request_id: str) -> None:
+        await wait_for_async(self.actor.follow.remote(request_id))
+
+    async def feed(self) -> Feed:
+        feed: Feed = await wait_for_async(self.actor.feed.remote())
+        return feed
+
+    async def snapshot(self) -> CacheSnapshot:
+        snapshot: CacheSnapshot = await wait_for_async(self.actor.snapshot.remote())
+        return snapshot
+
+    async def command(self, name: str, *args: Any, **options: Any) -> Any:
+        return await wait_for_async(getattr(self.actor, name).remote(*args, **options))
+
+    async def stop(self) -> None:
+        ray.kill(self.actor)
+
+
+class RayFleet(Fleet):
+    """Is a worker made of actors: `RolloutWorker`'s calls, over several replicas behind one router."""
+
+    @classmethod
+    def start(
+        cls,
+        model: str | Path,
+        *,
+        replicas: int,
+        config: RolloutConfig | None = None,
+        options: FleetOptions | None = None,
+        num_cpus: int = 1,
+        **actor_options: Any,
+    ) -> RayFleet:
+        """Start the replicas and load a model folder in each. Ray must be running (`ray.init`).
+
+        num_cpus: cores that Ray reserves for each, and threads that it computes with unless the config says.
+        actor_options: Ray's own, as in `.options()`, of each actor.
+
+        Raises:
+            ValueError: the cluster has too few cores; what building a `RolloutWorker` raises.
+        """
+        check_positive_int("replicas", replicas)
+        check_positive_int("num_cpus", num_cpus)
+        for name in ("name", "max_restarts", "lifetime"):
+            if name in actor_options:
+                raise ValueError(f"a fleet names, restarts and ends its actors itself: leave out {name}")
+        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        cores = resources.get("CPU", 0)
+        if cores < replicas * num_cpus:
+            raise ValueError(
+                f"{replicas} replicas of {num_cpus} cores need {replicas * num_cpus}, and the Ray cluster has {cores:g}"
+            )
+        threads = None if config is None else config.num_threads
+
+        def begin(name: str, inner: RolloutConfig) -> RayPort:
+            actor = start_actor(
+                FleetActor, num_cpus=num_cpus, num_threads=threads, max_concurrency=MOST_CALLS, **actor_options
+            )
+            try:
+                with handed_over():
+                    loading = actor.load.remote(str(model), inner)
+                wait_for(loading)
+            except BaseException:
+                ray.kill(actor)
+                raise
+            return RayPort(actor)
+
+        return cls(begin, replicas, config=config, options=options, host=_this_node())
+
+
+def _this_node() -> str:
+    """Return the address at which other nodes reach this one."""
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address

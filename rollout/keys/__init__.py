@@ -1,0 +1,1 @@
+"""Hold what is secret: the key that a fleet's block digests are made with (`digest_key`)."""

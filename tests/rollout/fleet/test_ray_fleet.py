@@ -1,0 +1,215 @@
+"""Replicas in actors of Ray: the bits of one worker, weights for all, and death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+ray = pytest.importorskip("ray")
+
+from samebit.kernels import bind, token_logprobs  # noqa: E402
+from samebit.rollout import ModelLoadError, RolloutConfig, SamplingParams, WorkerLostError  # noqa: E402
+from samebit.rollout.fleet.options import FleetOptions  # noqa: E402
+from samebit.rollout.integrations.http.service import Service  # noqa: E402
+from samebit.rollout.integrations.http.serving import Server, open_sockets  # noqa: E402
+from samebit.rollout.integrations.http.settings import read_setup  # noqa: E402
+from samebit.rollout.integrations.ray import RayFleet  # noqa: E402
+
+from ...patience import HANG, wait_until  # noqa: E402
+from ..http.served import NAME, build_folder, byte_tokenizer  # noqa: E402
+
+CONFIG = RolloutConfig(max_num_seqs=8, num_blocks=400, seed=3, num_threads=1)
+PROMPTS = [[1], [2, 3, 4], list(range(5, 22)), list(range(30, 80))]
+
+
+def soak(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that starts processes of its own."""
+    few = pytest.mark.skipif("SAMEBIT_SOAK_CASES" not in os.environ, reason="starts a process: make soak")
+    return pytest.mark.soak(few(test))
+
+
+LONG = SamplingParams(max_tokens=1900, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_folder(tmp_path_factory.mktemp("model"))
+
+
+def model_of(folder: Path, seed: int | None = None) -> LlamaForCausalLM:
+    """The folder's model, or one of other weights."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    if seed is not None:
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(model.config)
+    return model
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="ray-") as temporary:
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+            configure_logging=False,
+            _temp_dir=temporary,
+        )
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def fleet(cluster: None, folder: Path) -> Iterator[RayFleet]:
+    with RayFleet.start(folder, replicas=2, config=CONFIG, options=FleetOptions(sync_timeout=30)) as one:
+        yield one
+
+
+def differing(model: torch.nn.Module, outputs: list, temperature: float) -> int:
+    """How many tokens have another log-probability than the trainer computes."""
+    found = 0
+    for output in outputs:
+        for sample in output.samples:
+            ids = torch.tensor([output.prompt_token_ids + sample.token_ids])
+            with torch.no_grad():
+                scores = token_logprobs(model, ids, temperature=temperature)[0, len(output.prompt_token_ids) - 1 :]
+            found += int((scores != torch.tensor(sample.logprobs)).sum())
+    return found
+
+
+def test_its_bits_are_the_trainers_before_and_after_an_update(fleet: RayFleet, folder: Path) -> None:
+    params = SamplingParams(n=2, max_tokens=9, temperature=0.7)
+    outputs = fleet.generate(PROMPTS * 2, params)
+    assert differing(bind(model_of(folder)), outputs, 0.7) == 0
+    before = {output.request_id: [s.token_ids for s in output.samples] for output in outputs}
+    new = model_of(folder, 1)
+    report = fleet.receive_weights(new)
+    assert report.version == fleet.weight_version == 1
+    again = fleet.generate(PROMPTS * 2, params)
+    assert differing(bind(new), again, 0.7) == 0
+    assert [s.token_ids for output in again for s in output.samples] not in list(before.values())
+    assert {span[2] for output in again for sample in output.samples for span in sample.weight_versions} == {1}
+
+
+def test_a_conversation_is_found_in_the_cache_and_streams(fleet: RayFleet) -> None:
+    tokens = list(range(1, 60))
+    for turn in range(3):
+        handle = fleet.submit(tokens, SamplingParams(max_tokens=20, ignore_eos=True), session="talk")
+        streamed = [token for chunk in handle for token in chunk.token_ids]
+        output = handle.result(HANG)
+        assert streamed == output.samples[0].token_ids
+        if turn:
+            assert output.num_cached_tokens >= len(tokens) - 32
+        tokens = tokens + streamed + [turn]
+    assert fleet.stats()["router_sessions_moved"] == 0
+
+
+def test_commands_reach_all_actors(fleet: RayFleet) -> None:
+    fleet.pause()
+    handle = fleet.submit([1, 2], SamplingParams(max_tokens=3))
+    fleet.resume()
+    assert handle.result(HANG)
+    fleet.sleep(level=1)
+    fleet.wake_up()
+    fleet.reset_prefix_cache()
+    assert len(fleet.generate(PROMPTS, SamplingParams(max_tokens=3))) == len(PROMPTS)
+    assert fleet.stats()["replicas_open"] == 2
+
+
+def test_a_server_in_front_of_a_fleet(fleet: RayFleet, folder: Path) -> None:
+    """Bits, streams, sessions, control, and numbers by replica."""
+    setup = read_setup([str(folder), "--port", "0", "--control-port", "0", "--control", "loopback"], {})
+    service = Service(fleet, setup.settings, NAME, byte_tokenizer())
+    server = Server(service, sockets := open_sockets(setup.settings))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    base, control = (f"http://127.0.0.1:{one.getsockname()[1]}" for one in sockets.all)
+    try:
+        with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client, httpx.Client() as http:
+            body = {"token_ids": [5] * 40, "sampling_params": {"max_tokens": 9, "logprobs": 0, "ignore_eos": True}}
+            choice = http.post(f"{base}/inference/v1/generate", json=body).json()["choices"][0]
+            found = [one["logprob"] for one in choice["logprobs"]["content"]]
+            exact = fleet.submit([5] * 40 + choice["token_ids"], SamplingParams(max_tokens=1, prompt_logprobs=0))
+            assert torch.equal(torch.tensor(found), torch.tensor(exact.result(HANG).prompt_logprobs[40:]))
+            asked = {"model": NAME, "prompt": [9] * 50, "max_tokens": 12, "seed": 3}
+            whole = client.completions.create(**asked).choices[0].text
+            stream = client.completions.create(**asked, stream=True, extra_headers={"X-Session-ID": "talk"})
+            assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == whole
+            assert http.get(f"{base}/health").status_code == http.get(f"{base}/readiness").status_code == 200
+            assert http.get(f"{control}/get_world_size").json() == {"world_size": 2}
+            shown = http.get(f"{control}/server_info").text
+            assert "digest_key" not in shown
+            assert http.post(f"{control}/sleep").status_code == 200
+            assert http.post(f"{base}/v1/completions", json=asked).status_code == 503
+            assert http.get(f"{control}/is_sleeping").json()["is_sleeping"]
+            assert http.post(f"{control}/wake_up").status_code == 200
+            info = {"init_info": {"backend": "shared_memory", "address": "x"}}
+            refused = http.post(f"{control}/init_weight_transfer_engine", json=info)
+            assert (refused.status_code, "a fleet has several" in refused.text) == (400, True)
+            wait_until(lambda: fleet.last_stats()["running"] == 0)
+            text = http.get(f"{base}/metrics").text
+            for engine in ("0", "1"):
+                assert f'samebit_replica_open{{engine="{engine}",model_name="{NAME}"}} 1.0' in text
+                assert f'vllm:num_requests_running{{engine="{engine}",model_name="{NAME}"}} 0.0' in text
+            assert "samebit_fleet_router_requests_total" in text
+            assert bad_request(client).status_code == 400
+    finally:
+        server.stop()
+        thread.join()
+
+
+def bad_request(client: openai.OpenAI) -> openai.APIStatusError:
+    with pytest.raises(openai.APIStatusError) as error:
+        client.completions.create(model=NAME, prompt=[10**6], max_tokens=1)
+    return error.value
+
+
+@soak
+def test_a_killed_replica_comes_back_with_the_weights_of_the_others(fleet: RayFleet, folder: Path) -> None:
+    """The last update was of another model than the folder's."""
+    model = model_of(folder, 5)
+    fleet.receive_weights(model)
+    handles = [fleet.submit([number], LONG) for number in range(4)]
+    pid = next(iter(fleet._crew.members.values())).pid
+    wait_until(lambda: fleet.last_stats()["running"] == 4)
+    os.kill(pid, signal.SIGKILL)
+    ended = []
+    for handle in handles:
+        try:
+            ended.append(len(handle.result(HANG).samples[0].token_ids))
+        except WorkerLostError as error:
+            ended.append(str(error))
+    assert sum(isinstance(one, str) for one in ended) == 2
+    assert ended.count(1900) == 2
+    wait_until(lambda: all(fleet.replicas.values()))
+    outputs = [
+        fleet.submit([number, 7], SamplingParams(max_tokens=5), session=str(number)).result(HANG) for number in range(6)
+    ]
+    assert differing(bind(model), outputs, 1.0) == 0
+    assert fleet.stats()["replica_restarts"] == 1
+
+
+def test_bad_fleets_are_named(cluster: None, folder: Path) -> None:
+    with pytest.raises(ValueError, match="replicas must be an int of at least 1, got 0"):
+        RayFleet.start(folder, replicas=0)
+    with pytest.raises(ValueError, match="9 replicas of 1 cores need 9, and the Ray cluster has 4"):
+        RayFleet.start(folder, replicas=9)
+    with pytest.raises(ValueError, match="leave out name"):
+        RayFleet.start(folder, replicas=1, name="mine")
+
+
+@soak
+def test_a_missing_folder_is_named(cluster: None, folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match="nowhere"):
+        RayFleet.start(folder / "nowhere", replicas=1)
