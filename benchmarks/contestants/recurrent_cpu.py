@@ -39,7 +39,7 @@ def advance(
     typingctx: Any, columns: Any, decay: Any, inputs: Any, keys: Any, queries: Any, count: Any, state: Any,
     state_at: Any, stride: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """Compute ``S[n] = decay S[n] + keys[n] inputs;  out = sum over n of queries[n] S[n]`` on 16, 32 or 64 columns."""
+    """Compute ``S[n] = decay S[n] + keys[n] inputs;  out = sum over n of queries[n] S[n]`` on 16 to 128 columns."""
     i64 = types.int64
     signature = types.void(i64, types.float32, inputs, keys, queries, i64, state, i64, i64, out)
 
@@ -72,7 +72,7 @@ def advance(
             for lane, total in zip(lanes, accumulate(builder, n, [zeros()] * column_count, body), strict=True):
                 store_vector(builder, total, pointer_to(context, builder, out_type, target, lane))
 
-        for column_count in (1, 2, 4):
+        for column_count in (1, 2, 4, 8):
             with builder.if_then(builder.icmp_signed("==", wide, index(column_count))):
                 emit(column_count)
         return context.get_dummy_value()

@@ -17,7 +17,7 @@ from samebit.kernels.cpu.base.jit import RowKernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, floats, integers, kind_of, with_unit_stride
 from samebit.kernels.cpu.base.numeric import exp, fma, narrow, widen
 from samebit.kernels.cpu.base.rows import Rows
-from samebit.kernels.cpu.base.small_tiles import tile_multiply
+from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_read
 from samebit.kernels.cpu.delta.operation import WORK_AN_ELEMENT
 from samebit.kernels.cpu.delta.rule import normalise
 from samebit.kernels.layout.grids import LANES
@@ -69,8 +69,8 @@ def _head(
     v = 0
     while v < wide:
         left = (wide - v) // LANES
-        columns = 4 if left >= 4 else (2 if left >= 2 else 1)
-        tile_multiply(1, columns, Rows(key, 0, 0), Rows(states, at + v, wide), key_dim, Rows(read, v, 0))
+        columns = 8 if left >= 8 else (4 if left >= 4 else (2 if left >= 2 else 1))
+        tile_read(1, columns, Rows(key, 0, 0), Rows(states, at + v, wide), key_dim, Rows(read, v, 0), FETCH_AHEAD)
         for p in range(v, min(v + columns * LANES, value_dim)):
             read[p] = fma(-decay, read[p], widen(value[p])) * beta
         for p in range(max(v, value_dim), v + columns * LANES):

@@ -31,9 +31,10 @@ from numba import njit, prange
 
 from samebit.kernels.cpu.base.jit import RowKernel
 from samebit.kernels.cpu.base.memory import NO_END, doubles, elements, floats, integers, longs
+from samebit.kernels.cpu.base.memory import scratch as room_of
 from samebit.kernels.cpu.base.numeric import exp, fma, narrow, widen
 from samebit.kernels.cpu.base.rows import Rows
-from samebit.kernels.cpu.base.small_tiles import tile_multiply_add, tile_read
+from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_multiply_add, tile_read
 from samebit.kernels.cpu.base.state_tiles import dots, fetch_all, tile_move
 from samebit.kernels.cpu.delta.groups import Inputs, Item, Memory, Scratch, Sizes, Span
 from samebit.kernels.layout.grids import LANES, SCAN_CHUNK
@@ -88,7 +89,7 @@ def _rule_part(
     total = lengths.sum() * key_heads
     grid, memory_at = memory_given
     memory = _memory(memory_at, grid, sizes)
-    room = np.empty(SCAN_CHUNK * (2 * deep + 2 * SCAN_CHUNK + wide + 2) + 4 * wide, np.float32)
+    room = room_of(SCAN_CHUNK * (2 * deep + 2 * SCAN_CHUNK + wide + 2) + 4 * wide)
     before = 0  # rows of the items so far
     for number in range(sequences * key_heads):
         sequence, key_head = number // key_heads, number % key_heads
@@ -241,7 +242,7 @@ def _head_rows(inputs: Any, sizes: Any, memory: Any, span: Any, scratch: Any, at
             columns = 8 if tokens == 1 and left >= 8 else _block(left)
             tile_read(
                 2 * tokens, columns, Rows(scratch.pairs, 2 * j * deep, deep), Rows(memory.state, state_at + v, wide),
-                sizes.key_dim, Rows(scratch.acc, v, wide), sizes.key_dim * wide,
+                sizes.key_dim, Rows(scratch.acc, v, wide), FETCH_AHEAD,
             )  # fmt: skip
             v += columns * LANES
         for i in range(tokens):

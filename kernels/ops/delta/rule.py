@@ -17,7 +17,6 @@ from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import DeltaOptions
 from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.layout.states.delta import DeltaStates
-from samebit.kernels.ops.delta.gradients import rule_gradients
 from samebit.kernels.ops.dispatch import operations_for
 from samebit.kernels.ops.errors import changed_dtype
 
@@ -100,5 +99,5 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        qkv, decay, beta = ctx.saved_tensors
-        return *rule_gradients(qkv, decay, beta, grad, ctx.layout, ctx.options), None, None
+        backward = operations_for(grad).delta_rule_backward
+        return *backward(ctx.saved_tensors, grad, ctx.layout, ctx.options), None, None

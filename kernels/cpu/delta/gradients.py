@@ -1,4 +1,5 @@
-"""Compute the gradients of the gated delta rule of one training call, in batched torch operations, on any device.
+"""Compute the gradients of the gated delta rule of one training call, in batched torch operations, for the
+CPU.
 
 The states at the chunk boundaries are computed again, chunk by chunk over all sequences at once, then the chunks are
 walked backwards. In a chunk, with S the state before it and G the running sum of the decay::
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import GRADIENT_CHUNK
-from samebit.kernels.layout.options import KEY_EPS, DeltaOptions
+from samebit.kernels.layout.options import KEY_EPS, DeltaOptions, Saved
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +79,11 @@ class _Gradients:
     beta: torch.Tensor
 
 
-def rule_gradients(
-    qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, grad: torch.Tensor, context: ForwardContext,
-    options: DeltaOptions,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Return the gradients of the first three arguments of `samebit.kernels.ops.delta.rule.delta_rule`."""
+def delta_rule_backward(
+    saved: Saved, grad: torch.Tensor, context: ForwardContext, options: DeltaOptions
+) -> tuple[torch.Tensor, ...]:
+    """Implement `Operations.delta_rule_backward`."""
+    qkv, decay, beta = saved
     groups, split = options.key_heads, (options.key_heads, options.value_heads // options.key_heads)
     keys = groups * options.key_dim
     parts = qkv.float().split([keys, keys, qkv.shape[1] - 2 * keys], dim=-1)
