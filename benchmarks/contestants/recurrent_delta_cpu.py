@@ -19,7 +19,7 @@ from samebit.kernels.cpu.base.numeric import exp, fma, narrow, widen
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_read
 from samebit.kernels.cpu.delta.operation import WORK_AN_ELEMENT
-from samebit.kernels.cpu.delta.rule import normalise
+from samebit.kernels.cpu.delta.tail import normalise
 from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.memory_pool import zeroed_pool
 from samebit.kernels.layout.states.delta import DeltaShape

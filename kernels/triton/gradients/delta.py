@@ -36,7 +36,10 @@ from samebit.kernels.triton.numeric import aligned, dot
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _PART = 32
-"""A program takes at most so many elements of a key or a value at once."""
+"""A program takes at most so many elements of a value at once."""
+
+_DEPTH = 16
+"""A chunk takes so many elements of a key at once: with 32, an H100 runs out of registers."""
 
 _WALK_ELEMENTS = 8192
 """A walk holds at most so many elements of the state."""
@@ -76,7 +79,7 @@ def delta_rule_backward(
     _walk_back[walks](grad, pairs, decay, beta, *where, first_tiles, after, of_wants, *shape, num_warps=_WALK_WARPS)
     _of_chunk[(len(tiles), heads)](
         pairs, decay, beta, grad, *where, tiles, before, after, wants, of_wants, of_pairs, grad_qkv, grad_decay,
-        grad_beta, *sizes, GRADIENT_CHUNK, min(_PART, padded_key), min(_PART, padded_value), num_warps=_CHUNK_WARPS,
+        grad_beta, *sizes, GRADIENT_CHUNK, _DEPTH, min(_PART, padded_value), num_warps=_CHUNK_WARPS,
     )  # fmt: skip
     _through_norm[(len(tiles), 2 * key_heads)](
         pairs, inverses, of_pairs, grad_qkv, *where, tiles, key_heads, heads, key_dim, qkv.shape[1], GRADIENT_CHUNK,
