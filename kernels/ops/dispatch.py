@@ -143,7 +143,7 @@ class Operations(Protocol):
         """Return the gradients of qkv, decay and beta, which ``saved`` are; those of padding rows are zero."""
 
     def gates(self, a: Tensor, b: Tensor, a_log: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Compute ``-exp(a_log) softplus(a + bias)`` and ``scale sigmoid(b)``; ``a_log`` (of heads), ``bias``: float32."""
+        """Compute ``-exp(a_log) softplus(a + bias)`` and ``scale sigmoid(b)``; ``a_log``, ``bias``: float32."""
 
     # samebit.kernels.ops.experts.routing
     def route_forward(
