@@ -85,10 +85,11 @@ class Delta:
     def __init__(self, shape: DeltaShape, layers: int, sequences: int) -> None:
         self.recurrences = [DeltaRecurrence.empty(shape, sequences) for _ in range(layers)]
         sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim
-        self.options = [DeltaOptions(layer, BLOCK, *sizes) for layer in range(layers)]
+        self.options = [DeltaOptions(layer, BLOCK, *sizes, shape.by_channel) for layer in range(layers)]
         generator = torch.Generator().manual_seed(1)
-        self.a, self.b = torch.randn(2, BLOCK, sequences, shape.value_heads, generator=generator)
-        self.parameters = tuple(torch.randn(2, shape.value_heads, generator=generator))
+        heads, decays = shape.value_heads, self.options[0].decays
+        self.a, self.b = (torch.randn(BLOCK, sequences, width, generator=generator) for width in (decays, heads))
+        self.parameters = tuple(torch.randn(width, generator=generator) for width in (heads, decays))
 
     def exact(self, convolved: torch.Tensor, token: int, layer: int, context: ForwardContext) -> torch.Tensor:
         return delta_rule(convolved, *self._gates(token), context, self.options[layer])

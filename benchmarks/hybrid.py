@@ -181,10 +181,12 @@ def main() -> None:
         shape["mamba_num_heads"], shape["mamba_head_dim"], shape["n_groups"], shape["ssm_state_size"], taps=4
     )
     delta = DeltaShape(key_heads=4, value_heads=8, key_dim=128, value_dim=128, taps=4)
+    kimi = DeltaShape(key_heads=8, value_heads=8, key_dim=128, value_dim=128, taps=4, by_channel=True)
     few = {"rounds": 2} if args.quick else {}
     steps = {
         "exact_over_recurrent": decode_step.Sizes(mamba, **few),
         "exact_over_recurrent_delta": decode_step.Sizes(delta, **few),
+        "exact_over_recurrent_kda": decode_step.Sizes(kimi, **few),
     }
     model = models.build_hybrid(shape, sizes.longest)
     load_before = results_file.load_average()

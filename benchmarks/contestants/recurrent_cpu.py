@@ -34,50 +34,65 @@ from samebit.kernels.layout.memory_pool import zeroed_pool
 from samebit.kernels.layout.states.mamba import SSMShape
 
 
-@intrinsic
-def advance(
-    typingctx: Any, columns: Any, decay: Any, inputs: Any, keys: Any, queries: Any, count: Any, state: Any,
-    state_at: Any, stride: Any, out: Any,
-) -> Any:  # fmt: skip
-    """Compute ``S[n] = decay S[n] + keys[n] inputs;  out = sum over n of queries[n] S[n]`` on 16, 32 or 64 columns."""
-    i64 = types.int64
-    signature = types.void(i64, types.float32, inputs, keys, queries, i64, state, i64, i64, out)
+def _advance(by_row: bool) -> Any:
+    """Make a micro-kernel: ``S[n] = decay S[n] + keys[n] inputs;  out = sum over n of queries[n] S[n]`` on 16 to 128
+    columns; ``decay`` is one number, or one for each row n."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        wide, factor, x, b, c, n, matrix, at, step, target = args
-        index = wide.type
-        _, _, x_type, b_type, c_type, _, state_type, _, _, out_type = signature.args
-        start = pointer_to(context, builder, state_type, matrix, at)
-        b_at = pointer_to(context, builder, b_type, b, index(0))
-        c_at = pointer_to(context, builder, c_type, c, index(0))
+    @intrinsic
+    def kernel(
+        typingctx: Any, columns: Any, decay: Any, inputs: Any, keys: Any, queries: Any, count: Any, state: Any,
+        state_at: Any, stride: Any, out: Any,
+    ) -> Any:  # fmt: skip
+        i64 = types.int64
+        signature = types.void(
+            i64, decay if by_row else types.float32, inputs, keys, queries, i64, state, i64, i64, out
+        )
 
-        def emit(column_count: int) -> None:
-            lanes = [index(LANES * place) for place in range(column_count)]
-            fed = [load_vector(builder, pointer_to(context, builder, x_type, x, lane), types.float32) for lane in lanes]
-            kept = splat(builder, factor)
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            wide, factor, x, b, c, n, matrix, at, step, target = args
+            index = wide.type
+            _, decay_type, x_type, b_type, c_type, _, state_type, _, _, out_type = signature.args
+            start = pointer_to(context, builder, state_type, matrix, at)
+            b_at = pointer_to(context, builder, b_type, b, index(0))
+            c_at = pointer_to(context, builder, c_type, c, index(0))
 
-            def body(i: Any, sums: list[Any]) -> list[Any]:
-                row = builder.gep(start, [builder.mul(i, step)])
-                key, query = (splat(builder, builder.load(builder.gep(part, [i]))) for part in (b_at, c_at))
-                totals = []
-                for lane, inputs_here, total in zip(lanes, fed, sums, strict=True):
-                    place = builder.gep(row, [lane])
-                    prefetch(builder, builder.gep(place, [index(FETCH_AHEAD)]))
-                    old = load_vector(builder, place, types.float32)
-                    new = fma(builder, key, inputs_here, builder.fmul(old, kept))
-                    store_vector(builder, new, place)
-                    totals.append(fma(builder, query, new, total))
-                return totals
+            def emit(column_count: int) -> None:
+                lanes = [index(LANES * place) for place in range(column_count)]
+                fed = [
+                    load_vector(builder, pointer_to(context, builder, x_type, x, lane), types.float32) for lane in lanes
+                ]
+                every = None if by_row else splat(builder, factor)
 
-            for lane, total in zip(lanes, accumulate(builder, n, [zeros()] * column_count, body), strict=True):
-                store_vector(builder, total, pointer_to(context, builder, out_type, target, lane))
+                def body(i: Any, sums: list[Any]) -> list[Any]:
+                    row = builder.gep(start, [builder.mul(i, step)])
+                    of_row = pointer_to(context, builder, decay_type, factor, i) if by_row else None
+                    kept = splat(builder, builder.load(of_row)) if by_row else every
+                    key, query = (splat(builder, builder.load(builder.gep(part, [i]))) for part in (b_at, c_at))
+                    totals = []
+                    for lane, inputs_here, total in zip(lanes, fed, sums, strict=True):
+                        place = builder.gep(row, [lane])
+                        prefetch(builder, builder.gep(place, [index(FETCH_AHEAD)]))
+                        old = load_vector(builder, place, types.float32)
+                        new = fma(builder, key, inputs_here, builder.fmul(old, kept))
+                        store_vector(builder, new, place)
+                        totals.append(fma(builder, query, new, total))
+                    return totals
 
-        for column_count in (1, 2, 4):
-            with builder.if_then(builder.icmp_signed("==", wide, index(column_count))):
-                emit(column_count)
-        return context.get_dummy_value()
+                for lane, total in zip(lanes, accumulate(builder, n, [zeros()] * column_count, body), strict=True):
+                    store_vector(builder, total, pointer_to(context, builder, out_type, target, lane))
 
-    return signature, generate
+            for column_count in (1, 2, 4, 8):
+                with builder.if_then(builder.icmp_signed("==", wide, index(column_count))):
+                    emit(column_count)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return kernel
+
+
+advance = _advance(by_row=False)
+advance_by_row = _advance(by_row=True)
 
 
 def _step(

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from numba import get_num_threads, njit, prange
 
-from samebit.benchmarks.contestants.recurrent_cpu import advance
+from samebit.benchmarks.contestants.recurrent_cpu import advance, advance_by_row
 from samebit.kernels.cpu.base.jit import RowKernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, floats, integers, kind_of, with_unit_stride
 from samebit.kernels.cpu.base.numeric import exp, fma, narrow, widen
 from samebit.kernels.cpu.base.rows import Rows
-from samebit.kernels.cpu.base.small_tiles import tile_multiply
+from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_read
 from samebit.kernels.cpu.delta.operation import WORK_AN_ELEMENT
-from samebit.kernels.cpu.delta.rule import normalise
+from samebit.kernels.cpu.delta.tail import normalise
 from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.memory_pool import zeroed_pool
 from samebit.kernels.layout.states.delta import DeltaShape
@@ -27,7 +27,7 @@ from samebit.kernels.layout.states.delta import DeltaShape
 
 def _step(tensors: Any, sizes: Any, sequences: int, threads: int, kind: Any) -> None:
     """Step; ``tensors``: addresses of qkv, its stride, those of decay, beta, slots, states, out; ``sizes``: Hk, Hv, K,
-    V."""
+    V, and whether each channel of a key decays by itself."""
     items = sequences * sizes[0]
     for thread in prange(threads):
         part = np.int64(thread)
@@ -36,7 +36,7 @@ def _step(tensors: Any, sizes: Any, sequences: int, threads: int, kind: Any) -> 
 
 @njit(nogil=True, error_model="numpy")
 def _step_part(begin: int, end: int, tensors: Any, sizes: Any, sequences: int, kind: Any) -> None:
-    key_heads, value_heads, key_dim, value_dim = sizes
+    key_heads, value_heads, key_dim, value_dim, by_channel = sizes
     qkv, out = elements(tensors[0], NO_END, kind), elements(tensors[6], NO_END, kind)
     stride, decay, beta = tensors[1], floats(tensors[2], NO_END), floats(tensors[3], NO_END)
     slots, states = integers(tensors[4], sequences), floats(tensors[5], NO_END)
@@ -44,15 +44,27 @@ def _step_part(begin: int, end: int, tensors: Any, sizes: Any, sequences: int, k
     lanes, query = np.empty(LANES, np.float32), np.empty(-(-key_dim // LANES) * LANES, np.float32)
     key, read, total = np.empty(len(query), np.float32), np.empty(wide, np.float32), np.empty(wide, np.float32)
     scale = np.float32(1) / np.sqrt(np.float32(key_dim))
+    keeps, keyed = np.empty(key_dim, np.float32), np.empty(key_dim, np.float32)
     for item in range(begin, end):
         row, key_head = item // key_heads, item % key_heads
         first = row * stride + key_head * key_dim
         normalise(qkv[first : first + key_dim], scale, query, lanes)
         first += key_heads * key_dim
         normalise(qkv[first : first + key_dim], np.float32(1), key, lanes)
+        if by_channel:
+            first = (row * key_heads + key_head) * key_dim
+            for n in range(key_dim):
+                keeps[n] = exp(decay[first + n])
+                keyed[n] = key[n] * keeps[n]
         for head in range(key_head * share, (key_head + 1) * share):
             first = row * stride + 2 * key_heads * key_dim + head * value_dim
             place = (row * value_heads + head) * value_dim
+            if by_channel:
+                _channels(
+                    qkv[first : first + value_dim], keeps, beta[row * value_heads + head], key, keyed, query, states,
+                    (slots[row] * value_heads + head) * key_dim * wide, read, total, out[place : place + value_dim],
+                )  # fmt: skip
+                continue
             _head(
                 qkv[first : first + value_dim], exp(decay[row * value_heads + head]), beta[row * value_heads + head],
                 key, query, key_dim, states, (slots[row] * value_heads + head) * key_dim * wide, read, total,
@@ -69,13 +81,37 @@ def _head(
     v = 0
     while v < wide:
         left = (wide - v) // LANES
-        columns = 4 if left >= 4 else (2 if left >= 2 else 1)
-        tile_multiply(1, columns, Rows(key, 0, 0), Rows(states, at + v, wide), key_dim, Rows(read, v, 0))
+        columns = 8 if left >= 8 else (4 if left >= 4 else (2 if left >= 2 else 1))
+        tile_read(1, columns, Rows(key, 0, 0), Rows(states, at + v, wide), key_dim, Rows(read, v, 0), FETCH_AHEAD)
         for p in range(v, min(v + columns * LANES, value_dim)):
             read[p] = fma(-decay, read[p], widen(value[p])) * beta
         for p in range(max(v, value_dim), v + columns * LANES):
             read[p] = 0
         advance(columns, decay, read[v:], key, query, key_dim, states, at + v, wide, total[v:])
+        v += columns * LANES
+    for p in range(value_dim):
+        out[p] = narrow(total[p], out[p])
+
+
+@njit(nogil=True, error_model="numpy")
+def _channels(
+    value: Any, keeps: Any, beta: Any, key: Any, keyed: Any, query: Any, states: Any, at: int, read: Any, total: Any,
+    out: Any,
+) -> None:  # fmt: skip
+    """Do as `_head` with a decay for each channel; ``keyed``: the key times it."""
+    wide, value_dim, key_dim = len(read), len(value), len(keeps)
+    v = 0
+    while v < wide:
+        left = (wide - v) // LANES
+        columns = 8 if left >= 8 else (4 if left >= 4 else (2 if left >= 2 else 1))
+        tile_read(
+            1, columns, Rows(keyed, 0, 0), Rows(states, at + v, wide), key_dim, Rows(read, v, 0), FETCH_AHEAD
+        )  # fmt: skip
+        for p in range(v, min(v + columns * LANES, value_dim)):
+            read[p] = (widen(value[p]) - read[p]) * beta
+        for p in range(max(v, value_dim), v + columns * LANES):
+            read[p] = 0
+        advance_by_row(columns, keeps, read[v:], key, query, key_dim, states, at + v, wide, total[v:])
         v += columns * LANES
     for p in range(value_dim):
         out[p] = narrow(total[p], out[p])
@@ -103,7 +139,8 @@ class DeltaRecurrence:
         tensors = qkv.data_ptr(), qkv.stride(0), *(t.data_ptr() for t in (decay, beta, slots, self.states, out))
         _kernel(
             int(len(qkv) * shape.inner * shape.key_dim * WORK_AN_ELEMENT), tensors,
-            (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim), len(qkv), get_num_threads(),
+            (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.by_channel), len(qkv),
+            get_num_threads(),
             kind_of(qkv.dtype),
         )  # fmt: skip
         return out

@@ -198,6 +198,7 @@ def _variations() -> dict[str, Case]:
         saving: _case("sync", "packed", "fp32", **{"trainer.save_freq": SAVED}),
         "sync-packed-fp32-resumed": Case({}, resumes=saving),
         "sync-packed-fp32-hybrid": Case({}, architecture="hybrid"),
+        "sync-packed-fp32-gdn": Case({}, architecture="gdn"),
         "sync-packed-fp32-moe": Case(_ROUTES, architecture="moe"),
         "colocate_async-padded-bf16-moe": Case(
             {**MODES["colocate_async"], **PACKINGS["padded"], **DTYPES["bf16"], **_ROUTES}, architecture="moe"

@@ -101,7 +101,7 @@ def _layer_norm(
 
 def _gated_rms_norm(
     x: Any, gate: Any, gate_stride: int, weight: Any, eps: Any, rows: int, width: int, groups: int, gate_first: bool,
-    out: Any,
+    by_sigmoid: bool, out: Any,
 ) -> None:  # fmt: skip
     size = width // groups
     for part in prange(_PARTS):
@@ -114,17 +114,18 @@ def _gated_rms_norm(
                 gate_at = row * gate_stride + group * size
                 _gated_rms_norm_part(
                     x[at : at + size], gate[gate_at : gate_at + size], weight[group * size : (group + 1) * size], eps,
-                    gate_first, out[at : at + size], scaled, gates, lanes,
+                    gate_first, by_sigmoid, out[at : at + size], scaled, gates, lanes,
                 )  # fmt: skip
 
 
 @njit(inline="always")
 def _gated_rms_norm_part(
-    x: Any, gate: Any, weight: Any, eps: Any, gate_first: bool, out: Any, scaled: Any, gates: Any, lanes: Any
-) -> None:
+    x: Any, gate: Any, weight: Any, eps: Any, gate_first: bool, by_sigmoid: bool, out: Any, scaled: Any, gates: Any,
+    lanes: Any,
+) -> None:  # fmt: skip
     for i in range(len(scaled)):
         value = widen(gate[i])
-        gates[i] = value * sigmoid(value)
+        gates[i] = sigmoid(value) if by_sigmoid else value * sigmoid(value)
         scaled[i] = widen(x[i]) * gates[i] if gate_first else widen(x[i])
     scale = _ONE / np.sqrt(_mean_square(scaled, _ZERO, lanes) + eps)
     for i in range(len(scaled)):
@@ -204,7 +205,8 @@ def gated_rms_norm_forward(
     out = torch.empty(x.shape, dtype=x.dtype)
     _gated_rms_norm_rows(
         x.numel(), array(x.contiguous()).reshape(-1), *strided_rows(gate), parameter_array(weight),
-        np.float32(options.eps), rows, width, options.groups, options.gate_first, array(out).reshape(-1),
+        np.float32(options.eps), rows, width, options.groups, options.gate_first, options.sigmoid,
+        array(out).reshape(-1),
     )  # fmt: skip
     return out, (x, gate, weight)
 
@@ -216,16 +218,17 @@ def gated_rms_norm_backward(
     x, gate, weight = saved
     first = options.gate_first
     share = torch.sigmoid(gate.float())
-    silu = gate.float() * share
-    value = x.float() * silu if first else x.float()
+    factor = share if options.sigmoid else gate.float() * share
+    value = x.float() * factor if first else x.float()
     parts = value.unflatten(-1, (options.groups, -1))
     scale = (parts.square().mean(-1, keepdim=True) + options.eps).rsqrt()
     normed = parts * scale
     flat = normed.flatten(-2)
-    upstream = grad.float() if first else grad.float() * silu
+    upstream = grad.float() if first else grad.float() * factor
     inner = (upstream * weight.float()).view_as(parts)
     grad_value = (scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))).flatten(-2)
-    grad_silu = grad_value * x.float() if first else grad.float() * flat * weight.float()
-    grad_gate = grad_silu * share * (1 + gate.float() * (1 - share))
-    grad_x = grad_value * silu if first else grad_value
+    grad_factor = grad_value * x.float() if first else grad.float() * flat * weight.float()
+    slope = share * (1 - share) if options.sigmoid else share * (1 + gate.float() * (1 - share))
+    grad_gate = grad_factor * slope
+    grad_x = grad_value * factor if first else grad_value
     return grad_x.to(x.dtype), grad_gate.to(gate.dtype), (upstream * flat).sum(0).to(weight.dtype)

@@ -4,6 +4,7 @@ from samebit.kernels.cpu.activation import gated_backward, gated_forward
 from samebit.kernels.cpu.attention.operation import attention_backward, attention_forward, attention_of_unrotated
 from samebit.kernels.cpu.conv import conv_backward, conv_forward
 from samebit.kernels.cpu.delta.gates import gates
+from samebit.kernels.cpu.delta.gradients import delta_rule_backward
 from samebit.kernels.cpu.delta.operation import delta_rule
 from samebit.kernels.cpu.experts.operation import experts_backward, experts_forward
 from samebit.kernels.cpu.experts.routing import route_backward, route_forward
@@ -31,6 +32,7 @@ __all__ = [
     "conv_backward",
     "conv_forward",
     "delta_rule",
+    "delta_rule_backward",
     "draw",
     "entropies",
     "entropy_gradient",

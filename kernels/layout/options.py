@@ -36,11 +36,15 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class GatedNormOptions:
-    """Says how a gated RMSNorm works: each of ``groups`` parts of the axis alone, the gate before or after the norm."""
+    """Says how a gated RMSNorm works: each of ``groups`` parts of the axis alone, the gate before or after the norm.
+
+    ``sigmoid``: the factor is the sigmoid of the gate, not its silu.
+    """
 
     eps: float
     groups: int
     gate_first: bool
+    sigmoid: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,11 @@ class DeltaOptions:
         value_heads: Hv.
         key_dim: K.
         value_dim: V.
+        by_channel: each channel of a key decays by itself (Kimi Delta Attention), not the head as a whole; each key
+            head then has one value head.
 
     Raises:
-        ValueError: sizes below 1, or key heads that do not divide the value heads.
+        ValueError: sizes below 1, or key heads that do not divide the value heads, or are not as many, by channel.
     """
 
     layer: int
@@ -88,15 +94,23 @@ class DeltaOptions:
     value_heads: int
     key_dim: int
     value_dim: int
+    by_channel: bool = False
 
     def __post_init__(self) -> None:
         if min(self.sizes) < 1 or self.value_heads % self.key_heads:
             raise ValueError(f"{self}: allowed: at least 1 of each, and key heads that divide the value heads")
+        if self.by_channel and self.key_heads != self.value_heads:
+            raise ValueError(f"{self}: allowed by channel: as many key heads as value heads")
 
     @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
         """Return Hk, Hv, K and V."""
         return self.key_heads, self.value_heads, self.key_dim, self.value_dim
+
+    @cached_property
+    def decays(self) -> int:
+        """Return how many numbers a token's decay is."""
+        return self.value_heads * self.key_dim if self.by_channel else self.value_heads
 
     @cached_property
     def inner(self) -> int:

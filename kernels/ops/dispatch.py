@@ -137,8 +137,13 @@ class Operations(Protocol):
     ) -> Tensor:
         """Run the sequences through their states; the slots of the context's memory move on."""
 
+    def delta_rule_backward(
+        self, saved: Saved, grad: Tensor, context: ForwardContext, options: DeltaOptions
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of qkv, decay and beta, which ``saved`` are; those of padding rows are zero."""
+
     def gates(self, a: Tensor, b: Tensor, a_log: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Compute ``-exp(a_log) softplus(a + bias)`` and ``scale sigmoid(b)``; ``a_log`` and ``bias``: float32."""
+        """Compute ``-exp(a_log) softplus(a + bias)`` and ``scale sigmoid(b)``; ``a_log``, ``bias``: float32."""
 
     # samebit.kernels.ops.experts.routing
     def route_forward(

@@ -53,7 +53,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, options: GatedNormOptions
 ) -> torch.Tensor:
-    """Compute ``norm(x * silu(gate)) * weight``, or ``norm(x) * weight * silu(gate)``.
+    """Compute ``norm(x * silu(gate)) * weight``, or ``norm(x) * weight * silu(gate)``; or with sigmoid instead of silu.
 
     Args:
         x: ``[T, W]`` float32 or bfloat16, contiguous.

@@ -145,7 +145,7 @@ def gated_rms_norm_forward(
     if len(x):
         _gated_rows[(ceil_div(len(x), rows), options.groups)](
             x, gate, aligned(weight), out, len(x), options.eps, gate.stride(0), options.groups, width,
-            options.gate_first, rows, padded, num_warps=warps,
+            options.gate_first, options.sigmoid, rows, padded, num_warps=warps,
         )  # fmt: skip
     return out, (x, gate, weight)
 
@@ -163,7 +163,8 @@ def gated_rms_norm_backward(
     if len(x):
         _gated_gradients[(len(parts), options.groups)](
             x, gate, aligned(weight), grad, grad_x, grad_gate, parts, len(x), options.eps, gate.stride(0),
-            options.groups, width, options.gate_first, rows, padded, _GRADIENT_ROWS, num_warps=warps,
+            options.groups, width, options.gate_first, options.sigmoid, rows, padded, _GRADIENT_ROWS,
+            num_warps=warps,
         )  # fmt: skip
     return grad_x, grad_gate, parts.sum(0).to(weight.dtype)
 
@@ -171,7 +172,8 @@ def gated_rms_norm_backward(
 @triton.jit(do_not_specialize=["count", "eps"])
 def _gated_rows(
     x: tensor, gate: tensor, weight: tensor, out: tensor, count: tensor, eps: tensor, GATE_STRIDE: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, GATE_FIRST: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED)
@@ -179,12 +181,12 @@ def _gated_rows(
     inside = tl.program_id(1) * WIDTH + column
     place = row[:, None] * (GROUPS * WIDTH) + inside[None, :]
     opening = tl.load(gate + row[:, None] * GATE_STRIDE + inside[None, :], mask=real, other=0.0).to(tl.float32)
-    silu = opening * sigmoid(opening)
+    times = sigmoid(opening) if SIGMOID else opening * sigmoid(opening)
     value = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
-    normed, _ = _statistics(value * silu if GATE_FIRST else value, real, eps, WIDTH, False)
+    normed, _ = _statistics(value * times if GATE_FIRST else value, real, eps, WIDTH, False)
     normed *= tl.load(weight + inside, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     if not GATE_FIRST:
-        normed *= silu
+        normed *= times
     tl.store(out + place, normed.to(out.dtype.element_ty), mask=real)
 
 
@@ -192,7 +194,7 @@ def _gated_rows(
 def _gated_gradients(
     x: tensor, gate: tensor, weight: tensor, grad: tensor, grad_x: tensor, grad_gate: tensor, weight_parts: tensor,
     count: tensor, eps: tensor, GATE_STRIDE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-    GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
+    GATE_FIRST: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
 ) -> None:  # fmt: skip
     column = tl.arange(0, PADDED)
     inside = tl.program_id(1) * WIDTH + column
@@ -204,16 +206,17 @@ def _gated_gradients(
         place = row[:, None] * (GROUPS * WIDTH) + inside[None, :]
         opening = tl.load(gate + row[:, None] * GATE_STRIDE + inside[None, :], mask=real, other=0.0).to(tl.float32)
         share = sigmoid(opening)
-        silu = opening * share
+        times = share if SIGMOID else opening * share
         value = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
         outer = tl.load(grad + place, mask=real, other=0.0).to(tl.float32)
-        normed, scale = _statistics(value * silu if GATE_FIRST else value, real, eps, WIDTH, False)
-        upstream = outer if GATE_FIRST else outer * silu
+        normed, scale = _statistics(value * times if GATE_FIRST else value, real, eps, WIDTH, False)
+        upstream = outer if GATE_FIRST else outer * times
         inner = upstream * factor[None, :]
         inward = (inner - normed * (tl.sum(inner * normed, axis=1) / WIDTH)[:, None]) * scale[:, None]
-        to_silu = inward * value if GATE_FIRST else outer * normed * factor[None, :]
-        to_x = inward * silu if GATE_FIRST else inward
-        to_gate = to_silu * share * (1.0 + opening * (1.0 - share))
+        to_times = inward * value if GATE_FIRST else outer * normed * factor[None, :]
+        to_x = inward * times if GATE_FIRST else inward
+        slope = share * (1.0 - share) if SIGMOID else share * (1.0 + opening * (1.0 - share))
+        to_gate = to_times * slope
         tl.store(grad_x + place, to_x.to(grad_x.dtype.element_ty), mask=real)
         tl.store(grad_gate + place, to_gate.to(grad_gate.dtype.element_ty), mask=real)
         of_weight += tl.sum(upstream * normed, axis=0)

@@ -9,6 +9,7 @@ from samebit.kernels.triton.experts.operation import experts_backward, experts_f
 from samebit.kernels.triton.experts.routing import route_backward, route_forward
 from samebit.kernels.triton.gradients.attention import attention_backward
 from samebit.kernels.triton.gradients.conv import conv_backward
+from samebit.kernels.triton.gradients.delta import delta_rule_backward
 from samebit.kernels.triton.gradients.ssd import scan_backward
 from samebit.kernels.triton.linear import (
     add_gradient_of_inputs,
@@ -39,6 +40,7 @@ __all__ = [
     "conv_backward",
     "conv_forward",
     "delta_rule",
+    "delta_rule_backward",
     "draw",
     "entropies",
     "entropy_gradient",

@@ -187,18 +187,19 @@ def test_the_recurrent_peer_computes_the_recurrence(head_dim: int, groups: int) 
         torch.testing.assert_close(found[:, row], expected.float(), rtol=1e-4, atol=1e-4)
 
 
-def test_the_recurrent_peer_of_the_delta_rule_computes_it() -> None:
+@pytest.mark.parametrize(("key_heads", "decays"), [(2, 4), (4, 80)])
+def test_the_recurrent_peer_of_the_delta_rule_computes_it(key_heads: int, decays: int) -> None:
     """In float32, beside the float64 oracle."""
     from ..kernels.reference import delta_rule
 
-    shape = decode_step.DeltaShape(2, 4, 20, 70, 4)
+    shape = decode_step.DeltaShape(key_heads, 4, 20, 150, 4, by_channel=decays > 4)
     peer = decode_step.DeltaRecurrence.empty(shape, 2)
     torch.manual_seed(0)
-    qkv, decay, beta = torch.randn(5, 2, shape.conv_width), -torch.rand(5, 2, 4), torch.rand(5, 2, 4)
+    qkv, decay, beta = torch.randn(5, 2, shape.conv_width), -torch.rand(5, 2, decays), torch.rand(5, 2, 4)
     slots = torch.tensor([1, 0], dtype=torch.int32)
     found = torch.stack([peer.step(qkv[t], decay[t], beta[t], slots) for t in range(5)])
     for row in range(2):
-        sizes, counts = [40, 40, 280], (2, 2, 4)
+        sizes, counts = [20 * key_heads, 20 * key_heads, 600], (key_heads, key_heads, 4)
         q, k, v = (x.unflatten(-1, (n, -1)) for x, n in zip(qkv[:, row].split(sizes, -1), counts, strict=True))
         expected = delta_rule(q, k, v, decay[:, row], beta[:, row]).flatten(1)
         torch.testing.assert_close(found[:, row], expected.float(), rtol=1e-4, atol=1e-4)

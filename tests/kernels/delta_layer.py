@@ -29,7 +29,8 @@ class Case:
     @property
     def options(self) -> DeltaOptions:
         shape = self.shape
-        return DeltaOptions(0, self.chunk, shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim)
+        sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim
+        return DeltaOptions(0, self.chunk, *sizes, shape.by_channel)
 
 
 @dataclass
@@ -64,15 +65,16 @@ class Layer:
 def layer_of(case: Case, dtype: torch.dtype, lengths: tuple[int, ...]) -> Layer:
     torch.manual_seed(case.shape.key_dim)
     shape, heads = case.shape, case.shape.value_heads
-    joined = torch.randn(sum(lengths), shape.conv_width + 2 * heads).to(dtype)
-    qkv, a, b = joined.split([shape.conv_width, heads, heads], dim=1)
+    decays = case.options.decays
+    joined = torch.randn(sum(lengths), shape.conv_width + decays + heads).to(dtype)
+    qkv, a, b = joined.split([shape.conv_width, decays, heads], dim=1)
     return Layer(
         qkv=qkv,
         a=a,
         b=b,
         weight=torch.randn(shape.conv_width, 1, shape.taps).to(dtype),
         a_log=torch.rand(heads) * 2.7,
-        dt_bias=torch.randn(heads) - 3,
+        dt_bias=torch.randn(decays) - 3,
     )
 
 

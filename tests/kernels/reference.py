@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from samebit.kernels.layout.options import ExpertOptions, RoutingOptions
+from samebit.kernels.layout.options import ExpertOptions, GatedNormOptions, RoutingOptions
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -190,11 +190,12 @@ def ssm_scan(
 
 
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, groups: int = 1, gate_first: bool = True
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, options: GatedNormOptions
 ) -> torch.Tensor:
-    """RMSNorm of each of ``groups`` parts of the last axis, times silu(gate) before or after it."""
+    """RMSNorm of each group of the last axis, times silu(gate) or sigmoid(gate) before or after it."""
+    eps, groups, gate_first = options.eps, options.groups, options.gate_first
     x, gate = x.double(), gate.double()
-    gate = gate / (1 + (-gate).exp())
+    gate = (1 if options.sigmoid else gate) / (1 + (-gate).exp())
     x = x * gate if gate_first else x
     parts = x.unflatten(-1, (groups, -1))
     normed = (parts / (parts.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2) * weight.double()
@@ -205,24 +206,25 @@ def gated_rms_norm(
 def delta_gates(
     a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, beta_scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log of the decay and the strength of the delta rule; ``a``, ``b``: ``[T, H]``, the others ``[H]``."""
+    """The log of the decay and the strength of the delta rule; ``a``: ``[T, H]`` or ``[T, H K]``, ``b``: ``[T, H]``."""
     step = torch.nn.functional.softplus(a.double() + dt_bias.double())
-    return -a_log.double().exp() * step, beta_scale * b.double().sigmoid()
+    return -a_log.double().exp().repeat_interleave(a.shape[1] // b.shape[1]) * step, beta_scale * b.double().sigmoid()
 
 
 def delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """The recurrence of one sequence; ``q``, ``k``: ``[T, Hk, K]``, ``v``: ``[T, Hv, V]``, the others ``[T, Hv]``."""
+    """The recurrence of one sequence; ``q``, ``k``: ``[T, Hk, K]``, ``v``: ``[T, Hv, V]``, ``beta``: ``[T, Hv]``,
+    ``decay``: as beta, or of each channel ``[T, Hv K]``."""
     q, k = (x.double() / (x.double().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     share = v.shape[1] // k.shape[1]
     q, k = (x.repeat_interleave(share, 1) for x in (q * k.shape[-1] ** -0.5, k))
     v, beta = v.double(), beta.double()
-    kept = decay.double().exp()
+    kept = decay.double().exp().unflatten(1, (v.shape[1], -1))
     state = torch.zeros(v.shape[1], k.shape[-1], v.shape[-1], dtype=torch.double)
     out = []
     for t in range(len(v)):
-        state = kept[t, :, None, None] * state
+        state = kept[t, :, :, None] * state
         written = beta[t, :, None] * (v[t] - torch.einsum("hn,hnp->hp", k[t], state))
         state = state + k[t, :, :, None] * written[:, None]
         out.append(torch.einsum("hn,hnp->hp", q[t], state))

@@ -28,6 +28,7 @@ CASES = (
     Case(DeltaShape(key_heads=2, value_heads=4, key_dim=24, value_dim=40, taps=4), 64),
     Case(DeltaShape(key_heads=3, value_heads=3, key_dim=7, value_dim=129, taps=2), 16, 2.0),
     Case(DeltaShape(key_heads=1, value_heads=4, key_dim=100, value_dim=16, taps=3), 64),
+    Case(DeltaShape(key_heads=2, value_heads=2, key_dim=20, value_dim=33, taps=3, by_channel=True), 16),
 )
 
 
@@ -107,7 +108,15 @@ def test_checkpoints_and_copies_continue_with_the_same_bits(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"), [(CASES[0], torch.bfloat16), (CASES[1], torch.float32), (CASES[2], torch.float32)], ids=str
+    ("case", "dtype"),
+    [
+        (CASES[0], torch.bfloat16),
+        (CASES[1], torch.float32),
+        (CASES[2], torch.float32),
+        (CASES[3], torch.float32),
+        (CASES[3], torch.bfloat16),
+    ],
+    ids=str,
 )
 def test_gradients_are_near_the_oracle(case: Case, dtype: torch.dtype) -> None:
     lengths = (1, 17, 70)  # the last one goes on in a second chunk of the gradients

@@ -114,15 +114,15 @@ def test_halves_of_a_fused_projection_give_the_bits_of_whole_tensors(name: str, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize(("gate_first", "by_sigmoid"), [(True, False), (False, False), (False, True), (True, True)])
 @pytest.mark.parametrize(("width", "groups"), [(100, 1), (258, 2), (1000, 8)])
-def test_gated_rms_norm(width: int, groups: int, gate_first: bool, dtype: torch.dtype) -> None:
-    options = GatedNormOptions(1e-5, groups, gate_first)
+def test_gated_rms_norm(width: int, groups: int, gate_first: bool, by_sigmoid: bool, dtype: torch.dtype) -> None:
+    options = GatedNormOptions(1e-5, groups, gate_first, by_sigmoid)
     joined = torch.randn(64, 2 * width + 3).to(dtype)  # the gate is a part of a projection
     x, gate, weight = torch.randn(64, width).to(dtype), joined[:, 3 : 3 + width], torch.randn(width).to(dtype)
     mine, exact = leaves(x, gate, weight), leaves(x.double(), gate.double(), weight.double())
     out = gated_rms_norm(*mine, options)
-    oracle = reference.gated_rms_norm(*exact, 1e-5, groups, gate_first)
+    oracle = reference.gated_rms_norm(*exact, options)
     assert_near(out, oracle, 2)
     upstream = torch.randn(out.shape).to(dtype)
     out.backward(upstream)

@@ -11,22 +11,32 @@ class DeltaFamily:
     Attributes:
         projections: ``by_key_head``: ``in_proj_qkvz`` and ``in_proj_ba``, whose outputs stand together per key head;
             ``joined``: ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and ``in_proj_a``; ``apart``: ``q_proj``,
-            ``k_proj``, ``v_proj``, ``g_proj`` (the gate), ``b_proj`` and ``a_proj``.
+            ``k_proj``, ``v_proj``, ``g_proj`` (the gate), ``b_proj`` and ``a_proj``; ``by_channel``: the same of q, k,
+            v and b, the gate by ``g_a_proj`` and ``g_b_proj``, and a ``forget_gate`` with a number for each channel of
+            a key (Kimi Delta Attention); its norm's gate is a sigmoid.
         norm: the name of the gated norm in the layer.
         out: the name of the projection behind it.
         negative_eigenvalues: the config's key for whether beta goes up to 2; empty where it never does.
+        mixer: ends the class name of such a layer.
     """
 
-    projections: Literal["by_key_head", "joined", "apart"]
+    projections: Literal["by_key_head", "joined", "apart", "by_channel"]
     norm: str = "norm"
     out: str = "out_proj"
     negative_eigenvalues: str = ""
-
-    mixer = "GatedDeltaNet"
-    """Ends the class name of such a layer."""
+    mixer: str = "GatedDeltaNet"
 
     gated_norms = ("RMSNormGated",)
     """Ends the class names of its norm."""
 
     foreign_norms = ("FusedRMSNormGated",)
     """Names the norm classes that Hugging Face takes from flash-linear-attention, where that is installed."""
+
+    @property
+    def by_channel(self) -> bool:
+        """Return whether each channel of a key decays by itself."""
+        return self.projections == "by_channel"
+
+
+KIMI = DeltaFamily("by_channel", norm="o_norm", out="o_proj", mixer="DeltaAttention")
+"""Describes the layers of Kimi-Linear, whose attention layers are not bound."""

@@ -63,7 +63,8 @@ def delta_forward(
     x = _projections(self, facts, hidden_states.reshape(-1, hidden_states.shape[-1]))
     taps = [self.get_submodule(name).weight for name in facts.convolutions]
     qkv = causal_conv(x.qkv, taps[0] if len(taps) == 1 else torch.cat(taps), None, context, facts.options.layer)
-    decay, beta = gates(x.a, x.b, self.A_log, self.dt_bias, facts.beta_scale)
+    owner = self.forget_gate if facts.family.by_channel else self
+    decay, beta = gates(x.a, x.b, owner.A_log.view(-1), owner.dt_bias, facts.beta_scale)
     y = delta_rule(qkv, decay, beta, context, facts.options)
     weight = self.get_submodule(facts.family.norm).weight.repeat(facts.options.value_heads)
     out: torch.Tensor = self.get_submodule(facts.family.out)(gated_rms_norm(y, x.gate, weight, facts.norm))
@@ -77,6 +78,9 @@ def _projections(self: Any, facts: DeltaFacts, x: torch.Tensor) -> Projected:
         qkv, gate, b = linears(x, (self.in_proj_qkv, self.in_proj_z, self.in_proj_b))
         return Projected(qkv, gate, b, self.in_proj_a(x))
     qkv = torch.cat(linears(x, (self.q_proj, self.k_proj, self.v_proj)), dim=-1)
+    if facts.family.by_channel:
+        gate, b, a = linears(x, (self.g_a_proj, self.b_proj, self.forget_gate.f_a_proj))
+        return Projected(qkv, self.g_b_proj(gate), b, self.forget_gate.f_b_proj(a))
     return Projected(qkv, *linears(x, (self.g_proj, self.b_proj, self.a_proj)))
 
 

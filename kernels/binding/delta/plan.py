@@ -44,13 +44,11 @@ class DeltaPlan:
             BindingError: sizes, an activation, a convolution or a norm that is not exact.
         """
         attributes = vars(module)
-        shape = DeltaShape(
-            key_heads=attributes["num_k_heads"],
-            value_heads=attributes["num_v_heads"],
-            key_dim=attributes["head_k_dim"],
-            value_dim=attributes["head_v_dim"],
-            taps=attributes["conv_kernel_size"],
-        )
+        names = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+        if self.family.by_channel:
+            names = ("num_heads", "num_heads", "head_dim", "head_dim")
+        sizes = (attributes[key] for key in names)
+        shape = DeltaShape(*sizes, taps=attributes["conv_kernel_size"], by_channel=self.family.by_channel)
         self._check_sizes(name, shape)
         convolutions = self._convolutions(name, module, shape)
         self._check_activation(name, module)
@@ -67,6 +65,7 @@ class DeltaPlan:
                 value_heads=shape.value_heads,
                 key_dim=shape.key_dim,
                 value_dim=shape.value_dim,
+                by_channel=shape.by_channel,
             ),
             convolutions=convolutions,
             norm=norm,
@@ -114,8 +113,9 @@ class DeltaPlan:
         if kind not in (*own, *self.family.foreign_norms):
             raise BindingError(f"{self.prefix}: {name}.{self.family.norm} is a {kind}, not bound exactly")
         said = attributes.get("activation", "silu")
-        if said not in ("silu", "swish"):
-            raise BindingError(f"{self.prefix}: {name}.{self.family.norm} has the gate {said!r} (exact: silu)")
+        exact = ("sigmoid",) if self.family.by_channel else ("silu", "swish")
+        if said not in exact:
+            raise BindingError(f"{self.prefix}: {name}.{self.family.norm} has the gate {said!r} (exact: {exact[0]})")
         weight = dict(norm.named_parameters()).get("weight")
         if weight is None or weight.shape != torch.Size([shape.value_dim]):
             found = "None" if weight is None else list(weight.shape)
@@ -123,10 +123,12 @@ class DeltaPlan:
                 f"{self.prefix}: the weight of {name}.{self.family.norm} is {found}; allowed: [{shape.value_dim}]"
             )
         eps = attributes["variance_epsilon"] if "variance_epsilon" in attributes else attributes["eps"]
-        return GatedNormOptions(eps, shape.value_heads, gate_first=False)
+        return GatedNormOptions(eps, shape.value_heads, gate_first=False, sigmoid=self.family.by_channel)
 
     def _leave_to_the_layer(self, name: str, module: nn.Module, parts: tuple[str, ...]) -> None:
         """Note what the layer's forward computes itself: these parts, what is in them, and the activation."""
         for part, child in module.named_children():
             if part in parts or part == "act":
                 self.inside |= {f"{name}.{part}.{inner}".removesuffix(".") for inner, _ in child.named_modules()}
+            elif part == "forget_gate":
+                self.inside.add(f"{name}.{part}")

@@ -103,9 +103,9 @@ tile_multiply_add = _tile_multiply(from_zero=False)
 def tile_read(
     typingctx: Any, rows: Any, columns: Any, weights: Any, vectors: Any, count: Any, out: Any, ahead: Any
 ) -> Any:
-    """Compute as `tile_multiply` for 2 or 4 rows, and 2 rows on 8 columns too: the vectors are then read in one piece.
+    """Compute as `tile_multiply`, up to 2 rows on 8 columns too: the vectors are then read in one piece.
 
-    Two rows (decode waits for memory) also ask for what lies ``ahead`` elements behind what they read.
+    Up to two rows (decode waits for memory) also ask for what lies ``ahead`` elements behind what they read.
     """
     i64 = types.int64
     signature = types.void(i64, i64, weights, vectors, i64, out, i64)
@@ -121,14 +121,14 @@ def tile_read(
                 return
             weight_rows = [row_of(context, builder, *weight, r) for r in range(row_count)]
             lanes = [n.type(LANES * c) for c in range(column_count)]
-            step = _step(context, builder, weight_rows, vector, lanes, distance if row_count == 2 else None)
+            step = _step(context, builder, weight_rows, vector, lanes, distance if row_count < 4 else None)
             totals = accumulate(builder, n, [zeros()] * (row_count * column_count), step)
             out_rows = [row_of(context, builder, *target, r) for r in range(row_count)]
             targets = [builder.gep(row, [lane]) for row in out_rows for lane in lanes]
             for pointer, total in zip(targets, totals, strict=True):
                 store_vector(builder, total, pointer)
 
-        dispatch(builder, [(many, (2, 4)), (wide, (*_COLUMNS, 8))], emit)
+        dispatch(builder, [(many, _ROWS), (wide, (*_COLUMNS, 8))], emit)
         return context.get_dummy_value()
 
     return signature, generate

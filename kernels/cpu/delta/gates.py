@@ -1,6 +1,6 @@
 """Compute the gates of the delta rule on the CPU, an element at a time.
 
-T tokens, H value heads.
+T tokens, H value heads, each of so many channels that decay (1: as a whole).
 """
 
 from typing import Any
@@ -16,23 +16,33 @@ from samebit.kernels.cpu.base.numeric import exp, sigmoid, softplus, widen
 
 def _gates(
     a_at: int, a_stride: int, b_at: int, b_stride: int, a_log_at: int, bias_at: int, scale: Any, rows: int, heads: int,
-    decay_at: int, beta_at: int, kind: Any,
+    channels: int, decay_at: int, beta_at: int, kind: Any,
 ) -> None:  # fmt: skip
     a, b = elements(a_at, NO_END, kind), elements(b_at, NO_END, kind)
-    a_log, bias = floats(a_log_at, heads), floats(bias_at, heads)
-    decay, beta = floats(decay_at, rows * heads), floats(beta_at, rows * heads)
+    a_log, bias = floats(a_log_at, heads), floats(bias_at, heads * channels)
+    wide = heads * channels
+    decay, beta = floats(decay_at, rows * wide), floats(beta_at, rows * heads)
     for row in prange(rows):
         place = np.int64(row)
         _gates_row(
-            a[place * a_stride : place * a_stride + heads], b[place * b_stride : place * b_stride + heads], a_log, bias,
-            scale, decay[place * heads : (place + 1) * heads], beta[place * heads : (place + 1) * heads],
+            a[place * a_stride : place * a_stride + wide], b[place * b_stride : place * b_stride + heads], a_log, bias,
+            scale, decay[place * wide : (place + 1) * wide], beta[place * heads : (place + 1) * heads],
         )  # fmt: skip
 
 
 @njit(inline="always")
 def _gates_row(a: Any, b: Any, a_log: Any, bias: Any, scale: Any, decay: Any, beta: Any) -> None:
-    for h in range(len(a_log)):
-        decay[h] = -exp(a_log[h]) * softplus(widen(a[h]) + bias[h])
+    heads = len(a_log)
+    channels = len(a) // heads
+    if channels == 1:
+        for h in range(heads):
+            decay[h] = -exp(a_log[h]) * softplus(widen(a[h]) + bias[h])
+    else:
+        for h in range(heads):
+            rate = -exp(a_log[h])
+            for i in range(h * channels, (h + 1) * channels):
+                decay[i] = rate * softplus(widen(a[i]) + bias[i])
+    for h in range(heads):
         beta[h] = sigmoid(widen(b[h])) * scale
 
 
@@ -43,11 +53,11 @@ def gates(
     a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `Operations.gates`."""
-    rows, heads = a.shape
+    rows, heads = b.shape
     a, b, a_log, bias = with_unit_stride(a), with_unit_stride(b), a_log.contiguous(), bias.contiguous()
-    decay, beta = torch.empty(rows, heads), torch.empty(rows, heads)
+    decay, beta = torch.empty(a.shape), torch.empty(b.shape)
     _gates_rows(
         a.numel(), a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0), a_log.data_ptr(), bias.data_ptr(),
-        np.float32(scale), rows, heads, decay.data_ptr(), beta.data_ptr(), kind_of(a.dtype),
+        np.float32(scale), rows, heads, a.shape[1] // heads, decay.data_ptr(), beta.data_ptr(), kind_of(a.dtype),
     )  # fmt: skip
     return decay, beta

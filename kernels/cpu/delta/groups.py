@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 
 
 class Sizes(NamedTuple):
-    """Holds Hk, Hv, K and V; K (``deep``) and V (``wide``) in whole vectors; ``share``: value heads a key head."""
+    """Holds Hk, Hv, K and V; K (``deep``) and V (``wide``) in whole vectors; ``share``: value heads a key head.
+
+    by_channel: each channel of a key decays by itself.
+    """
 
     key_heads: int
     value_heads: int
@@ -16,10 +19,12 @@ class Sizes(NamedTuple):
     deep: int
     wide: int
     share: int
+    by_channel: bool
 
 
 class Inputs(NamedTuple):
-    """Holds what is read, flat: qkv ``[T, 2 Hk K + Hv V]`` and its stride, decay and beta ``[T, Hv]``."""
+    """Holds what is read, flat: qkv ``[T, 2 Hk K + Hv V]`` and its stride, decay and beta ``[T, Hv]``, decay by
+    channel ``[T, Hv K]``."""
 
     qkv: Any
     stride: int
@@ -30,7 +35,8 @@ class Inputs(NamedTuple):
 class Memory(NamedTuple):
     """Holds what is read and written, flat: states ``[slots, Hv, K, V]``, and the tails of all sequences.
 
-    k: ``[slots, Hk, C, K]``. u: ``[slots, Hv, C, V]``. sums: ``[slots, Hv, C]``. block_state: as ``state``, of the last
+    k: ``[slots, Hk, C, K]``. u: ``[slots, Hv, C, V]``. sums: ``[slots, Hv, C]``. left: in their place by channel, what
+    each token leaves of the state ``[slots, Hv, C, K]``. block_state: as ``state``, of the last
     multiple of ``grid`` tokens; a ``grid`` of 0 is that of a call without memory.
     """
 
@@ -39,6 +45,7 @@ class Memory(NamedTuple):
     k: Any
     u: Any
     sums: Any
+    left: Any
     grid: int
 
 
@@ -70,13 +77,14 @@ class Scratch(NamedTuple):
     """Holds what a chunk needs meanwhile, flat, K and V padded.
 
     pairs: ``[chunk, 2, K]``, key and query of each token. scores: ``[chunk, 2, chunk]``, theirs with the keys of the
-    chunk. acc: ``[4, V]``, what they read of the state. fed: ``[chunk, V]``, u as it enters the state. kept,
-    weights: ``[chunk]``.
+    chunk. acc: ``[4, V]``, what they read of the state. fed: ``[chunk, V]``, u as it enters the state. decays: ``[K]``,
+    of a token's channels. kept, weights: ``[chunk]``.
     """
 
     pairs: Any
     scores: Any
     acc: Any
     fed: Any
+    decays: Any
     kept: Any
     weights: Any

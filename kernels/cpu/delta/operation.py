@@ -34,7 +34,7 @@ def delta_rule(
     rule.rule(
         int(rows * inner * options.key_dim * WORK_AN_ELEMENT),
         (qkv.data_ptr(), qkv.stride(0), decay.data_ptr(), beta.data_ptr(), out.data_ptr()),
-        options.sizes, (context.layout.data_ptr(), len(context.lengths)), (grid, memory), (captured, captures, kept),
-        get_num_threads(), kind_of(qkv.dtype),
+        (*options.sizes, options.by_channel), (context.layout.data_ptr(), len(context.lengths)), (grid, memory),
+        (captured, captures, kept), get_num_threads(), kind_of(qkv.dtype),
     )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ Invariants (the row rule and the grid rule):
 * The state moves once a chunk, with the chunk's last token, from the chunk's whole tail.
 * Tokens are computed one or two at a time, their keys and queries together: each does the same operations in the same
   order, and the state is read once for all of them.
+* Where each channel of a key decays by itself, ``exp(G_t - G_s)`` stands inside the products: `tail`.
 
 Why sixteen: a decode step waits for memory. It reads the state and the tail, where the plain recurrence reads and
 writes the state; so the tail has to stay small beside the state.
@@ -31,17 +32,17 @@ from numba import njit, prange
 
 from samebit.kernels.cpu.base.jit import RowKernel
 from samebit.kernels.cpu.base.memory import NO_END, doubles, elements, floats, integers, longs
+from samebit.kernels.cpu.base.memory import scratch as room_of
 from samebit.kernels.cpu.base.numeric import exp, fma, narrow, widen
 from samebit.kernels.cpu.base.rows import Rows
-from samebit.kernels.cpu.base.small_tiles import tile_multiply_add, tile_read
-from samebit.kernels.cpu.base.state_tiles import dots, fetch_all, tile_move
+from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_multiply_add, tile_read
+from samebit.kernels.cpu.base.state_tiles import fetch_all, tile_move
 from samebit.kernels.cpu.delta.groups import Inputs, Item, Memory, Scratch, Sizes, Span
+from samebit.kernels.cpu.delta.tail import append, append_by_channel
 from samebit.kernels.layout.grids import LANES, SCAN_CHUNK
-from samebit.kernels.layout.options import KEY_EPS
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
-_EPS = np.float32(KEY_EPS)
 
 
 def _rule(tensors: Any, sizes: Any, layout: Any, memory: Any, captures: Any, threads: int, kind: Any) -> None:
@@ -49,7 +50,7 @@ def _rule(tensors: Any, sizes: Any, layout: Any, memory: Any, captures: Any, thr
 
     Args:
         tensors: addresses of qkv and its stride, of decay, beta and out.
-        sizes: Hk, Hv, K, V.
+        sizes: Hk, Hv, K, V; whether each channel of a key decays by itself.
         layout: address of the first row, length, start and slot, each of all sequences; number of sequences.
         memory: the state as of the last multiple of so many tokens is kept in the block states, 0 for a call without
             memory; where the addresses of states, block states, and the tails' k, u and sums lie.
@@ -71,11 +72,11 @@ def _rule_part(
     kind: Any,
 ) -> None:  # fmt: skip
     """Compute the items that begin within the part's share of the rows."""
-    key_heads, value_heads, key_dim, value_dim = sizes_given
+    key_heads, value_heads, key_dim, value_dim, by_channel = sizes_given
     deep = (key_dim + LANES - 1) // LANES * LANES
     wide = (value_dim + LANES - 1) // LANES * LANES
     share = value_heads // key_heads
-    sizes = Sizes(key_heads, value_heads, key_dim, value_dim, deep, wide, share)
+    sizes = Sizes(key_heads, value_heads, key_dim, value_dim, deep, wide, share, by_channel)
     inputs = Inputs(
         elements(tensors[0], NO_END, kind), tensors[1], floats(tensors[2], NO_END), floats(tensors[3], NO_END)
     )
@@ -88,7 +89,7 @@ def _rule_part(
     total = lengths.sum() * key_heads
     grid, memory_at = memory_given
     memory = _memory(memory_at, grid, sizes)
-    room = np.empty(SCAN_CHUNK * (2 * deep + 2 * SCAN_CHUNK + wide + 2) + 4 * wide, np.float32)
+    room = room_of(SCAN_CHUNK * (2 * deep + 2 * SCAN_CHUNK + wide + 2) + 4 * wide + deep)
     before = 0  # rows of the items so far
     for number in range(sequences * key_heads):
         sequence, key_head = number // key_heads, number % key_heads
@@ -117,7 +118,8 @@ def _memory(at: int, grid: int, sizes: Any) -> Any:
     k = floats(places[2], NO_END) if keeps else np.empty(SCAN_CHUNK * deep, np.float32)
     u = floats(places[3], NO_END) if keeps else np.empty(heads * SCAN_CHUNK * wide, np.float32)
     sums = doubles(places[4], NO_END) if keeps else np.empty(heads * SCAN_CHUNK, np.float64)
-    return Memory(state, block_state, k, u, sums, grid)
+    left = floats(places[4], NO_END) if keeps else np.empty(heads * SCAN_CHUNK * deep * sizes.by_channel, np.float32)
+    return Memory(state, block_state, k, u, sums, left, grid)
 
 
 @njit(inline="always")
@@ -127,11 +129,12 @@ def _scratch(room: Any, deep: int, wide: int) -> Any:
     scores = pairs + 8 * SCAN_CHUNK * deep
     acc = scores + 8 * SCAN_CHUNK * SCAN_CHUNK
     fed = acc + 16 * wide
-    kept = fed + 4 * SCAN_CHUNK * wide
+    decays = fed + 4 * SCAN_CHUNK * wide
+    kept = decays + 4 * deep
     weights = kept + 4 * SCAN_CHUNK
     return Scratch(
         floats(pairs, 2 * SCAN_CHUNK * deep), floats(scores, 2 * SCAN_CHUNK * SCAN_CHUNK), floats(acc, 4 * wide),
-        floats(fed, SCAN_CHUNK * wide), floats(kept, SCAN_CHUNK), floats(weights, SCAN_CHUNK),
+        floats(fed, SCAN_CHUNK * wide), floats(decays, deep), floats(kept, SCAN_CHUNK), floats(weights, SCAN_CHUNK),
     )  # fmt: skip
 
 
@@ -141,14 +144,17 @@ def _rule_item(
 ) -> None:
     """Compute one sequence's tokens of the call, for the heads of an item."""
     deep, wide, share = sizes.deep, sizes.wide, sizes.share
-    state, _, k, u, sums, grid = memory
+    state, _, k, u, sums, left, grid = memory
     scratch = _scratch(room, deep, wide)
     start, length, at = item.start, item.length, item.value_at
     size, k_at = sizes.key_dim * wide, item.key_at * SCAN_CHUNK * deep
     if start == 0:
         state[at * size : (at + share) * size] = _ZERO
     fetch_all(k, k_at + SCAN_CHUNK * deep, (start % SCAN_CHUNK + 1) * deep)  # of the next item, most likely
-    fetch_all(sums, (at + share) * SCAN_CHUNK, share * SCAN_CHUNK)
+    if sizes.by_channel:
+        fetch_all(left, (at * SCAN_CHUNK + SCAN_CHUNK + (start - 1) % SCAN_CHUNK) * deep, 2 * deep)
+    else:
+        fetch_all(sums, (at + share) * SCAN_CHUNK, share * SCAN_CHUNK)
     done = 0
     while done < length:
         inside = (start + done) % SCAN_CHUNK
@@ -156,12 +162,10 @@ def _rule_item(
         span = Span(item.row + done, inside, many)
         moves = inside + many == SCAN_CHUNK
         ends_block = moves and grid > 0 and (start + length) // grid * grid == start + done + many
-        _append(inputs, sizes, memory, item, span, scratch)
-        for j in range(many):
-            seen = inside + j
-            place, scores_at = 2 * j * deep, 2 * j * SCAN_CHUNK
-            dots(scratch.pairs, place, k, k_at, deep, seen, deep, scratch.scores, scores_at)
-            dots(scratch.pairs, place + deep, k, k_at, deep, seen + 1, deep, scratch.scores, scores_at + SCAN_CHUNK)
+        if sizes.by_channel:
+            append_by_channel(inputs, sizes, memory, item, span, scratch)
+        else:
+            append(inputs, sizes, memory, item, span, scratch)
         done += many
         for h in range(share):
             fetch_all(u, (at + h + 1) * SCAN_CHUNK * wide, (inside + 1) * wide)
@@ -174,50 +178,6 @@ def _rule_item(
                     target = (captures[c + 2] * sizes.value_heads + item.key_head * share) * size
                     for i in range(share * size):
                         captured[target + i] = state[at * size + i]
-
-
-@njit(nogil=True, error_model="numpy")
-def _append(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any, scratch: Any) -> None:
-    """Put keys and decays of a span into the tail; keys and queries also go to ``scratch.pairs``."""
-    qkv, stride, decay, _ = inputs
-    key_heads, value_heads, key_dim, _, deep, _, share = sizes
-    k, sums = memory.k, memory.sums
-    row, inside, many = span
-    pairs, lanes = scratch.pairs, scratch.weights
-    scale = _ONE / np.sqrt(np.float32(key_dim))
-    for j in range(many):
-        token = inside + j
-        first = (row + j) * stride + item.key_head * key_dim
-        key, query = pairs[2 * j * deep : (2 * j + 1) * deep], pairs[(2 * j + 1) * deep : (2 * j + 2) * deep]
-        normalise(qkv[first : first + key_dim], scale, query, lanes)
-        first += key_heads * key_dim
-        normalise(qkv[first : first + key_dim], _ONE, key, lanes)
-        place = (item.key_at * SCAN_CHUNK + token) * deep
-        k[place : place + deep] = key
-        for h in range(share):
-            at = (item.value_at + h) * SCAN_CHUNK + token
-            before = sums[at - 1] if token > 0 else 0.0
-            sums[at] = before + np.float64(decay[(row + j) * value_heads + item.key_head * share + h])
-
-
-@njit(inline="always")
-def normalise(source: Any, scale: Any, target: Any, lanes: Any) -> None:
-    """Divide by the root of the sum of squares, then multiply by ``scale``; zeros behind."""
-    for n in range(len(source)):
-        target[n] = widen(source[n])
-    for n in range(len(source), len(target)):
-        target[n] = _ZERO
-    for lane in range(LANES):
-        lanes[lane] = _ZERO
-    for n in range(0, len(target), LANES):
-        for lane in range(LANES):
-            lanes[lane] = fma(target[n + lane], target[n + lane], lanes[lane])
-    total = _ZERO
-    for lane in range(LANES):
-        total = total + lanes[lane]
-    inverse = _ONE / np.sqrt(total + _EPS)
-    for n in range(len(target)):
-        target[n] = target[n] * inverse * scale
 
 
 @njit(inline="always")
@@ -241,7 +201,7 @@ def _head_rows(inputs: Any, sizes: Any, memory: Any, span: Any, scratch: Any, at
             columns = 8 if tokens == 1 and left >= 8 else _block(left)
             tile_read(
                 2 * tokens, columns, Rows(scratch.pairs, 2 * j * deep, deep), Rows(memory.state, state_at + v, wide),
-                sizes.key_dim, Rows(scratch.acc, v, wide), sizes.key_dim * wide,
+                sizes.key_dim, Rows(scratch.acc, v, wide), FETCH_AHEAD,
             )  # fmt: skip
             v += columns * LANES
         for i in range(tokens):
@@ -259,15 +219,20 @@ def _token(
     These are the pair ``i`` of ``acc``.
     """
     qkv, stride, _, beta = inputs
-    key_heads, value_heads, key_dim, value_dim, _, wide, _ = sizes
+    key_heads, value_heads, key_dim, value_dim, _, wide, _, by_channel = sizes
     u, sums = memory.u, memory.sums
-    _, scores, acc, _, kept, weights = scratch
+    _, scores, acc, _, _, kept, weights = scratch
     u_at, sums_at, scores_at = at * SCAN_CHUNK * wide, at * SCAN_CHUNK, 2 * place * SCAN_CHUNK
-    now = sums[sums_at + token]
-    for s in range(SCAN_CHUNK):  # what lies beyond the token is not read
-        kept[s] = exp(np.float32(now - sums[sums_at + s]))
+    decayed = _ONE
+    if by_channel:  # keys of the tail, and what read the state, have decayed
+        kept[:] = _ONE
+    else:
+        now = sums[sums_at + token]
+        for s in range(SCAN_CHUNK):  # what lies beyond the token is not read
+            kept[s] = exp(np.float32(now - sums[sums_at + s]))
+        decayed = exp(np.float32(now))
+    for s in range(SCAN_CHUNK):
         weights[s] = -(scores[scores_at + s] * kept[s])
-    decayed = exp(np.float32(now))
     written = u[u_at + token * wide : u_at + (token + 1) * wide]
     read = acc[2 * i * wide : (2 * i + 1) * wide]
     first = row * stride + 2 * key_heads * key_dim + head * value_dim
@@ -311,16 +276,25 @@ def _move(sizes: Any, memory: Any, scratch: Any, at: int, k_at: int, ends_block:
     Where a block ends too, the block state gets a copy.
     """
     deep, wide, key_dim = sizes.deep, sizes.wide, sizes.key_dim
-    state, block_state, k, u, sums, _ = memory
+    state, block_state, k, u, sums, left, _ = memory
     fed = scratch.fed
     size = key_dim * wide
     state_at, u_at, sums_at = at * size, at * SCAN_CHUNK * wide, at * SCAN_CHUNK
-    last = sums[sums_at + SCAN_CHUNK - 1]
-    for s in range(SCAN_CHUNK):
-        decayed = exp(np.float32(last - sums[sums_at + s]))
-        for p in range(wide):
-            fed[s * wide + p] = u[u_at + s * wide + p] * decayed
-    factor = exp(np.float32(last))
+    factor = _ONE
+    if sizes.by_channel:
+        fed[:] = u[u_at : u_at + SCAN_CHUNK * wide]
+        left_at = (at * SCAN_CHUNK + SCAN_CHUNK - 1) * deep
+        for n in range(key_dim):
+            decayed = left[left_at + n]
+            for p in range(state_at + n * wide, state_at + (n + 1) * wide):
+                state[p] = state[p] * decayed
+    else:
+        last = sums[sums_at + SCAN_CHUNK - 1]
+        for s in range(SCAN_CHUNK):
+            decayed = exp(np.float32(last - sums[sums_at + s]))
+            for p in range(wide):
+                fed[s * wide + p] = u[u_at + s * wide + p] * decayed
+        factor = exp(np.float32(last))
     n = 0
     while n < key_dim:  # meanwhile the next head's state is asked for
         rows = _block(key_dim - n)

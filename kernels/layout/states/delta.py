@@ -2,7 +2,9 @@
 
 The state is ``[Hv, K, V]``, V padded to whole vectors. The tail, all in whole vectors: keys, normalised, float32 ``[Hk,
 chunk, K]``; what each token wrote, u, float32 ``[Hv, chunk, V]``; the running sum of the decay ``[Hv, chunk]`` float64.
-What else a slot holds: `memory`.
+Where each channel of a key decays by itself (Kimi Delta Attention), the keys are what is left of them at the last
+token, and instead of the sum there is what is left of the state at each token, float32 ``[Hv, chunk, K]``. What else a
+slot holds: `memory`.
 """
 
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ class DeltaShape:
     """Holds the sizes of a Gated DeltaNet layer: Hk key heads of size K, Hv value heads of size V, and the taps of the
     convolution.
 
-    Value head h reads key head ``h // (Hv / Hk)``.
+    Value head h reads key head ``h // (Hv / Hk)``. ``by_channel``: each channel of a key decays by itself.
     """
 
     key_heads: int
@@ -43,6 +45,7 @@ class DeltaShape:
     key_dim: int
     value_dim: int
     taps: int
+    by_channel: bool = False
 
     @property
     def inner(self) -> int:
@@ -80,5 +83,7 @@ class DeltaShape:
             **states_and_windows(self, count, dtype, device),
             tail_k=zeros(self.key_heads, chunk, self.padded_key),
             tail_u=zeros(self.value_heads, chunk, self.padded_value),
-            tail_sums=zeros(self.value_heads, chunk, dtype=torch.float64),
+            tail_sums=zeros(self.value_heads, chunk, self.padded_key)
+            if self.by_channel
+            else zeros(self.value_heads, chunk, dtype=torch.float64),
         )

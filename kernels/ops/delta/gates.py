@@ -1,4 +1,5 @@
-"""Compute the gates of the delta rule: how much a head forgets at a token, and how strongly the token writes.
+"""Compute the gates of the delta rule: how much a head, or each channel of its keys, forgets at a token, and how
+strongly the token writes.
 
 Contract: an element depends on its own inputs alone; float32 inside and out.
 """
@@ -20,22 +21,24 @@ def gates(
     """Compute ``-exp(a_log) softplus(a + dt_bias)`` and ``beta_scale sigmoid(b)``.
 
     Args:
-        a: ``[T, H]`` float32 or bfloat16, rows may be strided.
+        a: ``[T, H]``, or by channel ``[T, H K]``, float32 or bfloat16, rows may be strided.
         b: ``[T, H]``, same dtype, rows may be strided.
         a_log: ``[H]`` float32 or bfloat16, as `dt_bias`.
-        dt_bias: ``[H]``.
+        dt_bias: as wide as a.
         beta_scale: 2.0 where a model allows negative eigenvalues of its transitions.
 
     Returns:
-        The log of the decay and the strength, ``[T, H]`` float32 each, contiguous.
+        The log of the decay, in the shape of a, and the strength ``[T, H]``, float32, contiguous.
 
     Raises:
         ValueError: sizes that do not match.
         TypeError: a and b of two dtypes, or of one without kernels.
     """
-    if a.dim() != 2 or a.shape != b.shape:
-        raise ValueError(f"a is {list(a.shape)} and b {list(b.shape)}; allowed: two alike, [T, H]")
-    check_shape("a_log", a_log, a.shape[1])
+    if a.dim() != 2 or b.dim() != 2 or len(a) != len(b) or not b.shape[1] or a.shape[1] % b.shape[1]:
+        raise ValueError(
+            f"a is {list(a.shape)} and b {list(b.shape)}; allowed: two alike, [T, H], or a [T, H K] and b [T, H]"
+        )
+    check_shape("a_log", a_log, b.shape[1])
     check_shape("dt_bias", dt_bias, a.shape[1])
     if a.dtype is not b.dtype:
         raise TypeError(f"a is {a.dtype} and b {b.dtype}; allowed: two alike")
@@ -63,8 +66,9 @@ class _Gates(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_decay: torch.Tensor, grad_beta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         a, b, a_log, bias = ctx.saved_tensors
-        raw, rate, share = a.float() + bias, -a_log.exp(), torch.sigmoid(b.float())
-        grad_raw = grad_decay * rate * torch.sigmoid(raw)
+        rate, share = -a_log.exp(), torch.sigmoid(b.float())
+        raw = a.float() + bias
+        grad_raw = grad_decay * rate.repeat_interleave(a.shape[1] // b.shape[1]) * torch.sigmoid(raw)
         grad_b = grad_beta * share * (1 - share) * ctx.scale
-        grad_log = (grad_decay * F.softplus(raw)).sum(0) * rate
+        grad_log = (grad_decay * F.softplus(raw)).sum(0).view(len(rate), -1).sum(1) * rate
         return grad_raw.to(a.dtype), grad_b.to(b.dtype), grad_log, grad_raw.sum(0), None

@@ -17,7 +17,7 @@ from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import DeltaOptions
 from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.layout.states.delta import DeltaStates
-from samebit.kernels.ops.delta.gradients import rule_gradients
+from samebit.kernels.ops.delta.gradients import gradients_by_channel
 from samebit.kernels.ops.dispatch import operations_for
 from samebit.kernels.ops.errors import changed_dtype
 
@@ -64,7 +64,7 @@ def _check(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, options: 
             f"qkv is {list(qkv.shape)}; allowed: [T, {options.width}], q, k and v of the heads of {options}"
         )
     rows = len(qkv)
-    check_shape("decay", decay, rows, options.value_heads)
+    check_shape("decay", decay, rows, options.decays)
     check_shape("beta", beta, rows, options.value_heads)
     if not device.on_gpu(qkv):
         check_host("qkv", qkv)
@@ -100,5 +100,6 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        qkv, decay, beta = ctx.saved_tensors
-        return *rule_gradients(qkv, decay, beta, grad, ctx.layout, ctx.options), None, None
+        by_channel = ctx.options.by_channel
+        backward = gradients_by_channel if by_channel else operations_for(grad).delta_rule_backward
+        return *backward(ctx.saved_tensors, grad, ctx.layout, ctx.options), None, None

@@ -15,21 +15,32 @@ def gates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `Operations.gates`."""
     a, b = aligned(a), aligned(b)
-    decay, beta = (torch.empty(a.shape, device=a.device) for _ in range(2))
+    decay, beta = (torch.empty(part.shape, device=a.device) for part in (a, b))
     if a.numel():
         _gates[(ceil_div(a.numel(), ELEMENTS),)](
-            a, b, aligned(a_log), aligned(bias), scale, decay, beta, a.numel(), a.shape[1], ELEMENTS
+            a,
+            b,
+            aligned(a_log),
+            aligned(bias),
+            scale,
+            decay,
+            beta,
+            a.numel(),
+            b.numel(),
+            b.shape[1],
+            a.shape[1] // b.shape[1],
+            ELEMENTS,
         )
     return decay, beta
 
 
-@triton.jit(do_not_specialize=["scale", "count"])
+@triton.jit(do_not_specialize=["scale", "count", "count_b"])
 def _gates(
     a: tensor, b: tensor, a_log: tensor, bias: tensor, scale: tensor, decay: tensor, beta: tensor, count: tensor,
-    HEADS: tl.constexpr, SIZE: tl.constexpr,
+    count_b: tensor, HEADS: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    real, head = place < count, place % HEADS
-    step = softplus(tl.load(a + place, mask=real, other=0.0).to(tl.float32) + tl.load(bias + head))
-    tl.store(decay + place, -tl.exp(tl.load(a_log + head)) * step, mask=real)
-    tl.store(beta + place, sigmoid(tl.load(b + place, mask=real, other=0.0).to(tl.float32)) * scale, mask=real)
+    real, of_b, channel = place < count, place < count_b, place % (HEADS * CHANNELS)
+    step = softplus(tl.load(a + place, mask=real, other=0.0).to(tl.float32) + tl.load(bias + channel))
+    tl.store(decay + place, -tl.exp(tl.load(a_log + channel // CHANNELS)) * step, mask=real)
+    tl.store(beta + place, sigmoid(tl.load(b + place, mask=of_b, other=0.0).to(tl.float32)) * scale, mask=of_b)

@@ -9,6 +9,9 @@ Invariants (the row rule and the grid rule):
 * Keys and u of a chunk are tiles of the whole chunk, whichever of its tokens belong to the call: those before come from
   the tail, those to come are zeros. A token's place in them is its position's in the chunk, in every call, and so is
   the order in which the squares of its key are summed.
+* Where each channel of a key decays by itself (Kimi Delta Attention), each token of the chunk, from the first on,
+  multiplies the keys before it by its decay, in every call in the same order, and so the product that is left of the
+  state; ``exp(G_t - G_s)`` is then in the keys.
 * The tokens of the call are computed one after the other by one piece of code, which a decode runs once.
 * The state moves once a chunk, with the chunk's last token, by one product of the chunk's two tiles.
 * A program owns a slice of the value size of the state, and of u, of one sequence and value head: sums run over the
@@ -23,6 +26,8 @@ computes each: ``tail_k`` holds keys before they are normalised, ``tail_sums`` t
 
 T tokens, S sequences, Hk and Hv heads of keys and values, K and V their sizes, C tokens a chunk.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -66,7 +71,8 @@ def _run(
     empty = torch.empty if context.covers_all_rows else torch.zeros
     out = empty(len(qkv), heads * value_dim, dtype=qkv.dtype, device=qkv.device)
     if layer is None or context.states is None:  # nothing of the memory is touched; one compiled kernel serves both
-        memory, grid = (decay, decay, decay, decay, decay.new_empty(0, dtype=torch.float64), decay), 0
+        held = decay if options.by_channel else decay.new_empty(0, dtype=torch.float64)
+        memory, grid = (decay, decay, decay, decay, held, decay), 0
     else:
         kept = context.states.checkpoints[options.layer].state
         memory, grid = (
@@ -80,7 +86,7 @@ def _run(
             qkv, decay, beta, layout.row_start, layout.lengths, layout.starts, layout.slots, *memory, layout.captures,
             layout.first_capture, grid, out, key_heads, heads, key_dim, value_dim, ceil_div(key_dim, LANES) * LANES,
             ceil_div(value_dim, LANES) * LANES, SCAN_CHUNK, part, padded_key, key_dim**-0.5, KEY_EPS,
-            num_warps=_WARPS, num_stages=1,
+            options.by_channel, num_warps=_WARPS, num_stages=1,
         )  # fmt: skip
     return out
 
@@ -92,6 +98,7 @@ def _rule_head(
     captures: tensor, first_capture: tensor, grid: tensor, out: tensor, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
     PART: tl.constexpr, PADDED_KEY: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Run one sequence's tokens of the call, for ``PART`` elements of one value head; ``grid``: of the block
     boundaries, 0 without memory."""
@@ -114,42 +121,59 @@ def _rule_head(
     of_v = qkv + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
     old_k = tail_k + (slot * KEY_HEADS + key_head) * (CHUNK * DEEP)
     old_u = tail_u + (slot * HEADS + head) * (CHUNK * WIDE)
-    old_decay = tail_decay + (slot * HEADS + head) * CHUNK
+    old_decay = tail_decay + (slot * HEADS + head) * (CHUNK * DEEP if BY_CHANNEL else CHUNK)
     for base in range(start // CHUNK * CHUNK, end, CHUNK):
         position = base + c
         old, new = position < start, (position >= start) & (position < end)
         rows = origin + position
-        decay_old = tl.load(old_decay + c, mask=old, other=0.0)
-        decay_new = tl.load(decay + rows * HEADS + head, mask=new, other=0.0).to(tl.float64)
-        sums = tl.cumsum(tl.where(old, decay_old, decay_new), axis=0)
-        k_new = tl.load(of_k + rows[:, None] * WIDTH + n[None, :], mask=new[:, None] & real_n[None, :], other=0.0)
-        k_old = tl.load(old_k + c[:, None] * DEEP + n[None, :], mask=old[:, None] & real_n[None, :], other=0.0)
+        old_n, new_n = old[:, None] & real_n[None, :], new[:, None] & real_n[None, :]
+        if BY_CHANNEL:
+            decay_old = tl.load(old_decay + c[:, None] * DEEP + n[None, :], mask=old_n, other=0.0)
+            of_channels = decay + (rows[:, None] * HEADS + head) * KEY_DIM + n[None, :]
+            keeps = tl.exp(tl.where(old[:, None], decay_old, tl.load(of_channels, mask=new_n, other=0.0)))
+        else:
+            decay_old = tl.load(old_decay + c, mask=old, other=0.0)
+            decay_new = tl.load(decay + rows * HEADS + head, mask=new, other=0.0).to(tl.float64)
+            sums = tl.cumsum(tl.where(old, decay_old, decay_new), axis=0)
+        k_new = tl.load(of_k + rows[:, None] * WIDTH + n[None, :], mask=new_n, other=0.0)
+        k_old = tl.load(old_k + c[:, None] * DEEP + n[None, :], mask=old_n, other=0.0)
         k = tl.where(old[:, None], k_old, k_new.to(tl.float32))
         k = k / tl.sqrt_rn(tl.sum(k * k, axis=1) + EPS)[:, None]
         in_u = old_u + c[:, None] * WIDE + p[None, :]
         u = tl.load(in_u, mask=old[:, None] & real_p[None, :], other=0.0)
         first = tl.maximum(start - base, 0)
+        through = tl.full((PADDED_KEY,), 1.0, tl.float32)  # what is left of the state, by channel
+        if BY_CHANNEL:
+            for t in range(first):
+                k, through = _decayed(k, through, keeps, t)
         for t in range(first, tl.minimum(end - base, CHUNK)):
             row = origin + base + t
             q_t = tl.load(of_q + row * WIDTH + n, mask=real_n, other=0.0).to(tl.float32)
             q_t = q_t / tl.sqrt_rn(tl.sum(q_t * q_t, axis=0) + EPS) * SCALE
             k_t = tl.sum(tl.where(c[:, None] == t, k, 0.0), axis=0)
-            now = tl.sum(tl.where(c == t, sums, 0.0), axis=0)
-            kept = tl.exp(tl.where(c <= t, (now - sums).to(tl.float32), 0.0))
-            decayed = tl.exp(now.to(tl.float32))
+            if BY_CHANNEL:
+                k, through = _decayed(k, through, keeps, t)
+                kept, decayed = tl.full((CHUNK,), 1.0, tl.float32), 1.0
+            else:
+                now = tl.sum(tl.where(c == t, sums, 0.0), axis=0)
+                kept = tl.exp(tl.where(c <= t, (now - sums).to(tl.float32), 0.0))
+                decayed = tl.exp(now.to(tl.float32))
             matches = tl.where(c < t, tl.sum(k * k_t[None, :], axis=1) * kept, 0.0)
             v_t = tl.load(of_v + row * WIDTH + p, mask=real_p, other=0.0).to(tl.float32)
-            v_t -= decayed * tl.sum(state * k_t[:, None], axis=0)
+            v_t -= decayed * tl.sum(state * (k_t * through)[:, None], axis=0)
             u_t = tl.load(beta + row * HEADS + head) * (v_t - tl.sum(u * matches[:, None], axis=0))
             u = tl.where(c[:, None] == t, u_t[None, :], u)
             asked = tl.where(c <= t, tl.sum(k * q_t[None, :], axis=1) * kept, 0.0)
-            o_t = decayed * tl.sum(state * q_t[:, None], axis=0) + tl.sum(u * asked[:, None], axis=0)
+            o_t = decayed * tl.sum(state * (q_t * through)[:, None], axis=0) + tl.sum(u * asked[:, None], axis=0)
             place = out + row * (HEADS * VALUE_DIM) + head * VALUE_DIM + p
             tl.store(place, o_t.to(out.dtype.element_ty), mask=real_p)
         if base + CHUNK <= end:
-            last = tl.sum(tl.where(c == CHUNK - 1, sums, 0.0), axis=0)
-            left = tl.exp((last - sums).to(tl.float32))
-            state = dot(tl.trans(k), u * left[:, None], state * tl.exp(last.to(tl.float32)))
+            if BY_CHANNEL:
+                state = dot(tl.trans(k), u, state * through[:, None])
+            else:
+                last = tl.sum(tl.where(c == CHUNK - 1, sums, 0.0), axis=0)
+                left = tl.exp((last - sums).to(tl.float32))
+                state = dot(tl.trans(k), u * left[:, None], state * tl.exp(last.to(tl.float32)))
             if grid > 0:
                 if base + 2 * CHUNK > end:
                     tl.store(states + own + in_state, state, mask=real_state)
@@ -163,6 +187,14 @@ def _rule_head(
             tl.store(in_u, u, mask=new[:, None] & real_p[None, :])
 
 
+@triton.jit
+def _decayed(k: tensor, through: tensor, keeps: tensor, t: tensor) -> Any:
+    """Multiply the keys before token ``t`` of the chunk by what it keeps of each channel, and so ``through``."""
+    c = tl.arange(0, k.shape[0])
+    now = tl.sum(tl.where(c[:, None] == t, keeps, 0.0), axis=0)
+    return tl.where(c[:, None] < t, k * now[None, :], k), through * now
+
+
 def _append(
     qkv: torch.Tensor, decay: torch.Tensor, context: ForwardContext, options: DeltaOptions, layer: DeltaStates
 ) -> None:
@@ -172,7 +204,7 @@ def _append(
         _append_tokens[(len(context.lengths), options.value_heads)](
             qkv, decay, layout.row_start, layout.lengths, layout.starts, layout.slots, layer.tail_k, layer.tail_sums,
             *options.sizes, ceil_div(options.key_dim, LANES) * LANES, SCAN_CHUNK, power_of_two(options.key_dim),
-            num_warps=_WARPS,
+            options.by_channel, num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -180,7 +212,7 @@ def _append(
 def _append_tokens(
     qkv: tensor, decay: tensor, row_start: tensor, lengths: tensor, starts: tensor, slots: tensor, tail_k: tensor,
     tail_decay: tensor, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    DEEP: tl.constexpr, CHUNK: tl.constexpr, PADDED_KEY: tl.constexpr,
+    DEEP: tl.constexpr, CHUNK: tl.constexpr, PADDED_KEY: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ) -> None:  # fmt: skip
     sequence, head = tl.program_id(0), tl.program_id(1)
     row, slot = tl.load(row_start + sequence), tl.load(slots + sequence).to(tl.int64)
@@ -190,8 +222,14 @@ def _append_tokens(
     position = end // CHUNK * CHUNK + c
     new = (position >= start) & (position < end)
     at = (row + position - start).to(tl.int64)
-    held = tl.load(decay + at * HEADS + head, mask=new, other=0.0).to(tl.float64)
-    tl.store(tail_decay + (slot * HEADS + head) * CHUNK + c, held, mask=new)
+    in_tail = (slot * HEADS + head) * CHUNK + c
+    if BY_CHANNEL:
+        inside = new[:, None] & (n[None, :] < KEY_DIM)
+        of_channels = tl.load(decay + (at[:, None] * HEADS + head) * KEY_DIM + n[None, :], mask=inside, other=0.0)
+        tl.store(tail_decay + in_tail[:, None] * DEEP + n[None, :], of_channels, mask=inside)
+    else:
+        held = tl.load(decay + at * HEADS + head, mask=new, other=0.0).to(tl.float64)
+        tl.store(tail_decay + in_tail, held, mask=new)
     SHARE: tl.constexpr = HEADS // KEY_HEADS
     if head % SHARE == 0:
         key_head = head // SHARE

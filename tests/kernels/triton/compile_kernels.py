@@ -208,8 +208,9 @@ def mamba_gradients() -> None:
 def delta() -> None:
     few = (torch.bfloat16, 4, 8, 128, 128), (torch.float32, 2, 2, 96, 200)
     more = (torch.float16, 4, 8, 128, 128), (torch.float32, 4, 8, 128, 128), (torch.bfloat16, 2, 4, 256, 256)
-    for dtype, key_heads, heads, key_dim, value_dim in few + more if CAMPAIGN else few:
-        shape = DeltaShape(key_heads, heads, key_dim, value_dim, taps=4)
+    kimi = (torch.bfloat16, 8, 8, 128, 128)
+    for dtype, key_heads, heads, key_dim, value_dim in (*few, kimi, *more) if CAMPAIGN else (*few, kimi):
+        shape = DeltaShape(key_heads, heads, key_dim, value_dim, 4, key_heads == 8)
         context = ForwardContext(
             positions=torch.zeros(20, dtype=torch.int64),
             row_start=np.array([0, 3], np.int32),
@@ -220,10 +221,22 @@ def delta() -> None:
             block_size=64,
             states=StateLayout(1, shape, 64).allocate(2, dtype, 1),
         )
-        of_heads = torch.zeros(20, heads, dtype=dtype)
-        decay, beta = gates(of_heads, of_heads, torch.zeros(heads), torch.zeros(heads))
-        options = DeltaOptions(0, 64, key_heads, heads, key_dim, value_dim)
+        options = DeltaOptions(0, 64, key_heads, heads, key_dim, value_dim, shape.by_channel)
+        of_decays, of_heads = (torch.zeros(20, width, dtype=dtype) for width in (options.decays, heads))
+        decay, beta = gates(of_decays, of_heads, torch.zeros(heads), torch.zeros(options.decays))
         delta_rule(torch.zeros(20, shape.conv_width, dtype=dtype), decay, beta, context, options)
+
+
+def delta_gradients() -> None:
+    context = training_context((1, 70), None, None)
+    few = (torch.bfloat16, 4, 8, 128, 128), (torch.float32, 2, 2, 96, 200)
+    more = (torch.float16, 4, 8, 128, 128), (torch.bfloat16, 2, 4, 256, 256)
+    for dtype, *sizes in few + more if CAMPAIGN else few:
+        options, heads = DeltaOptions(0, 64, *sizes), sizes[1]
+        decay, beta = (torch.zeros(70, heads, requires_grad=True) for _ in range(2))
+        both_ways(
+            lambda qkv, o=options, d=decay, b=beta: delta_rule(qkv, d, b, context, o), (70, options.width), dtype=dtype
+        )
 
 
 def configurations() -> None:
@@ -329,6 +342,7 @@ if __name__ == "__main__":
         mamba,
         mamba_gradients,
         delta,
+        delta_gradients,
         configurations,
         large_layers,
         narrow_logits,

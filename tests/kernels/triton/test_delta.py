@@ -27,6 +27,10 @@ def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
 CASES = (
     (Case(DeltaShape(key_heads=2, value_heads=2, key_dim=24, value_dim=16, taps=4), 16), torch.bfloat16),
     (Case(DeltaShape(key_heads=1, value_heads=2, key_dim=20, value_dim=40, taps=2), 16, 2.0), torch.float32),
+    (
+        Case(DeltaShape(key_heads=2, value_heads=2, key_dim=20, value_dim=24, taps=3, by_channel=True), 16),
+        torch.float32,
+    ),
 )
 
 
@@ -42,8 +46,8 @@ def test_every_route_through_the_states_gives_the_training_bits(case: Case, dtyp
         assert torch.equal(found, trained), route
 
 
-def test_a_checkpoint_continues_where_it_was_taken() -> None:
-    case, dtype = CASES[1]
+@pytest.mark.parametrize(("case", "dtype"), CASES[1:], ids=str)
+def test_a_checkpoint_continues_where_it_was_taken(case: Case, dtype: torch.dtype) -> None:
     layer = layer_of(case, dtype, LENGTHS)
     first = sum(LENGTHS[:-1])
     expected = oracle(case, layer, LENGTHS)[first:]
@@ -65,8 +69,8 @@ def test_a_checkpoint_continues_where_it_was_taken() -> None:
     assert torch.equal(run(33, 35, 1, []), captured[17:])
 
 
-def test_gradients_are_near_the_oracle() -> None:
-    case, dtype = CASES[1]
+@pytest.mark.parametrize(("case", "dtype"), CASES[1:], ids=str)
+def test_gradients_are_near_the_oracle(case: Case, dtype: torch.dtype) -> None:
     layer = layer_of(case, dtype, LENGTHS)
     mine = Layer(**{name: part.to(DEVICE, copy=True).requires_grad_() for name, part in vars(layer).items()})
     exact = Layer(**{name: part.double().requires_grad_() for name, part in vars(layer).items()})

@@ -97,16 +97,16 @@ def test_values_and_gradients_are_near_the_oracle(name: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gate_first", [True, False])
-def test_gated_rms_norm(gate_first: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("gate_first", "by_sigmoid"), [(True, False), (False, False), (False, True)])
+def test_gated_rms_norm(gate_first: bool, by_sigmoid: bool, dtype: torch.dtype) -> None:
     for rows, width, groups in ((1, 100, 1), (7, 258, 2), (130, 24, 8)):
         torch.manual_seed(width)
-        options = GatedNormOptions(1e-5, groups, gate_first)
+        options = GatedNormOptions(1e-5, groups, gate_first, by_sigmoid)
         op = Op(
             lambda rows, width: [torch.randn(rows, width), torch.randn(rows, 2 * width + 3), torch.randn(width)],
             lambda x, joined, w, options=options: gated_rms_norm(x, joined[:, 3 : 3 + x.shape[1]], w, options),
             lambda x, joined, w, options=options: reference.gated_rms_norm(
-                x, joined[:, 3 : 3 + x.shape[1]], w, options.eps, options.groups, options.gate_first
+                x, joined[:, 3 : 3 + x.shape[1]], w, options
             ),
         )
         check(op, op.inputs(rows, width), dtype)
