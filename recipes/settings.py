@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 AnySettings = TypeVar("AnySettings", bound="Settings")
 
-ARCHITECTURES = ("dense", "hybrid", "gdn", "moe")
+ARCHITECTURES = ("dense", "hybrid", "gdn", "moe", "mla")
 """Shapes of the built-in model."""
 
 

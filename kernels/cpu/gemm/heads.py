@@ -84,7 +84,7 @@ _multiply_item_by_tiles = _with_rows(multiply_rows_by_tiles)
 
 
 @njit(inline="always")
-def _parts(product: Any, threads: int) -> int:
+def _parts(product: Any, threads: int) -> Any:
     """Return into how many parts rows are shared out, so that few heads keep all threads at work."""
     return max(1, min((threads + product.heads - 1) // product.heads, product.rows // PANEL_ROWS))
 
