@@ -23,6 +23,7 @@ from samebit.kernels.cpu.base.jit import parallel_kernel
 from samebit.kernels.cpu.base.memory import floats, longs, scratch
 from samebit.kernels.cpu.base.numeric import widen
 from samebit.kernels.cpu.gemm.many_rows_vectors import transpose_tile
+from samebit.kernels.cpu.latent.vectors import widen_vectors
 from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
 
 _VECTORS = KV_CHUNK // LANES
@@ -140,5 +141,7 @@ def _copy_chunk(pages: Any, blocks: Any, shape: Any, base: int, newest: int, cop
                 transpose_tile(pages, at + d, width, copied, d * KV_CHUNK + j, KV_CHUNK)
         for d in range(whole, width):
             copied[d * KV_CHUNK + j] = widen(pages[at + d])
-        for d in range(rank):
-            copied[(width * KV_CHUNK) + j * rank + d] = widen(pages[at + d])
+        value = width * KV_CHUNK + j * rank
+        widen_vectors(pages, at, rank // LANES, copied, value)
+        for d in range(rank // LANES * LANES, rank):
+            copied[value + d] = widen(pages[at + d])
