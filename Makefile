@@ -5,11 +5,13 @@
 #   make grpo MODEL=hybrid                                          a model with Mamba layers, into runs/grpo-hybrid
 #   make grpo MODEL=gdn                                             a model with Gated DeltaNet layers, into runs/grpo-gdn
 #   make grpo MODEL=moe                                             a model with routed experts, into runs/grpo-moe
+#   make grpo MODEL=mla                                             a model with latent attention too, into runs/grpo-mla
 #   make grpo-async                                                 one step off policy, the worker in its own process
 #   make verl-grpo                                                  GRPO in verl, with samebit as its rollout
 #   make verl-grpo MODEL=hybrid                                     a model with Mamba layers, into runs/verl-grpo-hybrid
 #   make verl-grpo MODEL=gdn                                        a model with Gated DeltaNet layers, into runs/verl-grpo-gdn
 #   make verl-grpo MODEL=moe                                        a model with routed experts, into runs/verl-grpo-moe
+#   make verl-grpo MODEL=mla                                        a model with latent attention too, into runs/verl-grpo-mla
 #   make verl-matrix                                                verl's mismatch over many kinds of runs; takes about an hour
 #   make soak COUNT=2000                                            long hypothesis campaigns
 #   make test-next                                                  what transformers can change, under the next one

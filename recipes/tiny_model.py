@@ -57,7 +57,6 @@ _EXPERTS = {
     "n_shared_experts": 1,
     "moe_intermediate_size": 64,
     "norm_topk_prob": True,
-    "use_qk_norm": True,
     "tie_word_embeddings": True,
 }
 _LATENT = {
@@ -124,9 +123,10 @@ def _with_experts(architecture: str, shape: dict[str, Any], sizes: dict[str, int
     """Return a GLM-4.5, or a DeepSeek-V3, whose heads have keys of their own, whatever the sizes say."""
     model: PreTrainedModel
     if architecture == "moe":
-        model = Glm4MoeForCausalLM(Glm4MoeConfig(**{**shape, **sizes}))
+        model = Glm4MoeForCausalLM(Glm4MoeConfig(**{**shape, "use_qk_norm": True, **sizes}))
     else:
         latent = {**shape, **_LATENT, **sizes}
+        del latent["head_dim"]  # here that of the rotated key alone, which the class sets
         latent["num_key_value_heads"] = latent["num_attention_heads"]
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**latent))
     for name, buffer in model.named_buffers():

@@ -19,6 +19,7 @@ from samebit.benchmarks import (
     gpu,
     gpu_experts,
     hybrid,
+    latent,
     lora,
     moe,
     prefix_cache,
@@ -390,3 +391,12 @@ def test_lora_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = lora.measure(sizes, "fp32")
     titles = ("decode_tax", "shared_decode_tax", "prefill_tax")
     assert metrics.keys() == {f"{title}_{count}" for title in titles for count in (1, 3)}
+
+
+def test_latent_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent, "SHAPES", {"small": latent.Heads(2, 16, 4, 6, 8)})
+    sizes = latent.Sizes(sequences=2, length=20, repeats=1, rounds=1, requests=1, shared=33, own=3, layers=1)
+    metrics = latent.measure(sizes, alternate.Calibration(size=8))
+    of_decode = {f"decode_{name}_small_{dtype}" for name in ("gain", "ms") for dtype in ("fp32", "bf16")}
+    assert set(metrics) == {*of_decode, "ttft_gain", "ttft_gain_over_ideal", "ttft_cached_ms"}
+    assert all(0 < value.min <= value.value <= value.max < math.inf for value in metrics.values())

@@ -133,15 +133,21 @@ def _copy_chunk(pages: Any, blocks: Any, shape: Any, base: int, newest: int, cop
     width, rank, block_size = shape.head_dim, shape.value_dim, shape.block_size
     whole = width // LANES * LANES if block_size >= LANES else 0
     count = min(KV_CHUNK, newest + 1 - base)
-    for j in range(count):
-        token = base + j
-        at = (np.int64(blocks[token // block_size]) * block_size + token % block_size) * width
-        if j % LANES == 0:  # sixteen tokens from here on lie in one block, those beyond the newest too
-            for d in range(0, whole, LANES):
-                transpose_tile(pages, at + d, width, copied, d * KV_CHUNK + j, KV_CHUNK)
+    for j in range(count):  # in the order of memory
+        at = _place_of(blocks, base + j, block_size, width)
         for d in range(whole, width):
             copied[d * KV_CHUNK + j] = widen(pages[at + d])
         value = width * KV_CHUNK + j * rank
         widen_vectors(pages, at, rank // LANES, copied, value)
         for d in range(rank // LANES * LANES, rank):
             copied[value + d] = widen(pages[at + d])
+    for j in range(0, count if whole > 0 else 0, LANES):
+        at = _place_of(blocks, base + j, block_size, width)  # sixteen tokens from there on lie in one block
+        for d in range(0, whole, LANES):
+            transpose_tile(pages, at + d, width, copied, d * KV_CHUNK + j, KV_CHUNK)
+
+
+@njit(inline="always")
+def _place_of(blocks: Any, token: int, block_size: int, width: int) -> Any:
+    """Return where a token's row begins in the pages."""
+    return (np.int64(blocks[token // block_size]) * block_size + token % block_size) * width
