@@ -5,6 +5,7 @@
 #   make grpo MODEL=hybrid                                          a model with Mamba layers, into runs/grpo-hybrid
 #   make grpo MODEL=gdn                                             a model with Gated DeltaNet layers, into runs/grpo-gdn
 #   make grpo MODEL=moe                                             a model with routed experts, into runs/grpo-moe
+#   make grpo MODEL=mla                                             a model with latent attention too, into runs/grpo-mla
 #   make grpo-async                                                 one step off policy, the worker in its own process
 #   make verl-grpo                                                  GRPO in verl, with samebit as its rollout
 #   make verl-grpo MODEL=hybrid                                     a model with Mamba layers, into runs/verl-grpo-hybrid
@@ -13,6 +14,7 @@
 #   make trl-grpo                                                   GRPO in TRL, with samebit as its rollout
 #   make trl-grpo ARGS="--trainer rloo"                             RLOO; or async
 #   make trl-grpo ARGS="--model Qwen/Qwen3-0.6B --dtype bfloat16"   your model, by its chat template
+#   make verl-grpo MODEL=mla                                        a model with latent attention too, into runs/verl-grpo-mla
 #   make verl-matrix                                                verl's mismatch over many kinds of runs; takes about an hour
 #   make soak COUNT=2000                                            long hypothesis campaigns
 #   make test-next                                                  what transformers can change, under the next one

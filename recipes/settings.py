@@ -12,7 +12,7 @@ from samebit.recipes.problem import MARKER
 
 AnySettings = TypeVar("AnySettings", bound="Settings")
 
-ARCHITECTURES = ("dense", "hybrid", "gdn", "moe")
+ARCHITECTURES = ("dense", "hybrid", "gdn", "moe", "mla")
 """Shapes of the built-in model."""
 
 

@@ -1,5 +1,5 @@
 """Build the built-in policy, a Hugging Face folder: a character tokenizer, and a Qwen3 of 0.6 M parameters, a hybrid
-with Mamba2 or Gated DeltaNet layers, or a model of routed experts."""
+with Mamba2 or Gated DeltaNet layers, or a model of routed experts, with keys and values or with latents."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +13,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     NemotronHConfig,
@@ -55,8 +57,16 @@ _EXPERTS = {
     "n_shared_experts": 1,
     "moe_intermediate_size": 64,
     "norm_topk_prob": True,
-    "use_qk_norm": True,
     "tie_word_embeddings": True,
+}
+_LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_group": 4,
+    "topk_group": 2,
 }
 _CORRECTION = 0.05
 """Spread of the routers' correction biases, which choose experts and are no parameters."""
@@ -80,7 +90,8 @@ def build_model(
     """Return a randomly initialised model in float32; `sizes` replaces entries of its configuration.
 
     "dense": a Qwen3. "hybrid": a Nemotron-H, two Mamba2 layers around an attention layer. "gdn": a Qwen3.5, two Gated
-    DeltaNet layers around an attention layer. "moe": a GLM-4.5, a dense layer and two of 16 experts, 4 a token.
+    DeltaNet layers around an attention layer. "moe": a GLM-4.5, a dense layer and two of 16 experts, 4 a token. "mla":
+    a DeepSeek-V3 of such layers, with latent attention.
     """
     torch.manual_seed(seed)
     shape: dict[str, Any] = {
@@ -102,15 +113,26 @@ def build_model(
     if architecture == "gdn":
         delta: dict[str, Any] = {**shape, **_DELTA, **sizes}
         return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**delta))
-    if architecture == "moe":
-        experts: dict[str, Any] = {**shape, **_EXPERTS, **sizes}
-        model = Glm4MoeForCausalLM(Glm4MoeConfig(**experts))
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(std=_CORRECTION)
-        return model
+    if architecture in ("moe", "mla"):
+        return _with_experts(architecture, {**shape, **_EXPERTS}, sizes)
     dense: dict[str, Any] = {**shape, "num_hidden_layers": 3, "tie_word_embeddings": True, **sizes}
     return Qwen3ForCausalLM(Qwen3Config(**dense))
+
+
+def _with_experts(architecture: str, shape: dict[str, Any], sizes: dict[str, int]) -> PreTrainedModel:
+    """Return a GLM-4.5, or a DeepSeek-V3, whose heads have keys of their own, whatever the sizes say."""
+    model: PreTrainedModel
+    if architecture == "moe":
+        model = Glm4MoeForCausalLM(Glm4MoeConfig(**{**shape, "use_qk_norm": True, **sizes}))
+    else:
+        latent = {**shape, **_LATENT, **sizes}
+        del latent["head_dim"]  # here that of the rotated key alone, which the class sets
+        latent["num_key_value_heads"] = latent["num_attention_heads"]
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**latent))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=_CORRECTION)
+    return model
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

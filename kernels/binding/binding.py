@@ -29,7 +29,7 @@ from samebit.kernels.binding.lora.plan import HOLDERS, AdapterPlan, PeftAdapters
 from samebit.kernels.binding.plan import Plan
 from samebit.kernels.binding.users import Users
 from samebit.kernels.layout.device import DTYPES
-from samebit.kernels.layout.kv_pages import KVLayout
+from samebit.kernels.layout.kv_pages import PageLayout
 from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops.activation import ACTIVATIONS, PLAIN_ACTIVATIONS
 
@@ -47,7 +47,7 @@ class Binding:
     """
 
     family: Family
-    kv_layout: KVLayout
+    kv_layout: PageLayout
     vocab_size: int
     exact: bool
     modules: BoundModules = field(repr=False)

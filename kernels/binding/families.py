@@ -12,6 +12,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from samebit.kernels.binding.delta.family import DeltaFamily
 from samebit.kernels.binding.epilogue import Epilogue, scaled_down, scaled_up, soft_capped, unchanged
 from samebit.kernels.binding.experts.family import SIGMOID, ExpertFamily
+from samebit.kernels.binding.latent.family import LatentFamily
 
 RECURRENT_MASKS = "linear_attention" in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 """Tells transformers 5.13 or later: it knows masks of recurrent layers, and renames Mamba and attention layers on
@@ -50,6 +51,7 @@ class Family:
         required_layer: a layer type without which Hugging Face can not run the family, if there is one.
         conv_bias: the config's key for whether the mixers' convolutions have a bias; of families with a mixer.
         delta: its Gated DeltaNet layers; None for a family without.
+        latent: its attention over latents; None for a family with keys and values.
         gated_attention: ``q_proj`` also gives a gate a head, whose sigmoid is multiplied onto what is attended to.
         wrapped: Hugging Face has its text model alone, and inside a ``...ForConditionalGeneration`` with vision too.
     """
@@ -75,6 +77,7 @@ class Family:
     required_layer: str = ""
     conv_bias: str = ""
     delta: DeltaFamily | None = None
+    latent: LatentFamily | None = None
     gated_attention: bool = False
     wrapped: bool = False
 
@@ -146,6 +149,16 @@ FAMILIES = {
         Family("Olmoe", unchanged, qk_norm="full", experts=_SOFTMAX),
         Family("Mixtral", unchanged, experts=ExpertFamily("SparseMoeBlock", "softmax_of_chosen")),
         Family("Glm4Moe", unchanged, qk_norm="head", qk_norm_switch="use_qk_norm", experts=SIGMOID),
+        Family(
+            "DeepseekV2",
+            unchanged,
+            latent=LatentFamily(),
+            experts=ExpertFamily(
+                "Moe", "softmax", routers=("", "TopkRouter"), group_score="best", method="topk_method"
+            ),
+        ),
+        Family("DeepseekV3", unchanged, latent=LatentFamily("rope_interleave"), experts=SIGMOID),
+        Family("Glm4MoeLite", unchanged, latent=LatentFamily("rope_interleave"), experts=SIGMOID),
         Family(
             "GptOss",
             unchanged,
@@ -240,16 +253,6 @@ FAMILIES = {
 }
 """Finds a family by the class name of one of its causal language models."""
 
-BLOCKS = {
-    "DeepseekV2": Family(
-        "DeepseekV2",
-        unchanged,
-        experts=ExpertFamily("Moe", "softmax", routers=("", "TopkRouter"), group_score="best", method="topk_method"),
-    ),
-    "DeepseekV3": Family("DeepseekV3", unchanged, experts=SIGMOID),
-}
-"""Families of which blocks of experts are bound and the attention is not, by prefix."""
-
 EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Lists the rotary scalings whose frequencies are fixed by the config alone."""
 
@@ -288,7 +291,7 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
         found.append(f"attention sinks ({sinks[0]})")
     if config.get("alibi") or config.get("position_embedding_type") == "alibi":
         found.append("ALiBi position biases")
-    if config.get("kv_lora_rank"):
+    if config.get("kv_lora_rank") and (family is None or family.latent is None):
         found.append(f"latent attention (kv_lora_rank={config['kv_lora_rank']})")
     if config.get("use_bidirectional_attention"):
         found.append("bidirectional attention (use_bidirectional_attention)")

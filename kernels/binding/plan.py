@@ -14,11 +14,12 @@ from samebit.kernels.binding.delta.plan import DeltaPlan
 from samebit.kernels.binding.experts.plan import ExpertPlan
 from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families import BindingError, Family
+from samebit.kernels.binding.latent.plan import LatentPlan
 from samebit.kernels.binding.lora.forwards import LinearFacts, layer_forward, linear_forward
 from samebit.kernels.binding.lora.plan import AdapterPlan
 from samebit.kernels.binding.mamba_plan import MixerPlan
 from samebit.kernels.binding.wrapped import modules_of_vision, wrapping_forward, wrapping_module
-from samebit.kernels.layout.kv_pages import KVLayout
+from samebit.kernels.layout.kv_pages import KVLayout, PageLayout
 from samebit.kernels.layout.options import AttentionOptions
 from samebit.kernels.layout.states.memory import StateLayout
 
@@ -53,14 +54,17 @@ class Plan:
             else DeltaPlan(family.prefix, family.delta, config, ssm_chunk)
         )
         self.lora = AdapterPlan()
+        self.latent = None if family.latent is None else LatentPlan(family.prefix, family.latent, config)
         self.experts = (
             None
             if family.experts is None
             else ExpertPlan(family.prefix, family.experts, config, self.facts[family.activation])
         )
 
-    def kv_layout(self) -> KVLayout:
-        """Return the layout of the KV of the attention layers found."""
+    def kv_layout(self) -> PageLayout:
+        """Return the layout of the KV, or of the latents, of the attention layers found."""
+        if self.latent is not None:
+            return self.latent.layout()
         if not self.attentions:
             return KVLayout(0, 0, 0)
         return KVLayout(len(self.attentions), self.attentions[0].kv_heads, self.attentions[0].head_dim)
@@ -78,7 +82,7 @@ class Plan:
         self._check_heads()
         adapters = self.lora.adapters()
         facts = bound.DecoderFacts(
-            bool(self.attentions), self.state_layout() is not None, self.family.wrapped, adapters
+            self.kv_layout().num_layers > 0, self.state_layout() is not None, self.family.wrapped, adapters
         )
         decoders = [module for module in model.modules() if self._is_decoder(module)]
         found: list[tuple[nn.Module, Any]] = [(module, (bound.decoder_forward, facts)) for module in decoders]
@@ -112,7 +116,11 @@ class Plan:
         if wrapped is not None:
             return wrapped
         if kind == family.class_name("Attention"):
+            if self.latent is not None:
+                return self.latent.attention(name, module)
             return bound.attention_forward, self._attention(name, module)
+        if self.latent is not None and self.latent.computes(name):
+            return self.latent.part(name)
         if self.mixers.is_mixer(module):
             return self.mixers.mixer(name, module)
         if kind in [family.class_name(part) for part in ("RotaryEmbedding", "TextRotaryEmbedding")]:
@@ -131,10 +139,11 @@ class Plan:
         wrapped = self.lora.wrapped(name, module)
         if wrapped is None:
             return None
-        if name == "lm_head" or (self.experts is not None and self.experts.computes(name)):
+        parts = [plan for plan in (self.experts, self.latent) if plan is not None]
+        if name == "lm_head" or any(plan.computes(name) for plan in parts):
             raise BindingError(
                 f"{self.family.prefix}: an adapter on {name}, which is not bound exactly; exact are adapters on linear "
-                "layers other than the head and routers"
+                "layers other than the head, routers, and the kv_b_proj of latent attention"
             )
         if not self.exact:
             raise BindingError(f"{self.family.prefix}: exact=False computes no adapters, and {name} has one")
@@ -246,6 +255,8 @@ class Plan:
         Raises:
             BindingError: sizes that can not be computed, by their numbers.
         """
+        if self.latent is not None:
+            self.latent.check_rotated([pairs for pairs, _ in self.rotated])
         heads, kv_heads = self.facts.get("num_attention_heads"), self.facts.get("num_key_value_heads")
         if self.attentions and heads and kv_heads and heads % kv_heads:
             raise BindingError(

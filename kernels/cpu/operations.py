@@ -8,6 +8,7 @@ from samebit.kernels.cpu.delta.gradients import delta_rule_backward
 from samebit.kernels.cpu.delta.operation import delta_rule
 from samebit.kernels.cpu.experts.operation import experts_backward, experts_forward
 from samebit.kernels.cpu.experts.routing import route_backward, route_forward
+from samebit.kernels.cpu.latent.operation import gradients_of_heads, latent_backward, latent_forward, multiply_heads
 from samebit.kernels.cpu.linear import add_gradient_of_inputs, gradient_of_inputs, gradient_of_weight, multiply
 from samebit.kernels.cpu.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
 from samebit.kernels.cpu.low_rank import add_low_rank
@@ -47,11 +48,15 @@ __all__ = [
     "gather_gradient",
     "gradient_of_inputs",
     "gradient_of_weight",
+    "gradients_of_heads",
     "keep_likely",
+    "latent_backward",
+    "latent_forward",
     "layer_norm_backward",
     "layer_norm_forward",
     "log_softmax",
     "multiply",
+    "multiply_heads",
     "rms_norm_backward",
     "rms_norm_forward",
     "rotate",

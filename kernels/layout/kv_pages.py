@@ -1,7 +1,8 @@
-"""Lay out paged KV memory: what a block is in bytes, and where its two halves are.
+"""Lay out paged KV memory: what a block is in bytes, and where the parts of it are.
 
-``pages[layer]`` is ``[blocks, kv_heads, 2, D * B]``: half 0 holds keys as ``[D, B]``, half 1 values as
-``[B, D]``; on a GPU keys are ``[B, D]`` too. Block 0 is the null block: padding rows write there and nobody reads it.
+Of keys and values ``pages[layer]`` is ``[blocks, kv_heads, 2, D * B]``: half 0 holds keys as ``[D, B]``, half 1 values
+as ``[B, D]``; on a GPU keys are ``[B, D]`` too. Of latents it is ``[blocks, B, rank + rope]``: a token's latent and its
+rotated key, side by side. Block 0 is the null block: padding rows write there and nobody reads it.
 """
 
 from dataclasses import dataclass
@@ -29,3 +30,38 @@ class KVLayout:
         """Allocate zeroed pages for blocks 0 .. num_blocks, one tensor a layer."""
         shape = (num_blocks + 1, self.num_kv_heads, 2, self.head_dim * block_size)
         return tuple(zeroed_pool(shape, dtype, device) for _ in range(self.num_layers))
+
+
+@dataclass(frozen=True)
+class LatentLayout:
+    """Shapes the memory of a model whose attention reads latents (MLA): one layer after the other, all alike.
+
+    Attributes:
+        num_layers: attention layers.
+        rank: elements of a token's latent, which its value and all but the rotated part of its key are made of.
+        rope: elements of its rotated key, which all heads share.
+    """
+
+    num_layers: int
+    rank: int
+    rope: int
+
+    @property
+    def width(self) -> int:
+        """Return the elements of a token in a layer."""
+        return self.rank + self.rope
+
+    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one block over all layers."""
+        return self.num_layers * self.width * block_size * dtype.itemsize
+
+    def allocate(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: str | torch.device = "cpu"
+    ) -> tuple[torch.Tensor, ...]:
+        """Allocate zeroed pages for blocks 0 .. num_blocks, one tensor a layer."""
+        shape = (num_blocks + 1, block_size, self.width)
+        return tuple(zeroed_pool(shape, dtype, device) for _ in range(self.num_layers))
+
+
+PageLayout = KVLayout | LatentLayout
+"""What a block of a model holds."""

@@ -35,6 +35,35 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True)
+class LatentOptions:
+    """Tells one layer of attention over latents from another.
+
+    Attributes:
+        layer: which pages of the context are its own.
+        scale: factor on the scores.
+        rank: elements of a latent, the first of a page's row; the value of all heads.
+        rope: elements of the rotated key behind it.
+
+    Raises:
+        ValueError: sizes below 1.
+    """
+
+    layer: int
+    scale: float
+    rank: int
+    rope: int
+
+    def __post_init__(self) -> None:
+        if min(self.rank, self.rope) < 1:
+            raise ValueError(f"{self}: allowed: at least 1 element of each part")
+
+    @property
+    def width(self) -> int:
+        """Return the elements of a token's row."""
+        return self.rank + self.rope
+
+
+@dataclass(frozen=True)
 class GatedNormOptions:
     """Says how a gated RMSNorm works: each of ``groups`` parts of the axis alone, the gate before or after the norm.
 

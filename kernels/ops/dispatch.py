@@ -28,6 +28,7 @@ from samebit.kernels.layout.options import (
     ExpertOptions,
     ExpertWeights,
     GatedNormOptions,
+    LatentOptions,
     Layer,
     Reduced,
     RoutingOptions,
@@ -109,6 +110,25 @@ class Operations(Protocol):
         self, saved: Saved, grad: Tensor, context: ForwardContext, options: AttentionOptions
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of q, k, v and sinks, the last None without sinks."""
+
+    # samebit.kernels.ops.latent
+    def latent_forward(
+        self, q: Tensor, latents: Tensor, context: ForwardContext, options: LatentOptions
+    ) -> tuple[Tensor, Saved]:
+        """Put latents into their pages, those of the call where the context has none, and attend."""
+
+    def latent_backward(
+        self, saved: Saved, grad: Tensor, context: ForwardContext, options: LatentOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of q and latents."""
+
+    def multiply_heads(self, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+        """Multiply ``x`` ``[T, H, K]`` with each head's weight ``[H, N, K]``, transposed ``[H, K, N]``."""
+
+    def gradients_of_heads(
+        self, x: Tensor, weight: Tensor, grad: Tensor, transposed: bool, needed: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of x and weight, None for each that is not needed."""
 
     # samebit.kernels.ops.conv
     def conv_forward(

@@ -11,6 +11,9 @@ from samebit.kernels.triton.gradients.attention import attention_backward
 from samebit.kernels.triton.gradients.conv import conv_backward
 from samebit.kernels.triton.gradients.delta import delta_rule_backward
 from samebit.kernels.triton.gradients.ssd import scan_backward
+from samebit.kernels.triton.latent.attention import latent_forward
+from samebit.kernels.triton.latent.gradients import latent_backward
+from samebit.kernels.triton.latent.heads import gradients_of_heads, multiply_heads
 from samebit.kernels.triton.linear import (
     add_gradient_of_inputs,
     add_low_rank,
@@ -55,11 +58,15 @@ __all__ = [
     "gather_gradient",
     "gradient_of_inputs",
     "gradient_of_weight",
+    "gradients_of_heads",
     "keep_likely",
+    "latent_backward",
+    "latent_forward",
     "layer_norm_backward",
     "layer_norm_forward",
     "log_softmax",
     "multiply",
+    "multiply_heads",
     "rms_norm_backward",
     "rms_norm_forward",
     "rotate",

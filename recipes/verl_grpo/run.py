@@ -76,7 +76,7 @@ def prepared(size: str, out: Path, steps: int, words: tuple[str, ...] = (), arch
     """Return a run of one of the `SHAPES`; its data is not there yet. The experts of each token are compared."""
     shape = SHAPES[size]
     options: dict[str, object] = {**shape.options, "trainer.total_training_steps": steps}
-    if architecture == "moe":
+    if architecture in ("moe", "mla"):
         options["actor_rollout_ref.rollout.custom.routed_experts"] = True
     data = out / ("data" if size == "small" else f"data-{size}")
     return Run(data, out, options, num_threads=shape.num_threads, words=words)

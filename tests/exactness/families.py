@@ -129,7 +129,58 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-FAMILIES = tuple(_OWN)
+_LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 50,
+    "qk_rope_head_dim": 10,
+    "qk_nope_head_dim": 23,
+    "v_head_dim": 36,
+}
+_LATENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepseekV3": ("DeepseekV3", {**_LATENTS, **_GROUPS, "q_lora_rank": 41, "first_k_dense_replace": 1}),
+    "DeepseekV3, whole queries, rope yarn": (
+        "DeepseekV3",
+        {
+            **_LATENTS,
+            **_GROUPS,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": MAX_LEN // 4,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            },
+        },
+    ),
+    "Glm4MoeLite": ("Glm4MoeLite", {**_LATENTS, **_GROUPS, "q_lora_rank": 41, "qk_rope_head_dim": 16}),
+    "DeepseekV2": (
+        "DeepseekV2",
+        {
+            **_LATENTS,
+            **_GROUPS,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 24,  # Hugging Face's own rotation can not run heads of an odd size
+            "topk_method": "greedy",
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
+
+CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
+"""Whether this is `make soak`."""
+
+LATENTS = tuple(_LATENT)
+"""Families with latent attention."""
+
+FAMILIES = (*_OWN, *(LATENTS if CAMPAIGN else LATENTS[:1]))
+"""Families without states; all of those with latent attention under `make soak`, otherwise the first of them."""
 
 _FALCON = {
     **_MIXER,
@@ -269,19 +320,25 @@ _DELTA: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
-"""Whether this is `make soak`."""
-
 DELTAS = tuple(_DELTA)
 """Families with Gated DeltaNet layers."""
 
 HYBRIDS = (*_HYBRID, *(DELTAS if CAMPAIGN else DELTAS[:1]))
 """Families with states; all of those with Gated DeltaNet layers under `make soak`, otherwise the first of them."""
 
-EXPERTS = ("Qwen3Moe", "Olmoe", "Mixtral", "Glm4Moe", "GptOss", "NemotronH, experts", "GraniteMoeHybrid, experts")
+EXPERTS = (
+    "Qwen3Moe",
+    "Olmoe",
+    "Mixtral",
+    "Glm4Moe",
+    "GptOss",
+    "NemotronH, experts",
+    "GraniteMoeHybrid, experts",
+    *(LATENTS if CAMPAIGN else LATENTS[:1]),
+)
 """Families with routed experts."""
 
-WITH_EXPERTS = (*EXPERTS, "Qwen3Next", "Qwen3_5Moe")
+WITH_EXPERTS = (*EXPERTS, *LATENTS, "Qwen3Next", "Qwen3_5Moe")
 
 _VISION = {
     "depth": 1,
@@ -301,7 +358,7 @@ def _config_class(family: str) -> type:
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    family, own = {**_OWN, **_HYBRID, **_DELTA}[name]
+    family, own = {**_OWN, **_LATENT, **_HYBRID, **_DELTA}[name]
     fields = {**_COMMON, **own, **changes}
     if family == "Mamba2":
         fields = {key: value for key, value in fields.items() if key not in _NOT_OF_MAMBA2}

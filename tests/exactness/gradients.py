@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,13 +93,14 @@ def assert_near_the_oracle(
     tolerance: tuple[float, float],
     *,
     same_experts: bool = False,
+    **changes: Any,
 ) -> None:
     """Log-probabilities and gradients near Hugging Face's own in float64, within the two errors of `tolerance`.
 
-    same_experts: the oracle computes each token with the experts that the model chose for it.
+    same_experts: the oracle computes each token with the experts that the model chose for it. changes: of the config.
     """
-    oracle = make_model(family, dtype).double()
-    model = bind(make_model(family, dtype))
+    oracle = make_model(family, dtype, **changes).double()
+    model = bind(make_model(family, dtype, **changes))
     exact_scores = partial(hugging_face, begin=follow(oracle, model, sequences)) if same_experts else hugging_face
     value_error, grad_error = tolerance
     layout = LAYOUTS["left padded"]

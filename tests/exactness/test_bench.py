@@ -31,7 +31,7 @@ def formula(name: str, dtype: torch.dtype) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["NemotronH", "FalconH1", "Mamba2", "Qwen3"])
+@pytest.mark.parametrize("name", ["NemotronH", "FalconH1", "Mamba2", "Qwen3", "DeepseekV3"])
 def test_memory_is_that_of_the_formula_and_of_a_worker(
     name: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

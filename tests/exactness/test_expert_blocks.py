@@ -1,4 +1,4 @@
-"""Blocks of routed experts by themselves, as DeepSeek's, around which the attention is not bound yet."""
+"""Blocks of routed experts by themselves, as DeepSeek's: what groups and methods choose."""
 
 from importlib import import_module
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 import transformers
 from torch import nn
 
-from samebit.kernels import BindingError, bind
-from samebit.kernels.binding.families import BLOCKS, FAMILIES
+from samebit.kernels import BindingError
+from samebit.kernels.binding.families import FAMILIES
 from samebit.kernels.binding.modules import attach
 from samebit.kernels.binding.plan import Plan
 
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "softmax, groups": ("DeepseekV2", "Moe", {"topk_method": "group_limited_greedy"}),
     "of a family that is bound as a whole": ("Glm4Moe", "MoE", {}),
 }
-KNOWN = {**BLOCKS, **{family.prefix: family for family in FAMILIES.values()}}
+KNOWN = {family.prefix: family for family in FAMILIES.values()}
 
 
 def make_block(case: str, dtype: torch.dtype) -> Any:
@@ -102,12 +102,3 @@ def test_a_method_that_is_not_known() -> None:
     block.config.topk_method = "noaux"
     with pytest.raises(BindingError, match=r"DeepseekV2: topk_method='noaux' of mlp; allowed: 'greedy'"):
         bound(block, "DeepseekV2")
-
-
-@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3"])
-def test_the_whole_model_waits_for_its_attention(name: str) -> None:
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=50, num_hidden_layers=1, intermediate_size=16, kv_lora_rank=8, **SIZES
-    )
-    with pytest.raises(BindingError, match=r"latent attention \(kv_lora_rank=8\)"):
-        bind(getattr(transformers, f"{name}ForCausalLM")(config))

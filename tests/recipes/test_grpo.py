@@ -98,7 +98,8 @@ def test_own_model_and_own_prompts(tiny: Tiny, out: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind"), [("hybrid", "nemotron_h"), ("gdn", "qwen3_5_text"), ("moe", "glm4_moe")]
+    ("architecture", "kind"),
+    [("hybrid", "nemotron_h"), ("gdn", "qwen3_5_text"), ("moe", "glm4_moe"), ("mla", "deepseek_v3")],
 )
 def test_another_policy(architecture: str, kind: str, tiny: Tiny, tmp_path: Path) -> None:
     """The same recipe on Mamba2 and Gated DeltaNet layers, and on routed experts: zero difference at every step."""

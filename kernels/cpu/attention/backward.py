@@ -76,7 +76,7 @@ def _backward_head(
 ) -> None:  # fmt: skip
     """Compute the gradients of one sequence's keys and values of a KV head, and of the queries that read them."""
     kv_heads, head_dim = pages.shape[1], q.shape[2]
-    shape = Shape(kv_heads, q.shape[1] // kv_heads, head_dim, pages.shape[3] // head_dim)
+    shape = Shape(kv_heads, q.shape[1] // kv_heads, head_dim, head_dim, pages.shape[3] // head_dim)
     softmax = Softmax(scales[0], scales[1], scales[2])
     sequence = item // kv_heads
     place = Place(sequences[3, sequence], sequences[0, sequence], 0, sequences[1, sequence], item % kv_heads)

@@ -5,12 +5,11 @@ Invariants (the row rule and the grid rule):
 * A query row walks its keys in chunks of `KV_CHUNK` tokens anchored at position 0 of its own sequence,
   through one online-softmax accumulator, in order. Nothing else enters its arithmetic: not the number
   of rows, not where a prefill chunk began, not the block size, not the number of threads.
-* Rows are computed one, two or four at a time; each does the same operations in the same order on every
-  element, so the choice is invisible in the bits.
+* What a chunk does to a row is in `softmax`.
 
 A page holds ``block_size`` tokens of one layer: ``pages[block, kv_head, 0]`` is the keys as ``[D, B]``
 (scores vectorise over tokens), ``pages[block, kv_head, 1]`` the values as ``[B, D]`` (the output
-vectorises over the head). Online softmax: Milakov & Gimelshein 2018; tiling: Dao et al. 2022.
+vectorises over the head).
 
 T tokens, S sequences, H heads, G query heads a KV head, D head size, B tokens a block, C tokens a chunk.
 """
@@ -20,21 +19,15 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from samebit.kernels.cpu.attention.groups import Following, Pieces, Place, Running, Shape, Softmax
-from samebit.kernels.cpu.attention.vectors import add_values, greatest, score_chunk
+from samebit.kernels.cpu.attention.groups import Following, Pieces, Place, Shape, Softmax
+from samebit.kernels.cpu.attention.softmax import begin_rows, place_running, size_of_running, take_in, write_rows
 from samebit.kernels.cpu.base.jit import parallel_kernel
-from samebit.kernels.cpu.base.memory import elements, floats, longs, scratch
-from samebit.kernels.cpu.base.numeric import exp, fma, narrow, tanh, widen
-from samebit.kernels.cpu.base.rows import Rows
+from samebit.kernels.cpu.base.memory import elements, longs, scratch
 from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
 
 _VECTORS = KV_CHUNK // LANES
-_ARRAYS = 8
-"""The room of a thread holds this many arrays, each from the start of a cache line on."""
-
-_ZERO = np.float32(0.0)
-_ONE = np.float32(1.0)
-_LOWEST = np.float32(-np.inf)
+_ARRAYS = 2
+"""The room of a thread holds so many arrays beside the running softmax, each from the start of a cache line on."""
 
 
 def _attend(
@@ -61,7 +54,7 @@ def _attend(
         longest = max(longest, min(QUERY_TILE, sequences[1, sequence]))
     rows = longest * (q.shape[1] // pages.shape[1])
     copied = 2 * head_dim * KV_CHUNK if pages.shape[3] < LANES * head_dim else 0
-    size = rows * (2 * head_dim + LANES + 3) + 4 * KV_CHUNK + 8 * _VECTORS + copied + _ARRAYS * LANES
+    size = size_of_running(rows, head_dim, head_dim) + 8 * _VECTORS + copied + _ARRAYS * LANES
     for thread in prange(threads):
         room = scratch(size)
         _attend_items(
@@ -83,7 +76,7 @@ def _attend_items(
     a named tuple counts each time, which made a decode step a quarter slower. The caller holds ``room``.
     """
     kv_heads, head_dim = pages.shape[1], q.shape[2]
-    shape = Shape(kv_heads, q.shape[1] // kv_heads, head_dim, pages.shape[3] // head_dim)
+    shape = Shape(kv_heads, q.shape[1] // kv_heads, head_dim, head_dim, pages.shape[3] // head_dim)
     softmax = Softmax(scales[0], scales[1], scales[2])
     row_start, lengths, starts, table_rows = sequences[0], sequences[1], sequences[2], sequences[3]
     longest = 0
@@ -91,7 +84,7 @@ def _attend_items(
         longest = max(longest, min(QUERY_TILE, lengths[sequence]))
     flat = pages.reshape(-1)
     kind = np.zeros(1, pages.dtype)[0]
-    running, end = _place_running(room.ctypes.data, longest * shape.group, head_dim)
+    running, end = place_running(room.ctypes.data, longest * shape.group, head_dim, head_dim)
     pieces = _place_pieces(end, flat, kind, shape)
     items = tiles.shape[0] * kv_heads
     for item in range(thread, items, threads):
@@ -105,32 +98,9 @@ def _attend_items(
             min(QUERY_TILE, lengths[sequence] - first), item % kv_heads,
         )  # fmt: skip
         following = Following(last_table, table_rows[coming], after % kv_heads, starts[coming])
-        _begin_rows(q, sinks, shape, place, running)
+        begin_rows(q, sinks, shape, place, running)
         _attend_tile(flat, block_tables, shape, softmax, place, following, running, pieces)
-        _write_rows(shape, place, running, out, lse)
-
-
-@njit(inline="always")
-def _behind(address: int, count: int) -> int:
-    """Return the address of the first cache line behind ``count`` float32."""
-    return address + (count + LANES - 1) // LANES * LANES * 4
-
-
-@njit(inline="always")
-def _place_running(query: int, rows: int, head_dim: int) -> Any:
-    """Place the online softmax of up to ``rows`` rows from an address on; return the address behind it too."""
-    acc = _behind(query, rows * head_dim)
-    sums = _behind(acc, rows * head_dim)
-    peaks = _behind(sums, rows * LANES)
-    tokens = _behind(peaks, rows)
-    s = _behind(tokens, 2 * rows)
-    scores = floats(s, 4 * KV_CHUNK)
-    scores[:] = _ZERO
-    running = Running(
-        floats(query, rows * head_dim), floats(acc, rows * head_dim), floats(sums, rows * LANES), floats(peaks, rows),
-        longs(tokens, rows), scores,
-    )  # fmt: skip
-    return running, _behind(s, 4 * KV_CHUNK)
+        write_rows(shape, place, running, out, lse)
 
 
 @njit(inline="always")
@@ -145,24 +115,6 @@ def _place_pieces(address: int, pages: Any, kind: Any, shape: Any) -> Any:
         source, stride, places[:_VECTORS], places[_VECTORS : 2 * _VECTORS], places[2 * _VECTORS : 3 * _VECTORS],
         places[3 * _VECTORS :],
     )  # fmt: skip
-
-
-@njit(inline="always")
-def _begin_rows(q: Any, sinks: Any, shape: Any, place: Any, running: Any) -> None:
-    """Load the queries of an item, and begin its softmax with nothing, or with the sinks, whose values are 0."""
-    group, head_dim, query = shape.group, shape.head_dim, running.query
-    rows = place.count * group
-    for r in range(rows):
-        running.tokens[r] = place.position + r // group
-        running.peaks[r] = _LOWEST
-        for d in range(head_dim):
-            query[r * head_dim + d] = widen(q[place.row + r // group, place.kv_head * group + r % group, d])
-    running.acc[: rows * head_dim] = _ZERO
-    running.sums[: rows * LANES] = _ZERO
-    if len(sinks) > 0:
-        for r in range(rows):
-            running.peaks[r] = sinks[place.kv_head * group + r % group]
-            running.sums[r * LANES] = _ONE
 
 
 @njit(nogil=True, error_model="numpy")
@@ -180,7 +132,7 @@ def _attend_tile(
         else:
             _locate(block_tables[place.table], place.kv_head, shape, base, newest, pieces.keys, pieces.values)
             cold = _locate_coming(block_tables, shape, place, following, base + KV_CHUNK, newest, pieces)
-        _take_in(shape, softmax, place.count * shape.group, base, cold, running, pieces)
+        take_in(shape, softmax, place.count * shape.group, base, cold, running, pieces)
 
 
 @njit(inline="always")
@@ -199,56 +151,6 @@ def _locate_coming(
     _locate(block_tables[table], head, shape, at, last, pieces.coming_keys, pieces.coming_values)
     block = at // shape.block_size
     return reference < 0 or block_tables[table, block] != block_tables[reference, block]
-
-
-@njit(inline="always")
-def _take_in(shape: Any, softmax: Any, rows: int, base: int, cold: bool, running: Any, pieces: Any) -> None:
-    """Take the chunk at ``base`` into the softmax of all rows; if ``cold``, ask for the coming one meanwhile."""
-    head_dim, window = shape.head_dim, softmax.window
-    query, acc, sums, peaks, tokens, s = running
-    source, stride, keys, values, coming_keys, coming_values = pieces
-    r = 0
-    while r < rows:
-        many = 4 if r + 4 <= rows else (2 if r + 2 <= rows else 1)
-        lo, _ = _seen(tokens[r], base, window)
-        _, hi = _seen(tokens[r + many - 1], base, window)
-        if lo < hi:
-            fetch = r == 0 and cold  # the first rows ask for what the next chunk will need
-            score_chunk(
-                many, (hi + LANES - 1) // LANES, fetch, Rows(query, r * head_dim, head_dim), source,
-                keys, coming_keys, stride, Rows(s, 0, KV_CHUNK),
-            )  # fmt: skip
-            for i in range(many):
-                lo, hi = _seen(tokens[r + i], base, window)
-                if lo < hi:
-                    peaks[r + i] = _absorb(
-                        s, i * KV_CHUNK, lo, hi, softmax, peaks[r + i], sums, r + i, acc, head_dim
-                    )  # fmt: skip
-            _add_values(s, r, many, fetch, source, values, coming_values, head_dim, base, tokens, window, acc)
-        r += many
-
-
-@njit(inline="always")
-def _write_rows(shape: Any, place: Any, running: Any, out: Any, lse: Any) -> None:
-    """Divide the sums of weighted values by the sums of weights."""
-    group, head_dim, sums, acc = shape.group, shape.head_dim, running.sums, running.acc
-    for r in range(place.count * group):
-        total = _ZERO
-        for lane in range(LANES):
-            total = total + sums[r * LANES + lane]
-        token = place.row + r // group
-        head = place.kv_head * group + r % group
-        for d in range(head_dim):
-            out[token, head, d] = narrow(acc[r * head_dim + d] / total, out[token, head, d])
-        if len(lse) > 0:
-            lse[token, head] = running.peaks[r] + np.float32(np.log(np.float64(total)))
-
-
-@njit(inline="always")
-def _seen(token: int, base: int, window: int) -> Any:
-    """Return the keys lo <= j < hi of the chunk at ``base`` that a token at this absolute position sees."""
-    lo = max(0, token - window + 1 - base) if window > 0 else 0
-    return lo, min(KV_CHUNK, token + 1 - base)
 
 
 @njit(inline="always")
@@ -282,99 +184,3 @@ def _copy_chunk(pages: Any, block_tables: Any, shape: Any, place: Any, base: int
     for c in range(_VECTORS):
         pieces.keys[c] = c * LANES
         pieces.values[c] = (KV_CHUNK + c * LANES) * head_dim
-
-
-@njit(inline="always")
-def _absorb(
-    s: Any, at: int, lo: int, hi: int, softmax: Any, old: Any, sums: Any, row: int, acc: Any, head_dim: int
-) -> Any:
-    """Turn a row's scores ``s[at + lo : at + hi]`` into weights against its maximum so far, ``old``; return the new
-    maximum.
-
-    The rest of the chunk gets weight 0; the row's partial sums and accumulator are rescaled.
-    """
-    for j in range(KV_CHUNK):
-        s[at + j] = s[at + j] * softmax.scale
-    if softmax.softcap > _ZERO:
-        for j in range(KV_CHUNK):
-            s[at + j] = softmax.softcap * tanh(s[at + j] / softmax.softcap)
-    _fill_unseen(s, at, lo, hi, _LOWEST)
-    best = greatest(s, at)
-    peak = best if best > old else old
-    for j in range(KV_CHUNK):
-        s[at + j] = exp(s[at + j] - peak)
-    _fill_unseen(s, at, lo, hi, _ZERO)
-    if peak != old:
-        shrink = exp(old - peak) if old > _LOWEST else _ZERO
-        _rescale(sums, row, acc, head_dim, shrink)
-    for lane in range(LANES):
-        total = sums[row * LANES + lane]
-        for j in range(0, KV_CHUNK, LANES):
-            total = total + s[at + j + lane]
-        sums[row * LANES + lane] = total
-    return peak
-
-
-@njit(inline="always")
-def _fill_unseen(s: Any, at: int, lo: int, hi: int, value: Any) -> None:
-    """Set what a row does not see of a chunk."""
-    for j in range(lo):
-        s[at + j] = value
-    for j in range(hi, KV_CHUNK):
-        s[at + j] = value
-
-
-@njit(inline="always")
-def _rescale(sums: Any, row: int, acc: Any, head_dim: int, factor: Any) -> None:
-    """Multiply the partial sums and the accumulator of a row."""
-    for lane in range(LANES):
-        sums[row * LANES + lane] = sums[row * LANES + lane] * factor
-    for d in range(head_dim):
-        acc[row * head_dim + d] = acc[row * head_dim + d] * factor
-
-
-@njit(inline="always")
-def _add_values(
-    s: Any, r: int, many: int, fetch: bool, source: Any, values: Any, coming: Any, head_dim: int, base: int,
-    tokens: Any, window: int, acc: Any,
-) -> None:  # fmt: skip
-    """Add ``s[i] . values`` to ``acc[r + i]``: keys that all rows see together, those before and after row by row.
-
-    A key that a row does not see is left out, never multiplied by 0: its page may hold anything.
-    """
-    lo, _ = _seen(tokens[r + many - 1], base, window)
-    _, hi = _seen(tokens[r], base, window)
-    hi = max(lo, hi)
-    if window > 0:
-        for i in range(many):
-            first, last = _seen(tokens[r + i], base, window)
-            _values_of(s, i, r, 1, False, source, values, coming, head_dim, first, min(lo, last), acc)
-    _values_of(s, 0, r, many, fetch, source, values, coming, head_dim, lo, hi, acc)
-    for i in range(many):
-        _, last = _seen(tokens[r + i], base, window)
-        if last > hi:
-            _values_of(s, i, r, 1, False, source, values, coming, head_dim, hi, last, acc)
-
-
-@njit(nogil=True, error_model="numpy")
-def _values_of(
-    s: Any, i: int, r: int, many: int, fetch: bool, source: Any, values: Any, coming: Any, head_dim: int, lo: int,
-    hi: int, acc: Any,
-) -> None:  # fmt: skip
-    """Add to ``acc[r + i]`` the sum over lo <= j < hi of ``s[i, j] * value[j]``, ascending, for ``many`` rows."""
-    d = 0
-    while d + LANES <= head_dim:
-        columns = 4 if d + 4 * LANES <= head_dim else (2 if d + 2 * LANES <= head_dim else 1)
-        add_values(
-            many, columns, fetch, Rows(s, i * KV_CHUNK, KV_CHUNK), lo, hi, source, values, coming, d,
-            Rows(acc, (r + i) * head_dim + d, head_dim),
-        )  # fmt: skip
-        d += columns * LANES
-    while d < head_dim:
-        for row in range(i, i + many):
-            total = acc[(r + row) * head_dim + d]
-            for j in range(lo, hi):
-                value = source[values[j // LANES] + j % LANES * head_dim + d]
-                total = fma(s[row * KV_CHUNK + j], widen(value), total)
-            acc[(r + row) * head_dim + d] = total
-        d += 1

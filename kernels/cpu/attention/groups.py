@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 
 class Shape(NamedTuple):
-    """Holds the sizes of a layer and of its pages: KV heads, query heads a KV head (G), D and B."""
+    """Holds the sizes of a layer and of its pages: KV heads, query heads a KV head (G), D of queries and keys, D of
+    values, and B."""
 
     kv_heads: int
     group: int
     head_dim: int
+    value_dim: int
     block_size: int
 
 
@@ -51,8 +53,9 @@ class Following(NamedTuple):
 class Running(NamedTuple):
     """Holds the online softmax of an item's rows, which are up to `QUERY_TILE` tokens of G heads.
 
-    query, acc: ``[rows, D]``, flat. sums: ``[rows, LANES]``, flat, partial sums of the weights. peaks: ``[rows]``, the
-    greatest score so far. tokens: ``[rows]``, absolute positions. s: ``[4, C]``, flat, scores and then weights.
+    query, acc: ``[rows, D]`` of keys and of values, flat. sums: ``[rows, LANES]``, flat, partial sums of the weights.
+    peaks: ``[rows]``, the greatest score so far. tokens: ``[rows]``, absolute positions. s: ``[4, C]``, flat, scores
+    and then weights.
     """
 
     query: Any

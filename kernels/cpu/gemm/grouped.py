@@ -30,7 +30,7 @@ _TILE = 48
 _LEAST_SHARE = 64
 """Outputs below which a thread would spend its time on the rows it has to prepare for them."""
 
-_TURNED = 240
+TURNED = 240
 """Outputs of a weight that are turned over at a time."""
 
 
@@ -63,35 +63,47 @@ def _parts(outputs: int, threads: int) -> int:
 
 
 @njit(nogil=True, error_model="numpy")
-def _multiply_rows(x: Any, rows: int, inputs: int, share: Any) -> None:
-    """Multiply up to `PANEL_ROWS` rows as a linear layer does."""
+def multiply_rows(x: Any, stride: int, rows: int, inputs: int, share: Any) -> None:
+    """Multiply up to `PANEL_ROWS` rows, ``stride`` apart, as a linear layer does."""
     if rows <= few_rows.MOST_ROWS:
         values = scratch(few_rows.MOST_ROWS * inputs)
-        few_rows.copy_rows(x, inputs, rows, inputs, values)
+        few_rows.copy_rows(x, stride, rows, inputs, values)
         few_rows.multiply_share(values, rows, inputs, share)
     else:
         width = (rows + LANES - 1) // LANES * LANES
         panel = Panel(scratch(min(inputs, many_rows.DEPTH) * width), width, 0, rows)
-        many_rows.multiply_panel(x, inputs, inputs, panel, False, share)
+        many_rows.multiply_panel(x, stride, inputs, panel, False, share)
 
 
 @njit(nogil=True, error_model="numpy")
-def _multiply_rows_by_tiles(x: Any, rows: int, inputs: int, share: Any) -> None:
+def multiply_rows_by_tiles(x: Any, stride: int, rows: int, inputs: int, share: Any) -> None:
     """Multiply up to `PANEL_ROWS` rows as a linear layer does with tile instructions."""
     width = (rows + LANES - 1) // LANES * LANES
     steps = (inputs + TILE_INPUTS - 1) // TILE_INPUTS
     panel = Panel(scratch(steps * (TILE_INPUTS // 2) * width), width, 0, rows)
-    pair_rows(x, inputs, inputs, panel)
+    pair_rows(x, stride, inputs, panel)
     amx.multiply_panel(panel, inputs, share)
 
 
 @njit(nogil=True, error_model="numpy")
-def _multiply_rows_by_pairs(x: Any, rows: int, inputs: int, share: Any) -> None:
+def multiply_rows_by_pairs(x: Any, stride: int, rows: int, inputs: int, share: Any) -> None:
     """Multiply up to `PANEL_ROWS` rows as a linear layer does in pairs of inputs."""
     if rows <= dots.MOST_ROWS:
-        dots.multiply_share(dots.copy_rows(x, inputs, rows, inputs), rows, inputs, share)
+        dots.multiply_share(dots.copy_rows(x, stride, rows, inputs), rows, inputs, share)
     else:
-        dots.multiply_panel(x, inputs, inputs, dots.new_panel(inputs, 0, rows), False, share)
+        dots.multiply_panel(x, stride, inputs, dots.new_panel(inputs, 0, rows), False, share)
+
+
+@njit(nogil=True, error_model="numpy")
+def turn_over(weight: Any, first: int, count: int, inputs: int, outputs: int, turned: Any) -> None:
+    """Write the outputs from ``first`` on of a weight ``[K, N]`` as ``turned[output, input]``."""
+    whole_outputs, whole_inputs = count // LANES * LANES, inputs // LANES * LANES
+    for k in range(0, whole_inputs, LANES):
+        for output in range(0, whole_outputs, LANES):
+            transpose_tile(weight, k * outputs + first + output, outputs, turned, output * inputs + k, inputs)
+    for k in range(inputs):
+        for output in range(whole_outputs if k < whole_inputs else 0, count):
+            turned[output * inputs + k] = weight[k * outputs + first + output]
 
 
 @njit(nogil=True, error_model="numpy")
@@ -104,13 +116,7 @@ def _weight_of(product: Any, group: int, first: int, count: int, turned: Any, ki
     own = weights[group * outputs * inputs : (group + 1) * outputs * inputs]
     if not product.transposed:
         return own[first * inputs : (first + count) * inputs], bias
-    whole_outputs, whole_inputs = count // LANES * LANES, inputs // LANES * LANES
-    for k in range(0, whole_inputs, LANES):
-        for output in range(0, whole_outputs, LANES):
-            transpose_tile(own, k * outputs + first + output, outputs, turned, output * inputs + k, inputs)
-    for k in range(inputs):
-        for output in range(whole_outputs if k < whole_inputs else 0, count):
-            turned[output * inputs + k] = own[k * outputs + first + output]
+    turn_over(own, first, count, inputs, outputs, turned)
     return turned[: count * inputs], bias
 
 
@@ -128,7 +134,7 @@ def _rows_of(product: Any, first: int, rows: int, gathered: Any, kind: Any) -> A
     return gathered
 
 
-def _with_rows(multiply_rows: Callable[..., None]) -> Callable[..., None]:
+def _with_rows(rows_of_group: Callable[..., None]) -> Callable[..., None]:
     """Make the work of a thread from the product of a panel of rows."""
 
     @njit(nogil=True, error_model="numpy")
@@ -139,7 +145,7 @@ def _with_rows(multiply_rows: Callable[..., None]) -> Callable[..., None]:
         size = (outputs + parts * _TILE - 1) // (parts * _TILE) * _TILE
         first = min(item % parts * size, outputs)
         last = min(first + size, outputs)
-        step = min(_TURNED, size) if product.transposed else size
+        step = min(TURNED, size) if product.transposed else size
         first_row = offsets[groups] * (item // parts) // columns
         last_row = offsets[groups] * (item // parts + 1) // columns
         turned = np.empty(step * inputs if product.transposed else 0, np.array(kind).dtype)
@@ -154,15 +160,15 @@ def _with_rows(multiply_rows: Callable[..., None]) -> Callable[..., None]:
                     at = row * outputs + output
                     out = elements(product.out, offsets[groups] * outputs, kind)[at:]
                     x = _rows_of(product, row, rows, gathered, kind)
-                    multiply_rows(x, rows, inputs, Share(weight, bias, out, outputs, 0, count))
+                    rows_of_group(x, inputs, rows, inputs, Share(weight, bias, out, outputs, 0, count))
 
     computed: Callable[..., None] = multiply_share
     return computed
 
 
-_multiply_share = _with_rows(_multiply_rows)
-_multiply_share_by_pairs = _with_rows(_multiply_rows_by_pairs)
-_multiply_share_by_tiles = _with_rows(_multiply_rows_by_tiles)
+_multiply_share = _with_rows(multiply_rows)
+_multiply_share_by_pairs = _with_rows(multiply_rows_by_pairs)
+_multiply_share_by_tiles = _with_rows(multiply_rows_by_tiles)
 
 
 def _multiply(product: Product, kind: Any, threads: int) -> None:

@@ -28,13 +28,14 @@ from samebit.kernels.binding.trainer.logprob_head import scored
 from samebit.kernels.binding.trainer.logprob_request import Scoring
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
-from samebit.kernels.layout.kv_pages import KVLayout
+from samebit.kernels.layout.kv_pages import KVLayout, LatentLayout, PageLayout
 from samebit.kernels.layout.options import (
     AttentionOptions,
     DeltaOptions,
     ExpertOptions,
     ExpertWeights,
     GatedNormOptions,
+    LatentOptions,
     RoutingOptions,
     SSMOptions,
 )
@@ -46,6 +47,8 @@ from samebit.kernels.ops.attention import attention
 from samebit.kernels.ops.conv import causal_conv
 from samebit.kernels.ops.delta.gates import gates
 from samebit.kernels.ops.delta.rule import delta_rule
+from samebit.kernels.ops.latent.attention import latent_attention
+from samebit.kernels.ops.latent.heads import multiply_heads
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
 from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
@@ -138,7 +141,7 @@ def attentions() -> None:
             attention(*parts, decode, options, sinks)
 
 
-def shared_prefix(count: int, layout: KVLayout) -> ForwardContext:
+def shared_prefix(count: int, layout: PageLayout) -> ForwardContext:
     """The next token of sequences that begin with the same blocks."""
     sequences = np.arange(count, dtype=np.int32)
     return ForwardContext(
@@ -151,6 +154,33 @@ def shared_prefix(count: int, layout: KVLayout) -> ForwardContext:
         block_size=16,
         pages=layout.allocate(18, 16, torch.bfloat16, "cpu"),
     )
+
+
+def latents() -> None:
+    """Of DeepSeek-V2-Lite. Under `make soak` DeepSeek-V3 and GLM-4.7-Flash, and float32."""
+    few = ((torch.bfloat16, 16, 512, 64, 128, 128),)
+    more = (
+        (torch.bfloat16, 128, 512, 64, 128, 128), (torch.bfloat16, 20, 512, 64, 192, 256),
+        (torch.float32, 8, 128, 32, 64, 64),
+    )  # fmt: skip
+    take_tiles_of("sm_90")
+    for dtype, heads, rank, rope, nope, value in few + more if CAMPAIGN else few:
+        context, options = training_context((1, 70), None, None), LatentOptions(0, 1.0, rank, rope)
+        shapes = (70, heads, rank + rope), (70, rank + rope)
+        both_ways(lambda q, c, o=options, t=context: latent_attention(q, c, t, o), *shapes, dtype=dtype)
+        both_ways(
+            lambda q, w, n=nope: multiply_heads(q[..., :n], w[:, :n], transposed=True), (70, heads, nope + rope),
+            (heads, nope + value, rank), dtype=dtype,
+        )  # fmt: skip
+        both_ways(
+            lambda c, w, n=nope: multiply_heads(c, w[:, n:]), (70, heads, rank), (heads, nope + value, rank),
+            dtype=dtype,
+        )  # fmt: skip
+        if dtype is torch.bfloat16:
+            for count in (1, 3):
+                decode = shared_prefix(count, LatentLayout(1, rank, rope))
+                parts = (torch.zeros(count, *shape[1:], dtype=dtype) for shape in shapes)
+                latent_attention(*parts, decode, options)
 
 
 def vocabulary() -> None:
@@ -343,6 +373,7 @@ if __name__ == "__main__":
         mamba_gradients,
         delta,
         delta_gradients,
+        latents,
         configurations,
         large_layers,
         narrow_logits,

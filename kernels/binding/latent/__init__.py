@@ -1,0 +1,1 @@
+"""Latent attention (MLA): `family` tells families apart, `plan` reads a model, `forwards` are what its modules get."""

@@ -1,0 +1,123 @@
+"""Matrix products of heads: each head's part of a row is multiplied with that head's weight.
+
+Invariant: as in `grouped`, a row is multiplied by the code that multiplies it in a linear layer, so it has the same
+bits, whatever rows and heads are beside it and however many threads there are.
+
+Nothing is copied but for a weight that has inputs before outputs, which is turned over in scratch: operands are read
+where they lie, as parts of wider rows. A work item is a head and a share of the rows. T rows, H heads, K inputs, N
+outputs.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit, prange
+
+from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.memory import NO_END, elements
+from samebit.kernels.cpu.gemm.amx_tiles import configure_tiles, release_tiles
+from samebit.kernels.cpu.gemm.grouped import (
+    TURNED,
+    multiply_rows,
+    multiply_rows_by_pairs,
+    multiply_rows_by_tiles,
+    turn_over,
+)
+from samebit.kernels.cpu.gemm.layers import Share
+from samebit.kernels.cpu.gemm.many_rows import PANEL_ROWS
+
+
+class Product(NamedTuple):
+    """Names the operands by their addresses; strides are in elements, and the last axis of each lies side by side.
+
+    x: ``[T, H, K]``, rows and heads this far apart. weight: ``[H, N, K]``, transposed ``[H, K, N]``, heads this far
+    apart. out: ``[T, H, N]``, rows and heads this far apart.
+    """
+
+    x: int
+    x_stride: int
+    x_step: int
+    rows: int
+    heads: int
+    inputs: int
+    outputs: int
+    weight: int
+    weight_step: int
+    out: int
+    out_stride: int
+    out_step: int
+    transposed: bool
+
+
+def _with_rows(rows_of_head: Callable[..., None]) -> Callable[..., None]:
+    """Make the work of an item from the product of a panel of rows."""
+
+    @njit(nogil=True, error_model="numpy")
+    def multiply_item(product: Any, head: int, first: int, last: int, kind: Any) -> None:
+        """Compute the rows ``first`` to ``last`` of one head."""
+        inputs, outputs = product.inputs, product.outputs
+        x = elements(product.x, NO_END, kind)[head * product.x_step :]
+        own = elements(product.weight, NO_END, kind)[head * product.weight_step :]
+        out = elements(product.out, NO_END, kind)[head * product.out_step :]
+        step = min(TURNED, outputs) if product.transposed else outputs
+        turned = np.empty(step * inputs if product.transposed else 0, np.array(kind).dtype)
+        no_bias = own[:0]
+        for output in range(0, outputs, step):
+            count = min(step, outputs - output)
+            weight = own[output * inputs : (output + count) * inputs]
+            if product.transposed:
+                turn_over(own, output, count, inputs, outputs, turned)
+                weight = turned[: count * inputs]
+            for row in range(first, last, PANEL_ROWS):
+                rows = min(PANEL_ROWS, last - row)
+                share = Share(weight, no_bias, out[row * product.out_stride + output :], product.out_stride, 0, count)
+                rows_of_head(x[row * product.x_stride :], product.x_stride, rows, inputs, share)
+
+    computed: Callable[..., None] = multiply_item
+    return computed
+
+
+_multiply_item = _with_rows(multiply_rows)
+_multiply_item_by_pairs = _with_rows(multiply_rows_by_pairs)
+_multiply_item_by_tiles = _with_rows(multiply_rows_by_tiles)
+
+
+@njit(inline="always")
+def _parts(product: Any, threads: int) -> Any:
+    """Return into how many parts rows are shared out, so that few heads keep all threads at work."""
+    return max(1, min((threads + product.heads - 1) // product.heads, product.rows // PANEL_ROWS))
+
+
+def _multiply(product: Product, kind: Any, threads: int) -> None:
+    """Multiply in float32, or widened to it."""
+    parts = _parts(product, threads)
+    for item in prange(product.heads * parts):
+        head, part = np.int64(item) // parts, np.int64(item) % parts
+        first, last = product.rows * part // parts, product.rows * (part + 1) // parts
+        _multiply_item(product, head, first, last, kind)
+
+
+def _multiply_by_pairs(product: Product, kind: Any, threads: int) -> None:
+    """Do so in bfloat16 in pairs of inputs."""
+    parts = _parts(product, threads)
+    for item in prange(product.heads * parts):
+        head, part = np.int64(item) // parts, np.int64(item) % parts
+        first, last = product.rows * part // parts, product.rows * (part + 1) // parts
+        _multiply_item_by_pairs(product, head, first, last, kind)
+
+
+def _multiply_by_tiles(product: Product, kind: Any, threads: int) -> None:
+    """Do so in bfloat16 with tile instructions."""
+    parts = _parts(product, threads)
+    for item in prange(product.heads * parts):
+        head, part = np.int64(item) // parts, np.int64(item) % parts
+        first, last = product.rows * part // parts, product.rows * (part + 1) // parts
+        configure_tiles()
+        _multiply_item_by_tiles(product, head, first, last, kind)
+        release_tiles()
+
+
+multiply = RowKernel(_multiply)
+multiply_by_pairs = RowKernel(_multiply_by_pairs)
+multiply_by_tiles = RowKernel(_multiply_by_tiles)

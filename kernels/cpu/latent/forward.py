@@ -1,0 +1,153 @@
+"""Compute attention over latents on the CPU, forward: one kernel for prefill, mixed batches, decode and training.
+
+Invariants (the row rule and the grid rule):
+
+* A query row walks its keys in chunks of `KV_CHUNK` tokens anchored at position 0 of its own sequence, through one
+  online-softmax accumulator, in order (`cpu.attention.softmax`). How many heads and tokens an item has, the block size
+  and the number of threads enter nowhere.
+* A key is a row of a page, ``rank + rope`` elements; its first ``rank`` are the value. All heads read the same.
+
+A chunk is copied once for all rows of an item, widened, keys as ``[W, C]`` (scores vectorise over tokens) and values as
+``[C, R]`` (the output vectorises over the latent). T tokens, S sequences, H heads, W elements of a key, R of a value, B
+tokens a block, C tokens a chunk.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from samebit.kernels.cpu.attention.groups import Pieces, Place, Shape, Softmax
+from samebit.kernels.cpu.attention.softmax import begin_rows, place_running, size_of_running, take_in, write_rows
+from samebit.kernels.cpu.base.jit import parallel_kernel
+from samebit.kernels.cpu.base.memory import floats, longs, scratch
+from samebit.kernels.cpu.base.numeric import widen
+from samebit.kernels.cpu.gemm.many_rows_vectors import transpose_tile
+from samebit.kernels.cpu.latent.vectors import widen_vectors
+from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
+
+_VECTORS = KV_CHUNK // LANES
+
+_ARRAYS = 3
+"""The room of a thread holds so many arrays beside the running softmax, each from the start of a cache line on."""
+
+_ROWS = 256
+"""Rows that take in a chunk together, at least a token's heads: what is kept for them stays in the cache."""
+
+_ZERO = np.float32(0.0)
+
+
+def _attend(
+    q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, heads: int, scale: Any, out: Any, lse: Any,
+    threads: int,
+) -> None:  # fmt: skip
+    """Attend, T rows of S sequences.
+
+    Args:
+        q: ``[T, H, W]``.
+        pages: ``[blocks, B, W]``.
+        sequences: ``[4, S]``, first row, length, start and row of the block tables of each.
+        block_tables: ``[tables, blocks of a sequence]``.
+        tiles: ``[N, 2]``, sequence and first row in it of each `QUERY_TILE` tokens.
+        heads: of an item; they divide H.
+        scale: factor on the scores.
+        out: ``[T, H, R]``.
+        lse: ``[T, H]``, gets the log-sum-exp of the scores; empty to get none.
+        threads: take the work items in turns: even loads.
+    """
+    width, rank = q.shape[2], out.shape[2]
+    tokens = _tokens(heads)
+    size = size_of_running(tokens * heads, width, rank) + (width + rank) * KV_CHUNK + 8 * _VECTORS + _ARRAYS * LANES
+    for thread in prange(threads):
+        room = scratch(size)
+        _attend_items(
+            np.int64(thread), threads, q, pages, sequences, block_tables, tiles, heads, scale, out, lse, room
+        )  # fmt: skip
+
+
+attend = parallel_kernel(_attend)
+
+
+@njit(inline="always")
+def _tokens(heads: int) -> int:
+    """Return how many tokens of a tile are an item's: a power of two."""
+    tokens = QUERY_TILE
+    while tokens > 1 and tokens * heads > _ROWS:
+        tokens //= 2
+    return tokens
+
+
+@njit(nogil=True, error_model="numpy")
+def _attend_items(
+    thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, heads: int,
+    scale: Any, out: Any, lse: Any, room: Any,
+) -> None:  # fmt: skip
+    """Attend for every ``threads``-th item from ``thread`` on; the first items are the first tokens of all tiles.
+
+    What is kept meanwhile lies in ``room``, as arrays over its address. The caller holds ``room``.
+    """
+    groups, block_size, width, rank = q.shape[1] // heads, pages.shape[1], pages.shape[2], out.shape[2]
+    shape = Shape(groups, heads, width, rank, block_size)
+    softmax = Softmax(scale, _ZERO, 0)
+    row_start, lengths, starts, table_rows = sequences[0], sequences[1], sequences[2], sequences[3]
+    tokens = _tokens(heads)
+    running, end = place_running(room.ctypes.data, tokens * heads, width, rank)
+    pieces = _place_pieces(end, width, rank)
+    flat, no_sinks = pages.reshape(-1), room[:0]
+    each = tiles.shape[0] * groups
+    for item in range(thread, each * (QUERY_TILE // tokens), threads):
+        tile = item % each // groups
+        sequence, first = tiles[tile, 0], tiles[tile, 1] + item // each * tokens
+        last = min(lengths[sequence], tiles[tile, 1] + QUERY_TILE)
+        if first < last:
+            place = Place(
+                table_rows[sequence], row_start[sequence] + first, starts[sequence] + first,
+                min(tokens, last - first), item % groups,
+            )  # fmt: skip
+            begin_rows(q, no_sinks, shape, place, running)
+            newest = place.position + place.count - 1
+            for base in range(0, newest + 1, KV_CHUNK):
+                _copy_chunk(flat, block_tables[place.table], shape, base, newest, pieces.source)
+                take_in(shape, softmax, place.count * heads, base, False, running, pieces)
+            write_rows(shape, place, running, out, lse)
+
+
+@njit(inline="always")
+def _place_pieces(address: int, width: int, rank: int) -> Any:
+    """Place the copy of a chunk and the beginnings of its pieces, which never change."""
+    places = longs(address, 4 * _VECTORS)
+    address += (8 * _VECTORS + LANES - 1) // LANES * LANES * 4
+    source = floats(address, (width + rank) * KV_CHUNK)
+    for c in range(_VECTORS):
+        places[c] = places[2 * _VECTORS + c] = c * LANES
+        places[_VECTORS + c] = places[3 * _VECTORS + c] = width * KV_CHUNK + c * LANES * rank
+    return Pieces(
+        source, KV_CHUNK, places[:_VECTORS], places[_VECTORS : 2 * _VECTORS], places[2 * _VECTORS : 3 * _VECTORS],
+        places[3 * _VECTORS :],
+    )  # fmt: skip
+
+
+@njit(inline="always")
+def _copy_chunk(pages: Any, blocks: Any, shape: Any, base: int, newest: int, copied: Any) -> None:
+    """Copy the tokens of a chunk up to the newest, as keys ``[W, C]`` and values ``[C, R]``."""
+    width, rank, block_size = shape.head_dim, shape.value_dim, shape.block_size
+    whole = width // LANES * LANES if block_size >= LANES else 0
+    count = min(KV_CHUNK, newest + 1 - base)
+    for j in range(count):  # in the order of memory
+        at = _place_of(blocks, base + j, block_size, width)
+        for d in range(whole, width):
+            copied[d * KV_CHUNK + j] = widen(pages[at + d])
+        value = width * KV_CHUNK + j * rank
+        widen_vectors(pages, at, rank // LANES, copied, value)
+        for d in range(rank // LANES * LANES, rank):
+            copied[value + d] = widen(pages[at + d])
+    for j in range(0, count if whole > 0 else 0, LANES):
+        at = _place_of(blocks, base + j, block_size, width)  # sixteen tokens from there on lie in one block
+        for d in range(0, whole, LANES):
+            transpose_tile(pages, at + d, width, copied, d * KV_CHUNK + j, KV_CHUNK)
+
+
+@njit(inline="always")
+def _place_of(blocks: Any, token: int, block_size: int, width: int) -> Any:
+    """Return where a token's row begins in the pages."""
+    return (np.int64(blocks[token // block_size]) * block_size + token % block_size) * width

@@ -1,0 +1,169 @@
+"""Compute paged causal attention over latents: one kernel for prefill, mixed batches, decode and training.
+
+Invariants (the row rule and the grid rule):
+
+* A query row walks its keys in tiles of `KV_CHUNK` tokens anchored at position 0 of its own sequence, through one
+  online-softmax accumulator, in order. A tile in which it sees nothing leaves the accumulator as it is.
+* Some heads of some tokens are the rows of one tile product; so are rows of several sequences that compute one token
+  each, over the blocks they have in common (`attention_work`). Accumulators then wait in memory, in float32.
+* One tile for all calls: decode, prefill and training run one compiled kernel a layer.
+* Keys beyond the newest token of an item are not loaded: their pages may hold anything.
+
+A page is ``[B, W]``: a token's latent ``[R]`` and its rotated key ``[P]`` behind it. The latents of a tile are loaded
+once, as keys and as values.
+
+T tokens, S sequences, H heads, B tokens a block, R elements of a latent, P of a rotated key, W of both.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import tensor
+
+from samebit.kernels.layout.attention_work import ITEM
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
+from samebit.kernels.layout.options import LatentOptions, Saved
+from samebit.kernels.triton.numeric import aligned, dot
+from samebit.kernels.triton.tiles.table import power_of_two
+
+_ITEM = tl.constexpr(ITEM)
+
+ROWS = 16
+"""Rows of a program, tokens times heads: their accumulators are 16 x 512 float32 where latents have 512 elements."""
+
+_WARPS = 8
+
+
+def heads_together(heads: int) -> int:
+    """Return how many heads a program computes: a power of two, at most `ROWS`."""
+    return min(ROWS, power_of_two(heads))
+
+
+def latent_forward(
+    q: torch.Tensor, latents: torch.Tensor, context: ForwardContext, options: LatentOptions
+) -> tuple[torch.Tensor, Saved]:
+    """Implement `Operations.latent_forward`."""
+    q = aligned(q)
+    if context.pages is not None:
+        pages = context.pages[options.layer]
+        _write_pages(latents, pages, context)
+        return _attend(q, pages, context, options)[0], ()
+    pages = torch.empty(
+        context.num_blocks, context.block_size, options.width, dtype=latents.dtype, device=latents.device
+    )
+    _write_pages(latents, pages, context)
+    out, lse = _attend(q, pages, context, options)
+    return out, (q, pages, out, lse)
+
+
+def _write_pages(latents: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
+    tokens, width = latents.shape
+    layout = context.on_device
+    if tokens:
+        _write[(tokens,)](
+            aligned(latents), pages, layout.blocks, layout.offsets, context.block_size, width, power_of_two(width)
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["block_size"])
+def _write(
+    latents: tensor, pages: tensor, blocks: tensor, offsets: tensor, block_size: tensor, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, PADDED)
+    target = (tl.load(blocks + row).to(tl.int64) * block_size + tl.load(offsets + row)) * WIDTH
+    tl.store(pages + target + d, tl.load(latents + row * WIDTH + d, mask=d < WIDTH), mask=d < WIDTH)
+
+
+def _attend(
+    q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: LatentOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, and the log-sum-exp of the scores of each row and head."""
+    tokens, heads, _ = q.shape
+    layout, together = context.on_device, heads_together(heads)
+    empty = torch.empty if context.covers_all_rows else torch.zeros
+    out = empty(tokens, heads, options.rank, dtype=q.dtype, device=q.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    items = layout.items(ROWS // together)
+    sums = levels = lse
+    if len(items.prefixes):
+        waiting = len(layout.lengths), heads
+        sums = torch.empty(*waiting, options.rank, dtype=torch.float32, device=q.device)
+        levels = torch.empty(*waiting, 2, dtype=torch.float32, device=q.device)
+    for some in (items.prefixes, items.pieces):
+        if len(some):
+            _attend_items[(len(some), ceil_div(heads, together))](
+                q, pages, some, layout.queries, layout.tables, out, lse, sums, levels, layout.tables.shape[1],
+                context.block_size, options.scale, heads, options.rank, options.rope, together, ROWS, KV_CHUNK,
+                power_of_two(max(options.rank, 16)), power_of_two(max(options.rope, 16)), num_warps=_WARPS,
+                num_stages=1,
+            )  # fmt: skip
+    return out, lse
+
+
+@triton.jit(do_not_specialize=["table_width", "block_size"])
+def _attend_items(
+    q: tensor, pages: tensor, items: tensor, queries: tensor, tables: tensor, out: tensor, lse: tensor, sums: tensor,
+    levels: tensor, table_width: tensor, block_size: tensor, scale: tensor, HEADS: tl.constexpr, RANK: tl.constexpr,
+    ROPE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED_RANK: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+) -> None:  # fmt: skip
+    item = items + _ITEM * tl.program_id(0)
+    sequence = tl.load(item).to(tl.int64)
+    first, count, oldest = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    since, until = tl.load(item + 4), tl.load(item + 5)
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, PADDED_RANK)
+    query_at, head = first + r // TOGETHER, tl.program_id(1) * TOGETHER + r % TOGETHER
+    real = (r // TOGETHER < count) & (head < HEADS)
+    row = tl.load(queries + 2 * query_at, mask=real, other=0).to(tl.int64)
+    position = tl.load(queries + 2 * query_at + 1, mask=real, other=oldest)
+    place, kept = row * HEADS + head, query_at.to(tl.int64) * HEADS + head
+    inside = real[:, None] & (d[None, :] < RANK)
+    absorbed, rotated = load_rows(q, place, real, RANK, ROPE, PADDED_RANK, PADDED_ROPE)
+    begun = since > 0  # by an item before, which kept the accumulators
+    acc = tl.load(sums + kept[:, None] * RANK + d[None, :], mask=inside & begun, other=0.0)
+    total = tl.load(levels + 2 * kept, mask=real & begun, other=0.0)
+    peak = tl.load(levels + 2 * kept + 1, mask=real & begun, other=float("-inf"))
+    for base in range(since, until, KEYS):
+        key = base + tl.arange(0, KEYS)
+        there = key < until
+        block = tl.load(tables + sequence * table_width + key // block_size, mask=there, other=0).to(tl.int64)
+        latents, keys = load_rows(
+            pages, block * block_size + key % block_size, there, RANK, ROPE, PADDED_RANK, PADDED_ROPE
+        )
+        scores = dot(absorbed, tl.trans(latents), tl.zeros((ROWS, KEYS), tl.float32))
+        scores = dot(rotated, tl.trans(keys), scores) * scale
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        weights = tl.exp(scores - level[:, None])
+        fade = tl.exp(peak - level)
+        total = total * fade + tl.sum(weights, axis=1)
+        acc = dot(weights.to(latents.dtype), latents, acc * fade[:, None])
+        peak = higher
+    if until > oldest:
+        result = acc / total[:, None]
+        tl.store(out + place[:, None] * RANK + d[None, :], result.to(out.dtype.element_ty), mask=inside)
+        tl.store(lse + place, peak + tl.log(total), mask=real)
+    else:
+        tl.store(sums + kept[:, None] * RANK + d[None, :], acc, mask=inside)
+        tl.store(levels + 2 * kept, total, mask=real)
+        tl.store(levels + 2 * kept + 1, peak, mask=real)
+
+
+@triton.jit
+def load_rows(
+    source: tensor, place: tensor, real: tensor, RANK: tl.constexpr, ROPE: tl.constexpr, PADDED_RANK: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Return rows at these places of ``[.., W]``, the first R elements and the P behind them; 0 where not real."""
+    d, p = tl.arange(0, PADDED_RANK), tl.arange(0, PADDED_ROPE)
+    at = source + place[:, None] * (RANK + ROPE)
+    front = tl.load(at + d[None, :], mask=real[:, None] & (d[None, :] < RANK), other=0.0)
+    behind = tl.load(at + RANK + p[None, :], mask=real[:, None] & (p[None, :] < ROPE), other=0.0)
+    return front, behind

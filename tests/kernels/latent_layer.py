@@ -1,0 +1,78 @@
+"""A layer of attention over latents for the tests: its inputs, its oracle, and its way through pages."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.kv_pages import LatentLayout
+from samebit.kernels.layout.options import LatentOptions
+from samebit.kernels.ops.latent.attention import latent_attention
+
+from . import reference
+from .routes import NextCount, steps
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one layer."""
+
+    heads: int
+    rank: int
+    rope: int
+
+    @property
+    def options(self) -> LatentOptions:
+        return LatentOptions(0, 1.3 * (self.rank + self.rope) ** -0.5, self.rank, self.rope)
+
+
+def tensors(shape: Shape, dtype: torch.dtype, lengths: tuple[int, ...]) -> Pair:
+    torch.manual_seed(shape.rank)
+    q = torch.randn(sum(lengths), shape.heads, shape.options.width) * 3
+    return q.to(dtype), torch.randn(sum(lengths), shape.options.width).to(dtype)
+
+
+def oracle(q: torch.Tensor, latents: torch.Tensor, shape: Shape, lengths: tuple[int, ...]) -> torch.Tensor:
+    """In float64: one KV head, whose value is the beginning of its key."""
+    pairs = zip(q.split(lengths), latents[:, None].split(lengths), strict=True)
+    scale = shape.options.scale
+    return torch.cat(
+        [reference.attention(queries, keys, keys, None, scale=scale)[..., : shape.rank] for queries, keys in pairs]
+    )
+
+
+def through_pages(
+    parts: Pair, shape: Shape, lengths: tuple[int, ...], block_size: int, next_count: NextCount, *,
+    padding: int = 0, device: str = "cpu",
+) -> torch.Tensor:  # fmt: skip
+    """Attention in steps: in each, sequence s computes its next ``next_count(s, done)`` tokens.
+
+    Pages begin as NaN, blocks are dealt out at random, and ``padding`` rows of NaN end each call.
+    """
+    blocks = [-(-length // block_size) for length in lengths]
+    dealt = iter(np.random.default_rng(0).permutation(sum(blocks)) + 1)
+    tables = np.full((len(lengths) + 1, max(blocks)), np.iinfo(np.int32).max, np.int32)
+    for sequence, count in enumerate(blocks):
+        tables[sequence + 1, :count] = [next(dealt) for _ in range(count)]
+    layout = LatentLayout(1, shape.rank, shape.rope)
+    pages = layout.allocate(sum(blocks), block_size, parts[0].dtype, device)[0].fill_(torch.nan)
+    out = torch.empty(*parts[0].shape[:2], shape.rank, dtype=parts[0].dtype)
+    for step in steps(lengths, next_count):
+        context = ForwardContext(
+            positions=torch.zeros(len(step.rows) + padding, dtype=torch.int64, device=device),
+            row_start=(np.cumsum(step.counts) - step.counts).astype(np.int32),
+            lengths=np.array(step.counts, np.int32),
+            starts=np.array(step.starts, np.int32),
+            table_rows=np.array(step.sequences, np.int32) + 1,
+            block_tables=tables,
+            block_size=block_size,
+            pages=(pages,),
+        )
+        call = [torch.cat([x[step.rows], x.new_full((padding, *x.shape[1:]), torch.nan)]).to(device) for x in parts]
+        result = latent_attention(call[0], call[1], context, shape.options).cpu()
+        assert not result[len(step.rows) :].any(), "padding rows must be zero"
+        out[step.rows] = result[: len(step.rows)]
+    return out
