@@ -12,11 +12,13 @@
 #   make verl-grpo MODEL=moe                                        a model with routed experts, into runs/verl-grpo-moe
 #   make verl-matrix                                                verl's mismatch over many kinds of runs; takes about an hour
 #   make soak COUNT=2000                                            long hypothesis campaigns
+#   make bench-vllm ARGS="--parts 5m_fp32_groups"                   vLLM beside samebit, in an environment of its own
 #   make test-next                                                  what transformers can change, under the next one
 
 PYTHON ?= python3
 VENV ?= .venv
 NEXT ?= .venv-next
+VLLM ?= .venv-vllm
 TORCH_INDEX ?=
 SEEDS ?= 1
 MODEL ?= dense
@@ -33,7 +35,7 @@ export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 4000
 export NUMBA_THREADING_LAYER := omp
 
-.PHONY: install grpo grpo-async verl-grpo verl-matrix test test-next soak check lock bench clean
+.PHONY: install grpo grpo-async verl-grpo verl-matrix test test-next soak check lock bench bench-vllm mismatch clean
 
 install: $(STAMP)
 
@@ -90,5 +92,18 @@ lock: install
 bench: install
 	$(BIN)/python benchmarks/rollout.py $(ARGS)
 
+# vLLM's environment takes torch first, so that no other build of it comes along.
+bench-vllm: install $(VLLM)/.samebit-installed
+	$(BIN)/python benchmarks/beside_vllm.py --vllm $(VLLM)/bin/python $(ARGS)
+
+mismatch: install $(VLLM)/.samebit-installed
+	$(BIN)/python benchmarks/mismatch.py --vllm $(VLLM)/bin/python $(ARGS)
+
+$(VLLM)/.samebit-installed: constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints-vllm.txt torch
+	$(VLLM)/bin/python -m pip install --no-deps -r constraints-vllm.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(NEXT) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(NEXT) $(VLLM) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
