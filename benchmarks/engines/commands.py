@@ -69,8 +69,8 @@ class Vllm:
         environment = {**bound, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         if openmp.exists():
             environment["LD_PRELOAD"] = str(openmp)
-        args = (*model.limited(step_tokens), "--kv-gb", str(kv_gb))
-        return Command(self.python, f"{_ENGINES}.vllm_engine", args, environment, _OF_OPENMP)
+        args = ("-m", f"{_ENGINES}.vllm_engine", *model.limited(step_tokens), "--kv-gb", str(kv_gb))
+        return Command(self.python, args, environment, _OF_OPENMP)
 
 
 def samebit(model: Model, step_tokens: int | None = None) -> Command:
@@ -84,4 +84,4 @@ def hugging_face(model: Model) -> Command:
 def _own(name: str, args: tuple[str, ...]) -> Command:
     """Return the command of an engine of this environment, with a thread on each core."""
     environment = process_environment(len(os.sched_getaffinity(0)))
-    return Command(Path(sys.executable), f"{_ENGINES}.{name}", args, environment)
+    return Command(Path(sys.executable), ("-m", f"{_ENGINES}.{name}", *args), environment)

@@ -25,19 +25,18 @@ _TAIL = 2000
 
 @dataclass(frozen=True)
 class Command:
-    """Says how an engine is started: `python` runs `module` with `args`; `environment` is added to this one's.
+    """Says how an engine is started: `python` gets `args`; `environment` is added to this one's.
 
     without: names of variables that are taken out.
     """
 
     python: Path
-    module: str
-    args: tuple[str, ...] = ()
+    args: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
 
     def line(self) -> list[str]:
-        return [str(self.python), "-m", self.module, *self.args]
+        return [str(self.python), *self.args]
 
     def variables(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name not in self.without}
