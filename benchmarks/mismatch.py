@@ -145,29 +145,27 @@ def measure(part: Part) -> dict[str, Spread]:
     The others' are beside Hugging Face's in the part's dtype and, in bfloat16, in float32 too. `hf_forward` is Hugging
     Face's forward, a sequence at a time, beside that in micro-batches: what no engine can be blamed for.
     """
-    found = sample(part)
+    by_way = sample(part)
     own = DTYPES[part.dtype]
     micro_batch = part.sizes.micro_batch
-    peers = {name: one for name, one in found.items() if not name.startswith("samebit")}
+    peers = {name: one for name, one in by_way.items() if not name.startswith("samebit")}
     rows: dict[str, dict[str, float]] = {}
     model = trainers.load(part.folder, own)
     same = trainers.hugging_face(model, micro_batch)
-    ids = found["hf_batch"].ids
+    ids = by_way["hf_batch"].ids
     alone = trainers.hugging_face(model, 1)(ids)[:, -part.sizes.new :].double()
     for name, one in {**peers, "hf_forward": Sampled(ids, alone)}.items():
         rows[f"{name}_vs_{part.dtype}"] = compare(one, same)
     if importlib.util.find_spec("trl"):
-        rows[f"trl_vs_{part.dtype}"] = compare(found["hf_batch"], trainers.trl(model, micro_batch))
+        rows[f"trl_vs_{part.dtype}"] = compare(by_way["hf_batch"], trainers.trl(model, micro_batch))
     if part.dtype == "bf16":
         wider = trainers.hugging_face(trainers.load(part.folder, torch.float32), micro_batch)
         rows |= {f"{name}_vs_fp32": compare(one, wider) for name, one in peers.items()}
     ours = trainers.samebit(model, micro_batch)
-    for name in found.keys() - peers.keys():
-        rows[f"{name}_vs_{part.dtype}"] = compare(found[name], ours)
+    for name in by_way.keys() - peers.keys():
+        rows[f"{name}_vs_{part.dtype}"] = compare(by_way[name], ours)
     return {
-        f"{row}_{figure}": Spread(value, value, value)
-        for row, of_row in rows.items()
-        for figure, value in of_row.items()
+        f"{row}_{name}": Spread(value, value, value) for row, found in rows.items() for name, value in found.items()
     }
 
 

@@ -1,7 +1,8 @@
 """Make the models whose mismatch is measured: one of each kind, small enough to be run in minutes on two cores.
 
-Weights are random and representable in bfloat16, so that float32 and bfloat16 compute the same model. The head's are
-scaled until the entropy is that of a language model in the middle of a text, about 3 nats, instead of that of a die.
+Weights are random and representable in bfloat16, so that float32 and bfloat16 compute the same model. Those of the head
+are so large that logits have a standard deviation of 3, an entropy of about 3 nats: with Hugging Face's initial weights
+every token would be nearly as likely as any other.
 """
 
 from typing import Any
@@ -43,9 +44,10 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "hybrid": (Qwen3NextConfig, _NEXT),
     "experts": (Qwen3MoeConfig, EXPERTS | {"vocab_size": 2048}),
 }
-"""Qwen3; Qwen3-Next, three layers of Gated DeltaNet for one of attention, in vLLM with heads of 64 at least; Qwen3-MoE."""
+"""Qwen3; Qwen3-Next, three layers of Gated DeltaNet for one of attention, with the smallest heads that vLLM takes on a
+CPU; Qwen3-MoE."""
 
-HEAD_SCALE = 8.0
+LOGIT_DEVIATION = 3.0
 
 
 def build(kind: str, max_tokens: int) -> PreTrainedModel:
@@ -55,5 +57,6 @@ def build(kind: str, max_tokens: int) -> PreTrainedModel:
     made = config(**fields, max_position_embeddings=max_tokens, bos_token_id=None, eos_token_id=None, pad_token_id=0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(made)
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(HEAD_SCALE)
+        head = model.get_output_embeddings().weight
+        head.normal_(std=LOGIT_DEVIATION * head.shape[1] ** -0.5)
     return model.to(torch.bfloat16).float().eval()
