@@ -7,6 +7,9 @@ sampled from; there is no prefix cache.
 """
 
 import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 
 import torch
@@ -20,7 +23,7 @@ class HuggingFaceEngine:
 
     def __init__(self, model: PreTrainedModel) -> None:
         model.generation_config.eos_token_id = None
-        self._model = model
+        self._model = model.eval()
 
     @property
     def versions(self) -> dict[str, str]:
@@ -59,17 +62,18 @@ class HuggingFaceEngine:
         return Done(seconds, torch.cat(tokens).tolist(), torch.cat(found).tolist() if job.logprobs else None)
 
 
-def main() -> None:
+@contextmanager
+def opened(line: Sequence[str]) -> Iterator[HuggingFaceEngine]:
+    """Make the engine that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="a model's folder")
     parser.add_argument("--dtype", required=True, help="float32 or bfloat16")
-    args = parser.parse_args()
-    answers = own_stdout()
-    model = AutoModelForCausalLM.from_pretrained(
-        args.folder, dtype=getattr(torch, args.dtype), attn_implementation="sdpa"
-    )
-    serve(HuggingFaceEngine(model.eval()), answers)
+    args = parser.parse_args(line)
+    dtype = getattr(torch, args.dtype)
+    yield HuggingFaceEngine(AutoModelForCausalLM.from_pretrained(args.folder, dtype=dtype, attn_implementation="sdpa"))
 
 
 if __name__ == "__main__":
-    main()
+    answers = own_stdout()
+    with opened(sys.argv[1:]) as engine:
+        serve(engine, answers)

@@ -7,11 +7,16 @@ import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
 
 # isort: split
 import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 
 from samebit.benchmarks.engines.messages import Done, Job, own_stdout, serve, timed
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+
+SEQUENCES = 64
 
 
 class SamebitEngine:
@@ -41,20 +46,24 @@ class SamebitEngine:
         )
 
 
-def main() -> None:
+@contextmanager
+def opened(line: Sequence[str]) -> Iterator[SamebitEngine]:
+    """Make the engine that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="a model's folder")
     parser.add_argument("--dtype", required=True, help="float32 or bfloat16")
     parser.add_argument("--max-len", type=int, required=True, help="most tokens of a sequence")
     parser.add_argument("--step-tokens", type=int, help="most tokens of a step; samebit's own default without")
-    args = parser.parse_args()
-    answers = own_stdout()
-    config = RolloutConfig(dtype=args.dtype, max_num_seqs=64, max_model_len=args.max_len)
+    args = parser.parse_args(line)
+    config = RolloutConfig(dtype=args.dtype, max_num_seqs=SEQUENCES, max_model_len=args.max_len)
     if args.step_tokens is not None:
-        config = replace(config, max_num_batched_tokens=args.step_tokens)
+        limits = (args.step_tokens, min(SEQUENCES, args.step_tokens))
+        config = replace(config, max_num_batched_tokens=limits[0], max_num_seqs=limits[1])
     with RolloutWorker(args.folder, config=config) as worker:
-        serve(SamebitEngine(worker), answers)
+        yield SamebitEngine(worker)
 
 
 if __name__ == "__main__":
-    main()
+    answers = own_stdout()
+    with opened(sys.argv[1:]) as engine:
+        serve(engine, answers)

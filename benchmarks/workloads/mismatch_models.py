@@ -1,7 +1,7 @@
 """Make the models whose mismatch is measured: one of each kind, small enough to be run in minutes on two cores.
 
 Weights are random and representable in bfloat16, so that float32 and bfloat16 compute the same model. Those of the head
-are so large that logits have a standard deviation of 3, an entropy of about 3 nats: with Hugging Face's initial weights
+are so large that logits have a standard deviation of 3, an entropy of 3 to 4 nats: with Hugging Face's initial weights
 every token would be nearly as likely as any other.
 """
 
