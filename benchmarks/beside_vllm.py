@@ -14,12 +14,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from samebit.benchmarks.engines import commands
-from samebit.benchmarks.engines.messages import Job
 from samebit.benchmarks.engines.process import Command, EngineProcess, started
 from samebit.benchmarks.rounds import results_file, table
 from samebit.benchmarks.rounds.parts_file import PartsFile
@@ -29,6 +28,8 @@ from samebit.benchmarks.workloads import models, served
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 WITH_HUGGING_FACE = ("groups",)
 """Workloads that `generate` takes part in: it has no prefix cache, so the others say nothing of it."""
+WARM_UP = 10**6
+"""Is the number of a round that is not measured."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def measure(part: Part, run: Run) -> tuple[list[Round], served.Sizes]:
             engines["hf_generate"] = (stack.enter_context(started(commands.hugging_face(model))), False)
         processes = {id(engine): engine for engine, _ in engines.values()}.values()
         for engine in processes:
-            _warm_up(engine, sizes)
+            _warm_up(engine, part, sizes)
 
         def turn(engine: EngineProcess, logprobs: bool) -> Turn:
             return lambda number: work(engine, number, logprobs)
@@ -97,11 +98,11 @@ def measure(part: Part, run: Run) -> tuple[list[Round], served.Sizes]:
     return rounds, sizes
 
 
-def _warm_up(engine: EngineProcess, sizes: served.Sizes) -> None:
-    """Let it compile and touch its memory: a full batch once, a few of its tokens, with log-probabilities and not."""
-    prompts = sizes.tokens(sizes.prompts, sizes.prompt_tokens, seed=10**6)
+def _warm_up(engine: EngineProcess, part: Part, sizes: served.Sizes) -> None:
+    """Let it compile and touch its memory: the same work with few new tokens, with log-probabilities and without."""
+    short = served.WORK[part.work](replace(sizes, new_tokens=8, turn_output=8))
     for logprobs in (True, False):
-        engine.run(Job(prompts, sizes.samples, min(8, sizes.new_tokens), logprobs))
+        short(engine, WARM_UP, logprobs)
 
 
 def figures(part: Part, rounds: list[Round], sizes: served.Sizes, calibration: Calibration) -> dict[str, Spread]:
