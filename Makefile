@@ -11,17 +11,19 @@
 #   make verl-grpo MODEL=hybrid                                     a model with Mamba layers, into runs/verl-grpo-hybrid
 #   make verl-grpo MODEL=gdn                                        a model with Gated DeltaNet layers, into runs/verl-grpo-gdn
 #   make verl-grpo MODEL=moe                                        a model with routed experts, into runs/verl-grpo-moe
+#   make verl-grpo MODEL=mla                                        a model with latent attention too, into runs/verl-grpo-mla
 #   make trl-grpo                                                   GRPO in TRL, with samebit as its rollout
 #   make trl-grpo ARGS="--trainer rloo"                             RLOO; or async
 #   make trl-grpo ARGS="--model Qwen/Qwen3-0.6B --dtype bfloat16"   your model, by its chat template
-#   make verl-grpo MODEL=mla                                        a model with latent attention too, into runs/verl-grpo-mla
 #   make verl-matrix                                                verl's mismatch over many kinds of runs; takes about an hour
 #   make soak COUNT=2000                                            long hypothesis campaigns
+#   make bench-vllm ARGS="--parts 5m_fp32_groups"                   vLLM beside samebit, in an environment of its own
 #   make test-next                                                  what transformers can change, under the next one
 
 PYTHON ?= python3
 VENV ?= .venv
 NEXT ?= .venv-next
+VLLM ?= .venv-vllm
 TORCH_INDEX ?=
 SEEDS ?= 1
 MODEL ?= dense
@@ -41,7 +43,7 @@ export NUMBA_THREADING_LAYER := omp
 # Tests start about a hundred processes: they share what Python has compiled, also where a container says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install grpo grpo-async verl-grpo trl-grpo verl-matrix test test-next soak check lock bench clean
+.PHONY: install grpo grpo-async verl-grpo trl-grpo verl-matrix test test-next soak check lock bench bench-vllm mismatch clean
 
 install: $(STAMP)
 
@@ -101,5 +103,18 @@ lock: install
 bench: install
 	$(BIN)/python benchmarks/rollout.py $(ARGS)
 
+# vLLM's environment takes torch first, so that no other build of it comes along.
+bench-vllm: install $(VLLM)/.samebit-installed
+	$(BIN)/python benchmarks/beside_vllm.py --vllm $(VLLM)/bin/python $(ARGS)
+
+mismatch: install $(VLLM)/.samebit-installed
+	$(BIN)/python benchmarks/mismatch.py --vllm $(VLLM)/bin/python $(ARGS)
+
+$(VLLM)/.samebit-installed: constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints-vllm.txt torch
+	$(VLLM)/bin/python -m pip install --no-deps -r constraints-vllm.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(NEXT) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(NEXT) $(VLLM) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

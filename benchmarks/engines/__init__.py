@@ -1,0 +1,5 @@
+"""Run engines, each in a process of its own, that are told what to generate by lines of JSON over pipes.
+
+`messages` is what both ends say, and needs the standard library alone; `process` is the end that asks; the others are
+programs, of which `vllm_engine` runs in an environment of its own, without samebit's packages.
+"""

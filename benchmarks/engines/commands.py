@@ -1,0 +1,87 @@
+"""Say how each engine is started, with the threads and the environment that suit it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from samebit.benchmarks.engines.process import ROOT, Command
+from samebit.kernels.openmp import process_environment
+
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+VLLM_THREADS = ("all", "auto", "in-process")
+_ENGINES = "samebit.benchmarks.engines"
+_OF_OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "NUMBA_THREADING_LAYER", "NUMBA_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Names a model's folder, the dtype that it is computed in (float32 or bfloat16) and its longest sequence."""
+
+    folder: Path
+    dtype: str
+    max_len: int
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        return (str(self.folder), "--dtype", self.dtype)
+
+    def limited(self, step_tokens: int | None) -> tuple[str, ...]:
+        """Return the arguments with the most tokens of a sequence, and of a step where one is given."""
+        step = () if step_tokens is None else ("--step-tokens", str(step_tokens))
+        return (*self.args, "--max-len", str(self.max_len), *step)
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """Says where vLLM is installed and how it uses the cores.
+
+    threads: "all" binds a thread to each core; "auto" is its own default, which keeps one core free for its
+        scheduler; "in-process" runs scheduler and model in one process, with a thread on each core. Each with the
+        OpenMP runtime that it asks for, preloaded.
+    """
+
+    python: Path = VLLM_PYTHON
+    threads: str = "all"
+
+    def check(self) -> None:
+        """Raise FileNotFoundError unless its environment is there."""
+        if not self.python.exists():
+            raise FileNotFoundError(f"no vLLM at {self.python}: `make bench-vllm` sets its environment up")
+
+    def command(self, model: Model, step_tokens: int | None = None, kv_gb: float = 2.0) -> Command:
+        cores = sorted(os.sched_getaffinity(0))
+        listed = ",".join(map(str, cores))
+        bound = {
+            "all": {"VLLM_CPU_OMP_THREADS_BIND": listed},
+            "auto": {},
+            "in-process": {
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "OMP_NUM_THREADS": str(len(cores)),
+                "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{listed}]",
+                "KMP_BLOCKTIME": "5",
+                "KMP_TPAUSE": "0",
+            },
+        }[self.threads]
+        openmp = self.python.absolute().parent.parent / "lib" / "libiomp5.so"
+        environment = {**bound, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        if openmp.exists():
+            environment["LD_PRELOAD"] = str(openmp)
+        args = ("-m", f"{_ENGINES}.vllm_engine", *model.limited(step_tokens), "--kv-gb", str(kv_gb))
+        return Command(self.python, args, environment, _OF_OPENMP)
+
+
+def samebit(model: Model, step_tokens: int | None = None) -> Command:
+    return _own("samebit_engine", model.limited(step_tokens))
+
+
+def hugging_face(model: Model) -> Command:
+    return _own("huggingface_engine", model.args)
+
+
+def _own(name: str, args: tuple[str, ...]) -> Command:
+    """Return the command of an engine of this environment, with a thread on each core."""
+    environment = process_environment(len(os.sched_getaffinity(0)))
+    return Command(Path(sys.executable), ("-m", f"{_ENGINES}.{name}", *args), environment)
