@@ -118,6 +118,13 @@ def test_the_lowest_expert_comes_first_among_equals(experts: int) -> None:
     assert (route(x, 0 * weight, None, torch.zeros(12), grouped).ids == torch.arange(3)).all()
 
 
+def test_of_equals_the_highest_expert_makes_room_for_a_greater_one() -> None:
+    for values, expected in (([1, 1, 2], [0, 2]), ([0, 1, 1, 1, 2], [1, 4]), ([1, 1, 2, 1, 3], [2, 4])):
+        weight = torch.tensor(values, dtype=torch.float32)[:, None]
+        found = route(torch.ones(1, 1), weight, None, None, replace(SOFTMAX, top_k=2))
+        assert found.ids.tolist() == [expected]
+
+
 def test_scores_that_are_rounded_to_equal_ones_are_none_by_their_logits() -> None:
     logits = torch.tensor([[30.0, 40.0, 35.0, -200.0, -150.0, 200.0, -300.0]])
     for scores in ("softmax", "softmax_of_chosen", "sigmoid"):

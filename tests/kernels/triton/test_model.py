@@ -114,7 +114,7 @@ def test_a_rollout_is_near_training_with_graphs_and_without(name: str, monkeypat
         eager = generated(model, enforce_eager=True)
         assert not Repeating.recorded
         outputs = generated(model, enforce_eager=False)
-        assert DEVICE == "cuda" or 2 <= len(Repeating.recorded) <= 4, "a size is recorded once"
+        assert DEVICE == "cuda" or 4 <= len(Repeating.recorded) <= 6, "decodes of 1, 2 and 4, and a size once"
         for one, other in zip(outputs, eager, strict=True):
             assert [vars(sample) for sample in one.samples] == [vars(sample) for sample in other.samples]
         for out, asked in zip(outputs, PARAMS, strict=True):
@@ -183,29 +183,30 @@ def test_graphs_are_recorded_anew_when_what_they_read_has_moved(monkeypatch: pyt
     with triton(monkeypatch), RolloutWorker(model, config=config(enforce_eager=False)) as worker:
         first = worker.generate(*requests)
         assert worker.generate(*requests)[0].samples[0].logprobs == first[0].samples[0].logprobs
-        recorded = len(Repeating.recorded)
+        at_start = len(Repeating.recorded)
         worker.sleep("kv_cache")
         worker.wake_up()
         assert worker.generate(*requests)[0].samples[0].logprobs == first[0].samples[0].logprobs
-        assert DEVICE == "cuda" or len(Repeating.recorded) == 2 * recorded
+        anew = len(Repeating.recorded) - at_start
+        assert DEVICE == "cuda" or anew == 2, "prompts, and decodes of both"
         with worker.weight_update():
             norm = model.model.norm.weight
             norm.data = norm.data + 0.5
         moved = worker.generate(*requests)[0]
-        assert DEVICE == "cuda" or len(Repeating.recorded) == 3 * recorded
+        assert DEVICE == "cuda" or len(Repeating.recorded) == at_start + 2 * anew
         with worker.weight_update():
             model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().clone())
         assert worker.generate(*requests)[0].samples[0].logprobs == moved.samples[0].logprobs
-        assert DEVICE == "cuda" or len(Repeating.recorded) == 4 * recorded
+        assert DEVICE == "cuda" or len(Repeating.recorded) == at_start + 3 * anew
         hook = model.model.layers[0].register_forward_hook(lambda module, given, out: out + 0.5)
         hooked = worker.generate(*requests)[0]
         assert hooked.samples[0].logprobs != moved.samples[0].logprobs, "what a hook adds is computed"
         hook.remove()
         assert worker.generate(*requests)[0].samples[0].logprobs == moved.samples[0].logprobs
-        assert DEVICE == "cuda" or len(Repeating.recorded) == 6 * recorded
+        assert DEVICE == "cuda" or len(Repeating.recorded) == at_start + 5 * anew
         model.train().gradient_checkpointing_enable()
         assert worker.generate(*requests)[0].samples[0].logprobs == moved.samples[0].logprobs
-        assert DEVICE == "cuda" or len(Repeating.recorded) == 6 * recorded, "such layers can not be recorded"
+        assert DEVICE == "cuda" or len(Repeating.recorded) == at_start + 5 * anew, "such layers can not be recorded"
         ids = torch.tensor([moved.prompt_token_ids + moved.samples[0].token_ids], device=DEVICE)
         scores = token_logprobs(model, ids)[0, -3:].detach().cpu()
     assert torch.allclose(scores, torch.tensor(moved.samples[0].logprobs), atol=2e-4)
