@@ -16,6 +16,8 @@ import pytest
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on an H100."""
 
+CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
+
 STACK = 512
 """Bytes of a thread that a scan or delta rule may keep outside of registers: its state must not be among them."""
 
@@ -36,6 +38,9 @@ def test_kernels_compile_for_an_h100() -> None:
     assert [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY] == []
     scans = [kernel for kernel in kernels if kernel["name"] in ("_scan_head", "_rule_head")]
     assert [kernel for kernel in scans if kernel["stack"] > STACK] == []
+    latents = [kernel for kernel in kernels if kernel["part"] == "latents"]
+    assert sum(kernel["name"] == "_attend_items" for kernel in latents) == (4 if CAMPAIGN else 1), "one of each layer"
+    assert [kernel for kernel in latents if kernel["stack"]] == []
     experts = [kernel for kernel in kernels if kernel["part"] in ("routers", "qwen_experts", "other_experts")]
     assert [kernel for kernel in experts if kernel["stack"]] == []
     large = [kernel for kernel in experts if kernel["part"] == "qwen_experts"]
