@@ -40,7 +40,8 @@ def test_kernels_compile_for_an_h100() -> None:
     assert [kernel for kernel in scans if kernel["stack"] > STACK] == []
     latents = [kernel for kernel in kernels if kernel["part"] == "latents"]
     assert sum(kernel["name"] == "_attend_items" for kernel in latents) == (4 if CAMPAIGN else 1), "one of each layer"
-    assert [kernel for kernel in latents if kernel["stack"]] == []
+    allowed = STACK if CAMPAIGN else 0  # of DeepSeek's sizes in bfloat16; float32 takes some
+    assert [kernel for kernel in latents if kernel["stack"] > allowed] == []
     experts = [kernel for kernel in kernels if kernel["part"] in ("routers", "qwen_experts", "other_experts")]
     assert [kernel for kernel in experts if kernel["stack"]] == []
     large = [kernel for kernel in experts if kernel["part"] == "qwen_experts"]
