@@ -8,12 +8,12 @@ from typing import TypeVar
 
 from torch import nn
 
-from samebit.kernels.triton.tiles.file import AttentionTile, MatmulEntry, MatmulTile, Sizes
+from samebit.kernels.triton.tiles.file import AttentionTile, MatmulEntry, MatmulTile, Rung, Sizes
 
 PREFILL_ROWS = 4096
-DECODE_ROWS = (1, 16, 64, 256)
+DECODE_ROWS = (16, 64, 128, 256, 512, 1024)
 GAIN = 0.98
-"""A second tile is worth it where it takes less than this share of the first one's time."""
+"""Another tile is worth it where it takes less than this share of the time of the one for more rows."""
 
 Seconds = Mapping[int, float]
 """Holds seconds by rows of the call."""
@@ -57,7 +57,7 @@ def linear_layers(model: nn.Module) -> list[tuple[int, int]]:
 
 def tuned_layer(
     inputs: int, outputs: int, dtype: str, measured: Callable[[MatmulTile, Iterable[int]], Seconds | None],
-    equal: Callable[[MatmulEntry], bool],
+    equal: Callable[[MatmulTile, Rung], bool],
 ) -> MatmulEntry:  # fmt: skip
     """Return the entry for one layer.
 
@@ -66,22 +66,27 @@ def tuned_layer(
         outputs: N.
         dtype: as the file writes it.
         measured: the times of a tile by the number of rows of a call; None where it does not compile or fit.
-        equal: whether an entry's two tiles have equal bits.
+        equal: whether the tile of a rung has the bits of a tile for many rows, the first argument.
 
     Raises:
         ValueError: no candidate compiles and fits.
     """
     wide = fastest({tile: measured(tile, (PREFILL_ROWS,)) for tile in wide_tiles()})
     entry = MatmulEntry((dtype,), wide, inputs=Sizes(inputs, inputs), outputs=Sizes(outputs, outputs))
-    few = measured(wide, DECODE_ROWS)
-    times = {tile: measured(tile, DECODE_ROWS) for tile in narrow_tiles() if tile != wide}
-    if few is None:
-        return entry
-    for narrow, up_to_rows in narrow_choices(few, times):
-        both = replace(entry, narrow=narrow, up_to_rows=up_to_rows)
-        if equal(both):
-            return both
-    return entry
+    times = {tile: measured(tile, DECODE_ROWS) for tile in {*narrow_tiles(), *wide_tiles()}}
+    rungs: list[Rung] = []
+    above = wide
+    for rows in reversed(DECODE_ROWS):
+        before = times[above]
+        if before is None:
+            break
+        faster = {tile: each[rows] for tile, each in times.items() if each and each[rows] < GAIN * before[rows]}
+        found = (Rung(rows, tile) for tile in sorted(faster, key=lambda tile: faster[tile]))
+        rung = next((one for one in found if equal(wide, one)), None)
+        if rung is not None:
+            rungs.insert(0, rung)
+            above = rung.tile
+    return replace(entry, few=tuple(rungs))
 
 
 def fastest(times: Mapping[Tile, Seconds | None]) -> Tile:
@@ -94,16 +99,3 @@ def fastest(times: Mapping[Tile, Seconds | None]) -> Tile:
     if not found:
         raise ValueError(f"none of {len(times)} candidates compiles and fits")
     return min(found, key=lambda tile: found[tile])
-
-
-def narrow_choices(wide: Seconds, times: Mapping[MatmulTile, Seconds | None]) -> list[tuple[MatmulTile, int]]:
-    """Return tiles that are faster than the wide one up to some number of rows, with that number; the best first."""
-    found = []
-    for tile, each in times.items():
-        if each is None:
-            continue
-        gains = {rows: each[rows] / wide[rows] for rows in sorted(wide)}
-        faster = [rows for rows in gains if all(gains[fewer] < GAIN for fewer in gains if fewer <= rows)]
-        if faster:
-            found.append((math.prod(gains[rows] for rows in faster), tile, faster[-1]))
-    return [(tile, rows) for _, tile, rows in sorted(found, key=lambda one: one[0])]

@@ -3,7 +3,7 @@
     python benchmarks/tune_tiles.py [--models NAME ...] [--model FOLDER] [--dtype bfloat16] [--out FILE]
 
 Runs from a checkout in which nothing is installed but torch, triton, transformers and numba. Other sizes keep the
-entries that they have. A narrow tile is written only if its bits were those of the wide one, here and now.
+entries that they have. A tile for few rows is written only if its bits were those of the one for many, here and now.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from samebit.kernels.triton.tiles.file import (
     AttentionTile,
     MatmulEntry,
     MatmulTile,
+    Rung,
     Sizes,
     read_tiles,
     write_tiles,
@@ -64,7 +65,7 @@ def main() -> None:
     device, dtype = torch.device("cuda", torch.cuda.current_device()), tiles.DTYPES[args.dtype]
     layers, heads = sizes_of([*map(shape_config, args.models), *map(AutoConfig.from_pretrained, args.model)])
     bandwidth = gpu_measure.bandwidth("cuda")
-    print(f"{'layer':<20}{'tile':>36}{'TFLOP/s':>9}{'torch':>7}  {'narrow':>36}{'rows':>6}{'of bandwidth':>14}")
+    print(f"{'layer':<20}{'tile':>36}{'TFLOP/s':>9}{'torch':>7}  {'at 64 rows':>36}{'rungs':>6}{'of bandwidth':>14}")
     for layer in layers:
         keep(args.out, device, matmul=tuned(Layer(device, *layer, dtype, False), args.dtype, bandwidth))
     for one in heads:
@@ -122,8 +123,8 @@ def tuned(layer: Layer, dtype: str, bandwidth: float) -> MatmulEntry:
 
         return fitting(lambda: {rows: one(rows) for rows in counts})
 
-    def equal(entry: MatmulEntry) -> bool:
-        return all(proved_equal(replace(layer, biased=biased), entry) for biased in (False, True))
+    def equal(wide: MatmulTile, rung: Rung) -> bool:
+        return all(proved_equal(replace(layer, biased=biased), wide, rung) for biased in (False, True))
 
     entry = search.tuned_layer(layer.inputs, layer.outputs, dtype, measured, equal)
     rate = 2e-12 * search.PREFILL_ROWS * size
@@ -134,7 +135,7 @@ def tuned(layer: Layer, dtype: str, bandwidth: float) -> MatmulEntry:
     print(
         f"{f'{layer.inputs} x {layer.outputs}':<20}{brief(entry.tile):>36}"
         f"{rate / ours[search.PREFILL_ROWS]:>9.0f}{rate / theirs:>7.0f}  "
-        f"{brief(entry.narrow):>36}{entry.up_to_rows:>6}{needed / few[64] / bandwidth:>14.0%}",
+        f"{brief(entry.for_rows(64)):>36}{len(entry.few):>6}{needed / few[64] / bandwidth:>14.0%}",
         flush=True,
     )
     return entry
@@ -200,9 +201,7 @@ def fitting(run: Callable[[], search.Seconds]) -> search.Seconds | None:
     """Return the times; None for a tile that does not compile or needs more than the GPU has."""
     try:
         return run()
-    except (OutOfResources, CompilationError, PTXASError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+    except (OutOfResources, CompilationError, PTXASError):
         return None
 
 
@@ -233,9 +232,7 @@ def _timed(run: Callable[[], None]) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def brief(tile: MatmulTile | AttentionTile | None) -> str:
-    if tile is None:
-        return "none"
+def brief(tile: MatmulTile | AttentionTile) -> str:
     sides = f"{tile.rows} x {tile.outputs} x {tile.depth}" if isinstance(tile, MatmulTile) else f"{tile.rows} rows"
     return f"{sides}, {tile.warps} warps, {tile.stages} stages"
 

@@ -27,6 +27,7 @@ from samebit.rollout.models.loading import load_model, naming
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.runner.model_runner import ModelRunner
 from samebit.rollout.runner.pool_sizes import count_blocks
+from samebit.rollout.self_test.self_test import self_test
 
 
 def _nothing() -> None:
@@ -53,13 +54,14 @@ class WorkerParts:
 
 
 def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Tokenizer | None) -> WorkerParts:
-    """Load the model, or take the trainer's, bind it, and size its memory."""
+    """Load the model, or take the trainer's, bind it, test it where that is asked for, and size its memory."""
     _check_threads(config.num_threads)
     adapter = adapter_folder(model)
     loaded = load_model(model if adapter is None else base_of(adapter), config, tokenizer)
     with naming(model):
         _bind(loaded.module, config.exact)
     config = config.with_block_size(binding_of(loaded.module).ssm_chunk)
+    self_test(loaded.module, config, loaded.max_model_len)
     runner = ModelRunner(loaded.module, config)
     left = runner.bytes_left(config)
     cache = build_cache(

@@ -28,12 +28,15 @@ EVICTION_POLICIES = ("lru", "ref_zero")
 WHILE_ASLEEP = ("raise", "wait")
 DEVICES = ("cpu", "cuda")
 DEFAULT_BLOCK_SIZE = 16
+DEFAULT_GPU_SHARE = 0.85
 
 _PLAIN: dict[str, Callable[[object], object]] = {
     **dict.fromkeys(("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"), as_int),
     **dict.fromkeys(("num_threads", "seed"), as_int),
     **dict.fromkeys(("kv_cache_gb", "gpu_memory_utilization", "state_cache_gb"), as_number),
-    **dict.fromkeys(("enable_prefix_caching", "async_scheduling", "enforce_eager", "dequantize", "exact"), as_bool),
+    **dict.fromkeys(
+        ("enable_prefix_caching", "async_scheduling", "enforce_eager", "dequantize", "self_test", "exact"), as_bool
+    ),
 }
 """Holds the converters that take a field's value as Python's own."""
 
@@ -45,9 +48,9 @@ class RolloutConfig:
     block_size: tokens in a KV block, a power of two; None for 16, or for the SSM chunk of a model with recurrent
         layers, which must divide it. No result depends on it.
     num_blocks, kv_cache_gb, gpu_memory_utilization: the size of the KV pool, given in one of the three ways; by default
-        enough for `max_num_seqs` sequences of `max_model_len` tokens, but at most 1 GiB. The last, on CUDA alone, is
-        the share of the device's memory that may be in use by all processes: the pool takes what is left of it
-        beside what is in use when the worker is built and what a step needs.
+        on the CPU enough for `max_num_seqs` sequences of `max_model_len` tokens, but at most 1 GiB, on CUDA a share of
+        .85. The last, on CUDA alone, is the share of the device's memory that may be in use by all processes: the
+        pool takes what is left of it beside what is in use when the worker is built and what a step needs.
     max_num_seqs: sequences (samples) that run at once.
     max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
     max_model_len: prompt and output together; None takes the model's own limit.
@@ -71,6 +74,8 @@ class RolloutConfig:
         branch. Refused for a folder or a module.
     dequantize: take the weights of a folder that holds them quantized (mxfp4, or fp8 in blocks) as bfloat16, when the
         worker is built and when it receives weights from a folder. They are refused otherwise.
+    self_test: compare rows of the model, by every way to compute them, before the worker starts (seconds; where that
+        has passed before, not again). None for yes on CUDA.
     exact: True keeps the promise of bit-equal log-probabilities. False drops what exactness costs, for
         measuring it.
     """
@@ -94,6 +99,7 @@ class RolloutConfig:
     while_asleep: str = "raise"
     revision: str | None = None
     dequantize: bool = False
+    self_test: bool | None = None
     exact: bool = True
 
     def __post_init__(self) -> None:
@@ -125,8 +131,11 @@ class RolloutConfig:
         check_bool("dequantize", self.dequantize)
         check_bool("exact", self.exact)
         check_bool("enforce_eager", self.enforce_eager)
-        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
-            raise ValueError(f"async_scheduling must be True, False or None, got {shown(self.async_scheduling)}")
+        for name, given in (("async_scheduling", self.async_scheduling), ("self_test", self.self_test)):
+            if given is not None and not isinstance(given, bool):
+                raise ValueError(f"{name} must be True, False or None, got {shown(given)}")
+        if self.self_test and not self.exact:
+            raise ValueError("self_test=True compares what exact=False gives up; allowed with it: False or None")
         check_one_of("device", self.device, DEVICES)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device='cuda', but torch {torch.__version__} sees no CUDA device here; allowed: 'cpu'")
@@ -162,6 +171,18 @@ class RolloutConfig:
     def runs_ahead(self) -> bool:
         """Return whether a step is launched before the tokens of the one before it are read."""
         return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
+
+    @property
+    def tests_itself(self) -> bool:
+        """Return whether a worker compares its rows before it starts."""
+        return (self.device == "cuda" and self.exact) if self.self_test is None else self.self_test
+
+    @property
+    def gpu_share(self) -> float | None:
+        """Return the share of the device's memory that the KV pool is sized by; None where it is sized otherwise."""
+        if self.device != "cuda" or self.num_blocks is not None or self.kv_cache_gb is not None:
+            return None
+        return DEFAULT_GPU_SHARE if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
     def _check_pool_size(self) -> None:
         ways = {

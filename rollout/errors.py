@@ -37,5 +37,9 @@ class ModelLoadError(ValueError):
     """The folder or module can not be served: no such folder, no weights, NaN in them, wrong dtype."""
 
 
+class SelfTestError(RuntimeError):
+    """A row has other bits in another call on this machine; no worker was started. Names the first module to differ."""
+
+
 class AdapterError(ValueError):
     """The adapter can not be served; nothing was loaded, and the worker goes on serving all else."""

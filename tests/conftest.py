@@ -1,7 +1,7 @@
 """Ray as all tests of a process use it: on the loopback interface, without a token in the home folder. And Triton's
 interpreter where there is no GPU.
 
-Ray and Triton read this when they are imported; Ray remembers the token from then on.
+Ray and Triton read this when they are imported (torch does not import Triton); Ray remembers the token from then on.
 
 The files that take longest come first: `make test` gives whole files to two processes, and the last one to run should
 be short. The very first compiles nearly all kernels of the CPU; those beside it need none, the next ones many.
@@ -11,11 +11,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 os.environ.setdefault("RAY_AUTH_TOKEN", "of-the-tests")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-if not Path("/proc/driver/nvidia").exists():
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 TESTS = Path(__file__).parent

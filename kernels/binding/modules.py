@@ -147,7 +147,7 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = context if context.adapters is not None else replace(context, adapters=facts.adapters.of_flags())
         positions = LayoutPositions.of(context, positions)
     kwargs.update(attention_mask=_mask(facts, context), position_ids=positions, use_cache=False)
-    with use_context(context), torch.autocast(ids.device.type, enabled=False):
+    with torch.cuda.device_of(ids), use_context(context), torch.autocast(ids.device.type, enabled=False):
         out = type(self).forward(self, *args, **kwargs)
     if facts.adapters is not None:  # somebody may have merged them meanwhile
         facts.adapters.check_unmerged()

@@ -23,6 +23,20 @@ def on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
+def check_current(tensor: torch.Tensor) -> None:
+    """Check that kernels launched now run on the GPU that the tensor is on: they go to the thread's current one.
+
+    Raises:
+        ValueError: it is on another one, by their numbers.
+    """
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        current = f"cuda:{torch.cuda.current_device()}"
+        raise ValueError(
+            f"a tensor is on {tensor.device}, while this thread's current device is {current}, where kernels would "
+            f"read it: compute inside of `with torch.cuda.device({tensor.device.index})`"
+        )
+
+
 def exact_dtypes(tensor: torch.Tensor) -> tuple[torch.dtype, ...]:
     """Return the dtypes that are computed exactly where this tensor is."""
     return DTYPES["cuda" if on_gpu(tensor) else "cpu"]

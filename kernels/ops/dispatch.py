@@ -212,8 +212,15 @@ class Operations(Protocol):
 
 
 def operations_for(tensor: Tensor) -> Operations:
-    """Return the table of the device that the tensor is on."""
-    return _gpu() if device.on_gpu(tensor) else cpu
+    """Return the table of the device that the tensor is on.
+
+    Raises:
+        ValueError: there are no kernels for it, or it is a GPU and not the current one.
+    """
+    if not device.on_gpu(tensor):
+        return cpu
+    device.check_current(tensor)
+    return _gpu()
 
 
 @cache

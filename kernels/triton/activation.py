@@ -27,7 +27,7 @@ def gated_forward(activation: str, gate: torch.Tensor, up: torch.Tensor) -> tupl
     gate, up = aligned(gate), aligned(up)
     out = torch.empty_like(gate)
     if gate.numel():
-        _forward[(ceil_div(gate.numel(), ELEMENTS),)](gate, up, out, gate.numel(), KINDS[activation], ELEMENTS)
+        _forward[_grid(gate)](gate, up, out, gate.shape[-1], KINDS[activation], ELEMENTS)
     return out, (gate, up)
 
 
@@ -36,10 +36,14 @@ def gated_backward(activation: str, saved: Saved, grad: torch.Tensor) -> tuple[t
     gate, up = saved
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
-        _backward[(ceil_div(gate.numel(), ELEMENTS),)](
-            gate, up, aligned(grad), grad_gate, grad_up, gate.numel(), KINDS[activation], ELEMENTS
-        )
+        _backward[_grid(gate)](gate, up, aligned(grad), grad_gate, grad_up, gate.shape[-1], KINDS[activation], ELEMENTS)
     return grad_gate, grad_up
+
+
+def _grid(gate: torch.Tensor) -> tuple[int, int]:
+    """Return the programs of ``[..., W]``: a row's parts, so that only the width, a layer's own, ends a mask."""
+    width = gate.shape[-1]
+    return gate.numel() // width, ceil_div(width, ELEMENTS)
 
 
 @triton.jit
@@ -64,22 +68,29 @@ def value_and_slope(x: tensor, KIND: tl.constexpr) -> Any:
     return value, slope
 
 
-@triton.jit(do_not_specialize=["count"])
-def _forward(gate: tensor, up: tensor, out: tensor, count: tensor, KIND: tl.constexpr, SIZE: tl.constexpr) -> None:
-    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    real = place < count
+@triton.jit
+def _places(WIDTH: tl.constexpr, SIZE: tl.constexpr) -> Any:
+    """Return the places of this program's elements, and which of them are real."""
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    return tl.program_id(0).to(tl.int64) * WIDTH + column, column < WIDTH
+
+
+@triton.jit
+def _forward(
+    gate: tensor, up: tensor, out: tensor, WIDTH: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr
+) -> None:
+    place, real = _places(WIDTH, SIZE)
     value, _ = value_and_slope(tl.load(gate + place, mask=real, other=0.0).to(tl.float32), KIND)
     result = value * tl.load(up + place, mask=real, other=0.0).to(tl.float32)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _backward(
-    gate: tensor, up: tensor, grad: tensor, grad_gate: tensor, grad_up: tensor, count: tensor, KIND: tl.constexpr,
-    SIZE: tl.constexpr,
+    gate: tensor, up: tensor, grad: tensor, grad_gate: tensor, grad_up: tensor, WIDTH: tl.constexpr,
+    KIND: tl.constexpr, SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    real = place < count
+    place, real = _places(WIDTH, SIZE)
     value, slope = value_and_slope(tl.load(gate + place, mask=real, other=0.0).to(tl.float32), KIND)
     upstream = tl.load(grad + place, mask=real, other=0.0).to(tl.float32)
     to_gate = upstream * slope * tl.load(up + place, mask=real, other=0.0).to(tl.float32)

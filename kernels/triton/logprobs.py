@@ -78,8 +78,12 @@ def entropy_gradient(
 
 @triton.jit
 def chunk_of(row: tensor, first: int, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
-    """Load the chunk from ``first`` on as float32; -inf beyond the vocabulary, and for a token ruled out."""
-    token = first + tl.arange(0, CHUNK)
+    """Load the chunk from ``first`` on as float32; -inf beyond the vocabulary, and for a token ruled out.
+
+    A thread takes four tokens side by side, as many as a word of float32 holds, also where they are narrower: which
+    thread has which token is the order in which a chunk is summed.
+    """
+    token = tl.max_contiguous(first + tl.arange(0, CHUNK), 4)
     return tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
 
 

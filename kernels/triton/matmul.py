@@ -57,7 +57,7 @@ def multiply_first(
     by_rows = a.stride(1) == 1  # else the depth is a number of rows, which changes from call to call
     _multiply[(row_tiles * ceil_div(held, tile.outputs),)](
         a, b, out if bias is None else aligned(bias), out, rows, depth, *a.stride(), *b.stride(), outputs,
-        bias is not None, by_rows and depth % tile.depth == 0, tile.rows, tile.outputs, tile.depth, GROUP,
+        bias is not None, depth if by_rows else 0, 0 if by_rows else rows, tile.rows, tile.outputs, tile.depth, GROUP,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out[:, :held]
@@ -67,15 +67,23 @@ def multiply_first(
 def _multiply(
     a: tensor, b: tensor, bias: tensor, out: tensor, rows: tensor, depth: tensor, A_ROW: tl.constexpr,
     A_DEPTH: tl.constexpr, B_DEPTH: tl.constexpr, B_OUTPUT: tl.constexpr, OUTPUTS: tl.constexpr, BIASED: tl.constexpr,
-    WHOLE: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr, DEPTH_TILE: tl.constexpr,
-    GROUP: tl.constexpr,
+    DEPTH: tl.constexpr, ROWS: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,
+    DEPTH_TILE: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute a tile of the result; ``DEPTH``, ``ROWS``: these where they are the layer's, else 0.
+
+    A mask along contiguous elements that ends at a number known when the kernel is compiled leaves them whole words;
+    one that ends anywhere makes each a load of its own.
+    """
     row_tile, output_tile = tile_of_program(tl.cdiv(rows, ROW_TILE), tl.cdiv(OUTPUTS, OUTPUT_TILE), GROUP)
     row = row_tile * ROW_TILE + tl.arange(0, ROW_TILE)
     output = output_tile * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
-    real_rows, real_outputs = row[:, None] < rows, output[None, :] < OUTPUTS
+    real_rows, real_outputs = row[:, None] < (ROWS if ROWS else rows), output[None, :] < OUTPUTS
     a_at, b_at = a + row.to(tl.int64)[:, None] * A_ROW, b + output.to(tl.int64)[None, :] * B_OUTPUT
-    acc = chain(a_at, b_at, real_rows, real_outputs, depth, A_DEPTH, B_DEPTH, WHOLE, ROW_TILE, OUTPUT_TILE, DEPTH_TILE)
+    acc = chain(
+        a_at, b_at, real_rows, real_outputs, DEPTH if DEPTH else depth, A_DEPTH, B_DEPTH,
+        DEPTH > 0 and DEPTH % DEPTH_TILE == 0, ROW_TILE, OUTPUT_TILE, DEPTH_TILE,
+    )  # fmt: skip
     if BIASED:
         acc += tl.load(bias + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)[None, :]
     out_at = out + row.to(tl.int64)[:, None] * OUTPUTS + output[None, :]

@@ -5,8 +5,9 @@ Invariants
 * A graph computes a step of its size or a smaller one: what is missing are rows of no sequence, which write to the null
   block, and sequences of length 0, which touch nothing. No result depends on it.
 * A graph reads its arrays from one buffer, at places that do not change. Before a replay the whole buffer is written.
-* A graph holds the addresses of weights, pages and states. Those of the weights are compared before each replay; where
-  one has moved, all graphs are forgotten, and so they are when pages and states go.
+* A graph holds the addresses of weights, pages and states, and what the model's modules computed. Addresses of weights,
+  and which modules, forwards and hooks there are, are compared before each replay; where one is another, all graphs
+  are forgotten, and so they are when pages and states go.
 * The graphs share their memory and the place of their logits: what a replay returns is valid until the next one.
 * A step of which rows go through adapters is not recorded: which ones, and which rows, differs from step to step.
 * A step that can not be recorded is none's: layers that would be recomputed (gradient checkpointing in training mode)
@@ -88,25 +89,40 @@ class StepGraphs:
         if self._watched is None or self._watched.model is not model:
             self._watched = _Watched(model)
             self.forget()
-        if self._watched.moved():
+        if self._watched.changed():
             self.forget()
         return not self._watched.recomputes()
 
 
 class _Watched:
-    """Knows a model's tensors by the places that hold them: a parameter that is replaced has moved too."""
+    """Knows a model's tensors by the places that hold them: a parameter that is replaced has moved too; and its modules
+    by their parents, with what is called when they are."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        holders = [vars(module)[kind] for module in model.modules() for kind in ("_parameters", "_buffers")]
-        self._places = [(holder, name) for holder in holders for name, tensor in holder.items() if tensor is not None]
-        self._layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        self._addresses: list[int] = []
+        self._before: tuple[object, ...] = ()
+        self._list_places()
 
-    def moved(self) -> bool:
-        """Tell whether a tensor has moved since the last call."""
-        before, self._addresses = self._addresses, [holder[name].data_ptr() for holder, name in self._places]
-        return before != self._addresses
+    def changed(self) -> bool:
+        """Tell whether a tensor has moved, or another module, forward or hook is there, since the last call."""
+        modules = [list(map(id, children.values())) for children in self._children]
+        if modules != self._modules:
+            self._list_places()
+        addresses = [holder[name].data_ptr() for holder, name in self._places]
+        hooks = [tuple(hooks) for hooks in self._hooks if hooks]
+        forwards = [own.get("forward") for own in self._own]
+        before, self._before = self._before, (modules, addresses, hooks, forwards)
+        return before != self._before
+
+    def _list_places(self) -> None:
+        own = [vars(module) for module in self.model.modules()]
+        self._own = own
+        self._children: list[dict[str, nn.Module | None]] = [names["_modules"] for names in own if names["_modules"]]
+        self._modules = [list(map(id, children.values())) for children in self._children]
+        self._hooks = [names[kind] for names in own for kind in ("_forward_pre_hooks", "_forward_hooks")]
+        holders = [names[kind] for names in own for kind in ("_parameters", "_buffers")]
+        self._places = [(holder, name) for holder in holders for name, tensor in holder.items() if tensor is not None]
+        self._layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def recomputes(self) -> bool:
         """Tell whether gradient checkpointing is on and would wrap a call."""

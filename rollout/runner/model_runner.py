@@ -73,12 +73,13 @@ class ModelRunner:
 
     def bytes_left(self, config: RolloutConfig) -> int:
         """Return what is left for pages of the share of the device's memory in the config; 0 where it names none."""
-        if config.gpu_memory_utilization is None:
+        share = config.gpu_share
+        if share is None:
             return 0
         slots, kept = self.held_slots.stop * self.bytes_per_slot(), self.num_checkpoints * self.bytes_per_checkpoint()
         logits = config.max_num_seqs * self.vocab_size * torch.float32.itemsize
         return kv_cache_bytes(
-            self.model, config.gpu_memory_utilization, config.max_num_batched_tokens, config.max_num_seqs,
+            self.model, share, config.max_num_batched_tokens, config.max_num_seqs,
             slots + kept + logits,
         )  # fmt: skip
 

@@ -61,11 +61,11 @@ def count_blocks(config: RolloutConfig, bytes_per_block: int, max_model_len: int
             )
         return blocks
     per_sequence = math.ceil(max_model_len / config.block_size)
-    if config.gpu_memory_utilization is not None:
+    if config.gpu_share is not None:
         blocks = bytes_left // max(1, bytes_per_block)
         if blocks < per_sequence:
             raise ValueError(
-                f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {_gib(bytes_left)} GiB for pages; "
+                f"gpu_memory_utilization={config.gpu_share} leaves {_gib(bytes_left)} GiB for pages; "
                 f"one sequence of max_model_len={max_model_len} needs {_gib(per_sequence * bytes_per_block)}"
             )
         return blocks

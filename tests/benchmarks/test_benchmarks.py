@@ -295,22 +295,26 @@ def test_the_tuner_takes_the_fastest_tiles_whose_bits_are_equal() -> None:
     search = tile_search
     slow, fast, unequal, other = (search.MatmulTile(64, outputs, 64, 4, 4) for outputs in (64, 128, 16, 32))
     times = {
-        slow: {4096: 2.0}, fast: {4096: 1.0, 1: 10.0, 16: 10.0, 64: 10.0, 256: 10.0},
-        unequal: {1: 1.0, 16: 1.0, 64: 1.0, 256: 1.0}, other: {1: 6.0, 16: 6.0, 64: 7.0, 256: 11.0},
+        slow: {4096: 2.0, 16: 7.0, 64: 7.0, 128: 8.0, 256: 9.0, 512: 9.9, 1024: 20.0},
+        fast: {4096: 1.0, 16: 10.0, 64: 10.0, 128: 10.0, 256: 10.0, 512: 10.0, 1024: 10.0},
+        unequal: {16: 1.0, 64: 1.0, 128: 1.0, 256: 1.0, 512: 1.0, 1024: 1.0},
+        other: {16: 6.0, 64: 6.9, 128: 9.0, 256: 11.0, 512: 11.0, 1024: 11.0},
     }  # fmt: skip
 
     def measured(tile: Any, counts: Any) -> dict[int, float] | None:
         return {rows: times[tile][rows] for rows in counts} if set(counts) <= set(times.get(tile, ())) else None
 
-    def equal(entry: Any) -> bool:
-        return entry.narrow != unequal
+    def equal(wide: Any, rung: Any) -> bool:
+        assert wide == fast, "each rung is compared with the tile for many rows"
+        return rung.tile != unequal
 
     entry = search.tuned_layer(4096, 1024, "bfloat16", measured, equal)
-    assert (entry.tile, entry.narrow, entry.up_to_rows) == (fast, other, 64)
+    assert entry.tile == fast
+    assert entry.few == (search.Rung(16, other), search.Rung(256, slow)), "by at least two per cent"
     assert entry.fits(4096, 1024, "bfloat16")
     assert not entry.fits(4096, 1025, "bfloat16")
-    alone = search.tuned_layer(4096, 1024, "bfloat16", measured, lambda entry: False)
-    assert (alone.tile, alone.narrow, alone.up_to_rows) == (fast, None, 0)
+    alone = search.tuned_layer(4096, 1024, "bfloat16", measured, lambda wide, rung: False)
+    assert (alone.tile, alone.few) == (fast, ())
     with pytest.raises(ValueError, match=r"none of \d+ candidates compiles and fits"):
         search.tuned_layer(4096, 1024, "bfloat16", lambda tile, counts: None, equal)
 
@@ -324,7 +328,7 @@ def test_the_tuner_knows_the_layers_of_a_model_and_keeps_what_it_found(
     assert heads == [search.Heads(32, 8, 128)]
     path, device = tmp_path / "tiles.json", torch.device("cpu")
     tile = search.MatmulTile(64, 128, 64, 4, 4)
-    found = [search.MatmulEntry(("bfloat16",), tile, None, 0, search.Sizes(size, size)) for size in (100, 200)]
+    found = [search.MatmulEntry(("bfloat16",), tile, (), search.Sizes(size, size)) for size in (100, 200)]
     monkeypatch.setattr(tune, "measured_on", lambda: "nothing")
     for entry in found:
         tune.keep(path, device, matmul=entry)

@@ -1,4 +1,4 @@
-"""On a GPU: the tiles that the file names for it have equal bits where two serve one layer, and a row keeps its own."""
+"""On a GPU: tiles that the file names for it have equal bits where several serve a layer, and a row keeps its own."""
 
 import pytest
 import torch
@@ -23,12 +23,12 @@ def layers_of(entry: MatmulEntry, device: torch.device) -> list[Layer]:
     ]
 
 
-def test_the_two_tiles_of_every_entry_in_use_have_equal_bits() -> None:
+def test_the_tiles_of_every_entry_in_use_have_equal_bits() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    entries = [entry for entry in family(device).matmul if entry.narrow is not None]
-    for entry in entries:
-        for layer in layers_of(entry, device):
-            assert proved_equal(layer, entry), (layer, entry)
+    for entry in family(device).matmul:
+        for rung in entry.few:
+            for layer in layers_of(entry, device):
+                assert proved_equal(layer, entry.tile, rung), (layer, rung)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -44,7 +44,7 @@ def test_rows_have_the_bits_that_they_have_among_4096(inputs: int, outputs: int,
 
 def test_the_first_call_of_a_layer_is_refused_while_a_graph_is_recorded() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    entry = next((entry for entry in family(device).matmul if entry.narrow is not None), None)
+    entry = next((entry for entry in family(device).matmul if entry.few), None)
     if entry is None:
         pytest.skip("this GPU has one tile a layer")
     graph = torch.cuda.CUDAGraph()

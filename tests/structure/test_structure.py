@@ -22,7 +22,7 @@ FLOORS = {
         "cache",
         "engine",
         "runner stats",
-        "models adapters",
+        "models adapters self_test",
         "control",
         "worker_interface build",
         "worker",

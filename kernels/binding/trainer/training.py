@@ -67,7 +67,7 @@ def token_logprobs(
     temperatures = torch.nn.functional.pad(temperatures, (1, 0), value=1.0).reshape(-1)
     scoring = Scoring(tokens[targets], temperatures[targets])
     check_temperatures(scoring.temperatures)
-    with use_context(packed_layout), use_scoring(scoring):
+    with torch.cuda.device_of(packed), use_context(packed_layout), use_scoring(scoring):
         scores = model(input_ids=packed, logits_to_keep=predicts.nonzero().squeeze(1)).log_probs
     return out.view(-1).index_put((targets,), scores).view(batch, width)[:, 1:]
 

@@ -1,8 +1,8 @@
 """The product of each expert with its rows: one launch over (expert, tile of its rows) and tiles of outputs.
 
 Invariant: a row's products are the chain of `matmul`, with the tile of a linear layer of these inputs and outputs, and
-so have the bits of that layer. Which rows share a tile does not matter. A narrow tile computes calls of few rows an
-expert, only where its bits were seen to be equal, by the kernel that is launched here.
+so have the bits of that layer. Which rows share a tile does not matter. Other tiles compute calls of few rows an
+expert, only where their bits were seen to be equal, by the kernel that is launched here.
 
 P sorted pairs, K inputs, N outputs.
 """

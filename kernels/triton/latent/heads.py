@@ -48,8 +48,8 @@ def _multiply_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     if out.numel():
         _multiply[(ceil_div(rows, tile.rows) * ceil_div(outputs, tile.outputs), heads)](
             a, b, out, rows, depth, *a.stride(), *b.stride(), *out.stride()[:2], outputs,
-            depth if by_rows else 0, 0 if by_rows else rows, tile.rows, tile.outputs, tile.depth, GROUP, num_warps=tile.warps,
-            num_stages=tile.stages,
+            depth if by_rows else 0, 0 if by_rows else rows, tile.rows, tile.outputs, tile.depth, GROUP,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
 

@@ -62,19 +62,26 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class Rung:
+    """Gives calls of up to ``up_to_rows`` rows, and of more than the rung below has, a tile of their own."""
+
+    up_to_rows: int
+    tile: MatmulTile
+
+
+@dataclass(frozen=True)
 class MatmulEntry:
-    """Gives layers of these sizes ``tile``; in calls of up to ``up_to_rows`` rows ``narrow``, where it is as good."""
+    """Gives layers of these sizes ``tile``, and calls of few rows the first rung of ``few`` that is for so many."""
 
     dtypes: tuple[str, ...]
     tile: MatmulTile
-    narrow: MatmulTile | None = None
-    up_to_rows: int = 0
+    few: tuple[Rung, ...] = ()
     inputs: Sizes = Sizes()
     outputs: Sizes = Sizes()
 
     def for_rows(self, rows: int) -> MatmulTile:
         """Return the tile of a call of this many rows."""
-        return self.tile if self.narrow is None or rows > self.up_to_rows else self.narrow
+        return next((rung.tile for rung in self.few if rows <= rung.up_to_rows), self.tile)
 
     def fits(self, inputs: int, outputs: int, dtype: str) -> bool:
         return dtype in self.dtypes and inputs in self.inputs and outputs in self.outputs
@@ -167,9 +174,10 @@ def _written(entry: MatmulEntry | AttentionEntry) -> str:
     lines: list[dict[str, Any]] = [layers, {"tile": asdict(entry.tile)}]
     if isinstance(entry, AttentionEntry):
         lines.append({"gradients": asdict(entry.gradients)})
-    elif entry.narrow is not None:
-        lines.append({"up_to_rows": entry.up_to_rows, "narrow": asdict(entry.narrow)})
-    return "{" + ",\n       ".join(json.dumps(line)[1:-1] for line in lines) + "}"
+    text = ",\n       ".join(json.dumps(line)[1:-1] for line in lines)
+    if isinstance(entry, MatmulEntry) and entry.few:
+        text += ',\n       "few": [' + ",\n               ".join(json.dumps(asdict(rung)) for rung in entry.few) + "]"
+    return "{" + text + "}"
 
 
 def _family(where: str, given: Any) -> Family:
@@ -203,17 +211,28 @@ def _entries(where: str, given: Any, entry: Callable[[str, Any], _Entry]) -> tup
 
 
 def _matmul_entry(where: str, given: Any) -> MatmulEntry:
-    parts = _object(where, given, ("dtypes", "tile"), ("narrow", "up_to_rows", "inputs", "outputs"))
-    if ("narrow" in parts) != ("up_to_rows" in parts):
-        raise TileFileError(f"{where}: narrow and up_to_rows; allowed: both or neither")
+    parts = _object(where, given, ("dtypes", "tile"), ("few", "inputs", "outputs"))
     return MatmulEntry(
         _dtypes(where, parts["dtypes"]),
         _matmul_tile(f"{where}: tile", parts["tile"]),
-        _matmul_tile(f"{where}: narrow", parts["narrow"]) if "narrow" in parts else None,
-        _count(f"{where}: up_to_rows", parts["up_to_rows"]) if "up_to_rows" in parts else 0,
+        _rungs(f"{where}: few", parts.get("few", [])),
         _sizes(f"{where}: inputs", parts.get("inputs", [1, None])),
         _sizes(f"{where}: outputs", parts.get("outputs", [1, None])),
     )
+
+
+def _rungs(where: str, given: Any) -> tuple[Rung, ...]:
+    if not isinstance(given, list):
+        raise TileFileError(f"{where}: {given!r}; allowed: a list of objects of up_to_rows, tile")
+    rungs = []
+    for number, part in enumerate(given, 1):
+        parts = _object(f"{where}: rung {number}", part, ("up_to_rows", "tile"))
+        most = _count(f"{where}: rung {number}: up_to_rows", parts["up_to_rows"])
+        rungs.append(Rung(most, _matmul_tile(f"{where}: rung {number}: tile", parts["tile"])))
+    counts = [rung.up_to_rows for rung in rungs]
+    if counts != sorted(set(counts)):
+        raise TileFileError(f"{where}: up_to_rows {counts}; allowed: each more than the one before")
+    return tuple(rungs)
 
 
 def _attention_entry(where: str, given: Any) -> AttentionEntry:

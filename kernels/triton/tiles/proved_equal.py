@@ -1,4 +1,4 @@
-"""Choose the tile of a layer's product: the narrow one, for few rows, only where it was seen to have the other's bits.
+"""Choose the tiles of a layer's product: one for few rows only where it was seen to have the bits of that for many.
 
 Invariants:
 
@@ -18,7 +18,7 @@ import torch
 
 from samebit.kernels.triton.matmul import GROUP, multiply_first
 from samebit.kernels.triton.numeric import aligned
-from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile
+from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile, Rung
 from samebit.kernels.triton.tiles.table import matmul_tiles
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _OUTPUTS = 512
 """The outputs that are compared, at most. A multiple of those of any tile."""
 
 _COUNTS = (1, 7, 16, 33, 64, 100, 129, 200)
-"""The compared calls have so many rows, as far as the narrow tile is for so many."""
+"""The compared calls have so many rows, as far as the rung is for so many."""
 
 _ROWS = 300
 """The call that they are compared with has so many rows."""
@@ -52,8 +52,8 @@ class Layer:
     multiply: Multiply = multiply_first
 
 
-Prover = Callable[[Layer, MatmulEntry], bool]
-"""Says whether narrow tile and tile of an entry, which has both, give this layer equal bits."""
+Prover = Callable[[Layer, MatmulTile, Rung], bool]
+"""Says whether the tile of a rung gives this layer the bits that the tile for many rows gives it."""
 
 
 @cache
@@ -76,38 +76,39 @@ def tiles_of(
 
 
 def settled(layer: Layer, entry: MatmulEntry, equal: Prover) -> MatmulEntry:
-    """Return the entry; without its narrow tile, and with a warning, where that has other bits."""
-    if entry.narrow is None or equal(layer, entry):
-        return entry
-    logger.warning(
-        "products of %d inputs and %d outputs in %s: on %s %s does not have the bits of %s, which therefore computes "
-        "the calls of up to %d rows too",
-        layer.inputs, layer.outputs, layer.dtype, layer.device, entry.narrow, entry.tile, entry.up_to_rows,
-    )  # fmt: skip
-    return replace(entry, narrow=None, up_to_rows=0)
+    """Return the entry without the rungs that have other bits, each with a warning: the next one takes their calls."""
+    kept = []
+    for rung in entry.few:
+        if equal(layer, entry.tile, rung):
+            kept.append(rung)
+        else:
+            logger.warning(
+                "products of %d inputs and %d outputs in %s: on %s %s does not have the bits of %s, so calls of up to "
+                "%d rows take the next tile",
+                layer.inputs, layer.outputs, layer.dtype, layer.device, rung.tile, entry.tile, rung.up_to_rows,
+            )  # fmt: skip
+    return replace(entry, few=tuple(kept))
 
 
 @torch.no_grad()
-def proved_equal(layer: Layer, entry: MatmulEntry) -> bool:
-    """Compare on the device: calls of few rows with the narrow tile, and the same rows among many with the other.
+def proved_equal(layer: Layer, tile: MatmulTile, rung: Rung) -> bool:
+    """Compare on the device: calls of few rows with the rung's tile, and the same rows among many with ``tile``.
 
     Raises:
         RuntimeError: the device is recording a CUDA graph.
     """
-    if entry.narrow is None:
-        return True
     if layer.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"the first call of a layer of {layer.inputs} inputs and {layer.outputs} outputs came while a CUDA graph "
             "was recorded; allowed: any call before"
         )
-    rows = min(_ROWS, GROUP * entry.tile.rows)
+    rows = min(_ROWS, GROUP * tile.rows)
     x, weight, bias = _operands(layer, rows)
-    whole = layer.multiply(x, weight.t(), bias, entry.tile, layer.outputs)
-    most = min(entry.up_to_rows, GROUP * entry.narrow.rows, rows)
+    whole = layer.multiply(x, weight.t(), bias, tile, layer.outputs)
+    most = min(rung.up_to_rows, GROUP * rung.tile.rows, rows)
     for count in sorted({most, *(count for count in _COUNTS if count < most)}):
         first = (rows - count) // 2
-        few = layer.multiply(aligned(x[first : first + count]), weight.t(), bias, entry.narrow, layer.outputs)
+        few = layer.multiply(aligned(x[first : first + count]), weight.t(), bias, rung.tile, layer.outputs)
         if not torch.equal(few, whole[first : first + count]):
             return False
     return True

@@ -1,8 +1,8 @@
 """Look up tile configurations: how much a program of each kernel takes at once. The data is in ``tiles.json``.
 
 Invariant: a configuration depends on what belongs to a layer (inputs, outputs, head size, dtype) and on the GPU, never
-on the number of rows: decode, prefill and training of a layer run one compiled kernel, and only the grid differs. A
-second one for the same layer, for calls of few rows, comes in only where its bits were seen to be equal on that GPU
+on the number of rows: decode, prefill and training of a layer run one compiled kernel, and only the grid differs.
+Others for the same layer, for calls of few rows, come in only where their bits were seen to be equal on that GPU
 (`proved_equal`).
 """
 

@@ -3,7 +3,7 @@
 The operations run on CPU tensors; each launch compiles its kernel down to machine code and stops there. Prints one
 object: of each kernel its name, the shared memory that it asks for, and the stack of a thread, in bytes: what found no
 place in registers; loads of two bytes, which are those of elements that were not seen to lie side by side, and
-asynchronous copies, of sixteen bytes each.
+asynchronous copies, of sixteen bytes each; and how elements are spread over threads, which is the order of a sum.
 
 Under `make soak` every kernel in every shape, dtype and tile configuration; otherwise each kernel in a few.
 """
@@ -92,6 +92,7 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **optio
             "stack": stack_of(kernel.asm["cubin"]),
             "narrow loads": len(re.findall(r"ld\.global\S*\.b16", kernel.asm["ptx"])),
             "wide copies": len(re.findall(r"cp\.async\.cg\.", kernel.asm["ptx"])),
+            "layouts": sorted(set(re.findall(r"#ttg\.blocked<.*?>", kernel.asm["ttgir"]))),
         }
 
 
@@ -284,8 +285,24 @@ def products(entry: MatmulEntry) -> None:
     multiply(x, weight.t(), None, entry.tile)
     multiply(grad, weight, None, entry.tile)
     multiply(grad.t(), x, None, entry.tile)
-    if entry.narrow is not None:
-        multiply(x, weight.t(), None, entry.narrow)
+    for rung in entry.few:
+        multiply(x, weight.t(), None, rung.tile)
+
+
+def large_layers() -> None:
+    """Of Qwen3-8B, forward and gradients; and depths that are no multiple of a tile's."""
+    take_tiles_of("sm_90")
+    for inputs, outputs in ((4096, 4096), (12288, 4096), (200, 512)):
+        both_ways(linear, (7, inputs), (outputs, inputs))
+    both_ways(lambda gate, up: gated("silu", gate, up), (7, 12288), (7, 12288))
+
+
+def narrow_logits() -> None:
+    """The same numbers in two dtypes: a chunk has to be summed in the same order."""
+    tokens, temperatures = torch.zeros(3, dtype=torch.int64), torch.ones(3)
+    for vocab in (151936, 5002):
+        for dtype in (torch.float32, torch.bfloat16):
+            logprobs_from_logits(torch.zeros(3, vocab, dtype=dtype), tokens, temperatures)
 
 
 def routers() -> None:
@@ -334,7 +351,7 @@ if __name__ == "__main__":
     driver.set_active(H100())
     JITFunction.run = compile_only
     device.on_gpu = lambda tensor: True
-    tile_proofs.proved_equal = lambda layer, entry: True  # nothing runs
+    tile_proofs.proved_equal = lambda layer, tile, rung: True  # nothing runs
     parts = (
         rowwise,
         attentions,
@@ -344,6 +361,8 @@ if __name__ == "__main__":
         delta,
         latents,
         configurations,
+        large_layers,
+        narrow_logits,
         routers,
         qwen_experts,
         other_experts,

@@ -2,7 +2,8 @@
 `make soak` with every tile configuration in the file.
 
 And there is one of a layer: training, decode, and sequences that share blocks run the same compiled kernel. Those of
-routed experts keep all in registers, and read sixteen bytes at once wherever the layer's sizes allow it.
+routed experts keep all in registers. Products of large layers read sixteen bytes at once wherever the layer's sizes
+allow it. Logits of sixteen bits are summed in the order of float32's.
 """
 
 import json
@@ -42,6 +43,13 @@ def test_kernels_compile_for_an_h100() -> None:
     assert sum(kernel["name"] == "_attend_items" for kernel in latents) == (4 if CAMPAIGN else 1), "one of each layer"
     allowed = STACK if CAMPAIGN else 0  # of DeepSeek's sizes in bfloat16; float32 takes some
     assert [kernel for kernel in latents if kernel["stack"] > allowed] == []
+    dense = [kernel for kernel in kernels if kernel["part"] == "large_layers"]
+    assert len(dense) == 9 + 2, "three products a layer, and an activation both ways"
+    assert [kernel for kernel in dense if kernel["narrow loads"]] == []
+    assert [kernel for kernel in dense if kernel["name"] == "_multiply" and not kernel["wide copies"]] == []
+    sums = [kernel["layouts"] for kernel in kernels if kernel["part"] == "narrow_logits"]
+    assert len(sums) == 4, "two vocabularies, in float32 and in bfloat16"
+    assert sums[0::2] == sums[1::2], "the same order of a sum in both dtypes"
     experts = [kernel for kernel in kernels if kernel["part"] in ("routers", "qwen_experts", "other_experts")]
     assert [kernel for kernel in experts if kernel["stack"]] == []
     large = [kernel for kernel in experts if kernel["part"] == "qwen_experts"]

@@ -197,9 +197,15 @@ def test_graphs_are_recorded_anew_when_what_they_read_has_moved(monkeypatch: pyt
             model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().clone())
         assert worker.generate(*requests)[0].samples[0].logprobs == moved.samples[0].logprobs
         assert DEVICE == "cuda" or len(Repeating.recorded) == 4 * recorded
+        hook = model.model.layers[0].register_forward_hook(lambda module, given, out: out + 0.5)
+        hooked = worker.generate(*requests)[0]
+        assert hooked.samples[0].logprobs != moved.samples[0].logprobs, "what a hook adds is computed"
+        hook.remove()
+        assert worker.generate(*requests)[0].samples[0].logprobs == moved.samples[0].logprobs
+        assert DEVICE == "cuda" or len(Repeating.recorded) == 6 * recorded
         model.train().gradient_checkpointing_enable()
         assert worker.generate(*requests)[0].samples[0].logprobs == moved.samples[0].logprobs
-        assert DEVICE == "cuda" or len(Repeating.recorded) == 4 * recorded, "such layers can not be recorded"
+        assert DEVICE == "cuda" or len(Repeating.recorded) == 6 * recorded, "such layers can not be recorded"
         ids = torch.tensor([moved.prompt_token_ids + moved.samples[0].token_ids], device=DEVICE)
         scores = token_logprobs(model, ids)[0, -3:].detach().cpu()
     assert torch.allclose(scores, torch.tensor(moved.samples[0].logprobs), atol=2e-4)

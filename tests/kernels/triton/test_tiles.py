@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from samebit.kernels.triton.tiles.file import (
     AttentionTile,
     MatmulEntry,
     MatmulTile,
+    Rung,
     Sizes,
     TileFileError,
     read_tiles,
@@ -28,8 +30,8 @@ from .gpu import DEVICE, DTYPES, poisoned
 
 WIDE = MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=2)
 NARROW = MatmulTile(rows=32, outputs=16, depth=64, warps=4, stages=2)
-ENTRY = MatmulEntry(("bfloat16",), WIDE, NARROW, up_to_rows=64)
 BACKWARD = MatmulTile(rows=32, outputs=32, depth=64, warps=4, stages=2)
+ENTRY = MatmulEntry(("bfloat16",), WIDE, (Rung(64, NARROW), Rung(256, BACKWARD)))
 LAYER = Layer(torch.device(DEVICE), 100, 77, torch.bfloat16, biased=True)
 
 
@@ -57,7 +59,15 @@ def changed(*path: str | int, value: Any) -> dict[str, Any]:
         (changed("sm_90", "matmul", 0, "tile", "warp", value=4), r"entry 1: tile: \[.*'warp'\]; allowed: an object of"),
         (changed("sm_90", "matmul", 0, "dtypes", value=["float64"]), r"dtypes \['float64'\]; allowed: a list of some"),
         (changed("sm_90", "matmul", 0, "outputs", value=[9, 8]), r"outputs: \[9, 8\]; allowed: a number, or \[least"),
-        (changed("sm_90", "matmul", 1, "narrow", value=None), r"narrow and up_to_rows; allowed: both or neither"),
+        (changed("sm_90", "matmul", 1, "few", value=3), r"entry 2: few: 3; allowed: a list of objects of up_to_rows"),
+        (
+            changed("sm_90", "matmul", 1, "few", 0, "tile", value=None),
+            r"few: rung 1: \['up_to_rows'\]; allowed: an obj",
+        ),
+        (
+            changed("sm_90", "matmul", 1, "few", 1, "up_to_rows", value=64),
+            r"few: up_to_rows \[64, 64, .*each more than",
+        ),
         (changed("sm_90", "matmul", 0, "outputs", value=None), r"entry 5 is for the same layers as entry 1"),
         (changed("sm_90", "matmul", -1, value=None), r"sm_90: matmul: no entry for float32 of any inputs and outputs"),
         (changed("sm_90", "attention", 0, "head_dim", value=[1, 60]), r"no entry for bfloat16, head_dim 61"),
@@ -71,7 +81,7 @@ def test_a_file_that_says_something_else_is_refused(content: Any, message: str, 
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    layer = MatmulEntry(("bfloat16",), WIDE, NARROW, 16, Sizes(4096, 4096), Sizes(1024, 1024))
+    layer = replace(ENTRY, inputs=Sizes(4096, 4096), outputs=Sizes(1024, 1024))
     heads = AttentionEntry(("bfloat16",), *(AttentionTile(128, 8, 2),) * 2, head_dim=Sizes(80, 80))
     old = families()["sm_90"]
     new = old.with_entries("on an H100", [layer], [heads])
@@ -88,9 +98,9 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 def test_the_tile_depends_on_the_layer_and_an_unknown_gpu_has_one_a_layer() -> None:
     for family in families().values():
         for entry in family.matmul:
-            assert entry.for_rows(entry.up_to_rows + 1) == entry.for_rows(100_000) == entry.tile
-            assert entry.for_rows(1) == entry.for_rows(entry.up_to_rows) == (entry.narrow or entry.tile)
-    assert all(entry.narrow is None for entry in families()["default"].matmul)
+            assert entry.for_rows(100_000) == entry.tile
+            assert entry.for_rows(1) == (entry.few[0].tile if entry.few else entry.tile)
+    assert not any(entry.few for entry in families()["default"].matmul)
     nowhere = torch.device("cpu")
     assert matmul_tiles(nowhere, 4096, 4096, torch.bfloat16) == families()["default"].matmul[0]
     with pytest.raises(TypeError, match=r"a matrix product of torch.float64 is not exact"):
@@ -99,18 +109,19 @@ def test_the_tile_depends_on_the_layer_and_an_unknown_gpu_has_one_a_layer() -> N
         attention_tiles(nowhere, 257, torch.bfloat16)
 
 
-def test_few_rows_take_the_narrow_tile_only_where_it_was_found_equal(caplog: pytest.LogCaptureFixture) -> None:
+def test_few_rows_take_a_rung_only_where_it_was_found_equal(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        kept = settled(LAYER, ENTRY, lambda layer, entry: True)
-        alone = settled(LAYER, MatmulEntry(("bfloat16",), WIDE), lambda layer, entry: False)
-    assert [kept.for_rows(rows) for rows in (0, 1, 64, 65, 4096)] == [NARROW] * 3 + [WIDE] * 2
+        kept = settled(LAYER, ENTRY, lambda layer, tile, rung: True)
+        alone = settled(LAYER, MatmulEntry(("bfloat16",), WIDE), lambda layer, tile, rung: False)
+    assert [kept.for_rows(rows) for rows in (0, 1, 64, 65, 256, 257)] == [NARROW] * 3 + [BACKWARD] * 2 + [WIDE]
     assert alone.for_rows(1) == WIDE
     assert caplog.messages == []
     with caplog.at_level(logging.WARNING):
-        dropped = settled(LAYER, ENTRY, lambda layer, entry: False)
-    assert [dropped.for_rows(rows) for rows in (0, 1, 64, 65, 4096)] == [WIDE] * 5
+        dropped = settled(LAYER, ENTRY, lambda layer, tile, rung: tile == WIDE and rung.tile != NARROW)
+    assert [dropped.for_rows(rows) for rows in (0, 1, 64, 65, 4096)] == [BACKWARD] * 4 + [WIDE], "the next one's calls"
     [message] = caplog.messages
     assert "100 inputs and 77 outputs in torch.bfloat16" in message
+    assert "calls of up to 64 rows take the next tile" in message
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -129,10 +140,8 @@ def test_a_narrow_tile_that_adds_in_another_order_is_refused(dtype: torch.dtype)
 
     for inputs, outputs, biased in ((96, 640, True), (129, 77, False)):
         layer = Layer(torch.device(DEVICE), inputs, outputs, dtype, biased, multiplied)
-        same = MatmulEntry(("bfloat16",), WIDE, NARROW, up_to_rows=2)
-        other = MatmulEntry(("bfloat16",), WIDE, BACKWARD, up_to_rows=2)
-        assert settled(layer, same, proved_equal) == same
-        assert settled(layer, other, proved_equal).narrow is None
+        both = MatmulEntry(("bfloat16",), WIDE, (Rung(2, NARROW), Rung(3, BACKWARD)))
+        assert settled(layer, both, proved_equal).few == (Rung(2, NARROW),)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

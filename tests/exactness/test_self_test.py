@@ -1,0 +1,106 @@
+"""The test of itself that a worker makes before it starts: passes and is remembered, or names what differs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from samebit.kernels.layout.forward_context import installed_context
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.errors import SelfTestError
+
+from .families import bound_model
+
+FAMILIES = ("Gemma3", "NemotronH", "Qwen3Next", "Qwen3Moe")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What has passed is remembered here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "samebit" / "self_test"
+
+
+@pytest.fixture
+def hooked() -> Iterator[Callable[..., None]]:
+    """Spoil what a module of a model gives, for a while."""
+    handles = []
+
+    def spoil(module: nn.Module, where: Callable[[int], bool]) -> None:
+        def hook(module: nn.Module, given: Any, out: torch.Tensor) -> torch.Tensor:
+            return out * (1 + 2**-20) if where(out.shape[-2]) else out
+
+        handles.append(module.register_forward_hook(hook))
+
+    yield spoil
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_passes_and_is_remembered(name: str, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = RolloutConfig(self_test=True, num_blocks=8, max_num_seqs=2)
+    for told in ("have the same bits in a trainer's call, alone and in steps", "passed before"):
+        caplog.clear()
+        with caplog.at_level(logging.INFO), RolloutWorker(bound_model(name), config=config) as worker:
+            worker.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+        [message] = [text for text in caplog.messages if text.startswith("self-test")]
+        assert told in message
+        assert len(list(cache.iterdir())) == 1
+
+
+def test_shapes_that_have_not_passed_are_tested(cache: Path) -> None:
+    for name in ("Gemma3", "Qwen3"):
+        RolloutWorker(bound_model(name), config=RolloutConfig(self_test=True, num_blocks=8)).close()
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_nothing_is_tested_unasked_on_the_cpu(cache: Path) -> None:
+    RolloutWorker(bound_model("Qwen3"), config=RolloutConfig(num_blocks=8)).close()
+    assert not cache.exists()
+
+
+def test_a_module_whose_bits_depend_on_the_rows_beside_is_named(hooked: Callable[..., None], cache: Path) -> None:
+    model = bound_model("Qwen3")
+    hooked(model.model.layers[1].mlp.down_proj, lambda rows: rows > 150)
+    with pytest.raises(
+        SelfTestError, match=r"\(each sequence in a call of its own\).*layers\.1\.mlp\.down_proj \(Linear"
+    ):
+        RolloutWorker(model, config=RolloutConfig(self_test=True))
+    assert not cache.exists(), "nothing has passed"
+
+
+def test_a_module_whose_bits_differ_in_steps_is_named(hooked: Callable[..., None]) -> None:
+    model = bound_model("NemotronH")
+    mixer = next(layer.mixer for layer in model.model.layers if hasattr(layer.mixer, "in_proj"))
+
+    def in_a_decode(rows: int) -> bool:
+        context = installed_context()
+        return context is not None and context.pages is not None and rows <= 4
+
+    hooked(mixer.in_proj, in_a_decode)
+    with pytest.raises(SelfTestError, match=r"\(prompts in pieces, then decodes\).*mixer\.in_proj \(Linear"):
+        RolloutWorker(model, config=RolloutConfig(self_test=True))
+
+
+def test_where_it_can_not_be_noted_the_worker_starts_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "no folder"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    RolloutWorker(bound_model("Qwen3"), config=RolloutConfig(self_test=True, num_blocks=8)).close()
+    assert "could not be noted" in caplog.text
+
+
+def test_what_it_would_compare_has_to_be_exact() -> None:
+    with pytest.raises(ValueError, match=r"self_test=True compares what exact=False gives up; allowed with it: False"):
+        RolloutConfig(self_test=True, exact=False)
+    with pytest.raises(ValueError, match=r"self_test must be True, False or None, got 'yes'"):
+        RolloutConfig(self_test="yes")  # type: ignore[arg-type]
