@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from samebit.kernels import bind, token_logprobs
 from samebit.kernels.binding import causal_lm as bound_causal
@@ -40,7 +40,17 @@ EXPERTS: dict[str, Any] = {
     "n_routed_experts": 7,
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 2,
+    "q_lora_rank": None,
+    "kv_lora_rank": 36,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 24,
 }
+"""With latent attention, whose ``kv_b_proj`` is called for each half of its weight."""
+
 LENGTHS = (1, 7, 130)
 ROWS_AT_ONCE = 30
 """Of the head: less than there are."""
@@ -51,7 +61,9 @@ def build(*, tied: bool, experts: bool, device: str = "cpu") -> PreTrainedModel:
     with torch.device(device):
         if not experts:
             return Qwen3ForCausalLM(Qwen3Config(**CONFIG, tie_word_embeddings=tied))
-        model = Glm4MoeForCausalLM(Glm4MoeConfig(**CONFIG, **EXPERTS, tie_word_embeddings=tied))
+        shape = {**CONFIG, **EXPERTS}
+        del shape["head_dim"]  # the class's own: that of the rotated part
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**shape, tie_word_embeddings=tied))
         model.model.layers[1].mlp.gate.e_score_correction_bias.normal_(std=0.1)
         return model
 

@@ -32,7 +32,7 @@ from .families import make_model, token_ids
 
 FEW = SamplingParams(max_tokens=7, seed=5, ignore_eos=True)
 PROMPTS = token_ids(40, 3)
-IN_PARTS = {"Qwen3Moe": torch.bfloat16, "Glm4Moe": torch.bfloat16, "NemotronH, experts": torch.float32}
+IN_PARTS = {"Qwen3Moe": torch.bfloat16, "Glm4MoeLite": torch.bfloat16, "NemotronH, experts": torch.float32}
 """Families whose checkpoints hold each expert apart; the second and the third have correction biases."""
 
 

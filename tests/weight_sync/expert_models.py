@@ -32,6 +32,8 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
     "Olmoe": {"num_experts": 5},
     "Glm4Moe": _GROUPED,
     "DeepseekV3": {**_GROUPED, **_LATENT, "head_dim": 4},
+    "DeepseekV2": {**_GROUPED, **_LATENT, "head_dim": 4, "topk_method": "greedy"},
+    "Glm4MoeLite": {**_GROUPED, **_LATENT, "head_dim": 4},
     "NemotronH": {
         "n_routed_experts": 5,
         "layers_block_type": ["mamba", "moe", "attention"],
@@ -54,7 +56,7 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
 }
 """What each family's config adds to the common sizes, by the prefix of its classes."""
 
-IN_PARTS = ("Qwen3Moe", "Mixtral", "Olmoe", "Glm4Moe", "DeepseekV3", "NemotronH")
+IN_PARTS = ("Qwen3Moe", "Mixtral", "Olmoe", "Glm4Moe", "DeepseekV3", "DeepseekV2", "Glm4MoeLite", "NemotronH")
 """The families whose checkpoints hold one tensor an expert."""
 
 

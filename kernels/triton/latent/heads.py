@@ -48,8 +48,8 @@ def _multiply_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     if out.numel():
         _multiply[(ceil_div(rows, tile.rows) * ceil_div(outputs, tile.outputs), heads)](
             a, b, out, rows, depth, *a.stride(), *b.stride(), *out.stride()[:2], outputs,
-            by_rows and depth % tile.depth == 0, tile.rows, tile.outputs, tile.depth, GROUP, num_warps=tile.warps,
-            num_stages=tile.stages,
+            depth if by_rows else 0, 0 if by_rows else rows, tile.rows, tile.outputs, tile.depth, GROUP,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
 
@@ -57,16 +57,21 @@ def _multiply_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def _multiply(
     a: tensor, b: tensor, out: tensor, rows: tensor, depth: tensor, A_HEAD: tl.constexpr, A_ROW: tl.constexpr,
     A_DEPTH: tl.constexpr, B_HEAD: tl.constexpr, B_DEPTH: tl.constexpr, B_OUTPUT: tl.constexpr, OUT_HEAD: tl.constexpr,
-    OUT_ROW: tl.constexpr, OUTPUTS: tl.constexpr, WHOLE: tl.constexpr, ROW_TILE: tl.constexpr,
+    OUT_ROW: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, ROW_TILE: tl.constexpr,
     OUTPUT_TILE: tl.constexpr, DEPTH_TILE: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute a tile of a head's result; ``DEPTH``, ``ROWS``: these where they are the layer's, else 0, so that masks
+    along contiguous elements end at a number known when the kernel is compiled."""
     row_tile, output_tile = tile_of_program(tl.cdiv(rows, ROW_TILE), tl.cdiv(OUTPUTS, OUTPUT_TILE), GROUP)
     head = tl.program_id(1).to(tl.int64)
     row = row_tile * ROW_TILE + tl.arange(0, ROW_TILE)
     output = output_tile * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
-    real_rows, real_outputs = row[:, None] < rows, output[None, :] < OUTPUTS
+    real_rows, real_outputs = row[:, None] < (ROWS if ROWS else rows), output[None, :] < OUTPUTS
     a_at = a + head * A_HEAD + row.to(tl.int64)[:, None] * A_ROW
     b_at = b + head * B_HEAD + output.to(tl.int64)[None, :] * B_OUTPUT
-    acc = chain(a_at, b_at, real_rows, real_outputs, depth, A_DEPTH, B_DEPTH, WHOLE, ROW_TILE, OUTPUT_TILE, DEPTH_TILE)
+    acc = chain(
+        a_at, b_at, real_rows, real_outputs, DEPTH if DEPTH else depth, A_DEPTH, B_DEPTH,
+        DEPTH > 0 and DEPTH % DEPTH_TILE == 0, ROW_TILE, OUTPUT_TILE, DEPTH_TILE,
+    )  # fmt: skip
     out_at = out + head * OUT_HEAD + row.to(tl.int64)[:, None] * OUT_ROW + output[None, :]
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=real_rows & real_outputs)

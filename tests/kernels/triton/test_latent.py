@@ -15,11 +15,11 @@ from ..latent_layer import Shape, oracle, tensors, through_pages
 from ..routes import ROUTES, left_padding, padded
 from .gpu import DEVICE, leaf
 
-LENGTHS = (1, 3, 66, 129)
+LENGTHS = (1, 3, 66)
 CASES = (
     (Shape(4, 48, 16), torch.float32),
     (Shape(5, 33, 7), torch.bfloat16),
-    (Shape(20, 17, 2), torch.float16),
+    (Shape(18, 17, 2), torch.float16),
 )
 
 
@@ -42,7 +42,7 @@ def test_every_route_through_the_pages_is_near_the_oracle(shape: Shape, dtype: t
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_training_and_its_gradients_are_near_the_oracle(shape: Shape, dtype: torch.dtype) -> None:
-    lengths = (1, 3, 34)
+    lengths = (1, 18)
     parts = tensors(shape, dtype, lengths)
     mask = left_padding(lengths)
     real = mask.flatten().bool()
