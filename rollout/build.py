@@ -1,6 +1,6 @@
 """Build the parts of a worker from a model.
 
-Invariant: nothing runs yet, and no thread exists, when the parts are there.
+Invariant: no request runs yet, and no thread exists, when the parts are there.
 """
 
 from __future__ import annotations
@@ -73,15 +73,17 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
         eviction_policy=config.eviction_policy,
         checkpoints=runner.checkpoint_pool(),
     )
+    engine = Engine(
+        runner,
+        cache,
+        config.max_num_batched_tokens,
+        run_ahead=config.runs_ahead,
+        watch=ModuleWatch(loaded.module) if loaded.shared else None,
+    )
+    runner.warm_up(cache.tables.rows)
     return WorkerParts(
         config,
-        Engine(
-            runner,
-            cache,
-            config.max_num_batched_tokens,
-            run_ahead=config.runs_ahead,
-            watch=ModuleWatch(loaded.module) if loaded.shared else None,
-        ),
+        engine,
         WorkerWeights(
             loaded.module,
             shared=loaded.shared,
