@@ -1,6 +1,6 @@
 """Build the parts of a worker from a model.
 
-Invariant: nothing runs yet, and no thread exists, when the parts are there.
+Invariant: no request runs yet, and no thread exists, when the parts are there.
 """
 
 from __future__ import annotations
@@ -74,15 +74,17 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
         checkpoints=runner.checkpoint_pool(),
         digest_key=config.digest_key,
     )
+    engine = Engine(
+        runner,
+        cache,
+        config.max_num_batched_tokens,
+        run_ahead=config.runs_ahead,
+        watch=ModuleWatch(loaded.module) if loaded.shared else None,
+    )
+    runner.warm_up(cache.tables.rows)
     return WorkerParts(
         config,
-        Engine(
-            runner,
-            cache,
-            config.max_num_batched_tokens,
-            run_ahead=config.runs_ahead,
-            watch=ModuleWatch(loaded.module) if loaded.shared else None,
-        ),
+        engine,
         WorkerWeights(
             loaded.module,
             shared=loaded.shared,

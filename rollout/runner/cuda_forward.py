@@ -34,6 +34,13 @@ class DeviceForward:
             parts, logits = graph.replay(arrays, drawn)
         return StepLogits(logits[: len(inputs.head_rows)], draws_on_device(parts, len(inputs.sequences)))
 
+    def warm_up(self, model: nn.Module, inputs: StepInputs) -> None:
+        """Record the graphs of all decodes, after a first step, which compiles the kernels."""
+        if self.graphs is None:
+            return
+        self(model, inputs, None)
+        self.graphs.record_decodes(model, StepArrays.of(inputs, self._item_sizes or ()), inputs.context)
+
     def _launch(self, model: nn.Module, parts: Tensors, context: ForwardContext) -> torch.Tensor:
         context = context.as_sent(parts)
         logits = logits_of(model, parts["token_ids"], parts["head_rows"], context)

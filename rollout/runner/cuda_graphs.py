@@ -1,4 +1,5 @@
-"""Record a step's forward call in CUDA graphs: one for each size of step, made when such a step comes first.
+"""Record a step's forward call in CUDA graphs: one for each size of step. Those of decodes are made when the worker
+starts, others, and all after a sleep of the memory that they read, when such a step comes first.
 
 Invariants
 ----------
@@ -61,6 +62,15 @@ class StepGraphs:
             self._graphs[size] = self._recorded(model, room, context)
         graph = self._graphs[size]
         return graph if arrays.fits(graph.places) else None
+
+    def record_decodes(self, model: nn.Module, arrays: StepArrays, context: ForwardContext) -> None:
+        """Record the graphs of decodes of every size; ``arrays`` and ``context`` are those of some step."""
+        if _has_adapters(context) or not self._stays_as_recorded(model):
+            return
+        for count in sorted({min(size, self.max_sequences) for size in SIZES}):
+            size = Size(count, count)
+            if size not in self._graphs:
+                self._graphs[size] = self._recorded(model, arrays.room(size), context)
 
     def forget(self) -> None:
         """Forget all graphs: pages and states are elsewhere from now on."""

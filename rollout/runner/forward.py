@@ -32,5 +32,8 @@ class HostForward:
         logits = logits_of(model, token_ids, torch.from_numpy(inputs.head_rows), inputs.context)
         return StepLogits(logits, inputs.draws)
 
+    def warm_up(self, model: nn.Module, inputs: StepInputs) -> None:
+        """Do nothing: there is nothing to record."""
+
     def forget_memory(self) -> None:
         """Do nothing: no step leaves anything to the next."""

@@ -29,6 +29,9 @@ class Forward(Protocol):
         """Call the model, which writes to the memory that the inputs name. ``drawn``: the tokens that
         ``inputs.sources`` are rows of, int64 on the model's device; None without them."""
 
+    def warm_up(self, model: nn.Module, inputs: StepInputs) -> None:
+        """Prepare for decodes of any number of sequences; ``inputs``: a step of one that computes nothing of value."""
+
     def forget_memory(self) -> None:
         """Forget where pages and states were: they are elsewhere from now on."""
 

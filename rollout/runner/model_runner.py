@@ -30,7 +30,7 @@ from samebit.rollout.runner.cuda_pool_size import kv_cache_bytes
 from samebit.rollout.runner.forward import forward_for
 from samebit.rollout.runner.pool_sizes import count_checkpoints, count_held_states
 from samebit.rollout.runner.sampler import Draws, Sampler, most_likely
-from samebit.rollout.runner.step_inputs import Memory, PromptPiece, step_inputs
+from samebit.rollout.runner.step_inputs import Memory, PromptPiece, idle_step, step_inputs
 
 Ints = npt.NDArray[np.int32]
 
@@ -99,6 +99,12 @@ class ModelRunner:
         if self.notes_routes and self.route_layout is not None:
             routes = self.route_layout.allocate(num_blocks, self.block_size, self.device)
         self.memory = Memory(pages, states, self.block_size, num_blocks, routes)
+
+    def warm_up(self, block_tables: Ints) -> None:
+        """Prepare for decodes, by a step that writes to the null block alone; ``block_tables``: as of `launch`."""
+        if self.memory is None:
+            raise RuntimeError("the cache is not allocated: see allocate_cache()")
+        self.forward.warm_up(self.model, idle_step(self.memory, block_tables))
 
     def release_cache(self) -> None:
         """Give pages and states back."""

@@ -158,3 +158,38 @@ def _prompt_piece(item: ScheduledSequence, end: int) -> PromptPiece:
     count = min(item.start + item.length, item.sequence.num_prompt_tokens - 1) - item.start
     first = end - item.length
     return PromptPiece(item.sequence, item.start + 1, range(first, first + max(count, 0)))
+
+
+def idle_step(memory: Memory, block_tables: Ints) -> StepInputs:
+    """Make the arrays of a decode of one sequence, whose one token lies in the null block; nothing is drawn from it."""
+    none = np.zeros(1, np.int32)
+    context = ForwardContext(
+        positions=torch.zeros(1, dtype=torch.int64),
+        row_start=none,
+        lengths=none + 1,
+        starts=none,
+        table_rows=none,
+        block_tables=np.zeros_like(block_tables),
+        block_size=memory.block_size,
+        pages=memory.pages,
+        write_from=none,
+        states=memory.states,
+        adapters=RowAdapters.all_through(None),
+    )
+    draws = DrawInputs(
+        rows=torch.zeros(0, dtype=torch.int64),
+        temperatures=torch.zeros(0),
+        keys=torch.zeros(0, 2, dtype=torch.uint32),
+        counters=torch.zeros(0, 4, dtype=torch.uint32),
+    )
+    return StepInputs(
+        context=context,
+        token_ids=np.zeros(1, np.int64),
+        sources=None,
+        head_rows=np.zeros(1, np.int64),
+        num_sampling_rows=0,
+        sequences=[],
+        positions=[],
+        draws=draws,
+        pieces=[],
+    )
