@@ -390,3 +390,18 @@ def test_servers_of_their_own_wait_as_long_as_the_options_say(monkeypatch: pytes
     monkeypatch.setattr(CheckpointEngineWorker, "__init__", begin)
     made = checkpoint_engine.SamebitCheckpointWorker(VerlRolloutConfig(name="samebit", custom={"sync_timeout": 9}))
     assert made.checkpoint_engine.prepare() == {"timeout": 9.0}
+
+
+def test_a_trl_without_value_heads_counts_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl imports them while it builds any model, wherever TRL is installed; TRL 1.16 has none."""
+    from verl.models.transformers import monkey_patch
+
+    replacements.replace_search_for_trl()
+    (tmp_path / "trl" / "experimental").mkdir(parents=True)
+    (tmp_path / "trl" / "__init__.py").touch()
+    found = SimpleNamespace(origin=str(tmp_path / "trl" / "__init__.py"))
+    monkeypatch.setattr(replacements, "find_spec", lambda _: found)
+    verls_own = inspect.unwrap(monkey_patch.is_trl_available)
+    assert monkey_patch.is_trl_available() is False
+    (tmp_path / "trl" / "experimental" / "ppo").mkdir()
+    assert monkey_patch.is_trl_available() is verls_own()
