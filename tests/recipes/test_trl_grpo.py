@@ -33,8 +33,9 @@ def arguments(model: Path, out: Path, *more: str) -> list[str]:
     data = out / "sums.jsonl"
     out.mkdir(parents=True, exist_ok=True)
     data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(10)))
-    sizes = "--steps 1 --prompts 2 --samples 4 --micro-batch 4 --max-tokens 9 --eval-every 1".split()
-    return ["--model", str(model), "--data", str(data), "--out", str(out), *sizes, *more]
+    sizes = {"steps": 1, "prompts": 2, "samples": 4, "micro-batch": 4, "max-tokens": 9, "eval-every": 1}
+    given = {"model": model, "data": data, "out": out, **sizes}
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))] + list(more)
 
 
 @pytest.mark.parametrize("more", [["--beta", "0.1", "--lora", "2"], ["--trainer", "rloo"]], ids=" ".join)
