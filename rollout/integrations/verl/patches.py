@@ -1,4 +1,4 @@
-"""Replace functions of verl at run time, all of them here: verl 0.9.1 has no hook there.
+"""Replace functions of verl at run time, all of them here but `value_heads`: verl 0.9.1 has no hook there.
 
 * `verl.utils.distributed.initialize_global_process_group_ray` names the backend "cpu:gloo,cpu:gloo" on a CPU, which
   torch refuses, and lets rank 0 listen on all addresses of its machine, where one will do. And it is the last call
@@ -16,8 +16,6 @@
   fully_async). They call it once a step, when the servers have the weights that the step trains.
 * `verl.experimental.fully_async_policy.message_queue.MessageQueueClient.get_sample`: fully_async takes a generation
   that fails for the end of the data, and the run for a success.
-* `is_trl_available` in `verl.models.transformers.monkey_patch` and `verl.utils.model`: where TRL is installed, building
-  any model imports its model with a value head, which TRL has had no more since some version before 1.16.
 
 A replacement calls what it replaces; replacing twice is replacing once.
 `tests/rollout/integrations/test_verl_plugin.py` holds verl to the signatures.
@@ -29,8 +27,6 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from samebit.rollout.integrations.verl.versions import as_made_for
@@ -51,15 +47,6 @@ def replace_snapshot() -> None:
     from verl.utils import fsdp_utils
 
     _replace(fsdp_utils, "fsdp2_sharded_save_to_cpu", _copying)
-
-
-def replace_search_for_trl() -> None:
-    """Replace what every process needs that builds a model: a TRL without value heads counts as none."""
-    from verl.models.transformers import monkey_patch
-    from verl.utils import model
-
-    for owner in (monkey_patch, model):
-        _replace(owner, "is_trl_available", _with_value_heads)
 
 
 def replace_trainer_functions() -> None:
@@ -143,17 +130,6 @@ def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
         return {name: (shard.clone(), spec) for name, (shard, spec) in shards.items()}, layout
 
     return save
-
-
-def _with_value_heads(original: Callable[..., Any]) -> Callable[..., Any]:
-    def available() -> bool:
-        found = find_spec("trl") if original() else None
-        if found is None or found.origin is None:
-            return False
-        folder = Path(found.origin).parent  # looked at, not imported: TRL warns of what is experimental
-        return (folder / "experimental" / "ppo").is_dir() or (folder / "models" / "modeling_value_head.py").is_file()
-
-    return available
 
 
 def _check_servers_first(original: Callable[..., Any]) -> Callable[..., Any]:
