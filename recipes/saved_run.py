@@ -6,6 +6,7 @@ Invariant: a checkpoint is there as a whole or not at all; the one before stays 
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -27,7 +28,8 @@ class SavedRun:
 
     def steps_done(self) -> int:
         """Return 0 where there is no checkpoint."""
-        return int(self._state()["step"]) if self.folder.is_dir() else 0
+        done: int = self._state()["step"] if self.folder.is_dir() else 0
+        return done
 
     def save(
         self, step: int, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, optimizer: torch.optim.Optimizer
@@ -47,6 +49,6 @@ class SavedRun:
         """Give an optimizer of the same parameters the state that was saved."""
         optimizer.load_state_dict(self._state()["optimizer"])
 
-    def _state(self) -> dict[str, object]:
-        state: dict[str, object] = torch.load(self.folder / _STATE, weights_only=True)
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = torch.load(self.folder / _STATE, weights_only=True)
         return state

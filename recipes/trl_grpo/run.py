@@ -150,7 +150,7 @@ def _adapter(rank: int) -> Any:
     return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
 
 
-class Evaluation(TrainerCallback):  # type: ignore[misc]
+class Evaluation(TrainerCallback):
     """Logs the greedy accuracy on held-out problems, before the first step and every few steps."""
 
     def __init__(self, task: Task, worker: RolloutWorker, max_tokens: int, every: int) -> None:
@@ -161,8 +161,8 @@ class Evaluation(TrainerCallback):  # type: ignore[misc]
         )
         self._every = every
 
-    def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
-        if "loss" in logs and (state.global_step % self._every == 0 or state.global_step == state.max_steps):
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if "loss" in given["logs"] and (state.global_step % self._every == 0 or state.global_step == state.max_steps):
             state.log_history[-1]["accuracy"] = self._accuracy()
 
     def _accuracy(self) -> float:

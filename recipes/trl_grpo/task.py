@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from samebit.recipes import chain_sum, prompt_file
 from samebit.recipes.problem import Problem, ProblemSets, reward
@@ -20,7 +20,7 @@ class Task:
     """Holds the folder (or the hub's name) of a model, and the problems."""
 
     model: str
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: Any
     problems: ProblemSets
 
     def dataset(self) -> Dataset:

@@ -67,7 +67,7 @@ class _Sampled:
         return cls(min(versions), len(versions) == 1)
 
 
-class _Loop(_AsyncRolloutLoop):  # type: ignore[misc]
+class _Loop(_AsyncRolloutLoop):
     """Is TRL's loop over a worker in this process."""
 
     def __init__(self, worker: RolloutWorker, params: SamplingParams, **options: Any) -> None:
@@ -137,7 +137,7 @@ class _Loop(_AsyncRolloutLoop):  # type: ignore[misc]
         return samples
 
 
-class InProcessRollouts(AsyncRolloutWorker):  # type: ignore[misc]
+class InProcessRollouts(AsyncRolloutWorker):
     """Implements TRL's `RolloutWorkerProtocol`. TRL builds its trainer around it before there is a worker: `attach`.
 
     A subclass of TRL's own, because its trainer keeps the place in the data set in checkpoints of that class only.
@@ -261,7 +261,7 @@ class SharedModule:
         return self.worker
 
 
-class StandStill(TrainerCallback):  # type: ignore[misc]
+class StandStill(TrainerCallback):
     """Holds generation while the optimizer steps."""
 
     def __init__(self, transfer: SharedModule) -> None:

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from samebit.rollout.worker import RolloutWorker
 
 
-class TellOfSteps(TrainerCallback):  # type: ignore[misc]
+class TellOfSteps(TrainerCallback):
     """Tells of each optimizer step, and of the weights that a training begins with: they may be a checkpoint's."""
 
     def __init__(self, worker: RolloutWorker) -> None:

@@ -1,4 +1,4 @@
-"""Replace functions of verl at run time, all of them here: verl 0.9.1 has no hook there.
+"""Replace functions of verl at run time, all of them here but `value_heads`: verl 0.9.1 has no hook there.
 
 * `verl.utils.distributed.initialize_global_process_group_ray` names the backend "cpu:gloo,cpu:gloo" on a CPU, which
   torch refuses, and lets rank 0 listen on all addresses of its machine, where one will do. And it is the last call

@@ -296,7 +296,7 @@ class Adder:
 def test_tools_and_environments(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first answer of each prompt is made a call of a tool: what the tool says is attended to, and not compared."""
     data = Dataset.from_dict({"prompt": [[{"role": "user", "content": "What is it? "}]] * 8})
-    options = config(GRPOTrainer, tmp_path, max_completion_length=300, max_steps=2, max_tool_calling_iterations=1)
+    options = config(GRPOTrainer, tmp_path, max_completion_length=140, max_steps=2, max_tool_calling_iterations=1)
     trained = GRPOTrainer(str(folder), None, options, train_dataset=data, environment_factory=Adder)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>' + END
     call_ids = trained.processing_class(call)["input_ids"]

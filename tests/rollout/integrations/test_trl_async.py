@@ -28,7 +28,7 @@ from .trl_model import qwen3_folder
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulated": ({"gradient_accumulation_steps": 2, "token_budget": 200}, {}),
-    "as many samples as asked for": ({"token_budget": 0}, {"in_flight": "recompute"}),
+    "as many samples as asked for": ({}, {"in_flight": "recompute"}),
     "LoRA": ({}, {"peft_config": LoraConfig(r=4, target_modules="all-linear")}),
 }
 
@@ -56,6 +56,7 @@ def trainer(folder: Path, out: Path, options: dict[str, Any] | None = None, **mo
         "num_generations": 2,
         "max_completion_length": 11,
         "max_staleness": 0,
+        "token_budget": 0,
         "learning_rate": 1e-3,
         "bf16": False,
         "use_cpu": True,

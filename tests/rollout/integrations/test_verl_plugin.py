@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_cla
 
 from samebit.rollout import WorkerLostError, WorkerStateError
 from samebit.rollout.integrations.verl import patches as replacements
-from samebit.rollout.integrations.verl import plugin, versions
+from samebit.rollout.integrations.verl import plugin, value_heads, versions
 from samebit.rollout.integrations.verl.server import checkpoint_engine, launched, replica
 from samebit.rollout.integrations.verl.server.gate import Gate
 from samebit.rollout.integrations.verl.server.metrics import of_servers, on_policy, on_policy_of
@@ -390,3 +391,19 @@ def test_servers_of_their_own_wait_as_long_as_the_options_say(monkeypatch: pytes
     monkeypatch.setattr(CheckpointEngineWorker, "__init__", begin)
     made = checkpoint_engine.SamebitCheckpointWorker(VerlRolloutConfig(name="samebit", custom={"sync_timeout": 9}))
     assert made.checkpoint_engine.prepare() == {"timeout": 9.0}
+
+
+def test_a_trl_without_value_heads_counts_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl imports them while it builds any model, wherever TRL is installed; TRL 1.16 has none."""
+    from verl.models.transformers import monkey_patch
+
+    value_heads.ignore_trl_without_them()
+    (tmp_path / "trl" / "experimental").mkdir(parents=True)
+    (tmp_path / "trl" / "__init__.py").touch()
+    found = SimpleNamespace(origin=str(tmp_path / "trl" / "__init__.py"))
+    monkeypatch.setattr(value_heads, "find_spec", lambda _: found)
+    assert monkey_patch.is_trl_available() is False
+    (tmp_path / "trl" / "experimental" / "ppo").mkdir()
+    assert monkey_patch.is_trl_available() is True
+    monkeypatch.setattr(value_heads, "find_spec", lambda _: None)
+    assert monkey_patch.is_trl_available() is False

@@ -32,6 +32,7 @@ from samebit.kernels.binding.experts.routes import RouteList, use_notes
 from samebit.rollout.integrations.verl.trainer.exactness import check_class, check_exact
 from samebit.rollout.integrations.verl.trainer.fused_forward import give_logprobs
 from samebit.rollout.integrations.verl.trainer.routing import compared_routes
+from samebit.rollout.integrations.verl.value_heads import ignore_trl_without_them
 from samebit.weight_sync import WeightStream
 
 BACKEND = "samebit"
@@ -50,6 +51,7 @@ class SamebitEngine(FSDPEngineWithLMHead):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_module(self) -> nn.Module:
+        ignore_trl_without_them()
         if self.exact:
             # The bound model has an attention of its own, and flash-attention, verl's default, may not be there.
             self.model_config.hf_config._attn_implementation = "sdpa"

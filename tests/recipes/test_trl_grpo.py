@@ -1,0 +1,78 @@
+"""The recipe for TRL: a step of each trainer on a model of a user's, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl", reason="TRL is not installed: pip install 'samebit[trl]'")
+
+from samebit.recipes import tiny_model
+from samebit.recipes.trl_grpo import run
+from samebit.recipes.trl_grpo.task import AnswerReward
+from samebit.recipes.verl_grpo.task import TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = tiny_model.build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tiny_model.save(tiny_model.build_model(tokenizer, 0, hidden_size=32, num_hidden_layers=1), tokenizer, folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold few problems out, and keep TRL from sending word of the run."""
+    monkeypatch.setattr("samebit.recipes.trl_grpo.task.HELD_OUT", 4)
+    monkeypatch.setenv("CI", "1")
+
+
+def arguments(model: Path, out: Path, *more: str) -> list[str]:
+    data = out / "sums.jsonl"
+    out.mkdir(parents=True, exist_ok=True)
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(10)))
+    sizes = {"steps": 1, "prompts": 2, "samples": 4, "micro-batch": 4, "max-tokens": 9, "eval-every": 1}
+    given = {"model": model, "data": data, "out": out, **sizes}
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))] + list(more)
+
+
+@pytest.mark.parametrize("more", [["--beta", "0.1", "--lora", "2"], ["--trainer", "rloo"]], ids=" ".join)
+def test_one_step(more: list[str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run.main(arguments(model, tmp_path, *more))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["samebit/tokens_differing"] == 0.0
+    assert 0.0 <= rows[0]["accuracy"] <= 1.0
+    assert "0 of" in capsys.readouterr().out
+    assert (tmp_path / "policy").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--micro-batch", "3"], "--micro-batch 3 does not divide 8"),
+        (["--trainer", "async", "--beta", "0.1"], "no reference model"),
+        (["--model", "nowhere/at all"], "error: "),
+    ],
+)
+def test_what_is_wrong_is_said(more: list[str], message: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=message):
+        run.main(arguments(model, tmp_path, *more))
+
+
+def test_data_needs_a_model_and_the_model_a_chat_template(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--data needs --model"):
+        run.main(["--data", "rows.jsonl", "--out", str(tmp_path)])
+    plain, tokenizer = tiny_model.load(model)
+    tokenizer.chat_template = None
+    tiny_model.save(plain, tokenizer, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(SystemExit, match="no chat template"):
+        run.main(arguments(tmp_path / "model", tmp_path))
+
+
+def test_the_reward_wants_an_end_and_the_answer() -> None:
+    completions = [[{"role": "assistant", "content": text}] for text in ("[1+1=2]2", "2", "3")]
+    given = AnswerReward([7])(completions, [[1, 7], [1, 1], [1, 7]], ["2", "2", "2"])
+    assert given == [1.0, 0.0, 0.0]
