@@ -80,22 +80,25 @@ def _node(actor: object) -> str:
 def test_a_front_that_is_killed_leaves_nothing_and_begins_again(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    pids: list[set[int]] = []
     for _ in range(2):
-        front = start_front(folder, port)
-        try:
-            base = f"http://127.0.0.1:{port}"
-            wait_until(lambda: front.poll() is not None or ready(base))
-            assert front.poll() is None, "the server has ended"
-            body = {"model": NAME, "prompt": [5] * 20, "max_tokens": 5}
-            answer = httpx.post(f"{base}/v1/completions", json=body, timeout=HANG)
-            assert answer.status_code == 200
-            pids.append(children(front.pid))
-            assert pids[-1]
-        finally:
-            front.kill()
-            front.wait()
-        wait_until(lambda: not any(alive(pid) for pid in pids[-1]))
+        started = answered_and_killed(folder, port)
+        wait_until(lambda started=started: not any(alive(pid) for pid in started))
+
+
+def answered_and_killed(folder: Path, port: int) -> set[int]:
+    """The processes of a front that has answered a request, and was killed."""
+    front, base = start_front(folder, port), f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: front.poll() is not None or ready(base))
+        assert front.poll() is None, "the server has ended"
+        body = {"model": NAME, "prompt": [5] * 20, "max_tokens": 5}
+        assert httpx.post(f"{base}/v1/completions", json=body, timeout=HANG).status_code == 200
+        started = children(front.pid)
+    finally:
+        front.kill()
+        front.wait()
+    assert started
+    return started
 
 
 def start_front(folder: Path, port: int) -> subprocess.Popen[bytes]:
