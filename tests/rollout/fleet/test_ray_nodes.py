@@ -58,9 +58,13 @@ def test_weights_are_broadcast_to_two_nodes(two_nodes: None, folder: Path) -> No
     config = RolloutConfig(max_num_seqs=8, num_blocks=200, num_threads=1)
     torch.manual_seed(7)
     new = LlamaForCausalLM(LlamaForCausalLM.from_pretrained(folder).config)
+
+    def node(actor: object) -> str:
+        return ray.get_runtime_context().get_node_id()
+
     with RayFleet.start(folder, replicas=2, config=config) as fleet:
         ports = [member.port for member in fleet._crew.members.values()]
-        nodes = {ray.get(port.actor.__ray_call__.remote(_node)) for port in ports}
+        nodes = {ray.get(port.actor.__ray_call__.remote(node)) for port in ports}
         assert len(nodes) == 2
         assert fleet.receive_weights(new).version == 1
         os.kill(next(iter(fleet._crew.members.values())).pid, signal.SIGKILL)
@@ -71,11 +75,6 @@ def test_weights_are_broadcast_to_two_nodes(two_nodes: None, folder: Path) -> No
             with torch.no_grad():
                 exact = token_logprobs(bind(new), ids)[0, 29:]
             assert torch.equal(exact, torch.tensor(output.samples[0].logprobs))
-
-
-def _node(actor: object) -> str:
-    node: str = ray.get_runtime_context().get_node_id()
-    return node
 
 
 def test_a_front_that_is_killed_leaves_nothing_and_begins_again(folder: Path) -> None:
