@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -43,7 +43,6 @@ class Member:
     starting: bool = False
     restarts: int = 0
     stats: dict[str, float] = field(default_factory=dict)
-    listening: asyncio.Task[None] | None = None
 
 
 @dataclass
@@ -94,7 +93,10 @@ class Crew:
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the fleet's loop and wait for it."""
-        return self.spawn(work).result()
+        try:
+            return self.spawn(work).result()
+        except CancelledError as error:
+            raise WorkerStateError("the fleet was closed") from error
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the fleet's loop."""
@@ -180,7 +182,7 @@ class Crew:
         self.router.replace(member.name, await member.port.snapshot())
         self._take(member, member.state)
         member.stats = await member.port.command("stats")
-        member.listening = self.loop.create_task(self._listen(member))
+        self.keep(self._listen(member))
 
     async def _listen(self, member: Member) -> None:
         life, port = member.incarnation, member.port
@@ -259,7 +261,7 @@ class Crew:
         self.router.reopen(member.name, DEAD)
 
     async def _stop(self) -> None:
-        doing = [*self._tasks, *(member.listening for member in self.members.values() if member.listening is not None)]
+        doing = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in doing:
             task.cancel()
         await asyncio.gather(*doing, return_exceptions=True)

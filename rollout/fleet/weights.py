@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from samebit.rollout.errors import NoReplicaError, WorkerLostError
+from samebit.rollout.errors import NoReplicaError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.crew import BEHIND, Crew, Member
 from samebit.rollout.integrations.links import BroadcastGroup
 from samebit.rollout.worker_interface import UpdateOptions
@@ -175,7 +175,10 @@ class FleetWeights:
     def _waited(self, receiving: dict[Member, Future[SyncReport]]) -> dict[Member, SyncReport | Exception]:
         outcomes: dict[Member, SyncReport | Exception] = {}
         for member, future in receiving.items():
-            error = future.exception()
+            try:
+                error = future.exception()
+            except CancelledError as cancelled:
+                raise WorkerStateError("the fleet was closed during an update") from cancelled
             if error is not None and not isinstance(error, Exception):
                 raise error
             outcomes[member] = future.result() if error is None else error

@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("samebit.rollout.integrations.ray needs Ray: pip install 'samebit[ray]'") from error
 
+from samebit.rollout.fleet.options import FleetOptions, RouterOptions
 from samebit.rollout.integrations.links import BroadcastFrom, BroadcastGroup, SharedMemoryAt
 from samebit.rollout.integrations.ray.actor import Health, RolloutActor
 from samebit.rollout.integrations.ray.calls import lost_worker, wait_for, wait_for_async
@@ -21,11 +22,13 @@ from samebit.rollout.integrations.ray.fleet import RayFleet
 __all__ = [
     "BroadcastFrom",
     "BroadcastGroup",
+    "FleetOptions",
     "Health",
     "RayFleet",
     "RayRequestHandle",
     "RayWorker",
     "RolloutActor",
+    "RouterOptions",
     "SharedMemoryAt",
     "lost_worker",
     "start_actor",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import tempfile
@@ -22,11 +23,12 @@ from samebit.rollout import ModelLoadError, RolloutConfig, SamplingParams, Worke
 from samebit.rollout.fleet.options import FleetOptions  # noqa: E402
 from samebit.rollout.integrations.http.service import Service  # noqa: E402
 from samebit.rollout.integrations.http.serving import Server, open_sockets  # noqa: E402
-from samebit.rollout.integrations.http.settings import read_setup  # noqa: E402
+from samebit.rollout.integrations.http.settings import ServeSettings, read_setup  # noqa: E402
 from samebit.rollout.integrations.ray import RayFleet  # noqa: E402
 
 from ...patience import HANG, wait_until  # noqa: E402
 from ..http.served import NAME, build_folder, byte_tokenizer  # noqa: E402
+from ..http.test_streams import ask  # noqa: E402
 
 CONFIG = RolloutConfig(max_num_seqs=8, num_blocks=400, seed=3, num_threads=1)
 PROMPTS = [[1], [2, 3, 4], list(range(5, 22)), list(range(30, 80))]
@@ -173,6 +175,22 @@ def bad_request(client: openai.OpenAI) -> openai.APIStatusError:
     with pytest.raises(openai.APIStatusError) as error:
         client.completions.create(model=NAME, prompt=[10**6], max_tokens=1)
     return error.value
+
+
+def test_a_client_that_never_reads_holds_up_nobody(fleet: RayFleet) -> None:
+    service, taken = Service(fleet, ServeSettings(stall_seconds=0.2), NAME, byte_tokenizer()), []
+
+    async def read_one_piece(message: dict[str, object]) -> None:
+        taken.append(message)
+        if len(taken) > 2:
+            await asyncio.Event().wait()
+
+    body = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    asyncio.run(ask(service, body, read_one_piece))
+    assert len(taken) == 3
+    assert service.admission.inside == 0
+    wait_until(lambda: fleet.stats()["running"] == 0)
+    assert len(fleet.generate(PROMPTS, SamplingParams(max_tokens=3))) == len(PROMPTS)
 
 
 @soak

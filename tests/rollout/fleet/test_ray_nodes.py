@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -43,7 +44,7 @@ def two_nodes() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="ray-") as temporary:
         small = {"num_cpus": 1, "object_store_memory": 80 << 20}
         cluster = Cluster(
-            initialize_head=True, head_node_args={**small, "_temp_dir": temporary, "include_dashboard": False}
+            initialize_head=True, head_node_args={**small, "temp_dir": temporary, "include_dashboard": False}
         )
         cluster.add_node(**small)
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
@@ -57,9 +58,13 @@ def test_weights_are_broadcast_to_two_nodes(two_nodes: None, folder: Path) -> No
     config = RolloutConfig(max_num_seqs=8, num_blocks=200, num_threads=1)
     torch.manual_seed(7)
     new = LlamaForCausalLM(LlamaForCausalLM.from_pretrained(folder).config)
+
+    def node(actor: object) -> str:
+        return ray.get_runtime_context().get_node_id()
+
     with RayFleet.start(folder, replicas=2, config=config) as fleet:
         ports = [member.port for member in fleet._crew.members.values()]
-        nodes = {ray.get(port.actor.__ray_call__.remote(_node)) for port in ports}
+        nodes = {ray.get(port.actor.__ray_call__.remote(node)) for port in ports}
         assert len(nodes) == 2
         assert fleet.receive_weights(new).version == 1
         os.kill(next(iter(fleet._crew.members.values())).pid, signal.SIGKILL)
@@ -72,30 +77,33 @@ def test_weights_are_broadcast_to_two_nodes(two_nodes: None, folder: Path) -> No
             assert torch.equal(exact, torch.tensor(output.samples[0].logprobs))
 
 
-def _node(actor: object) -> str:
-    node: str = ray.get_runtime_context().get_node_id()
-    return node
-
-
 def test_a_front_that_is_killed_leaves_nothing_and_begins_again(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    pids: list[set[int]] = []
     for _ in range(2):
-        front = start_front(folder, port)
-        try:
-            base = f"http://127.0.0.1:{port}"
-            wait_until(lambda: front.poll() is not None or ready(base))
-            assert front.poll() is None, "the server has ended"
-            body = {"model": NAME, "prompt": [5] * 20, "max_tokens": 5}
-            answer = httpx.post(f"{base}/v1/completions", json=body, timeout=HANG)
-            assert answer.status_code == 200
-            pids.append(children(front.pid))
-            assert pids[-1]
-        finally:
-            front.kill()
-            front.wait()
-        wait_until(lambda: not any(alive(pid) for pid in pids[-1]))
+        started = answered_and_killed(folder, port)
+        replicas = [pid for pid, name in started.items() if "FleetActor" in name]
+        assert len(replicas) == 2
+        wait_until(lambda replicas=replicas: not any(alive(pid) for pid in replicas))
+        for pid in started:  # Ray's agents take their time
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def answered_and_killed(folder: Path, port: int) -> dict[int, str]:
+    """The processes of a front that has answered a request, and was killed, with their names."""
+    front, base = start_front(folder, port), f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: front.poll() is not None or ready(base))
+        assert front.poll() is None, "the server has ended"
+        body = {"model": NAME, "prompt": [5] * 20, "max_tokens": 5}
+        assert httpx.post(f"{base}/v1/completions", json=body, timeout=HANG).status_code == 200
+        started = {pid: name_of(pid) for pid in children(front.pid)}
+    finally:
+        front.kill()
+        front.wait()
+    assert started
+    return started
 
 
 def start_front(folder: Path, port: int) -> subprocess.Popen[bytes]:
@@ -125,6 +133,13 @@ def children(pid: int) -> set[int]:
         grown = {child for child, parent in parents.items() if parent in grown} - found
         found |= grown
     return found
+
+
+def name_of(pid: int) -> str:
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def alive(pid: int) -> bool:
