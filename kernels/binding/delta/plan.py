@@ -80,7 +80,7 @@ class DeltaPlan:
                 f"{self.prefix}: {name} has {shape}; allowed: at least 1 of each, and key heads that divide value heads"
             )
         if self.shapes and shape != self.shapes[0]:
-            raise BindingError(f"{self.prefix}: {name} has other sizes than the layers before it")
+            raise BindingError(f"{self.prefix}: {name} has {shape}; allowed: as the layers before it, {self.shapes[0]}")
 
     def _convolutions(self, name: str, module: nn.Module, shape: DeltaShape) -> tuple[str, ...]:
         """Return the names of the convolutions: one, or one each of q, k and v, in that order."""
