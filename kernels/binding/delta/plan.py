@@ -47,8 +47,9 @@ class DeltaPlan:
         names = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
         if self.family.by_channel:
             names = ("num_heads", "num_heads", "head_dim", "head_dim")
-        sizes = (attributes[key] for key in names)
-        shape = DeltaShape(*sizes, taps=attributes["conv_kernel_size"], by_channel=self.family.by_channel)
+        key_heads, value_heads, key_dim, value_dim = (attributes[key] for key in names)
+        taps, by_channel = attributes["conv_kernel_size"], self.family.by_channel
+        shape = DeltaShape(key_heads, value_heads, key_dim, value_dim, taps, by_channel)
         self._check_sizes(name, shape)
         convolutions = self._convolutions(name, module, shape)
         self._check_activation(name, module)
@@ -80,7 +81,7 @@ class DeltaPlan:
                 f"{self.prefix}: {name} has {shape}; allowed: at least 1 of each, and key heads that divide value heads"
             )
         if self.shapes and shape != self.shapes[0]:
-            raise BindingError(f"{self.prefix}: {name} has other sizes than the layers before it")
+            raise BindingError(f"{self.prefix}: {name} has {shape}; allowed: as the layers before it, {self.shapes[0]}")
 
     def _convolutions(self, name: str, module: nn.Module, shape: DeltaShape) -> tuple[str, ...]:
         """Return the names of the convolutions: one, or one each of q, k and v, in that order."""
