@@ -12,7 +12,6 @@ from samebit.benchmarks.rounds.turns import Spread
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-FIGURES = ("tokens", "differ", "mean", "largest", "k3")
 _SIDES = {"fp32": "float32", "bf16": "bfloat16"}
 _WAYS = {
     "vllm_cold": "vLLM, batch, cold cache",
@@ -43,15 +42,17 @@ class Row:
     mean: float
     largest: float
     k3: float
+    cached: float
 
     @property
     def cells(self) -> tuple[str, ...]:
         sides = (_SIDES[self.dtype], _SIDES[self.trainer])
         share = f"{self.differ:,.0f} of {self.tokens:,.0f}"
-        return (self.kind, _WAYS[self.way], *sides, share, *map(_short, (self.mean, self.largest, self.k3)))
+        figures = map(_short, (self.mean, self.largest, self.k3))
+        return (self.kind, _WAYS[self.way], *sides, f"{self.cached:.0%}", share, *figures)
 
 
-_TITLES = ("model", "rollout", "in", "trainer in", "tokens that differ", "mean", "largest", "k3")
+_TITLES = ("model", "rollout", "in", "trainer in", "cached", "tokens that differ", "mean", "largest", "k3")
 
 
 def rows(metrics: dict[str, Spread]) -> list[Row]:

@@ -85,6 +85,22 @@ def test_gradients_are_near_the_oracle_and_equal_for_any_thread_count(shape: Sha
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
 
+@pytest.mark.parametrize("row", [0, 1, 62, 63, 64, 101, 129])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3]], ids=str)
+def test_the_gradient_of_a_row_reaches_the_keys_that_it_sees_and_no_others(shape: Shape, row: int) -> None:
+    """Also where rows are computed several at a time: a NaN that came along with a weight of 0 would stay."""
+    (length,) = lengths = (130,)
+    mine = leaves(*tensors(shape, torch.float32, lengths))
+    upstream = torch.ones(mine[0].shape)
+    upstream[row] = torch.nan
+    attention(*mine, packed_context(lengths), shape.options).backward(upstream)
+    tokens = torch.arange(length)
+    seen = (tokens <= row) & (tokens > row - (shape.window or length))
+    for x, reached in zip(mine, (tokens == row, seen, seen), strict=True):
+        assert x.grad is not None
+        assert torch.equal(x.grad.isnan().flatten(1).any(1), reached)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotated", [3, 16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

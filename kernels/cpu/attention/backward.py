@@ -21,6 +21,9 @@ from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
+_ROWS = 4
+_TILE = 32
+"""Rows whose weights are kept until they are added to the keys'; a multiple of `_ROWS`."""
 
 
 class _Queries(NamedTuple):
@@ -136,39 +139,120 @@ def _load_chunk(page: Any, block_size: int, head_dim: int, wide: int, count: int
 @njit(inline="always")
 def _chunk_gradients(
     shape: Any, softmax: Any, place: Any, base: int, count: int, lse: Any, queries: Any, chunk: Any
-) -> None:
-    """Add what the chunk of ``count`` tokens at ``base`` gives to the gradients of its keys, values and queries."""
-    group, wide, window = shape.group, queries.wide, softmax.window
-    query, upstream = queries.query, queries.upstream
-    grad_keys, grad_values = chunk.grad_keys, chunk.grad_values
+) -> None:  # fmt: skip
+    """Add what the chunk of ``count`` tokens at ``base`` gives to the gradients of its keys, values and queries.
+
+    Rows are taken `_ROWS` at a time, and theirs are added to keys and values `_TILE` at a time; each sum is still one
+    chain in the order of rows, or of keys, over those alone that see each other.
+    """
+    group, window = shape.group, softmax.window
     rows = place.count * group
     last_row = rows if window <= 0 else min(rows, (base + count - 1 + window) * group)
-    p = np.zeros(KV_CHUNK, np.float32)
-    slope = np.zeros(KV_CHUNK, np.float32)
-    for r in range(base * group, last_row):
+    s = np.zeros(_ROWS * KV_CHUNK, np.float32)
+    slopes = np.zeros(_ROWS * KV_CHUNK, np.float32)
+    weights = np.zeros(KV_CHUNK * _TILE, np.float32)
+    bends = np.zeros(KV_CHUNK * _TILE, np.float32)
+    for first in range(base * group, last_row, _TILE):
+        end = min(first + _TILE, last_row)
+        for r in range(first, end, _ROWS):
+            many = _ROWS if r + _ROWS <= end else 1
+            for row in range(r, min(r + _ROWS, end), many):
+                _tile_of_slopes(shape, softmax, place, base, count, lse, queries, chunk, row, many, s, slopes)
+                for i in range(many):
+                    for j in range(count):
+                        weights[j * _TILE + row + i - first] = s[i * KV_CHUNK + j]
+                        bends[j * _TILE + row + i - first] = slopes[i * KV_CHUNK + j]
+        _add_to_keys(weights, queries.upstream, chunk.grad_values, queries.wide, group, window, base, count, first, end)
+        _add_to_keys(bends, queries.query, chunk.grad_keys, queries.wide, group, window, base, count, first, end)
+
+
+@njit(inline="always")
+def _tile_of_slopes(
+    shape: Any, softmax: Any, place: Any, base: int, count: int, lse: Any, queries: Any, chunk: Any, row: int,
+    many: int, s: Any, slopes: Any,
+) -> None:  # fmt: skip
+    """Compute the probabilities ``s`` of ``many`` rows from ``row`` on and their ``slopes``, add to grad_query."""
+    group, wide, window = shape.group, queries.wide, softmax.window
+    most = min(count, (row + many - 1) // group + 1 - base)
+    for at in range(0, most, 2 * LANES):
+        tile_multiply(
+            many, 2, Rows(queries.query, row * wide, wide), Rows(chunk.keys, at, KV_CHUNK), shape.head_dim,
+            Rows(s, at, KV_CHUNK),
+        )  # fmt: skip
+        tile_multiply(
+            many, 2, Rows(queries.upstream, row * wide, wide), Rows(chunk.values, at, KV_CHUNK), shape.head_dim,
+            Rows(slopes, at, KV_CHUNK),
+        )  # fmt: skip
+    for i in range(many):
+        r = row + i
         token = r // group
         lo = max(0, token - window + 1 - base) if window > 0 else 0
-        hi = min(count, token + 1 - base)
-        for at in range(0, hi, 2 * LANES):
-            tile_multiply(
-                1, 2, Rows(query, r * wide, wide), Rows(chunk.keys, at, KV_CHUNK), shape.head_dim,
-                Rows(p, at, KV_CHUNK),
-            )  # fmt: skip
-            tile_multiply(
-                1, 2, Rows(upstream, r * wide, wide), Rows(chunk.values, at, KV_CHUNK), shape.head_dim,
-                Rows(slope, at, KV_CHUNK),
-            )  # fmt: skip
         shift = lse[place.row + token, place.kv_head * group + r % group]
-        _to_slopes(softmax, shift, queries.delta[r], lo, hi, p, slope)
-        for d in range(0, wide, LANES):
+        scores, bends = s[i * KV_CHUNK : (i + 1) * KV_CHUNK], slopes[i * KV_CHUNK : (i + 1) * KV_CHUNK]
+        _to_slopes(softmax, shift, queries.delta[r], lo, min(count, token + 1 - base), scores, bends)
+    least = min(count, row // group + 1 - base)  # keys that all of these rows see
+    at = 0
+    while at < wide:
+        columns = _columns(wide - at)
+        tile_multiply_add(
+            many, columns, Rows(slopes, 0, KV_CHUNK), Rows(chunk.key_rows, at, wide), least,
+            Rows(queries.grad_query, row * wide + at, wide),
+        )  # fmt: skip
+        for i in range(many):
+            own = min(count, (row + i) // group + 1 - base) - least
             tile_multiply_add(
-                1, 1, Rows(slope, 0, KV_CHUNK), Rows(chunk.key_rows, d, wide), hi,
-                Rows(queries.grad_query, r * wide + d, wide),
+                1, columns, Rows(slopes, i * KV_CHUNK + least, KV_CHUNK), Rows(chunk.key_rows, least * wide + at, wide),
+                own, Rows(queries.grad_query, (row + i) * wide + at, wide),
             )  # fmt: skip
-        for j in range(lo, hi):
-            for d in range(wide):
-                grad_values[j * wide + d] = fma(p[j], upstream[r * wide + d], grad_values[j * wide + d])
-                grad_keys[j * wide + d] = fma(slope[j], query[r * wide + d], grad_keys[j * wide + d])
+        at += columns * LANES
+
+
+@njit(inline="always")
+def _add_to_keys(
+    weights: Any, rows: Any, out: Any, wide: int, group: int, window: int, base: int, count: int, first: int, end: int
+) -> None:
+    """Add to each key's ``out [C, wide]`` the rows from ``first`` to ``end`` that see it, times ``weights [C, rows]``.
+
+    Key j is seen by the rows from (base + j) group on, and from (base + j + window) group on no more. Keys are taken
+    `_ROWS` at a time where all of them are seen; the rows before and after are added to each alone.
+    """
+    for j in range(0, count, _ROWS):
+        many = _ROWS if j + _ROWS <= count else 1
+        for key in range(j, min(j + _ROWS, count), many):
+            begin = max(first, (base + key + many - 1) * group)
+            stop = end if window <= 0 else min(end, (base + key + window) * group)
+            stop = max(begin, stop)
+            at = 0
+            while at < wide:
+                columns = _columns(wide - at)
+                for i in range(key, key + many):
+                    own = max(first, (base + i) * group)
+                    last = end if window <= 0 else min(end, (base + i + window) * group)
+                    _add_rows(1, columns, weights, i, first, own, min(begin, last), rows, at, wide, out)
+                _add_rows(many, columns, weights, key, first, begin, stop, rows, at, wide, out)
+                for i in range(key, key + many):
+                    last = end if window <= 0 else min(end, (base + i + window) * group)
+                    _add_rows(1, columns, weights, i, first, stop, last, rows, at, wide, out)
+                at += columns * LANES
+
+
+@njit(inline="always")
+def _add_rows(
+    many: int, columns: int, weights: Any, key: int, first: int, begin: int, end: int, rows: Any, at: int, wide: int,
+    out: Any,
+) -> None:  # fmt: skip
+    """Add the rows from ``begin`` to ``end``, in their order, to ``many`` keys; columns from ``at`` on."""
+    if begin < end:
+        tile_multiply_add(
+            many, columns, Rows(weights, key * _TILE + begin - first, _TILE), Rows(rows, begin * wide + at, wide),
+            end - begin, Rows(out, key * wide + at, wide),
+        )  # fmt: skip
+
+
+@njit(inline="always")
+def _columns(left: int) -> int:
+    """Return how many vectors of the ``left`` elements a tile takes."""
+    return 4 if left >= 4 * LANES else 2 if left >= 2 * LANES else 1
 
 
 @njit(inline="always")
