@@ -17,6 +17,7 @@ SOFTMAX = RoutingOptions("softmax", 4, normalised=True)
 ROUTERS = {
     "Qwen3-MoE": SOFTMAX,
     "OLMoE": replace(SOFTMAX, normalised=False),
+    "scaled": replace(SOFTMAX, scale=2.5),
     "gpt-oss": RoutingOptions("softmax_of_chosen", 4, normalised=False),
     "one": replace(SOFTMAX, top_k=1, normalised=False),
     "all": replace(SOFTMAX, top_k=18),
@@ -116,6 +117,15 @@ def test_the_lowest_expert_comes_first_among_equals(experts: int) -> None:
     x, weight, _, _ = layer(9, 100, 12)
     grouped = RoutingOptions("sigmoid", 3, True, groups=4, kept_groups=2)
     assert (route(x, 0 * weight, None, torch.zeros(12), grouped).ids == torch.arange(3)).all()
+
+
+def test_weights_of_scores_that_are_next_to_nothing_are_divided_by_more_than_nothing() -> None:
+    """DeepSeek-V3's 1e-20: without it, scores of 1e-35 had weights that add up to one."""
+    weight = torch.tensor([-80.0, -81.0, -200.0])[:, None]
+    options = replace(ROUTERS["sigmoid"], top_k=2, normalised=True, scale=1.0, groups=1, kept_groups=1)
+    found = route(torch.ones(1, 1), weight, None, torch.zeros(3), options)
+    assert found.ids.tolist() == [[0, 1]]
+    assert 0 < float(found.weights.sum()) < 1e-14
 
 
 def test_of_equals_the_highest_expert_makes_room_for_a_greater_one() -> None:
