@@ -388,8 +388,8 @@ def _made(kind: str, config: Any, experts: bool, dtype: torch.dtype) -> PreTrain
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_bias"):  # those of experts lie together
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.mul_(4)
