@@ -48,6 +48,15 @@ class DrawInputs:
     counters: torch.Tensor
 
 
+NO_DRAWS = DrawInputs(
+    rows=torch.zeros(0, dtype=torch.int64),
+    temperatures=torch.zeros(0),
+    keys=torch.zeros(0, 2, dtype=torch.uint32),
+    counters=torch.zeros(0, 4, dtype=torch.uint32),
+)
+"""Is what a step needs from which nothing is drawn."""
+
+
 @dataclass(frozen=True, eq=False)
 class Draws:
     """Holds what was drawn. tokens: ``[R]`` int64, where the logits are. top: each row's likeliest, None if unasked."""

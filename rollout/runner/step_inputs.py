@@ -20,7 +20,7 @@ from samebit.kernels.layout.lora.adapters import RowAdapters
 from samebit.kernels.layout.states.memory import StateMemory
 from samebit.rollout.engine.step_plan import ScheduledSequence, StepPlan
 from samebit.rollout.requests.request import Sequence
-from samebit.rollout.runner.sampler import DrawInputs, Sampler
+from samebit.rollout.runner.sampler import NO_DRAWS, DrawInputs, Sampler
 
 Ints = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int64]
@@ -176,12 +176,6 @@ def idle_step(memory: Memory, block_tables: Ints) -> StepInputs:
         states=memory.states,
         adapters=RowAdapters.all_through(None),
     )
-    draws = DrawInputs(
-        rows=torch.zeros(0, dtype=torch.int64),
-        temperatures=torch.zeros(0),
-        keys=torch.zeros(0, 2, dtype=torch.uint32),
-        counters=torch.zeros(0, 4, dtype=torch.uint32),
-    )
     return StepInputs(
         context=context,
         token_ids=np.zeros(1, np.int64),
@@ -190,6 +184,6 @@ def idle_step(memory: Memory, block_tables: Ints) -> StepInputs:
         num_sampling_rows=0,
         sequences=[],
         positions=[],
-        draws=draws,
+        draws=NO_DRAWS,
         pieces=[],
     )

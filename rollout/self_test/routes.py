@@ -15,7 +15,7 @@ from torch import nn
 from samebit.kernels.binding.binding import Binding, binding_of
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
 from samebit.rollout.runner.logits import Forward, logits_of
-from samebit.rollout.runner.sampler import DrawInputs
+from samebit.rollout.runner.sampler import NO_DRAWS
 from samebit.rollout.runner.step_inputs import StepInputs
 
 LENGTHS = (1, 7, 66, 133)
@@ -139,16 +139,8 @@ class _Steps:
             num_sampling_rows=0,
             sequences=[],
             positions=[],
-            draws=_NO_DRAWS,
+            draws=NO_DRAWS,
             pieces=[],
         )
         logits = self._forward(self._model, inputs, None).logits
         return list(logits.split(counts.tolist()))
-
-
-_NO_DRAWS = DrawInputs(
-    rows=torch.zeros(0, dtype=torch.int64),
-    temperatures=torch.zeros(0),
-    keys=torch.zeros(0, 2, dtype=torch.uint32),
-    counters=torch.zeros(0, 4, dtype=torch.uint32),
-)
