@@ -18,7 +18,7 @@ from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, integers, longs, scratch
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm import amx, dots, few_rows, many_rows
-from samebit.kernels.cpu.gemm.amx_tiles import TILE_INPUTS
+from samebit.kernels.cpu.gemm.amx_tiles import TILE_INPUTS, configure_tiles, release_tiles
 from samebit.kernels.cpu.gemm.layers import Share
 from samebit.kernels.cpu.gemm.many_rows import PANEL_ROWS, Panel
 from samebit.kernels.cpu.gemm.many_rows_vectors import transpose_tile
