@@ -28,7 +28,6 @@ LONGEST = (
     "kernels/triton/test_ssm_backward.py",
     "kernels/triton/test_attention.py",
     "rollout/integrations/test_verl_turns.py",
-    "rollout/integrations/test_verl_runs.py",
     "benchmarks/test_benchmarks.py",
     "exactness/test_hybrids.py",
     "exactness/test_hybrid_rollout.py",

@@ -6,7 +6,6 @@ T rows, K inputs, N outputs. Up to three layers of one input share the preparati
 from collections.abc import Sequence
 
 import torch
-from numba import get_num_threads
 
 from samebit.kernels.cpu.base.memory import kind_of, with_unit_stride
 from samebit.kernels.cpu.gemm import amx, amx_tiles, dots, dots_vectors, few_rows, many_rows
@@ -36,15 +35,15 @@ def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
     arguments = rows.data_ptr(), rows.stride(0), count, inputs, in_one(addresses)
     lanes = ceil_div(count, LANES) * LANES
     if dtype == torch.bfloat16 and amx_tiles.available():
-        amx.multiply(lanes * work, *arguments, get_num_threads())
+        amx.multiply(lanes * work, *arguments)
     elif dtype == torch.bfloat16 and dots_vectors.available():
         few = count <= dots.MOST_ROWS
         product, size = (dots.multiply_few, count + few_rows.READING) if few else (dots.multiply, lanes)
-        product(size * work, *arguments, get_num_threads())
+        product(size * work, *arguments)
     elif count <= few_rows.MOST_ROWS:
-        few_rows.multiply((count + few_rows.READING) * work, *arguments, kind_of(dtype), get_num_threads())
+        few_rows.multiply((count + few_rows.READING) * work, *arguments, kind_of(dtype))
     else:
-        many_rows.multiply(lanes * work, *arguments, kind_of(dtype), get_num_threads())
+        many_rows.multiply(lanes * work, *arguments, kind_of(dtype))
     return results
 
 

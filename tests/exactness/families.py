@@ -1,7 +1,6 @@
 """Tiny random-weight models of every bound family, with odd widths and logits that are not flat."""
 
 import itertools
-import os
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -9,6 +8,8 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
+
+from ..campaign import CAMPAIGN
 
 DTYPES = (torch.float32, torch.bfloat16)
 VOCAB = 1009
@@ -172,9 +173,6 @@ _LATENT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-
-CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
-"""Whether this is `make soak`."""
 
 LATENTS = tuple(_LATENT)
 """Families with latent attention."""

@@ -4,6 +4,7 @@ What is looked at are the pages of memory in which the tensors were: other threa
 """
 
 import gc
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
+from ..campaign import first_of
 from ..patience import HANG
 from ..rollout.cache.cache_integrity import check_cache
 from .compare import assert_same_samples
@@ -23,6 +25,12 @@ from .families import make_model, token_ids
 PROMPTS = token_ids(3, 70, 150)
 PARAMS = [SamplingParams(seed=seed, max_tokens=8, ignore_eos=True, n=2) for seed in range(3)]
 ORDERS = [("weights", "kv_cache"), ("kv_cache", "weights")]
+CASES = [(family, ORDERS[place], place + 1) for place, family in enumerate(("Qwen3", "NemotronH"))]
+CASES += [
+    (family, order, level)
+    for family, order, level in itertools.product(("Qwen3", "NemotronH"), ORDERS, (1, 2))
+    if (family, order, level) not in CASES
+]
 
 PAGEMAP = Path("/proc/self/pagemap")
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -65,9 +73,7 @@ def touch(worker: RolloutWorker) -> None:
     worker.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("family", ["Qwen3", "NemotronH"])
+@pytest.mark.parametrize(("family", "order", "level"), first_of(CASES, 2))
 def test_what_sleeps_is_no_longer_resident(family: str, order: tuple[str, str], level: int, tmp_path: Path) -> None:
     """Weights are many tensors of a few hundred kilobytes, where an allocator likes to keep what was freed."""
     model = make_model(family, torch.float32, hidden_size=400, intermediate_size=800)

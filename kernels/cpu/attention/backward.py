@@ -10,12 +10,13 @@ T tokens, S sequences, H heads, G query heads a KV head, D head size, C tokens a
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from samebit.kernels.cpu.attention.groups import Place, Shape, Softmax
-from samebit.kernels.cpu.base.jit import parallel_kernel
+from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.numeric import exp, fma, tanh, widen
 from samebit.kernels.cpu.base.rows import Rows
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import tile_multiply, tile_multiply_add
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
@@ -61,24 +62,28 @@ def _backward(
     kv_heads = grad_kv.shape[2]
     items = sequences.shape[1] * kv_heads
     share = (items + threads - 1) // threads
-    for slot in prange(share * threads):
-        item = (np.int64(slot) % share) * threads + np.int64(slot) // share
-        if item < items:
-            _backward_head(
-                item, q, pages, sequences, block_tables, scales, out, lse, grad, grad_q, grad_kv, deltas
-            )  # fmt: skip
+    share_out(
+        _backward_head, share * threads, threads,
+        (share, threads, q, pages, sequences, block_tables, scales, out, lse, grad, grad_q, grad_kv, deltas),
+    )  # fmt: skip
 
 
-backward = parallel_kernel(_backward)
+backward = compile_kernel(_backward)
 
 
 @njit(nogil=True, error_model="numpy")
 def _backward_head(
-    item: int, q: Any, pages: Any, sequences: Any, block_tables: Any, scales: Any, out: Any, lse: Any, grad: Any,
-    grad_q: Any, grad_kv: Any, deltas: Any,
+    slot: int, share: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, scales: Any, out: Any,
+    lse: Any, grad: Any, grad_q: Any, grad_kv: Any, deltas: Any,
 ) -> None:  # fmt: skip
-    """Compute the gradients of one sequence's keys and values of a KV head, and of the queries that read them."""
+    """Compute the gradients of one sequence's keys and values of a KV head, and of the queries that read them.
+
+    Threads take items in turns, each the next ``share`` slots; a slot may have none.
+    """
     kv_heads, head_dim = pages.shape[1], q.shape[2]
+    item = slot % share * threads + slot // share
+    if item >= sequences.shape[1] * kv_heads:
+        return
     shape = Shape(kv_heads, q.shape[1] // kv_heads, head_dim, head_dim, pages.shape[3] // head_dim)
     softmax = Softmax(scales[0], scales[1], scales[2])
     sequence = item // kv_heads

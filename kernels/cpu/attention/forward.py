@@ -17,12 +17,13 @@ T tokens, S sequences, H heads, G query heads a KV head, D head size, B tokens a
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from samebit.kernels.cpu.attention.groups import Following, Pieces, Place, Shape, Softmax
 from samebit.kernels.cpu.attention.softmax import begin_rows, place_running, size_of_running, take_in, write_rows
-from samebit.kernels.cpu.base.jit import parallel_kernel
-from samebit.kernels.cpu.base.memory import elements, longs, scratch
+from samebit.kernels.cpu.base.jit import compile_kernel
+from samebit.kernels.cpu.base.memory import elements, longs, scratch, whole_lines
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
 
 _VECTORS = KV_CHUNK // LANES
@@ -54,26 +55,26 @@ def _attend(
         longest = max(longest, min(QUERY_TILE, sequences[1, sequence]))
     rows = longest * (q.shape[1] // pages.shape[1])
     copied = 2 * head_dim * KV_CHUNK if pages.shape[3] < LANES * head_dim else 0
-    size = size_of_running(rows, head_dim, head_dim) + 8 * _VECTORS + copied + _ARRAYS * LANES
-    for thread in prange(threads):
-        room = scratch(size)
-        _attend_items(
-            np.int64(thread), threads, q, pages, sequences, block_tables, tiles, scales, sinks, out, lse, room
-        )  # fmt: skip
+    size = whole_lines(size_of_running(rows, head_dim, head_dim) + 8 * _VECTORS + copied + _ARRAYS * LANES)
+    share_out(
+        _attend_items, threads, threads,
+        (threads, q, pages, sequences, block_tables, tiles, scales, sinks, out, lse, scratch(threads * size), size),
+    )  # fmt: skip
 
 
-attend = parallel_kernel(_attend)
+attend = compile_kernel(_attend)
 
 
 @njit(nogil=True, error_model="numpy")
 def _attend_items(
     thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, scales: Any,
-    sinks: Any, out: Any, lse: Any, room: Any,
+    sinks: Any, out: Any, lse: Any, rooms: Any, size: int,
 ) -> None:  # fmt: skip
     """Attend for every ``threads``-th item from ``thread`` on.
 
-    What is kept meanwhile lies in ``room``, as arrays over its address: reading arrays that count their references from
-    a named tuple counts each time, which made a decode step a quarter slower. The caller holds ``room``.
+    What is kept meanwhile lies in its room of ``size``, as arrays over its address: reading arrays that count their
+    references from a named tuple counts each time, which made a decode step a quarter slower. The caller holds
+    ``rooms``.
     """
     kv_heads, head_dim = pages.shape[1], q.shape[2]
     shape = Shape(kv_heads, q.shape[1] // kv_heads, head_dim, head_dim, pages.shape[3] // head_dim)
@@ -84,7 +85,7 @@ def _attend_items(
         longest = max(longest, min(QUERY_TILE, lengths[sequence]))
     flat = pages.reshape(-1)
     kind = np.zeros(1, pages.dtype)[0]
-    running, end = place_running(room.ctypes.data, longest * shape.group, head_dim, head_dim)
+    running, end = place_running(rooms.ctypes.data + 4 * thread * size, longest * shape.group, head_dim, head_dim)
     pieces = _place_pieces(end, flat, kind, shape)
     items = tiles.shape[0] * kv_heads
     for item in range(thread, items, threads):

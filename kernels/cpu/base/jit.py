@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
+from numba import get_num_threads
 from numba.core.registry import CPUDispatcher
 
 from samebit.kernels import openmp  # noqa: F401  (its import chooses the threading layer)
@@ -35,7 +36,7 @@ class _Kernel(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
     they save to a kernel's index the last one wins, so that the others' work is done again in the next run.
     """
 
-    def __init__(self, function: Callable[..., None], *, parallel: bool) -> None:
+    def __init__(self, function: Callable[..., None], *, parallel: bool = False) -> None:
         options = {"nopython": True, "nogil": True, "error_model": "numpy", "parallel": parallel}
         super().__init__(function, targetoptions=options)
         self.enable_caching()
@@ -43,14 +44,26 @@ class _Kernel(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
     def compile(self, sig: Any) -> Any:
         """Compile for a signature, or load what any process has compiled."""
         folder = Path(self._cache.cache_path)
+        get_num_threads()  # what starts threads is known by name to compiled code from then on
         with FileLock(folder / f"{self.py_func.__module__}.{self.py_func.__qualname__}.lock"):
             return super().compile(sig)
 
 
-def parallel_kernel(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile a loop whose ``prange`` is always worth other threads, and which takes long to compile."""
-    compiled: Callable[..., None] = _Kernel(function, parallel=True)
+def compile_kernel(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile a function that is told among how many threads it shares out its items (`share_out`)."""
+    compiled: Callable[..., None] = _Kernel(function)
     return compiled
+
+
+class SharedKernel:
+    """Runs a function that shares out its items by `share_out`, among as many threads as its first argument says."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._compiled = _Kernel(function)
+
+    def __call__(self, work: int, *args: Any) -> None:
+        """Run on ``args``; ``work`` is the number of elements touched."""
+        self._compiled(1 if work < _PARALLEL_WORK else get_num_threads(), *args)
 
 
 class RowKernel:

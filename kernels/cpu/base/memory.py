@@ -68,6 +68,12 @@ def scratch(count: int) -> Any:
 
 
 @njit(inline="always")
+def whole_lines(count: int) -> int:
+    """Return ``count`` float32 in whole cache lines."""
+    return (count + _LINE - 1) // _LINE * _LINE
+
+
+@njit(inline="always")
 def doubles(address: int, count: int) -> Any:
     """Make an array of ``count`` float64."""
     return elements(address, count, np.float64(0))

@@ -4,7 +4,6 @@ T tokens, S sequences, H heads.
 """
 
 import torch
-from numba import get_num_threads
 
 from samebit.kernels.cpu.base.memory import kind_of, with_unit_stride
 from samebit.kernels.cpu.delta import rule
@@ -35,6 +34,6 @@ def delta_rule(
         int(rows * inner * options.key_dim * WORK_AN_ELEMENT),
         (qkv.data_ptr(), qkv.stride(0), decay.data_ptr(), beta.data_ptr(), out.data_ptr()),
         (*options.sizes, options.by_channel), (context.layout.data_ptr(), len(context.lengths)), (grid, memory),
-        (captured, captures, kept), get_num_threads(), kind_of(qkv.dtype),
+        (captured, captures, kept), kind_of(qkv.dtype),
     )  # fmt: skip
     return out

@@ -28,13 +28,14 @@ T tokens, S sequences, Hk and Hv heads of keys and values, K and V their sizes, 
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, doubles, elements, floats, integers, longs
 from samebit.kernels.cpu.base.memory import scratch as room_of
 from samebit.kernels.cpu.base.numeric import exp, fma, narrow, widen
 from samebit.kernels.cpu.base.rows import Rows
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_multiply_add, tile_read
 from samebit.kernels.cpu.base.state_tiles import fetch_all, tile_move
 from samebit.kernels.cpu.delta.groups import Inputs, Item, Memory, Scratch, Sizes, Span
@@ -45,25 +46,24 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
 
-def _rule(tensors: Any, sizes: Any, layout: Any, memory: Any, captures: Any, threads: int, kind: Any) -> None:
+def _rule(threads: int, tensors: Any, sizes: Any, layout: Any, memory: Any, captures: Any, kind: Any) -> None:
     """Run the rule; addresses and numbers come in plain tuples, which cost a call less than named ones.
 
     Args:
+        threads: take shares of the rows.
         tensors: addresses of qkv and its stride, of decay, beta and out.
         sizes: Hk, Hv, K, V; whether each channel of a key decays by itself.
         layout: address of the first row, length, start and slot, each of all sequences; number of sequences.
         memory: the state as of the last multiple of so many tokens is kept in the block states, 0 for a call without
             memory; where the addresses of states, block states, and the tails' k, u and sums lie.
         captures: address of (sequence, position, checkpoint) of each, their number, address of the checkpoints.
-        threads: take shares of the rows.
         kind: a number of the elements' type.
     """
     parts = min(threads, layout[1] * sizes[0])
-    for part in prange(parts):  # it counts unsigned, and Numba would compile all below once more for that
-        _rule_part(np.int64(part), parts, tensors, sizes, layout, memory, captures, kind)
+    share_out(_rule_part, parts, threads, (parts, tensors, sizes, layout, memory, captures, kind))
 
 
-rule = RowKernel(_rule)
+rule = SharedKernel(_rule)
 
 
 @njit(nogil=True, error_model="numpy")

@@ -6,7 +6,6 @@ P pairs, sorted by expert; K inputs, N outputs.
 from itertools import pairwise
 
 import torch
-from numba import get_num_threads
 
 from samebit.kernels.cpu.base.memory import kind_of
 from samebit.kernels.cpu.gemm import amx_tiles, dots_vectors, grouped
@@ -47,7 +46,7 @@ def multiply_grouped(
         multiply = grouped.multiply_by_pairs
     if x.dtype == torch.bfloat16 and amx_tiles.available():
         multiply = grouped.multiply_by_tiles
-    multiply(pairs * inputs * outputs // PRODUCTS_AN_ELEMENT, product, kind_of(x.dtype), get_num_threads())
+    multiply(pairs * inputs * outputs // PRODUCTS_AN_ELEMENT, product, kind_of(x.dtype))
     return out
 
 

@@ -11,10 +11,11 @@ T rows, K inputs, N outputs.
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import elements, scratch
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.amx_tiles import (
     TILE_INPUTS,
     TILE_OUTPUTS,
@@ -34,24 +35,22 @@ _SHARE = 16 * TILE_OUTPUTS
 _ZERO = np.float32(0.0)
 
 
-def _multiply(x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, threads: int) -> None:
+def _multiply(threads: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers) -> None:
     """Multiply as `many_rows.multiply` does, in bfloat16."""
     panels = (rows + PANEL_ROWS - 1) // PANEL_ROWS
     parts = shares(panels, most_outputs(layers), TILE_OUTPUTS, threads)
-    for item in prange(panels * parts):
-        number = np.int64(item)
-        row, part = number % panels * PANEL_ROWS, number // panels
-        _multiply_item(row, part, parts, x_address, x_stride, rows, inputs, layers)
+    share_out(_multiply_item, panels * parts, threads, (panels, parts, x_address, x_stride, rows, inputs, layers))
 
 
-multiply = RowKernel(_multiply)
+multiply = SharedKernel(_multiply)
 
 
 @njit(nogil=True, error_model="numpy")
 def _multiply_item(
-    row: int, part: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers
-) -> None:
-    """Compute one of ``parts`` shares of each layer's outputs, for the panel of rows from ``row`` on."""
+    item: int, panels: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers
+) -> None:  # fmt: skip
+    """Compute one of ``parts`` shares of each layer's outputs for a panel of rows; a share's panels are neighbours."""
+    row, part = item % panels * PANEL_ROWS, item // panels
     kind = np.uint16(0)
     count = min(PANEL_ROWS, rows - row)
     width = (count + LANES - 1) // LANES * LANES

@@ -10,10 +10,11 @@ T rows, K inputs, N outputs.
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import elements, scratch
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.dots_vectors import OUTPUTS, ROWS, VECTORS, add_pair_products, dot_few
 from samebit.kernels.cpu.gemm.few_rows import fetch_next, tile_rows, write_few
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
@@ -73,9 +74,10 @@ multiply_panel = with_panels(_fill, _add_products)
 
 @njit(nogil=True, error_model="numpy")
 def _multiply_item(
-    row: int, part: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers
-) -> None:
-    """Compute one of ``parts`` shares of each layer's outputs, for the panel of rows from ``row`` on."""
+    item: int, panels: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers
+) -> None:  # fmt: skip
+    """Compute one of ``parts`` shares of each layer's outputs for a panel of rows; a share's panels are neighbours."""
+    row, part = item % panels * PANEL_ROWS, item // panels
     kind = np.uint16(0)
     x = elements(x_address, rows * x_stride, kind)
     panel = new_panel(inputs, row, min(PANEL_ROWS, rows - row))
@@ -120,22 +122,18 @@ def _multiply_part(
         multiply_share(copied, rows, inputs, share_of(layers, place, part, parts, LANES, rows, inputs, kind))
 
 
-def _multiply(x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, threads: int) -> None:
+def _multiply(threads: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers) -> None:
     """Multiply as `many_rows.multiply` does, in bfloat16."""
     panels = (rows + PANEL_ROWS - 1) // PANEL_ROWS
     parts = shares(panels, most_outputs(layers), _TILE, threads)
-    for item in prange(panels * parts):
-        number = np.int64(item)
-        row, part = number % panels * PANEL_ROWS, number // panels
-        _multiply_item(row, part, parts, x_address, x_stride, rows, inputs, layers)
+    share_out(_multiply_item, panels * parts, threads, (panels, parts, x_address, x_stride, rows, inputs, layers))
 
 
-def _multiply_few(x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, threads: int) -> None:
+def _multiply_few(threads: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers) -> None:
     """Multiply as `few_rows.multiply` does, in bfloat16."""
     parts = shares(1, most_outputs(layers), LANES, threads) if rows > 0 else 0
-    for part in prange(parts):
-        _multiply_part(np.int64(part), parts, x_address, x_stride, rows, inputs, layers)
+    share_out(_multiply_part, parts, threads, (parts, x_address, x_stride, rows, inputs, layers))
 
 
-multiply = RowKernel(_multiply)
-multiply_few = RowKernel(_multiply_few)
+multiply = SharedKernel(_multiply)
+multiply_few = SharedKernel(_multiply_few)

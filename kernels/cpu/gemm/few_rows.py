@@ -8,11 +8,12 @@ vectors are others (see `few_rows_vectors`). T rows, K inputs, N outputs.
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import elements, scratch
 from samebit.kernels.cpu.base.numeric import narrow, widen
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.few_rows_vectors import ROWS, multiply_few
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
 from samebit.kernels.cpu.gemm.many_rows import SUM_BLOCK
@@ -28,14 +29,13 @@ READING = 4
 _ZERO = np.float32(0.0)
 
 
-def _multiply(x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any, threads: int) -> None:
+def _multiply(threads: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any) -> None:
     """Multiply as `many_rows.multiply` does, up to `MOST_ROWS` rows; an item is a share of each layer's outputs."""
     parts = shares(1, most_outputs(layers), LANES, threads) if rows > 0 else 0
-    for part in prange(parts):
-        _multiply_part(np.int64(part), parts, x_address, x_stride, rows, inputs, layers, kind)
+    share_out(_multiply_part, parts, threads, (parts, x_address, x_stride, rows, inputs, layers, kind))
 
 
-multiply = RowKernel(_multiply)
+multiply = SharedKernel(_multiply)
 
 
 @njit(nogil=True, error_model="numpy")

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, integers, longs, scratch
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm import amx, dots, few_rows, many_rows
 from samebit.kernels.cpu.gemm.amx_tiles import TILE_INPUTS, configure_tiles, release_tiles
 from samebit.kernels.cpu.gemm.layers import Share
@@ -82,7 +83,9 @@ def multiply_rows_by_tiles(x: Any, stride: int, rows: int, inputs: int, share: A
     steps = (inputs + TILE_INPUTS - 1) // TILE_INPUTS
     panel = Panel(scratch(steps * (TILE_INPUTS // 2) * width), width, 0, rows)
     pair_rows(x, stride, inputs, panel)
+    configure_tiles()
     amx.multiply_panel(panel, inputs, share)
+    release_tiles()
 
 
 @njit(nogil=True, error_model="numpy")
@@ -138,7 +141,7 @@ def _with_rows(rows_of_group: Callable[..., None]) -> Callable[..., None]:
     """Make the work of a thread from the product of a panel of rows."""
 
     @njit(nogil=True, error_model="numpy")
-    def multiply_share(product: Any, item: int, parts: int, columns: int, kind: Any) -> None:
+    def multiply_share(item: int, product: Any, parts: int, columns: int, kind: Any) -> None:
         """Compute a thread's part of the outputs, for its part of the rows."""
         inputs, outputs, groups = product.inputs, product.outputs, product.groups
         offsets = longs(product.offsets, groups + 1)
@@ -171,29 +174,24 @@ _multiply_share_by_pairs = _with_rows(multiply_rows_by_pairs)
 _multiply_share_by_tiles = _with_rows(multiply_rows_by_tiles)
 
 
-def _multiply(product: Product, kind: Any, threads: int) -> None:
+def _multiply(threads: int, product: Product, kind: Any) -> None:
     """Multiply each group's rows with its weight, in float32 or widened to it."""
     parts = _parts(product.outputs, threads)
-    for item in prange(threads):
-        _multiply_share(product, np.int64(item), parts, threads // parts, kind)
+    share_out(_multiply_share, threads, threads, (product, parts, threads // parts, kind))
 
 
-def _multiply_by_pairs(product: Product, kind: Any, threads: int) -> None:
+def _multiply_by_pairs(threads: int, product: Product, kind: Any) -> None:
     """Do so in bfloat16 in pairs of inputs."""
     parts = _parts(product.outputs, threads)
-    for item in prange(threads):
-        _multiply_share_by_pairs(product, np.int64(item), parts, threads // parts, kind)
+    share_out(_multiply_share_by_pairs, threads, threads, (product, parts, threads // parts, kind))
 
 
-def _multiply_by_tiles(product: Product, kind: Any, threads: int) -> None:
+def _multiply_by_tiles(threads: int, product: Product, kind: Any) -> None:
     """Do so in bfloat16 with tile instructions."""
     parts = _parts(product.outputs, threads)
-    for item in prange(threads):
-        configure_tiles()
-        _multiply_share_by_tiles(product, np.int64(item), parts, threads // parts, kind)
-        release_tiles()
+    share_out(_multiply_share_by_tiles, threads, threads, (product, parts, threads // parts, kind))
 
 
-multiply = RowKernel(_multiply)
-multiply_by_pairs = RowKernel(_multiply_by_pairs)
-multiply_by_tiles = RowKernel(_multiply_by_tiles)
+multiply = SharedKernel(_multiply)
+multiply_by_pairs = SharedKernel(_multiply_by_pairs)
+multiply_by_tiles = SharedKernel(_multiply_by_tiles)

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, elements
-from samebit.kernels.cpu.gemm.amx_tiles import configure_tiles, release_tiles
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.grouped import (
     TURNED,
     multiply_rows,
@@ -54,8 +54,10 @@ def _with_rows(rows_of_head: Callable[..., None]) -> Callable[..., None]:
     """Make the work of an item from the product of a panel of rows."""
 
     @njit(nogil=True, error_model="numpy")
-    def multiply_item(product: Any, head: int, first: int, last: int, kind: Any) -> None:
-        """Compute the rows ``first`` to ``last`` of one head."""
+    def multiply_item(item: int, parts: int, product: Any, kind: Any) -> None:
+        """Compute one of ``parts`` shares of the rows of one head."""
+        head, part = item // parts, item % parts
+        first, last = product.rows * part // parts, product.rows * (part + 1) // parts
         inputs, outputs = product.inputs, product.outputs
         x = elements(product.x, NO_END, kind)[head * product.x_step :]
         own = elements(product.weight, NO_END, kind)[head * product.weight_step :]
@@ -89,35 +91,24 @@ def _parts(product: Any, threads: int) -> Any:
     return max(1, min((threads + product.heads - 1) // product.heads, product.rows // PANEL_ROWS))
 
 
-def _multiply(product: Product, kind: Any, threads: int) -> None:
+def _multiply(threads: int, product: Product, kind: Any) -> None:
     """Multiply in float32, or widened to it."""
     parts = _parts(product, threads)
-    for item in prange(product.heads * parts):
-        head, part = np.int64(item) // parts, np.int64(item) % parts
-        first, last = product.rows * part // parts, product.rows * (part + 1) // parts
-        _multiply_item(product, head, first, last, kind)
+    share_out(_multiply_item, product.heads * parts, threads, (parts, product, kind))
 
 
-def _multiply_by_pairs(product: Product, kind: Any, threads: int) -> None:
+def _multiply_by_pairs(threads: int, product: Product, kind: Any) -> None:
     """Do so in bfloat16 in pairs of inputs."""
     parts = _parts(product, threads)
-    for item in prange(product.heads * parts):
-        head, part = np.int64(item) // parts, np.int64(item) % parts
-        first, last = product.rows * part // parts, product.rows * (part + 1) // parts
-        _multiply_item_by_pairs(product, head, first, last, kind)
+    share_out(_multiply_item_by_pairs, product.heads * parts, threads, (parts, product, kind))
 
 
-def _multiply_by_tiles(product: Product, kind: Any, threads: int) -> None:
+def _multiply_by_tiles(threads: int, product: Product, kind: Any) -> None:
     """Do so in bfloat16 with tile instructions."""
     parts = _parts(product, threads)
-    for item in prange(product.heads * parts):
-        head, part = np.int64(item) // parts, np.int64(item) % parts
-        first, last = product.rows * part // parts, product.rows * (part + 1) // parts
-        configure_tiles()
-        _multiply_item_by_tiles(product, head, first, last, kind)
-        release_tiles()
+    share_out(_multiply_item_by_tiles, product.heads * parts, threads, (parts, product, kind))
 
 
-multiply = RowKernel(_multiply)
-multiply_by_pairs = RowKernel(_multiply_by_pairs)
-multiply_by_tiles = RowKernel(_multiply_by_tiles)
+multiply = SharedKernel(_multiply)
+multiply_by_pairs = SharedKernel(_multiply_by_pairs)
+multiply_by_tiles = SharedKernel(_multiply_by_tiles)

@@ -17,11 +17,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import elements, scratch
 from samebit.kernels.cpu.base.numeric import narrow, widen
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
 from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, VECTORS, fetch, multiply_tile, transpose_tile
 from samebit.kernels.layout.grids import CACHE_LINE, LANES
@@ -141,9 +142,10 @@ multiply_panel = with_panels(_transpose_rows, _add_products)
 
 @njit(nogil=True, error_model="numpy")
 def _multiply_item(
-    row: int, part: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any
-) -> None:
-    """Compute one of ``parts`` shares of each layer's outputs, for the panel of rows from ``row`` on."""
+    item: int, panels: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any
+) -> None:  # fmt: skip
+    """Compute one of ``parts`` shares of each layer's outputs for a panel of rows; a share's panels are neighbours."""
+    row, part = item % panels * PANEL_ROWS, item // panels
     x = elements(x_address, rows * x_stride, kind)
     count = min(PANEL_ROWS, rows - row)
     width = (count + LANES - 1) // LANES * LANES
@@ -155,17 +157,14 @@ def _multiply_item(
         filled = filled or share.first < share.last
 
 
-def _multiply(x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any, threads: int) -> None:
+def _multiply(threads: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any) -> None:
     """Multiply one to three layers with the same ``x``: its rows are a stride apart, those of the results contiguous.
 
     ``kind``: the type of all elements (`memory.kind_of`).
     """
     panels = (rows + PANEL_ROWS - 1) // PANEL_ROWS
     parts = shares(panels, most_outputs(layers), _TILE, threads)
-    for item in prange(panels * parts):  # a thread's items: all panels of its share of the outputs
-        number = np.int64(item)
-        row, part = number % panels * PANEL_ROWS, number // panels
-        _multiply_item(row, part, parts, x_address, x_stride, rows, inputs, layers, kind)
+    share_out(_multiply_item, panels * parts, threads, (panels, parts, x_address, x_stride, rows, inputs, layers, kind))
 
 
-multiply = RowKernel(_multiply)
+multiply = SharedKernel(_multiply)

@@ -12,11 +12,12 @@ in whole vectors.
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from samebit.kernels.cpu.base.jit import parallel_kernel
+from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.numeric import exp, fma, widen
 from samebit.kernels.cpu.base.rows import Rows
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import tile_multiply, tile_multiply_add
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
@@ -80,19 +81,32 @@ def _backward(
     groups = q.shape[1] // heads
     items = sequences.shape[1] * groups
     share = (items + threads - 1) // threads
-    for slot in prange(share * threads):
-        number = (np.int64(slot) % share) * threads + np.int64(slot) // share
-        if number < items:
-            sequence, group = number // groups, number % groups
-            item = _Item(
-                sequences[3, sequence], sequences[0, sequence], sequences[1, sequence], group * heads, heads,
-                max(1, _ROWS // heads),
-            )  # fmt: skip
-            _product_of_outputs(item, out, grad, deltas)
-            _backward_item(item, q, pages, block_tables, scale, lse, grad, deltas, grad_q, grad_latents[group])
+    share_out(
+        _backward_slot, share * threads, threads,
+        (share, threads, q, pages, sequences, block_tables, heads, scale, out, lse, grad, deltas, grad_q, grad_latents),
+    )  # fmt: skip
 
 
-backward = parallel_kernel(_backward)
+backward = compile_kernel(_backward)
+
+
+@njit(nogil=True, error_model="numpy")
+def _backward_slot(
+    slot: int, share: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, heads: int, scale: Any,
+    out: Any, lse: Any, grad: Any, deltas: Any, grad_q: Any, grad_latents: Any,
+) -> None:  # fmt: skip
+    """Compute an item, if the slot has one: threads take items in turns, each the next ``share`` slots."""
+    groups = q.shape[1] // heads
+    number = slot % share * threads + slot // share
+    if number >= sequences.shape[1] * groups:
+        return
+    sequence, group = number // groups, number % groups
+    item = _Item(
+        sequences[3, sequence], sequences[0, sequence], sequences[1, sequence], group * heads, heads,
+        max(1, _ROWS // heads),
+    )  # fmt: skip
+    _product_of_outputs(item, out, grad, deltas)
+    _backward_item(item, q, pages, block_tables, scale, lse, grad, deltas, grad_q, grad_latents[group])
 
 
 @njit(nogil=True, error_model="numpy")

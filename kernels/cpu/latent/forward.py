@@ -15,13 +15,14 @@ tokens a block, C tokens a chunk.
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from samebit.kernels.cpu.attention.groups import Pieces, Place, Shape, Softmax
 from samebit.kernels.cpu.attention.softmax import begin_rows, place_running, size_of_running, take_in, write_rows
-from samebit.kernels.cpu.base.jit import parallel_kernel
-from samebit.kernels.cpu.base.memory import floats, longs, scratch
+from samebit.kernels.cpu.base.jit import compile_kernel
+from samebit.kernels.cpu.base.memory import floats, longs, scratch, whole_lines
 from samebit.kernels.cpu.base.numeric import widen
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.many_rows_vectors import transpose_tile
 from samebit.kernels.cpu.latent.vectors import widen_vectors
 from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
@@ -57,15 +58,15 @@ def _attend(
     """
     width, rank = q.shape[2], out.shape[2]
     tokens = _tokens(heads)
-    size = size_of_running(tokens * heads, width, rank) + (width + rank) * KV_CHUNK + 8 * _VECTORS + _ARRAYS * LANES
-    for thread in prange(threads):
-        room = scratch(size)
-        _attend_items(
-            np.int64(thread), threads, q, pages, sequences, block_tables, tiles, heads, scale, out, lse, room
-        )  # fmt: skip
+    running = size_of_running(tokens * heads, width, rank)
+    size = whole_lines(running + (width + rank) * KV_CHUNK + 8 * _VECTORS + _ARRAYS * LANES)
+    share_out(
+        _attend_items, threads, threads,
+        (threads, q, pages, sequences, block_tables, tiles, heads, scale, out, lse, scratch(threads * size), size),
+    )  # fmt: skip
 
 
-attend = parallel_kernel(_attend)
+attend = compile_kernel(_attend)
 
 
 @njit(inline="always")
@@ -80,20 +81,20 @@ def _tokens(heads: int) -> int:
 @njit(nogil=True, error_model="numpy")
 def _attend_items(
     thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, heads: int,
-    scale: Any, out: Any, lse: Any, room: Any,
+    scale: Any, out: Any, lse: Any, rooms: Any, size: int,
 ) -> None:  # fmt: skip
     """Attend for every ``threads``-th item from ``thread`` on; the first items are the first tokens of all tiles.
 
-    What is kept meanwhile lies in ``room``, as arrays over its address. The caller holds ``room``.
+    What is kept meanwhile lies in its room of ``size``, as arrays over its address. The caller holds ``rooms``.
     """
     groups, block_size, width, rank = q.shape[1] // heads, pages.shape[1], pages.shape[2], out.shape[2]
     shape = Shape(groups, heads, width, rank, block_size)
     softmax = Softmax(scale, _ZERO, 0)
     row_start, lengths, starts, table_rows = sequences[0], sequences[1], sequences[2], sequences[3]
     tokens = _tokens(heads)
-    running, end = place_running(room.ctypes.data, tokens * heads, width, rank)
+    running, end = place_running(rooms.ctypes.data + 4 * thread * size, tokens * heads, width, rank)
     pieces = _place_pieces(end, width, rank)
-    flat, no_sinks = pages.reshape(-1), room[:0]
+    flat, no_sinks = pages.reshape(-1), rooms[:0]
     each = tiles.shape[0] * groups
     for item in range(thread, each * (QUERY_TILE // tokens), threads):
         tile = item % each // groups

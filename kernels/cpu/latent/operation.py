@@ -100,7 +100,7 @@ def multiply_heads(x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> t
         multiply = heads.multiply_by_pairs
     if x.dtype == torch.bfloat16 and amx_tiles.available():
         multiply = heads.multiply_by_tiles
-    multiply(rows * count * inputs * outputs // PRODUCTS_AN_ELEMENT, product, kind_of(x.dtype), get_num_threads())
+    multiply(rows * count * inputs * outputs // PRODUCTS_AN_ELEMENT, product, kind_of(x.dtype))
     return out
 
 

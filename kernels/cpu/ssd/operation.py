@@ -4,7 +4,6 @@ T tokens, S sequences, H heads of size P in groups, N state size.
 """
 
 import torch
-from numba import get_num_threads
 
 from samebit.kernels.cpu.base.memory import kind_of, with_unit_stride
 from samebit.kernels.cpu.ssd import scan
@@ -40,7 +39,7 @@ def scan_forward(
     scan.scan(
         int(rows * inner * size * WORK_AN_ELEMENT), (*addresses, skip.data_ptr(), out.data_ptr()), *options.dt_limits,
         (heads, inner // heads, options.groups, size), (context.layout.data_ptr(), len(context.lengths)),
-        (grid, memory), (captured, captures, kept), get_num_threads(), kind_of(xbc.dtype),
+        (grid, memory), (captured, captures, kept), kind_of(xbc.dtype),
     )  # fmt: skip
     return out, saved
 

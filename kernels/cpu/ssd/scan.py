@@ -24,12 +24,13 @@ T tokens, S sequences, H heads of size P in groups, N state size, C tokens a chu
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, doubles, elements, floats, integers, longs
 from samebit.kernels.cpu.base.numeric import exp, fma, narrow, softplus, widen
 from samebit.kernels.cpu.base.rows import Rows
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import tile_multiply, tile_multiply_add
 from samebit.kernels.cpu.base.state_tiles import dots, fetch_all, tile_move
 from samebit.kernels.cpu.ssd.groups import Inputs, Item, Memory, Scratch, Sizes, Span
@@ -39,12 +40,13 @@ _ZERO = np.float32(0.0)
 
 
 def _scan(
-    tensors: Any, dt_low: float, dt_high: float, sizes: Any, layout: Any, memory: Any, captures: Any, threads: int,
+    threads: int, tensors: Any, dt_low: float, dt_high: float, sizes: Any, layout: Any, memory: Any, captures: Any,
     kind: Any,
 ) -> None:  # fmt: skip
     """Scan; addresses and numbers come in plain tuples, which cost a call less than named ones.
 
     Args:
+        threads: take shares of the rows.
         tensors: addresses of xbc and its stride, of dt and its stride, of the decay rates, biases, skips and of out.
         dt_low: lower bound of the time step.
         dt_high: upper bound.
@@ -53,17 +55,17 @@ def _scan(
         memory: the state as of the last multiple of so many tokens is kept in the block states, 0 for a call without
             memory; where the addresses of states, block states, and the tails' x, B, time steps and sums lie.
         captures: address of (sequence, position, checkpoint) of each, their number, address of the checkpoints.
-        threads: take shares of the rows.
         kind: a number of the elements' type.
     """
     heads, groups = sizes[0], sizes[2]
     tiles = (heads // groups + HEAD_TILE - 1) // HEAD_TILE
     parts = min(threads, layout[1] * groups * tiles)
-    for part in prange(parts):  # it counts unsigned, and Numba would compile all below once more for that
-        _scan_part(np.int64(part), parts, tensors, dt_low, dt_high, sizes, layout, memory, captures, kind)
+    share_out(
+        _scan_part, parts, threads, (parts, tensors, dt_low, dt_high, sizes, layout, memory, captures, kind)
+    )  # fmt: skip
 
 
-scan = RowKernel(_scan)
+scan = SharedKernel(_scan)
 
 
 @njit(nogil=True, error_model="numpy")

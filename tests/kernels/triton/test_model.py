@@ -128,7 +128,8 @@ def test_a_rollout_is_near_training_with_graphs_and_without(name: str, monkeypat
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("enforce_eager", [True, False] if WHOLE else [False])
+@long
+@pytest.mark.parametrize("enforce_eager", [True, False])
 def test_decodes_that_are_launched_ahead_take_their_tokens_from_the_device(
     enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

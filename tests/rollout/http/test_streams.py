@@ -110,7 +110,8 @@ def test_sigterm_lets_what_runs_end(served: Served) -> None:
     process = subprocess.Popen([*command, "--port", str(port)], env={**os.environ, **process_environment(1)})
     base = f"http://127.0.0.1:{port}"
     try:
-        wait_until(lambda: process.poll() is not None or ready(base))
+        with httpx.Client() as client:
+            wait_until(lambda: process.poll() is not None or ready(client, base))
         with httpx.stream("POST", f"{base}/v1/completions", json={**LONG, "max_tokens": 300}, timeout=None) as answer:
             lines = answer.iter_lines()
             next(lines)
@@ -191,8 +192,8 @@ def aborted(served: Served) -> float:
     return served.service.worker.stats()["requests_aborted"]
 
 
-def ready(base: str) -> bool:
+def ready(client: httpx.Client, base: str) -> bool:
     try:
-        return httpx.get(f"{base}/readiness").status_code == httpx.codes.OK
+        return client.get(f"{base}/readiness").status_code == httpx.codes.OK
     except httpx.TransportError:
         return False

@@ -1,11 +1,11 @@
-"""A short run of verl's trainer, from its command line to its metrics: exact, and a dead server ends it with the cause.
+"""Short runs of verl's trainer, from its command line to its metrics: exact; a dead server ends them with the cause.
 
-All processes listen on the loopback interface alone, which is looked at.
+All processes listen on the loopback interface alone, which is looked at. They are for `make soak`; test_verl_turns.py
+is the one that is always run.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,10 @@ from samebit.recipes.verl_grpo import task
 from samebit.recipes.verl_grpo.launch import Run
 from samebit.recipes.verl_grpo.mismatch import MISMATCH, PAIRS
 
+from ...campaign import MARKS
 from .verl_run import build_data, listening_elsewhere, running, spied, wait_for_end, wait_for_steps
+
+pytestmark = MARKS
 
 
 def test_a_run_in_which_trainer_and_rollout_share_their_resources_until_the_server_dies(
@@ -44,8 +47,6 @@ def test_a_run_in_which_trainer_and_rollout_share_their_resources_until_the_serv
     _check_steps(steps)
 
 
-@pytest.mark.soak
-@pytest.mark.skipif("SAMEBIT_SOAK_CASES" not in os.environ, reason="make soak: a run of verl each")
 @pytest.mark.parametrize(
     "name", ["sync-packed-fp32", "separate_async-packed-fp32", "one_step_off-packed-fp32", "fully_async-packed-fp32"]
 )
@@ -55,8 +56,6 @@ def test_a_server_that_dies_in_generation_ends_the_run_of_each_trainer(
     _run_until_the_server_dies(name, tmp_path, monkeypatch, {}, {})
 
 
-@pytest.mark.soak
-@pytest.mark.skipif("SAMEBIT_SOAK_CASES" not in os.environ, reason="make soak: a run of verl each")
 @pytest.mark.parametrize("name", ["sync-packed-fp32-moe", "colocate_async-padded-bf16-moe"])
 def test_routed_experts_are_the_trainers(tmp_path: Path, name: str) -> None:
     """In float32, and with FSDP2 in bfloat16 and padded: log-probabilities, and experts, of prompts too."""

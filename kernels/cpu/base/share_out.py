@@ -1,0 +1,78 @@
+"""Share out the items of a kernel among threads.
+
+A kernel that is a ``prange`` over one call compiles that call five times: Numba compiles the loop's body, two wrappers
+and the function around them, each with everything beneath it, and the serial kernel once more. Here the kernel is
+compiled once, without ``parallel``, and calls what starts a ``prange`` itself: Numba's ``parallel_for`` with a function
+of one item. Threads, their pool and its settings are those of every other kernel (see `openmp`).
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+_BYTES = ir.IntType(8).as_pointer()
+_ADDRESS = ir.IntType(types.intp.bitwidth)
+_ITEM = ir.FunctionType(ir.VoidType(), [_BYTES.as_pointer(), _ADDRESS.as_pointer(), _ADDRESS.as_pointer(), _BYTES])
+_PARALLEL_FOR = ir.FunctionType(ir.VoidType(), [_BYTES] * 5 + [_ADDRESS] * 3)
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
+def share_out(typing: Any, function: Any, items: Any, threads: Any, arguments: Any) -> Any:
+    """Call ``function(item, *arguments)`` for each of ``items`` numbers; a thread's items are neighbours.
+
+    Args:
+        typing: Numba's.
+        function: compiled, returns nothing.
+        items: their number.
+        threads: at most so many take items, the caller among them.
+        arguments: a tuple; what it refers to is the caller's to hold.
+
+    Raises:
+        MemoryError: an item raised; what it raised is lost.
+    """
+    given = (types.intp, *(types.unliteral(argument) for argument in arguments.types))
+    called = function.get_call_type(typing, given, {})
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        _, items, threads, arguments = values
+        compiled = function.dispatcher.get_compile_result(called)
+        context.add_linking_libs([compiled.library])
+        state = cgutils.pack_struct(builder, [ir.Constant(_ADDRESS, 0), arguments])
+        place = cgutils.alloca_once_value(builder, state)
+        item = _item_function(context, builder.module, compiled.fndesc, place.type)
+        start = cgutils.get_or_insert_function(builder.module, _PARALLEL_FOR, "numba_parallel_for")
+        one, none = ir.Constant(_ADDRESS, 1), ir.Constant(_ADDRESS, 0)
+        count = cgutils.alloca_once_value(builder, items)
+        bases = cgutils.alloca_once_value(builder, ir.Constant(_BYTES, None))
+        step = cgutils.alloca_once_value(builder, one)
+        operands = [builder.bitcast(one, _BYTES) for one in (item, bases, count, step, place)]
+        fewer = builder.icmp_signed("<", items, threads)
+        with builder.if_then(builder.icmp_signed(">", items, none)):
+            builder.call(start, [*operands, none, one, builder.select(fewer, items, threads)])
+            failed = builder.load(cgutils.gep_inbounds(builder, place, 0, 0))
+            with cgutils.if_unlikely(builder, builder.icmp_signed("!=", failed, none)):
+                context.call_conv.return_user_exc(builder, MemoryError, ("no memory for a kernel's scratch",))
+        return context.get_dummy_value()
+
+    return signature(types.void, function, types.intp, types.intp, arguments), generate
+
+
+def _item_function(context: Any, module: Any, described: Any, place: Any) -> Any:
+    """Make what ``parallel_for`` calls for an item, whose number is its first address, with the state's as its data."""
+    function = ir.Function(module, _ITEM, module.get_unique_name("shared_out_item"))
+    function.linkage = "internal"
+    builder = ir.IRBuilder(function.append_basic_block())
+    bases, _, _, data = function.args
+    state = builder.bitcast(data, place)
+    arguments = builder.load(cgutils.gep_inbounds(builder, state, 0, 1))
+    item = builder.ptrtoint(builder.load(bases), _ADDRESS)
+    values = [item, *cgutils.unpack_tuple(builder, arguments)]
+    callee = context.declare_function(module, described)
+    status, _ = context.call_conv.call_function(builder, callee, described.restype, described.argtypes, values)
+    with cgutils.if_unlikely(builder, status.is_error):
+        builder.store(ir.Constant(_ADDRESS, 1), cgutils.gep_inbounds(builder, state, 0, 0))
+    builder.ret_void()
+    return function

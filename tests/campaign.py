@@ -1,0 +1,20 @@
+"""What only `make soak` runs: cases that take long and guard no behaviour that a shorter one does not guard too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
+"""Whether this is `make soak`."""
+
+MARKS = (pytest.mark.soak, pytest.mark.skipif(not CAMPAIGN, reason="make soak: takes long"))
+
+
+def first_of(cases: Sequence[Any], count: int = 1) -> list[Any]:
+    """Return the cases of a parametrised test; those after the first ``count`` are for `make soak`."""
+    parts = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [*cases[:count], *(pytest.param(*part, marks=MARKS) for part in parts[count:])]
