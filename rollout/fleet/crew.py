@@ -274,7 +274,11 @@ class Crew:
         member.state, member.pid = told.state, told.pid
         member.alive = True  # before it catches up: an update that comes after that reaches it
         await self.catch_up(member)
-        await self._bring_adapters(member)
+        try:
+            await self._bring_adapters(member)
+        except BaseException:
+            await member.port.stop()
+            raise
         if self.wanted.paused:
             await member.port.command("pause", "keep")
         for level in set(self.wanted.asleep.values()):
