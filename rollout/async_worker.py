@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from samebit.rollout.adapters.loading import AdapterOptions
 from samebit.rollout.control.sleep import TAGS
 from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.outputs import RequestOutput
@@ -26,6 +27,7 @@ from samebit.weight_sync import SyncReport
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from samebit.rollout.adapters.loading import AdapterKeywords
     from samebit.rollout.worker_interface import UpdateKeywords
 
 MOST_COMMANDS = 32
@@ -76,6 +78,23 @@ class AsyncWorker:
                 return self.worker.receive_weights(opened, **options)
 
         return await self.in_thread(receive)
+
+    async def load_adapter(self, name: str, source: object, **options: Unpack[AdapterKeywords]) -> SyncReport:
+        """Take an adapter as the worker does; `source` names a link or a folder."""
+        AdapterOptions(**options)
+
+        def load() -> SyncReport:
+            with self._sources.opened(source) as opened:
+                return self.worker.load_adapter(name, opened, **options)
+
+        return await self.in_thread(load)
+
+    async def drop_adapter(self, name: str, *, in_flight: str = "finish") -> None:
+        await self.in_thread(lambda: self.worker.drop_adapter(name, in_flight=in_flight))
+
+    async def adapters(self) -> list[str]:
+        """Return the names that `SamplingParams.adapter` may have."""
+        return self.worker.adapters
 
     async def sleep(self, tags: str | Iterable[str] = TAGS, level: int = 1) -> None:
         await self.in_thread(lambda: self.worker.sleep(tags, level))

@@ -23,6 +23,8 @@ from samebit.weight_sync import SyncReport, UpdateTerms
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from samebit.rollout.adapters.loading import AdapterKeywords
+
 
 class UpdateKeywords(TypedDict, total=False):
     """Names the keywords of `receive_weights`; see `UpdateOptions`."""
@@ -118,6 +120,13 @@ class Worker(Protocol):
     def receive_weights(self, source: object = None, **options: Unpack[UpdateKeywords]) -> SyncReport: ...
 
     def load_state_dict(self, state_dict: dict[str, Any], *, cast: bool = False) -> SyncReport: ...
+
+    @property
+    def adapters(self) -> list[str]: ...
+
+    def load_adapter(self, name: str, source: object, **options: Unpack[AdapterKeywords]) -> SyncReport: ...
+
+    def drop_adapter(self, name: str, *, in_flight: str = "finish") -> None: ...
 
     def sleep(self, tags: str | Iterable[str] = TAGS, level: int = 1) -> None: ...
 

@@ -74,6 +74,11 @@ _ENTRIES = {
 }
 _COLD: Options = {"actor_rollout_ref.rollout.temperature": 0.7}
 _ROUTES: Options = {"actor_rollout_ref.rollout.custom.routed_experts": True}
+_LORA: Options = {
+    "actor_rollout_ref.model.lora_rank": 8,
+    "actor_rollout_ref.model.lora_alpha": 16,
+    "actor_rollout_ref.actor.optim.lr": 1e-3,
+}
 _TWO_RANKS: Options = {"trainer.n_gpus_per_node": 2}
 
 
@@ -129,7 +134,7 @@ def cases() -> dict[str, Case]:
         f"{mode}-{packing}-{dtype}": _case(mode, packing, dtype)
         for mode, packing, dtype in product(("sync", "colocate_async"), PACKINGS, DTYPES)
     }
-    return grid | _servers_apart() | _variations()
+    return grid | _servers_apart() | _variations() | _adapters()
 
 
 def _servers_apart() -> dict[str, Case]:
@@ -206,6 +211,23 @@ def _variations() -> dict[str, Case]:
         "colocate_async-padded-bf16-hybrid": Case(
             {**MODES["colocate_async"], **PACKINGS["padded"], **DTYPES["bf16"]}, architecture="hybrid"
         ),
+    }
+
+
+def _adapters() -> dict[str, Case]:
+    """Return runs that train an adapter, unmerged; with two ranks, beside a reference that is the model without it."""
+    two_ranks: Options = {**_TWO_RANKS, "ray_kwargs.ray_init.num_gpus": 2, "actor_rollout_ref.actor.use_kl_loss": True}
+    narrow: Options = {"actor_rollout_ref.actor.fsdp_config.model_dtype": "bf16"}
+    return {
+        "sync-packed-fp32-lora": _case("sync", "packed", "fp32", **_LORA),
+        "sync-dynamic-bf16-lora-of-bf16": _case("sync", "dynamic", "bf16", **_LORA, **narrow),
+        "sync-packed-bf16-lora-two-ranks-kl": _case("sync", "packed", "bf16", **_LORA, **two_ranks),
+        "colocate_async-padded-bf16-lora": _case("colocate_async", "padded", "bf16", **_LORA),
+        "separate_async-packed-bf16-lora-nothing-ahead": _case(
+            "separate_async", "packed", "bf16", **_LORA, **{_AHEAD: 0}
+        ),
+        "fully_async-packed-fp32-lora": _case("fully_async", "packed", "fp32", **_LORA),
+        "sync-packed-fp32-lora-gdn": Case(_LORA, architecture="gdn"),
     }
 
 

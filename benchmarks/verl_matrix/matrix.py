@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     console = Console()
+    given.out.mkdir(parents=True, exist_ok=True)
     for name, case in cases().items():
         wanted = not given.only or any(part in name for part in given.only)
         if wanted and read(given.out / name, name, case.logged(given.steps)).state:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from samebit.kernels.binding.lora.loaded import new_delta, tree_of
-from samebit.kernels.layout.lora.adapters import Adapter
+from samebit.kernels.layout.lora.adapters import Adapter, new_number
 from samebit.rollout.adapters.layout import config_of, layout_of
 from samebit.rollout.adapters.registry import AdapterRegistry, Loaded
 from samebit.rollout.errors import AdapterError
@@ -37,12 +37,15 @@ class AdapterOptions:
         the model's dtype, for a trainer whose adapter has it.
     in_flight: what becomes of requests that go through the adapter before it: "finish" lets them end under it, "abort"
         ends them with what they have.
+    number: stands for it in the names of its cached blocks, and is given to no other; None draws one. A fleet gives all
+        replicas the same.
     """
 
     config: object = None
     version: int | None = None
     autocast: bool = True
     in_flight: str = "finish"
+    number: int | None = None
 
     def __post_init__(self) -> None:
         check_in_flight(self.in_flight)
@@ -59,6 +62,7 @@ class AdapterKeywords(TypedDict, total=False):
     version: int | None
     autocast: bool
     in_flight: str
+    number: int | None
 
 
 def check_in_flight(in_flight: object) -> None:
@@ -98,7 +102,8 @@ def read_adapter(
     terms = UpdateTerms(cast=options.autocast)
     with open_update(source, tree, manifest, terms, version=version - 1) as update:
         report = update.write(tree, version=version)
-    return Loaded(Adapter(name, deltas, version=version), layout), report
+    number = new_number() if options.number is None else options.number
+    return Loaded(Adapter(name, deltas, version=version, number=number), layout), report
 
 
 def _next_version(before: Loaded | None, asked: int | None) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from samebit.rollout.control.delivery import StreamChunk
 from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
+from samebit.rollout.fleet.adapters import named_as_asked
 from samebit.rollout.fleet.crew import Crew, Member
 from samebit.rollout.fleet.handle import FleetHandle
 from samebit.rollout.fleet.places import Ticket
@@ -110,7 +111,7 @@ class Carrier:
                 self._end(running, error)
             else:
                 self._forget(running, computed=True)
-                running.handle.finish(output)
+                running.handle.finish(named_as_asked(output))
             return
 
     def _goes_on(self, running: Running) -> bool:

@@ -4,7 +4,8 @@ Invariants
 ----------
 * Everything here happens on one event loop, in a thread of the fleet's own; nothing there waits for a lock.
 * A replica takes requests only while it is known to live, to speak, and to have the fleet's weights.
-* A replica that was started again is paused, asleep and of the weights as the fleet is, before it takes requests.
+* A replica that was started again is paused, asleep and of the weights as the fleet is, and has its adapters, before
+  it takes requests.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from samebit.rollout.control.delivery import StreamChunk
-from samebit.rollout.errors import WorkerLostError, WorkerStateError
+from samebit.rollout.errors import AdapterError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.port import Feed, Introduction, ReplicaPort, ReplicaState
 from samebit.rollout.fleet.router import Router
+
+if TYPE_CHECKING:
+    from samebit.rollout.adapters.loading import AdapterKeywords
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +49,31 @@ class Member:
     stats: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class WantedAdapter:
+    """Is an adapter that all replicas shall have. inner: its name there. number: in the digests of its cached blocks.
+    digest: of what was read from the folder; None until all have read it."""
+
+    inner: str
+    folder: str
+    version: int
+    number: int
+    config: object
+    autocast: bool
+    digest: str | None = None
+
+    def options(self) -> AdapterKeywords:
+        """Return with what a replica loads it."""
+        return {"config": self.config, "version": self.version, "autocast": self.autocast, "number": self.number}
+
+
 @dataclass
 class Wanted:
     """Says how all replicas shall be, so that one that comes later is too. asleep: tags and their level."""
 
     paused: bool = False
     asleep: dict[str, int] = field(default_factory=dict)
+    adapters: dict[str, WantedAdapter] = field(default_factory=dict)
 
 
 class Crew:
@@ -251,6 +274,11 @@ class Crew:
         member.state, member.pid = told.state, told.pid
         member.alive = True  # before it catches up: an update that comes after that reaches it
         await self.catch_up(member)
+        try:
+            await self._bring_adapters(member)
+        except BaseException:
+            await member.port.stop()
+            raise
         if self.wanted.paused:
             await member.port.command("pause", "keep")
         for level in set(self.wanted.asleep.values()):
@@ -259,6 +287,19 @@ class Crew:
         await self.refresh(member)
         await self._listen_to(member)
         self.router.reopen(member.name, DEAD)
+
+    async def _bring_adapters(self, member: Member) -> None:
+        """Let a replica read the fleet's adapters.
+
+        Raises:
+            AdapterError: a folder holds another one by now.
+        """
+        there = set(await member.port.command("adapters"))
+        for one in list(self.wanted.adapters.values()):
+            if one.inner not in there:
+                report = await member.port.command("load_adapter", one.inner, one.folder, **one.options())
+                if one.digest not in (None, report.digest):
+                    raise AdapterError(f"{one.folder} holds another adapter than the one that the fleet has read there")
 
     async def _stop(self) -> None:
         doing = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -22,6 +22,7 @@ from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.intake import paired
 from samebit.rollout.control.sleep import TAGS, check_sleep, check_tags
 from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
+from samebit.rollout.fleet.adapters import FleetAdapters
 from samebit.rollout.fleet.carrier import Carrier
 from samebit.rollout.fleet.crew import Crew
 from samebit.rollout.fleet.handle import FleetHandle
@@ -40,6 +41,7 @@ from samebit.weight_sync.closing import Closing
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from samebit.rollout.adapters.loading import AdapterKeywords
     from samebit.rollout.worker_interface import UpdateKeywords
 
 
@@ -84,6 +86,7 @@ class Fleet(Closing):
             self._hasher = None if key is None else ChainHasher(told.limits.block_size, key)
             self._carrier = Carrier(self._crew)
             self._weights = FleetWeights(self._crew, host)
+            self._adapters = FleetAdapters(self._crew, told.adapters)
             self._crew.begin()
         except BaseException:
             self._crew.close()
@@ -185,6 +188,23 @@ class Fleet(Closing):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"load_state_dict takes a dict of tensors, got {type(state_dict).__name__}")
         return self.receive_weights(state_dict, cast=cast)
+
+    # -- adapters ----------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> list[str]:
+        """Return the names that `SamplingParams.adapter` may have."""
+        return self._adapters.names()
+
+    def load_adapter(self, name: str, source: object, **options: Unpack[AdapterKeywords]) -> SyncReport:
+        """Let all replicas take an adapter, or a new version of it, from a folder in peft's format that each can read.
+        Where one refuses it, none has it. The keywords are those of `AdapterOptions`.
+        """
+        return self._adapters.load(name, source, options)
+
+    def drop_adapter(self, name: str, *, in_flight: str = "finish") -> None:
+        """Forget a loaded adapter, as `RolloutWorker.drop_adapter`, on all replicas."""
+        self._adapters.drop(name, in_flight)
 
     # -- memory and control ------------------------------------------------------------------------
 
@@ -295,8 +315,7 @@ class Fleet(Closing):
     def _checked(self, prompt: object, params: SamplingParams) -> _Checked:
         ids = self.limits.check_prompt(prompt)
         self.limits.check_params(params, len(ids))
-        if params.adapter is not None:
-            raise RequestError(f"a fleet has no adapters, got adapter={params.adapter!r}")
+        self._adapters.resolve(params.adapter)
         return _Checked(ids, params)
 
     def _send_all(
@@ -320,11 +339,15 @@ class Fleet(Closing):
         ids, params = checked
         if params.seed is None:
             params = replace(params, seed=_seed(self.config.seed, number))
-        asked = Prompt((), len(ids), params.n, None, session)
-        if self._hasher is not None:
-            named = self._hasher.prompt(params.cache_salt, ids)
-            asked = Prompt(named.blocks, len(ids), params.n, self._hasher.whole(named, ids), session)
-        return self._carrier.send(request_id or f"request-{number}", ids.tolist(), params, asked)
+        with self._adapters.sending:
+            adapter = self._adapters.resolve(params.adapter)
+            if adapter is not None:
+                params = replace(params, adapter=adapter.inner)
+            asked = Prompt((), len(ids), params.n, None, session)
+            if self._hasher is not None:
+                named = self._hasher.prompt(params.cache_salt, ids, 0 if adapter is None else adapter.number)
+                asked = Prompt(named.blocks, len(ids), params.n, self._hasher.whole(named, ids), session)
+            return self._carrier.send(request_id or f"request-{number}", ids.tolist(), params, asked)
 
 
 def _seed(base: int, number: int) -> int:

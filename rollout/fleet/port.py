@@ -25,11 +25,12 @@ class ReplicaState:
 
 @dataclass(frozen=True)
 class Introduction:
-    """Says what a replica is, once it has loaded its model."""
+    """Says what a replica is, once it has loaded its model. adapters: names that a request may give."""
 
     pid: int
     limits: RequestLimits
     eos_token_ids: tuple[int, ...]
+    adapters: tuple[str, ...]
     state: ReplicaState
 
 

@@ -54,7 +54,8 @@ class ReplicaSide(AsyncWorker):
         self._loop = asyncio.get_running_loop()
         self._journal = await self.in_thread(lambda: worker.open_cache_journal(incarnation))
         worker.after_steps(self._stepped)
-        return Introduction(os.getpid(), worker.limits, worker.eos_token_ids, await self.state())
+        names = tuple(worker.adapters)
+        return Introduction(os.getpid(), worker.limits, worker.eos_token_ids, names, await self.state())
 
     @property
     def rollout(self) -> RolloutWorker:
@@ -103,6 +104,11 @@ class ReplicaSide(AsyncWorker):
         worker = self.rollout
         self._stamp += 1
         return ReplicaState(self._stamp, worker.weight_version, worker.trouble(), worker.paused, tuple(worker.sleeping))
+
+    async def forget_adapter(self, name: str, in_flight: str) -> None:
+        """Drop an adapter, if it is there: a load of the fleet may have failed here."""
+        if name in self.rollout.adapters:
+            await self.drop_adapter(name, in_flight=in_flight)
 
     async def offer_weights(self, timeout: float) -> Offer:
         """Give the weights, as they are, to the one process that joins the group; `weights_given` waits for that."""

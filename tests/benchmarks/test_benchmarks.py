@@ -22,6 +22,7 @@ from samebit.benchmarks import (
     hybrid,
     latent,
     lora,
+    lora_step,
     moe,
     prefix_cache,
     rollout,
@@ -397,6 +398,14 @@ def test_lora_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = lora.measure(sizes, "fp32")
     titles = ("decode_tax", "shared_decode_tax", "prefill_tax")
     assert metrics.keys() == {f"{title}_{count}" for title in titles for count in (1, 3)}
+
+
+def test_figures_of_a_step_that_trains_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models.SHAPES, "5m", TINY)
+    sizes = lora_step.Sizes("5m", rank=2, prompts=2, samples=2, prompt_tokens=3, new_tokens=2, rounds=1)
+    metrics = lora_step.measure(sizes)
+    assert metrics["lora_gib"].value < metrics["full_gib"].value / 2
+    assert {f"{name}_{part}" for name in ("full", "lora") for part in lora_step.PARTS} < metrics.keys()
 
 
 def test_fleet_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,14 @@ from .lora import LAYERS, add, lora_config, make_peft, wake
 CONFIG = {"num_blocks": 64, "max_model_len": 160, "max_num_seqs": 8, "max_num_batched_tokens": 40}
 PROMPTS = token_ids(70, 1, 33)
 IDS = torch.tensor(token_ids(45, 45))
-FAMILIES = ("Qwen3", "Gemma3", "Phi3", "NemotronH, experts", "GraniteMoeHybrid", "Zamba2", "Qwen3Moe")
+AROUND_EXPERTS = ("Qwen3Moe", "GptOss", "Qwen3Next", "DeepseekV3", "Glm4MoeLite")
+"""Families whose MLPs' names are also those of their experts, which peft takes as parameters."""
+FAMILIES = (
+    *("Qwen3", "Gemma3", "Phi3", "NemotronH, experts", "GraniteMoeHybrid", "Zamba2", "OlmoHybrid", "Qwen3_5"),
+    *AROUND_EXPERTS,
+)
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
+MIXERS = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 RANKS = (1, 4, 8, 16, 64, 100)
 CASES = [
     ("Qwen3", 1, torch.float32),
@@ -41,9 +48,12 @@ def params(count: int = 3, **changes: Any) -> list[SamplingParams]:
 
 
 def config_for(family: str, rank: int) -> LoraConfig:
-    """Qwen3-MoE's MLP names are those of its experts, which peft takes as parameters."""
-    names = [name for name in LAYERS if family != "Qwen3Moe" or name in ("q_proj", "k_proj", "v_proj")]
-    return lora_config(rank, target_modules=names)
+    """On all that may have one, but MLPs around experts, and what peft refuses of Mamba."""
+    names = [*LAYERS, *PROJECTIONS, *MIXERS] if CAMPAIGN else LAYERS
+    if family in AROUND_EXPERTS:
+        names = [*PROJECTIONS, *MIXERS]
+    refused = ("out_proj",) if family.startswith("NemotronH") else ()
+    return lora_config(rank, target_modules=[name for name in names if name not in refused])
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +71,7 @@ def worker(policy: PeftModel) -> Iterator[RolloutWorker]:
         yield worker
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("family", "rank", "dtype"), CASES)
 def test_a_worker_reports_what_the_trainer_computes(family: str, rank: int, dtype: torch.dtype) -> None:
     model = make_peft(family, dtype, config_for(family, rank))
@@ -112,6 +123,7 @@ def test_checkpointing_recomputes_under_the_adapter_of_the_forward(family: str, 
     )
 
 
+@pytest.mark.soak
 def test_updates_in_place_of_an_adapter() -> None:
     """Nothing travels, nothing cached is hit again, and every token is exact; the base stays what it was."""
     model = make_peft("Qwen3")

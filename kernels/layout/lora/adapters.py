@@ -22,6 +22,11 @@ BASE = "__base__"
 _numbers = itertools.count(1)
 
 
+def new_number() -> int:
+    """Return a number that no other adapter of this process has drawn."""
+    return next(_numbers)
+
+
 class LowRank(NamedTuple):
     """Names what is added to a layer's result of x, ``scale * (x @ down.T) @ up.T``: ``[r, K]``, ``[N, r]``."""
 
@@ -51,13 +56,13 @@ class Adapter:
     Attributes:
         deltas: by the name of the linear layer.
         version: of its matrices, where they were loaded; 0 where a trainer writes to them.
-        number: of no other adapter of this process.
+        number: of no other adapter that the same calls go through.
     """
 
     name: str
     deltas: Mapping[str, Delta]
     version: int = 0
-    number: int = field(default_factory=lambda: next(_numbers))
+    number: int = field(default_factory=new_number)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from transformers import PreTrainedTokenizerBase
 
+from samebit.kernels.layout.lora.adapters import BASE
 from samebit.rollout.control.delivery import StreamChunk
 from samebit.rollout.errors import RequestError
 from samebit.rollout.integrations.http.admission import Admission
@@ -80,6 +81,7 @@ class Service:
         self.chat_template = None if settings.chat_template is None else Path(settings.chat_template).read_text()
         self.sessions = Sessions(settings.max_sessions)
         self.versions = Versions()
+        self.adapter_folders: dict[str, str] = {}
         self.created = int(time.time())
         self.admission = Admission(worker.config.max_num_seqs * replicas_of(worker), settings.max_waiting)
         self.stalls = StallWatch(settings.stall_seconds)
@@ -88,12 +90,26 @@ class Service:
         self._hub = StepHub()
         worker.after_steps(self._hub.stepped)
 
-    def check_model(self, model: str | None) -> None:
-        """Raises `ApiError` 404 for a model that is not served."""
-        if model is not None and model != self.name:
+    @property
+    def adapters(self) -> list[str]:
+        """Return the adapters that a request may name as its model."""
+        return [name for name in self.worker.adapters if name != BASE]
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """Return the adapter that a request's model names; None for the model that is served.
+
+        Raises:
+            ApiError: 404, for a model that is not served.
+        """
+        if model is None or model == self.name:
+            return None
+        adapters = self.adapters
+        if model not in adapters:
+            there = ", ".join(map(repr, (self.name, *adapters)))
             raise ApiError(
-                404, f"there is no model {model!r} here; there is {self.name!r}", param="model", code="model_not_found"
+                404, f"there is no model {model!r} here; there is {there}", param="model", code="model_not_found"
             )
+        return model
 
     def trouble(self) -> str | None:
         """Say why a request would not be answered now; None if it would."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +22,7 @@ import ray
 from torch import Tensor, nn
 
 from samebit.kernels.openmp import process_environment
+from samebit.rollout.adapters.loading import AdapterOptions
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.sleep import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError
@@ -38,6 +39,7 @@ from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from samebit.rollout.adapters.loading import AdapterKeywords
     from samebit.rollout.worker_interface import UpdateKeywords
 
 HEALTH_TIMEOUT = 2.0
@@ -149,12 +151,11 @@ class RayWorker(Closing):
         `SharedMemoryAt`, `BroadcastFrom`.
         """
         UpdateOptions.of(options)
-        if isinstance(source, nn.Module | Mapping):
-            return self._send(WeightStream.of(source), options)
-        if isinstance(source, WeightStream):
-            return self._send(source, options)
-        report: SyncReport = wait_for(self.actor.receive_weights.remote(source, **options))
-        return report
+
+        def receive(opened: object) -> ray.ObjectRef[SyncReport]:
+            return self.actor.receive_weights.remote(opened, **options)  # type: ignore[no-any-return]
+
+        return self._taken(source, receive)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *, cast: bool = False) -> SyncReport:
         """Take a full update from a state dict, through shared memory; `cast` as in `receive_weights`."""
@@ -162,12 +163,41 @@ class RayWorker(Closing):
             raise TypeError(f"load_state_dict takes a dict of tensors, got {type(state_dict).__name__}")
         return self.receive_weights(state_dict, cast=cast)
 
-    def _send(self, stream: WeightStream, options: UpdateKeywords) -> SyncReport:
+    # -- adapters ----------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> list[str]:
+        names: list[str] = wait_for(self.actor.adapters.remote())
+        return names
+
+    def load_adapter(self, name: str, source: object, **options: Unpack[AdapterKeywords]) -> SyncReport:
+        """Take an adapter as `RolloutWorker` does. A module, a dict and a `WeightStream` of this process go through
+        shared memory; the actor itself opens a folder, `SharedMemoryAt` and `BroadcastFrom`.
+        """
+        AdapterOptions(**options)
+
+        def load(opened: object) -> ray.ObjectRef[SyncReport]:
+            return self.actor.load_adapter.remote(name, opened, **options)  # type: ignore[no-any-return]
+
+        return self._taken(source, load)
+
+    def drop_adapter(self, name: str, *, in_flight: str = "finish") -> None:
+        wait_for(self.actor.drop_adapter.remote(name, in_flight=in_flight))
+
+    # -- what travels ------------------------------------------------------------------------------
+
+    def _taken(self, source: object, take: Callable[[object], ray.ObjectRef[SyncReport]]) -> SyncReport:
+        """Let the actor take from a source, or from the link over which a source of this process is sent."""
+        if isinstance(source, nn.Module | Mapping):
+            return self._send(WeightStream.of(source), take)
+        return self._send(source, take) if isinstance(source, WeightStream) else wait_for(take(source))
+
+    def _send(self, stream: WeightStream, take: Callable[[object], ray.ObjectRef[SyncReport]]) -> SyncReport:
         """Send in the caller's thread, since its weights may be a collective; another waits for the actor."""
         with self._sending, ThreadPoolExecutor(1) as other:
             sender = self._sender = self._sender or SharedMemorySender(timeout=self._sync_timeout)
             link = SharedMemoryAt(sender.address, self._sync_timeout)
-            received = other.submit(_received, sender, self.actor.receive_weights.remote(link, **options))
+            received = other.submit(_received, sender, take(link))
             try:
                 sender.send(stream)
                 return received.result()

@@ -2,6 +2,9 @@
 
 NAME = "samebit"
 
+ADAPTER = "policy"
+"""Names the adapter that is trained with `model.lora_rank`, on a server."""
+
 
 def server_name(replica_rank: int, *, kind: str = "", suffix: str = "") -> str:
     """Return the name of a server; `kind`: "reward" or "teacher" for a server of such a model."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from samebit.rollout.checks import check_positive_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
@@ -28,6 +30,14 @@ WORKER_OPTIONS = ("block_size", "num_blocks", "kv_cache_gb", "eviction_policy", 
 SERVER_OPTIONS = ("num_cpus", "sync_timeout", "routed_experts")
 """Lists the keys of `rollout.custom` for a server: its cores in Ray; the longest wait in a weight update, in seconds;
 whether servers report which experts computed each token."""
+
+_OF_ADAPTER = {
+    "r": "lora_rank",
+    "lora_alpha": "lora_alpha",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+}
+"""Lists the fields of an adapter's config that verl's options of the model set."""
 
 _NOT_HONOURED: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
@@ -67,11 +77,28 @@ _OF_ENTROPY = ("entropy_checkpointing", "entropy_from_logits_with_chunking")
 
 
 @dataclass(frozen=True)
+class AdapterOption:
+    """Says of the adapter that is trained which layers it changes: the fields of its config, or the folder, here or
+    elsewhere, whose config the trainer reads too."""
+
+    fields: Mapping[str, Any]
+    folder: str | None
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any]) -> AdapterOption | None:
+        """Return what verl's options of the model say; None for a trainer of all weights."""
+        if not model.get("lora_rank"):
+            return None
+        fields = {name: _plain(model[option]) for name, option in _OF_ADAPTER.items()}
+        return cls(fields, model.get("lora_adapter_path"))
+
+
+@dataclass(frozen=True)
 class ServerOptions:
     """Holds what one server is started with.
 
     frees_memory: `sleep` and `release_kv_cache` release memory (verl's `free_cache_engine`).
-    traces: where profiles go, None for a server that is not profiled.
+    traces: where profiles go, None for a server that is not profiled. adapter: the one that is trained, if it is one.
     """
 
     name: str
@@ -87,6 +114,7 @@ class ServerOptions:
     sync_timeout: float
     routed_experts: bool
     traces: Path | None
+    adapter: AdapterOption | None = None
 
 
 def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, name: str) -> ServerOptions:
@@ -125,6 +153,7 @@ def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, na
         sync_timeout=sync_timeout(custom),
         routed_experts=routed_experts,
         traces=_traces(rollout.profiler, replica_rank),
+        adapter=AdapterOption.of(model),
     )
 
 
@@ -208,6 +237,10 @@ def _traces(profiler: Any, replica_rank: int) -> Path | None:
     if profiler.tool != "torch":
         raise ValueError(f"samebit's servers are profiled with rollout.profiler.tool=torch, not {profiler.tool!r}")
     return Path(profiler.save_path) if profiler.all_ranks or replica_rank in profiler.ranks else None
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def _dtype(name: str) -> str:

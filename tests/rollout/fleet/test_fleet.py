@@ -136,7 +136,7 @@ def test_bad_requests_raise_before_anything_is_sent() -> None:
             fleet.submit([1000])
         with pytest.raises(RequestError, match="2 prompts, but 1 params"):
             fleet.submit_all([[1], [2]], [PARAMS])
-        with pytest.raises(RequestError, match="a fleet has no adapters, got adapter='x'"):
+        with pytest.raises(RequestError, match="adapter='x' is not known; there are __base__"):
             fleet.submit([1], SamplingParams(adapter="x", max_tokens=2))
         with pytest.raises(RequestError, match="session must be a non-empty string"):
             fleet.submit([1], PARAMS, session="")

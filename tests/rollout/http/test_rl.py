@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch.distributed import BroadcastOptions
 from transformers import AutoModelForCausalLM
@@ -145,7 +147,12 @@ def test_sleep_and_wake_up(served: Served) -> None:
         ("/sleep?level=2&tags=kv_cache", None, 400, "level=2 discards the weights"),
         ("/wake_up?tags=nothing", None, 400, "tags"),
         ("/collective_rpc", {"method": "save"}, 400, "collective_rpc is not offered"),
-        ("/v1/load_lora_adapter", {"lora_name": "a"}, 400, "adapters are not served yet"),
+        ("/v1/load_lora_adapter", {"lora_name": "a"}, 400, "lora_path: Field required"),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "../.."}, 403, "not below --weight-root"),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "nowhere"}, 404, "no such folder"),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "."}, 400, "holds no adapter in peft's format"),
+        ("/v1/load_lora_adapter", {"lora_name": "tiny", "lora_path": "."}, 400, "is the model that is served"),
+        ("/v1/unload_lora_adapter", {"lora_name": "a"}, 404, "no adapter 'a' was loaded"),
         ("/start_weight_update", None, 409, "there is no transfer"),
         ("/finish_weight_update", None, 409, "no update has been started"),
         ("/init_weight_transfer_engine", {"init_info": {"backend": "nccl", "master_port": 1}}, 400, "init_info"),
@@ -166,6 +173,43 @@ def test_the_loopback_listener_answers_no_pages(served: Served) -> None:
     for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
         assert served.command("/pause", headers=headers).status_code == 403
     assert not served.service.worker.paused
+
+
+def test_adapters_are_models(served: Served) -> None:
+    """Loaded from below the root; a request that names one has the bits of the trainer's peft model."""
+    base = AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32)
+    policy = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if ".lora_B." in name:
+                weight.fill_(0.05)
+    folder = served.folder.parent / "adapter"
+    policy.save_pretrained(folder)
+    bind(policy)
+    load = {"lora_name": "mine", "lora_path": "adapter"}
+    assert served.command("/v1/load_lora_adapter", load).status_code == 200
+    again = served.command("/v1/load_lora_adapter", load)
+    assert (again.status_code, "set load_inplace=true" in again.text) == (400, True)
+    assert served.command("/v1/load_lora_adapter", {**load, "load_inplace": True}).status_code == 200
+    listed = served.client.models.list().data
+    assert [(one.id, one.parent, one.root) for one in listed] == [("tiny", None, "tiny"), ("mine", "tiny", "adapter")]
+    asked = {"token_ids": IDS, "sampling_params": {"max_tokens": 9, "seed": 2, "logprobs": 0, "ignore_eos": True}}
+    answer = served.post("/inference/v1/generate", {**asked, "model": "mine"}).json()
+    (choice,) = answer["choices"]
+    expected = token_logprobs(policy, torch.tensor([IDS + choice["token_ids"]]))[0, -9:].tolist()
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == expected
+    assert answer["model"] == "mine"
+    alone = served.post("/inference/v1/generate", {**asked, "model": "tiny"}).json()["choices"]
+    assert alone == served.post("/inference/v1/generate", asked).json()["choices"] != answer["choices"]
+    streamed = served.client.completions.create(model="mine", prompt="ab", max_tokens=3, seed=1, stream=True)
+    text = "".join(piece.choices[0].text for piece in streamed)
+    assert text == served.client.completions.create(model="mine", prompt="ab", max_tokens=3, seed=1).choices[0].text
+    talk = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    assert served.client.chat.completions.create(model="mine", **talk).model == "mine"
+    assert served.command("/v1/unload_lora_adapter", {"lora_name": "mine"}).status_code == 200
+    with pytest.raises(openai.NotFoundError, match="there is no model 'mine' here") as raised:
+        served.client.chat.completions.create(model="mine", **talk)
+    assert raised.value.code == "model_not_found"
 
 
 def test_facts(served: Served) -> None:

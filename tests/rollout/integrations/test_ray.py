@@ -10,17 +10,20 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import distributed as dist
 from transformers import LlamaForCausalLM
 
 ray = pytest.importorskip("ray")
 
 from samebit.rollout import (  # noqa: E402
+    AdapterError,
     ModelLoadError,
     RequestError,
     RolloutConfig,
@@ -100,6 +103,37 @@ def serves(worker: RayWorker, weights: LlamaForCausalLM) -> bool:
     """Whether it generates what a worker on these weights does, bit for bit."""
     with RolloutWorker(weights, config=CONFIG) as here:
         return drawn(worker.generate(PROMPTS, seeded(5))) == drawn(here.generate(PROMPTS, seeded(5)))
+
+
+def test_adapters_are_loaded_and_dropped(worker: RayWorker, local: RolloutWorker, tmp_path: Path) -> None:
+    """A dict goes through shared memory, a folder is opened there; a request names one as in this process."""
+    worker.receive_weights(tiny(0))
+    config = LoraConfig(r=3, target_modules=["q_proj", "up_proj"])
+    model = get_peft_model(tiny(0), config)
+    for scale in (0.1, 0.2):
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if ".lora_B." in name:
+                    weight.fill_(scale)
+        matrices = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
+        sent, here = (one.load_adapter("a", matrices, config=config) for one in (worker, local))
+        assert (sent.version, sent.digest) == (here.version, here.digest)
+        expected = local.generate(PROMPTS, replace(seeded(1), adapter="a"))
+        found = worker.generate(PROMPTS, replace(seeded(1), adapter="a"))
+        assert drawn(found) == drawn(expected) != drawn(worker.generate(PROMPTS, seeded(1)))
+        assert [one.adapter_version for one in found] == [sent.version] * 3
+    model.save_pretrained(tmp_path)
+    worker.load_adapter("b", tmp_path)
+    assert worker.adapters == ["__base__", "a", "b"]
+    assert drawn(worker.generate(PROMPTS, replace(seeded(1), adapter="b"))) == drawn(expected)
+    for name in ("a", "b"):
+        worker.drop_adapter(name, in_flight="abort")
+    with pytest.raises(RequestError, match="adapter='a' is not known; there are __base__"):
+        worker.generate(PROMPTS, replace(seeded(1), adapter="a"))
+    with pytest.raises(AdapterError, match="in_flight must be one of"):
+        worker.load_adapter("a", matrices, config=config, in_flight="keep")
+    with pytest.raises(AdapterError, match="is new, and nothing says which layers"):
+        worker.load_adapter("a", matrices)
 
 
 def test_every_way_to_ask_gives_what_a_local_worker_gives(worker: RayWorker, local: RolloutWorker) -> None:

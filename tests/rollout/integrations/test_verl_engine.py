@@ -24,6 +24,9 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SampleOutput, SamplingParams
 from samebit.rollout.integrations.verl import patches as replacements
+from samebit.rollout.integrations.verl.names import ADAPTER
+from samebit.rollout.integrations.verl.options import AdapterOption
+from samebit.rollout.integrations.verl.server.adapters import adapter_config
 from samebit.rollout.integrations.verl.trainer import engine as engines
 from samebit.rollout.integrations.verl.trainer.routing import COMPARED, DIFFERING
 
@@ -105,8 +108,8 @@ def responses(engine: engines.SamebitEngine, outputs: list[RequestOutput], **opt
     }
 
 
-def sampled(worker: RolloutWorker) -> tuple[list[RequestOutput], Tensor]:
-    outputs = worker.generate(PROMPTS, SamplingParams(n=2, temperature=TEMPERATURE, max_tokens=40))
+def sampled(worker: RolloutWorker, adapter: str | None = None) -> tuple[list[RequestOutput], Tensor]:
+    outputs = worker.generate(PROMPTS, SamplingParams(n=2, temperature=TEMPERATURE, max_tokens=40, adapter=adapter))
     return outputs, torch.tensor([x for out in outputs for s in out.samples for x in s.logprobs])
 
 
@@ -194,6 +197,39 @@ def test_filling_up_and_compilation_change_no_bit(tmp_path: Path) -> None:
     assert not counters["stats"]
 
 
+@pytest.mark.parametrize(("dtype", "checkpointing"), [("float32", True), ("bfloat16", False)])
+def test_an_adapter_is_trained_and_sampled_unmerged(tmp_path: Path, dtype: str, checkpointing: bool) -> None:
+    """As verl drives the engine with `lora_rank`: the base goes once, then A and B alone, in the forward's dtype."""
+    folder = save_model(tmp_path, tied=False)
+    model, options = configs(
+        folder, dtype, lora_rank=3, enable_gradient_checkpointing=checkpointing, exclude_modules=".*k_proj"
+    )
+    engine = build(model, options)
+    asked = AdapterOption.of(model)
+    assert asked is not None
+    with RolloutWorker(folder, config=RolloutConfig(dtype=dtype, max_num_seqs=8)) as worker:
+        stream, said = engine.get_per_tensor_param(layered_summon=False, base_sync_done=False)
+        assert said["r"] == 3
+        assert worker.receive_weights(stream).changed_tensors == 0, "the base is the folder's, and stays it"
+        config: Any = adapter_config(asked)
+        for version in (1, 2, 3):
+            stream, _ = engine.get_per_tensor_param()
+            assert {str(spec.dtype) for spec in stream.specs.values()} == {f"torch.{dtype}"}
+            assert not [name for name in stream.specs if "k_proj" in name]
+            report = worker.load_adapter(ADAPTER, stream, config=config, autocast=False)
+            assert report.version == version
+            outputs, reported = sampled(worker, ADAPTER)
+            for packing in PACKINGS.values():
+                assert torch.equal(responses(engine, outputs, **packing)["log_probs"], reported), (version, packing)
+            alone, unadapted = sampled(worker)
+            with engine.disable_adapter():
+                assert torch.equal(responses(engine, alone, **PACKINGS["packed"])["log_probs"], unadapted)
+            assert torch.equal(responses(engine, alone, **PACKINGS["packed"])["log_probs"], unadapted) == (version == 1)
+            with engine.train_mode():
+                engine.train_batch(batch(outputs, micro_batch_size_per_gpu=2), loss_function=_loss)
+            config = None
+
+
 def _loss(model_output: dict[str, Tensor], data: Any, dp_group: Any) -> tuple[Tensor, dict[str, float]]:
     return -model_output["log_probs"].values().sum() - 0.1 * model_output["entropy"].values().sum(), {}
 
@@ -241,7 +277,9 @@ def test_without_samebit_the_engine_is_verls(tmp_path: Path) -> None:
     [
         ({"use_fused_kernels": False}, {}, "use_fused_kernels=False"),
         ({"use_liger": True}, {}, "use_liger"),
-        ({"lora_rank": 8}, {}, "lora_rank"),
+        ({"lora_rank": 8, "lora": {"merge": True}}, {}, "lora.merge=True"),
+        ({"lora_rank": 8, "target_parameters": ["w"]}, {}, "target_parameters"),
+        ({"lora_adapter_path": "/adapter"}, {}, "lora_adapter_path without model.lora_rank"),
         ({}, {"strategy": "fsdp"}, "strategy=fsdp"),
         ({}, {"ulysses_sequence_parallel_size": 2}, "ulysses"),
         ({}, {"mixed_precision": {"param_dtype": "fp16"}}, "fp16"),

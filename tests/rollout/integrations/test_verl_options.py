@@ -27,8 +27,14 @@ from samebit.recipes import verl_grpo
 from samebit.recipes.verl_grpo.launch import Run
 from samebit.rollout import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
-from samebit.rollout.integrations.verl.options import check_trainer, server_options, warn_about_the_rest
+from samebit.rollout.integrations.verl.options import (
+    AdapterOption,
+    check_trainer,
+    server_options,
+    warn_about_the_rest,
+)
 from samebit.rollout.integrations.verl.run_check import check_run
+from samebit.rollout.integrations.verl.server.requests import sampling_params
 from samebit.rollout.integrations.verl.trainer import exactness
 
 from ...patience import HANG
@@ -126,7 +132,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("actor_rollout_ref.model.hf_config_path=/elsewhere", "model.hf_config_path=/elsewhere"),
         ("actor_rollout_ref.model.trust_remote_code=True", "model.trust_remote_code=True"),
         ("actor_rollout_ref.model.use_liger=True", "model.use_liger=True"),
-        ("actor_rollout_ref.model.lora_rank=8", "model.lora_rank > 0"),
+        ("actor_rollout_ref.model.lora.merge=True", r"model\.lora\.merge=True \(merged weights are another policy"),
         ("actor_rollout_ref.model.tiled_mlp.enabled=True", "model.tiled_mlp.enabled=True"),
         (f"{ACTOR}.strategy=fsdp", r"strategy=fsdp \(use fsdp2\)"),
         (f"{ACTOR}.ulysses_sequence_parallel_size=2", "ulysses_sequence_parallel_size > 1"),
@@ -137,7 +143,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         (f"+{ROLLOUT}.checkpoint_engine.engine_kwargs.samebit.buckets=3", r"engine_kwargs\.samebit\.buckets"),
         (f"{ROLLOUT}.quantization=fp8", r"rollout\.quantization=fp8 .* null"),
         ("actor_rollout_ref.model.lora.rank=8", r"model\.lora\.rank > 0"),
-        ("actor_rollout_ref.model.lora_adapter_path=/adapter", "model.lora_adapter_path"),
+        ("actor_rollout_ref.model.lora_adapter_path=/adapter", "lora_adapter_path without model.lora_rank"),
         ("actor_rollout_ref.model.enable_activation_offload=True", "enable_activation_offload=True on a CPU"),
         (f"{ACTOR}.calculate_sum_pi_squared=True", "actor.calculate_sum_pi_squared=True"),
         ("algorithm.adv_estimator=gae", "adv_estimator=gae, verl's default.*set algorithm.adv_estimator=grpo"),
@@ -213,6 +219,26 @@ def test_a_gpu_is_refused_at_the_start(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(exactness, "get_device_name", lambda: "cuda")
     with pytest.raises(ValueError, match=r"a device that is not the CPU \(cuda\)"):
         check_run(composed(folder))
+
+
+def test_an_adapter_reaches_the_servers(folder: Path) -> None:
+    """With the trainer's options of it; and every request goes through it."""
+    model = "actor_rollout_ref.model"
+    config = composed(folder, f"{model}.lora_rank=8", f"{model}.lora_alpha=4", f"{model}.target_modules=[q_proj]")
+    check_run(config)
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    made = server_options(rollout, config.actor_rollout_ref.model, 0, "server")
+    fields = {"r": 8, "lora_alpha": 4, "target_modules": ["q_proj"], "exclude_modules": None}
+    assert made.adapter == AdapterOption(fields, None)
+    assert sampling_params({}, 1, made, room=1, eos=()).adapter == "policy"
+    config = composed(folder, f"{model}.lora_rank=8", f"{model}.lora_adapter_path=/adapter")
+    check_run(config)
+    made = server_options(rollout, config.actor_rollout_ref.model, 0, "server")
+    assert made.adapter is not None
+    assert made.adapter.folder == "/adapter"
+    with pytest.raises(ValueError, match="target_parameters"):
+        check_run(composed(folder, f"{model}.lora_rank=8", f"++{model}.target_parameters=[w]"))
+    assert sampling_params({}, 1, server_options(rollout, FOLDER, 0, ""), room=1, eos=()).adapter is None
 
 
 def test_the_models_own_config_and_verls_own_attention_are_fine(folder: Path) -> None:

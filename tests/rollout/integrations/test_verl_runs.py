@@ -74,6 +74,26 @@ def test_routed_experts_are_the_trainers(tmp_path: Path, name: str) -> None:
         assert row["samebit/on_policy/routing_compared"] > 8 * tokens, "two layers, four experts a token; and prompts"
 
 
+@pytest.mark.soak
+@pytest.mark.skipif("SAMEBIT_SOAK_CASES" not in os.environ, reason="make soak: a run of verl each")
+@pytest.mark.parametrize("name", [name for name in cases.cases() if "-lora" in name])
+def test_an_adapter_is_trained_unmerged(tmp_path: Path, name: str) -> None:
+    case = cases.cases()[name]
+    data = tmp_path / "data"
+    task.build(data, training=64, held_out=4, warm=True, architecture=case.architecture)
+    run = Run(data, tmp_path, {**cases.settings(4), **case.settings(4)}, entry=case.entry)
+    with running(run) as process:
+        assert wait_for_end(run, process) == 0, run.log.read_text()[-4000:]
+    steps = run.steps()
+    assert len(steps) >= case.logged(4)
+    assert sum(row["actor/grad_norm"] > 0 for row in steps) > 1, "the adapter has changed"
+    for row in steps:
+        assert [row[name] for name in MISMATCH] == [0.0, 0.0, 0.0]
+        assert row["samebit/on_policy/tokens_differing"] == 0
+        assert row["samebit/on_policy/tokens"] > 0
+    assert steps[-1]["samebit/sync_bytes"] < steps[0]["samebit/sync_bytes"] or "async" in name, "the base went once"
+
+
 def _run_until_the_server_dies(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], more: cases.Options
 ) -> Run:

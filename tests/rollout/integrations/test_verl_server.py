@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
 
@@ -19,8 +20,10 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
 from samebit.recipes import tiny_model
 from samebit.rollout import RequestError, RolloutConfig, WorkerStateError
-from samebit.rollout.integrations.ray import RolloutActor, SharedMemoryAt
-from samebit.rollout.integrations.verl.options import ServerOptions
+from samebit.rollout.async_worker import AsyncWorker
+from samebit.rollout.integrations.ray import SharedMemoryAt
+from samebit.rollout.integrations.verl.names import ADAPTER
+from samebit.rollout.integrations.verl.options import AdapterOption, ServerOptions
 from samebit.rollout.integrations.verl.server.server import SamebitServer
 from samebit.weight_sync import SharedMemorySender, SyncBrokenError, WeightStream
 
@@ -211,6 +214,37 @@ def test_weights_come_between_sleep_and_wake_and_name_their_step(folder: Path) -
     serve(folder, check)
 
 
+def test_an_adapter_comes_alone_and_names_its_step(folder: Path) -> None:
+    """The model under it survives the sleep: no update brings it again."""
+    fields = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"]}
+    model = get_peft_model(tiny_model.load(folder)[0], LoraConfig(**fields))
+    matrices = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
+
+    async def check(server: SamebitServer) -> None:
+        greedy = {**PARAMS, "temperature": 0, "max_tokens": 12}
+        with pytest.raises(RequestError, match="adapter='policy' is not known"):
+            await server.generate([1, 5], dict(greedy), "early")
+        seen = []
+        with SharedMemorySender(timeout=HANG) as sender:
+            for step in (3, 4):
+                await server.sleep()
+                await server.wake_up(["weights"])
+                sent = asyncio.create_task(asyncio.to_thread(sender.send, matrices))
+                report = await server.load_adapter(ADAPTER, SharedMemoryAt(sender.address), autocast=False)
+                await sent
+                await server.set_global_steps(report.version, step)
+                await server.wake_up(["kv_cache"])
+                seen.append(await server.generate([1, 5], dict(greedy), f"step {step}"))
+                for tensor in matrices.values():
+                    tensor += 0.1
+        assert [one.extra_fields["global_steps"] for one in seen] == [3, 4]
+        assert seen[0].log_probs != seen[1].log_probs
+        assert (await server.stats())["syncs"] == 2
+        assert await server.steps_of_weights() == {4}
+
+    serve(folder, check, adapter=AdapterOption(fields, None))
+
+
 def test_a_response_across_an_update_names_both_steps(folder: Path) -> None:
     model, _ = tiny_model.load(folder)
 
@@ -319,9 +353,10 @@ def test_servers_with_resources_of_their_own_never_sleep(folder: Path) -> None:
 
 def test_weights_come_with_what_a_ray_worker_says() -> None:
     """`RayWorker` calls either actor."""
-    ours, theirs = (_parameters(actor.receive_weights) for actor in (SamebitServer, RolloutActor))
-    assert "options" in ours
-    assert ours == theirs
+    for call in ("receive_weights", "load_adapter"):
+        ours, theirs = (_parameters(vars(actor)[call]) for actor in (SamebitServer, AsyncWorker))
+        assert "options" in ours
+        assert ours == theirs
 
 
 def _parameters(method: Any) -> dict[str, inspect.Parameter]:

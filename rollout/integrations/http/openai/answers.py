@@ -79,9 +79,10 @@ class ChatPiece(ChatCompletionChunk):
 
 
 class ModelAnswer(Model):
-    """Describes the model that is served, and which weights it has."""
+    """Describes the model that is served, and which weights it has; or an adapter, whose `parent` is that model."""
 
     root: str
+    parent: str | None
     max_model_len: int
     weight_version: int
 

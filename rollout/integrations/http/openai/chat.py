@@ -26,9 +26,9 @@ from samebit.rollout.outputs import RequestOutput, SampleOutput
 
 async def chat(service: Service, asked: ChatRequest, request: Request) -> Response:
     """Run a chat completion: an answer, or the stream of one."""
-    service.check_model(asked.model)
+    adapter = service.adapter_of(asked.model)
     service.need_tokenizer()
-    params = of_chat(asked, service.settings)
+    params = of_chat(asked, service.settings, adapter)
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options goes with stream=true", param="stream_options")
     if asked.tools and asked.tool_choice != "none" and service.settings.tool_call_parser is None:
@@ -68,7 +68,8 @@ class _Chat:
         self._texts = TokenTexts(self._tokenizer)
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._job.id, "object": kind, "created": self._job.created, "model": self._service.name}
+        model = self._asked.model or self._service.name
+        return {"id": self._job.id, "object": kind, "created": self._job.created, "model": model}
 
     def _parser(self) -> ToolParser | None:
         name = self._service.settings.tool_call_parser

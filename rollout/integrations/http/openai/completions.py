@@ -26,8 +26,7 @@ from samebit.rollout.requests.tokenizer import decoded
 
 async def complete(service: Service, asked: CompletionRequest, request: Request) -> Response:
     """Run a completion: an answer, or the stream of one."""
-    service.check_model(asked.model)
-    params = of_completion(asked, service.settings)
+    params = of_completion(asked, service.settings, service.adapter_of(asked.model))
     if asked.stream and asked.echo and (asked.logprobs is not None or asked.max_tokens == 0):
         raise ApiError(400, "a scored prompt (echo with logprobs or max_tokens=0) is not streamed", param="stream")
     if asked.stream_options is not None and not asked.stream:
@@ -56,7 +55,8 @@ class _Completion:
 
     def _head(self) -> dict[str, Any]:
         return {
-            "id": self._job.id, "object": "text_completion", "created": self._job.created, "model": self._service.name,
+            "id": self._job.id, "object": "text_completion", "created": self._job.created,
+            "model": self._asked.model or self._service.name,
         }  # fmt: skip
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:

@@ -48,22 +48,28 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models", response_model=ModelsAnswer)
     async def models() -> Response:
-        """List the one model that is served."""
-        return JsonAnswer({"object": "list", "data": [_model(service)]})
+        """List the model that is served, and its adapters."""
+        adapters = [_adapter(service, name) for name in service.adapters]
+        return JsonAnswer({"object": "list", "data": [_model(service), *adapters]})
 
     @router.post("/tokenize", response_model=TokensAnswer)
     async def tokenize(asked: TokenizeRequest) -> Response:
         """Return the ids of a text or a conversation."""
-        service.check_model(asked.model)
+        service.adapter_of(asked.model)
         return JsonAnswer(await _tokens(service, asked))
 
     @router.post("/detokenize", response_model=TextAnswer)
     async def detokenize(asked: DetokenizeRequest) -> Response:
         """Return the text of ids, special ones included."""
-        service.check_model(asked.model)
+        service.adapter_of(asked.model)
         return JsonAnswer({"prompt": _text(service, asked.tokens)})
 
     return router
+
+
+def _adapter(service: Service, name: str) -> dict[str, Any]:
+    root = service.adapter_folders.get(name, name)
+    return {**_model(service), "id": name, "root": root, "parent": service.name}
 
 
 def _model(service: Service) -> dict[str, Any]:
@@ -73,6 +79,7 @@ def _model(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "samebit",
         "root": service.name,
+        "parent": None,
         "max_model_len": service.worker.limits.max_model_len,
         "weight_version": service.worker.weight_version,
     }

@@ -16,7 +16,7 @@ _SAME = (
 MOST_STOP_CHARACTERS = 1024
 
 
-def of_completion(asked: CompletionRequest, settings: ServeSettings) -> SamplingParams:
+def of_completion(asked: CompletionRequest, settings: ServeSettings, adapter: str | None) -> SamplingParams:
     """Return the parameters of a completion. Its log-probabilities of the prompt are asked for by `echo`."""
     if asked.max_tokens == 0 and not asked.echo:
         raise ApiError(400, "max_tokens=0 samples nothing; it goes with echo, to score a prompt", param="max_tokens")
@@ -28,10 +28,11 @@ def of_completion(asked: CompletionRequest, settings: ServeSettings) -> Sampling
         logprobs=asked.logprobs or None,
         prompt_logprobs=asked.logprobs if asked.echo else None,
         cache_salt=asked.cache_salt,
+        adapter=adapter,
     )
 
 
-def of_chat(asked: ChatRequest, settings: ServeSettings) -> SamplingParams:
+def of_chat(asked: ChatRequest, settings: ServeSettings, adapter: str | None) -> SamplingParams:
     """Return the parameters of a chat completion."""
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ApiError(400, "top_logprobs goes with logprobs=true", param="top_logprobs")
@@ -43,7 +44,12 @@ def of_chat(asked: ChatRequest, settings: ServeSettings) -> SamplingParams:
     if length == 0:
         raise ApiError(400, "max_tokens must be at least 1, got 0", param="max_tokens")
     return params_of(
-        asked, settings, max_tokens=length, logprobs=asked.top_logprobs or None, cache_salt=asked.cache_salt
+        asked,
+        settings,
+        max_tokens=length,
+        logprobs=asked.top_logprobs or None,
+        cache_salt=asked.cache_salt,
+        adapter=adapter,
     )
 
 

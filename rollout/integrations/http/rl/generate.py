@@ -64,7 +64,7 @@ class GenerateAnswer(BaseModel):
 
 async def generate(service: Service, asked: GenerateRequest, request: Request) -> Response:
     """Run a request: an answer, or the stream of one."""
-    service.check_model(asked.model)
+    adapter = service.adapter_of(asked.model)
     wanted, caps = asked.sampling_params, service.settings
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options goes with stream=true", param="stream_options")
@@ -83,6 +83,7 @@ async def generate(service: Service, asked: GenerateRequest, request: Request) -
         logprobs=wanted.logprobs or None,
         prompt_logprobs=wanted.prompt_logprobs,
         cache_salt=asked.cache_salt,
+        adapter=adapter,
     )
     job = Asked(
         id=asked.request_id or uuid.uuid4().hex,
@@ -103,7 +104,7 @@ class _Generation:
         self._service = service
         self._asked = asked
         self._job = job
-        self._head: dict[str, Any] = {"request_id": job.id, "model": service.name}
+        self._head: dict[str, Any] = {"request_id": job.id, "model": asked.model or service.name}
         self._tokenizer = service.need_tokenizer() if asked.output_mode == "text" else None
         self._texts = TokenTexts(self._tokenizer)
 

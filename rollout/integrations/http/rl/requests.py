@@ -105,12 +105,19 @@ class NewVersion(Strict):
 
 
 class LoadAdapter(Strict):
-    """Asks for an adapter."""
+    """Asks for the adapter of a folder below the root that the server allows, in peft's format. load_inplace: a new
+    version of one that is there."""
 
     lora_name: Name
-    lora_path: Name | None = None
+    lora_path: Name
     load_inplace: bool = False
-    lora_int_id: int | None = None
+
+
+class UnloadAdapter(Strict):
+    """Names an adapter to forget."""
+
+    lora_name: Name
+    lora_int_id: None = None
 
 
 InitTransfer.model_rebuild()

@@ -13,6 +13,7 @@ from samebit.rollout.control.sleep import TAGS
 from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer
 from samebit.rollout.integrations.http.openai.routes import ERRORS
 from samebit.rollout.integrations.http.rl import requests
+from samebit.rollout.integrations.http.rl.adapters import AdapterLoads
 from samebit.rollout.integrations.http.rl.generate import GenerateAnswer, generate
 from samebit.rollout.integrations.http.rl.weights import WeightTransfer
 from samebit.rollout.integrations.http.served import replicas_of
@@ -49,6 +50,7 @@ def control_routes(service: Service) -> APIRouter:
     _add_pauses(router, service, inside)
     _add_memory(router, service, inside)
     _add_weights(router, service, inside)
+    _add_adapters(router, service, inside)
     _add_refused(router)
     return router
 
@@ -179,6 +181,22 @@ def _add_weights(router: APIRouter, service: Service, inside: AsyncWorker) -> No
         return JsonAnswer(_server_info(service))
 
 
+def _add_adapters(router: APIRouter, service: Service, inside: AsyncWorker) -> None:
+    loads = AdapterLoads(inside, service)
+
+    @router.post("/v1/load_lora_adapter")
+    async def load(asked: requests.LoadAdapter) -> Response:
+        """Load an adapter; requests then name it as their model."""
+        await loads.load(asked.lora_name, asked.lora_path, replace=asked.load_inplace)
+        return JsonAnswer(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+    @router.post("/v1/unload_lora_adapter")
+    async def unload(asked: requests.UnloadAdapter) -> Response:
+        """Forget an adapter."""
+        await loads.unload(asked.lora_name)
+        return JsonAnswer(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+
+
 def _add_refused(router: APIRouter) -> None:
     def refuse(path: str, why: str) -> None:
         async def refused() -> Response:
@@ -187,8 +205,6 @@ def _add_refused(router: APIRouter) -> None:
         router.add_api_route(path, refused, methods=["POST"])
 
     refuse("/collective_rpc", "no code comes over HTTP: collective_rpc is not offered")
-    refuse("/v1/load_lora_adapter", "adapters are not served yet")
-    refuse("/v1/unload_lora_adapter", "adapters are not served yet")
 
 
 def _server_info(service: Service) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 Invariants
 ----------
 * What comes between start and finish is one update: it is kept aside, checked whole, and written whole or not at all.
-* A folder lies below the root that the operator named, whatever links and dots its name has.
 * No peer's bytes are unpickled, and no code comes over HTTP.
 """
 
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from samebit.rollout.async_worker import AsyncWorker
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.integrations.http.errors import ApiError
 from samebit.rollout.integrations.http.metrics.requests import RequestMetrics
+from samebit.rollout.integrations.http.rl.folders import below
 from samebit.rollout.integrations.http.rl.requests import GlooInit, SharedMemoryInit, UpdateInfo
 from samebit.rollout.integrations.http.versions import Versions
 from samebit.rollout.integrations.links import SharedMemoryAt
@@ -37,7 +36,7 @@ class WeightTransfer:
 
     def __init__(self, worker: AsyncWorker, root: str | None, versions: Versions, metrics: RequestMetrics) -> None:
         self._worker = worker
-        self._root = None if root is None else Path(root).resolve()
+        self._root = root
         self._versions = versions
         self._metrics = metrics
         self._turn = asyncio.Lock()
@@ -106,13 +105,7 @@ class WeightTransfer:
 
     async def from_folder(self, folder: str) -> None:
         """Take the weights of a folder of safetensors below the root."""
-        if self._root is None:
-            raise ApiError(403, "weights from folders need --weight-root, which is not set", param="weight_dir")
-        path = (self._root / folder).resolve()
-        if not path.is_relative_to(self._root):
-            raise ApiError(403, "the folder is not below --weight-root", param="weight_dir")
-        if not path.is_dir():
-            raise ApiError(404, "there is no such folder below --weight-root", param="weight_dir")
+        path = below(self._root, folder, "weight_dir")
         async with self._turn:
             await self._receive(str(path))
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from samebit.rollout.errors import RequestError
+from samebit.rollout.integrations.verl.names import ADAPTER
 from samebit.rollout.integrations.verl.options import ServerOptions
 from samebit.rollout.outputs import RequestOutput, SampleOutput
 from samebit.rollout.sampling_params import SamplingParams
@@ -44,13 +45,14 @@ def sampling_params(
     if length is None:
         length = min(options.response_length, options.prompt_length + options.response_length - num_prompt_tokens)
     chosen["return_routed_experts"] = options.routed_experts
+    chosen["adapter"] = None if options.adapter is None else ADAPTER
     return SamplingParams(max_tokens=max(1, min(length, room)), **chosen)
 
 
 def finished(output: RequestOutput, *, with_logprobs: bool, steps: Mapping[int, int]) -> dict[str, Any]:
-    """Return the fields of verl's `TokenOutput`. `steps`: the trainer's step of each version of the weights."""
+    """Return the fields of verl's `TokenOutput`. `steps`: the trainer's step of each version of what it trains."""
     sample = output.samples[0]
-    first, last = _steps(sample, steps)
+    first, last = _steps(output, steps)
     return {
         "token_ids": sample.token_ids,
         "log_probs": sample.logprobs if with_logprobs else None,
@@ -88,8 +90,11 @@ def turned_away(step: int) -> dict[str, Any]:
     }
 
 
-def _steps(sample: SampleOutput, steps: Mapping[int, int]) -> tuple[int, int]:
-    """Return the steps of the first and last token; the newest without tokens, and for weights of no known step."""
+def _steps(output: RequestOutput, steps: Mapping[int, int]) -> tuple[int, int]:
+    """Return the steps of the first and last token; the newest without tokens, and for weights of no known step. Of an
+    adapter, under which a request ends as it began, there is one."""
     newest = max(steps)
-    versions = [version for _, _, version in sample.weight_versions] or [newest]
+    versions = [version for _, _, version in output.samples[0].weight_versions] or [newest]
+    if output.adapter_version is not None:
+        versions = [output.adapter_version]
     return steps.get(versions[0], steps[newest]), steps.get(versions[-1], steps[newest])

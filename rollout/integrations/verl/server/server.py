@@ -14,6 +14,7 @@ import itertools
 import logging
 import os
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from samebit.rollout.errors import RequestError
 from samebit.rollout.integrations.links import Sources
 from samebit.rollout.integrations.verl.options import ServerOptions, check_tokenizer
 from samebit.rollout.integrations.verl.server import requests
+from samebit.rollout.integrations.verl.server.adapters import adapter_config
 from samebit.rollout.integrations.verl.server.gate import Gate
 from samebit.rollout.integrations.verl.server.profiling import Tracing
 from samebit.rollout.worker import RolloutWorker
@@ -39,6 +41,7 @@ from samebit.weight_sync import SyncReport
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from samebit.rollout.adapters.loading import AdapterKeywords
     from samebit.rollout.worker_interface import UpdateKeywords
 
 logger = logging.getLogger(__name__)
@@ -133,8 +136,18 @@ class SamebitServer:
 
     async def receive_weights(self, source: object = None, **options: Unpack[UpdateKeywords]) -> SyncReport:
         """Take weights as `RolloutWorker.receive_weights`; `source` names a link."""
+        return await self._counting(self._inside.receive_weights(source, **options))
+
+    async def load_adapter(self, name: str, source: object, **options: Unpack[AdapterKeywords]) -> SyncReport:
+        """Take the adapter that is trained, as `RolloutWorker.load_adapter`; `source` names a link. The trainer's
+        options say which layers it changes."""
+        if name not in self._worker.adapters and self._options.adapter is not None:
+            options["config"] = adapter_config(self._options.adapter)
+        return await self._counting(self._inside.load_adapter(name, source, **options))
+
+    async def _counting(self, update: Awaitable[SyncReport]) -> SyncReport:
         began = time.monotonic()
-        report = await self._inside.receive_weights(source, **options)
+        report = await update
         if report.changed_tensors:
             self._held = set()
         self._counted["sync_seconds"] += time.monotonic() - began
@@ -143,7 +156,8 @@ class SamebitServer:
         return report
 
     async def set_global_steps(self, version: int, global_steps: int) -> None:
-        """Note that the weights of this version, which it has now, are those of that step of the trainer."""
+        """Note that the weights of this version, which it has now, are those of that step of the trainer. The version
+        is that of the adapter, where one is trained."""
         self._steps[version] = global_steps
         self._held.add(global_steps)
 
@@ -158,10 +172,10 @@ class SamebitServer:
     # -- memory ------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
-        """Release the weights, which the next update brings again, and the KV cache."""
+        """Release the weights, which the next update brings again unless it is one of an adapter, and the KV cache."""
         if not self._options.frees_memory or self._mode == RolloutMode.STANDALONE:
             return
-        level = 2 if self._mode == RolloutMode.HYBRID else 1
+        level = 2 if self._mode == RolloutMode.HYBRID and self._options.adapter is None else 1
         await self._release(TAGS, level)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:

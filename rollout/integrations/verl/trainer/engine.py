@@ -6,6 +6,7 @@ engine for that device.
 
 Invariants
 ----------
+* With `model.lora_rank` A and B stay apart from the weights, in the forward and on their way to the servers (`lora`).
 * Trainer and rollout worker bind the same model the same way; what would change its arithmetic is refused by name
   (`exactness`).
 * The old log-probabilities of a model with routed experts come with a comparison of its choice of experts with the
@@ -29,8 +30,11 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.experts.routes import RouteList, use_notes
+from samebit.kernels.binding.lora.peft_model import configs_of
+from samebit.rollout.adapters.registry import FIRST
 from samebit.rollout.integrations.verl.trainer.exactness import check_class, check_exact
 from samebit.rollout.integrations.verl.trainer.fused_forward import give_logprobs
+from samebit.rollout.integrations.verl.trainer.lora import adapter_stream, base_stream, bind_adapted
 from samebit.rollout.integrations.verl.trainer.routing import compared_routes
 from samebit.rollout.integrations.verl.value_heads import ignore_trl_without_them
 from samebit.weight_sync import WeightStream
@@ -59,7 +63,11 @@ class SamebitEngine(FSDPEngineWithLMHead):
         if not self.exact:
             return module
         check_class(module)
-        return give_logprobs(bind(module))
+        return module if self._is_lora else give_logprobs(bind(module))
+
+    def _build_lora_module(self, module: nn.Module) -> nn.Module:
+        adapted: nn.Module = super()._build_lora_module(module)
+        return bind_adapted(adapted) if self.exact else adapted
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         with _without_pinned_memory(self.engine_config):
@@ -88,11 +96,18 @@ class SamebitEngine(FSDPEngineWithLMHead):
         output["model_output"].update(counted)
         return loss, output
 
-    def get_per_tensor_param(self, **options: Any) -> tuple[Any, Any]:
-        """Return for the rollout a `WeightStream` in the dtype of the forward, gathered tensor by tensor."""
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = True, **options: Any
+    ) -> tuple[Any, Any]:
+        """Return for the rollout a `WeightStream` in the dtype of the forward, gathered tensor by tensor: of the whole
+        model; or of the adapter, or once of what it is for, and the adapter's config."""
         if not self.exact:
+            options = {"layered_summon": layered_summon, "base_sync_done": base_sync_done, **options}
             return super().get_per_tensor_param(**options)  # type: ignore[no-any-return]
-        return WeightStream.of(self.module, dtype=self._computes_in), None
+        if not self._is_lora:
+            return WeightStream.of(self.module, dtype=self._computes_in), None
+        stream = adapter_stream if base_sync_done else base_stream
+        return stream(self.module, self._computes_in), configs_of(self.module)[FIRST].to_dict()
 
 
 def register() -> None:

@@ -29,9 +29,7 @@ def check_exact(model: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
     refused = {
         "model.use_fused_kernels=False": not model["use_fused_kernels"],
         "model.use_liger=True": model["use_liger"],
-        "model.lora_rank > 0": model["lora_rank"] > 0,
-        "model.lora.rank > 0": ((model.get("lora") or {}).get("rank") or 0) > 0,
-        "model.lora_adapter_path": model.get("lora_adapter_path"),
+        **_lora_refusals(model),
         "model.tiled_mlp.enabled=True": (model["tiled_mlp"] or {}).get("enabled"),
         "model.trust_remote_code=True (servers run no code of the folder's)": model["trust_remote_code"],
         **{f"{name} (servers read the folder's config.json: set it there)": True for name in _of_another_config(model)},
@@ -44,6 +42,23 @@ def check_exact(model: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
     found = [option for option, present in refused.items() if present]
     if found:
         raise ValueError(f"fused_kernel_options.impl_backend=samebit can not be exact with {'; '.join(found)}")
+
+
+def _lora_refusals(model: Mapping[str, Any]) -> dict[str, object]:
+    """Return what of verl's options of an adapter is not exact, or would have no effect."""
+    of_megatron = model.get("lora") or {}
+    adapted = model["lora_rank"] > 0
+    return {
+        "model.lora.rank > 0 (it is Megatron's: use model.lora_rank)": (of_megatron.get("rank") or 0) > 0,
+        "model.lora.merge=True (merged weights are another policy than the one that is trained)": (
+            of_megatron.get("merge")
+        ),
+        f"model.lora_rank={model['lora_rank']} (use 0 for no adapter)": model["lora_rank"] < 0,
+        "model.lora_adapter_path without model.lora_rank (verl reads it only with a rank above 0)": (
+            model.get("lora_adapter_path") and not adapted
+        ),
+        "model.target_parameters (exact are adapters on linear layers)": model.get("target_parameters") and adapted,
+    }
 
 
 def check_class(module: object) -> None:

@@ -12,7 +12,7 @@ import ray
 from verl.workers.rollout.base import BaseRollout
 
 from samebit.rollout.integrations.ray import BroadcastGroup, RayWorker, wait_for_async
-from samebit.rollout.integrations.verl.names import server_name
+from samebit.rollout.integrations.verl.names import ADAPTER, server_name
 from samebit.rollout.integrations.verl.options import sync_timeout
 from samebit.weight_sync import SyncReport, WeightStream
 
@@ -43,27 +43,32 @@ class SamebitRollout(BaseRollout):
         peft_config: Any = None,
         base_sync_done: bool = True,
     ) -> None:
-        """Send all weights to the server, or tell it where they come from. Its prefix cache is cleared with the switch.
+        """Send all weights to the server, or those of the adapter that is trained, or tell it where they come from.
+        What its prefix cache has of the weights before them is not hit again.
 
-        weights: of `SamebitEngine`, through shared memory; or the group of `SamebitCheckpointEngine`.
+        weights: of `SamebitEngine`, through shared memory; or the group of `SamebitCheckpointEngine`. base_sync_done:
+        False when the model of an adapter comes, which happens once, and always before the adapter.
         """
-        if peft_config is not None or not base_sync_done:
-            raise ValueError("samebit serves no adapters: train without LoRA")
-        report = await self._update(weights, wire_format)
-        if global_steps is not None:
+        if not isinstance(weights, WeightStream | BroadcastGroup):
+            raise _unknown(weights, wire_format)
+        adapted = self.model_config.lora_rank > 0 and base_sync_done
+        report = await self._update(weights, adapted)
+        if global_steps is not None and base_sync_done:
             await wait_for_async(self._server.set_global_steps.remote(report.version, global_steps))
 
-    async def _update(self, weights: object, wire_format: str) -> SyncReport:
+    async def _update(self, weights: WeightStream | BroadcastGroup, adapted: bool) -> SyncReport:
         if isinstance(weights, WeightStream):
-            return await asyncio.to_thread(self._worker.receive_weights, weights)
-        if isinstance(weights, BroadcastGroup):
-            report: SyncReport = await wait_for_async(self._server.receive_weights.remote(weights))
-            return report
-        raise TypeError(
-            "samebit takes weights from its own engine (model.fused_kernel_options.impl_backend=samebit) and, for "
-            "servers with resources of their own, over its own transport (rollout.checkpoint_engine.backend=samebit); "
-            f"got a {type(weights).__name__} as {wire_format!r}"
-        )
+            worker = self._worker
+            if adapted:
+                return await asyncio.to_thread(lambda: worker.load_adapter(ADAPTER, weights, autocast=False))
+            return await asyncio.to_thread(worker.receive_weights, weights)
+        if adapted:
+            loaded: SyncReport = await wait_for_async(
+                self._server.load_adapter.remote(ADAPTER, weights, autocast=False)
+            )
+            return loaded
+        report: SyncReport = await wait_for_async(self._server.receive_weights.remote(weights))
+        return report
 
     @property
     def _server(self) -> Any:
@@ -77,3 +82,11 @@ class SamebitRollout(BaseRollout):
         if self._client is None:
             self._client = RayWorker(self._server, sync_timeout=sync_timeout(self.config.custom))
         return self._client
+
+
+def _unknown(weights: object, wire_format: str) -> TypeError:
+    return TypeError(
+        "samebit takes weights from its own engine (model.fused_kernel_options.impl_backend=samebit) and, for "
+        "servers with resources of their own, over its own transport (rollout.checkpoint_engine.backend=samebit); "
+        f"got a {type(weights).__name__} as {wire_format!r}"
+    )

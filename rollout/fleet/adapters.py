@@ -1,0 +1,140 @@
+"""Bring adapters to all replicas of a fleet, and know under which of them a request runs.
+
+Invariants
+----------
+* A replica knows an adapter by a name of its own for each load. So a name means another adapter from one request to the
+  next, on all replicas at once, when all of them have it; what one of them refuses, none has.
+* A request that was sent ends under the adapter that it was sent with.
+* A replica that is started again reads the folders again; one that finds another adapter there takes no requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samebit.rollout.adapters.loading import AdapterOptions, check_in_flight
+from samebit.rollout.errors import AdapterError, NoReplicaError, RequestError
+from samebit.rollout.fleet.crew import Crew, WantedAdapter
+from samebit.rollout.outputs import RequestOutput
+from samebit.weight_sync import SyncReport
+
+if TYPE_CHECKING:
+    from samebit.rollout.adapters.loading import AdapterKeywords
+
+_MARK = "#"
+_FIRST_NUMBER = 1 << 64
+"""Numbers that no process draws for an adapter of its own."""
+
+
+class FleetAdapters:
+    """Knows the adapters of a fleet. own: names that each replica has from its model's folder."""
+
+    def __init__(self, crew: Crew, own: Sequence[str]) -> None:
+        self.sending = threading.RLock()
+        """Held from the moment at which a request finds its adapter until it is on its way."""
+        self._crew = crew
+        self._own = tuple(own)
+        self._known: dict[str, WantedAdapter] = {}
+        self._turn = threading.Lock()
+        self._numbers = itertools.count(_FIRST_NUMBER)
+
+    def names(self) -> list[str]:
+        """Return the names that a request may give."""
+        return [*self._own, *self._known]
+
+    def resolve(self, name: str | None) -> WantedAdapter | None:
+        """Return the adapter that a request names; None for what each replica has from its model's folder.
+
+        Raises:
+            RequestError: there is no such adapter.
+        """
+        if name is None or name in self._own:
+            return None
+        found = self._known.get(name)
+        if found is None:
+            raise RequestError(f"adapter={name!r} is not known; there are {', '.join(self.names())}")
+        return found
+
+    def load(self, name: str, source: object, options: AdapterKeywords) -> SyncReport:
+        """Let all replicas read an adapter from a folder, and requests from now on find it under this name.
+
+        Raises:
+            AdapterError: a name, a version or an adapter that will not do, or replicas that read different ones.
+            TypeError: the source is no folder.
+            NoReplicaError: all replicas are dead.
+        """
+        asked = AdapterOptions(**options)
+        if not isinstance(source, str | Path):
+            raise TypeError(
+                "a fleet takes adapters from a folder that every replica can read, now and when one is started again, "
+                f"not from {type(source).__name__}"
+            )
+        if not (isinstance(name, str) and name) or name in self._own:
+            raise AdapterError(
+                f"an adapter's name must be a string that is not empty nor the model's own, got {name!r}"
+            )
+        with self._turn:
+            before = self._known.get(name)
+            current = 0 if before is None else before.version
+            version = current + 1 if asked.version is None else asked.version
+            if version <= current:
+                raise AdapterError(f"version must be above the adapter's current {current}, got {version}")
+            number = next(self._numbers)
+            config = before.config if before is not None and asked.config is None else asked.config
+            wanted = WantedAdapter(
+                f"{name}{_MARK}{number - _FIRST_NUMBER}", str(source), version, number, config, asked.autocast
+            )
+            report = self._read_everywhere(wanted)
+            with self.sending:
+                self._known[name] = replace(wanted, digest=report.digest)
+            if before is not None:
+                self._forget(before, asked.in_flight)
+            return report
+
+    def drop(self, name: str, in_flight: str) -> None:
+        """Forget a loaded adapter, on all replicas.
+
+        Raises:
+            AdapterError: none was loaded under this name.
+        """
+        check_in_flight(in_flight)
+        with self._turn:
+            if name not in self._known:
+                raise AdapterError(f"no adapter {name!r} was loaded; loaded are: {', '.join(self._known) or 'none'}")
+            with self.sending:
+                dropped = self._known.pop(name)
+            self._forget(dropped, in_flight)
+
+    def _read_everywhere(self, wanted: WantedAdapter) -> SyncReport:
+        self._crew.wanted.adapters[wanted.inner] = wanted
+        try:
+            reports: list[SyncReport] = self._crew.command(
+                "load_adapter", wanted.inner, wanted.folder, **wanted.options()
+            )
+            if not reports:
+                raise NoReplicaError("no replica is alive to take an adapter")
+            if len({report.digest for report in reports}) > 1:
+                raise AdapterError(
+                    f"the replicas read different adapters from {wanted.folder}: it has changed meanwhile"
+                )
+        except BaseException:
+            self._forget(wanted, "finish")
+            raise
+        self._crew.wanted.adapters[wanted.inner] = replace(wanted, digest=reports[0].digest)
+        return reports[0]
+
+    def _forget(self, adapter: WantedAdapter, in_flight: str) -> None:
+        del self._crew.wanted.adapters[adapter.inner]
+        self._crew.command("forget_adapter", adapter.inner, in_flight)
+
+
+def named_as_asked(output: RequestOutput) -> RequestOutput:
+    """Return a result under the adapter's name in the fleet, not the replica's."""
+    if output.adapter is None or _MARK not in output.adapter:
+        return output
+    return replace(output, adapter=output.adapter.rpartition(_MARK)[0])

@@ -1,0 +1,155 @@
+"""Adapters on a fleet: every replica has them, each request has the bits of one worker, and a death loses none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from samebit.rollout import AdapterError, RequestError, RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
+from samebit.rollout.errors import NoReplicaError
+from samebit.rollout.fleet.fleet import Fleet
+from samebit.rollout.fleet.options import FleetOptions
+from samebit.rollout.fleet.replica import ReplicaSide
+from samebit.rollout.integrations.links import Sources
+
+from ...patience import HANG, wait_until
+from ..conftest import FakeRunner
+from ..tiny_llama import tiny
+from .local_fleet import LocalPort
+
+CONFIG = RolloutConfig(max_num_seqs=8, num_blocks=64, block_size=4, max_model_len=64, seed=5)
+PROMPTS = [list(range(1, 18)), [3, 1, 4], [7]]
+
+
+def asked(adapter: str | None) -> SamplingParams:
+    return SamplingParams(n=2, max_tokens=6, seed=3, ignore_eos=True, adapter=adapter)
+
+
+def drawn(outputs: list[RequestOutput]) -> list[tuple[list[int], list[float]]]:
+    return [(sample.token_ids, sample.logprobs) for output in outputs for sample in output.samples]
+
+
+def save_adapter(folder: Path, seed: int) -> Path:
+    model = get_peft_model(tiny(0), LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"]))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+class ModelFleet:
+    """A fleet whose replicas are workers of this process; each can be killed, and told to refuse a command."""
+
+    def __init__(self) -> None:
+        self.ports: dict[str, LocalPort] = {}
+        self._model = tiny(0)
+        self.refuses: str | None = None
+        self.fleet = Fleet(self._start, 2, config=CONFIG, options=FleetOptions(max_restarts=1))
+
+    def _start(self, name: str, config: RolloutConfig) -> LocalPort:
+        worker = RolloutWorker(copy.deepcopy(self._model), config=config)
+        port = RefusingPort(ReplicaSide(Sources(), worker), lambda: self.refuses == name)
+        self.ports[name] = port
+        return port
+
+    def kill(self, name: str) -> None:
+        self.ports[name].kill(self.fleet._crew.loop)
+
+
+class RefusingPort(LocalPort):
+    def __init__(self, side: ReplicaSide, refuses: Callable[[], bool]) -> None:
+        super().__init__(side, FakeRunner(4))
+        self.refuses = refuses
+
+    async def command(self, name: str, *args: Any, **options: Any) -> Any:
+        if name == "load_adapter" and self.refuses():
+            raise AdapterError("no room")
+        return await super().command(name, *args, **options)
+
+
+@pytest.fixture
+def local() -> Iterator[ModelFleet]:
+    found = ModelFleet()
+    yield found
+    found.fleet.close()
+
+
+def test_requests_of_any_replica_have_the_bits_of_one_worker(local: ModelFleet, tmp_path: Path) -> None:
+    fleet, folder = local.fleet, save_adapter(tmp_path / "a", seed=1)
+    with RolloutWorker(tiny(0), config=CONFIG) as worker:
+        worker.load_adapter("a", folder)
+        expected = {name: drawn(worker.generate(PROMPTS, asked(name))) for name in ("a", "__base__")}
+    assert expected["a"] != expected["__base__"]
+    assert fleet.load_adapter("a", folder).version == 1
+    assert fleet.adapters == ["__base__", "a"]
+    for _ in range(2):
+        for name, samples in expected.items():
+            outputs = fleet.generate(PROMPTS, asked(name))
+            assert drawn(outputs) == samples
+            assert {output.adapter for output in outputs} == {None if name == "__base__" else "a"}
+    assert drawn(fleet.generate(PROMPTS, asked(None))) == expected["__base__"]
+    assert fleet.stats()["router_matched_tokens"] > 0, "the router finds what was cached under the adapter"
+    save_adapter(tmp_path / "b", seed=2)
+    assert fleet.load_adapter("a", tmp_path / "b").version == 2
+    again = fleet.generate(PROMPTS, asked("a"))
+    assert drawn(again) != expected["a"]
+    assert [(output.adapter, output.adapter_version) for output in again] == [("a", 2)] * 3
+    assert [port.side.worker.adapters for port in local.ports.values()] == [["__base__", "a#1"]] * 2
+    fleet.drop_adapter("a")
+    assert [port.side.worker.adapters for port in local.ports.values()] == [["__base__"]] * 2
+    with pytest.raises(RequestError, match="adapter='a' is not known; there are __base__"):
+        fleet.submit(PROMPTS[0], asked("a"))
+
+
+def test_what_one_replica_refuses_none_has(local: ModelFleet, tmp_path: Path) -> None:
+    fleet, folder = local.fleet, save_adapter(tmp_path / "a", seed=1)
+    fleet.load_adapter("a", folder)
+    before = drawn(fleet.generate(PROMPTS, asked("a")))
+    local.refuses = "1"
+    with pytest.raises(AdapterError, match="no room"):
+        fleet.load_adapter("a", save_adapter(tmp_path / "b", seed=2))
+    assert [port.side.worker.adapters for port in local.ports.values()] == [["__base__", "a#0"]] * 2
+    assert drawn(fleet.generate(PROMPTS, asked("a"))) == before
+    for error, said, name, source, options in (
+        (TypeError, "takes adapters from a folder that every replica can read", "a", {}, {}),
+        (AdapterError, "must be a string that is not empty nor the model's own", "__base__", folder, {}),
+        (AdapterError, "version must be above the adapter's current 1, got 1", "a", folder, {"version": 1}),
+        (AdapterError, "in_flight must be one of", "a", folder, {"in_flight": "keep"}),
+    ):
+        with pytest.raises(error, match=said):
+            fleet.load_adapter(name, source, **options)
+    with pytest.raises(AdapterError, match="no adapter 'b' was loaded; loaded are: a"):
+        fleet.drop_adapter("b")
+
+
+def test_a_replica_that_is_started_again_has_the_adapters(local: ModelFleet, tmp_path: Path) -> None:
+    fleet, folder = local.fleet, save_adapter(tmp_path / "a", seed=1)
+    fleet.load_adapter("a", folder)
+    before = drawn(fleet.generate(PROMPTS, asked("a")))
+    local.kill("0")
+    wait_until(lambda: fleet.stats()["replica_restarts"] == 1 and fleet.replicas["0"])
+    local.kill("1")
+    wait_until(lambda: fleet.stats()["replica_restarts"] == 2 and fleet.replicas["1"])
+    assert drawn(fleet.generate(PROMPTS, asked("a"))) == before
+
+
+def test_a_folder_that_has_changed_is_not_read_again(local: ModelFleet, tmp_path: Path) -> None:
+    """As a trainer that saves over it: the fleet's version is lost with the replica, and nothing else is served."""
+    fleet, folder = local.fleet, save_adapter(tmp_path / "a", seed=1)
+    fleet.load_adapter("a", folder)
+    save_adapter(folder, seed=2)
+    for name in ("0", "1"):
+        local.kill(name)
+    wait_until(lambda: str(fleet.trouble()).count("used up") == 2)
+    assert all(port._dead for port in local.ports.values())
+    with pytest.raises(NoReplicaError, match="max_restarts=1 is used up"):
+        fleet.submit(PROMPTS[0], asked("a")).result(HANG)
