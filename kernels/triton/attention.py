@@ -20,7 +20,6 @@ T tokens, S sequences, H heads, G query heads a KV head, D head size, B tokens a
 """
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
@@ -28,7 +27,7 @@ from samebit.kernels.layout.attention_work import ITEM
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.kernels.layout.options import AttentionOptions, Saved
-from samebit.kernels.triton.numeric import aligned, dot, tanh
+from samebit.kernels.triton.numeric import aligned, dot, jit, tanh
 from samebit.kernels.triton.rope import rotate
 from samebit.kernels.triton.tiles.table import attention_tiles, power_of_two
 
@@ -72,7 +71,7 @@ def write_pages(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: 
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["block_size"])
+@jit(do_not_specialize=["block_size"])
 def _write(
     k: tensor, v: tensor, pages: tensor, blocks: tensor, offsets: tensor, block_size: tensor, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_DIM: tl.constexpr,
@@ -119,7 +118,7 @@ def _accumulators(rows: int, lse: torch.Tensor, head_dim: int) -> tuple[torch.Te
     return sums, levels
 
 
-@triton.jit(do_not_specialize=["table_width", "block_size"])
+@jit(do_not_specialize=["table_width", "block_size"])
 def _attend_items(
     q: tensor, pages: tensor, items: tensor, queries: tensor, tables: tensor, out: tensor, lse: tensor, sums: tensor,
     levels: tensor, sinks: tensor, table_width: tensor, block_size: tensor, scale: tensor, softcap: tensor,

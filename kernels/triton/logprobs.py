@@ -7,13 +7,12 @@ chunk: there is no float32 copy of them. T rows, V tokens of the vocabulary, C t
 """
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.grids import VOCAB_CHUNK
 from samebit.kernels.layout.options import Reduced
-from samebit.kernels.triton.numeric import aligned
+from samebit.kernels.triton.numeric import aligned, jit
 
 _WARPS = 4
 
@@ -76,7 +75,7 @@ def entropy_gradient(
     return out
 
 
-@triton.jit
+@jit()
 def chunk_of(row: tensor, first: int, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
     """Load the chunk from ``first`` on as float32; -inf beyond the vocabulary, and for a token ruled out.
 
@@ -87,13 +86,13 @@ def chunk_of(row: tensor, first: int, VOCAB: tl.constexpr, CHUNK: tl.constexpr) 
     return tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
 
 
-@triton.jit
+@jit()
 def chunk_weights(logits: tensor, temperature: tensor, peak: tensor) -> tensor:
     """Return exp(logits / temperature - peak); exactly 0 for -inf."""
     return tl.where(logits == float("-inf"), 0.0, tl.exp(tl.div_rn(logits, temperature) - peak))
 
 
-@triton.jit
+@jit()
 def row_peak(row: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
     """Return the largest logit; NaN if there is one."""
     highest = tl.full((CHUNK,), float("-inf"), tl.float32)
@@ -105,7 +104,7 @@ def row_peak(row: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
     return tl.where(tl.max(spoilt, axis=0) > 0, float("nan"), tl.max(highest, axis=0))
 
 
-@triton.jit
+@jit()
 def _log_total(row: tensor, temperature: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
     """Return (peak, log of the summed exponentials above it) of a row at a temperature, both float32."""
     peak = tl.div_rn(row_peak(row, VOCAB, CHUNK), temperature)
@@ -116,7 +115,7 @@ def _log_total(row: tensor, temperature: tensor, VOCAB: tl.constexpr, CHUNK: tl.
     return peak, tl.log(total).to(tl.float32)
 
 
-@triton.jit
+@jit()
 def _gather(
     logits: tensor, tokens: tensor, temperatures: tensor, out: tensor, peaks: tensor, log_totals: tensor,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr,
@@ -131,7 +130,7 @@ def _gather(
     tl.store(out + r, (tl.div_rn(chosen, temperature) - peak) - log_total)
 
 
-@triton.jit
+@jit()
 def _gather_gradients(
     logits: tensor, tokens: tensor, temperatures: tensor, peaks: tensor, log_totals: tensor, grad: tensor, out: tensor,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr,
@@ -148,7 +147,7 @@ def _gather_gradients(
         tl.store(out + r.to(tl.int64) * VOCAB + token, value.to(out.dtype.element_ty), mask=token < VOCAB)
 
 
-@triton.jit
+@jit()
 def _all_tokens(logits: tensor, temperatures: tensor, out: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> None:
     r = tl.program_id(0)
     row = logits + r.to(tl.int64) * VOCAB
@@ -160,7 +159,7 @@ def _all_tokens(logits: tensor, temperatures: tensor, out: tensor, VOCAB: tl.con
         tl.store(out + r.to(tl.int64) * VOCAB + token, value, mask=token < VOCAB)
 
 
-@triton.jit
+@jit()
 def _entropy(
     logits: tensor, temperatures: tensor, out: tensor, peaks: tensor, log_totals: tensor, VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -180,7 +179,7 @@ def _entropy(
     tl.store(out + r, total.to(tl.float32))
 
 
-@triton.jit
+@jit()
 def _entropy_gradients(
     logits: tensor, temperatures: tensor, entropies: tensor, peaks: tensor, log_totals: tensor, grad: tensor,
     out: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr,

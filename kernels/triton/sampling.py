@@ -9,14 +9,13 @@ T rows, V tokens of the vocabulary, C tokens a chunk.
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.grids import VOCAB_CHUNK, ceil_div
 from samebit.kernels.layout.transfer import sent
 from samebit.kernels.triton.logprobs import chunk_of, chunk_weights, row_peak
-from samebit.kernels.triton.numeric import aligned
+from samebit.kernels.triton.numeric import aligned, jit
 
 _ROWS = 128
 
@@ -29,7 +28,7 @@ def uniforms(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["count"])
+@jit(do_not_specialize=["count"])
 def _uniforms(keys: tensor, counters: tensor, out: tensor, count: tensor, ROWS: tl.constexpr) -> None:
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < count
@@ -55,7 +54,7 @@ def keep_likely(row: torch.Tensor, temperature: float, top_k: int, top_p: float,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["kept"])
+@jit(do_not_specialize=["kept"])
 def _rule_out_unlikely(
     values: tensor, order: tensor, row: tensor, limits: tensor, kept: tensor, VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -77,7 +76,7 @@ def _rule_out_unlikely(
         passed += tl.sum(weights, axis=0)
 
 
-@triton.jit
+@jit()
 def _ranked_weights(
     values: tensor, first: int, best: tensor, temperature: tensor, kept: tensor, VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -98,7 +97,7 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor
     return out
 
 
-@triton.jit
+@jit()
 def _draw(
     logits: tensor, temperatures: tensor, uniforms: tensor, out: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr
 ) -> None:
@@ -117,7 +116,7 @@ def _draw(
     tl.store(out + r, chosen)
 
 
-@triton.jit
+@jit()
 def _first_equal(row: tensor, value: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr) -> tensor:
     """Return the lowest id with this logit."""
     found = tl.full((), VOCAB, tl.int32)
@@ -128,7 +127,7 @@ def _first_equal(row: tensor, value: tensor, VOCAB: tl.constexpr, CHUNK: tl.cons
     return found
 
 
-@triton.jit
+@jit()
 def _first_beyond(
     row: tensor, temperature: tensor, peak: tensor, uniform: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr
 ) -> tensor:

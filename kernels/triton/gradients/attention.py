@@ -10,14 +10,13 @@ T tokens, S sequences, H heads, G query heads a KV head, D head size, B tokens a
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.kernels.layout.options import AttentionOptions, Saved
-from samebit.kernels.triton.numeric import aligned, dot, tanh
+from samebit.kernels.triton.numeric import aligned, dot, jit, tanh
 from samebit.kernels.triton.tiles.table import attention_tiles, power_of_two
 
 _SINK_ROWS = 1024
@@ -69,7 +68,7 @@ def _gradient_of_sinks(
     return out
 
 
-@triton.jit
+@jit()
 def _weights_and_slopes(
     query: tensor, keys: tensor, upstream: tensor, values: tensor, level: tensor, inward: tensor, seen: tensor,
     scale: tensor, softcap: tensor, CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -85,7 +84,7 @@ def _weights_and_slopes(
     return weights, weights * (wanted - inward[:, None]) * bend
 
 
-@triton.jit(do_not_specialize=["table_width", "block_size"])
+@jit(do_not_specialize=["table_width", "block_size"])
 def _of_queries(
     q: tensor, pages: tensor, out: tensor, lse: tensor, grad: tensor, grad_q: tensor, inwards: tensor, tiles: tensor,
     row_start: tensor, lengths: tensor, tables: tensor, table_width: tensor, block_size: tensor, scale: tensor,
@@ -134,7 +133,7 @@ def _of_queries(
     tl.store(grad_q + at, acc.to(grad_q.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["table_width", "block_size"])
+@jit(do_not_specialize=["table_width", "block_size"])
 def _of_keys(
     q: tensor, pages: tensor, lse: tensor, grad: tensor, inwards: tensor, grad_k: tensor, grad_v: tensor, tiles: tensor,
     row_start: tensor, lengths: tensor, tables: tensor, table_width: tensor, block_size: tensor, scale: tensor,
@@ -185,7 +184,7 @@ def _of_keys(
     tl.store(grad_v + at, of_values.to(grad_v.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@jit(do_not_specialize=["count"])
 def _of_sinks(
     sinks: tensor, lse: tensor, inwards: tensor, queries: tensor, out: tensor, count: tensor, HEADS: tl.constexpr,
     ROWS: tl.constexpr,
