@@ -15,7 +15,7 @@ from samebit.benchmarks.workloads.workload import Workload
 from samebit.kernels import token_logprobs
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.grids import SCAN_CHUNK
+from samebit.kernels.layout.grids import KV_CHUNK, SCAN_CHUNK
 from samebit.kernels.layout.options import SSMOptions
 from samebit.kernels.layout.states.mamba import SSMShape
 from samebit.kernels.layout.states.memory import StateLayout
@@ -231,13 +231,13 @@ def _worker(model: PreTrainedModel, sizes: Sizes, count: int, device: str, **cha
     fields = {"max_num_batched_tokens": max(2048, count), **changes}
     config = RolloutConfig(
         device=device, max_num_seqs=count, max_model_len=sizes.max_model_len,
-        num_blocks=_blocks(model, sizes, count), **fields,
+        block_size=binding_of(model).ssm_chunk or KV_CHUNK, num_blocks=_blocks(model, sizes, count), **fields,
     )  # fmt: skip
     return RolloutWorker(model, config=config)
 
 
 def _blocks(model: PreTrainedModel, sizes: Sizes, count: int) -> int:
-    block = binding_of(model).ssm_chunk or 16
+    block = binding_of(model).ssm_chunk or KV_CHUNK
     longest = sizes.max_model_len if count <= 8 else sizes.prompt + sizes.new_tokens + 2
     return (count + 1) * -(-longest // block)
 

@@ -30,6 +30,7 @@ from samebit.benchmarks import tile_search as search
 from samebit.benchmarks.rounds.limited import run_limited
 from samebit.benchmarks.workloads import models
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
+from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.kernels.layout.kv_pages import KVLayout
 from samebit.kernels.layout.options import AttentionOptions
 from samebit.kernels.ops.attention import attention
@@ -214,17 +215,18 @@ def tuned_heads(heads: search.Heads, dtype: str, device: torch.device) -> Attent
 
 
 def decode_context(heads: search.Heads, dtype: str, device: torch.device) -> ForwardContext:
-    """Return the layout of a step of sequences whose context lies in pages of 16 tokens."""
-    width = CONTEXT // 16 + 1
+    """Return the layout of a step of sequences whose context lies in pages of 64 tokens."""
+    width = CONTEXT // KV_CHUNK + 1
     layout = KVLayout(1, heads.kv_heads, heads.head_dim)
-    pages = layout.allocate(SEQUENCES * width, 16, tiles.DTYPES[dtype], device.type)
+    pages = layout.allocate(SEQUENCES * width, KV_CHUNK, tiles.DTYPES[dtype], device.type)
     for page in pages:
         page.normal_()
     each = np.arange(SEQUENCES, dtype=np.int32)
     return ForwardContext(
         positions=torch.full((SEQUENCES,), CONTEXT, device=device), row_start=each,
         lengths=np.ones(SEQUENCES, np.int32), starts=np.full(SEQUENCES, CONTEXT, np.int32), table_rows=each,
-        block_tables=np.arange(1, SEQUENCES * width + 1, dtype=np.int32).reshape(SEQUENCES, width), block_size=16,
+        block_tables=np.arange(1, SEQUENCES * width + 1, dtype=np.int32).reshape(SEQUENCES, width),
+        block_size=KV_CHUNK,
         pages=tuple(pages),
     )  # fmt: skip
 

@@ -4,6 +4,7 @@
 And there is one of a layer: training, decode, and sequences that share blocks run the same compiled kernel. Those of
 routed experts keep all in registers. Products of large layers read sixteen bytes at once wherever the layer's sizes
 allow it. Logits of sixteen bits are summed in the order of float32's.
+Attention at heads of 128 takes few instructions a tile of keys, and keeps all in registers.
 """
 
 import json
@@ -18,6 +19,9 @@ SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on an H100."""
 
 CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
+
+LOOP = 560
+"""Instructions of attention for a tile of 64 keys, at 64 rows and heads of 128."""
 
 STACK = 512
 """Bytes of a thread that a scan or delta rule may keep outside of registers: its state must not be among them."""
@@ -36,6 +40,10 @@ def test_kernels_compile_for_an_h100() -> None:
     assert len({kernel["name"] for kernel in kernels}) == 46
     of_layers = [kernel for kernel in kernels if (kernel["name"], kernel["part"]) == ("_attend_items", "attentions")]
     assert len(of_layers) == 4, "one of each of the attention layers"
+    of_qwen = [
+        next(kernel for kernel in kernels if kernel["name"] == name) for name in ("_attend_items", "_of_queries")
+    ]
+    assert [(kernel["loop"] <= LOOP, kernel["stack"]) for kernel in of_qwen] == [(True, 0)] * 2, of_qwen
     assert [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY] == []
     scans = [kernel for kernel in kernels if kernel["name"] in ("_scan_head", "_rule_head", "_walk_back", "_of_chunk")]
     assert [kernel for kernel in scans if kernel["stack"] > STACK] == []
