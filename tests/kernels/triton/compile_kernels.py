@@ -35,6 +35,7 @@ from samebit.kernels.layout.options import (
     DeltaOptions,
     ExpertOptions,
     ExpertWeights,
+    Filters,
     GatedNormOptions,
     LatentOptions,
     RoutingOptions,
@@ -56,13 +57,13 @@ from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotate
 from samebit.kernels.ops.sampling import keep_likely
 from samebit.kernels.ops.ssd import scan
-from samebit.kernels.triton import sampling
 from samebit.kernels.triton.experts.operation import experts_backward, experts_forward
 from samebit.kernels.triton.experts.routing import route_backward, route_forward
 from samebit.kernels.triton.matmul import multiply
 from samebit.kernels.triton.tiles import proved_equal as tile_proofs
 from samebit.kernels.triton.tiles import table as tiles
 from samebit.kernels.triton.tiles.file import MatmulEntry
+from samebit.kernels.triton.vocabulary import sampling
 
 CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
 
@@ -208,7 +209,8 @@ def vocabulary() -> None:
     logits = torch.zeros(3, 5000)
     log_softmax(logits, temperatures)
     sampling.draw(logits, temperatures, temperatures.double())
-    keep_likely(logits[0], 0.7, 50, 0.9, 0.1)
+    each = np.ones(2)
+    keep_likely(logits, Filters(np.array([0, 2]), 0.7 * each, np.array([50, 0]), 0.9 * each, 0.1 * each))
     sampling.uniforms(torch.zeros(3, 2, dtype=torch.uint32), torch.zeros(3, 4, dtype=torch.uint32))
 
 
