@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_name
+from verl.utils.fsdp_utils import load_fsdp_model_to_gpu
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -92,6 +93,8 @@ class SamebitEngine(FSDPEngineWithLMHead):
         """Return for the rollout a `WeightStream` in the dtype of the forward, gathered tensor by tensor."""
         if not self.exact:
             return super().get_per_tensor_param(**options)  # type: ignore[no-any-return]
+        if self._is_offload_param and get_device_name() == "cuda":
+            load_fsdp_model_to_gpu(self.module)  # shards are gathered there; verl takes them away again
         return WeightStream.of(self.module, dtype=self._computes_in), None
 
 

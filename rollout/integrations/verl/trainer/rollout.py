@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 import ray
+from verl.utils.device import get_device_name
 from verl.workers.rollout.base import BaseRollout
 
 from samebit.rollout.integrations.ray import BroadcastGroup, RayWorker, wait_for_async
@@ -45,7 +46,8 @@ class SamebitRollout(BaseRollout):
     ) -> None:
         """Send all weights to the server, or tell it where they come from. Its prefix cache is cleared with the switch.
 
-        weights: of `SamebitEngine`, through shared memory; or the group of `SamebitCheckpointEngine`.
+        weights: of `SamebitEngine`, through shared memory or, on a GPU, its own (CUDA IPC); or the group of
+        `SamebitCheckpointEngine`.
         """
         if peft_config is not None or not base_sync_done:
             raise ValueError("samebit serves no adapters: train without LoRA")
@@ -75,5 +77,6 @@ class SamebitRollout(BaseRollout):
     @property
     def _worker(self) -> RayWorker:
         if self._client is None:
-            self._client = RayWorker(self._server, sync_timeout=sync_timeout(self.config.custom))
+            timeout = sync_timeout(self.config.custom)
+            self._client = RayWorker(self._server, sync_timeout=timeout, device=get_device_name())
         return self._client
