@@ -15,7 +15,7 @@ from samebit.benchmarks.workloads.workload import Workload
 from samebit.kernels import token_logprobs
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.grids import SCAN_CHUNK
+from samebit.kernels.layout.grids import KV_CHUNK, SCAN_CHUNK
 from samebit.kernels.layout.options import SSMOptions
 from samebit.kernels.layout.states.mamba import SSMShape
 from samebit.kernels.layout.states.memory import StateLayout
@@ -36,10 +36,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sets the size of a measurement: sequences at once, tokens of a prompt, new tokens."""
+    """Sets the size of a measurement: sequences at once, in the order of their turns; tokens of a prompt, new tokens;
+    sequences and tokens of a training call."""
 
-    sequences: tuple[int, ...] = (1, 16, 64, 256)
+    sequences: tuple[int, ...] = (64, 1, 256, 16, 128)
     prompt: int = 512
+    training: tuple[int, int] = (2, 4096)
     new_tokens: int = 64
     prefill_rows: int = 4096
     max_model_len: int = 4096
@@ -117,15 +119,18 @@ def prefill(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figur
 
 def tax(model: PreTrainedModel, inexact: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
     """Compare a decode step with torch's products, norms and activations in the same engine, at 64 sequences."""
-    count = min(64, sizes.sequences[-1])
+    count = min(64, max(sizes.sequences))
     exact = _decode_step(model, sizes, count, device)
     other = _decode_step(inexact, sizes, count, device, exact=False)
     yield Figure(f"exactness tax, decode of {count} sequences", exact / other, "x")
 
 
 def training(model: PreTrainedModel, inexact: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
-    """Compare forward and backward of a batch of log-probabilities, exact and not."""
-    ids = torch.randint(0, model.config.vocab_size, (2, sizes.prompt), device=device)
+    """Compare forward and backward of a batch of log-probabilities, exact and not, both with gradient checkpointing."""
+    ids = torch.randint(0, model.config.vocab_size, sizes.training, device=device)
+    for each in (model, inexact):
+        each.train()
+        each.gradient_checkpointing_enable()
 
     def step(own: PreTrainedModel) -> None:
         token_logprobs(own, ids).sum().backward()
@@ -138,7 +143,7 @@ def training(model: PreTrainedModel, inexact: PreTrainedModel, sizes: Sizes, dev
 
 def hugging_face(model: PreTrainedModel, plain: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
     """Compare the output tokens per second of continuous batching with ours, prefill included."""
-    count = min(64, sizes.sequences[-1])
+    count = min(64, max(sizes.sequences))
     workload = Workload(prompts=count, samples=1, prompt_tokens=sizes.prompt, new_tokens=sizes.new_tokens)
     run = hf_continuous(plain, workload, LIKE_SAMEBIT)
     prompts = _prompts(model, (sizes.prompt,) * count)
@@ -226,13 +231,13 @@ def _worker(model: PreTrainedModel, sizes: Sizes, count: int, device: str, **cha
     fields = {"max_num_batched_tokens": max(2048, count), **changes}
     config = RolloutConfig(
         device=device, max_num_seqs=count, max_model_len=sizes.max_model_len,
-        num_blocks=_blocks(model, sizes, count), **fields,
+        block_size=binding_of(model).ssm_chunk or KV_CHUNK, num_blocks=_blocks(model, sizes, count), **fields,
     )  # fmt: skip
     return RolloutWorker(model, config=config)
 
 
 def _blocks(model: PreTrainedModel, sizes: Sizes, count: int) -> int:
-    block = binding_of(model).ssm_chunk or 16
+    block = binding_of(model).ssm_chunk or KV_CHUNK
     longest = sizes.max_model_len if count <= 8 else sizes.prompt + sizes.new_tokens + 2
     return (count + 1) * -(-longest // block)
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import TypeVar
 
 from torch import nn
@@ -30,24 +29,36 @@ class Heads:
     head_dim: int
 
 
+_MANY = (
+    (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 256, 32, 8, 4), (128, 128, 32, 4, 4),
+    (64, 64, 32, 4, 3),
+)  # fmt: skip
+"""Lists tiles for thousands of rows; the last two are for GPUs with less shared memory, and for float32."""
+
+_FEW = (
+    (16, 32, 128, 4, 6), (16, 64, 128, 4, 4), (64, 16, 128, 4, 6), (64, 32, 128, 4, 4), (64, 64, 128, 4, 3),
+    (64, 64, 64, 4, 6), (64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 4, 4),
+)  # fmt: skip
+"""Lists tiles for few rows: more programs, more bytes in flight."""
+
+_ATTENTION = (
+    (16, 4, 2), (32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 1), (64, 8, 2), (128, 8, 1), (128, 8, 2),
+    (128, 8, 3),
+)  # fmt: skip
+
+
 def wide_tiles() -> Iterator[MatmulTile]:
     """Return tiles for many rows."""
-    for (rows, outputs), depth, warps, stages in product(
-        ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128)), (32, 64), (4, 8), (3, 4)
-    ):
-        if rows * outputs <= 8192 * warps // 2:  # accumulators that fit into the registers
-            yield MatmulTile(rows, outputs, depth, warps, stages)
+    return (MatmulTile(*one) for one in _MANY)
 
 
 def narrow_tiles() -> Iterator[MatmulTile]:
-    """Return tiles for few rows: more programs, more bytes in flight."""
-    for rows, outputs, depth, stages in product((16, 64), (16, 32, 64, 128), (64, 128), (4, 6, 8)):
-        yield MatmulTile(rows, outputs, depth, 4, stages)
+    """Return tiles for few rows."""
+    return (MatmulTile(*one) for one in _FEW)
 
 
 def attention_tiles() -> Iterator[AttentionTile]:
-    for rows, warps, stages in product((16, 32, 64, 128), (4, 8), (1, 2, 3)):
-        yield AttentionTile(rows, warps, stages)
+    return (AttentionTile(*one) for one in _ATTENTION)
 
 
 def linear_layers(model: nn.Module) -> list[tuple[int, int]]:

@@ -1,15 +1,19 @@
 """Measure tile configurations on this GPU and write the best into kernels/triton/tiles/tiles.json, for its family.
 
-    python benchmarks/tune_tiles.py [--models NAME ...] [--model FOLDER] [--dtype bfloat16] [--out FILE]
+    python benchmarks/tune_tiles.py [--models NAME ...] [--model FOLDER] [--dtype bfloat16] [--out FILE] [--minutes 9]
 
 Runs from a checkout in which nothing is installed but torch, triton, transformers and numba. Other sizes keep the
 entries that they have. A tile for few rows is written only if its bits were those of the one for many, here and now.
+Each layer is a process of its own with a limit, the first model's before the next one's: an illegal address or a time
+that is up costs one layer, and an entry is written as soon as it is found.
 """
 
 import argparse
 import statistics
+import sys
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,10 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from samebit.benchmarks import gpu  # finds samebit
 from samebit.benchmarks import gpu_figures as gpu_measure
 from samebit.benchmarks import tile_search as search
+from samebit.benchmarks.rounds.limited import run_limited
 from samebit.benchmarks.workloads import models
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
+from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.kernels.layout.kv_pages import KVLayout
 from samebit.kernels.layout.options import AttentionOptions
 from samebit.kernels.ops.attention import attention
@@ -47,6 +53,9 @@ from samebit.kernels.triton.tiles.proved_equal import Layer, proved_equal
 CACHE_BYTES = 1 << 28
 """Weights of so many bytes take turns, so that none is in the GPU's cache: more than any has."""
 
+LIMIT = 150.0
+"""Seconds that a layer may take."""
+
 LAUNCHES = 20
 PROMPT = 4096
 CONTEXT = 1024
@@ -56,6 +65,11 @@ SEQUENCES = 64
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=gpu.SHAPES, default=list(gpu.SHAPES))
+    parser.add_argument("--minutes", type=float, default=9.0, help="all layers end by then (default 9)")
+    parser.add_argument("--layer", type=int, nargs=2, metavar=("INPUTS", "OUTPUTS"), help="one layer, in this process")
+    parser.add_argument(
+        "--heads", type=int, nargs=3, metavar=("HEADS", "KV_HEADS", "SIZE"), help="one head size, so too"
+    )
     parser.add_argument("--model", type=Path, nargs="*", default=[], help="folders with a config.json of your own")
     parser.add_argument("--dtype", choices=tiles.DTYPES, default="bfloat16")
     parser.add_argument("--out", type=Path, default=tiles.FILE, help="default: the package's own file")
@@ -63,13 +77,38 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error(f"torch {torch.__version__} sees no CUDA device")
     device, dtype = torch.device("cuda", torch.cuda.current_device()), tiles.DTYPES[args.dtype]
-    layers, heads = sizes_of([*map(shape_config, args.models), *map(AutoConfig.from_pretrained, args.model)])
-    bandwidth = gpu_measure.bandwidth("cuda")
+    if args.layer:
+        bandwidth = gpu_measure.bandwidth("cuda")
+        keep(args.out, device, matmul=tuned(Layer(device, *args.layer, dtype, False), args.dtype, bandwidth))
+    elif args.heads:
+        keep(args.out, device, attention=tuned_heads(search.Heads(*args.heads), args.dtype, device))
+    else:
+        configs = [*map(shape_config, args.models), *map(AutoConfig.from_pretrained, args.model)]
+        tune_all(commands(configs), ["--dtype", args.dtype, "--out", str(args.out)], args.minutes)
+
+
+def commands(configs: Iterable[PretrainedConfig]) -> list[list[str]]:
+    """Return the options that tune one layer or head size each, those of the first model first."""
+    found: dict[tuple[str, ...], None] = {}
+    for config in configs:
+        layers, heads = sizes_of([config])
+        found |= {("--layer", *map(str, layer)): None for layer in layers}
+        found |= {("--heads", *map(str, astuple(one))): None for one in heads}
+    return [list(one) for one in found]
+
+
+def tune_all(turns: Iterable[list[str]], more: list[str], minutes: float) -> None:
+    """Run each in its process, until the time is up; say what is missing."""
+    ends = time.monotonic() + 60 * minutes
     print(f"{'layer':<20}{'tile':>36}{'TFLOP/s':>9}{'torch':>7}  {'at 64 rows':>36}{'rungs':>6}{'of bandwidth':>14}")
-    for layer in layers:
-        keep(args.out, device, matmul=tuned(Layer(device, *layer, dtype, False), args.dtype, bandwidth))
-    for one in heads:
-        keep(args.out, device, attention=tuned_heads(one, args.dtype, device))
+    for options in turns:
+        left = min(ends - time.monotonic(), LIMIT)
+        trouble = "not run: the time was up"
+        if left >= gpu.LEAST:
+            command = [sys.executable, str(Path(__file__).resolve()), *options, *more]
+            trouble = run_limited(command, left, lambda found: None) or ""
+        if trouble:
+            print(f"{' '.join(options):<40}{trouble}", flush=True)
 
 
 def keep(
@@ -176,17 +215,18 @@ def tuned_heads(heads: search.Heads, dtype: str, device: torch.device) -> Attent
 
 
 def decode_context(heads: search.Heads, dtype: str, device: torch.device) -> ForwardContext:
-    """Return the layout of a step of sequences whose context lies in pages of 16 tokens."""
-    width = CONTEXT // 16 + 1
+    """Return the layout of a step of sequences whose context lies in pages of 64 tokens."""
+    width = CONTEXT // KV_CHUNK + 1
     layout = KVLayout(1, heads.kv_heads, heads.head_dim)
-    pages = layout.allocate(SEQUENCES * width, 16, tiles.DTYPES[dtype], device.type)
+    pages = layout.allocate(SEQUENCES * width, KV_CHUNK, tiles.DTYPES[dtype], device.type)
     for page in pages:
         page.normal_()
     each = np.arange(SEQUENCES, dtype=np.int32)
     return ForwardContext(
         positions=torch.full((SEQUENCES,), CONTEXT, device=device), row_start=each,
         lengths=np.ones(SEQUENCES, np.int32), starts=np.full(SEQUENCES, CONTEXT, np.int32), table_rows=each,
-        block_tables=np.arange(1, SEQUENCES * width + 1, dtype=np.int32).reshape(SEQUENCES, width), block_size=16,
+        block_tables=np.arange(1, SEQUENCES * width + 1, dtype=np.int32).reshape(SEQUENCES, width),
+        block_size=KV_CHUNK,
         pages=tuple(pages),
     )  # fmt: skip
 

@@ -5,17 +5,22 @@ of one pool hold the cores that the other wants: 17.4 ms against 14.6 ms for the
 a decode step on two cores. The loader gives torch the copy that is already there when the soname is the
 same, so it is enough to load Numba's first: samebit does, where it is imported before torch.
 
+Where the system has no libgomp, torch's own copy is loaded first: it serves a Numba that asks for it by its soname.
+Numba's own wheels ask for the file, so there the error says how to let it stand in.
+
 Within a pool, libgomp counts the workers of every Python thread, idle ones too, and lets them all sleep at
 once when they are more than the cores: 8.4 ms against 5.1 ms for the GEMMs of a decode step in a second
 thread. So a thread that is about to wait gives its workers up (`release_idle_threads`).
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import numba
-from numba.np.ufunc import omppool  # noqa: F401  (an ImportError here: no OpenMP runtime, install libgomp)
 
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "4000", "NUMBA_THREADING_LAYER": "omp"}
 """Read when OpenMP and Numba are loaded: idle threads soon sleep, after a spin that is long enough for the gaps between
@@ -28,6 +33,47 @@ _PAUSE_SOFT = 1
 def process_environment(num_threads: int) -> dict[str, str]:
     """Return what a process that computes with so many threads needs in its environment before it loads torch."""
     return {**ENVIRONMENT, "OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
+
+
+def load_openmp(load: Callable[[], object], copies: Callable[[], list[Path]]) -> None:
+    """Load Numba's OpenMP layer; where it finds no libgomp, with one of the copies that torch brings along.
+
+    Args:
+        load: imports the layer; may be called again.
+        copies: lists libraries that may stand in.
+
+    Raises:
+        ImportError: none of them is what the layer asks for.
+    """
+    try:
+        load()
+        return
+    except ImportError as error:
+        missing = error
+    given = copies()
+    for copy in given:
+        ctypes.CDLL(str(copy), mode=ctypes.RTLD_GLOBAL)
+        try:
+            load()
+            return
+        except ImportError as error:
+            missing = error
+    remedy = "install your system's libgomp package (Debian: libgomp1)"
+    if given:
+        remedy += (
+            f", or let torch's copy stand in, before Python starts: mkdir -p /tmp/gomp && ln -sf {given[0]} "
+            "/tmp/gomp/libgomp.so.1 && ln -sf libgomp.so.1 /tmp/gomp/libgomp.so.1.0.0 && "
+            "export LD_LIBRARY_PATH=/tmp/gomp"
+        )
+    raise ImportError(f"samebit needs an OpenMP runtime for Numba ({missing}): {remedy}") from missing
+
+
+def _copies_of_torch() -> list[Path]:
+    """List the libgomp files that torch was installed with, without importing it."""
+    found = find_spec("torch")
+    folders = [] if found is None else [Path(folder) for folder in found.submodule_search_locations or ()]
+    places = [place for folder in folders for place in (folder / "lib", folder.with_name("torch.libs"))]
+    return [path for place in places for path in sorted(place.glob("libgomp*.so*"))]
 
 
 def require_openmp() -> None:
@@ -63,4 +109,5 @@ def _runtimes() -> tuple[ctypes.CDLL, ...]:
     return tuple(lib for lib in map(ctypes.CDLL, paths) if hasattr(lib, "omp_pause_resource_all"))
 
 
+load_openmp(lambda: import_module("numba.np.ufunc.omppool"), _copies_of_torch)
 require_openmp()

@@ -90,6 +90,7 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
             shared=loaded.shared,
             users=binding_of(loaded.module).users,
             dequantize=config.dequantize,
+            exact=config.exact,
         ),
         max_model_len=loaded.max_model_len,
         eos_token_ids=loaded.eos_token_ids,

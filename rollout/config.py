@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.rollout.checks import (
     as_bool,
     as_int,
@@ -29,6 +30,9 @@ EVICTION_POLICIES = ("lru", "ref_zero")
 WHILE_ASLEEP = ("raise", "wait")
 DEVICES = ("cpu", "cuda")
 DEFAULT_BLOCK_SIZE = 16
+SMALLEST_BLOCK = {"cpu": 1, "cuda": KV_CHUNK}
+"""Holds the fewest tokens of a block by device: on a GPU a tile of keys is loaded in one piece."""
+
 DEFAULT_GPU_SHARE = 0.85
 
 _PLAIN: dict[str, Callable[[object], object]] = {
@@ -46,8 +50,8 @@ _PLAIN: dict[str, Callable[[object], object]] = {
 class RolloutConfig:
     """Says how much memory a worker may use and how much it computes in one step.
 
-    block_size: tokens in a KV block, a power of two; None for 16, or for the SSM chunk of a model with recurrent
-        layers, which must divide it. No result depends on it.
+    block_size: tokens in a KV block, a power of two, on CUDA of at least 64; None for the SSM chunk of a model with
+        recurrent layers, which must divide it, else for 16, on CUDA at least 64. No result depends on it.
     num_blocks, kv_cache_gb, gpu_memory_utilization: the size of the KV pool, given in one of the three ways; by default
         on the CPU enough for `max_num_seqs` sequences of `max_model_len` tokens, but at most 1 GiB, on CUDA a share of
         .85. The last, on CUDA alone, is the share of the device's memory that may be in use by all processes: the
@@ -142,6 +146,11 @@ class RolloutConfig:
         if self.self_test and not self.exact:
             raise ValueError("self_test=True compares what exact=False gives up; allowed with it: False or None")
         check_one_of("device", self.device, DEVICES)
+        if self.block_size is not None and self.block_size < SMALLEST_BLOCK[self.device]:
+            least = SMALLEST_BLOCK[self.device]
+            raise ValueError(
+                f"block_size on {self.device!r} must be a power of two from {least} on or None, got {self.block_size}"
+            )
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device='cuda', but torch {torch.__version__} sees no CUDA device here; allowed: 'cpu'")
         self.torch_dtype()
@@ -165,7 +174,8 @@ class RolloutConfig:
     def with_block_size(self, ssm_chunk: int | None) -> RolloutConfig:
         """Return the same with a block size that suits the model; `ssm_chunk` is None without recurrent layers."""
         if self.block_size is None:
-            return replace(self, block_size=DEFAULT_BLOCK_SIZE if ssm_chunk is None else ssm_chunk)
+            usual = DEFAULT_BLOCK_SIZE if ssm_chunk is None else ssm_chunk
+            return replace(self, block_size=max(usual, SMALLEST_BLOCK[self.device]))
         if ssm_chunk is not None and self.block_size % ssm_chunk:
             raise ValueError(
                 f"block_size must be a multiple of the model's SSM chunk ({ssm_chunk}), got {self.block_size}"

@@ -57,13 +57,15 @@ class UpdateTerms:
     """Holds the terms of a receiver.
 
     partial: only some tensors will do; cast: so will other floating dtypes; dequantize: and weights that a folder holds
-    quantized; widen_buffers: and buffers of a narrower dtype, whose values the model's holds too.
+    quantized; widen_buffers: and buffers of a narrower dtype, whose values the model's holds too. other_arithmetic:
+    weights of a sender whose GPU computes other bits are welcome.
     """
 
     partial: bool = False
     cast: bool = False
     dequantize: bool = False
     widen_buffers: bool = False
+    other_arithmetic: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from samebit.kernels.cpu import philox
 from samebit.kernels.cpu.base.jit import RowKernel
 from samebit.kernels.cpu.logprobs import chunk_total, row_max, weight
 from samebit.kernels.layout.grids import LANES, VOCAB_CHUNK
+from samebit.kernels.layout.options import Filters
 
 _ZERO = np.float32(0.0)
 _LOWEST = np.float32(-np.inf)
@@ -93,8 +94,14 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor
     return out
 
 
-def keep_likely(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def keep_likely(logits: torch.Tensor, filters: Filters) -> None:
     """Implement `Operations.keep_likely`."""
+    each = zip(filters.rows, filters.temperatures, filters.top_k, filters.top_p, filters.min_p, strict=True)
+    for row, temperature, top_k, top_p, min_p in each:
+        _keep_likely(logits[int(row)], float(temperature), int(top_k), float(top_p), float(min_p))
+
+
+def _keep_likely(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     order = torch.sort(row, descending=True, stable=True).indices
     scaled = row[order].double() / temperature
     keep = torch.ones(len(row), dtype=torch.bool)

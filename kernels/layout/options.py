@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 Saved = tuple[torch.Tensor, ...]
@@ -211,3 +213,18 @@ class ExpertWeights:
     down: torch.Tensor
     up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Filters:
+    """Says of some rows of logits which tokens are too unlikely to be drawn, one entry a row, on the host.
+
+    rows: int64. temperatures: float64, above 0. top_k: int64, 0 or less for all tokens. top_p: float64, 1 for all.
+    min_p: float64, 0 for all.
+    """
+
+    rows: npt.NDArray[np.int64]
+    temperatures: npt.NDArray[np.float64]
+    top_k: npt.NDArray[np.int64]
+    top_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float64]

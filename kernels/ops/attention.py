@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import TRAINING_BLOCK, ForwardContext
+from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.kernels.layout.options import AttentionOptions
 from samebit.kernels.layout.shape_checks import check_dtype, check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.ops.dispatch import operations_for
@@ -101,6 +102,8 @@ def _check(
             check_host("sinks", sinks)
         if pages is None and context.block_size != TRAINING_BLOCK:
             raise ValueError(f"a context without pages has blocks of {context.block_size}; allowed: {TRAINING_BLOCK}")
+    elif context.block_size % KV_CHUNK:
+        raise ValueError(f"a GPU reads pages of {context.block_size} tokens; allowed: a multiple of {KV_CHUNK}")
     held = k.dtype if pages is None else pages.dtype
     if not k.dtype == v.dtype == held:
         raise changed_dtype(f"keys are {k.dtype} and values {v.dtype}", "KV pages", held)

@@ -27,6 +27,7 @@ from samebit.kernels.layout.options import (
     DeltaOptions,
     ExpertOptions,
     ExpertWeights,
+    Filters,
     GatedNormOptions,
     LatentOptions,
     Layer,
@@ -212,8 +213,8 @@ class Operations(Protocol):
     def draw(self, logits: Tensor, temperatures: Tensor, uniform: Tensor) -> Tensor:
         """Return the token that each row's uniform number chooses."""
 
-    def keep_likely(self, row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-        """Rule out all but the likely tokens of ``row``."""
+    def keep_likely(self, logits: Tensor, filters: Filters) -> None:
+        """Rule out all but the likely tokens of some rows ``[T, V]``, in place."""
 
 
 def operations_for(tensor: Tensor) -> Operations:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from samebit.kernels.layout import device
+from samebit.kernels.layout.options import Filters
 from samebit.kernels.layout.shape_checks import check_dtype, check_host, check_shape
 from samebit.kernels.layout.transfer import indices, sent
 from samebit.kernels.ops.dispatch import operations_for
@@ -90,11 +91,12 @@ def rule_out(row: torch.Tensor, token_ids: tuple[int, ...]) -> None:
     row.index_fill_(0, indices(np.array(token_ids, np.int64), row.device), _RULED_OUT)
 
 
-def keep_likely(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    """Rule out all but the likely tokens of ``row``, ``[V]``, in place.
+def keep_likely(logits: torch.Tensor, filters: Filters) -> None:
+    """Rule out all but the likely tokens of some rows of ``logits``, ``[R, V]`` float32, contiguous, in place.
 
     Top-k first, then top-p of what is left (Holtzman et al. 2020), then min-p relative to the likeliest
-    (Nguyen et al. 2024), as vLLM orders them. Ties are broken by the lower id. At least one token stays.
-    ``top_k <= 0``, ``top_p == 1`` and ``min_p == 0`` switch the filters off.
+    (Nguyen et al. 2024), as vLLM orders them. Ties are broken by the lower id. At least one token of a row stays.
     """
-    operations_for(row).keep_likely(row, temperature, top_k, top_p, min_p)
+    if logits.dim() != 2 or not logits.is_contiguous():
+        raise ValueError(f"logits has the shape {list(logits.shape)}; allowed: [R, V], contiguous")
+    operations_for(logits).keep_likely(logits, filters)

@@ -3,13 +3,12 @@
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.layout.options import Saved
-from samebit.kernels.triton.numeric import aligned, sigmoid, tanh
+from samebit.kernels.triton.numeric import aligned, jit, sigmoid, tanh
 from samebit.kernels.triton.tiles.table import ELEMENTS
 
 _SILU, _GELU_TANH, _GELU, _SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
@@ -46,7 +45,7 @@ def _grid(gate: torch.Tensor) -> tuple[int, int]:
     return gate.numel() // width, ceil_div(width, ELEMENTS)
 
 
-@triton.jit
+@jit()
 def value_and_slope(x: tensor, KIND: tl.constexpr) -> Any:
     """Return act(x) and its derivative."""
     if KIND == _SILU:
@@ -68,14 +67,14 @@ def value_and_slope(x: tensor, KIND: tl.constexpr) -> Any:
     return value, slope
 
 
-@triton.jit
+@jit()
 def _places(WIDTH: tl.constexpr, SIZE: tl.constexpr) -> Any:
     """Return the places of this program's elements, and which of them are real."""
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     return tl.program_id(0).to(tl.int64) * WIDTH + column, column < WIDTH
 
 
-@triton.jit
+@jit()
 def _forward(
     gate: tensor, up: tensor, out: tensor, WIDTH: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr
 ) -> None:
@@ -85,7 +84,7 @@ def _forward(
     tl.store(out + place, result.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@jit()
 def _backward(
     gate: tensor, up: tensor, grad: tensor, grad_gate: tensor, grad_up: tensor, WIDTH: tl.constexpr,
     KIND: tl.constexpr, SIZE: tl.constexpr,

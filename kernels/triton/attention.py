@@ -10,6 +10,8 @@ Invariants (the row rule and the grid rule):
   grouped or not.
 * All numbers that tell calls apart (block size, table width, lengths, items) are read at run time: there is one
   compiled kernel a layer.
+* A page holds a whole number of tiles, and tiles begin where pages do: a tile of keys lies in one piece.
+* Scores, peaks and the log-sum-exp are logarithms to base 2, as the hardware's exponential is.
 * A sink is where the accumulator of a row begins, as a score before the first tile that has no value.
 * Keys beyond the newest token of an item are not loaded: their pages may hold anything.
 
@@ -19,8 +21,9 @@ A page holds ``block_size`` tokens of one layer: ``pages[block, kv_head, 0]`` th
 T tokens, S sequences, H heads, G query heads a KV head, D head size, B tokens a block, C tokens a chunk.
 """
 
+import math
+
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
@@ -28,9 +31,11 @@ from samebit.kernels.layout.attention_work import ITEM
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.kernels.layout.options import AttentionOptions, Saved
-from samebit.kernels.triton.numeric import aligned, dot, tanh
+from samebit.kernels.triton.numeric import aligned, dot, jit, tanh
 from samebit.kernels.triton.rope import rotate
 from samebit.kernels.triton.tiles.table import attention_tiles, power_of_two
+
+LOG2E = tl.constexpr(math.log2(math.e))
 
 _ITEM = tl.constexpr(ITEM)
 
@@ -72,7 +77,7 @@ def write_pages(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: 
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["block_size"])
+@jit(do_not_specialize=["block_size"])
 def _write(
     k: tensor, v: tensor, pages: tensor, blocks: tensor, offsets: tensor, block_size: tensor, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_DIM: tl.constexpr,
@@ -90,7 +95,7 @@ def _attend(
     q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: AttentionOptions,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the output, and the log-sum-exp of the scores of each row and head."""
+    """Return the output, and the log-sum-exp of the scores of each row and head, to base 2."""
     tokens, heads, head_dim = q.shape
     kv_heads, group = pages.shape[1], heads // pages.shape[1]
     layout = context.on_device
@@ -104,11 +109,24 @@ def _attend(
         if len(some):
             _attend_items[(len(some), kv_heads)](
                 q, pages, some, layout.queries, layout.tables, out, lse, sums, levels,
-                lse if sinks is None else aligned(sinks), layout.tables.shape[1], context.block_size, options.scale,
-                options.softcap, heads, kv_heads, head_dim, options.window, options.softcap > 0, sinks is not None,
-                rows, KV_CHUNK, power_of_two(max(head_dim, 16)), num_warps=tile.warps, num_stages=tile.stages,
+                lse if sinks is None else aligned(sinks), layout.tables.shape[1], block_bits(context),
+                *score_factors(options), heads, kv_heads, head_dim, options.window, options.softcap > 0,
+                sinks is not None, rows, KV_CHUNK, power_of_two(max(head_dim, 16)), num_warps=tile.warps,
+                num_stages=tile.stages,
             )  # fmt: skip
     return out, lse
+
+
+def score_factors(options: AttentionOptions) -> tuple[float, float]:
+    """Return what the products q . k, and behind a cap their tanh, are multiplied with to be scores, to base 2."""
+    if options.softcap > 0:
+        return options.scale / options.softcap, options.softcap * math.log2(math.e)
+    return options.scale * math.log2(math.e), 1.0
+
+
+def block_bits(context: ForwardContext) -> int:
+    """Return the logarithm of the block size, a power of two: kernels shift instead of dividing."""
+    return context.block_size.bit_length() - 1
 
 
 def _accumulators(rows: int, lse: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,10 +137,20 @@ def _accumulators(rows: int, lse: torch.Tensor, head_dim: int) -> tuple[torch.Te
     return sums, levels
 
 
-@triton.jit(do_not_specialize=["table_width", "block_size"])
+@jit()
+def tile_of_keys(
+    pages: tensor, table: tensor, base: tensor, block_bits: tensor, kv_head: tensor, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> tensor:  # fmt: skip
+    """Return where the key at ``base`` lies, those of its tile behind it, and its value a page's keys further on."""
+    page = tl.load(table + (base >> block_bits)).to(tl.int64) * KV_HEADS + kv_head
+    return pages + ((page << block_bits + 1) + (base & (1 << block_bits) - 1)) * HEAD_DIM
+
+
+@jit(do_not_specialize=["table_width", "block_bits"])
 def _attend_items(
     q: tensor, pages: tensor, items: tensor, queries: tensor, tables: tensor, out: tensor, lse: tensor, sums: tensor,
-    levels: tensor, sinks: tensor, table_width: tensor, block_size: tensor, scale: tensor, softcap: tensor,
+    levels: tensor, sinks: tensor, table_width: tensor, block_bits: tensor, inner: tensor, outer: tensor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED_DIM: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -148,37 +176,37 @@ def _attend_items(
     begun = since > 0  # by an item before, which kept the accumulators
     no_total, no_peak = 0.0, float("-inf")
     if SINKS:
-        no_total, no_peak = 1.0, tl.load(sinks + head)
+        no_total, no_peak = 1.0, tl.load(sinks + head) * LOG2E
     acc = tl.load(sums + kept[:, None] * HEAD_DIM + d[None, :], mask=inside & begun, other=0.0)
     total = tl.load(levels + 2 * kept, mask=real & begun, other=no_total)
     peak = tl.load(levels + 2 * kept + 1, mask=real & begun, other=no_peak)
     for base in range(tl.maximum(begin, since), until, KEYS):
         key = base + tl.arange(0, KEYS)
         there = key < until
-        block = tl.load(tables + sequence * table_width + key // block_size, mask=there, other=0).to(tl.int64)
-        page = (block * KV_HEADS + kv_head) * 2 * block_size + key % block_size
+        tile = tile_of_keys(pages, tables + sequence * table_width, base, block_bits, kv_head, KV_HEADS, HEAD_DIM)
         held = there[None, :] & (d[:, None] < HEAD_DIM)
-        keys = tl.load(pages + page[None, :] * HEAD_DIM + d[:, None], mask=held, other=0.0)
-        scores = dot(query, keys, tl.zeros((ROWS, KEYS), tl.float32)) * scale
+        keys = tl.load(tile + tl.arange(0, KEYS)[None, :] * HEAD_DIM + d[:, None], mask=held, other=0.0)
+        scores = dot(query, keys, tl.zeros((ROWS, KEYS), tl.float32)) * inner
         if CAPPED:
-            scores = tanh(scores / softcap) * softcap
+            scores = tanh(scores) * outer
         seen = key[None, :] <= position[:, None]
         if WINDOW > 0:
             seen &= key[None, :] > position[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         level = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
-        weights = tl.exp(scores - level[:, None])
-        fade = tl.exp(peak - level)
+        weights = tl.exp2(scores - level[:, None])
+        fade = tl.exp2(peak - level)
         total = total * fade + tl.sum(weights, axis=1)
         held = there[:, None] & (d[None, :] < HEAD_DIM)
-        values = tl.load(pages + (page + block_size)[:, None] * HEAD_DIM + d[None, :], mask=held, other=0.0)
+        tile += HEAD_DIM << block_bits
+        values = tl.load(tile + tl.arange(0, KEYS)[:, None] * HEAD_DIM + d[None, :], mask=held, other=0.0)
         acc = dot(weights.to(values.dtype), values, acc * fade[:, None])
         peak = higher
     if until > oldest:
         result = acc / total[:, None]
         tl.store(out + place[:, None] * HEAD_DIM + d[None, :], result.to(out.dtype.element_ty), mask=inside)
-        tl.store(lse + place, peak + tl.log(total), mask=real)
+        tl.store(lse + place, peak + tl.log2(total), mask=real)
     else:
         tl.store(sums + kept[:, None] * HEAD_DIM + d[None, :], acc, mask=inside)
         tl.store(levels + 2 * kept, total, mask=real)

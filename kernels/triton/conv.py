@@ -6,14 +6,13 @@ T tokens, S sequences, W channels, K taps.
 """
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.layout.options import Saved
-from samebit.kernels.triton.numeric import aligned, sigmoid, with_aligned_rows
+from samebit.kernels.triton.numeric import aligned, jit, sigmoid, with_aligned_rows
 from samebit.kernels.triton.tiles.table import ELEMENTS
 
 
@@ -45,7 +44,7 @@ def _convolve(
     return out
 
 
-@triton.jit
+@jit()
 def _convolve_row(
     x: tensor, taps: tensor, bias: tensor, sequences: tensor, within: tensor, starts: tensor, slots: tensor,
     windows: tensor, out: tensor, STRIDE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, SIZE: tl.constexpr,
@@ -82,7 +81,7 @@ def _move_windows(x: torch.Tensor, context: ForwardContext, layer: int) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["grid"])
+@jit(do_not_specialize=["grid"])
 def _move_window(
     x: tensor, row_start: tensor, lengths: tensor, starts: tensor, slots: tensor, windows: tensor,
     block_windows: tensor, captures: tensor, first_capture: tensor, captured: tensor, grid: tensor,
@@ -104,7 +103,7 @@ def _move_window(
         _window_at(rows, length, window, window, channel, STRIDE, WIDTH, SIZE)
 
 
-@triton.jit
+@jit()
 def _window_at(
     rows: tensor, offset: tensor, before: tensor, target: tensor, channel: tensor, STRIDE: tl.constexpr,
     WIDTH: tl.constexpr, SIZE: tl.constexpr,

@@ -4,12 +4,11 @@ outputs."""
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.grids import ceil_div
-from samebit.kernels.triton.numeric import aligned, dot
+from samebit.kernels.triton.numeric import aligned, dot, jit
 from samebit.kernels.triton.tiles.file import MatmulTile
 
 GROUP = 8
@@ -63,7 +62,7 @@ def multiply_first(
     return out[:, :held]
 
 
-@triton.jit(do_not_specialize=["rows", "depth"])
+@jit(do_not_specialize=["rows", "depth"])
 def _multiply(
     a: tensor, b: tensor, bias: tensor, out: tensor, rows: tensor, depth: tensor, A_ROW: tl.constexpr,
     A_DEPTH: tl.constexpr, B_DEPTH: tl.constexpr, B_OUTPUT: tl.constexpr, OUTPUTS: tl.constexpr, BIASED: tl.constexpr,
@@ -90,7 +89,7 @@ def _multiply(
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=real_rows & real_outputs)
 
 
-@triton.jit
+@jit()
 def tile_of_program(row_tiles: tensor, output_tiles: tensor, GROUP: tl.constexpr) -> Any:
     """Return which rows, and which outputs, this program computes: ``GROUP`` tiles of rows side by side."""
     program = tl.program_id(0)
@@ -100,7 +99,7 @@ def tile_of_program(row_tiles: tensor, output_tiles: tensor, GROUP: tl.constexpr
     return first + inside % beside, inside // beside
 
 
-@triton.jit
+@jit()
 def chain(
     a_at: tensor, b_at: tensor, real_rows: tensor, real_outputs: tensor, depth: tensor, A_DEPTH: tl.constexpr,
     B_DEPTH: tl.constexpr, WHOLE: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,

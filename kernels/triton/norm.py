@@ -7,13 +7,12 @@ programs: in an order that the number of rows alone decides. T rows of width W.
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.layout.options import GatedNormOptions, Saved
-from samebit.kernels.triton.numeric import aligned, sigmoid, with_aligned_rows
+from samebit.kernels.triton.numeric import aligned, jit, sigmoid, with_aligned_rows
 from samebit.kernels.triton.tiles.table import row_tile
 
 _GRADIENT_ROWS = 128
@@ -79,7 +78,7 @@ def _normalize_backward(
     return grad_x, parts[0].sum(0), parts[1].sum(0)
 
 
-@triton.jit
+@jit()
 def _statistics(x: tensor, real: tensor, eps: tensor, WIDTH: tl.constexpr, CENTERED: tl.constexpr) -> Any:
     """Return the normed rows of a tile, and 1 / their deviation."""
     if CENTERED:
@@ -88,7 +87,7 @@ def _statistics(x: tensor, real: tensor, eps: tensor, WIDTH: tl.constexpr, CENTE
     return x * scale[:, None], scale
 
 
-@triton.jit(do_not_specialize=["count", "eps", "offset"])
+@jit(do_not_specialize=["count", "eps", "offset"])
 def _norm_rows(
     x: tensor, weight: tensor, bias: tensor, out: tensor, count: tensor, eps: tensor, offset: tensor,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, CENTERED: tl.constexpr,
@@ -105,7 +104,7 @@ def _norm_rows(
     tl.store(out + place, result.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize=["count", "eps", "offset"])
+@jit(do_not_specialize=["count", "eps", "offset"])
 def _norm_gradients(
     x: tensor, weight: tensor, grad: tensor, grad_x: tensor, weight_parts: tensor, bias_parts: tensor, count: tensor,
     eps: tensor, offset: tensor, WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, CENTERED: tl.constexpr,
@@ -169,7 +168,7 @@ def gated_rms_norm_backward(
     return grad_x, grad_gate, parts.sum(0).to(weight.dtype)
 
 
-@triton.jit(do_not_specialize=["count", "eps"])
+@jit(do_not_specialize=["count", "eps"])
 def _gated_rows(
     x: tensor, gate: tensor, weight: tensor, out: tensor, count: tensor, eps: tensor, GATE_STRIDE: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, GATE_FIRST: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr,
@@ -190,7 +189,7 @@ def _gated_rows(
     tl.store(out + place, normed.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize=["count", "eps"])
+@jit(do_not_specialize=["count", "eps"])
 def _gated_gradients(
     x: tensor, gate: tensor, weight: tensor, grad: tensor, grad_x: tensor, grad_gate: tensor, weight_parts: tensor,
     count: tensor, eps: tensor, GATE_STRIDE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,

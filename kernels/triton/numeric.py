@@ -1,14 +1,39 @@
 """Define the building blocks of the Triton kernels, float32 inside."""
 
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language import tensor
+from triton.runtime.jit import JITFunction
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Tells that the interpreter runs: it multiplies matrices with NumPy, which knows no bfloat16."""
+
+
+_LAUNCHES = threading.RLock()
+"""Is held while a kernel is launched, and compiled and loaded before that."""
+
+
+class _Kernel(JITFunction[Any]):
+    """Is launched by one thread at a time: Triton lets another one launch what it has compiled and not yet loaded."""
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        with _LAUNCHES:
+            return super().run(*args, grid=grid, warmup=warmup, **options)
+
+
+def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Make a kernel, or what kernels call, of a function: as `triton.jit`, for several threads."""
+
+    def made(function: Callable[..., Any]) -> Any:
+        kind = triton.jit if INTERPRETED else _Kernel
+        return kind(function, do_not_specialize=list(do_not_specialize))
+
+    return made
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
@@ -23,7 +48,7 @@ def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
     return x if strided else aligned(x)
 
 
-@triton.jit
+@jit()
 def dot(a: tensor, b: tensor, acc: tensor) -> Any:
     """Compute ``acc + a @ b`` in float32, without TF32."""
     if INTERPRETED:
@@ -31,13 +56,13 @@ def dot(a: tensor, b: tensor, acc: tensor) -> Any:
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
-@triton.jit
+@jit()
 def sigmoid(x: tensor) -> Any:
     """Compute 1 / (1 + e**-x)."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit
+@jit()
 def tanh(x: tensor) -> Any:
     """Compute the hyperbolic tangent: a polynomial near zero (Cephes), from ``exp`` elsewhere."""
     size = tl.abs(x)
@@ -51,7 +76,7 @@ def tanh(x: tensor) -> Any:
     return tl.where(size < 0.625, near, tl.where(x < 0, -far, far))
 
 
-@triton.jit
+@jit()
 def softplus(x: tensor) -> Any:
     """Compute log(1 + e**x); for small e**x a series, because 1 + e**x would round it away."""
     u = tl.exp(-tl.abs(x))

@@ -21,7 +21,6 @@ from samebit.kernels.triton.linear import (
     gradient_of_weight,
     multiply,
 )
-from samebit.kernels.triton.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
 from samebit.kernels.triton.norm import (
     gated_rms_norm_backward,
     gated_rms_norm_forward,
@@ -31,8 +30,10 @@ from samebit.kernels.triton.norm import (
     rms_norm_forward,
 )
 from samebit.kernels.triton.rope import rotate
-from samebit.kernels.triton.sampling import draw, keep_likely, uniforms
 from samebit.kernels.triton.ssd import scan_forward
+from samebit.kernels.triton.vocabulary.filters import keep_likely
+from samebit.kernels.triton.vocabulary.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
+from samebit.kernels.triton.vocabulary.sampling import draw, uniforms
 
 __all__ = [
     "add_gradient_of_inputs",

@@ -4,11 +4,10 @@ T tokens, H heads, D head size, R angles.
 """
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
-from samebit.kernels.triton.numeric import aligned
+from samebit.kernels.triton.numeric import aligned, jit
 from samebit.kernels.triton.tiles.table import power_of_two
 
 
@@ -26,7 +25,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -
     return out
 
 
-@triton.jit(do_not_specialize=["sign"])
+@jit(do_not_specialize=["sign"])
 def _rotate_token(
     x: tensor, cos: tensor, sin: tensor, out: tensor, sign: tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_HALF: tl.constexpr, PADDED_REST: tl.constexpr,

@@ -28,7 +28,6 @@ T tokens, S sequences, H heads of size P in groups, N state size, C tokens a chu
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
@@ -36,7 +35,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import HEAD_TILE, LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import Saved, SSMOptions
 from samebit.kernels.layout.states.mamba import SSMStates
-from samebit.kernels.triton.numeric import aligned, dot, softplus
+from samebit.kernels.triton.numeric import aligned, dot, jit, softplus
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _WARPS = 4
@@ -104,7 +103,7 @@ def _scan(
     return out
 
 
-@triton.jit(do_not_specialize=["low", "high", "grid"])
+@jit(do_not_specialize=["low", "high", "grid"])
 def _scan_head(
     xbc: tensor, dt: tensor, decay_rate: tensor, dt_bias: tensor, skip: tensor, low: tensor, high: tensor,
     row_start: tensor, lengths: tensor, starts: tensor, slots: tensor, states: tensor, block_states: tensor,
@@ -188,7 +187,7 @@ def _scan_head(
                         tl.store(captured + target + in_state, state, mask=real_state)
 
 
-@triton.jit
+@jit()
 def _fed(state: tensor, s: tensor, left: tensor, from_x: tensor, from_b: tensor, real_n: tensor, real_p: tensor) -> Any:
     """Feed token ``s`` of the chunk, of which ``left[s]`` is left, to the state ``[N, P]``; x, B: at these addresses.
 
@@ -216,7 +215,7 @@ def _append(
         )  # fmt: skip
 
 
-@triton.jit
+@jit()
 def _append_head(
     xbc: tensor, dt: tensor, row_start: tensor, lengths: tensor, starts: tensor, slots: tensor, tail_x: tensor,
     tail_b: tensor, tail_dt: tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr,

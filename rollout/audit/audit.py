@@ -29,7 +29,7 @@ from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
 from samebit.rollout.audit.recurrent_states import StatesCheck
 from samebit.rollout.audit.trainer_layouts import LAYOUTS, Layout, Sample, device_of, packed
 from samebit.rollout.audit.weight_updates import WeightsCheck
-from samebit.rollout.config import RolloutConfig
+from samebit.rollout.config import SMALLEST_BLOCK, RolloutConfig
 from samebit.rollout.models.loading import load_model, naming
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
@@ -136,8 +136,9 @@ class _Check:
         self.workload = workload
         self.limit = limit
         chunk = binding_of(model).ssm_chunk
-        self.smallest_block = 4 if chunk is None else chunk
-        self.fewest_tokens = 1 if chunk is None else chunk
+        least = SMALLEST_BLOCK[device_of(model).type]
+        self.smallest_block = max(least, 4 if chunk is None else chunk)
+        self.fewest_tokens = max(least, 1 if chunk is None else chunk)
         self.first: list[RequestOutput] = []
         self.repeated = (0, 0, 0.0)
 

@@ -12,7 +12,7 @@ from torch import nn
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.layout.grids import ceil_div
 from samebit.rollout.audit.trainer_layouts import device_of
-from samebit.rollout.config import RolloutConfig
+from samebit.rollout.config import SMALLEST_BLOCK, RolloutConfig
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
@@ -28,22 +28,24 @@ Run = tuple[str, list[RequestOutput], list[RequestOutput]]
 class CacheRuns:
     """Runs workers with and without a cache, and knows what to ask them.
 
-    Prompts take a quarter of the workload's length, so that a second turn fits; with recurrent layers three chunks, if
-    the model's `limit` allows. What is generated after one reaches the end of a block.
+    Prompts take a quarter of the workload's length, so that a second turn fits; with recurrent layers three chunks, and
+    on a GPU three of its smallest blocks, if the model's `limit` allows. What is generated after one reaches the end of
+    a block.
     """
 
     def __init__(self, model: nn.Module, max_model_len: int, limit: int, new_tokens: int) -> None:
         binding = binding_of(model)
         self.chunk = binding.ssm_chunk
-        length = max_model_len // 4
-        if self.chunk is not None:
-            length = max(length, min(3 * self.chunk, limit - 2 * new_tokens - 4))
-        self.block = (16 if length > 40 else 1) if self.chunk is None else self.chunk
+        length, least = max_model_len // 4, SMALLEST_BLOCK[device_of(model).type]
+        grid = max(least, self.chunk or 1)
+        if grid > 1:
+            length = max(length, min(3 * grid, limit - 2 * new_tokens - 4))
+        self.block = grid if grid > 1 or length <= 40 else 16
         self.new_tokens = min(new_tokens, length - 4)
         self.length = _before_the_end_of_a_block(length, self.block, self.new_tokens)
         longest = self.length + 2 * self.new_tokens + 4
-        if self.chunk is not None:
-            longest = max(longest, min(limit, 3 * self.chunk + new_tokens + 8))
+        if grid > 1:
+            longest = max(longest, min(limit, 3 * grid + new_tokens + 8))
         self.max_model_len = max(max_model_len, longest)
         self._model = model
         self._random = random.Random(max_model_len)
@@ -64,7 +66,9 @@ class CacheRuns:
     def need(self, found: bool, missing: str) -> None:
         """Raise `ValueError` if what a row is about did not happen."""
         if not found:
-            smaller = "" if self.chunk is None else f" with chunks of {self.chunk} tokens"
+            smaller = (
+                f" with blocks of {self.block} tokens" if self.chunk is None else f" with chunks of {self.chunk} tokens"
+            )
             raise ValueError(f"{missing}: the model's length is too small to check the prefix cache{smaller}")
 
     def without(self, prompts: Prompts, samples: int = 1, **changes: Any) -> list[RequestOutput]:

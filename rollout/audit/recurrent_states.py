@@ -34,7 +34,7 @@ class StatesCheck:
         window reaches back over its end. All of them resume at the end of the first block."""
         runs, chunk = self._runs, self._chunk
         both = 3 * chunk + 5 + runs.new_tokens <= runs.max_model_len
-        block = 2 * chunk if both else chunk
+        block = max(2 * chunk if both else chunk, runs.block)
         ends = (block, block + chunk // 2 + 5, block + 1, block + 2, block + 3, *((block + chunk,) if both else ()))
         stem = runs.tokens(max(ends) + 3)
         prompts = [[*stem[:end], *runs.tokens(2)] for end in ends]

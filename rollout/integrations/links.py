@@ -8,7 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from samebit.weight_sync import BroadcastReceiver, ReceiverLink, SharedMemoryReceiver, connected_store, gloo_group
+from samebit.weight_sync import (
+    BroadcastReceiver,
+    CudaIpcReceiver,
+    ReceiverLink,
+    SharedMemoryReceiver,
+    connected_store,
+    gloo_group,
+)
 from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
 
 
@@ -21,6 +28,17 @@ class SharedMemoryAt:
 
     def open(self) -> ReceiverLink:
         return SharedMemoryReceiver(self.address, timeout=self.timeout)
+
+
+@dataclass(frozen=True)
+class CudaIpcAt:
+    """Names the `CudaIpcSender` of this address, on the actor's GPU."""
+
+    address: str
+    timeout: float = DEFAULT_TIMEOUT
+
+    def open(self) -> ReceiverLink:
+        return CudaIpcReceiver(self.address, timeout=self.timeout)
 
 
 @dataclass(frozen=True)
@@ -54,7 +72,7 @@ class BroadcastGroup:
         return BroadcastReceiver(0, gloo_group(store, self.rank, self.size, timeout=self.timeout), timeout=self.timeout)
 
 
-Link = SharedMemoryAt | BroadcastFrom | BroadcastGroup
+Link = SharedMemoryAt | CudaIpcAt | BroadcastFrom | BroadcastGroup
 
 
 class Sources:
@@ -87,8 +105,8 @@ class Sources:
         if source is None or isinstance(source, str | Path):
             return source
         raise TypeError(
-            "a worker behind calls takes weights from SharedMemoryAt, BroadcastFrom, BroadcastGroup or a folder with "
-            f"*.safetensors, not from {type(source).__name__}"
+            "a worker behind calls takes weights from SharedMemoryAt, CudaIpcAt, BroadcastFrom, BroadcastGroup or a "
+            f"folder with *.safetensors, not from {type(source).__name__}"
         )
 
     def _forget(self, source: object) -> None:

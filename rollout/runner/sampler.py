@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from samebit.kernels.layout.options import Filters
 from samebit.kernels.layout.transfer import Arrival, indices
 from samebit.kernels.ops import sampling as kernels
 from samebit.kernels.ops.logprobs import log_softmax, logprobs_of_rows
@@ -160,16 +161,33 @@ def _top_logprobs(
 def _processed(logits: torch.Tensor, sequences: list[Sequence], positions: list[int]) -> torch.Tensor:
     """Return ``logits`` itself when no row wants processing, else a copy with those rows processed."""
     copy = None
+    filtered: list[int] = []
     for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
         may_end = position >= sequence.num_prompt_tokens + sequence.params.min_tokens
         if sequence.params.changes_logits or not may_end:
             copy = logits.clone() if copy is None else copy
             _process(copy[row], sequence, may_end)
+            if sequence.params.temperature > 0 and sequence.params.filters:
+                filtered.append(row)
+    if copy is not None and filtered:
+        kernels.keep_likely(copy, _filters(filtered, sequences, copy.shape[1]))
     return logits if copy is None else copy
 
 
+def _filters(rows: list[int], sequences: list[Sequence], vocab: int) -> Filters:
+    """Return what the sequences of these rows ask for."""
+    asked = [sequences[row].params for row in rows]
+    return Filters(
+        np.array(rows, np.int64),
+        np.array([one.temperature for one in asked], np.float64),
+        np.array([min(one.top_k, vocab) for one in asked], np.int64),
+        np.array([one.top_p for one in asked], np.float64),
+        np.array([one.min_p for one in asked], np.float64),
+    )
+
+
 def _process(row: torch.Tensor, sequence: Sequence, may_end: bool) -> None:
-    """Apply penalty, bias and forbidden ends, then the filters: the order of vLLM.
+    """Apply penalty, bias and forbidden ends; the filters follow, for all rows at once: the order of vLLM.
 
     What a penalty or a bias drives beyond float32 stays at its end, so that a choice is left.
     """
@@ -185,5 +203,3 @@ def _process(row: torch.Tensor, sequence: Sequence, may_end: bool) -> None:
         row.clamp_(max=LARGEST_LOGIT * min(1.0, params.temperature or 1.0))
     if not may_end:
         kernels.rule_out(row, sequence.request.eos_token_ids)
-    if params.temperature > 0 and params.filters:
-        kernels.keep_likely(row, params.temperature, min(params.top_k, len(row)), params.top_p, params.min_p)

@@ -36,6 +36,7 @@ from samebit.benchmarks import gpu_figures as gpu_measure
 from samebit.benchmarks.contestants import expert_layers
 from samebit.benchmarks.contestants import huggingface as peers
 from samebit.benchmarks.contestants import recurrent_cpu as recurrent
+from samebit.benchmarks.rounds import limited
 from samebit.benchmarks.rounds import machine_noise as neighbours
 from samebit.benchmarks.rounds import turns as alternate
 from samebit.benchmarks.workloads import models, workload
@@ -251,28 +252,55 @@ def test_weight_sync_figures(tmp_path: Path) -> None:
     assert curve[1] == metrics["delta_bytes_over_dense"]["value"] < 0.3
 
 
-def test_gpu_measures_a_model_on_the_cpu_too(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = gpu_measure.Sizes(sequences=(1, 2), prompt=8, new_tokens=3, prefill_rows=16, max_model_len=128, repeats=1)
-    report = gpu.Report(minutes=5)
-    model = gpu.bind(gpu.made(TINY, sizes, "cpu"))
-    inexact = gpu.bind(gpu.made(TINY, sizes, "cpu"), exact=False)
-    measure = gpu_measure
-    for part in (measure.exactness, measure.decode, measure.prefill, measure.cache, measure.control):
-        report.run(part.__name__, part(model, sizes, "cpu"))
-    for beside in (measure.tax, measure.training):
-        report.run(beside.__name__, beside(model, inexact, sizes, "cpu"))
-    assert report.troubles == {}
-    assert report.figures["exactness: exactness: tokens compared"].value == 63
-    assert report.figures["exactness: exactness: tokens that differ"].value == 0
+def test_gpu_measures_a_model_on_the_cpu_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = gpu_measure.Sizes((1, 2), prompt=8, training=(2, 8), new_tokens=3, prefill_rows=16, max_model_len=128,
+                              repeats=1)  # fmt: skip
+    parts = [part for part in (*gpu.PARTS, *gpu.BESIDE_INEXACT) if part != "recurrent"]
+    report = gpu.Report({"gpu": "none"}, tmp_path / "new" / "out.json")
+    for part in parts:
+        item = gpu.Item("tiny", part)
+        for figure in gpu.measured(item, TINY, sizes, "cpu"):
+            report.take(item, figure)
+    assert report.figures["tiny exactness: exactness: tokens compared"].value == 63
+    assert report.figures["tiny exactness: exactness: tokens that differ"].value == 0
+    assert report.figures["tiny training: training step"].value > 0
     layer = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=32, num_experts=5, num_experts_per_tok=2)
-    report.run("experts", gpu_experts.experts(layer, sizes, "cpu"))
-    assert report.troubles == {}
-    assert report.figures["experts: rows of 16 that differ alone"].value == 0
-    assert report.figures["experts: 2 rows, over grouped_mm"].value > 0
-    late = gpu.Report(minutes=0)
-    late.run("decode", measure.decode(model, sizes, "cpu"))
-    late.table()
+    found = {figure.name: figure.value for figure in gpu_experts.experts(layer, sizes, "cpu")}
+    assert found["rows of 16 that differ alone"] == 0
+    assert found["2 rows, over grouped_mm"] > 0
+    gpu.run_all([gpu.Item("tiny", "decode")], report, 0.0, [])
+    report.table()
     assert "not run: the time was up" in capsys.readouterr().out
+    written = json.loads((tmp_path / "new" / "out.json").read_text())
+    assert written["meta"]["troubles"] == {"tiny decode": "not run: the time was up"}
+    assert list(written["metrics"]) == list(report.figures), "written as they came"
+    with pytest.raises(ValueError, match="part 'decoding'; allowed: exactness, decode"):
+        gpu.measured(gpu.Item("tiny", "decoding"), TINY, sizes, "cpu")
+
+
+def test_gpu_begins_with_what_matters_most() -> None:
+    turns = [str(item) for item in gpu.items(list(gpu.SHAPES))]
+    assert turns[:3] == ["qwen3-8b exactness", "qwen3-8b decode", "qwen3-8b training"]
+    assert turns[-4:] == [f"{name} hugging_face" for name in gpu.SHAPES], "what may hang comes last"
+    assert len(turns) == len(set(turns)) == 4 * 8 + 2
+    assert [turn for turn in turns if "recurrent" in turn] == ["nemotron-h-8b recurrent"]
+
+
+@pytest.mark.soak
+def test_a_part_that_hangs_or_crashes_costs_itself_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    """And what it had found by then is kept; what it started ends with it."""
+
+    def outcome(script: str, seconds: float) -> tuple[list[Any], str | None]:
+        found: list[Any] = []
+        return found, limited.run_limited([sys.executable, "-c", script], seconds, found.append)
+
+    line = 'import os, sys, time; print("RESULT {\\"value\\": 3}"); '
+    assert outcome(line + 'print("loud" * 100000)', 60) == ([{"value": 3}], None)
+    assert outcome(line + "os._exit(7)", 60) == ([{"value": 3}], "failed: exit code 7")
+    assert outcome(line + "os.abort()", 60) == ([{"value": 3}], "failed: exit code -6")
+    stubborn = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    assert outcome(stubborn + line + "os.fork(); time.sleep(600)", 5) == ([{"value": 3}], "stopped: 5 s were over")
+    assert "loud" in capfd.readouterr().out
 
 
 def test_the_recurrent_peer_of_a_gpu_computes_the_recurrence() -> None:
@@ -296,9 +324,10 @@ def test_the_recurrent_peer_of_a_gpu_computes_the_recurrence() -> None:
 
 def test_the_tuner_takes_the_fastest_tiles_whose_bits_are_equal() -> None:
     search = tile_search
-    slow, fast, unequal, other = (search.MatmulTile(64, outputs, 64, 4, 4) for outputs in (64, 128, 16, 32))
+    fast = next(search.wide_tiles())
+    slow, unequal, other = list(search.narrow_tiles())[:3]
     times = {
-        slow: {4096: 2.0, 16: 7.0, 64: 7.0, 128: 8.0, 256: 9.0, 512: 9.9, 1024: 20.0},
+        slow: {16: 7.0, 64: 7.0, 128: 8.0, 256: 9.0, 512: 9.9, 1024: 20.0},
         fast: {4096: 1.0, 16: 10.0, 64: 10.0, 128: 10.0, 256: 10.0, 512: 10.0, 1024: 10.0},
         unequal: {16: 1.0, 64: 1.0, 128: 1.0, 256: 1.0, 512: 1.0, 1024: 1.0},
         other: {16: 6.0, 64: 6.9, 128: 9.0, 256: 11.0, 512: 11.0, 1024: 11.0},
@@ -329,6 +358,11 @@ def test_the_tuner_knows_the_layers_of_a_model_and_keeps_what_it_found(
     layers, heads = tune.sizes_of([tune.shape_config("qwen3-8b"), tune.shape_config("nemotron-h-8b")])
     assert {(4096, 1024), (4096, 4096), (4096, 12288), (12288, 4096), (4096, 151936)} <= set(layers)
     assert heads == [search.Heads(32, 8, 128)]
+    turns = tune.commands([tune.shape_config("qwen3-8b"), tune.shape_config("nemotron-h-8b")])
+    assert ["--heads", "32", "8", "128"] in turns[:7], "the first model's first"
+    assert ["--layer", "4096", "12288"] in turns[:7]
+    assert turns.count(["--layer", "4096", "4096"]) == 1
+    assert len(turns) == len(layers) + len(heads)
     path, device = tmp_path / "tiles.json", torch.device("cpu")
     tile = search.MatmulTile(64, 128, 64, 4, 4)
     found = [search.MatmulEntry(("bfloat16",), tile, (), search.Sizes(size, size)) for size in (100, 200)]

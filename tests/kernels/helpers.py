@@ -1,10 +1,13 @@
 """Shared by the kernel tests: thread counts, and distances from the float64 oracle."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numba
+import numpy as np
 import torch
+
+from samebit.kernels.layout.options import Filters
 
 DTYPES = (torch.float32, torch.bfloat16)
 THREADS = range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1)
@@ -22,6 +25,12 @@ def threads(count: int) -> Iterator[None]:
     finally:
         torch.set_num_threads(before[0])
         numba.set_num_threads(before[1])
+
+
+def filters(rows: Sequence[int], temperature: float, top_k: int, top_p: float, min_p: float) -> Filters:
+    """The same for all these rows."""
+    each = np.ones(len(rows))
+    return Filters(np.array(rows), temperature * each, top_k * each.astype(np.int64), top_p * each, min_p * each)
 
 
 def assert_near(actual: torch.Tensor, oracle: torch.Tensor, factor: float = 1.0) -> None:

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from samebit.kernels import openmp
+
 from ..patience import HANG
 
 NORMALISE = """
@@ -38,3 +42,25 @@ def test_of_two_processes_that_start_together_one_compiles(tmp_path: Path) -> No
         process.stdin.flush()
     compiled = sorted(int(process.communicate(timeout=HANG)[0]) for process in processes)
     assert compiled == [0, 1]
+
+
+def test_torch_lends_numba_its_openmp_runtime_where_the_system_has_none() -> None:
+    """Numba's layer is asked for again behind each copy; an error names what is missing and what to do."""
+    asked: list[int] = []
+    copies = openmp._copies_of_torch()
+    assert copies, "torch for Linux brings one along"
+
+    def found_at(turn: int) -> None:
+        asked.append(turn)
+        if len(asked) <= turn:
+            raise ImportError("libgomp.so.1: cannot open shared object file")
+
+    openmp.load_openmp(lambda: found_at(0), lambda: pytest.fail("the system has one"))
+    asked.clear()
+    openmp.load_openmp(lambda: found_at(1), lambda: copies)
+    assert len(asked) == 2
+    with pytest.raises(ImportError, match=r"Numba \(libgomp.so.1: cannot open .*\): install your system's libgomp"):
+        openmp.load_openmp(lambda: found_at(9), list)
+    asked.clear()
+    with pytest.raises(ImportError, match=r"or let torch's copy stand in, .*LD_LIBRARY_PATH=/tmp/gomp$"):
+        openmp.load_openmp(lambda: found_at(9), lambda: copies)

@@ -16,7 +16,7 @@ from samebit.kernels.ops.sampling import (
 )
 
 from . import reference
-from .helpers import THREADS, threads
+from .helpers import THREADS, filters, threads
 
 ONES = 0xFFFFFFFF
 
@@ -79,7 +79,7 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "filters"),
+    ("temperature", "options"),
     [
         (1.0, {}),
         (0.7, {}),
@@ -88,12 +88,13 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
         (0.9, {"top_k": 30, "top_p": 0.9, "min_p": 0.05}),
     ],
 )
-def test_frequencies_follow_the_distribution(temperature: float, filters: dict[str, float]) -> None:
+def test_frequencies_follow_the_distribution(temperature: float, options: dict[str, float]) -> None:
     torch.manual_seed(0)
     logits = torch.randn(1500) * 2  # two vocabulary chunks
-    wanted = reference.sampling_distribution(logits, temperature, **filters).numpy()
-    if filters:
-        keep_likely(logits, temperature, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, **filters})
+    wanted = reference.sampling_distribution(logits, temperature, **options).numpy()
+    if options:
+        asked = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **options}
+        keep_likely(logits[None], filters([0], temperature, **asked))
     count = 20_000
     rows = logits.expand(count, -1).contiguous()
     tokens = draw(rows, torch.full((count,), temperature), drawn_uniforms(count, stream=3)).numpy()
@@ -141,7 +142,7 @@ def test_filters_keep_what_the_oracle_keeps(case: int) -> None:
     temperature = float(rng.choice([0.6, 1.0, 1.7]))
     wanted = reference.sampling_distribution(row, temperature, **options) > 0
     before = row.clone()
-    keep_likely(row, temperature, **options)
+    keep_likely(row[None], filters([0], temperature, **options))
     assert torch.equal(row > -torch.inf, wanted)
     assert torch.equal(row[wanted], before[wanted]), "a kept logit has changed"
 

@@ -31,7 +31,7 @@ FLOORS = {
         "cli",
     ],
     "samebit.weight_sync": [
-        "closing manifest report checkpoint_names digest",
+        "arithmetic closing manifest report checkpoint_names digest",
         "source apply quantized adapter_names",
         "wire",
         "transports",

@@ -14,10 +14,15 @@ from torch import Tensor, nn
 from samebit.weight_sync import (
     CudaIpcReceiver,
     CudaIpcSender,
+    Manifest,
     NonFiniteWeightError,
     SyncBrokenError,
+    SyncRefusedError,
+    UpdateTerms,
     WeightMismatchError,
     apply_weights,
+    arithmetic,
+    open_update,
 )
 from samebit.weight_sync.digest import DTYPES, Lanes, readable_bytes, scan_bytes
 from samebit.weight_sync.transports.cuda import memory as cuda_memory
@@ -157,6 +162,42 @@ def test_a_cast_at_the_receiver(pair: tuple[Sender, Receiver], beside: ThreadPoo
     sending.result(HANG)
     assert same(trainer.to(torch.bfloat16), model)
     assert "embed.weight: float32 -> bfloat16" in report.casts
+
+
+def test_a_trainer_on_another_kind_of_gpu_is_refused_unless_bits_do_not_matter(
+    pair: tuple[Sender, Receiver], beside: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or with other compilers. A side without a GPU is not compared."""
+    sender, end = pair
+    trainer, model = Model(1), Model(2)
+    there, here = "sm_80, torch 2.11.0, triton 3.6.0", "sm_90, torch 2.11.0, triton 3.6.0"
+    monkeypatch.setattr("samebit.weight_sync.wire.sender.arithmetic_here", lambda: there)
+    monkeypatch.setattr("samebit.weight_sync.wire.receiver.arithmetic_of", lambda device: here)
+    sending = beside.submit(sender.send, trainer)
+    with pytest.raises(WeightMismatchError, match=f"the sender computes on {there}, the model here on {here}: "):
+        apply_weights(model, end)
+    with pytest.raises(SyncRefusedError, match="allowed: the same GPU and versions on both sides"):
+        sending.result(HANG)
+    assert not same(trainer, model)
+    for sent, held, terms in (
+        (there, here, UpdateTerms(other_arithmetic=True)), ("", here, UpdateTerms()), (there, "", UpdateTerms()),
+        (here, here, UpdateTerms()),
+    ):  # fmt: skip
+        trainer = Model(len(sent) + len(held))
+        monkeypatch.setattr("samebit.weight_sync.wire.sender.arithmetic_here", lambda sent=sent: sent)
+        monkeypatch.setattr("samebit.weight_sync.wire.receiver.arithmetic_of", lambda device, held=held: held)
+        sending = beside.submit(sender.send, trainer)
+        with open_update(end, model, Manifest.of(model), terms, version=0) as update:
+            update.write(model, version=1)
+        sending.result(HANG)
+        assert same(trainer, model)
+
+
+def test_what_decides_the_bits_of_a_gpu_is_its_kind_and_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (arithmetic.arithmetic_of(torch.device("cpu")), arithmetic.arithmetic_here()) == ("", "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(arithmetic.metadata, "version", lambda name: {"torch": "2.11", "triton": "3.6"}[name])
+    assert arithmetic.arithmetic_of(torch.device("cuda", 1)) == "sm_90, torch 2.11, triton 3.6"
 
 
 def test_a_flipped_bit_is_found(pair: tuple[Sender, Receiver], beside: ThreadPoolExecutor) -> None:

@@ -43,7 +43,7 @@ from .strangers import BUCKET, DEEP, EVIL, framed, mutated, receiving_from_a_str
 WEIGHT = TensorSpec("weight", (3, 100), torch.bfloat16)
 HEADER = BucketHeader(0, 128, Ending.LAST, (1 << 64) - 1, 7)
 MESSAGES = [
-    Announcement((WEIGHT, TensorSpec("ä\0\U0001f600", (), torch.bool)), Base(3, "ab"), ("weight: cast",), 4),
+    Announcement((WEIGHT, TensorSpec("ä\0\U0001f600", (), torch.bool)), Base(3, "ab"), ("weight: cast",), 4, "sm_90"),
     Announcement(()),
     Answer("no, \U0001f600", True, 3),
     Answer(),
@@ -108,7 +108,7 @@ def test_what_is_no_message_is_a_broken_sync(content: bytes) -> None:
 
 def test_an_announcement_is_one_of_different_tensors_that_torch_can_hold() -> None:
     for tensors in ((WEIGHT, WEIGHT), (replace(WEIGHT, shape=(1,) * 65),)):
-        body = {"kind": "Announcement", "base": None, "casts": [], "sync": 0}
+        body = {"kind": "Announcement", "base": None, "casts": [], "sync": 0, "arithmetic": ""}
         listed = [{"name": one.name, "shape": one.shape, "dtype": "bfloat16"} for one in tensors]
         with pytest.raises(SyncBrokenError, match=r"announced twice|more than 64 dimensions"):
             decode(json.dumps({**body, "tensors": listed}).encode(), Announcement)
@@ -228,7 +228,9 @@ def test_an_announcement_is_bounded_by_what_the_model_can_need() -> None:
 
 def test_an_announcement_that_is_allowed_costs_little() -> None:
     names = [{"name": f"{number}", "shape": [], "dtype": "bool"} for number in range(18_000)]
-    body = json.dumps({"kind": "Announcement", "tensors": names, "base": None, "casts": [], "sync": 0}).encode()
+    body = json.dumps(
+        {"kind": "Announcement", "tensors": names, "base": None, "casts": [], "sync": 0, "arithmetic": ""}
+    ).encode()
     assert 0.8 * MOST_BYTES < len(body) < MOST_BYTES
     tracemalloc.start()
     assert len(decode(body, Announcement).tensors) == len(names)

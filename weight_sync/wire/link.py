@@ -59,13 +59,15 @@ class Base:
 class Announcement:
     """Begins a sync: the first message.
 
-    casts: the sender's casts, as in a report. sync: the number that tells the syncs on one socket apart.
+    casts: the sender's casts, as in a report. sync: the number that tells the syncs on one socket apart. arithmetic:
+    what decides the bits of the sender's forward on a GPU (`weight_sync.arithmetic`), empty without one.
     """
 
     tensors: tuple[TensorSpec, ...]
     base: Base | None = None
     casts: tuple[str, ...] = ()
     sync: int = 0
+    arithmetic: str = ""
 
     def __post_init__(self) -> None:
         if len(self.specs) < len(self.tensors):

@@ -20,6 +20,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from samebit.weight_sync.apply import verify_digests
+from samebit.weight_sync.arithmetic import arithmetic_of
 from samebit.weight_sync.checkpoint_names import Place
 from samebit.weight_sync.digest import digest_of, hexadecimal, readable_bytes, scan
 from samebit.weight_sync.manifest import Manifest, TensorSpec, UpdateTerms, WeightMismatchError, live_tensors
@@ -116,7 +117,7 @@ def receiving(
     `version` is the version of the weights now.
 
     Raises:
-        WeightMismatchError: The announced weights do not fit; nothing was written.
+        WeightMismatchError: The announced weights do not fit, or are of a trainer with other bits; nothing was written.
         SyncRefusedError: Another receiver refused; nothing was written.
     """
     announced, places = _agree(link, module, manifest, terms, version=version)
@@ -139,6 +140,7 @@ def _agree(
     """Wait for an announcement and answer it; return it, without its base if all weights will be sent, and places."""
     announced = link.listen(most_announced(manifest.every_spec()))
     try:
+        _check_arithmetic(announced.arithmetic, module, terms)
         places = manifest.fit(announced.specs, terms)
     except WeightMismatchError as error:
         link.answer(Answer(refused=str(error)))
@@ -151,6 +153,20 @@ def _agree(
     if lacks:
         logger.warning("the base of this delta is not the weights here (version %d): asked for all weights", version)
     return replace(announced, base=None) if decided.full else announced, places
+
+
+def _check_arithmetic(announced: str, module: nn.Module, terms: UpdateTerms) -> None:
+    """Check that the sender's forward on a GPU has the bits of the one here, where both are on one.
+
+    Raises:
+        WeightMismatchError: it has others.
+    """
+    here = next((arithmetic_of(part.device) for part in module.parameters()), "")
+    if announced and here and announced != here and not terms.other_arithmetic:
+        raise WeightMismatchError(
+            f"the sender computes on {announced}, the model here on {here}: their log-probabilities differ in bits; "
+            "allowed: the same GPU and versions on both sides, or a worker with exact=False"
+        )
 
 
 def _has_base(base: Base, module: nn.Module, places: Mapping[str, Place], version: int) -> bool:

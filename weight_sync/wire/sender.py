@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samebit.weight_sync.arithmetic import arithmetic_here
 from samebit.weight_sync.closing import Closing
 from samebit.weight_sync.digest import Bytes, Lanes, add_digests, digest_of, hexadecimal, scan_bytes
 from samebit.weight_sync.manifest import NonFiniteWeightError
@@ -100,7 +101,8 @@ class WeightSender(Closing):
     def _send(self, stream: WeightStream, delta: bool) -> SendReport:
         began = time.monotonic()
         base = self._base.known if self._base.tensors.keys() == stream.specs.keys() else None
-        answer = self.link.announce(Announcement(tuple(stream.specs.values()), base, stream.casts))
+        specs = tuple(stream.specs.values())
+        answer = self.link.announce(Announcement(specs, base, stream.casts, arithmetic=arithmetic_here()))
         if answer.refused is not None:
             raise SyncRefusedError(answer.refused)
         if base is not None and answer.full:

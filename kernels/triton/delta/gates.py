@@ -1,12 +1,11 @@
 """Compute the gates of the delta rule, an element at a time."""
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.grids import ceil_div
-from samebit.kernels.triton.numeric import aligned, sigmoid, softplus
+from samebit.kernels.triton.numeric import aligned, jit, sigmoid, softplus
 from samebit.kernels.triton.tiles.table import ELEMENTS
 
 
@@ -34,7 +33,7 @@ def gates(
     return decay, beta
 
 
-@triton.jit(do_not_specialize=["scale", "count", "count_b"])
+@jit(do_not_specialize=["scale", "count", "count_b"])
 def _gates(
     a: tensor, b: tensor, a_log: tensor, bias: tensor, scale: tensor, decay: tensor, beta: tensor, count: tensor,
     count_b: tensor, HEADS: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr,

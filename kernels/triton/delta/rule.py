@@ -30,7 +30,6 @@ T tokens, S sequences, Hk and Hv heads of keys and values, K and V their sizes, 
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
@@ -38,7 +37,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import KEY_EPS, DeltaOptions
 from samebit.kernels.layout.states.delta import DeltaStates
-from samebit.kernels.triton.numeric import aligned, dot
+from samebit.kernels.triton.numeric import aligned, dot, jit
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _WARPS = 4
@@ -91,7 +90,7 @@ def _run(
     return out
 
 
-@triton.jit(do_not_specialize=["grid"])
+@jit(do_not_specialize=["grid"])
 def _rule_head(
     qkv: tensor, decay: tensor, beta: tensor, row_start: tensor, lengths: tensor, starts: tensor, slots: tensor,
     states: tensor, block_states: tensor, tail_k: tensor, tail_u: tensor, tail_decay: tensor, captured: tensor,
@@ -187,7 +186,7 @@ def _rule_head(
             tl.store(in_u, u, mask=new[:, None] & real_p[None, :])
 
 
-@triton.jit
+@jit()
 def _decayed(k: tensor, through: tensor, keeps: tensor, t: tensor) -> Any:
     """Multiply the keys before token ``t`` of the chunk by what it keeps of each channel, and so ``through``."""
     c = tl.arange(0, k.shape[0])
@@ -208,7 +207,7 @@ def _append(
         )  # fmt: skip
 
 
-@triton.jit
+@jit()
 def _append_tokens(
     qkv: tensor, decay: tensor, row_start: tensor, lengths: tensor, starts: tensor, slots: tensor, tail_k: tensor,
     tail_decay: tensor, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,

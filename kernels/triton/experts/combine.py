@@ -5,13 +5,12 @@ elements.
 """
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.triton.experts.sorting import Pairs
-from samebit.kernels.triton.numeric import aligned
+from samebit.kernels.triton.numeric import aligned, jit
 from samebit.kernels.triton.tiles.table import ELEMENTS
 
 
@@ -35,7 +34,7 @@ def _add_up(values: torch.Tensor, pairs: Pairs, weights: torch.Tensor, *, weight
     return out
 
 
-@triton.jit
+@jit()
 def _add_rows(
     values: tensor, place_of: tensor, weights: tensor, out: tensor, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHTED: tl.constexpr, SIZE: tl.constexpr,

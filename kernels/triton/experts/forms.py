@@ -6,7 +6,6 @@ P sorted pairs, I the width of an expert, W that of a row.
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
@@ -14,7 +13,7 @@ from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.layout.options import ExpertOptions
 from samebit.kernels.triton.activation import KINDS, value_and_slope
 from samebit.kernels.triton.experts.sorting import Pairs
-from samebit.kernels.triton.numeric import sigmoid
+from samebit.kernels.triton.numeric import jit, sigmoid
 from samebit.kernels.triton.tiles.table import ELEMENTS
 
 _GATED, _PLAIN, _INTERLEAVED = (tl.constexpr(form) for form in range(3))
@@ -60,7 +59,7 @@ def _kind(options: ExpertOptions) -> tuple[int, int]:
     return _FORMS[options.form], KINDS[options.activation]
 
 
-@triton.jit
+@jit()
 def _gates_and_ups(
     products: tensor, pair: tensor, first: tensor, HIDDEN: tl.constexpr, FORM: tl.constexpr, SIZE: tl.constexpr
 ) -> Any:
@@ -80,7 +79,7 @@ def _gates_and_ups(
     return gate.to(tl.float32), up.to(tl.float32)
 
 
-@triton.jit
+@jit()
 def _store_gates_and_ups(
     products: tensor, pair: tensor, first: tensor, gate: tensor, up: tensor, HIDDEN: tl.constexpr, FORM: tl.constexpr,
     SIZE: tl.constexpr,
@@ -100,7 +99,7 @@ def _store_gates_and_ups(
         tl.store(products + pair * HIDDEN + column, gate, mask=real)
 
 
-@triton.jit
+@jit()
 def _value_and_slopes(
     gate: tensor, up: tensor, limit: tensor, alpha: tensor, FORM: tl.constexpr, KIND: tl.constexpr
 ) -> Any:
@@ -121,7 +120,7 @@ def _value_and_slopes(
     return result, of_gate, of_up
 
 
-@triton.jit(do_not_specialize=["limit", "alpha"])
+@jit(do_not_specialize=["limit", "alpha"])
 def _activate(
     products: tensor, out: tensor, limit: tensor, alpha: tensor, HIDDEN: tl.constexpr, FORM: tl.constexpr,
     KIND: tl.constexpr, SIZE: tl.constexpr,
@@ -134,7 +133,7 @@ def _activate(
     tl.store(out + pair * HIDDEN + column, result.to(out.dtype.element_ty), mask=column < HIDDEN)
 
 
-@triton.jit(do_not_specialize=["limit", "alpha"])
+@jit(do_not_specialize=["limit", "alpha"])
 def _activate_gradients(
     products: tensor, to_hidden: tensor, choice_of: tensor, weights: tensor, to_products: tensor, weighted: tensor,
     to_weights: tensor, limit: tensor, alpha: tensor, HIDDEN: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,

@@ -10,14 +10,13 @@ P sorted pairs, K inputs, N outputs.
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.triton.experts.sorting import ITEM, Pairs
 from samebit.kernels.triton.matmul import GROUP, chain, tile_of_program
-from samebit.kernels.triton.numeric import aligned
+from samebit.kernels.triton.numeric import aligned, jit
 from samebit.kernels.triton.tiles.file import MatmulTile
 from samebit.kernels.triton.tiles.proved_equal import tiles_of
 from samebit.kernels.triton.tiles.table import matmul_tiles
@@ -100,7 +99,7 @@ def _launch(
     return out
 
 
-@triton.jit(do_not_specialize=["item_count", "output_tiles"])
+@jit(do_not_specialize=["item_count", "output_tiles"])
 def _multiply_items(
     x: tensor, weight: tensor, bias: tensor, out: tensor, items: tensor, choice_of: tensor, item_count: tensor,
     output_tiles: tensor, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, WEIGHT_INPUT: tl.constexpr,

@@ -9,12 +9,11 @@ than all numbers: ids are always of experts, each once.
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.options import RoutingOptions, Saved
-from samebit.kernels.triton.numeric import aligned, sigmoid
+from samebit.kernels.triton.numeric import aligned, jit, sigmoid
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _LEAST = tl.constexpr(float("-inf"))
@@ -59,7 +58,7 @@ def _kind(options: RoutingOptions) -> int:
     return 2 * (options.scores == "sigmoid") + normalised
 
 
-@triton.jit(do_not_specialize=["scale"])
+@jit(do_not_specialize=["scale"])
 def _choose(
     logits: tensor, correction: tensor, ids: tensor, weights: tensor, scale: tensor, EXPERTS: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr, CORRECTED: tl.constexpr,
@@ -93,18 +92,18 @@ def _choose(
     tl.store(weights + row * TOP_K + rank, weight, mask=chosen)
 
 
-@triton.jit
+@jit()
 def _most(tile: tensor) -> Any:
     """Return the greatest of a tile."""
     return tl.max(tl.max(tile, axis=1), axis=0)
 
 
-@triton.jit
+@jit()
 def _sum(tile: tensor) -> Any:
     return tl.sum(tl.sum(tile, axis=1), axis=0)
 
 
-@triton.jit
+@jit()
 def _scores(logit: tensor, KIND: tl.constexpr) -> Any:
     """Return the scores of all experts; 0 where the logit is -inf."""
     if KIND >= _SIGMOID:
@@ -115,7 +114,7 @@ def _scores(logit: tensor, KIND: tl.constexpr) -> Any:
     return scores
 
 
-@triton.jit
+@jit()
 def _weights(logit: tensor, chosen: tensor, KIND: tl.constexpr) -> Any:
     """Return the weights of the chosen, before the layer's factor."""
     if KIND == _NORMALISED_SOFTMAX:
@@ -126,7 +125,7 @@ def _weights(logit: tensor, chosen: tensor, KIND: tl.constexpr) -> Any:
     return weights
 
 
-@triton.jit
+@jit()
 def _best_groups(
     keys: tensor, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO_BEST: tl.constexpr, PADDED_GROUPS: tl.constexpr,
     PADDED_SIZE: tl.constexpr,
@@ -145,7 +144,7 @@ def _best_groups(
     return kept
 
 
-@triton.jit(do_not_specialize=["scale"])
+@jit(do_not_specialize=["scale"])
 def _differentiate(
     logits: tensor, ids: tensor, weights: tensor, grad: tensor, out: tensor, scale: tensor, EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr, KIND: tl.constexpr, PADDED: tl.constexpr,

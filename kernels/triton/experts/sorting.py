@@ -9,12 +9,11 @@ P pairs, top_k a row.
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.options import Saved
-from samebit.kernels.triton.numeric import aligned
+from samebit.kernels.triton.numeric import aligned, jit
 
 _PAIRS = 2048
 """Pairs that a program looks at at once."""
@@ -78,7 +77,7 @@ def sort_pairs(ids: torch.Tensor, experts: int) -> Pairs:
     return Pairs(choice_of, place_of, offsets)
 
 
-@triton.jit(do_not_specialize=["count"])
+@jit(do_not_specialize=["count"])
 def _sort(
     ids: tensor, choice_of: tensor, place_of: tensor, offsets: tensor, count: tensor, PAIRS: tl.constexpr
 ) -> None:
@@ -102,7 +101,7 @@ def _sort(
     tl.store(offsets + expert + 1, end)
 
 
-@triton.jit
+@jit()
 def _list_items(offsets: tensor, items: tensor, ROWS: tl.constexpr, ITEMS: tl.constexpr) -> None:
     """Write the items of one expert, and the empty ones up to those of the next."""
     expert = tl.program_id(0)

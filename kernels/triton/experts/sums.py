@@ -4,14 +4,13 @@ Of an expert without rows they are zero. P sorted pairs, T rows, M and N the ele
 """
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.triton.experts.sorting import Pairs
 from samebit.kernels.triton.matmul import GROUP, tile_of_program
-from samebit.kernels.triton.numeric import aligned, dot
+from samebit.kernels.triton.numeric import aligned, dot, jit
 from samebit.kernels.triton.tiles.file import MatmulTile
 
 _ROWS, _COLUMNS = 16, 256
@@ -54,7 +53,7 @@ def _sums(values: torch.Tensor, weights: torch.Tensor, pairs: Pairs, *, weighted
     return out
 
 
-@triton.jit
+@jit()
 def _sum_products(
     left: tensor, right: tensor, out: tensor, choice_of: tensor, offsets: tensor, M: tl.constexpr, N: tl.constexpr,
     TOP_K: tl.constexpr, LEFT_GATHERED: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,
@@ -79,7 +78,7 @@ def _sum_products(
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-@triton.jit
+@jit()
 def _sum_pairs(
     values: tensor, weights: tensor, out: tensor, choice_of: tensor, offsets: tensor, WIDTH: tl.constexpr,
     TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

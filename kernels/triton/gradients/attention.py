@@ -2,7 +2,7 @@
 
 Two kernels, so that nothing is added to from two programs: one owns a tile of queries and walks the keys they saw, the
 other owns a tile of keys and walks the queries that saw them. Probabilities are recomputed from the saved log-sum-exp
-(Dao et al. 2022).
+(Dao et al. 2022). That and the scores are logarithms to base 2, as in the forward.
 
 T tokens, S sequences, H heads, G query heads a KV head, D head size, B tokens a block, C tokens a chunk.
 """
@@ -10,14 +10,14 @@ T tokens, S sequences, H heads, G query heads a KV head, D head size, B tokens a
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.kernels.layout.options import AttentionOptions, Saved
-from samebit.kernels.triton.numeric import aligned, dot, tanh
+from samebit.kernels.triton.attention import LOG2E, block_bits, score_factors, tile_of_keys
+from samebit.kernels.triton.numeric import aligned, dot, jit, tanh
 from samebit.kernels.triton.tiles.table import attention_tiles, power_of_two
 
 _SINK_ROWS = 1024
@@ -40,7 +40,7 @@ def attention_backward(
     tile = attention_tiles(q.device, head_dim, q.dtype).gradients
     rows = max(tile.rows, power_of_two(group))
     layer = (
-        layout.tables.shape[1], context.block_size, options.scale, options.softcap, heads, kv_heads, head_dim,
+        layout.tables.shape[1], block_bits(context), *score_factors(options), options.scale, heads, kv_heads, head_dim,
         options.window, options.softcap > 0, rows, KV_CHUNK, power_of_two(max(head_dim, 16)),
     )  # fmt: skip
     where = layout.row_start, layout.lengths, layout.tables
@@ -69,28 +69,28 @@ def _gradient_of_sinks(
     return out
 
 
-@triton.jit
+@jit()
 def _weights_and_slopes(
     query: tensor, keys: tensor, upstream: tensor, values: tensor, level: tensor, inward: tensor, seen: tensor,
-    scale: tensor, softcap: tensor, CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    inner: tensor, outer: tensor, scale: tensor, CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Return the probabilities of a tile of rows and keys ``[D, KEYS]``, and gradients of the products q . k."""
-    scores = dot(query, keys, tl.zeros((ROWS, KEYS), tl.float32)) * scale
+    scores = dot(query, keys, tl.zeros((ROWS, KEYS), tl.float32)) * inner
     bend = scale
     if CAPPED:
-        t = tanh(scores / softcap)
-        scores, bend = t * softcap, (1.0 - t * t) * scale
-    weights = tl.where(seen, tl.exp(scores - level[:, None]), 0.0)
+        t = tanh(scores)
+        scores, bend = t * outer, (1.0 - t * t) * scale
+    weights = tl.where(seen, tl.exp2(scores - level[:, None]), 0.0)
     wanted = dot(upstream, values, tl.zeros((ROWS, KEYS), tl.float32))
     return weights, weights * (wanted - inward[:, None]) * bend
 
 
-@triton.jit(do_not_specialize=["table_width", "block_size"])
+@jit(do_not_specialize=["table_width", "block_bits"])
 def _of_queries(
     q: tensor, pages: tensor, out: tensor, lse: tensor, grad: tensor, grad_q: tensor, inwards: tensor, tiles: tensor,
-    row_start: tensor, lengths: tensor, tables: tensor, table_width: tensor, block_size: tensor, scale: tensor,
-    softcap: tensor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED_DIM: tl.constexpr,
+    row_start: tensor, lengths: tensor, tables: tensor, table_width: tensor, block_bits: tensor, inner: tensor,
+    outer: tensor, scale: tensor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED_DIM: tl.constexpr,
 ) -> None:  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -119,27 +119,27 @@ def _of_queries(
     for base in range(begin, newest + 1, KEYS):
         key = base + tl.arange(0, KEYS)
         there = key <= newest
-        block = tl.load(tables + sequence * table_width + key // block_size, mask=there, other=0).to(tl.int64)
-        page = (block * KV_HEADS + kv_head) * 2 * block_size + key % block_size
+        at_keys = tile_of_keys(pages, tables + sequence * table_width, base, block_bits, kv_head, KV_HEADS, HEAD_DIM)
+        at_keys += tl.arange(0, KEYS)[None, :] * HEAD_DIM + d[:, None]
         held = there[None, :] & (d[:, None] < HEAD_DIM)
-        keys = tl.load(pages + page[None, :] * HEAD_DIM + d[:, None], mask=held, other=0.0)
-        values = tl.load(pages + (page + block_size)[None, :] * HEAD_DIM + d[:, None], mask=held, other=0.0)
+        keys = tl.load(at_keys, mask=held, other=0.0)
+        values = tl.load(at_keys + (HEAD_DIM << block_bits), mask=held, other=0.0)
         seen = real[:, None] & (key[None, :] <= token[:, None])
         if WINDOW > 0:
             seen &= key[None, :] > token[:, None] - WINDOW
         _, slopes = _weights_and_slopes(
-            query, keys, upstream, values, level, inward, seen, scale, softcap, CAPPED, ROWS, KEYS
+            query, keys, upstream, values, level, inward, seen, inner, outer, scale, CAPPED, ROWS, KEYS
         )
         acc = dot(slopes.to(keys.dtype), tl.trans(keys), acc)
     tl.store(grad_q + at, acc.to(grad_q.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["table_width", "block_size"])
+@jit(do_not_specialize=["table_width", "block_bits"])
 def _of_keys(
     q: tensor, pages: tensor, lse: tensor, grad: tensor, inwards: tensor, grad_k: tensor, grad_v: tensor, tiles: tensor,
-    row_start: tensor, lengths: tensor, tables: tensor, table_width: tensor, block_size: tensor, scale: tensor,
-    softcap: tensor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED_DIM: tl.constexpr,
+    row_start: tensor, lengths: tensor, tables: tensor, table_width: tensor, block_bits: tensor, inner: tensor,
+    outer: tensor, scale: tensor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED_DIM: tl.constexpr,
 ) -> None:  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -151,11 +151,11 @@ def _of_keys(
     d = tl.arange(0, PADDED_DIM)
     key = base + tl.arange(0, KEYS)
     there = key < length
-    block = tl.load(tables + sequence * table_width + key // block_size, mask=there, other=0).to(tl.int64)
-    page = (block * KV_HEADS + kv_head) * 2 * block_size + key % block_size
+    at_keys = tile_of_keys(pages, tables + sequence * table_width, base, block_bits, kv_head, KV_HEADS, HEAD_DIM)
+    at_keys += tl.arange(0, KEYS)[None, :] * HEAD_DIM + d[:, None]
     held = there[None, :] & (d[:, None] < HEAD_DIM)
-    keys = tl.load(pages + page[None, :] * HEAD_DIM + d[:, None], mask=held, other=0.0)
-    values = tl.load(pages + (page + block_size)[None, :] * HEAD_DIM + d[:, None], mask=held, other=0.0)
+    keys = tl.load(at_keys, mask=held, other=0.0)
+    values = tl.load(at_keys + (HEAD_DIM << block_bits), mask=held, other=0.0)
     of_keys = tl.zeros((KEYS, PADDED_DIM), tl.float32)
     of_values = tl.zeros((KEYS, PADDED_DIM), tl.float32)
     last = length
@@ -175,7 +175,7 @@ def _of_keys(
         if WINDOW > 0:
             seen &= key[None, :] > token[:, None] - WINDOW
         weights, slopes = _weights_and_slopes(
-            query, keys, upstream, values, level, inward, seen, scale, softcap, CAPPED, ROWS, KEYS
+            query, keys, upstream, values, level, inward, seen, inner, outer, scale, CAPPED, ROWS, KEYS
         )
         of_values = dot(tl.trans(weights.to(upstream.dtype)), upstream, of_values)
         of_keys = dot(tl.trans(slopes.to(query.dtype)), query, of_keys)
@@ -185,18 +185,18 @@ def _of_keys(
     tl.store(grad_v + at, of_values.to(grad_v.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@jit(do_not_specialize=["count"])
 def _of_sinks(
     sinks: tensor, lse: tensor, inwards: tensor, queries: tensor, out: tensor, count: tensor, HEADS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     head = tl.program_id(0)
-    sink = tl.load(sinks + head)
+    sink = tl.load(sinks + head) * LOG2E
     acc = tl.zeros((ROWS,), tl.float32)
     for first in range(0, count, ROWS):
         query = first + tl.arange(0, ROWS)
         real = query < count
         place = tl.load(queries + 2 * query, mask=real, other=0).to(tl.int64) * HEADS + head
         level = tl.load(lse + place, mask=real, other=float("inf"))
-        acc -= tl.exp(sink - level) * tl.load(inwards + place, mask=real, other=0.0)
+        acc -= tl.exp2(sink - level) * tl.load(inwards + place, mask=real, other=0.0)
     tl.store(out + head, tl.sum(acc, axis=0))

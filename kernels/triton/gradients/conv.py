@@ -10,14 +10,13 @@ sequences, W channels, K taps.
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.layout.options import Saved
-from samebit.kernels.triton.numeric import aligned, sigmoid, with_aligned_rows
+from samebit.kernels.triton.numeric import aligned, jit, sigmoid, with_aligned_rows
 
 _ROWS, _CHANNELS, _WARPS = 64, 64, 8
 """A program takes so many rows and channels with so many warps; its rows are one part of the sums."""
@@ -42,7 +41,7 @@ def conv_backward(
     return grad_x, sums[:-1].t()[:, None].to(weight.dtype), sums[-1].to(bias.dtype)
 
 
-@triton.jit
+@jit()
 def _into_silu(
     x: tensor, taps: tensor, bias: tensor, grad: tensor, row: tensor, place: tensor, channel: tensor, real: tensor,
     STRIDE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
@@ -58,7 +57,7 @@ def _into_silu(
     return upstream * gate * (1.0 + acc * (1.0 - gate))
 
 
-@triton.jit(do_not_specialize=["count"])
+@jit(do_not_specialize=["count"])
 def _conv_gradients(
     x: tensor, taps: tensor, bias: tensor, grad: tensor, sequences: tensor, within: tensor, lengths: tensor,
     grad_x: tensor, parts: tensor, count: tensor, STRIDE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,

@@ -25,14 +25,13 @@ A sequence's gradients depend on its own rows alone, and on where they stand in 
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import GRADIENT_CHUNK, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import KEY_EPS, DeltaOptions, Saved
-from samebit.kernels.triton.numeric import aligned, dot
+from samebit.kernels.triton.numeric import aligned, dot, jit
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _PART = 32
@@ -88,7 +87,7 @@ def delta_rule_backward(
     return grad_qkv, grad_decay, grad_beta
 
 
-@triton.jit
+@jit()
 def _normalise(
     qkv: tensor, pairs: tensor, inverses: tensor, WIDTH: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     PADDED_KEY: tl.constexpr, SCALE: tl.constexpr, EPS: tl.constexpr,
@@ -104,7 +103,7 @@ def _normalise(
     tl.store(pairs + (row * (2 * KEY_HEADS) + place) * KEY_DIM + n, x, mask=n < KEY_DIM)
 
 
-@triton.jit
+@jit()
 def _sums(
     decay: tensor, beta: tensor, at: tensor, real: tensor, head: tensor, HEADS: tl.constexpr, CHUNK: tl.constexpr
 ) -> Any:
@@ -115,7 +114,7 @@ def _sums(
     return strength, sums, tl.exp(last.to(tl.float32)), tl.exp((last - sums).to(tl.float32))
 
 
-@triton.jit
+@jit()
 def _kept(sums: tensor, CHUNK: tl.constexpr) -> Any:
     """Return ``[t, s]``, what is left of token s at token t; 0 before s."""
     t = tl.arange(0, CHUNK)
@@ -123,7 +122,7 @@ def _kept(sums: tensor, CHUNK: tl.constexpr) -> Any:
     return tl.exp(tl.where(t[None, :] <= t[:, None], difference, float("-inf")))
 
 
-@triton.jit
+@jit()
 def _walk(
     qkv: tensor, pairs: tensor, decay: tensor, beta: tensor, row_start: tensor, lengths: tensor, first_tiles: tensor,
     before: tensor, wants: tensor, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
@@ -166,7 +165,7 @@ def _walk(
         state = dot(tl.trans(k), w * (strength * left)[:, None], state * whole)
 
 
-@triton.jit
+@jit()
 def _walk_back(
     grad: tensor, pairs: tensor, decay: tensor, beta: tensor, row_start: tensor, lengths: tensor, first_tiles: tensor,
     after: tensor, of_wants: tensor, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
@@ -212,7 +211,7 @@ def _walk_back(
         state = dot(tl.trans(k), -d * strength[:, None] * decayed, dot(tl.trans(q), g * decayed, state * whole))
 
 
-@triton.jit
+@jit()
 def _of_chunk(
     pairs: tensor, decay: tensor, beta: tensor, grad: tensor, row_start: tensor, lengths: tensor, tiles: tensor,
     before: tensor, after: tensor, wants: tensor, of_wants: tensor, of_pairs: tensor, grad_qkv: tensor,
@@ -305,7 +304,7 @@ def _of_chunk(
     tl.store(grad_decay + at * HEADS + head, of_decay, mask=real)
 
 
-@triton.jit
+@jit()
 def _through_norm(
     pairs: tensor, inverses: tensor, of_pairs: tensor, grad_qkv: tensor, row_start: tensor, lengths: tensor,
     tiles: tensor, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, WIDTH: tl.constexpr,

@@ -22,14 +22,13 @@ in float64. Sums over rows are made in parts of a chunk, then over the parts. So
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import GRADIENT_CHUNK, ceil_div
 from samebit.kernels.layout.options import Saved, SSMOptions
-from samebit.kernels.triton.numeric import aligned, dot, sigmoid, softplus
+from samebit.kernels.triton.numeric import aligned, dot, jit, sigmoid, softplus
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _DEPTH = 32
@@ -71,7 +70,7 @@ def scan_backward(
     return grad_xbc, grad_dt, *parts.sum(0)
 
 
-@triton.jit
+@jit()
 def _steps(
     dt: tensor, decay_rate: tensor, dt_bias: tensor, low: tensor, high: tensor, at: tensor, real: tensor, head: tensor,
     HEADS: tl.constexpr,
@@ -82,14 +81,14 @@ def _steps(
     return raw, step, tl.cumsum(step.to(tl.float64) * tl.load(decay_rate + head).to(tl.float64), axis=0)
 
 
-@triton.jit
+@jit()
 def _at_end(sums: tensor, CHUNK: tl.constexpr) -> Any:
     """Return what the chunk leaves of the state before it, and of each of its tokens ``[CHUNK]``."""
     last = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), axis=0)
     return tl.exp(last.to(tl.float32)), tl.exp((last - sums).to(tl.float32))
 
 
-@triton.jit
+@jit()
 def _kept(sums: tensor, CHUNK: tl.constexpr) -> Any:
     """Return ``[t, u]``, what is left of token u at token t; 0 before u."""
     t = tl.arange(0, CHUNK)
@@ -97,7 +96,7 @@ def _kept(sums: tensor, CHUNK: tl.constexpr) -> Any:
     return tl.exp(tl.where(t[None, :] <= t[:, None], difference, float("-inf")))
 
 
-@triton.jit(do_not_specialize=["low", "high"])
+@jit(do_not_specialize=["low", "high"])
 def _walk(
     xbc: tensor, dt: tensor, decay_rate: tensor, dt_bias: tensor, low: tensor, high: tensor, values: tensor,
     row_start: tensor, lengths: tensor, first_tiles: tensor, found: tensor, STRIDE: tl.constexpr,
@@ -135,7 +134,7 @@ def _walk(
         state = dot(tl.trans(key), value.to(tl.float32) * weight[:, None], state * whole)
 
 
-@triton.jit(do_not_specialize=["low", "high"])
+@jit(do_not_specialize=["low", "high"])
 def _of_head(
     xbc: tensor, dt: tensor, decay_rate: tensor, dt_bias: tensor, low: tensor, high: tensor, skip: tensor,
     grad: tensor, row_start: tensor, lengths: tensor, tiles: tensor, before: tensor, after: tensor, grad_xbc: tensor,
@@ -199,7 +198,7 @@ def _of_head(
     tl.store(part + 2 * HEADS, tl.sum(tl.sum(g * x, axis=1), axis=0))
 
 
-@triton.jit(do_not_specialize=["low", "high"])
+@jit(do_not_specialize=["low", "high"])
 def _of_group(
     xbc: tensor, dt: tensor, decay_rate: tensor, dt_bias: tensor, low: tensor, high: tensor, grad: tensor,
     row_start: tensor, lengths: tensor, tiles: tensor, before: tensor, after: tensor, grad_xbc: tensor,

@@ -18,7 +18,6 @@ T tokens, S sequences, H heads, B tokens a block, R elements of a latent, P of a
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
@@ -26,7 +25,7 @@ from samebit.kernels.layout.attention_work import ITEM
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
 from samebit.kernels.layout.options import LatentOptions, Saved
-from samebit.kernels.triton.numeric import aligned, dot
+from samebit.kernels.triton.numeric import aligned, dot, jit
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _ITEM = tl.constexpr(ITEM)
@@ -68,7 +67,7 @@ def _write_pages(latents: torch.Tensor, pages: torch.Tensor, context: ForwardCon
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["block_size"])
+@jit(do_not_specialize=["block_size"])
 def _write(
     latents: tensor, pages: tensor, blocks: tensor, offsets: tensor, block_size: tensor, WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
@@ -105,7 +104,7 @@ def _attend(
     return out, lse
 
 
-@triton.jit(do_not_specialize=["table_width", "block_size"])
+@jit(do_not_specialize=["table_width", "block_size"])
 def _attend_items(
     q: tensor, pages: tensor, items: tensor, queries: tensor, tables: tensor, out: tensor, lse: tensor, sums: tensor,
     levels: tensor, table_width: tensor, block_size: tensor, scale: tensor, HEADS: tl.constexpr, RANK: tl.constexpr,
@@ -156,7 +155,7 @@ def _attend_items(
         tl.store(levels + 2 * kept + 1, peak, mask=real)
 
 
-@triton.jit
+@jit()
 def load_rows(
     source: tensor, place: tensor, real: tensor, RANK: tl.constexpr, ROPE: tl.constexpr, PADDED_RANK: tl.constexpr,
     PADDED_ROPE: tl.constexpr,

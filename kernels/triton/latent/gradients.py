@@ -10,7 +10,6 @@ T tokens, S sequences, H heads, B tokens a block, R elements of a latent, P of a
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
@@ -18,7 +17,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.layout.options import LatentOptions, Saved
 from samebit.kernels.triton.latent.attention import ROWS, heads_together, load_rows
-from samebit.kernels.triton.numeric import aligned, dot
+from samebit.kernels.triton.numeric import aligned, dot, jit
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _KEYS = 32
@@ -60,7 +59,7 @@ def latent_backward(
     return grad_q, grad_latents
 
 
-@triton.jit
+@jit()
 def _weights_and_slopes(
     absorbed: tensor, rotated: tensor, latents: tensor, keys: tensor, upstream: tensor, level: tensor, inward: tensor,
     seen: tensor, scale: tensor, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -74,7 +73,7 @@ def _weights_and_slopes(
     return weights, weights * (wanted - inward[:, None]) * scale
 
 
-@triton.jit(do_not_specialize=["table_width", "block_size"])
+@jit(do_not_specialize=["table_width", "block_size"])
 def _of_queries(
     q: tensor, pages: tensor, out: tensor, lse: tensor, grad: tensor, grad_q: tensor, inwards: tensor, tiles: tensor,
     row_start: tensor, lengths: tensor, tables: tensor, table_width: tensor, block_size: tensor, scale: tensor,
@@ -119,7 +118,7 @@ def _of_queries(
     tl.store(at + RANK + p[None, :], of_rotated.to(grad_q.dtype.element_ty), mask=behind)
 
 
-@triton.jit(do_not_specialize=["table_width", "block_size"])
+@jit(do_not_specialize=["table_width", "block_size"])
 def _of_keys(
     q: tensor, pages: tensor, lse: tensor, grad: tensor, inwards: tensor, grad_latents: tensor, tiles: tensor,
     row_start: tensor, lengths: tensor, tables: tensor, table_width: tensor, block_size: tensor, scale: tensor,

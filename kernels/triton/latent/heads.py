@@ -5,12 +5,12 @@ heads there are. Operands are read where they lie, as parts of larger tensors. T
 """
 
 import torch
-import triton
 import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.triton.matmul import GROUP, chain, tile_of_program
+from samebit.kernels.triton.numeric import jit
 from samebit.kernels.triton.tiles.table import matmul_tiles
 
 
@@ -53,7 +53,7 @@ def _multiply_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "depth"])
+@jit(do_not_specialize=["rows", "depth"])
 def _multiply(
     a: tensor, b: tensor, out: tensor, rows: tensor, depth: tensor, A_HEAD: tl.constexpr, A_ROW: tl.constexpr,
     A_DEPTH: tl.constexpr, B_HEAD: tl.constexpr, B_DEPTH: tl.constexpr, B_OUTPUT: tl.constexpr, OUT_HEAD: tl.constexpr,

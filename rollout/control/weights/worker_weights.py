@@ -65,14 +65,22 @@ class WorkerWeights:
     """Holds the weights of one worker.
 
     users: where the workers on a shared module are known, that of its binding. dequantize: take quantized folders.
+    exact: take no weights of a trainer whose GPU computes other bits.
     """
 
     def __init__(
-        self, module: nn.Module, *, shared: bool, users: Users[Any] | None = None, dequantize: bool = False
+        self,
+        module: nn.Module,
+        *,
+        shared: bool,
+        users: Users[Any] | None = None,
+        dequantize: bool = False,
+        exact: bool = True,
     ) -> None:
         self.module = module
         self.shared = shared
         self._dequantize = dequantize
+        self._exact = exact
         self.users: Users[Any] = Users() if users is None else users
         self.manifest = Manifest.of(module)
         self._adapters = binding_of(module).adapters if is_bound(module) else None
@@ -84,7 +92,7 @@ class WorkerWeights:
 
     def open(self, source: object, terms: UpdateTerms, *, version: int) -> AbstractContextManager[PreparedUpdate]:
         """Return an update from `source` that was checked; `version` is that of the weights now."""
-        terms = replace(terms, dequantize=self._dequantize)
+        terms = replace(terms, dequantize=self._dequantize, other_arithmetic=not self._exact)
         return open_update(source, self.module, self.manifest, terms, version=version)
 
     def write(self, update: PreparedUpdate, version: int, *, verify: bool) -> SyncReport:

@@ -23,16 +23,24 @@ from torch import Tensor, nn
 
 from samebit.kernels.openmp import process_environment
 from samebit.rollout.adapters.loading import AdapterOptions
-from samebit.rollout.config import RolloutConfig
+from samebit.rollout.checks import check_one_of
+from samebit.rollout.config import DEVICES, RolloutConfig
 from samebit.rollout.control.sleep import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError
-from samebit.rollout.integrations.links import SharedMemoryAt
+from samebit.rollout.integrations.links import CudaIpcAt, SharedMemoryAt
 from samebit.rollout.integrations.ray.actor import Health, RolloutActor
 from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker_interface import UpdateOptions
-from samebit.weight_sync import SharedMemorySender, SyncBrokenError, SyncRefusedError, SyncReport, WeightStream
+from samebit.weight_sync import (
+    CudaIpcSender,
+    SharedMemorySender,
+    SyncBrokenError,
+    SyncRefusedError,
+    SyncReport,
+    WeightStream,
+)
 from samebit.weight_sync.closing import Closing
 from samebit.weight_sync.wire.link import DEFAULT_TIMEOUT
 
@@ -61,14 +69,17 @@ def start_actor(actor_class: type, *, num_cpus: int = 1, num_threads: int | None
 class RayWorker(Closing):
     """Calls a rollout worker in an actor like a `RolloutWorker`. `actor`: a handle of a `RolloutActor`.
 
-    sync_timeout: how long a weight update waits for the other side while no weights move, in seconds.
+    sync_timeout: how long a weight update waits for the other side while no weights move, in seconds. device: "cuda"
+    where the actor and the modules that it gets weights of are on one GPU: they then go through its memory.
     """
 
-    def __init__(self, actor: Any, *, sync_timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, actor: Any, *, sync_timeout: float = DEFAULT_TIMEOUT, device: str = "cpu") -> None:
+        check_one_of("device", device, DEVICES)
         self.actor = actor
         self._sync_timeout = sync_timeout
+        self._device = device
         self._sending = threading.Lock()
-        self._sender: SharedMemorySender | None = None
+        self._sender: SharedMemorySender | CudaIpcSender | None = None
 
     @classmethod
     def start(
@@ -195,8 +206,9 @@ class RayWorker(Closing):
     def _send(self, stream: WeightStream, take: Callable[[object], ray.ObjectRef[SyncReport]]) -> SyncReport:
         """Send in the caller's thread, since its weights may be a collective; another waits for the actor."""
         with self._sending, ThreadPoolExecutor(1) as other:
-            sender = self._sender = self._sender or SharedMemorySender(timeout=self._sync_timeout)
-            link = SharedMemoryAt(sender.address, self._sync_timeout)
+            sender = self._sender = self._sender or self._new_sender()
+            on_gpu = self._device == "cuda"
+            link = (CudaIpcAt if on_gpu else SharedMemoryAt)(sender.address, self._sync_timeout)
             received = other.submit(_received, sender, take(link))
             try:
                 sender.send(stream)
@@ -206,6 +218,10 @@ class RayWorker(Closing):
                 if isinstance(error, SyncBrokenError | SyncRefusedError):
                     received.result()  # why the other side ended it is the error to raise
                 raise
+
+    def _new_sender(self) -> SharedMemorySender | CudaIpcSender:
+        kind = CudaIpcSender if self._device == "cuda" else SharedMemorySender
+        return kind(timeout=self._sync_timeout)
 
     def _hang_up(self) -> None:
         if self._sender is not None:
@@ -273,7 +289,7 @@ class RayRequestHandle:
         return await wait_for_async(self._reference)
 
 
-def _received(sender: SharedMemorySender, reference: ray.ObjectRef[SyncReport]) -> SyncReport:
+def _received(sender: SharedMemorySender | CudaIpcSender, reference: ray.ObjectRef[SyncReport]) -> SyncReport:
     """Return the receiver's report. When it has failed, the sending ends."""
     try:
         return wait_for(reference)

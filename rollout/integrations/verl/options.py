@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from verl.utils.device import get_device_name
 
 from samebit.rollout.checks import check_positive_int
 from samebit.rollout.config import RolloutConfig
@@ -69,6 +70,10 @@ _NOT_HONOURED: dict[str, Any] = {
 }
 """Lists options for which samebit has no use, with verl's defaults; another value is named in a warning."""
 
+_POOL_SIZES = {"num_blocks", "kv_cache_gb"}
+_OF_A_GPU = ("gpu_memory_utilization", "enforce_eager")
+"""Lists those of them that a GPU has a use for."""
+
 _OF_A_BROADCAST = {"checkpoint_engine.update_weights_bucket_megabytes": 2048}
 """Lists the same, where weights go through shared memory."""
 
@@ -97,7 +102,9 @@ class AdapterOption:
 class ServerOptions:
     """Holds what one server is started with.
 
+    worker: but for what only its own process can know of the device (`worker_config`).
     frees_memory: `sleep` and `release_kv_cache` release memory (verl's `free_cache_engine`).
+    gpu_share: verl's `gpu_memory_utilization`, None where the pool is sized by `rollout.custom`.
     traces: where profiles go, None for a server that is not profiled. adapter: the one that is trained, if it is one.
     """
 
@@ -115,6 +122,21 @@ class ServerOptions:
     routed_experts: bool
     traces: Path | None
     adapter: AdapterOption | None = None
+    device: str = "cpu"
+    gpu_share: float | None = None
+    enforce_eager: bool = False
+
+    def worker_config(self) -> RolloutConfig:
+        """Return the worker's options in its own process, where a GPU can be seen that others have not.
+
+        Raises:
+            ValueError: what `RolloutConfig` refuses on the device.
+        """
+        if self.device == "cpu":
+            return self.worker
+        return replace(
+            self.worker, device=self.device, gpu_memory_utilization=self.gpu_share, enforce_eager=self.enforce_eager
+        )
 
 
 def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, name: str) -> ServerOptions:
@@ -154,6 +176,9 @@ def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, na
         routed_experts=routed_experts,
         traces=_traces(rollout.profiler, replica_rank),
         adapter=AdapterOption.of(model),
+        device=get_device_name(),
+        gpu_share=None if custom.keys() & _POOL_SIZES else rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
     )
 
 
@@ -252,6 +277,10 @@ def _dtype(name: str) -> str:
 def warn_about_the_rest(rollout: Any, engine: Mapping[str, Any]) -> None:
     """Name what is given and has no meaning here. engine: verl's options of the actor's engine."""
     usual = _NOT_HONOURED | (_OF_A_BROADCAST if rollout.checkpoint_engine.backend == "naive" else {})
+    if get_device_name() == "cuda":
+        replaced = (rollout.custom or {}).keys() & _POOL_SIZES
+        honoured = _OF_A_GPU[1:] if replaced else _OF_A_GPU
+        usual = {name: default for name, default in usual.items() if name not in honoured}
     found = {name: _value(rollout, name, default) for name, default in usual.items()}
     given = [f"rollout.{name}={value}" for name, value in found.items() if value != usual[name]]
     given += [f"rollout.engine_kwargs.{name}" for name, kwargs in rollout.engine_kwargs.items() if kwargs]

@@ -203,6 +203,9 @@ def _refuse(config: Any, transport: Any, engine: Mapping[str, Any]) -> None:
         "fsdp_config.offload_policy=True on a CPU (it is for parameters on an accelerator)": (
             get_device_name() == "cpu" and (engine.get("offload_policy") or _offloads_reference(config))
         ),
+        "actor.fsdp_config.offload_policy=True on a GPU (weights are gathered there; use param_offload=True)": (
+            get_device_name() == "cuda" and engine.get("offload_policy")
+        ),
         "model.enable_activation_offload=True on a CPU (it copies activations from an accelerator)": (
             config.actor_rollout_ref.model.get("enable_activation_offload") and get_device_name() == "cpu"
         ),

@@ -3,7 +3,8 @@
 The operations run on CPU tensors; each launch compiles its kernel down to machine code and stops there. Prints one
 object: of each kernel its name, the shared memory that it asks for, and the stack of a thread, in bytes: what found no
 place in registers; loads of two bytes, which are those of elements that were not seen to lie side by side, and
-asynchronous copies, of sixteen bytes each; and how elements are spread over threads, which is the order of a sum.
+asynchronous copies, of sixteen bytes each; how elements are spread over threads, which is the order of a sum; and of
+attention the instructions of its longest loop, the one over the keys.
 
 Under `make soak` every kernel in every shape, dtype and tile configuration; otherwise each kernel in a few.
 """
@@ -34,6 +35,7 @@ from samebit.kernels.layout.options import (
     DeltaOptions,
     ExpertOptions,
     ExpertWeights,
+    Filters,
     GatedNormOptions,
     LatentOptions,
     RoutingOptions,
@@ -55,13 +57,13 @@ from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotate
 from samebit.kernels.ops.sampling import keep_likely
 from samebit.kernels.ops.ssd import scan
-from samebit.kernels.triton import sampling
 from samebit.kernels.triton.experts.operation import experts_backward, experts_forward
 from samebit.kernels.triton.experts.routing import route_backward, route_forward
 from samebit.kernels.triton.matmul import multiply
 from samebit.kernels.triton.tiles import proved_equal as tile_proofs
 from samebit.kernels.triton.tiles import table as tiles
 from samebit.kernels.triton.tiles.file import MatmulEntry
+from samebit.kernels.triton.vocabulary import sampling
 
 CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
 
@@ -79,6 +81,7 @@ class H100:
         return 0
 
 
+LOOPS = ("_attend_items", "_of_queries", "_of_keys")
 compiled: dict[int, dict[str, Any]] = {}
 launch = JITFunction.run
 
@@ -90,6 +93,7 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **optio
             "name": self.fn.__name__,
             "shared": kernel.metadata.shared,
             "stack": stack_of(kernel.asm["cubin"]),
+            "loop": longest_loop(kernel.asm["cubin"]) if self.fn.__name__ in LOOPS else None,
             "narrow loads": len(re.findall(r"ld\.global\S*\.b16", kernel.asm["ptx"])),
             "wide copies": len(re.findall(r"cp\.async\.cg\.", kernel.asm["ptx"])),
             "layouts": sorted(set(re.findall(r"#ttg\.blocked<.*?>", kernel.asm["ttgir"]))),
@@ -97,14 +101,26 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **optio
 
 
 def stack_of(cubin: bytes) -> int:
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = dumped(cubin, "-res-usage")
     found = re.search(r"STACK:(\d+)", usage)
     assert found is not None, usage
     return int(found[1])
+
+
+def longest_loop(cubin: bytes) -> int:
+    """The instructions from the target of a jump back to the jump."""
+    numbered = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", dumped(cubin, "-sass"))
+    at = {int(address, 16): number for number, (address, _) in enumerate(numbered)}
+    jumps = ((number, re.search(r"BRA.* 0x([0-9a-f]+)$", code.strip())) for number, (_, code) in enumerate(numbered))
+    return max(number - at[int(jump[1], 16)] + 1 for number, jump in jumps if jump and int(jump[1], 16) in at)
+
+
+def dumped(cubin: bytes, option: str) -> str:
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def both_ways(run: Callable[..., torch.Tensor], *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> None:
@@ -127,6 +143,7 @@ def rowwise() -> None:
 
 
 def attentions() -> None:
+    take_tiles_of("sm_90")
     context = training_context((1, 70), None, None)
     for heads, kv_heads, size, window, softcap, sunk in (
         (16, 8, 128, 0, 0.0, False), (6, 2, 50, 65, 2.0, False), (8, 2, 256, 0, 0.0, False), (64, 8, 64, 128, 0.0, True)
@@ -151,8 +168,8 @@ def shared_prefix(count: int, layout: PageLayout) -> ForwardContext:
         starts=np.full(count, 130, np.int32),
         table_rows=sequences,
         block_tables=np.tile(np.arange(1, 17, dtype=np.int32), (count, 1)),
-        block_size=16,
-        pages=layout.allocate(18, 16, torch.bfloat16, "cpu"),
+        block_size=64,
+        pages=layout.allocate(18, 64, torch.bfloat16, "cpu"),
     )
 
 
@@ -192,7 +209,8 @@ def vocabulary() -> None:
     logits = torch.zeros(3, 5000)
     log_softmax(logits, temperatures)
     sampling.draw(logits, temperatures, temperatures.double())
-    keep_likely(logits[0], 0.7, 50, 0.9, 0.1)
+    each = np.ones(2)
+    keep_likely(logits, Filters(np.array([0, 2]), 0.7 * each, np.array([50, 0]), 0.9 * each, 0.1 * each))
     sampling.uniforms(torch.zeros(3, 2, dtype=torch.uint32), torch.zeros(3, 4, dtype=torch.uint32))
 
 

@@ -34,7 +34,7 @@ CASES = (
 def test_every_route_through_the_pages_is_near_the_oracle(shape: Shape, dtype: torch.dtype) -> None:
     parts = tensors(shape, dtype, LENGTHS)
     expected = oracle(*parts, shape, LENGTHS)
-    for block_size, route in ((16, "whole"), (4, "chunks")):
+    for block_size, route in ((64, "whole"), (128, "chunks")):
         found = through_pages(parts, shape, LENGTHS, block_size, ROUTES[route], padding=1, device=DEVICE)
         assert_near(found, expected, 4)
 
@@ -65,14 +65,14 @@ def test_training_and_its_gradients_are_near_the_oracle(shape: Shape, dtype: tor
 
 
 GROUPED = (
-    (Shape(2, 2, 32, has_sinks=True), torch.float32, 16, (Group(200, (201, 230, 265)),), [3]),
-    (Shape(4, 1, 100), torch.bfloat16, 4, (Group(64, (70,) * 17), Group(65, (66, 130))), [2, 16]),
+    (Shape(2, 2, 32, has_sinks=True), torch.float32, 64, (Group(200, (201, 230, 265)),), [3]),
+    (Shape(4, 1, 100), torch.bfloat16, 64, (Group(64, (70,) * 17), Group(65, (66, 130))), [2, 16]),
     (Shape(4, 2, 256, window=100), torch.float32, 64, (Group(200, (201, 260, 300, 420)), Group(64, (65, 70))), [2, 4]),
-    (Shape(8, 1, 32, softcap=2.0), torch.float16, 16, (Group(63, (80, 90)), Group(0, (70,)), Group(64, (65, 66))), [2]),
+    (Shape(8, 1, 32, softcap=2.0), torch.float16, 64, (Group(63, (80, 90)), Group(0, (70,)), Group(64, (65, 66))), [2]),
     (
         Shape(6, 2, 50, 20, 5.0, has_sinks=True),
         torch.float32,
-        16,
+        128,
         (Group(128, (129, 135, 300)), Group(90, (100,))),
         [3],
     ),
@@ -93,7 +93,7 @@ def test_sequences_that_share_blocks_are_near_the_oracle(
 
 def test_a_sequence_that_computes_several_tokens_beside_a_group() -> None:
     decode = Decode(Shape(4, 2, 32), torch.float32, (Group(130, (140, 135, 150, 131)),))
-    found, context = decode.found(16, DEVICE, long=1)
+    found, context = decode.found(64, DEVICE, long=1)
     (items,) = context.on_device.items_of.values()
     assert items.prefixes[:, 2].tolist() == [3]
     assert_near(found.pop(1), decode.expected(3)[1], 4)

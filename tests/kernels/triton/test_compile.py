@@ -4,6 +4,7 @@
 And there is one of a layer: training, decode, and sequences that share blocks run the same compiled kernel. Those of
 routed experts keep all in registers. Products of large layers read sixteen bytes at once wherever the layer's sizes
 allow it. Logits of sixteen bits are summed in the order of float32's.
+Attention at heads of 128 takes few instructions a tile of keys, and keeps all in registers.
 """
 
 import json
@@ -19,6 +20,9 @@ SHARED_MEMORY = 227 * 1024
 
 CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
 
+LOOP = 560
+"""Instructions of attention for a tile of 64 keys, at 64 rows and heads of 128."""
+
 STACK = 512
 """Bytes of a thread that a scan or delta rule may keep outside of registers: its state must not be among them."""
 
@@ -33,9 +37,13 @@ def test_kernels_compile_for_an_h100() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
-    assert len({kernel["name"] for kernel in kernels}) == 46
+    assert len({kernel["name"] for kernel in kernels}) == 49
     of_layers = [kernel for kernel in kernels if (kernel["name"], kernel["part"]) == ("_attend_items", "attentions")]
     assert len(of_layers) == 4, "one of each of the attention layers"
+    of_qwen = [
+        next(kernel for kernel in kernels if kernel["name"] == name) for name in ("_attend_items", "_of_queries")
+    ]
+    assert [(kernel["loop"] <= LOOP, kernel["stack"]) for kernel in of_qwen] == [(True, 0)] * 2, of_qwen
     assert [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY] == []
     scans = [kernel for kernel in kernels if kernel["name"] in ("_scan_head", "_rule_head", "_walk_back", "_of_chunk")]
     assert [kernel for kernel in scans if kernel["stack"] > STACK] == []
@@ -47,7 +55,8 @@ def test_kernels_compile_for_an_h100() -> None:
     assert len(dense) == 9 + 2, "three products a layer, and an activation both ways"
     assert [kernel for kernel in dense if kernel["narrow loads"]] == []
     assert [kernel for kernel in dense if kernel["name"] == "_multiply" and not kernel["wide copies"]] == []
-    sums = [kernel["layouts"] for kernel in kernels if kernel["part"] == "narrow_logits"]
+    of_logits = [kernel for kernel in kernels if kernel["part"] == "narrow_logits"]
+    sums = [kernel["layouts"] for kernel in of_logits if kernel["name"] == "_chunk_sums"]
     assert len(sums) == 4, "two vocabularies, in float32 and in bfloat16"
     assert sums[0::2] == sums[1::2], "the same order of a sum in both dtypes"
     experts = [kernel for kernel in kernels if kernel["part"] in ("routers", "qwen_experts", "other_experts")]

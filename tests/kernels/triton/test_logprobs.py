@@ -5,15 +5,16 @@ import pytest
 import torch
 
 from samebit.kernels.layout import device
+from samebit.kernels.layout.options import Filters
 from samebit.kernels.ops import logprobs, sampling
 from samebit.kernels.ops.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
-from samebit.kernels.triton import sampling as gpu
+from samebit.kernels.triton.vocabulary import sampling as gpu
 
 from .. import reference
 from ..helpers import assert_near
 from .gpu import DEVICE, DTYPES, leaf
 
-VOCABULARIES = (100, 1024, 2057)
+VOCABULARIES = (100, 1024, 8201)
 
 
 @pytest.fixture(autouse=True)
@@ -80,22 +81,23 @@ def test_draws_are_those_of_the_cpu(vocab: int, monkeypatch: pytest.MonkeyPatch)
     assert found[[3, 4, 8]].tolist() == [-1, -1, -1]
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (40, 0.6, 0.02)]
-)
-def test_the_likely_tokens_are_those_of_the_cpu(
-    top_k: int, top_p: float, min_p: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for vocab in VOCABULARIES:
-        rows = logits_of(2, vocab)
-        rows[1] = 1.0  # ties go to the lower id
-        for row in rows:
-            found, expected = row.to(DEVICE, copy=True), row.clone()
-            sampling.keep_likely(found, 0.7, top_k, top_p, min_p)
-            with monkeypatch.context() as patch:
-                patch.setattr(device, "on_gpu", lambda tensor: False)
-                sampling.keep_likely(expected, 0.7, top_k, top_p, min_p)
-            assert torch.equal(found.cpu(), expected)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_the_likely_tokens_are_those_of_the_cpu(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that ask for different things, in one call; those between them stay."""
+    monkeypatch.setattr("samebit.kernels.triton.vocabulary.filters._SORTED", 3)
+    asked = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (40, 0.6, 0.02), (vocab, 0.99, 0.0)]
+    top_k, top_p, min_p = (np.array(each) for each in zip(*asked, strict=True))
+    rows = np.array([9, 0, 2, 3, 7, 5])
+    logits = logits_of(10, vocab)
+    logits[3] = 1.0  # ties go to the lower id
+    expected, found = logits.clone(), logits.to(DEVICE, copy=True)
+    given = Filters(rows, np.linspace(0.5, 1.5, 6), top_k, top_p, min_p)
+    sampling.keep_likely(found, given)
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: False)
+    sampling.keep_likely(expected, given)
+    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(expected[[1, 4, 6, 8]], logits[[1, 4, 6, 8]])
+    assert (expected[0] > -torch.inf).sum() == 5
 
 
 def test_padding_beyond_the_vocabulary_is_not_read() -> None:

@@ -87,7 +87,7 @@ class Repeating:
 
 def config(enforce_eager: bool, async_scheduling: bool | None = None) -> RolloutConfig:
     return RolloutConfig(
-        block_size=16, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, device=DEVICE,
+        block_size=64, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, device=DEVICE,
         enforce_eager=enforce_eager, async_scheduling=async_scheduling,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -278,6 +279,35 @@ def test_a_broadcast_over_the_device_of_the_group(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(links, "BroadcastReceiver", lambda *place, **options: made.append((place, options)))
     BroadcastFrom(3, timeout=7, device="cuda").open()
     assert made == [((3,), {"timeout": 7, "device": "cuda"})]
+
+
+def test_weights_on_the_gpu_of_the_actor_go_through_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for both ends of CUDA IPC: which are made, where, and for how long."""
+    client, links = (importlib.import_module(kind.__module__) for kind in (RayWorker, BroadcastFrom))
+    made: list[Any] = []
+
+    class Sender:
+        def __init__(self, timeout: float) -> None:
+            self.address, self.timeout = "there", timeout
+
+        def send(self, stream: WeightStream) -> None:
+            made.append((self.timeout, list(stream.specs)))
+
+    class Actor:
+        def remote(self, link: object, **options: object) -> object:
+            return made.append((link, options))
+
+    monkeypatch.setattr(client, "CudaIpcSender", Sender)
+    monkeypatch.setattr(client, "wait_for", lambda reference: "report")
+    on_gpu = RayWorker(SimpleNamespace(receive_weights=Actor()), sync_timeout=9, device="cuda")
+    for _ in range(2):
+        assert on_gpu.receive_weights({"weight": torch.zeros(3)}, partial=True) == "report"
+    assert made == [(links.CudaIpcAt("there", 9), {"partial": True}), (9, ["weight"])] * 2
+    monkeypatch.setattr(links, "CudaIpcReceiver", lambda *place, **options: made.append((place, options)))
+    links.CudaIpcAt("there", 9).open()
+    assert made[-1] == (("there",), {"timeout": 9})
+    with pytest.raises(ValueError, match=r"device must be .*'cpu'.*'cuda'.*got 'gpu'"):
+        RayWorker(None, device="gpu")
 
 
 def test_memory_and_control(worker: RayWorker) -> None:

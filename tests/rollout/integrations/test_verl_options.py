@@ -11,6 +11,7 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
+import torch
 
 pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
 pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install 'samebit[verl]'")
@@ -27,13 +28,15 @@ from samebit.recipes import verl_grpo
 from samebit.recipes.verl_grpo.launch import Run
 from samebit.rollout import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
+from samebit.rollout.integrations.verl import options, run_check
 from samebit.rollout.integrations.verl.options import (
     AdapterOption,
     check_trainer,
     server_options,
     warn_about_the_rest,
 )
-from samebit.rollout.integrations.verl.run_check import check_run
+from samebit.rollout.integrations.verl.run_check import check_options, check_run
+from samebit.rollout.integrations.verl.server.replica import gpu_environment
 from samebit.rollout.integrations.verl.server.requests import sampling_params
 from samebit.rollout.integrations.verl.trainer import exactness
 
@@ -215,9 +218,9 @@ def test_the_runs_of_the_matrix_go_together(folder: Path, mode: str) -> None:
         check_run(compose("tiny", [word for word in Run(folder, folder, given).command() if word.startswith("++")]))
 
 
-def test_a_gpu_is_refused_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exactness, "get_device_name", lambda: "cuda")
-    with pytest.raises(ValueError, match=r"a device that is not the CPU \(cuda\)"):
+def test_an_accelerator_that_is_no_gpu_is_refused_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exactness, "get_device_name", lambda: "npu")
+    with pytest.raises(ValueError, match=r"a device that is neither a CPU nor an NVIDIA GPU \(npu\)"):
         check_run(composed(folder))
 
 
@@ -239,6 +242,50 @@ def test_an_adapter_reaches_the_servers(folder: Path) -> None:
     with pytest.raises(ValueError, match="target_parameters"):
         check_run(composed(folder, f"{model}.lora_rank=8", f"++{model}.target_parameters=[w]"))
     assert sampling_params({}, 1, server_options(rollout, FOLDER, 0, ""), room=1, eos=()).adapter is None
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What verl says of the device; there is none."""
+    for module in (exactness, options, run_check):
+        monkeypatch.setattr(module, "get_device_name", lambda: "cuda")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("name", ["qwen3_8b_8gpu", "nemotron_h_8b_8gpu"])
+def test_a_server_on_a_gpu_takes_its_share_and_tests_itself(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own process makes the worker's options: that of the trainer's loop may see no GPU."""
+    rollout = "actor_rollout_ref.rollout"
+    config = composed(folder, f"{rollout}.gpu_memory_utilization=0.4", f"{rollout}.enforce_eager=True", name=name)
+    made = check_options(config)
+    assert made is not None
+    assert not caplog.text, "both have a meaning there"
+    assert made.worker.device == "cpu"
+    with pytest.raises(ValueError, match=r"torch .* sees no CUDA device here"):
+        made.worker_config()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    worker = made.worker_config()
+    assert (worker.device, worker.gpu_memory_utilization, worker.enforce_eager) == ("cuda", 0.4, True)
+    assert worker.tests_itself
+    assert (worker.dtype, worker.seed) == (made.worker.dtype, made.worker.seed)
+    config = composed(folder, f"++{rollout}.custom.kv_cache_gb=3", f"{rollout}.gpu_memory_utilization=0.4", name=name)
+    made = check_options(config)
+    assert made is not None
+    assert "gpu_memory_utilization=0.4" in caplog.text, "custom sizes the pool"
+    assert (made.worker_config().gpu_memory_utilization, made.worker_config().kv_cache_gb) == (None, 3)
+    offloaded = composed(folder, "actor_rollout_ref.actor.fsdp_config.offload_policy=True", name=name)
+    with pytest.raises(ValueError, match=r"offload_policy=True on a GPU \(weights are gathered there; use"):
+        check_options(offloaded)
+
+
+def test_a_server_sees_the_gpu_of_its_worker_alone() -> None:
+    seen = gpu_environment("cuda", ["5"])
+    assert seen == {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "5"}
+    assert gpu_environment("cpu", ["5"]) == {}, "Ray's slots are no GPUs"
+    with pytest.raises(ValueError, match="the worker beside a server has the GPUs 1, 2; allowed: one"):
+        gpu_environment("cuda", ["1", "2"])
 
 
 def test_the_models_own_config_and_verls_own_attention_are_fine(folder: Path) -> None:

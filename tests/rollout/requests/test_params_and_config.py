@@ -255,11 +255,15 @@ def test_a_share_of_a_gpu_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     left = left_for_pages(total=80 * 2**30, free=60 * 2**30, share=0.5, reserved=4 * 2**30)
     assert left == 16 * 2**30, "half of all, less what is in use and what is reserved"
     assert count_blocks(config, 2**20, 100, left) == 16 * 2**10
+    assert config.block_size == RolloutConfig(device="cuda").with_block_size(16).block_size == 64
+    assert RolloutConfig(device="cuda", block_size=128).with_block_size(64).block_size == 128
+    with pytest.raises(ValueError, match="block_size on 'cuda' must be a power of two from 64 on or None, got 32"):
+        RolloutConfig(device="cuda", block_size=32)
     assert RolloutConfig(device="cuda").gpu_share == 0.85, "where nothing else is asked for"
     assert RolloutConfig(device="cuda", num_blocks=7).gpu_share is None
     assert left_for_pages(total=80, free=10, share=0.5, reserved=0) == 0
     with pytest.raises(
-        ValueError, match=r"leaves 0\.000000 GiB for pages; one sequence of max_model_len=100 needs 0\.006"
+        ValueError, match=r"leaves 0\.000000 GiB for pages; one sequence of max_model_len=100 needs 0\.001"
     ):
         count_blocks(config, 2**20, 100, 0)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -63,8 +64,10 @@ class SamebitReplica(RolloutReplica):
         )
 
     async def launch_servers(self) -> None:
-        """Start the server on the machine of its worker."""
-        node = await self.workers[0].__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+        """Start the server on the machine of its worker, and on the worker's GPU."""
+        node, given = await self.workers[0].__ray_call__.remote(
+            lambda _: (ray.get_runtime_context().get_node_id(), ray.get_runtime_context().get_accelerator_ids())
+        )
         name = self.options.name
         server = start_actor(
             self.server_class,
@@ -73,6 +76,7 @@ class SamebitReplica(RolloutReplica):
             name=name,
             max_concurrency=self.max_concurrency,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+            runtime_env={"env_vars": gpu_environment(self.options.device, given.get("GPU", []))},
         )
         await wait_for_async(server.load.remote(self.options, self.rollout_mode))
         self.servers = [server]
@@ -90,6 +94,21 @@ class SamebitReplica(RolloutReplica):
         except Exception as error:
             self.failure = error
             logger.error("%s: %s", self._server_address, error)
+
+
+def gpu_environment(device: str, gpus: Sequence[object]) -> dict[str, str]:
+    """Return what shows a server the GPU of its worker, which Ray has given to that one alone; nothing on a CPU.
+
+    gpus: the ids of the worker's, as Ray knows them.
+
+    Raises:
+        ValueError: they are not one.
+    """
+    if device == "cpu":
+        return {}
+    if len(gpus) != 1:
+        raise ValueError(f"the worker beside a server has the GPUs {', '.join(map(str, gpus)) or 'none'}; allowed: one")
+    return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": str(gpus[0])}
 
 
 def _prepare_process() -> None:

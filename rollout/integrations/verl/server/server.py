@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
 
 # isort: split
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
@@ -86,7 +87,7 @@ class SamebitServer:
 
     def make_worker(self, folder: str, options: ServerOptions, tokenizer: PreTrainedTokenizerBase) -> LocalWorker:
         """Return the worker that answers the requests."""
-        return RolloutWorker(folder, config=options.worker, tokenizer=tokenizer)
+        return RolloutWorker(folder, config=options.worker_config(), tokenizer=tokenizer)
 
     @property
     def _worker(self) -> LocalWorker:
@@ -194,9 +195,13 @@ class SamebitServer:
             await self._inside.wake_up("kv_cache")
 
     async def _release(self, tags: str | tuple[str, ...], level: int = 1) -> None:
-        before = _resident_bytes()
+        before = self._held_bytes()
         await self._inside.sleep(tags, level)
-        self._counted["released_bytes"] += max(0, before - _resident_bytes())
+        self._counted["released_bytes"] += max(0, before - self._held_bytes())
+
+    def _held_bytes(self) -> int:
+        """Return the memory that the process holds: of the GPU where it computes on one."""
+        return torch.cuda.memory_reserved() if self._options.device == "cuda" else _resident_bytes()
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_name
+from verl.utils.fsdp_utils import load_fsdp_model_to_gpu
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -104,6 +105,8 @@ class SamebitEngine(FSDPEngineWithLMHead):
         if not self.exact:
             options = {"layered_summon": layered_summon, "base_sync_done": base_sync_done, **options}
             return super().get_per_tensor_param(**options)  # type: ignore[no-any-return]
+        if self._is_offload_param and get_device_name() == "cuda":
+            load_fsdp_model_to_gpu(self.module)  # shards are gathered there; verl takes them away again
         if not self._is_lora:
             return WeightStream.of(self.module, dtype=self._computes_in), None
         stream = adapter_stream if base_sync_done else base_stream

@@ -11,6 +11,9 @@ from typing import Any
 
 from verl.utils.device import get_device_name
 
+DEVICES = ("cpu", "cuda")
+"""Lists the devices that samebit computes on, by verl's names."""
+
 _ATTENTION = "attn_implementation"
 """Names the entry of `model.override_config` that says nothing here: a bound model has an attention of its own."""
 
@@ -37,7 +40,7 @@ def check_exact(model: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
         "ulysses_sequence_parallel_size > 1": engine.get("ulysses_sequence_parallel_size", 1) > 1,
         "qat.enable=True": (engine.get("qat") or {}).get("enable"),
         "mixed_precision.param_dtype=fp16": precision in ("fp16", "float16", "half"),
-        f"a device that is not the CPU ({get_device_name()})": get_device_name() != "cpu",
+        f"a device that is neither a CPU nor an NVIDIA GPU ({get_device_name()})": get_device_name() not in DEVICES,
     }
     found = [option for option, present in refused.items() if present]
     if found:

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 import ray
+from verl.utils.device import get_device_name
 from verl.workers.rollout.base import BaseRollout
 
 from samebit.rollout.integrations.ray import BroadcastGroup, RayWorker, wait_for_async
@@ -46,8 +47,9 @@ class SamebitRollout(BaseRollout):
         """Send all weights to the server, or those of the adapter that is trained, or tell it where they come from.
         What its prefix cache has of the weights before them is not hit again.
 
-        weights: of `SamebitEngine`, through shared memory; or the group of `SamebitCheckpointEngine`. base_sync_done:
-        False when the model of an adapter comes, which happens once, and always before the adapter.
+        weights: of `SamebitEngine`, through shared memory or, on a GPU, its own (CUDA IPC); or the group of
+        `SamebitCheckpointEngine`. base_sync_done: False when the model of an adapter comes, which happens once, and
+        always before the adapter.
         """
         if not isinstance(weights, WeightStream | BroadcastGroup):
             raise _unknown(weights, wire_format)
@@ -80,7 +82,8 @@ class SamebitRollout(BaseRollout):
     @property
     def _worker(self) -> RayWorker:
         if self._client is None:
-            self._client = RayWorker(self._server, sync_timeout=sync_timeout(self.config.custom))
+            timeout = sync_timeout(self.config.custom)
+            self._client = RayWorker(self._server, sync_timeout=timeout, device=get_device_name())
         return self._client
 
 

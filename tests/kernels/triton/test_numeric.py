@@ -1,0 +1,37 @@
+"""What all kernels are made with."""
+
+import threading
+from typing import Any
+
+import pytest
+from triton.runtime.jit import JITFunction
+
+from samebit.kernels.triton.numeric import _Kernel
+
+
+def _nothing() -> None:
+    pass
+
+
+def test_one_thread_at_a_time_launches_and_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton shows a kernel to other threads before it is loaded. A thread that is inside may launch again."""
+    kernels = [_Kernel(_nothing), _Kernel(_nothing)]
+    both, met = threading.Barrier(2, timeout=0.1), []
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool) -> None:
+        if args:
+            kernels[1].run(grid=grid, warmup=warmup)
+            return
+        try:
+            both.wait()
+            met.append(self)
+        except threading.BrokenBarrierError:
+            both.reset()
+
+    monkeypatch.setattr(JITFunction, "run", compiled)
+    threads = [threading.Thread(target=lambda k=k: k.run("again", grid=(1,), warmup=False)) for k in kernels]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert met == []
