@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from transformers.core_model_loading import (
 
 _PLAIN = re.compile(r"[\w.]*\.\*\.[\w.]*")
 _NUMBER = r"(\d{1,9})"
+
+_WRAPPED = ".base_layer."
+"""Stands in the names of layers that peft wraps."""
 
 _CONVOLUTION, _PROJECTION = "_conv1d.weight", "_proj.weight"
 """A convolution that a checkpoint holds apart has as many channels as the projection of the same name has outputs."""
@@ -150,9 +153,10 @@ class CheckpointNames:
             (
                 *(_fusion(rule) for rule in rules if isinstance(rule, WeightConverter) and _stacks_experts(rule)),
                 *(
-                    _joining(rule, module)
+                    joining
                     for rule in rules
                     if isinstance(rule, WeightConverter) and _joins_convolutions(rule)
+                    for joining in _joinings(rule, module)
                 ),
             ),
             ignored_names(module),
@@ -197,7 +201,7 @@ def _stacks_experts(rule: WeightConverter) -> bool:
     stack, *behind = rule.operations
     joined = all(isinstance(one, Concatenate) and one.dim == 1 for one in behind) and len(behind) < 2
     stacked = isinstance(stack, MergeModulelist) and stack.dim == 0
-    plain = all(_PLAIN.fullmatch(source) for source in rule.source_patterns)
+    plain = all(_PLAIN.fullmatch(_spelt(source)) for source in rule.source_patterns)
     return stacked and joined and plain and len(rule.target_patterns) == 1
 
 
@@ -208,14 +212,21 @@ def _joins_convolutions(rule: WeightConverter) -> bool:
     return joined and all(re.fullmatch(rf"[\w.]+{_CONVOLUTION}", source) for source in rule.source_patterns)
 
 
-def _joining(rule: WeightConverter, module: nn.Module) -> Joining:
-    outputs = {name: len(tensor) for name, tensor in module.named_parameters() if name.endswith(_PROJECTION)}
-    ends = [source.removesuffix(_CONVOLUTION) + _PROJECTION for source in rule.source_patterns]
-    sizes = [next(rows for name, rows in outputs.items() if name.endswith(end)) for end in ends]
-    stops = list(accumulate(sizes))
-    rows = tuple((stop - size, stop) for size, stop in zip(sizes, stops, strict=True))
-    return Joining(rule.target_patterns[0], tuple(rule.source_patterns), rows)
+def _joinings(rule: WeightConverter, module: nn.Module) -> Iterator[Joining]:
+    """Yield what a rule says of a module: nothing where the module has no such convolutions, which are all alike."""
+    target = rule.target_patterns[0]
+    sizes = {name.replace(_WRAPPED, "."): len(tensor) for name, tensor in module.named_parameters()}
+    # The projections of the same layer: others, such as those of attention, may have the same names and other sizes.
+    for layer in [name.removesuffix(target) for name in sizes if name.endswith(target)][:1]:
+        ends = [source.removesuffix(_CONVOLUTION) + _PROJECTION for source in rule.source_patterns]
+        stops = [0, *accumulate(sizes[layer + end] for end in ends)]
+        yield Joining(target, tuple(rule.source_patterns), tuple(pairwise(stops)))
 
 
 def _fusion(rule: WeightConverter) -> Fusion:
-    return Fusion(rule.target_patterns[0], tuple(rule.source_patterns))
+    return Fusion(_spelt(rule.target_patterns[0]), tuple(map(_spelt, rule.source_patterns)))
+
+
+def _spelt(pattern: str) -> str:
+    """Return a pattern with its escaped dots as they are in names."""
+    return pattern.replace(r"\.", ".")

@@ -248,6 +248,14 @@ FAMILIES = {
             delta=DeltaFamily("apart", norm="o_norm", out="o_proj", negative_eigenvalues="linear_allow_neg_eigval"),
             layer_types=("linear_attention", "full_attention"),
         ),
+        Family(
+            "KimiLinear",
+            unchanged,
+            delta=DeltaFamily("by_channel", norm="o_norm", out="o_proj", mixer="DeltaAttention"),
+            latent=LatentFamily(rotated=False),
+            experts=SIGMOID,
+            layer_types=("linear_attention", "full_attention"),
+        ),
     )
     for name in family.model_classes
 }

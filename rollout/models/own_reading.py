@@ -2,7 +2,7 @@
 
 For folders that do not hold the model's tensors as they are: each expert apart, or quantized. transformers would put
 a layer together in memory first, take experts numbered 0, 1, 3, 4 for four in a row, and not name a piece that is
-missing.
+missing. And for those of models whose routers have corrections, which transformers rounds in some (Kimi-Linear).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from samebit.kernels.binding.experts.plan import CORRECTION
 from samebit.rollout.models.text_config import read_text_config
 from samebit.weight_sync import Manifest, TensorSpec, apply_weights, open_source
 from samebit.weight_sync.manifest import live_tensors
@@ -23,13 +24,13 @@ from samebit.weight_sync.quantized import quantization_of
 
 
 def holds_other_tensors(folder: Path) -> bool:
-    """Tell whether the folder holds its model's tensors in parts, or quantized."""
+    """Tell whether the folder holds its model's tensors in parts, or quantized, or corrections of routers."""
     if quantization_of(folder) is not None:
         return True
     with torch.device("meta"):
         manifest = Manifest.of(AutoModelForCausalLM.from_config(_config(folder)))
-    places = map(manifest.place, _stored(folder))
-    return any(place is not None and place.expert is not None for place in places)
+    places = [place for place in map(manifest.place, _stored(folder)) if place is not None]
+    return any(place.expert is not None or place.name.endswith(CORRECTION) for place in places)
 
 
 def read_folder(folder: Path, dtype: torch.dtype | None, *, dequantize: bool) -> PreTrainedModel:
@@ -72,8 +73,8 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 
 
 def _keep_float32(module: nn.Module) -> None:
-    """Make those tensors float32 that the model's class wants so, whatever the dtype of the rest."""
-    patterns = vars(module).get("_keep_in_fp32_modules_strict") or ()
+    """Make corrections float32, and what the model's class wants so, whatever the dtype of the rest."""
+    patterns = (CORRECTION, *(vars(module).get("_keep_in_fp32_modules_strict") or ()))
     for name, tensor in live_tensors(module).items():
         if any(re.search(pattern, name) for pattern in patterns):
             tensor.data = tensor.data.float()

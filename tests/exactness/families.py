@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -290,6 +291,27 @@ _LINEAR = {
     "linear_conv_kernel_dim": 4,
 }
 _SHARED_EXPERT = {**_CHOICE, "moe_intermediate_size": 50, "shared_expert_intermediate_size": 60}
+_KIMI: dict[str, tuple[str, dict[str, Any]]] = {
+    "KimiLinear": (
+        "KimiLinear",
+        {
+            **_LATENTS,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "qk_rope_head_dim": 7,  # of which nothing is rotated
+            "linear_num_heads": 3,
+            "linear_head_dim": 20,
+            "linear_conv_kernel_dim": 3,
+            "num_local_experts": 15,
+            "num_experts_per_tok": 4,
+            "n_group": 3,
+            "topk_group": 2,
+            "moe_intermediate_size": 50,
+        },
+    ),
+}
+"""What transformers 5.23 has, and 5.10.4 has not."""
+
 _DELTA: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3Next": (
         "Qwen3Next",
@@ -316,6 +338,7 @@ _DELTA: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_allow_neg_eigval": False,
         },
     ),
+    **(_KIMI if find_spec("transformers.models.kimi_linear") else {}),
 }
 
 DELTAS = tuple(_DELTA)
@@ -336,7 +359,7 @@ EXPERTS = (
 )
 """Families with routed experts."""
 
-WITH_EXPERTS = (*EXPERTS, *LATENTS, "Qwen3Next", "Qwen3_5Moe")
+WITH_EXPERTS = (*EXPERTS, *LATENTS, "Qwen3Next", "Qwen3_5Moe", *_KIMI)
 
 _VISION = {
     "depth": 1,
@@ -387,7 +410,7 @@ def _made(kind: str, config: Any, experts: bool, dtype: torch.dtype) -> PreTrain
     model = getattr(transformers, kind)(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 or name.endswith("_bias"):  # those of experts lie together
+            if parameter.dim() == 1 or name.endswith(("_bias", "A_log")):  # experts' biases lie together
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.mul_(4)

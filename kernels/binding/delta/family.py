@@ -36,7 +36,3 @@ class DeltaFamily:
     def by_channel(self) -> bool:
         """Return whether each channel of a key decays by itself."""
         return self.projections == "by_channel"
-
-
-KIMI = DeltaFamily("by_channel", norm="o_norm", out="o_proj", mixer="DeltaAttention")
-"""Describes the layers of Kimi-Linear, whose attention layers are not bound."""

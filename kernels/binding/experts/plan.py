@@ -24,6 +24,9 @@ from samebit.kernels.ops.experts.routing import check_options
 Bound = tuple[Callable[..., Any], Any]
 """A forward and its facts."""
 
+CORRECTION = "e_score_correction_bias"
+"""Names what a router of sigmoids adds to its scores where it chooses; always float32."""
+
 
 class ExpertPlan:
     """Decides the forwards of blocks of experts and of the modules in them, in the order of the traversal."""
@@ -109,27 +112,26 @@ class ExpertPlan:
         return len(experts.get_parameter("down_proj"))
 
     def _routing_options(self, name: str) -> RoutingOptions:
-        family, config = self.family, self.config.to_dict()
-        groups = family.group_score != "none" and self._has_groups(name, config)
+        family, config = self.family, self.config  # whose attributes have other names in Kimi-Linear's files
+        groups = family.group_score != "none" and self._has_groups(name)
         return RoutingOptions(
             scores=family.scores,
             top_k=self.config.num_experts_per_tok,
-            normalised=bool(config[family.normalised]) if family.normalised else False,
-            scale=1.0 if family.group_score == "none" else float(config["routed_scaling_factor"]),
-            groups=config["n_group"] if groups else 1,
-            kept_groups=config["topk_group"] if groups else 1,
+            normalised=bool(getattr(config, family.normalised)) if family.normalised else False,
+            scale=1.0 if family.group_score == "none" else float(config.routed_scaling_factor),
+            groups=config.n_group if groups else 1,
+            kept_groups=config.topk_group if groups else 1,
             group_score="best" if family.group_score == "best" else "best_two",
         )
 
-    def _has_groups(self, name: str, config: dict[str, Any]) -> bool:
+    def _has_groups(self, name: str) -> bool:
         key = self.family.method
         if not key:
             return True
-        if config[key] not in ("greedy", "group_limited_greedy"):
-            raise BindingError(
-                f"{self.prefix}: {key}={config[key]!r} of {name}; allowed: 'greedy', 'group_limited_greedy'"
-            )
-        return bool(config[key] == "group_limited_greedy")
+        method = getattr(self.config, key)
+        if method not in ("greedy", "group_limited_greedy"):
+            raise BindingError(f"{self.prefix}: {key}={method!r} of {name}; allowed: 'greedy', 'group_limited_greedy'")
+        return bool(method == "group_limited_greedy")
 
     def _expert_options(self, name: str, children: dict[str, nn.Module]) -> ExpertOptions:
         family, limit, alpha = self.family, None, None
@@ -160,9 +162,10 @@ def check_corrections(model: nn.Module) -> None:
         BindingError: one that is not float32, by name.
     """
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias") and buffer.dtype is not torch.float32:
+        if name.endswith(CORRECTION) and buffer.dtype is not torch.float32:
             raise BindingError(
                 f"{name} is {buffer.dtype}; exact is torch.float32. A cast of the whole model (model.to(dtype)) rounds "
                 "it, and experts are chosen by it: load the model with from_pretrained(..., dtype=...), which keeps "
-                "it, or give the buffer its float32 values again"
+                f"what its class asks for (_keep_in_fp32_modules_strict = ['{CORRECTION}']; Kimi-Linear's does not, "
+                "so set it there before), or give the buffer its float32 values again"
             )

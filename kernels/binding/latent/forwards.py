@@ -8,6 +8,7 @@ Invariants:
 * ``kv_b_proj`` is called as a module, once for each half: under FSDP2 its weight is whole inside its own calls.
 * Its weight is read at each call; nothing that is derived from it is kept.
 * Rotated elements stand in halves here, whatever the class does: their order in a product of query and key is free.
+  A family may rotate none: its states know positions.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from samebit.kernels.binding.lora.forwards import projections
+from samebit.kernels.layout.forward_context import ForwardContext, layout_of
 from samebit.kernels.layout.options import LatentOptions
 from samebit.kernels.ops.latent.attention import latent_attention
 from samebit.kernels.ops.latent.heads import multiply_heads
@@ -57,16 +59,29 @@ def latent_forward(
 ) -> tuple[torch.Tensor, None]:
     """Compute self-attention over latents; what remains of the arguments are Hugging Face's cache and positions, which
     hold nothing here."""
+    return _attention(self, hidden_states, position_embeddings.context, position_embeddings)
+
+
+def latent_forward_without_positions(
+    self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Do as `latent_forward` where nothing is rotated."""
+    return _attention(self, hidden_states, layout_of(attention_mask), None)
+
+
+def _attention(
+    self: Any, hidden_states: torch.Tensor, context: ForwardContext, tables: RotaryTables | None
+) -> tuple[torch.Tensor, None]:
     facts: LatentFacts = self.samebit
     heads, options = facts.heads, facts.options
     q, compressed = _queries_and_latents(self, facts, hidden_states.reshape(-1, hidden_states.shape[-1]))
     q = q.view(-1, heads.heads, heads.nope + options.rope)
     absorbed = self.kv_b_proj(q[..., : heads.nope], "keys")
-    rotated = _rotated(q[..., heads.nope :], position_embeddings, facts)
-    key = _rotated(compressed[:, None, options.rank :], position_embeddings, facts)[:, 0]
+    rotated = _rotated(q[..., heads.nope :], tables, facts)
+    key = _rotated(compressed[:, None, options.rank :], tables, facts)[:, 0]
     latent = self.kv_a_layernorm(compressed[:, : options.rank].contiguous())
     attended = latent_attention(
-        torch.cat([absorbed, rotated], dim=-1), torch.cat([latent, key], dim=-1), position_embeddings.context, options
+        torch.cat([absorbed, rotated], dim=-1), torch.cat([latent, key], dim=-1), context, options
     )
     out = self.kv_b_proj(attended, "values")
     projected: torch.Tensor = self.o_proj(out.view(*hidden_states.shape[:-1], -1))
@@ -82,8 +97,10 @@ def _queries_and_latents(self: Any, facts: LatentFacts, x: torch.Tensor) -> tupl
     return self.q_b_proj(self.q_a_layernorm(q)), compressed
 
 
-def _rotated(x: torch.Tensor, tables: RotaryTables, facts: LatentFacts) -> torch.Tensor:
-    """Rotate ``[T, heads, rope]``, as halves."""
+def _rotated(x: torch.Tensor, tables: RotaryTables | None, facts: LatentFacts) -> torch.Tensor:
+    """Rotate ``[T, heads, rope]``, as halves; without tables, leave it as it is."""
+    if tables is None:
+        return x
     if facts.interleaved:
         x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return rotate(x, tables)

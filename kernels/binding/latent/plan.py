@@ -7,7 +7,13 @@ from torch import nn
 
 from samebit.kernels.binding.families import BindingError
 from samebit.kernels.binding.latent.family import LatentFamily
-from samebit.kernels.binding.latent.forwards import HeadFacts, LatentFacts, expansion_forward, latent_forward
+from samebit.kernels.binding.latent.forwards import (
+    HeadFacts,
+    LatentFacts,
+    expansion_forward,
+    latent_forward,
+    latent_forward_without_positions,
+)
 from samebit.kernels.layout.kv_pages import LatentLayout
 from samebit.kernels.layout.options import LatentOptions
 
@@ -54,7 +60,8 @@ class LatentPlan:
         self.options.append(options)
         self.inside[f"{name}.{self.family.expansion}"] = expansion_forward, heads
         key = self.family.interleaved
-        return latent_forward, LatentFacts(
+        forward = latent_forward if self.family.rotated else latent_forward_without_positions
+        return forward, LatentFacts(
             heads=heads,
             options=options,
             low_rank=attributes["q_lora_rank"] is not None,

@@ -74,8 +74,6 @@ def test_routed_experts_are_the_trainers(tmp_path: Path, name: str) -> None:
         assert row["samebit/on_policy/routing_compared"] > 8 * tokens, "two layers, four experts a token; and prompts"
 
 
-@pytest.mark.soak
-@pytest.mark.skipif("SAMEBIT_SOAK_CASES" not in os.environ, reason="make soak: a run of verl each")
 @pytest.mark.parametrize("name", [name for name in cases.cases() if "-lora" in name])
 def test_an_adapter_is_trained_unmerged(tmp_path: Path, name: str) -> None:
     case = cases.cases()[name]
