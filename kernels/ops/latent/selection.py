@@ -33,8 +33,8 @@ def choose_keys(
         options: the layer's sizes.
 
     Returns:
-        ``[T, top_k]`` int32, the positions chosen for each row, ascending, and -1 behind them; ``[T, 0]`` may stand
-        for a call in which no row has more than ``top_k`` keys: all are chosen.
+        ``[T, K]`` int32, the positions chosen for each row, ascending, and -1 behind them. K is ``top_k``, or less
+        where no sequence can have as many tokens; ``[T, 0]`` stands for a call in which all are chosen.
 
     Raises:
         ValueError: rows that are not the context's, sizes that are not the options' or the pages'.
