@@ -68,15 +68,15 @@ def test_training_and_its_gradients_are_near_the_oracle() -> None:
 def test_equal_scores_and_special_numbers() -> None:
     """Zeros of both signs, denormals, the greatest numbers: the first of equal ones, by the order of the scores."""
     torch.manual_seed(0)
-    rows = 40
+    rows = 24
     special = torch.tensor([-1.0, -0.0, 0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0])[torch.randint(0, 8, (rows,))]
     pairs = torch.stack([special.clamp(min=0), (-special).clamp(min=0)], dim=1)
     weights = torch.tensor([[1.0, -1.0]]).expand(rows, 2).contiguous()
     queries = torch.eye(2).expand(rows, 2, 2).contiguous()
     context = training_context((1, rows), None, None, DEVICE)
     parts = (part.to(DEVICE) for part in (queries, pairs, weights))
-    chosen = choose_keys(*parts, context, IndexOptions(1, 2, 2, 1.0, 17))
-    order = torch.sort(special, descending=True, stable=True).indices[:17].sort().values
+    chosen = choose_keys(*parts, context, IndexOptions(1, 2, 2, 1.0, 9))
+    order = torch.sort(special, descending=True, stable=True).indices[:9].sort().values
     assert chosen[-1].tolist() == order.tolist()
 
 
