@@ -10,7 +10,7 @@ from numba import njit
 
 from samebit.kernels.cpu.base.numeric import widen
 from samebit.kernels.cpu.gemm.many_rows_vectors import transpose_tile
-from samebit.kernels.cpu.latent.vectors import widen_vectors
+from samebit.kernels.cpu.latent.vectors import copy_elements, widen_vectors
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
 
@@ -54,4 +54,4 @@ def gather_rows(
     """Copy the rows of ``count`` chosen tokens from place ``base`` of the list on to ``gathered``, ``[C, W]``."""
     for j in range(count):
         at = place_of(blocks, chosen[base + j], block_size, width)
-        gathered[j * width : (j + 1) * width] = pages[at : at + width]
+        copy_elements(pages, at, width, gathered, j * width)
