@@ -61,8 +61,8 @@ class Sparse:
         return (min(length, self.top_k) * a_key + scored) / (length * a_key)
 
 
-SPARSE = Sparse(Heads(16, 512, 64, 192, 256), 8, 128, 2048)
-"""GLM-5's, with a quarter of all heads."""
+SPARSE = Sparse(Heads(64, 512, 64, 192, 256), 32, 128, 2048)
+"""GLM-5's."""
 
 SHAPES = {"small": Heads(8, 128, 32, 64, 64), "v2_lite": Heads(16, 512, 64, 128, 128)}
 
@@ -80,7 +80,7 @@ class Sizes:
     own: int = 64
     layers: int = 4
     long: int = 16384
-    long_sequences: int = 4
+    long_sequences: int = 2
 
 
 def decode(heads: Heads, dtype: torch.dtype, sizes: Sizes) -> dict[str, Turn]:

@@ -9,9 +9,9 @@ import numpy as np
 from numba import njit
 
 from samebit.kernels.cpu.base.numeric import widen
-from samebit.kernels.cpu.gemm.many_rows_vectors import transpose_tile
+from samebit.kernels.cpu.gemm.many_rows_vectors import fetch, transpose_tile
 from samebit.kernels.cpu.latent.vectors import copy_elements, widen_vectors
-from samebit.kernels.layout.grids import KV_CHUNK, LANES
+from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
 
 
 @njit(inline="always")
@@ -33,6 +33,16 @@ def copy_keys(pages: Any, blocks: Any, block_size: int, width: int, base: int, c
         at = place_of(blocks, base + j, block_size, width)  # sixteen tokens from there on lie in one block
         for d in range(0, whole, LANES):
             transpose_tile(pages, at + d, width, copied, d * KV_CHUNK + j, KV_CHUNK)
+
+
+@njit(nogil=True, error_model="numpy")
+def ask_for_keys(pages: Any, blocks: Any, block_size: int, width: int, base: int, count: int) -> None:
+    """Ask for the cache lines of ``count`` tokens from ``base`` on."""
+    line = CACHE_LINE // pages.itemsize
+    for j in range(count):
+        at = place_of(blocks, base + j, block_size, width)
+        for d in range(0, width, line):
+            fetch(pages, at + d)
 
 
 @njit(nogil=True, error_model="numpy")

@@ -21,14 +21,11 @@ from samebit.kernels.cpu.base.memory import scratch
 from samebit.kernels.cpu.base.numeric import bits_of, fma, widen
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.small_tiles import tile_multiply
-from samebit.kernels.cpu.latent.chunks import copy_keys
+from samebit.kernels.cpu.latent.chunks import ask_for_keys, copy_keys
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
 _TILE = 4
-"""Heads that are multiplied with keys at once."""
-
-_COLUMNS = 2 * LANES
-"""Keys that all heads of a row meet before the others of the chunk: they stay in the first-level cache."""
+"""Heads that are multiplied with a chunk at once."""
 
 _ZERO = np.float32(0.0)
 _HIGH, _MIDDLE = 21, 10
@@ -87,11 +84,12 @@ def _score_item(
             for d in range(size):
                 query[(r * heads + h) * size + d] = widen(queries[row + r, h, d])
     flat, blocks = pages.reshape(-1), block_tables[sequences[3, sequence]]
-    products = np.zeros(_TILE * _COLUMNS, np.float32)
+    products = np.zeros(_TILE * KV_CHUNK, np.float32)
     chunks = newest // KV_CHUNK + 1
     for chunk in range(chunks * part // parts, chunks * (part + 1) // parts):
         base = chunk * KV_CHUNK
         copy_keys(flat, blocks, block_size, size, base, min(KV_CHUNK, newest + 1 - base), keys)
+        ask_for_keys(flat, blocks, block_size, size, base + KV_CHUNK, min(KV_CHUNK, newest + 1 - base - KV_CHUNK))
         for r in range(count):
             _score_chunk(query, r * heads, weights[row + r], keys, size, scale, products, scores[to + r], base)
 
@@ -101,20 +99,17 @@ def _score_chunk(
     query: Any, first: int, weights: Any, keys: Any, size: int, scale: Any, products: Any, scores: Any, base: int
 ) -> None:
     """Write the scores of a row for the chunk at ``base``; its queries are those from the ``first`` on."""
-    heads = len(weights)
-    for part in range(0, KV_CHUNK, _COLUMNS):
-        out = scores[base + part : base + part + _COLUMNS]
-        out[:] = _ZERO
-        for h in range(0, heads, _TILE):
-            tile_multiply(
-                _TILE, _COLUMNS // LANES, Rows(query, (first + h) * size, size), Rows(keys, part, KV_CHUNK), size,
-                Rows(products, 0, _COLUMNS),
-            )  # fmt: skip
-            for i in range(min(_TILE, heads - h)):
-                weight = weights[h + i]
-                for j in range(_COLUMNS):
-                    product = products[i * _COLUMNS + j] * scale
-                    out[j] = fma(weight, product if product > _ZERO else _ZERO, out[j])
+    heads, out = len(weights), scores[base : base + KV_CHUNK]
+    out[:] = _ZERO
+    for h in range(0, heads, _TILE):
+        tile_multiply(
+            _TILE, 4, Rows(query, (first + h) * size, size), Rows(keys, 0, KV_CHUNK), size, Rows(products, 0, KV_CHUNK)
+        )
+        for i in range(min(_TILE, heads - h)):
+            weight = weights[h + i]
+            for j in range(KV_CHUNK):
+                product = products[i * KV_CHUNK + j] * scale
+                out[j] = fma(weight, product if product > _ZERO else _ZERO, out[j])
 
 
 def _choose(scores: Any, rows: Any, counts: Any, chosen: Any) -> None:
