@@ -1,5 +1,5 @@
 """Measure what latents gain: attention of a decode step beside the same step over a cache of each head's keys and
-values, and the time to the first token behind a shared prefix.
+values, sparse attention beside dense at a long context, and the time to the first token behind a shared prefix.
 
     python benchmarks/latent.py [--json FILE] [--rounds N] [--quick]
 
@@ -23,10 +23,11 @@ from samebit.benchmarks.rounds import results_file, table
 from samebit.benchmarks.rounds.turns import Calibration, Spread, Turn, alternate, kept, ratio, spread
 from samebit.benchmarks.workloads import models
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.kv_pages import KVLayout, LatentLayout, PageLayout
-from samebit.kernels.layout.options import AttentionOptions, LatentOptions
+from samebit.kernels.layout.kv_pages import KVLayout, LatentLayout, PageLayout, SparseLayout
+from samebit.kernels.layout.options import AttentionOptions, IndexOptions, LatentOptions
 from samebit.kernels.ops.attention import attention
 from samebit.kernels.ops.latent.attention import latent_attention
+from samebit.kernels.ops.latent.selection import choose_keys
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 BLOCK = 16
@@ -43,6 +44,26 @@ class Heads:
     value: int
 
 
+@dataclass(frozen=True)
+class Sparse:
+    """Sizes of a layer with an indexer: heads of its attention and of its index, elements of an index key, tokens that
+    are chosen."""
+
+    attention: Heads
+    heads: int
+    size: int
+    top_k: int
+
+    def work(self, length: int) -> float:
+        """Return the products of a token with so many before it, over those of dense attention."""
+        a_key = self.attention.heads * (2 * self.attention.rank + self.attention.rope)
+        scored = length * self.heads * self.size if length > self.top_k else 0
+        return (min(length, self.top_k) * a_key + scored) / (length * a_key)
+
+
+SPARSE = Sparse(Heads(64, 512, 64, 192, 256), 32, 128, 2048)
+"""GLM-5's."""
+
 SHAPES = {"small": Heads(8, 128, 32, 64, 64), "v2_lite": Heads(16, 512, 64, 128, 128)}
 
 
@@ -58,6 +79,8 @@ class Sizes:
     shared: int = 1024
     own: int = 64
     layers: int = 4
+    long: int = 16384
+    long_sequences: int = 2
 
 
 def decode(heads: Heads, dtype: torch.dtype, sizes: Sizes) -> dict[str, Turn]:
@@ -79,6 +102,34 @@ def decode(heads: Heads, dtype: torch.dtype, sizes: Sizes) -> dict[str, Turn]:
         "expanded": _repeated(
             lambda: attention(qkv[0], qkv[1], qkv[2], expanded, AttentionOptions(0, scale)), sizes.repeats
         ),
+    }
+
+
+def sparse_decode(layer: Sparse, dtype: torch.dtype, sizes: Sizes) -> dict[str, Turn]:
+    """Return the turns of one layer's attention of a decode step over latents: all of them, and those chosen.
+
+    The sparse turn scores, chooses and attends; projections are in neither.
+    """
+    heads, count = layer.attention, sizes.long_sequences
+    rows = torch.randn(count, heads.rank + heads.rope).to(dtype)
+    q = torch.randn(count, heads.heads, heads.rank + heads.rope).to(dtype)
+    queries, keys = torch.randn(count, layer.heads, layer.size).to(dtype), torch.randn(count, layer.size).to(dtype)
+    weights = torch.rand(count, layer.heads)
+    context = _step(
+        SparseLayout(heads.rank, heads.rope, layer.size, (True,)), dtype,
+        replace(sizes, sequences=count, length=sizes.long),
+    )  # fmt: skip
+    for page in context.pages or ():
+        page.copy_(torch.randn(len(page), 1, page.shape[2]).to(dtype))
+    options = LatentOptions(0, (heads.nope + heads.rope) ** -0.5, heads.rank, heads.rope)
+    index = IndexOptions(1, layer.heads, layer.size, layer.size**-0.5, layer.top_k)
+
+    def sparse() -> None:
+        latent_attention(q, rows, context, options, choose_keys(queries, keys, weights, context, index))
+
+    return {
+        "dense": _repeated(lambda: latent_attention(q, rows, context, options), 1),
+        "sparse": _repeated(sparse, 1),
     }
 
 
@@ -159,6 +210,12 @@ def measure(sizes: Sizes, calibration: Calibration) -> dict[str, Spread]:
             steady = kept(alternate(decode(heads, kind, sizes), sizes.rounds, calibration), calibration)
             metrics[f"decode_gain_{name}_{dtype}"] = ratio(steady, "expanded", "latent")
             metrics[f"decode_ms_{name}_{dtype}"] = spread([1e3 * one.seconds["latent"] for one in steady])
+    for dtype, kind in models.DTYPES.items():
+        steady = kept(alternate(sparse_decode(SPARSE, kind, sizes), sizes.rounds, calibration), calibration)
+        part, work = ratio(steady, "sparse", "dense"), SPARSE.work(sizes.long)
+        metrics[f"sparse_over_dense_{dtype}"] = part
+        metrics[f"sparse_over_work_{dtype}"] = Spread(part.value / work, part.min / work, part.max / work)
+        metrics[f"sparse_ms_{dtype}"] = spread([1e3 * one.seconds["sparse"] for one in steady])
     return metrics | first_token(SHAPES["small"], sizes, calibration)
 
 
@@ -175,7 +232,7 @@ def main() -> None:
     metrics = measure(sizes, Calibration())
     table.show(metrics)
     if args.json:
-        shapes = {name: asdict(heads) for name, heads in SHAPES.items()}
+        shapes = {name: asdict(shape) for name, shape in (SHAPES | {"sparse": SPARSE}).items()}
         meta = results_file.describe(sizes=vars(sizes), model=shapes, load_before=load_before)
         results_file.write(args.json, meta, metrics)
 

@@ -12,7 +12,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from samebit.kernels.binding.delta.family import DeltaFamily
 from samebit.kernels.binding.epilogue import Epilogue, scaled_down, scaled_up, soft_capped, unchanged
 from samebit.kernels.binding.experts.family import SIGMOID, ExpertFamily
-from samebit.kernels.binding.latent.family import LatentFamily
+from samebit.kernels.binding.latent.family import IndexerFamily, LatentFamily
 
 RECURRENT_MASKS = "linear_attention" in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 """Tells transformers 5.13 or later: it knows masks of recurrent layers, and renames Mamba and attention layers on
@@ -159,6 +159,20 @@ FAMILIES = {
         ),
         Family("DeepseekV3", unchanged, latent=LatentFamily("rope_interleave"), experts=SIGMOID),
         Family("Glm4MoeLite", unchanged, latent=LatentFamily("rope_interleave"), experts=SIGMOID),
+        Family(
+            "DeepseekV32",
+            unchanged,
+            latent=LatentFamily(indexer=IndexerFamily(halves=True, shares=False)),
+            experts=SIGMOID,
+            layer_types=("indexed_attention",),
+        ),
+        Family(
+            "GlmMoeDsa",
+            unchanged,
+            latent=LatentFamily(by_version=True, indexer=IndexerFamily(halves=False, shares=True)),
+            experts=SIGMOID,
+            layer_types=("indexed_attention",),
+        ),
         Family(
             "GptOss",
             unchanged,

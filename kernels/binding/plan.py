@@ -140,10 +140,12 @@ class Plan:
         if wrapped is None:
             return None
         parts = [plan for plan in (self.experts, self.latent) if plan is not None]
-        if name == "lm_head" or any(plan.computes(name) for plan in parts):
+        in_indexer = self.latent is not None and self.latent.is_of_indexer(name)
+        if name == "lm_head" or in_indexer or any(plan.computes(name) for plan in parts):
             raise BindingError(
                 f"{self.family.prefix}: an adapter on {name}, which is not bound exactly; exact are adapters on linear "
-                "layers other than the head, routers, and the kv_b_proj of latent attention"
+                "layers other than the head, routers, the kv_b_proj of latent attention, and the indexer of sparse "
+                "attention, which has no gradient"
             )
         if not self.exact:
             raise BindingError(f"{self.family.prefix}: exact=False computes no adapters, and {name} has one")

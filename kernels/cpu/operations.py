@@ -9,6 +9,7 @@ from samebit.kernels.cpu.delta.operation import delta_rule
 from samebit.kernels.cpu.experts.operation import experts_backward, experts_forward
 from samebit.kernels.cpu.experts.routing import route_backward, route_forward
 from samebit.kernels.cpu.latent.operation import gradients_of_heads, latent_backward, latent_forward, multiply_heads
+from samebit.kernels.cpu.latent.selection import choose_keys
 from samebit.kernels.cpu.linear import add_gradient_of_inputs, gradient_of_inputs, gradient_of_weight, multiply
 from samebit.kernels.cpu.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
 from samebit.kernels.cpu.low_rank import add_low_rank
@@ -30,6 +31,7 @@ __all__ = [
     "attention_backward",
     "attention_forward",
     "attention_of_unrotated",
+    "choose_keys",
     "conv_backward",
     "conv_forward",
     "delta_rule",

@@ -35,7 +35,7 @@ class ForwardContext(CallRows):
     """Lays out the T rows of one forward call with S sequences, and names its memory; see `CallRows` for the rest.
 
     Attributes:
-        pages: one tensor a layer (see `samebit.kernels.layout.kv_pages.KVLayout`), or None for a training call.
+        pages: the tensors of the layers (see `samebit.kernels.layout.kv_pages`), or None for a training call.
         states: the memory of Mamba layers, slot ``table_rows[s]`` for sequence s; None where there are none, and for
             a training call.
         device_layout: what of this was sent to the device before; None to have it sent.

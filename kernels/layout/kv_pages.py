@@ -2,7 +2,8 @@
 
 Of keys and values ``pages[layer]`` is ``[blocks, kv_heads, 2, D * B]``: half 0 holds keys as ``[D, B]``, half 1 values
 as ``[B, D]``; on a GPU keys are ``[B, D]`` too. Of latents it is ``[blocks, B, rank + rope]``: a token's latent and its
-rotated key, side by side. Block 0 is the null block: padding rows write there and nobody reads it.
+rotated key, side by side. A layer with an indexer has a second tensor behind that, its index keys, ``[blocks, B,
+index]``. Block 0 is the null block: padding rows write there and nobody reads it.
 """
 
 from dataclasses import dataclass
@@ -63,5 +64,42 @@ class LatentLayout:
         return tuple(zeroed_pool(shape, dtype, device) for _ in range(self.num_layers))
 
 
-PageLayout = KVLayout | LatentLayout
+@dataclass(frozen=True)
+class SparseLayout:
+    """Shapes the memory of a model whose attention reads chosen latents (DSA): one layer after the other.
+
+    Attributes:
+        rank, rope: as in `LatentLayout`.
+        index: elements of a token's index key.
+        indexed: whether each layer has index keys; one without takes the choice of a layer before.
+    """
+
+    rank: int
+    rope: int
+    index: int
+    indexed: tuple[bool, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of attention layers."""
+        return len(self.indexed)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Return the elements of a token in each tensor: of every layer its latents, then its index keys."""
+        both = self.rank + self.rope, self.index
+        return tuple(width for indexed in self.indexed for width in (both if indexed else both[:1]))
+
+    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one block over all layers."""
+        return sum(self.widths) * block_size * dtype.itemsize
+
+    def allocate(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: str | torch.device = "cpu"
+    ) -> tuple[torch.Tensor, ...]:
+        """Allocate zeroed pages for blocks 0 .. num_blocks, a tensor for each of `widths`."""
+        return tuple(zeroed_pool((num_blocks + 1, block_size, width), dtype, device) for width in self.widths)
+
+
+PageLayout = KVLayout | LatentLayout | SparseLayout
 """What a block of a model holds."""

@@ -66,6 +66,32 @@ class LatentOptions:
 
 
 @dataclass(frozen=True)
+class IndexOptions:
+    """Tells one indexer from another: what chooses the keys that attention reads.
+
+    Attributes:
+        layer: which pages of the context hold its keys.
+        heads: of its queries; all read one key a token.
+        size: elements of a key.
+        scale: factor on the products of queries and keys.
+        top_k: keys that are chosen for a row, all where there are no more.
+
+    Raises:
+        ValueError: sizes below 1.
+    """
+
+    layer: int
+    heads: int
+    size: int
+    scale: float
+    top_k: int
+
+    def __post_init__(self) -> None:
+        if min(self.heads, self.size, self.top_k) < 1:
+            raise ValueError(f"{self}: allowed: at least 1 head of 1 element, and 1 key to choose")
+
+
+@dataclass(frozen=True)
 class GatedNormOptions:
     """Says how a gated RMSNorm works: each of ``groups`` parts of the axis alone, the gate before or after the norm.
 

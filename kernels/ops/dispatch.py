@@ -29,6 +29,7 @@ from samebit.kernels.layout.options import (
     ExpertWeights,
     Filters,
     GatedNormOptions,
+    IndexOptions,
     LatentOptions,
     Layer,
     Reduced,
@@ -114,9 +115,14 @@ class Operations(Protocol):
 
     # samebit.kernels.ops.latent
     def latent_forward(
-        self, q: Tensor, latents: Tensor, context: ForwardContext, options: LatentOptions
+        self, q: Tensor, latents: Tensor, context: ForwardContext, options: LatentOptions, chosen: Tensor | None
     ) -> tuple[Tensor, Saved]:
-        """Put latents into their pages, those of the call where the context has none, and attend."""
+        """Put latents into their pages, those of the call where the context has none, and attend to those chosen."""
+
+    def choose_keys(
+        self, queries: Tensor, keys: Tensor, weights: Tensor, context: ForwardContext, options: IndexOptions
+    ) -> Tensor:
+        """Put index keys into their pages likewise, and return the positions that each row attends to."""
 
     def latent_backward(
         self, saved: Saved, grad: Tensor, context: ForwardContext, options: LatentOptions

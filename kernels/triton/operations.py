@@ -14,6 +14,7 @@ from samebit.kernels.triton.gradients.ssd import scan_backward
 from samebit.kernels.triton.latent.attention import latent_forward
 from samebit.kernels.triton.latent.gradients import latent_backward
 from samebit.kernels.triton.latent.heads import gradients_of_heads, multiply_heads
+from samebit.kernels.triton.latent.selection import choose_keys
 from samebit.kernels.triton.linear import (
     add_gradient_of_inputs,
     add_low_rank,
@@ -41,6 +42,7 @@ __all__ = [
     "attention_backward",
     "attention_forward",
     "attention_of_unrotated",
+    "choose_keys",
     "conv_backward",
     "conv_forward",
     "delta_rule",

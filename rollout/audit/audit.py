@@ -19,6 +19,7 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
+from samebit.kernels.binding.latent.indexer import indexers_of, most_chosen
 from samebit.kernels.layout.grids import ceil_div
 from samebit.rollout.adapters.layout import adapter_folder, base_of
 from samebit.rollout.audit.adapters import TrainersAdapter
@@ -27,6 +28,7 @@ from samebit.rollout.audit.expert_routes import compare_routes
 from samebit.rollout.audit.gemm_rows import check_gemm_rows
 from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
 from samebit.rollout.audit.recurrent_states import StatesCheck
+from samebit.rollout.audit.selections import compare_selections
 from samebit.rollout.audit.trainer_layouts import LAYOUTS, Layout, Sample, device_of, packed
 from samebit.rollout.audit.weight_updates import WeightsCheck
 from samebit.rollout.config import SMALLEST_BLOCK, RolloutConfig
@@ -38,6 +40,9 @@ from samebit.rollout.worker import RolloutWorker
 PROMPT_LENGTHS = (1, 2, 3, 63, 64, 65, 17, 130)
 LONGEST_PROMPT = 300
 NEW_TOKENS = 32
+BEYOND_CHOICE = 65
+"""The longest prompt has at least so many tokens more than sparse attention reads."""
+
 UNLIMITED_LEN = 512
 """A model whose config knows no limit is checked to at least this length."""
 
@@ -105,6 +110,7 @@ def check_model(
     yield from check.prefix_cache()
     yield from check.layouts()
     yield from check.routing()
+    yield from check.selections()
     yield from check.weights() if trained is None else check.adapters(trained)
     yield check.repeats()
 
@@ -123,7 +129,8 @@ def _workload(model: nn.Module, max_model_len: int, new_tokens: int, seed: int) 
     longest = max_model_len - new_tokens
     rng = random.Random(seed)
     vocab_size = binding_of(model).vocab_size
-    lengths = [*(length for length in PROMPT_LENGTHS if length < longest), min(longest, LONGEST_PROMPT)]
+    wanted = max(LONGEST_PROMPT, most_chosen(model) + BEYOND_CHOICE)
+    lengths = [*(length for length in PROMPT_LENGTHS if length < longest), min(longest, wanted)]
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
     return Workload(prompts, new_tokens, max(lengths) + new_tokens)
 
@@ -197,6 +204,17 @@ class _Check:
         with RolloutWorker(self.model, config=self._config(max_num_batched_tokens=24, max_num_seqs=8)) as worker:
             outputs = [out for _ in ("cold", "warm") for out in worker.generate(self.workload.prompts, asked)]
         yield Row("routing: pairs that differ, cold and warm", *compare_routes(self.model, layout, outputs))
+
+    def selections(self) -> Iterator[Row]:
+        """Compare the tokens that sparse attention reads with those that it reads in the trainer."""
+        if not indexers_of(self.model):
+            return
+        changes: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 8}
+        if device_of(self.model).type == "cuda":
+            changes["enforce_eager"] = True  # a replayed graph calls no hooks
+        requests = self.workload.prompts, self.workload.params()
+        found = compare_selections(self.model, self._config(**changes), *requests)
+        yield Row("selections that differ, cold and warm", *found)
 
     def weights(self) -> Iterator[Row]:
         requests = self.workload.prompts, self.workload.params()

@@ -461,8 +461,12 @@ def test_fleet_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_latent_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent, "SHAPES", {"small": latent.Heads(2, 16, 4, 6, 8)})
-    sizes = latent.Sizes(sequences=2, length=20, repeats=1, rounds=1, requests=1, shared=33, own=3, layers=1)
+    monkeypatch.setattr(latent, "SPARSE", latent.Sparse(latent.Heads(2, 16, 4, 6, 8), 2, 8, 16))
+    sizes = latent.Sizes(
+        sequences=2, length=20, repeats=1, rounds=1, requests=1, shared=33, own=3, layers=1, long=40, long_sequences=2
+    )
     metrics = latent.measure(sizes, alternate.Calibration(size=8))
     of_decode = {f"decode_{name}_small_{dtype}" for name in ("gain", "ms") for dtype in ("fp32", "bf16")}
-    assert set(metrics) == {*of_decode, "ttft_gain", "ttft_gain_over_ideal", "ttft_cached_ms"}
+    of_sparse = {f"sparse_{name}_{dtype}" for name in ("over_dense", "over_work", "ms") for dtype in ("fp32", "bf16")}
+    assert set(metrics) == {*of_decode, *of_sparse, "ttft_gain", "ttft_gain_over_ideal", "ttft_cached_ms"}
     assert all(0 < value.min <= value.value <= value.max < math.inf for value in metrics.values())

@@ -175,8 +175,25 @@ _LATENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_INDEX = {**_LATENTS, **_GROUPS, "q_lora_rank": 41, "index_topk": 19, "index_head_dim": 27, "index_n_heads": 3}
+_SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "GlmMoeDsa": (
+        "GlmMoeDsa",
+        {
+            **_INDEX,
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+            "indexer_types": ["full", "shared", "full"],
+        },
+    ),
+    "DeepseekV32": ("DeepseekV32", {**_INDEX, "first_k_dense_replace": 1}),
+}
+
 LATENTS = tuple(_LATENT)
 """Families with latent attention."""
+
+SPARSE = tuple(name for name, (family, _) in _SPARSE.items() if f"{family}Config" in dir(transformers))
+"""Families with sparse attention over latents, of those that this transformers has."""
 
 FAMILIES = (*_OWN, *(LATENTS if CAMPAIGN else LATENTS[:1]))
 """Families without states; all of those with latent attention under `make soak`, otherwise the first of them."""
@@ -359,7 +376,7 @@ EXPERTS = (
 )
 """Families with routed experts."""
 
-WITH_EXPERTS = (*EXPERTS, *LATENTS, "Qwen3Next", "Qwen3_5Moe", *_KIMI)
+WITH_EXPERTS = (*EXPERTS, *LATENTS, *SPARSE, "Qwen3Next", "Qwen3_5Moe", *_KIMI)
 
 _VISION = {
     "depth": 1,
@@ -379,7 +396,7 @@ def _config_class(family: str) -> type:
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    family, own = {**_OWN, **_LATENT, **_HYBRID, **_DELTA}[name]
+    family, own = {**_OWN, **_LATENT, **_SPARSE, **_HYBRID, **_DELTA}[name]
     fields = {**_COMMON, **own, **changes}
     if family == "Mamba2":
         fields = {key: value for key, value in fields.items() if key not in _NOT_OF_MAMBA2}

@@ -42,12 +42,16 @@ class LatentFacts:
         options: the operation's.
         low_rank: queries have a latent too: ``q_a_proj``, its norm and ``q_b_proj`` instead of ``q_proj``.
         interleaved: elements that are rotated together stand side by side.
+        reads: all tokens, those that its own ``indexer`` chooses, or those that an earlier layer's has chosen.
+        returns_choice: the result has a third part, what was chosen.
     """
 
     heads: HeadFacts
     options: LatentOptions
     low_rank: bool
     interleaved: bool
+    reads: Literal["all", "own choice", "earlier choice"] = "all"
+    returns_choice: bool = False
 
 
 def latent_forward(
@@ -55,53 +59,66 @@ def latent_forward(
     hidden_states: torch.Tensor,
     position_embeddings: RotaryTables,
     attention_mask: torch.Tensor | None = None,
+    prev_topk_indices: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor | None, ...]:
     """Compute self-attention over latents; what remains of the arguments are Hugging Face's cache and positions, which
-    hold nothing here."""
-    return _attention(self, hidden_states, position_embeddings.context, position_embeddings)
+    hold nothing here. ``prev_topk_indices``: what an earlier layer has chosen."""
+    return _attention(self, hidden_states, position_embeddings.context, position_embeddings, prev_topk_indices)
 
 
 def latent_forward_without_positions(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor | None, ...]:
     """Do as `latent_forward` where nothing is rotated."""
-    return _attention(self, hidden_states, layout_of(attention_mask), None)
+    return _attention(self, hidden_states, layout_of(attention_mask), None, None)
 
 
 def _attention(
-    self: Any, hidden_states: torch.Tensor, context: ForwardContext, tables: RotaryTables | None
-) -> tuple[torch.Tensor, None]:
+    self: Any, hidden_states: torch.Tensor, context: ForwardContext, tables: RotaryTables | None,
+    earlier_choice: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     facts: LatentFacts = self.samebit
     heads, options = facts.heads, facts.options
-    q, compressed = _queries_and_latents(self, facts, hidden_states.reshape(-1, hidden_states.shape[-1]))
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    q, compressed, low_rank = _queries_and_latents(self, facts, x)
+    chosen = None if facts.reads == "all" else earlier_choice
+    if facts.reads == "own choice":
+        chosen = self.indexer(x, low_rank, tables)
     q = q.view(-1, heads.heads, heads.nope + options.rope)
     absorbed = self.kv_b_proj(q[..., : heads.nope], "keys")
     rotated = _rotated(q[..., heads.nope :], tables, facts)
     key = _rotated(compressed[:, None, options.rank :], tables, facts)[:, 0]
     latent = self.kv_a_layernorm(compressed[:, : options.rank].contiguous())
     attended = latent_attention(
-        torch.cat([absorbed, rotated], dim=-1), torch.cat([latent, key], dim=-1), context, options
+        torch.cat([absorbed, rotated], dim=-1), torch.cat([latent, key], dim=-1), context, options, chosen
     )
     out = self.kv_b_proj(attended, "values")
     projected: torch.Tensor = self.o_proj(out.view(*hidden_states.shape[:-1], -1))
-    return projected, None
+    return (projected, None, chosen) if facts.returns_choice else (projected, None)
 
 
-def _queries_and_latents(self: Any, facts: LatentFacts, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the queries of all heads, and each token's latent before its norm and rotated key before its rotation."""
+def _queries_and_latents(
+    self: Any, facts: LatentFacts, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the queries of all heads, each token's latent before its norm and rotated key before its rotation, and
+    the latent of the queries behind its norm, if they have one."""
     if not facts.low_rank:
         q, compressed = projections(x, (self.q_proj, self.kv_a_proj_with_mqa))
-        return q, compressed
+        return q, compressed, None
     q, compressed = projections(x, (self.q_a_proj, self.kv_a_proj_with_mqa))
-    return self.q_b_proj(self.q_a_layernorm(q)), compressed
+    low_rank = self.q_a_layernorm(q)
+    return self.q_b_proj(low_rank), compressed, low_rank
 
 
 def _rotated(x: torch.Tensor, tables: RotaryTables | None, facts: LatentFacts) -> torch.Tensor:
     """Rotate ``[T, heads, rope]``, as halves; without tables, leave it as it is."""
-    if tables is None:
-        return x
-    if facts.interleaved:
+    return x if tables is None else rotated_as_halves(x, tables, facts.interleaved)
+
+
+def rotated_as_halves(x: torch.Tensor, tables: RotaryTables, interleaved: bool) -> torch.Tensor:
+    """Rotate ``[T, heads, rope]``, as halves."""
+    if interleaved:
         x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return rotate(x, tables)
 

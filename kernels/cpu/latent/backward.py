@@ -2,8 +2,8 @@
 
 One work item is a sequence and some of its heads. It owns the gradients of these heads' queries, and its own sums of
 what they give to the latents, which are added up in the order of the heads: no two items add to the same place, and no
-bit depends on the threads. Probabilities are recomputed from the saved log-sum-exp (Dao et al. 2022). Pages of a
-training call hold one chunk each.
+bit depends on the threads. A query with a list of chosen tokens meets chunks of its list alone. Probabilities are
+recomputed from the saved log-sum-exp (Dao et al. 2022). Pages of a training call hold one chunk each.
 
 T tokens, S sequences, H heads, W elements of a key, R of a value, C tokens a chunk; ``wide`` and ``deep`` are W and R
 in whole vectors.
@@ -19,6 +19,7 @@ from samebit.kernels.cpu.base.numeric import exp, fma, widen
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import tile_multiply, tile_multiply_add
+from samebit.kernels.cpu.latent.chunks import gather_rows
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
 _ROWS = 64
@@ -69,21 +70,22 @@ class _Item(NamedTuple):
 
 
 def _backward(
-    q: Any, pages: Any, sequences: Any, block_tables: Any, heads: int, scale: Any, out: Any, lse: Any, grad: Any,
-    deltas: Any, grad_q: Any, grad_latents: Any, threads: int,
+    q: Any, pages: Any, sequences: Any, block_tables: Any, chosen: Any, heads: int, scale: Any, out: Any, lse: Any,
+    grad: Any, deltas: Any, grad_q: Any, grad_latents: Any, threads: int,
 ) -> None:  # fmt: skip
     """Compute the gradients of q ``[T, H, W]`` and of the latents, each group of heads for itself, in float32.
 
-    ``out`` ``[T, H, R]`` and ``lse`` are what the forward gave, ``grad`` the gradient of ``out``; ``heads`` are a
-    group's, ``grad_latents`` is ``[H / heads, T, W]``, ``grad_q`` is given as zeros. ``deltas`` ``[T, H]`` gets the
-    product of each row's output and the gradient of it.
+    ``out`` ``[T, H, R]`` and ``lse`` are what the forward gave, ``grad`` the gradient of ``out``, ``chosen`` is as
+    there; ``heads`` are a group's, ``grad_latents`` is ``[H / heads, T, W]``, both it and ``grad_q`` are given as
+    zeros. ``deltas`` ``[T, H]`` gets the product of each row's output and the gradient of it.
     """
     groups = q.shape[1] // heads
     items = sequences.shape[1] * groups
     share = (items + threads - 1) // threads
     share_out(
         _backward_slot, share * threads, threads,
-        (share, threads, q, pages, sequences, block_tables, heads, scale, out, lse, grad, deltas, grad_q, grad_latents),
+        (share, threads, q, pages, sequences, block_tables, chosen, heads, scale, out, lse, grad, deltas, grad_q,
+         grad_latents),
     )  # fmt: skip
 
 
@@ -92,8 +94,8 @@ backward = compile_kernel(_backward)
 
 @njit(nogil=True, error_model="numpy")
 def _backward_slot(
-    slot: int, share: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, heads: int, scale: Any,
-    out: Any, lse: Any, grad: Any, deltas: Any, grad_q: Any, grad_latents: Any,
+    slot: int, share: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, chosen: Any, heads: int,
+    scale: Any, out: Any, lse: Any, grad: Any, deltas: Any, grad_q: Any, grad_latents: Any,
 ) -> None:  # fmt: skip
     """Compute an item, if the slot has one: threads take items in turns, each the next ``share`` slots."""
     groups = q.shape[1] // heads
@@ -106,7 +108,7 @@ def _backward_slot(
         max(1, _ROWS // heads),
     )  # fmt: skip
     _product_of_outputs(item, out, grad, deltas)
-    _backward_item(item, q, pages, block_tables, scale, lse, grad, deltas, grad_q, grad_latents[group])
+    _backward_item(item, q, pages, block_tables, chosen, scale, lse, grad, deltas, grad_q, grad_latents[group])
 
 
 @njit(nogil=True, error_model="numpy")
@@ -122,38 +124,70 @@ def _product_of_outputs(item: Any, out: Any, grad: Any, deltas: Any) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def _backward_item(
-    item: Any, q: Any, pages: Any, block_tables: Any, scale: Any, lse: Any, grad: Any, deltas: Any, grad_q: Any,
-    grad_latents: Any,
+    item: Any, q: Any, pages: Any, block_tables: Any, chosen: Any, scale: Any, lse: Any, grad: Any, deltas: Any,
+    grad_q: Any, grad_latents: Any,
 ) -> None:  # fmt: skip
     """Compute the gradients of one sequence's queries of some heads, and what these give to its latents."""
-    width, rank = q.shape[2], grad.shape[2]
+    width, rank, blocks = q.shape[2], grad.shape[2], block_tables[item.table]
     wide, deep = (width + LANES - 1) // LANES * LANES, (rank + LANES - 1) // LANES * LANES
-    rows = (item.tokens * item.heads + 3) // 4 * 4
-    tile = _Tile(
+    whole = min(item.count, chosen.shape[1]) if chosen.shape[1] > 0 else item.count  # tokens that see all before them
+    tile = _new_tile(item.tokens * item.heads, wide, deep)
+    chunk = _Chunk(
+        np.zeros(wide * KV_CHUNK, np.float32), np.zeros(KV_CHUNK * wide, np.float32),
+        np.zeros(KV_CHUNK * wide, np.float32),
+    )  # fmt: skip
+    for base in range(0, whole, KV_CHUNK):
+        count = min(KV_CHUNK, whole - base)
+        _load_chunk(pages[blocks[base // KV_CHUNK]], width, wide, count, chunk)
+        for first in range(base, whole, item.tokens):
+            tokens = min(item.tokens, whole - first)
+            _load_tile(item, first, tokens, q, lse, grad, deltas, grad_q, wide, deep, tile)
+            _weights_and_slopes(item, first, tokens, base, count, width, rank, wide, deep, scale, tile, chunk)
+            _add_gradients(wide, deep, tile, chunk)
+            _store_queries(item, first, tokens, wide, tile, grad_q)
+        for j in range(count):
+            for d in range(width):
+                grad_latents[item.row + base + j, d] = chunk.grad[j * wide + d]
+    if whole < item.count:
+        tile = _new_tile(item.heads, wide, deep)
+        gathered = np.empty((KV_CHUNK, width), pages.dtype)
+        for token in range(whole, item.count):
+            listed = chosen[item.row + token]
+            for base in range(0, whole, KV_CHUNK):
+                count = min(KV_CHUNK, whole - base)
+                gather_rows(
+                    pages.reshape(-1), blocks, KV_CHUNK, width, listed, base, count, gathered.reshape(-1)
+                )  # fmt: skip
+                _load_chunk(gathered, width, wide, count, chunk)
+                _load_tile(item, token, 1, q, lse, grad, deltas, grad_q, wide, deep, tile)
+                _weights_and_slopes(item, count - 1, 1, 0, count, width, rank, wide, deep, scale, tile, chunk)
+                _add_gradients(wide, deep, tile, chunk)
+                _store_queries(item, token, 1, wide, tile, grad_q)
+                for j in range(count):
+                    target = grad_latents[item.row + listed[base + j]]
+                    for d in range(width):
+                        target[d] += chunk.grad[j * wide + d]
+
+
+@njit(nogil=True, error_model="numpy")
+def _new_tile(rows: int, wide: int, deep: int) -> Any:
+    """Make a tile of rows of zeros, as many as fill fours."""
+    rows = (rows + 3) // 4 * 4
+    return _Tile(
         np.zeros(rows * wide, np.float32), np.zeros(rows * wide, np.float32), np.zeros(rows * deep, np.float32),
         np.zeros(rows, np.float32), np.zeros(rows, np.float32), np.zeros(rows * KV_CHUNK, np.float32),
         np.zeros(rows * KV_CHUNK, np.float32), np.zeros(rows * KV_CHUNK, np.float32),
         np.zeros(rows * KV_CHUNK, np.float32),
     )  # fmt: skip
-    chunk = _Chunk(
-        np.zeros(wide * KV_CHUNK, np.float32), np.zeros(KV_CHUNK * wide, np.float32),
-        np.zeros(KV_CHUNK * wide, np.float32),
-    )  # fmt: skip
-    for base in range(0, item.count, KV_CHUNK):
-        count = min(KV_CHUNK, item.count - base)
-        _load_chunk(pages[block_tables[item.table, base // KV_CHUNK]], width, wide, count, chunk)
-        for first in range(base, item.count, item.tokens):
-            tokens = min(item.tokens, item.count - first)
-            _load_tile(item, first, tokens, q, lse, grad, deltas, grad_q, wide, deep, tile)
-            _weights_and_slopes(item, first, tokens, base, count, width, rank, wide, deep, scale, tile, chunk)
-            _add_gradients(rows, wide, deep, tile, chunk)
-            for r in range(tokens * item.heads):
-                target = grad_q[item.row + first + r // item.heads, item.head + r % item.heads]
-                for d in range(width):
-                    target[d] = tile.grad_query[r * wide + d]
-        for j in range(count):
-            for d in range(width):
-                grad_latents[item.row + base + j, d] = chunk.grad[j * wide + d]
+
+
+@njit(nogil=True, error_model="numpy")
+def _store_queries(item: Any, first: int, tokens: int, wide: int, tile: Any, grad_q: Any) -> None:
+    """Store the gradient of a tile's queries so far."""
+    for r in range(tokens * item.heads):
+        target = grad_q[item.row + first + r // item.heads, item.head + r % item.heads]
+        for d in range(len(target)):
+            target[d] = tile.grad_query[r * wide + d]
 
 
 @njit(nogil=True, error_model="numpy")
@@ -212,8 +246,9 @@ def _weights_and_slopes(
 
 
 @njit(nogil=True, error_model="numpy")
-def _add_gradients(rows: int, wide: int, deep: int, tile: Any, chunk: Any) -> None:
+def _add_gradients(wide: int, deep: int, tile: Any, chunk: Any) -> None:
     """Add to the gradients of the queries, and of the chunk's keys and values."""
+    rows = len(tile.delta)
     for r in range(0, rows, 4):
         _add(Rows(tile.slopes, r * KV_CHUNK, KV_CHUNK), chunk.key_rows, wide, wide, KV_CHUNK, tile.grad_query, r * wide)
     for j in range(0, KV_CHUNK, 4):

@@ -5,6 +5,8 @@ Invariants (the row rule and the grid rule):
 * A query row walks its keys in chunks of `KV_CHUNK` tokens anchored at position 0 of its own sequence, through one
   online-softmax accumulator, in order (`cpu.attention.softmax`). How many heads and tokens an item has, the block size
   and the number of threads enter nowhere.
+* A row with a list of chosen tokens walks chunks of the list, by the same code. One with no more tokens than would be
+  chosen walks all of them: the same chunks.
 * A key is a row of a page, ``rank + rope`` elements; its first ``rank`` are the value. All heads read the same.
 
 A chunk is copied once for all rows of an item, widened, keys as ``[W, C]`` (scores vectorise over tokens) and values as
@@ -12,7 +14,7 @@ A chunk is copied once for all rows of an item, widened, keys as ``[W, C]`` (sco
 tokens a block, C tokens a chunk.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -21,10 +23,8 @@ from samebit.kernels.cpu.attention.groups import Pieces, Place, Shape, Softmax
 from samebit.kernels.cpu.attention.softmax import begin_rows, place_running, size_of_running, take_in, write_rows
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import floats, longs, scratch, whole_lines
-from samebit.kernels.cpu.base.numeric import widen
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.gemm.many_rows_vectors import transpose_tile
-from samebit.kernels.cpu.latent.vectors import widen_vectors
+from samebit.kernels.cpu.latent.chunks import copy_keys, copy_values, gather_rows
 from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
 
 _VECTORS = KV_CHUNK // LANES
@@ -39,8 +39,8 @@ _ZERO = np.float32(0.0)
 
 
 def _attend(
-    q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, heads: int, scale: Any, out: Any, lse: Any,
-    threads: int,
+    q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, chosen: Any, heads: int, scale: Any, out: Any,
+    lse: Any, threads: int,
 ) -> None:  # fmt: skip
     """Attend, T rows of S sequences.
 
@@ -50,6 +50,7 @@ def _attend(
         sequences: ``[4, S]``, first row, length, start and row of the block tables of each.
         block_tables: ``[tables, blocks of a sequence]``.
         tiles: ``[N, 2]``, sequence and first row in it of each `QUERY_TILE` tokens.
+        chosen: ``[T, K]``, positions that a row with more than K tokens attends to, ascending; K is 0 for all.
         heads: of an item; they divide H.
         scale: factor on the scores.
         out: ``[T, H, R]``.
@@ -62,7 +63,8 @@ def _attend(
     size = whole_lines(running + (width + rank) * KV_CHUNK + 8 * _VECTORS + _ARRAYS * LANES)
     share_out(
         _attend_items, threads, threads,
-        (threads, q, pages, sequences, block_tables, tiles, heads, scale, out, lse, scratch(threads * size), size),
+        (threads, q, pages, sequences, block_tables, tiles, chosen, heads, scale, out, lse, scratch(threads * size),
+         size),
     )  # fmt: skip
 
 
@@ -80,8 +82,8 @@ def _tokens(heads: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def _attend_items(
-    thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, heads: int,
-    scale: Any, out: Any, lse: Any, rooms: Any, size: int,
+    thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, chosen: Any,
+    heads: int, scale: Any, out: Any, lse: Any, rooms: Any, size: int,
 ) -> None:  # fmt: skip
     """Attend for every ``threads``-th item from ``thread`` on; the first items are the first tokens of all tiles.
 
@@ -94,7 +96,10 @@ def _attend_items(
     tokens = _tokens(heads)
     running, end = place_running(rooms.ctypes.data + 4 * thread * size, tokens * heads, width, rank)
     pieces = _place_pieces(end, width, rank)
-    flat, no_sinks = pages.reshape(-1), rooms[:0]
+    top_k, lists = chosen.shape[1], chosen.reshape(-1)
+    memory = _Memory(
+        pages.reshape(-1), np.empty(KV_CHUNK * width if top_k > 0 else 0, pages.dtype), np.zeros(1, np.int32)
+    )
     each = tiles.shape[0] * groups
     for item in range(thread, each * (QUERY_TILE // tokens), threads):
         tile = item % each // groups
@@ -105,12 +110,52 @@ def _attend_items(
                 table_rows[sequence], row_start[sequence] + first, starts[sequence] + first,
                 min(tokens, last - first), item % groups,
             )  # fmt: skip
-            begin_rows(q, no_sinks, shape, place, running)
-            newest = place.position + place.count - 1
-            for base in range(0, newest + 1, KV_CHUNK):
-                _copy_chunk(flat, block_tables[place.table], shape, base, newest, pieces.source)
-                take_in(shape, softmax, place.count * heads, base, False, running, pieces)
-            write_rows(shape, place, running, out, lse)
+            blocks = block_tables[place.table]
+            if top_k == 0 or place.position + place.count <= top_k:
+                _walk(q, memory, blocks, lists[:0], shape, softmax, place, running, pieces, out, lse)
+            else:
+                for row in range(place.row, place.row + place.count):
+                    position = place.position + row - place.row
+                    alone = Place(place.table, row, position, 1, place.kv_head)
+                    listed = lists[row * top_k : row * top_k + (top_k if position >= top_k else 0)]
+                    _walk(q, memory, blocks, listed, shape, softmax, alone, running, pieces, out, lse)
+
+
+class _Memory(NamedTuple):
+    """Holds the pages, flat, room for a chunk of chosen rows ``[C, W]``, flat, and the table of that one block."""
+
+    pages: Any
+    gathered: Any
+    table: Any
+
+
+@njit(nogil=True, error_model="numpy")
+def _walk(
+    q: Any, memory: Any, blocks: Any, listed: Any, shape: Any, softmax: Any, place: Any, running: Any, pieces: Any,
+    out: Any, lse: Any,
+) -> None:  # fmt: skip
+    """Attend for the rows at a place: to the tokens listed, or up to each row's own where none are listed."""
+    rows, width, rank = place.count * shape.group, shape.head_dim, shape.value_dim
+    begin_rows(q, pieces.source[:0], shape, place, running)
+    many = place.position + place.count
+    if len(listed) > 0:
+        many = len(listed)
+        running.tokens[:rows] = many - 1
+    for base in range(0, many, KV_CHUNK):
+        count = min(KV_CHUNK, many - base)
+        if len(listed) > 0:
+            gather_rows(memory.pages, blocks, shape.block_size, width, listed, base, count, memory.gathered)
+            copy_keys(memory.gathered, memory.table, KV_CHUNK, width, 0, count, pieces.source)
+            copy_values(
+                memory.gathered, memory.table, KV_CHUNK, width, rank, 0, count, pieces.source, width * KV_CHUNK
+            )  # fmt: skip
+        else:
+            copy_keys(memory.pages, blocks, shape.block_size, width, base, count, pieces.source)
+            copy_values(
+                memory.pages, blocks, shape.block_size, width, rank, base, count, pieces.source, width * KV_CHUNK
+            )  # fmt: skip
+        take_in(shape, softmax, rows, base, False, running, pieces)
+    write_rows(shape, place, running, out, lse)
 
 
 @njit(inline="always")
@@ -126,29 +171,3 @@ def _place_pieces(address: int, width: int, rank: int) -> Any:
         source, KV_CHUNK, places[:_VECTORS], places[_VECTORS : 2 * _VECTORS], places[2 * _VECTORS : 3 * _VECTORS],
         places[3 * _VECTORS :],
     )  # fmt: skip
-
-
-@njit(inline="always")
-def _copy_chunk(pages: Any, blocks: Any, shape: Any, base: int, newest: int, copied: Any) -> None:
-    """Copy the tokens of a chunk up to the newest, as keys ``[W, C]`` and values ``[C, R]``."""
-    width, rank, block_size = shape.head_dim, shape.value_dim, shape.block_size
-    whole = width // LANES * LANES if block_size >= LANES else 0
-    count = min(KV_CHUNK, newest + 1 - base)
-    for j in range(count):  # in the order of memory
-        at = _place_of(blocks, base + j, block_size, width)
-        for d in range(whole, width):
-            copied[d * KV_CHUNK + j] = widen(pages[at + d])
-        value = width * KV_CHUNK + j * rank
-        widen_vectors(pages, at, rank // LANES, copied, value)
-        for d in range(rank // LANES * LANES, rank):
-            copied[value + d] = widen(pages[at + d])
-    for j in range(0, count if whole > 0 else 0, LANES):
-        at = _place_of(blocks, base + j, block_size, width)  # sixteen tokens from there on lie in one block
-        for d in range(0, whole, LANES):
-            transpose_tile(pages, at + d, width, copied, d * KV_CHUNK + j, KV_CHUNK)
-
-
-@njit(inline="always")
-def _place_of(blocks: Any, token: int, block_size: int, width: int) -> Any:
-    """Return where a token's row begins in the pages."""
-    return (np.int64(blocks[token // block_size]) * block_size + token % block_size) * width

@@ -16,6 +16,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import LatentOptions, Saved
 
 _NO_LSE = np.empty((0, 0), np.float32)
+_NO_LISTS = np.empty((0, 0), np.int32)
 
 _HEADS = 32
 """Heads that share a copy of a chunk, at most."""
@@ -25,7 +26,11 @@ _GRADIENT_HEADS = 16
 
 
 def latent_forward(
-    q: torch.Tensor, latents: torch.Tensor, context: ForwardContext, options: LatentOptions
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    context: ForwardContext,
+    options: LatentOptions,
+    chosen: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Saved]:
     """Implement `Operations.latent_forward`."""
     tokens, count, width = q.shape
@@ -43,25 +48,29 @@ def latent_forward(
     while together % 2 == 0 and len(context.tiles) * (count // together) < threads:
         together //= 2
     forward.attend(
-        array(q), array(pages), context.layout.numpy(), context.block_tables, context.tiles, together,
-        np.float32(options.scale), array(out), _NO_LSE if lse is None else lse.numpy(), threads,
+        array(q), array(pages), context.layout.numpy(), context.block_tables, context.tiles,
+        _NO_LISTS if chosen is None else chosen.numpy(), together, np.float32(options.scale), array(out),
+        _NO_LSE if lse is None else lse.numpy(), threads,
     )  # fmt: skip
-    return out, () if lse is None else (q, pages, out, lse)
+    if lse is None:
+        return out, ()
+    return out, (q, pages, out, lse) if chosen is None else (q, pages, out, lse, chosen)
 
 
 def latent_backward(
     saved: Saved, grad: torch.Tensor, context: ForwardContext, options: LatentOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `Operations.latent_backward`."""
-    q, pages, out, lse = saved
+    q, pages, out, lse, *chosen = saved
     tokens, count, width = q.shape
     together = _divisor(count, _GRADIENT_HEADS)
     grad_q = torch.zeros(q.shape, dtype=torch.float32)
     grad_latents = torch.zeros(count // together, tokens, width, dtype=torch.float32)
     backward.backward(
-        array(q), array(pages), context.layout.numpy(), context.block_tables, together, np.float32(options.scale),
-        array(out), lse.numpy(), array(grad.contiguous()), torch.empty_like(lse).numpy(), grad_q.numpy(),
-        grad_latents.numpy(), get_num_threads(),
+        array(q), array(pages), context.layout.numpy(), context.block_tables,
+        chosen[0].numpy() if chosen else _NO_LISTS, together, np.float32(options.scale), array(out), lse.numpy(),
+        array(grad.contiguous()), torch.empty_like(lse).numpy(), grad_q.numpy(), grad_latents.numpy(),
+        get_num_threads(),
     )  # fmt: skip
     total = grad_latents[0]
     for part in grad_latents[1:]:

@@ -5,8 +5,11 @@ A token is one row of memory: its latent, and its rotated key, which all heads s
 and its latent the value: attention of many query heads over one KV head whose value is the beginning of its key.
 Multi-head latent attention in its absorbed form: DeepSeek-V2 (2024), section 2.1.
 
+A row may attend to some of the tokens before it alone, those that an indexer has chosen for it (DeepSeek-V3.2, 2025).
+
 Contract (the row rule and the grid rule of docs/exactness.md): a query row's output depends on its own query and on the
-rows of its own sequence up to its own position, walked in fixed chunks from position 0.
+rows of its own sequence up to its own position, walked in fixed chunks from position 0; of chosen tokens, in fixed
+chunks of their list. A row for which all tokens are chosen has the bits of one for which none had to be.
 """
 
 from typing import Any
@@ -17,13 +20,17 @@ from torch.autograd.function import once_differentiable
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import TRAINING_BLOCK, ForwardContext
 from samebit.kernels.layout.options import LatentOptions
-from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host, check_shape
+from samebit.kernels.layout.shape_checks import check_dtype, check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.ops.dispatch import operations_for
 from samebit.kernels.ops.errors import changed_dtype
 
 
 def latent_attention(
-    q: torch.Tensor, latents: torch.Tensor, context: ForwardContext, options: LatentOptions
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    context: ForwardContext,
+    options: LatentOptions,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Put the call's latents into their pages, then attend.
 
@@ -32,6 +39,7 @@ def latent_attention(
         latents: ``[T, rank + rope]``, same dtype: latents, and behind them the rotated keys.
         context: the layout of the T rows. With pages (rollout) no gradient flows.
         options: the layer's scale and sizes.
+        chosen: what `selection.choose_keys` returned for these rows; None for all tokens up to a row's own.
 
     Returns:
         ``[T, H, rank]``; zero for padding rows.
@@ -41,10 +49,13 @@ def latent_attention(
         TypeError: dtypes that differ, pages of another dtype.
     """
     _check(q, latents, context, options)
+    if chosen is not None:
+        _check_chosen(chosen, context)
+        chosen = chosen if chosen.shape[1] else None
     if context.pages is None and torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad):
-        out: torch.Tensor = _LatentAttention.apply(q, latents, context, options)
+        out: torch.Tensor = _LatentAttention.apply(q, latents, context, options, chosen)
         return out
-    return operations_for(q).latent_forward(q, latents, context, options)[0]
+    return operations_for(q).latent_forward(q, latents, context, options, chosen)[0]
 
 
 def _check(q: torch.Tensor, latents: torch.Tensor, context: ForwardContext, options: LatentOptions) -> None:
@@ -59,7 +70,7 @@ def _check(q: torch.Tensor, latents: torch.Tensor, context: ForwardContext, opti
         raise TypeError(f"queries are {q.dtype} and latents {latents.dtype}; allowed: all alike")
     pages = None if context.pages is None else context.pages[options.layer]
     if pages is not None:
-        _check_pages(pages, width, context)
+        check_pages("latents", pages, width, context)
     if not device.on_gpu(q):
         check_dtype_of_cpu(q.dtype)
         check_host("the latents", latents)
@@ -69,21 +80,35 @@ def _check(q: torch.Tensor, latents: torch.Tensor, context: ForwardContext, opti
         raise changed_dtype(f"latents are {latents.dtype}", "pages", pages.dtype)
 
 
-def _check_pages(pages: torch.Tensor, width: int, context: ForwardContext) -> None:
-    check_shape("the layer's memory of latents", pages, len(pages), context.block_size, width)
+def check_pages(name: str, pages: torch.Tensor, width: int, context: ForwardContext) -> None:
+    """Raise ValueError unless these are contiguous pages of rows of so many elements, as the context needs them."""
+    check_shape(f"the layer's memory of {name}", pages, len(pages), context.block_size, width)
     if not pages.is_contiguous():
-        raise ValueError("the layer's memory of latents is not contiguous: what is written to a copy would be lost")
+        raise ValueError(f"the layer's memory of {name} is not contiguous: what is written to a copy would be lost")
     if pages.is_cpu and context.last_written_block >= len(pages):
         raise ValueError(f"block {context.last_written_block} is to be written; the layer has {len(pages)} of them")
+
+
+def _check_chosen(chosen: torch.Tensor, context: ForwardContext) -> None:
+    if chosen.dim() != 2 or len(chosen) != context.num_rows:
+        raise ValueError(f"chosen has the shape {list(chosen.shape)}; allowed: [{context.num_rows}, top_k]")
+    check_dtype("chosen", chosen, torch.int32)
+    if not chosen.is_contiguous():
+        raise ValueError(f"chosen has the strides {chosen.stride()}; allowed: contiguous rows")
 
 
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, latents: torch.Tensor, context: ForwardContext, options: LatentOptions
+        ctx: Any,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        context: ForwardContext,
+        options: LatentOptions,
+        chosen: torch.Tensor | None,
     ) -> torch.Tensor:
         kernels = ctx.kernels = operations_for(q)
-        out, saved = kernels.latent_forward(q, latents, context, options)
+        out, saved = kernels.latent_forward(q, latents, context, options, chosen)
         ctx.save_for_backward(*saved)
         ctx.layout, ctx.options = context, options
         return out
@@ -91,4 +116,4 @@ class _LatentAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *ctx.kernels.latent_backward(ctx.saved_tensors, grad, ctx.layout, ctx.options), None, None
+        return *ctx.kernels.latent_backward(ctx.saved_tensors, grad, ctx.layout, ctx.options), None, None, None

@@ -15,8 +15,6 @@ once, as keys and as values.
 T tokens, S sequences, H heads, B tokens a block, R elements of a latent, P of a rotated key, W of both.
 """
 
-from typing import Any
-
 import torch
 import triton.language as tl
 from triton.language import tensor
@@ -25,57 +23,35 @@ from samebit.kernels.layout.attention_work import ITEM
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
 from samebit.kernels.layout.options import LatentOptions, Saved
+from samebit.kernels.triton.latent.rows import ROWS, WARPS, heads_together, load_rows, write_pages
+from samebit.kernels.triton.latent.sparse import attend_chosen
 from samebit.kernels.triton.numeric import aligned, dot, jit
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _ITEM = tl.constexpr(ITEM)
 
-ROWS = 16
-"""Rows of a program, tokens times heads: their accumulators are 16 x 512 float32 where latents have 512 elements."""
-
-_WARPS = 8
-
-
-def heads_together(heads: int) -> int:
-    """Return how many heads a program computes: a power of two, at most `ROWS`."""
-    return min(ROWS, power_of_two(heads))
-
 
 def latent_forward(
-    q: torch.Tensor, latents: torch.Tensor, context: ForwardContext, options: LatentOptions
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    context: ForwardContext,
+    options: LatentOptions,
+    chosen: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Saved]:
     """Implement `Operations.latent_forward`."""
     q = aligned(q)
+    pages = None if context.pages is None else context.pages[options.layer]
+    if pages is None:
+        shape = context.num_blocks, context.block_size, options.width
+        pages = torch.empty(shape, dtype=latents.dtype, device=latents.device)
+    write_pages(latents, pages, context)
+    if chosen is None:
+        out, lse = _attend(q, pages, context, options)
+    else:
+        out, lse = attend_chosen(q, pages, chosen, context, options)
     if context.pages is not None:
-        pages = context.pages[options.layer]
-        _write_pages(latents, pages, context)
-        return _attend(q, pages, context, options)[0], ()
-    pages = torch.empty(
-        context.num_blocks, context.block_size, options.width, dtype=latents.dtype, device=latents.device
-    )
-    _write_pages(latents, pages, context)
-    out, lse = _attend(q, pages, context, options)
-    return out, (q, pages, out, lse)
-
-
-def _write_pages(latents: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
-    tokens, width = latents.shape
-    layout = context.on_device
-    if tokens:
-        _write[(tokens,)](
-            aligned(latents), pages, layout.blocks, layout.offsets, context.block_size, width, power_of_two(width)
-        )  # fmt: skip
-
-
-@jit(do_not_specialize=["block_size"])
-def _write(
-    latents: tensor, pages: tensor, blocks: tensor, offsets: tensor, block_size: tensor, WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-) -> None:  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, PADDED)
-    target = (tl.load(blocks + row).to(tl.int64) * block_size + tl.load(offsets + row)) * WIDTH
-    tl.store(pages + target + d, tl.load(latents + row * WIDTH + d, mask=d < WIDTH), mask=d < WIDTH)
+        return out, ()
+    return out, (q, pages, out, lse) if chosen is None else (q, pages, out, lse, chosen)
 
 
 def _attend(
@@ -98,7 +74,7 @@ def _attend(
             _attend_items[(len(some), ceil_div(heads, together))](
                 q, pages, some, layout.queries, layout.tables, out, lse, sums, levels, layout.tables.shape[1],
                 context.block_size, options.scale, heads, options.rank, options.rope, together, ROWS, KV_CHUNK,
-                power_of_two(max(options.rank, 16)), power_of_two(max(options.rope, 16)), num_warps=_WARPS,
+                power_of_two(max(options.rank, 16)), power_of_two(max(options.rope, 16)), num_warps=WARPS,
                 num_stages=1,
             )  # fmt: skip
     return out, lse
@@ -153,16 +129,3 @@ def _attend_items(
         tl.store(sums + kept[:, None] * RANK + d[None, :], acc, mask=inside)
         tl.store(levels + 2 * kept, total, mask=real)
         tl.store(levels + 2 * kept + 1, peak, mask=real)
-
-
-@jit()
-def load_rows(
-    source: tensor, place: tensor, real: tensor, RANK: tl.constexpr, ROPE: tl.constexpr, PADDED_RANK: tl.constexpr,
-    PADDED_ROPE: tl.constexpr,
-) -> Any:  # fmt: skip
-    """Return rows at these places of ``[.., W]``, the first R elements and the P behind them; 0 where not real."""
-    d, p = tl.arange(0, PADDED_RANK), tl.arange(0, PADDED_ROPE)
-    at = source + place[:, None] * (RANK + ROPE)
-    front = tl.load(at + d[None, :], mask=real[:, None] & (d[None, :] < RANK), other=0.0)
-    behind = tl.load(at + RANK + p[None, :], mask=real[:, None] & (p[None, :] < ROPE), other=0.0)
-    return front, behind

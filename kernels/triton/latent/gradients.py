@@ -2,7 +2,8 @@
 
 Two kernels, so that nothing is added to from two programs: one owns some heads of some queries and walks the keys they
 saw, the other owns a tile of keys and walks the queries of all heads that saw them. Probabilities are recomputed from
-the saved log-sum-exp (Dao et al. 2022).
+the saved log-sum-exp (Dao et al. 2022). Where rows have lists of chosen tokens, both walk all tokens, and those that
+were not chosen weigh 0: the products are those of the dense form.
 
 T tokens, S sequences, H heads, B tokens a block, R elements of a latent, P of a rotated key, W of both.
 """
@@ -16,7 +17,7 @@ from triton.language import tensor
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.layout.options import LatentOptions, Saved
-from samebit.kernels.triton.latent.attention import ROWS, heads_together, load_rows
+from samebit.kernels.triton.latent.rows import ROWS, heads_together, load_rows
 from samebit.kernels.triton.numeric import aligned, dot, jit
 from samebit.kernels.triton.tiles.table import power_of_two
 
@@ -33,30 +34,39 @@ def latent_backward(
     saved: Saved, grad: torch.Tensor, context: ForwardContext, options: LatentOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `Operations.latent_backward`."""
-    q, pages, out, lse = saved
+    q, pages, out, lse, *chosen = saved
     grad = aligned(grad)
-    tokens, heads, width = q.shape
+    tokens, heads, _ = q.shape
     layout, together = context.on_device, heads_together(heads)
     empty = torch.empty if context.covers_all_rows else torch.zeros
     grad_q = empty(q.shape, dtype=q.dtype, device=q.device)
-    grad_latents = empty(tokens, width, dtype=q.dtype, device=q.device)
+    grad_latents = empty(tokens, options.width, dtype=q.dtype, device=q.device)
     inward = torch.empty_like(lse)
     where = layout.row_start, layout.lengths, layout.tables
     layer = (
         layout.tables.shape[1], context.block_size, options.scale, heads, options.rank, options.rope, together, ROWS,
     )  # fmt: skip
+    masks = _masks(chosen[0], int(context.lengths.max(initial=0))) if chosen else lse
+    width = masks.shape[1] if chosen else 0
     padded = power_of_two(max(options.rank, 16)), power_of_two(max(options.rope, 16))
     queries, keys = layout.tiles(ROWS // together), layout.tiles(_OWN_KEYS)
     if len(queries):
         _of_queries[(len(queries), ceil_div(heads, together))](
-            q, pages, out, lse, grad, grad_q, inward, queries, *where, *layer, _KEYS, *padded, num_warps=_WARPS,
-            num_stages=1,
+            q, pages, out, lse, grad, grad_q, inward, queries, masks, *where, width, *layer, _KEYS, *padded,
+            bool(chosen), num_warps=_WARPS, num_stages=1,
         )  # fmt: skip
         _of_keys[(len(keys),)](
-            q, pages, lse, grad, inward, grad_latents, keys, *where, *layer, _OWN_KEYS, *padded, num_warps=_WARPS,
-            num_stages=1,
+            q, pages, lse, grad, inward, grad_latents, keys, masks, *where, width, *layer, _OWN_KEYS, *padded,
+            bool(chosen), num_warps=_WARPS, num_stages=1,
         )  # fmt: skip
     return grad_q, grad_latents
+
+
+def _masks(chosen: torch.Tensor, width: int) -> torch.Tensor:
+    """Return ``[T, width]`` uint8, 1 where a row attends to the token at a position."""
+    masks = torch.zeros(len(chosen), width + 1, dtype=torch.uint8, device=chosen.device)
+    places = torch.where(chosen < 0, width, chosen)
+    return masks.scatter_(1, places.long(), 1)
 
 
 @jit()
@@ -73,12 +83,13 @@ def _weights_and_slopes(
     return weights, weights * (wanted - inward[:, None]) * scale
 
 
-@jit(do_not_specialize=["table_width", "block_size"])
+@jit(do_not_specialize=["masked", "table_width", "block_size"])
 def _of_queries(
     q: tensor, pages: tensor, out: tensor, lse: tensor, grad: tensor, grad_q: tensor, inwards: tensor, tiles: tensor,
-    row_start: tensor, lengths: tensor, tables: tensor, table_width: tensor, block_size: tensor, scale: tensor,
-    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, PADDED_RANK: tl.constexpr, PADDED_ROPE: tl.constexpr,
+    masks: tensor, row_start: tensor, lengths: tensor, tables: tensor, masked: tensor, table_width: tensor,
+    block_size: tensor, scale: tensor, HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    TOGETHER: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED_RANK: tl.constexpr,
+    PADDED_ROPE: tl.constexpr, MASKED: tl.constexpr,
 ) -> None:  # fmt: skip
     TOKENS: tl.constexpr = ROWS // TOGETHER
     sequence = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
@@ -107,6 +118,9 @@ def _of_queries(
             pages, block * block_size + key % block_size, there, RANK, ROPE, PADDED_RANK, PADDED_ROPE
         )
         seen = real[:, None] & (key[None, :] <= token[:, None])
+        if MASKED:
+            at = masks + (place // HEADS)[:, None] * masked + key[None, :]
+            seen &= tl.load(at, mask=seen, other=0) > 0
         _, slopes = _weights_and_slopes(
             absorbed, rotated, latents, keys, upstream, level, inward, seen, scale, ROWS, KEYS
         )
@@ -118,12 +132,13 @@ def _of_queries(
     tl.store(at + RANK + p[None, :], of_rotated.to(grad_q.dtype.element_ty), mask=behind)
 
 
-@jit(do_not_specialize=["table_width", "block_size"])
+@jit(do_not_specialize=["masked", "table_width", "block_size"])
 def _of_keys(
     q: tensor, pages: tensor, lse: tensor, grad: tensor, inwards: tensor, grad_latents: tensor, tiles: tensor,
-    row_start: tensor, lengths: tensor, tables: tensor, table_width: tensor, block_size: tensor, scale: tensor,
-    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, PADDED_RANK: tl.constexpr, PADDED_ROPE: tl.constexpr,
+    masks: tensor, row_start: tensor, lengths: tensor, tables: tensor, masked: tensor, table_width: tensor,
+    block_size: tensor, scale: tensor, HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    TOGETHER: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PADDED_RANK: tl.constexpr,
+    PADDED_ROPE: tl.constexpr, MASKED: tl.constexpr,
 ) -> None:  # fmt: skip
     TOKENS: tl.constexpr = ROWS // TOGETHER
     sequence = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
@@ -149,6 +164,9 @@ def _of_keys(
             level = tl.load(lse + place, mask=real, other=0.0)
             inward = tl.load(inwards + place, mask=real, other=0.0)
             seen = real[:, None] & there[None, :] & (key[None, :] <= token[:, None])
+            if MASKED:
+                at = masks + (place // HEADS)[:, None] * masked + key[None, :]
+                seen &= tl.load(at, mask=seen, other=0) > 0
             weights, slopes = _weights_and_slopes(
                 absorbed, rotated, latents, keys, upstream, level, inward, seen, scale, ROWS, KEYS
             )

@@ -29,7 +29,7 @@ from samebit.kernels.binding.trainer.logprob_head import scored
 from samebit.kernels.binding.trainer.logprob_request import Scoring
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
-from samebit.kernels.layout.kv_pages import KVLayout, LatentLayout, PageLayout
+from samebit.kernels.layout.kv_pages import KVLayout, LatentLayout, PageLayout, SparseLayout
 from samebit.kernels.layout.options import (
     AttentionOptions,
     DeltaOptions,
@@ -37,6 +37,7 @@ from samebit.kernels.layout.options import (
     ExpertWeights,
     Filters,
     GatedNormOptions,
+    IndexOptions,
     LatentOptions,
     RoutingOptions,
     SSMOptions,
@@ -51,6 +52,7 @@ from samebit.kernels.ops.delta.gates import gates
 from samebit.kernels.ops.delta.rule import delta_rule
 from samebit.kernels.ops.latent.attention import latent_attention
 from samebit.kernels.ops.latent.heads import multiply_heads
+from samebit.kernels.ops.latent.selection import choose_keys
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
 from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
@@ -158,7 +160,7 @@ def attentions() -> None:
             attention(*parts, decode, options, sinks)
 
 
-def shared_prefix(count: int, layout: PageLayout) -> ForwardContext:
+def shared_prefix(count: int, layout: PageLayout, dtype: torch.dtype = torch.bfloat16) -> ForwardContext:
     """The next token of sequences that begin with the same blocks."""
     sequences = np.arange(count, dtype=np.int32)
     return ForwardContext(
@@ -169,7 +171,7 @@ def shared_prefix(count: int, layout: PageLayout) -> ForwardContext:
         table_rows=sequences,
         block_tables=np.tile(np.arange(1, 17, dtype=np.int32), (count, 1)),
         block_size=64,
-        pages=layout.allocate(18, 64, torch.bfloat16, "cpu"),
+        pages=layout.allocate(18, 64, dtype, "cpu"),
     )
 
 
@@ -198,6 +200,28 @@ def latents() -> None:
                 decode = shared_prefix(count, LatentLayout(1, rank, rope))
                 parts = (torch.zeros(count, *shape[1:], dtype=dtype) for shape in shapes)
                 latent_attention(*parts, decode, options)
+
+
+def sparse() -> None:
+    """Of DeepSeek-V3.2, index and attention. Under `make soak` sizes that fill no tile, in float32."""
+    few = ((torch.bfloat16, 128, 512, 64, 64, 128, 20),)
+    more = ((torch.float32, 5, 33, 7, 3, 7, 5),)
+    take_tiles_of("sm_90")
+    for dtype, heads, rank, rope, index_heads, size, top_k in few + more if CAMPAIGN else few:
+        context, index = training_context((1, 70), None, None), IndexOptions(1, index_heads, size, 1.0, top_k)
+        options = LatentOptions(0, 1.0, rank, rope)
+        parts = (torch.zeros(70, index_heads, size, dtype=dtype), torch.zeros(70, size, dtype=dtype))
+        choose_keys(*parts, torch.zeros(70, index_heads), context, index)
+        chosen = torch.zeros(70, top_k, dtype=torch.int32)
+        both_ways(
+            lambda q, c, o=options, t=context, k=chosen: latent_attention(q, c, t, o, k), (70, heads, rank + rope),
+            (70, rank + rope), dtype=dtype,
+        )  # fmt: skip
+        decode = shared_prefix(3, SparseLayout(rank, rope, size, (True,)), dtype)
+        parts = (torch.zeros(3, index_heads, size, dtype=dtype), torch.zeros(3, size, dtype=dtype))
+        choose_keys(*parts, torch.zeros(3, index_heads), decode, index)
+        rows = (torch.zeros(3, *shape, dtype=dtype) for shape in ((heads, rank + rope), (rank + rope,)))
+        latent_attention(*rows, decode, options, chosen[:3])
 
 
 def vocabulary() -> None:
@@ -392,6 +416,7 @@ if __name__ == "__main__":
         delta,
         delta_gradients,
         latents,
+        sparse,
         configurations,
         large_layers,
         narrow_logits,

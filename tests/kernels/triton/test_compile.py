@@ -51,6 +51,11 @@ def test_kernels_compile_for_an_h100() -> None:
     assert sum(kernel["name"] == "_attend_items" for kernel in latents) == (4 if CAMPAIGN else 1), "one of each layer"
     allowed = STACK if CAMPAIGN else 0  # of DeepSeek's sizes in bfloat16; float32 takes some
     assert [kernel for kernel in latents if kernel["stack"] > allowed] == []
+    sparse = [kernel for kernel in kernels if kernel["part"] == "sparse"]
+    layers = 2 if CAMPAIGN else 1
+    for name in ("_score_keys", "_choose_row", "_attend_chosen"):
+        assert sum(kernel["name"] == name for kernel in sparse) == layers, f"one {name} of each layer, for all calls"
+    assert [kernel for kernel in sparse if kernel["stack"] > allowed] == []
     dense = [kernel for kernel in kernels if kernel["part"] == "large_layers"]
     assert len(dense) == 9 + 2, "three products a layer, and an activation both ways"
     assert [kernel for kernel in dense if kernel["narrow loads"]] == []

@@ -1,0 +1,67 @@
+"""Copy chunks of tokens out of the pages: what a kernel multiplies with lies side by side, in float32.
+
+W elements of a token's row, R of its value, B tokens a block, C tokens a chunk.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from samebit.kernels.cpu.base.numeric import widen
+from samebit.kernels.cpu.gemm.many_rows_vectors import fetch, transpose_tile
+from samebit.kernels.cpu.latent.vectors import copy_elements, widen_vectors
+from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
+
+
+@njit(inline="always")
+def place_of(blocks: Any, token: int, block_size: int, width: int) -> Any:
+    """Return where a token's row begins in the pages."""
+    return (np.int64(blocks[token // block_size]) * block_size + token % block_size) * width
+
+
+@njit(nogil=True, error_model="numpy")
+def copy_keys(pages: Any, blocks: Any, block_size: int, width: int, base: int, count: int, copied: Any) -> None:
+    """Copy ``count`` tokens from ``base`` on as keys ``[W, C]``, widened; more than them may be copied, up to C."""
+    whole = width // LANES * LANES if block_size >= LANES else 0
+    if whole < width:
+        for j in range(count):
+            at = place_of(blocks, base + j, block_size, width)
+            for d in range(whole, width):
+                copied[d * KV_CHUNK + j] = widen(pages[at + d])
+    for j in range(0, count if whole > 0 else 0, LANES):
+        at = place_of(blocks, base + j, block_size, width)  # sixteen tokens from there on lie in one block
+        for d in range(0, whole, LANES):
+            transpose_tile(pages, at + d, width, copied, d * KV_CHUNK + j, KV_CHUNK)
+
+
+@njit(nogil=True, error_model="numpy")
+def ask_for_keys(pages: Any, blocks: Any, block_size: int, width: int, base: int, count: int) -> None:
+    """Ask for the cache lines of ``count`` tokens from ``base`` on."""
+    line = CACHE_LINE // pages.itemsize
+    for j in range(count):
+        at = place_of(blocks, base + j, block_size, width)
+        for d in range(0, width, line):
+            fetch(pages, at + d)
+
+
+@njit(nogil=True, error_model="numpy")
+def copy_values(
+    pages: Any, blocks: Any, block_size: int, width: int, rank: int, base: int, count: int, copied: Any, to: int
+) -> None:
+    """Copy the first R elements of ``count`` tokens from ``base`` on to ``copied[to :]``, as ``[C, R]``, widened."""
+    for j in range(count):
+        at, value = place_of(blocks, base + j, block_size, width), to + j * rank
+        widen_vectors(pages, at, rank // LANES, copied, value)
+        for d in range(rank // LANES * LANES, rank):
+            copied[value + d] = widen(pages[at + d])
+
+
+@njit(nogil=True, error_model="numpy")
+def gather_rows(
+    pages: Any, blocks: Any, block_size: int, width: int, chosen: Any, base: int, count: int, gathered: Any
+) -> None:
+    """Copy the rows of ``count`` chosen tokens from place ``base`` of the list on to ``gathered``, ``[C, W]``."""
+    for j in range(count):
+        at = place_of(blocks, chosen[base + j], block_size, width)
+        copy_elements(pages, at, width, gathered, j * width)

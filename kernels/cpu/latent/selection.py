@@ -1,0 +1,84 @@
+"""Choose keys on the CPU as operations call it: find the rows that have to choose, score for some of them at a time.
+
+T tokens, H heads, D elements of an index key.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numba import get_num_threads
+
+from samebit.kernels.cpu.base.jit import array
+from samebit.kernels.cpu.latent import index, write_pages
+from samebit.kernels.layout.call_rows import Ints
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.grids import KV_CHUNK, QUERY_TILE, ceil_div
+from samebit.kernels.layout.options import IndexOptions
+
+_SCORES = 1 << 23
+"""Scores that are kept at a time, at most, if those of one piece are not more."""
+
+_ROWS = 256
+"""Rows, tokens times heads, that meet a chunk together, at least a token's heads."""
+
+_NO_SCORES = np.empty((0, 0), np.float32)
+
+
+def choose_keys(
+    queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, context: ForwardContext, options: IndexOptions
+) -> torch.Tensor:
+    """Implement `Operations.choose_keys`."""
+    pages = None if context.pages is None else context.pages[options.layer]
+    most = int((context.starts + context.lengths).max(initial=0))
+    if pages is None and most > options.top_k:
+        pages = torch.empty(context.num_blocks, context.block_size, options.size, dtype=keys.dtype)
+    if pages is not None:
+        blocks, offsets = context.blocks_and_offsets
+        write_pages.write_pages(keys.numel(), array(keys.contiguous()), blocks, offsets, array(pages))
+    if pages is None or most <= options.top_k:
+        return torch.empty(context.num_rows, 0, dtype=torch.int32)
+    chosen = torch.full((context.num_rows, options.top_k), -1, dtype=torch.int32)
+    out = chosen.numpy()
+    rows, counts = _rows_of(context, np.minimum(context.lengths, np.maximum(options.top_k - context.starts, 0)))
+    index.choose(rows.size * options.top_k, _NO_SCORES, rows, counts, out)
+    threads = get_num_threads()
+    width = ceil_div(most, KV_CHUNK) * KV_CHUNK
+    queries, weights = queries.contiguous(), weights.contiguous()
+    for pieces in _slabs(context, options, width):
+        own = np.repeat(pieces[:, :2], pieces[:, 2], axis=0)
+        own[:, 1] += np.arange(len(own), dtype=np.int32) - np.repeat(pieces[:, 3], pieces[:, 2])
+        scores = torch.empty(len(own), width).numpy()
+        index.score(
+            array(queries), array(weights), array(pages), context.layout.numpy(), context.block_tables, pieces,
+            ceil_div(threads, len(pieces)), np.float32(options.scale), scores, threads,
+        )  # fmt: skip
+        sequence, within = own.T
+        rows, counts = context.row_start[sequence] + within, context.starts[sequence] + within + 1
+        index.choose(scores.size, scores, rows, counts.astype(np.int32), out)
+    return chosen
+
+
+def _rows_of(context: ForwardContext, numbers: Ints) -> tuple[Ints, Ints]:
+    """Return the first so many rows of each sequence, and the tokens up to each one's own."""
+    sequence = np.repeat(np.arange(len(numbers)), numbers)
+    within = np.arange(len(sequence)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+    rows, counts = context.row_start[sequence] + within, context.starts[sequence] + within + 1
+    return rows.astype(np.int32), counts.astype(np.int32)
+
+
+def _slabs(context: ForwardContext, options: IndexOptions, width: int) -> Iterator[Ints]:
+    """List the pieces ``[N, 4]`` of the rows that have to choose, as many at a time as scores may be kept."""
+    tokens = max(1, min(QUERY_TILE, _ROWS // options.heads))
+    first = np.minimum(np.maximum(options.top_k - context.starts, 0), context.lengths)
+    counts = context.lengths - first
+    numbers = ceil_div(counts, tokens)
+    sequence = np.repeat(np.arange(len(numbers)), numbers)
+    begin = (np.arange(len(sequence)) - np.repeat(np.cumsum(numbers) - numbers, numbers)) * tokens
+    rows = np.minimum(tokens, counts[sequence] - begin)
+    pieces = np.stack([sequence, first[sequence] + begin, rows, np.zeros_like(rows)], axis=1).astype(np.int32)
+    together = max(1, _SCORES // (width * tokens))
+    for at in range(0, len(pieces), together):
+        slab = pieces[at : at + together]
+        slab[:, 3] = np.cumsum(slab[:, 2]) - slab[:, 2]
+        yield slab

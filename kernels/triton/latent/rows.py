@@ -1,0 +1,58 @@
+"""Hold what the kernels of latent attention have in common: how rows lie, and how many a program takes.
+
+R elements of a latent, P of a rotated key, W of both, B tokens a block.
+"""
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.language import tensor
+
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.triton.numeric import aligned, jit
+from samebit.kernels.triton.tiles.table import power_of_two
+
+ROWS = 16
+"""Rows of a program, tokens times heads: their accumulators are 16 x 512 float32 where latents have 512 elements."""
+
+WARPS = 8
+
+
+def heads_together(heads: int) -> int:
+    """Return how many heads a program computes: a power of two, at most `ROWS`."""
+    return min(ROWS, power_of_two(heads))
+
+
+def write_pages(latents: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
+    """Write rows ``[T, W]`` to their blocks in ``pages``, ``[blocks, B, W]``."""
+    tokens, width = latents.shape
+    layout = context.on_device
+    if tokens:
+        _write[(tokens,)](
+            aligned(latents), pages, layout.blocks, layout.offsets, context.block_size, width, power_of_two(width)
+        )  # fmt: skip
+
+
+@jit(do_not_specialize=["block_size"])
+def _write(
+    latents: tensor, pages: tensor, blocks: tensor, offsets: tensor, block_size: tensor, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, PADDED)
+    target = (tl.load(blocks + row).to(tl.int64) * block_size + tl.load(offsets + row)) * WIDTH
+    tl.store(pages + target + d, tl.load(latents + row * WIDTH + d, mask=d < WIDTH), mask=d < WIDTH)
+
+
+@jit()
+def load_rows(
+    source: tensor, place: tensor, real: tensor, RANK: tl.constexpr, ROPE: tl.constexpr, PADDED_RANK: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Return rows at these places of ``[.., W]``, the first R elements and the P behind them; 0 where not real."""
+    d, p = tl.arange(0, PADDED_RANK), tl.arange(0, PADDED_ROPE)
+    at = source + place[:, None] * (RANK + ROPE)
+    front = tl.load(at + d[None, :], mask=real[:, None] & (d[None, :] < RANK), other=0.0)
+    behind = tl.load(at + RANK + p[None, :], mask=real[:, None] & (p[None, :] < ROPE), other=0.0)
+    return front, behind

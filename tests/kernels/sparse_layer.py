@@ -1,0 +1,140 @@
+"""A layer of sparse attention over latents for the tests: its inputs, its oracle, and its way through pages."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.kv_pages import SparseLayout
+from samebit.kernels.layout.options import IndexOptions
+from samebit.kernels.ops.latent.attention import latent_attention
+from samebit.kernels.ops.latent.selection import choose_keys
+
+from .latent_layer import Shape
+from .routes import NextCount, steps
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """The sizes of one layer and of its indexer."""
+
+    shape: Shape
+    heads: int
+    size: int
+    top_k: int
+
+    @property
+    def index(self) -> IndexOptions:
+        return IndexOptions(1, self.heads, self.size, 0.25, self.top_k)  # a power of two, which rounds nothing
+
+    def dense(self) -> "Sparse":
+        """The layer that reads all tokens."""
+        return replace(self, top_k=10_000)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a layer is given for T rows: q, latents, and the queries, keys and weights of its index."""
+
+    q: torch.Tensor
+    latents: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
+    weights: torch.Tensor
+
+    def parts(self) -> list[torch.Tensor]:
+        return [self.q, self.latents, self.queries, self.keys, self.weights]
+
+
+def inputs(layer: Sparse, dtype: torch.dtype, rows: int) -> Inputs:
+    """Index keys are small whole numbers, and so are weights and queries: scores are often equal, many 0."""
+    torch.manual_seed(layer.top_k)
+    shape = layer.shape
+    q = torch.randn(rows, shape.heads, shape.options.width) * 3
+    latents = torch.randn(rows, shape.options.width)
+    queries = torch.randint(-1, 2, (rows, layer.heads, layer.size)).float()
+    keys = torch.randint(-1, 2, (rows, layer.size)).float()
+    weights = torch.randint(-1, 3, (rows, layer.heads)).float()
+    return Inputs(q.to(dtype), latents.to(dtype), queries.to(dtype), keys.to(dtype), weights)
+
+
+def expected_choice(given: Inputs, layer: Sparse, lengths: tuple[int, ...]) -> torch.Tensor:
+    """By sorting: the greatest scores, the first among equals; -1 behind. Exact for such inputs, in any order."""
+    chosen = torch.full((sum(lengths), layer.top_k), -1, dtype=torch.int32)
+    row = 0
+    for first, length in zip(np.cumsum((0, *lengths)), lengths, strict=False):
+        for position in range(length):
+            keys = given.keys[first : first + position + 1].double()
+            products = (given.queries[row].double() @ keys.T).relu()
+            scores = given.weights[row].double() @ products
+            best = torch.sort(scores, descending=True, stable=True).indices[: layer.top_k].sort().values
+            chosen[row, : len(best)] = best.int()
+            row += 1
+    return chosen
+
+
+def oracle(
+    q: torch.Tensor, latents: torch.Tensor, chosen: torch.Tensor, layer: Sparse, lengths: tuple[int, ...]
+) -> torch.Tensor:
+    """Attention in float64 of rows to the chosen ones of their sequences."""
+    out, row = [], 0
+    for queries, keys in zip(q.double().split(lengths), latents.double().split(lengths), strict=True):
+        for query in queries:
+            own = keys[chosen[row][chosen[row] >= 0].long()]
+            weights = torch.softmax(query @ own.T * layer.shape.options.scale, dim=-1)
+            out.append(weights @ own[:, : layer.shape.rank])
+            row += 1
+    return torch.stack(out)
+
+
+def attended(given: Inputs, layer: Sparse, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and choice of one call."""
+    chosen = choose_keys(given.queries, given.keys, given.weights, context, layer.index)
+    return latent_attention(given.q, given.latents, context, layer.shape.options, chosen), chosen
+
+
+def through_pages(
+    given: Inputs, layer: Sparse, lengths: tuple[int, ...], block_size: int, next_count: NextCount, *,
+    padding: int = 0, device: str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """In steps, as `latent_layer.through_pages`; output and choice."""
+    blocks = [-(-length // block_size) for length in lengths]
+    dealt = iter(np.random.default_rng(0).permutation(sum(blocks)) + 1)
+    tables = np.full((len(lengths) + 1, max(blocks)), np.iinfo(np.int32).max, np.int32)
+    for sequence, count in enumerate(blocks):
+        tables[sequence + 1, :count] = [next(dealt) for _ in range(count)]
+    shape = layer.shape
+    layout = SparseLayout(shape.rank, shape.rope, layer.size, (True,))
+    pages = tuple(page.fill_(torch.nan) for page in layout.allocate(sum(blocks), block_size, given.q.dtype, device))
+    out = torch.empty(*given.q.shape[:2], shape.rank, dtype=given.q.dtype)
+    found = torch.full((len(out), layer.top_k), -1, dtype=torch.int32)
+    for step in steps(lengths, next_count):
+        context = ForwardContext(
+            positions=torch.zeros(len(step.rows) + padding, dtype=torch.int64, device=device),
+            row_start=(np.cumsum(step.counts) - step.counts).astype(np.int32),
+            lengths=np.array(step.counts, np.int32),
+            starts=np.array(step.starts, np.int32),
+            table_rows=np.array(step.sequences, np.int32) + 1,
+            block_tables=tables,
+            block_size=block_size,
+            pages=pages,
+        )
+        call = [
+            torch.cat([x[step.rows], x.new_full((padding, *x.shape[1:]), torch.nan)]).to(device) for x in given.parts()
+        ]
+        result, chosen = (part.cpu() for part in attended(Inputs(*call), layer, context))
+        assert not result[len(step.rows) :].any(), "padding rows must be zero"
+        out[step.rows] = result[: len(step.rows)]
+        spans = zip(step.starts, step.counts, strict=True)
+        positions = np.concatenate([np.arange(first, first + count) for first, count in spans])
+        found[step.rows] = as_lists(chosen, positions, layer)
+    return out, found
+
+
+def as_lists(chosen: torch.Tensor, positions: np.ndarray, layer: Sparse) -> torch.Tensor:
+    """Spell out what an empty choice stands for, of the rows at these positions."""
+    if chosen.shape[1]:
+        return chosen[: len(positions)]
+    every = torch.arange(layer.top_k, dtype=torch.int32).expand(len(positions), -1)
+    return torch.where(every <= torch.from_numpy(positions)[:, None], every, -1)

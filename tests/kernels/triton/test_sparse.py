@@ -1,0 +1,93 @@
+"""Sparse attention over latents in Triton: what is chosen, equal lists by several routes, near the float64 oracle."""
+
+import pytest
+import torch
+
+from samebit.kernels.layout import device
+from samebit.kernels.layout.forward_context import training_context
+from samebit.kernels.layout.options import IndexOptions
+from samebit.kernels.ops.latent.attention import latent_attention
+from samebit.kernels.ops.latent.selection import choose_keys
+
+from ..helpers import assert_near, leaves
+from ..latent_layer import Shape
+from ..routes import ROUTES, left_padding, padded
+from ..sparse_layer import Inputs, Sparse, attended, expected_choice, inputs, oracle, through_pages
+from .gpu import DEVICE, leaf
+
+CASES = (
+    (Sparse(Shape(4, 48, 16), 8, 32, 66), torch.float32, (1, 3, 70)),
+    (Sparse(Shape(18, 17, 2), 65, 7, 5), torch.bfloat16, (2, 9)),
+)
+"""More tokens than a tile of the list, and heads than a tile of the index; index sizes that fill no tile."""
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+
+
+@pytest.mark.parametrize(("layer", "dtype", "lengths"), CASES, ids=str)
+def test_every_route_chooses_alike_and_is_near_the_oracle(
+    layer: Sparse, dtype: torch.dtype, lengths: tuple[int, ...]
+) -> None:
+    given = inputs(layer, dtype, sum(lengths))
+    chosen = expected_choice(given, layer, lengths)
+    expected = oracle(given.q, given.latents, chosen, layer, lengths)
+    found = []
+    for block_size, route in ((16, "whole"), (4, "chunks")):
+        out, own = through_pages(given, layer, lengths, block_size, ROUTES[route], padding=1, device=DEVICE)
+        assert torch.equal(own, chosen), route
+        found.append(out)
+    assert_near(found[0], expected, 4)
+    assert torch.equal(*found)
+
+
+def test_training_and_its_gradients_are_near_the_oracle() -> None:
+    layer, lengths = Sparse(Shape(4, 33, 7), 3, 7, 5), (1, 18)
+    given = inputs(layer, torch.float32, sum(lengths))
+    chosen = expected_choice(given, layer, lengths)
+    mask = left_padding(lengths)
+    real = mask.flatten().bool()
+    context = training_context(mask.shape, mask, None, DEVICE)
+    spread = Inputs(*(leaf(padded(x, mask)) for x in given.parts()))
+    out, own = attended(spread, layer, context)
+    assert torch.equal(own[real.to(DEVICE)].cpu(), chosen)
+    exact = leaves(given.q.double(), given.latents.double())
+    expected = oracle(*exact, chosen, layer, lengths)
+    upstream = torch.randn(len(real), *out.shape[1:])
+    out.backward(upstream.to(DEVICE))
+    expected.backward(upstream[real].double())
+    assert_near(out[real.to(DEVICE)], expected, 4)
+    for x, y in zip((spread.q, spread.latents), exact, strict=True):
+        assert_near(x.grad[real.to(DEVICE)], y.grad, 8)
+        assert not x.grad[~real.to(DEVICE)].any()
+    assert spread.queries.grad is None
+
+
+def test_equal_scores_and_special_numbers() -> None:
+    """Zeros of both signs, denormals, the greatest numbers: the first of equal ones, by the order of the scores."""
+    torch.manual_seed(0)
+    rows = 24
+    special = torch.tensor([-1.0, -0.0, 0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0])[torch.randint(0, 8, (rows,))]
+    pairs = torch.stack([special.clamp(min=0), (-special).clamp(min=0)], dim=1)
+    weights = torch.tensor([[1.0, -1.0]]).expand(rows, 2).contiguous()
+    queries = torch.eye(2).expand(rows, 2, 2).contiguous()
+    context = training_context((1, rows), None, None, DEVICE)
+    parts = (part.to(DEVICE) for part in (queries, pairs, weights))
+    chosen = choose_keys(*parts, context, IndexOptions(1, 2, 2, 1.0, 9))
+    order = torch.sort(special, descending=True, stable=True).indices[:9].sort().values
+    assert chosen[-1].tolist() == order.tolist()
+
+
+def test_rows_with_all_chosen_have_the_bits_of_the_dense_form() -> None:
+    """In the interpreter: the same tiles, and the same order of sums."""
+    layer, rows = Sparse(Shape(4, 48, 16), 3, 7, 9), 14
+    given = inputs(layer, torch.float32, rows)
+    context = training_context((1, rows), None, None, DEVICE)
+    on_device = Inputs(*(part.to(DEVICE) for part in given.parts()))
+    sparse, chosen = attended(on_device, layer, context)
+    dense = latent_attention(on_device.q, on_device.latents, context, layer.shape.options)
+    few = chosen[:, -1] < 0
+    assert torch.equal(sparse[few], dense[few])
+    assert not torch.equal(sparse, dense)
