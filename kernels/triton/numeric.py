@@ -18,7 +18,7 @@ _LAUNCHES = threading.RLock()
 """Is held while a kernel is launched, and compiled and loaded before that."""
 
 
-class _Kernel(JITFunction[Any]):
+class _Kernel(JITFunction[Any]):  # type: ignore[misc]  # Triton has no types
     """Is launched by one thread at a time: Triton lets another one launch what it has compiled and not yet loaded."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
