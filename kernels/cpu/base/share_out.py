@@ -19,7 +19,7 @@ _ITEM = ir.FunctionType(ir.VoidType(), [_BYTES.as_pointer(), _ADDRESS.as_pointer
 _PARALLEL_FOR = ir.FunctionType(ir.VoidType(), [_BYTES] * 5 + [_ADDRESS] * 3)
 
 
-@intrinsic  # type: ignore[untyped-decorator]  # Numba has no types
+@intrinsic
 def share_out(typing: Any, function: Any, items: Any, threads: Any, arguments: Any) -> Any:
     """Call ``function(item, *arguments)`` for each of ``items`` numbers; a thread's items are neighbours.
 
