@@ -358,6 +358,9 @@ _DELTA: dict[str, tuple[str, dict[str, Any]]] = {
     **(_KIMI if find_spec("transformers.models.kimi_linear") else {}),
 }
 
+KIMI = tuple(name for name in _KIMI if name in _DELTA)
+"""Those of transformers 5.23 that there are."""
+
 DELTAS = tuple(_DELTA)
 """Families with Gated DeltaNet layers."""
 

@@ -20,12 +20,12 @@ from samebit.rollout.runner import cuda_graphs as step_graphs
 from samebit.rollout.runner.cuda_graphs import StepGraph
 from samebit.rollout.runner.step_arrays import StepArrays
 
-from ...exactness.families import CAMPAIGN, make_model
+from ...exactness.families import CAMPAIGN, KIMI, make_model
 from .gpu import DEVICE
 
 WHOLE = CAMPAIGN or DEVICE == "cuda"
 long = pytest.mark.skipif(not WHOLE, reason="make soak: many steps in the interpreter")
-NAMES = ("Gemma3", "NemotronH", "GptOss", "NemotronH, experts", "Qwen3_5") if WHOLE else ("NemotronH",)
+NAMES = ("Gemma3", "NemotronH", "GptOss", "NemotronH, experts", "Qwen3_5", *KIMI) if WHOLE else ("NemotronH",)
 SMALLER = {
     "NemotronH": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 2},
 }
