@@ -1,0 +1,41 @@
+"""How a kernel's items are shared out among threads."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import njit
+
+from samebit.kernels.cpu.base.jit import compile_kernel
+from samebit.kernels.cpu.base.share_out import share_out
+
+
+@njit(nogil=True, error_model="numpy")
+def _count(item: int, scale: float, counts: Any, refused: int) -> None:
+    if item == refused:
+        raise ValueError("an item that fails")
+    counts[item] += scale * (item + 1)
+
+
+def _kernel(threads: int, items: int, scale: float, counts: Any, refused: int) -> None:
+    share_out(_count, items, threads, (scale, counts, refused))
+
+
+kernel = compile_kernel(_kernel)
+
+
+def test_each_item_is_computed_once_whatever_the_threads() -> None:
+    for items in (0, 1, 2, 3, 7, 129):
+        for threads in (1, 2, 3, 16):
+            counts = np.zeros(130)
+            kernel(threads, items, 0.5, counts, -1)
+            assert np.array_equal(counts[:items], 0.5 * np.arange(1, items + 1))
+            assert not counts[items:].any()
+
+
+def test_an_item_that_raises_is_known_to_the_caller() -> None:
+    counts = np.zeros(8)
+    for threads in (1, 2):
+        with pytest.raises(MemoryError, match="no memory for a kernel's scratch"):
+            kernel(threads, 8, 1.0, counts, 5)
+    kernel(2, 8, 1.0, counts, -1)
