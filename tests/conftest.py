@@ -23,7 +23,6 @@ if not torch.cuda.is_available():
 TESTS = Path(__file__).parent
 LONGEST = (
     "exactness/test_check.py",
-    "kernels/triton/test_compile.py",
     "kernels/triton/test_ssm.py",
     "kernels/triton/test_ssm_backward.py",
     "kernels/triton/test_attention.py",

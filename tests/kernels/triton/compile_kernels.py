@@ -13,6 +13,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -425,6 +426,8 @@ if __name__ == "__main__":
         other_experts,
     )
     for part in parts:
+        if sys.argv[1:] and part.__name__ not in sys.argv[1:]:
+            continue
         part()
         for kernel in compiled.values():
             kernel.setdefault("part", part.__name__)
