@@ -14,6 +14,13 @@ CAMPAIGN = "SAMEBIT_SOAK_CASES" in os.environ
 MARKS = (pytest.mark.soak, pytest.mark.skipif(not CAMPAIGN, reason="make soak: takes long"))
 
 
+def long(test: Any) -> Any:
+    """Mark a test that only `make soak` runs."""
+    for mark in MARKS:
+        test = mark(test)
+    return test
+
+
 def first_of(cases: Sequence[Any], count: int = 1) -> list[Any]:
     """Return the cases of a parametrised test; those after the first ``count`` are for `make soak`."""
     parts = [case if isinstance(case, tuple) else (case,) for case in cases]

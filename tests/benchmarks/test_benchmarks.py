@@ -41,6 +41,7 @@ from samebit.benchmarks.rounds import machine_noise as neighbours
 from samebit.benchmarks.rounds import turns as alternate
 from samebit.benchmarks.workloads import models, workload
 
+from ..campaign import long
 from ..patience import HANG
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -208,6 +209,7 @@ def test_the_recurrent_peer_of_the_delta_rule_computes_it(key_heads: int, decays
         torch.testing.assert_close(found[:, row], expected.float(), rtol=1e-4, atol=1e-4)
 
 
+@long
 def test_cache_growth_figures() -> None:
     sizes = cache_growth.Sizes(
         small_pool=50, large_pool=200, prompt=640, evicted=20, repetitions=1, states=9, followers=3, held=70
@@ -217,6 +219,7 @@ def test_cache_growth_figures() -> None:
     assert all(value.min > 0 for value in metrics.values())
 
 
+@long
 def test_weight_sync_figures(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     command = [
@@ -381,6 +384,7 @@ FEW_EXPERTS = models.EXPERTS | {
 }  # fmt: skip
 
 
+@long
 def test_moe_figures() -> None:
     comparison = moe.Comparison()
     comparison.calibration = alternate.Calibration(size=8)

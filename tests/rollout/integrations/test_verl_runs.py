@@ -22,7 +22,7 @@ from samebit.recipes.verl_grpo.mismatch import MISMATCH, PAIRS
 from ...campaign import MARKS
 from .verl_run import build_data, listening_elsewhere, running, spied, wait_for_end, wait_for_steps
 
-pytestmark = MARKS
+pytestmark = [*MARKS]
 
 
 def test_a_run_in_which_trainer_and_rollout_share_their_resources_until_the_server_dies(
