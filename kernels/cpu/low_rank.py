@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import RowKernel, SharedKernel
 from samebit.kernels.cpu.base.memory import elements, floats, kind_of, scratch, with_unit_stride
 from samebit.kernels.cpu.base.numeric import narrow, widen
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.few_rows import MOST_ROWS, copy_rows, multiply_share
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Share
 from samebit.kernels.cpu.linear import PRODUCTS_AN_ELEMENT, multiply
@@ -78,22 +79,23 @@ def _scales(terms: Sequence[LowRank]) -> tuple[float, ...]:
 
 
 def _multiply_panels(
-    x_address: int, x_stride: int, rows: int, inputs: int, layers: Any, scales: Any, kind: Any
+    threads: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Any, scales: Any, kind: Any
 ) -> None:
     """Compute all layers, a panel of `MOST_ROWS` rows an item."""
-    for panel in prange((rows + MOST_ROWS - 1) // MOST_ROWS):
-        first = np.int64(panel) * MOST_ROWS
-        _multiply_panel(x_address, x_stride, first, min(MOST_ROWS, rows - first), rows, inputs, layers, scales, kind)
+    panels = (rows + MOST_ROWS - 1) // MOST_ROWS
+    share_out(_multiply_panel, panels, threads, (x_address, x_stride, rows, inputs, layers, scales, kind))
 
 
-_multiply = RowKernel(_multiply_panels)
+_multiply = SharedKernel(_multiply_panels)
 
 
 @njit(nogil=True, error_model="numpy")
 def _multiply_panel(
-    x_address: int, x_stride: int, first: int, count: int, rows: int, inputs: int, layers: Any, scales: Any, kind: Any
+    panel_number: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Any, scales: Any, kind: Any
 ) -> None:
-    """Compute ``count`` rows from ``first`` on of each layer."""
+    """Compute the rows of a panel, in each layer."""
+    first = panel_number * MOST_ROWS
+    count = min(MOST_ROWS, rows - first)
     panel = scratch(MOST_ROWS * inputs)
     copy_rows(elements(x_address, rows * x_stride, kind)[first * x_stride :], x_stride, count, inputs, panel)
     for place in range(MOST_LAYERS):

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import RowKernel, SharedKernel
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.many_rows_vectors import fetch
 from samebit.kernels.cpu.rope import rotate_head
 
@@ -44,22 +45,32 @@ def _write(k: Any, v: Any, block_of_row: Any, offset_of_row: Any, block_size: in
 
 
 def _rotate_and_write(
-    q: Any, k: Any, v: Any, cos: Any, sin: Any, block_of_row: Any, offset_of_row: Any, block_size: int, pages: Any,
-    out: Any,
+    threads: int, q: Any, k: Any, v: Any, cos: Any, sin: Any, block_of_row: Any, offset_of_row: Any, block_size: int,
+    pages: Any, out: Any,
 ) -> None:  # fmt: skip
     """Write rotated keys and the values into the pages, rotated queries into ``out``."""
+    share_out(
+        _rotate_and_write_row, q.shape[0], threads,
+        (q, k, v, cos, sin, block_of_row, offset_of_row, block_size, pages, out),
+    )  # fmt: skip
+
+
+@njit(nogil=True, error_model="numpy")
+def _rotate_and_write_row(
+    row: int, q: Any, k: Any, v: Any, cos: Any, sin: Any, block_of_row: Any, offset_of_row: Any, block_size: int,
+    pages: Any, out: Any,
+) -> None:  # fmt: skip
     kv_heads, head_dim = k.shape[1], k.shape[2]
-    for row in prange(q.shape[0]):
-        after = min(row + 1, q.shape[0] - 1)
-        _fetch_column(block_of_row[after] * kv_heads, kv_heads, head_dim, offset_of_row[after], block_size, pages)
-        key = np.empty(head_dim, k.dtype)
-        for head in range(q.shape[1]):
-            rotate_head(q[row, head], cos[row], sin[row], _FORWARD, out[row, head])
-        for head in range(kv_heads):
-            rotate_head(k[row, head], cos[row], sin[row], _FORWARD, key)
-            page = (block_of_row[row] * kv_heads + head) * 2 * head_dim * block_size
-            _put(key, v[row, head], page, offset_of_row[row], block_size, pages)
+    after = min(row + 1, q.shape[0] - 1)
+    _fetch_column(block_of_row[after] * kv_heads, kv_heads, head_dim, offset_of_row[after], block_size, pages)
+    key = np.empty(head_dim, k.dtype)
+    for head in range(q.shape[1]):
+        rotate_head(q[row, head], cos[row], sin[row], _FORWARD, out[row, head])
+    for head in range(kv_heads):
+        rotate_head(k[row, head], cos[row], sin[row], _FORWARD, key)
+        page = (block_of_row[row] * kv_heads + head) * 2 * head_dim * block_size
+        _put(key, v[row, head], page, offset_of_row[row], block_size, pages)
 
 
 write_pages = RowKernel(_write)
-rotate_and_write = RowKernel(_rotate_and_write)
+rotate_and_write = SharedKernel(_rotate_and_write)
