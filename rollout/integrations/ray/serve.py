@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.integrations.http.app import create_app
-from samebit.rollout.integrations.http.serving import load
+from samebit.rollout.integrations.http.serving import load, settle
 from samebit.rollout.integrations.http.settings import PREFIX, SECRETS, ServeSettings, Setup
 
 try:
@@ -42,6 +42,7 @@ class FrontApp:
 
     def __init__(self, setup: Setup) -> None:
         self.service = load(setup)
+        settle()
         self._app = create_app(self.service)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
