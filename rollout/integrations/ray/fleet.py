@@ -55,9 +55,6 @@ class RayPort:
         output: RequestOutput = await wait_for_async(self.actor.run_packed.remote(packed))
         return output
 
-    async def follow(self, request_id: str) -> None:
-        await wait_for_async(self.actor.follow.remote(request_id))
-
     async def feed(self) -> Feed:
         feed: Feed = await wait_for_async(self.actor.feed.remote())
         return feed
