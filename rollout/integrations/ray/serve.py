@@ -67,7 +67,8 @@ def application(
     """
     given = dict(settings or {})
     _check(given, deployment)
-    checked = ServeSettings(**given, **({"control_token": "checked in the front"} if _by_token(given) else {}))
+    stand_in: dict[str, Any] = {"control_token": "read in the front"} if _by_token(given) else {}
+    checked = ServeSettings(**given, **stand_in)
     inner = RolloutConfig() if config is None else config
 
     def build() -> ASGIApp:
@@ -118,7 +119,7 @@ def _by_token(settings: Mapping[str, Any]) -> bool:
     return settings.get("control") == "token"
 
 
-def _secrets() -> dict[str, str]:
+def _secrets() -> dict[str, Any]:
     """Return the bearer tokens of this process's environment."""
     given = {name: os.environ.get(f"{PREFIX}{name.upper()}") for name in SECRETS}
     return {name: value for name, value in given.items() if value is not None}
