@@ -22,6 +22,10 @@ class NoReplicaError(WorkerStateError):
     """No replica of the fleet takes requests now; says why each does not."""
 
 
+class StreamGapError(RuntimeError):
+    """Tokens of a stream were lost between a replica and its fleet's front; the request was ended."""
+
+
 class NonFiniteLogitsError(RuntimeError):
     """The model gave NaN or infinite logits for this request; the other requests are not concerned."""
 

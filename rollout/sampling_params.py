@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -134,6 +135,13 @@ class SamplingParams:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return () if self.stop_token_ids is None else tuple(self.stop_token_ids)
+
+    def placed(self, seed: int, adapter: str | None) -> SamplingParams:
+        """Return these with a seed and an adapter that are known to be right; nothing is checked again."""
+        other = copy.copy(self)
+        object.__setattr__(other, "seed", seed)
+        object.__setattr__(other, "adapter", adapter)
+        return other
 
     def _own_copies(self) -> None:
         """Check the containers and keep copies, so that the caller's later changes do not reach in."""

@@ -31,6 +31,7 @@ from samebit.rollout.requests.tokenizer import Tokenizer
 class StreamChunk:
     """Holds new tokens of one sample; `finished` is True on its last chunk (which may be empty).
 
+    start: how many tokens of the sample came before.
     top_logprobs: as in `SampleOutput`, of these tokens. stop_reason, weight_versions: of the sample, on its last chunk.
     """
 
@@ -42,6 +43,7 @@ class StreamChunk:
     stop_reason: int | str | None = None
     weight_versions: list[Span] | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    start: int = 0
 
 
 class Delivery:
@@ -244,4 +246,5 @@ def _new_tokens(sequence: Sequence, seen: int) -> StreamChunk:
         stop_reason=sequence.stop_reason if finished else None,
         weight_versions=spans(sequence.weight_spans) if finished else None,
         top_logprobs=None if sequence.top_logprobs is None else sequence.top_logprobs[seen:count],
+        start=seen,
     )

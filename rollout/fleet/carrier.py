@@ -9,16 +9,17 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from samebit.rollout.control.delivery import StreamChunk
 from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.adapters import named_as_asked
 from samebit.rollout.fleet.crew import Crew, Member
 from samebit.rollout.fleet.handle import FleetHandle
 from samebit.rollout.fleet.places import Ticket
+from samebit.rollout.fleet.port import Streamed
 from samebit.rollout.fleet.router import Prompt
 from samebit.rollout.guard import contained
 from samebit.rollout.sampling_params import SamplingParams
@@ -26,7 +27,7 @@ from samebit.rollout.sampling_params import SamplingParams
 
 @dataclass(eq=False)
 class Running:
-    """Is a request in flight; `member` runs it."""
+    """Is a request in flight; `member` runs it. run: counts runs; what a feed says of another one is not of this."""
 
     handle: FleetHandle
     prompt: list[int]
@@ -34,6 +35,7 @@ class Running:
     asked: Prompt
     ticket: Ticket
     member: Member
+    run: int
     cancelled: bool = False
 
 
@@ -43,6 +45,7 @@ class Carrier:
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
         self._running: dict[str, Running] = {}
+        self._runs = itertools.count()
         self._mutex = threading.Lock()
         self._listeners: tuple[Callable[[], None], ...] = ()
         self.resubmitted = 0
@@ -62,7 +65,9 @@ class Carrier:
                 raise RequestError(f"a request with the id {request_id!r} is running")
             ticket = self._crew.router.route(asked)
             member = self._crew.members[ticket.replica]
-            running = self._running[request_id] = Running(handle, prompt, params, asked, ticket, member)
+            running = self._running[request_id] = Running(
+                handle, prompt, params, asked, ticket, member, next(self._runs)
+            )
         try:
             self._crew.spawn(self._run(running))
         except WorkerStateError:
@@ -124,28 +129,29 @@ class Carrier:
         except WorkerStateError:
             return False
         running.member = self._crew.members[running.ticket.replica]
+        running.run = next(self._runs)
         self.resubmitted += 1
         if running.handle.followed:
-            self._crew.keep(self._tell(running, "follow"))
+            self._crew.keep(self._tell(running, "follow", running.run))
         return True
 
-    async def _tell(self, running: Running, what: str) -> None:
+    async def _tell(self, running: Running, what: str, *more: int) -> None:
         """Say something of a request to the replica that runs it; one that is dead needs no telling."""
         with contained(f"{what} at a replica"):
             try:
-                await running.member.port.command(what, running.handle.request_id)
+                await running.member.port.command(what, running.handle.request_id, *more)
             except WorkerLostError:
                 return
 
     def _follow(self, request_id: str) -> None:
         running = self._running.get(request_id)
         if running is not None:
-            self._crew.spawn(self._tell(running, "follow"))
+            self._crew.spawn(self._tell(running, "follow", running.run))
 
-    def _feed(self, tokens: list[tuple[str, list[StreamChunk]]]) -> None:
-        for request_id, chunks in tokens:
+    def _feed(self, tokens: list[Streamed]) -> None:
+        for request_id, run, chunks in tokens:
             running = self._running.get(request_id)
-            if running is not None:
+            if running is not None and running.run == run:
                 running.handle.feed(chunks)
         if tokens:
             for listener in self._listeners:

@@ -18,10 +18,9 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from samebit.rollout.control.delivery import StreamChunk
 from samebit.rollout.errors import AdapterError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.options import FleetOptions
-from samebit.rollout.fleet.port import Feed, Introduction, ReplicaPort, ReplicaState
+from samebit.rollout.fleet.port import Feed, Introduction, ReplicaPort, ReplicaState, Streamed
 from samebit.rollout.fleet.router import Router
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class Crew:
         self.members: dict[str, Member] = {}
         self.restarts = 0
         self.catch_up: Callable[[Member], Coroutine[Any, Any, None]]
-        self.on_tokens: Callable[[list[tuple[str, list[StreamChunk]]]], None]
+        self.on_tokens: Callable[[list[Streamed]], None]
         self._start = start
         self._limit = limit
         self._closed = False

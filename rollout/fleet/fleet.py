@@ -337,12 +337,10 @@ class Fleet(Closing):
     def _send(self, checked: _Checked, request_id: str | None, session: str | None) -> FleetHandle:
         number = next(self._numbers)
         ids, params = checked
-        if params.seed is None:
-            params = replace(params, seed=_seed(self.config.seed, number))
+        seed = _seed(self.config.seed, number) if params.seed is None else params.seed
         with self._adapters.sending:
             adapter = self._adapters.resolve(params.adapter)
-            if adapter is not None:
-                params = replace(params, adapter=adapter.inner)
+            params = params.placed(seed, params.adapter if adapter is None else adapter.inner)
             asked = Prompt((), len(ids), params.n, None, session)
             if self._hasher is not None:
                 named = self._hasher.prompt(params.cache_salt, ids, 0 if adapter is None else adapter.number)

@@ -5,6 +5,7 @@ Invariants
 * It ends exactly once: with its result, or with an error by name.
 * Its streams read tokens as they come, from the first one. What the feeds had not brought when the result came, the
   result brings.
+* A stream has no gap: a chunk that does not begin where the one before has ended is a `StreamGapError`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from samebit.rollout.control.delivery import StreamChunk
+from samebit.rollout.errors import StreamGapError
 from samebit.rollout.outputs import RequestOutput, SampleOutput
 
 
@@ -94,24 +96,30 @@ class FleetHandle:
 
     def feed(self, chunks: list[StreamChunk]) -> None:
         """Take new tokens."""
-        with self._changed:
-            if not self._ended.done():
-                for chunk in chunks:
-                    self._take(chunk)
-            self._changed.notify_all()
+        for chunk in chunks:
+            if self._ended.done():
+                return
+            if chunk.start != self._seen[chunk.sample]:
+                self.fail(self._gap(chunk))
+                self.cancel()
+                return
+            self._take(chunk)
+        self._notify()
 
     def finish(self, output: RequestOutput) -> None:
         """End with a result."""
-        with self._changed:
-            for sample in output.samples:
-                if sample.index in self._open:
-                    self._take(_rest(sample, self._seen[sample.index]))
+        if self._ended.done():
+            return
+        for sample in output.samples:
+            if sample.index in self._open:
+                self._take(_rest(sample, self._seen[sample.index]))
         self._ended.set_result(output)
         self._notify()
 
     def fail(self, error: BaseException) -> None:
-        """End with an error."""
-        self._ended.set_exception(error)
+        """End with an error, unless it has ended."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
         self._notify()
 
     def chunks(self, start: int) -> list[StreamChunk]:
@@ -129,6 +137,12 @@ class FleetHandle:
     def num_chunks(self) -> int:
         """Return how many chunks have come."""
         return len(self._chunks)
+
+    def _gap(self, chunk: StreamChunk) -> StreamGapError:
+        return StreamGapError(
+            f"request {self.request_id!r}, sample {chunk.sample}: tokens from {chunk.start} on have come where those "
+            f"from {self._seen[chunk.sample]} on were next; the request was ended"
+        )
 
     def _take(self, chunk: StreamChunk) -> None:
         self._seen[chunk.sample] += len(chunk.token_ids)
@@ -178,4 +192,5 @@ def _rest(sample: SampleOutput, seen: int) -> StreamChunk:
         stop_reason=sample.stop_reason,
         weight_versions=sample.weight_versions,
         top_logprobs=None if sample.top_logprobs is None else sample.top_logprobs[seen:],
+        start=seen,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from samebit.rollout.cache.publishing.journal import CacheNews, CacheSnapshot
 from samebit.rollout.control.delivery import StreamChunk
@@ -34,17 +34,25 @@ class Introduction:
     state: ReplicaState
 
 
+class Streamed(NamedTuple):
+    """Holds new tokens of a request. run: the number that the front gave this run of it: an id may come again."""
+
+    request_id: str
+    run: int
+    chunks: list[StreamChunk]
+
+
 @dataclass(frozen=True)
 class Feed:
     """Holds what has happened at a replica since the feed before.
 
-    tokens: new ones of the requests that are followed, by their ids.
+    tokens: new ones of the requests that are followed.
     """
 
     state: ReplicaState
     stats: dict[str, float]
     news: list[CacheNews] = field(default_factory=list)
-    tokens: list[tuple[str, list[StreamChunk]]] = field(default_factory=list)
+    tokens: list[Streamed] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -63,10 +71,6 @@ class ReplicaPort(Protocol):
         ...
 
     async def run(self, prompt: list[int], params: SamplingParams, request_id: str) -> RequestOutput: ...
-
-    async def follow(self, request_id: str) -> None:
-        """Let the feeds hold the tokens of a request, from its first one."""
-        ...
 
     async def feed(self) -> Feed:
         """Wait until there is something to tell, or a second has passed."""

@@ -17,9 +17,9 @@ from contextlib import suppress
 
 from samebit.rollout.async_worker import AsyncWorker
 from samebit.rollout.cache.publishing.journal import CacheJournal, CacheSnapshot
-from samebit.rollout.control.delivery import RequestHandle, StreamChunk, TokenReader
+from samebit.rollout.control.delivery import RequestHandle, TokenReader
 from samebit.rollout.errors import WorkerStateError
-from samebit.rollout.fleet.port import Feed, Introduction, Offer, ReplicaState
+from samebit.rollout.fleet.port import Feed, Introduction, Offer, ReplicaState, Streamed
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
@@ -48,7 +48,7 @@ class ReplicaSide(AsyncWorker):
             raise WorkerStateError("this replica belongs to a fleet already")
         self._host = host
         self._handles: dict[str, RequestHandle] = {}
-        self._readers: dict[str, TokenReader] = {}
+        self._readers: dict[str, tuple[int, TokenReader]] = {}
         self._something = asyncio.Event()
         self._offered: Future[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -73,11 +73,11 @@ class ReplicaSide(AsyncWorker):
         finally:
             del self._handles[request_id]
 
-    async def follow(self, request_id: str) -> None:
-        """Let the feeds hold the tokens of a request; one that has ended needs none."""
+    async def follow(self, request_id: str, run: int) -> None:
+        """Let the feeds hold the tokens of a request, from its first one; one that has ended needs none."""
         handle = self._handles.get(request_id)
         if handle is not None:
-            self._readers[request_id] = handle.reader()
+            self._readers[request_id] = run, handle.reader()
             self._something.set()
 
     async def feed(self) -> Feed:
@@ -148,15 +148,15 @@ class ReplicaSide(AsyncWorker):
         return self._opened().pending or self._tokens_are_ready()
 
     def _tokens_are_ready(self) -> bool:
-        return any(reader.ready for reader in list(self._readers.values()))
+        return any(reader.ready for _, reader in list(self._readers.values()))
 
-    def _new_tokens(self) -> list[tuple[str, list[StreamChunk]]]:
+    def _new_tokens(self) -> list[Streamed]:
         """Take what is new. A request that has failed, or ended, is followed no longer: its result tells the rest."""
         found = []
-        for name, reader in list(self._readers.items()):
+        for name, (run, reader) in list(self._readers.items()):
             if name not in self._handles:
                 del self._readers[name]
             elif reader.ready:
                 with suppress(Exception):  # boundary: the request's own result raises it
-                    found.append((name, reader.read()))
+                    found.append(Streamed(name, run, reader.read()))
         return found

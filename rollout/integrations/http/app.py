@@ -42,18 +42,23 @@ def create_app(service: Service, control_port: int | None = None) -> Doors:
     service.metrics.registry.register(WorkerCollector(service))
     inner = settings.control == "loopback"
     public = _endpoints(service, control=settings.control == "token")
-    loopback = LoopbackOnly(BodyLimit(_endpoints(service, control=True), settings.max_body_bytes)) if inner else None
+    loopback = LoopbackOnly(_limited(_endpoints(service, control=True), service)) if inner else None
     return Doors(_guarded(public, service), loopback, control_port)
 
 
 def _guarded(app: ASGIApp, service: Service) -> ASGIApp:
     settings = service.settings
-    app = BodyLimit(app, settings.max_body_bytes)
+    app = _limited(app, service)
     if settings.api_key is not None:
         app = Bearer(app, settings.api_key, lambda path: path not in OPEN_PATHS and path not in CONTROL_PATHS)
     if settings.control == "token" and settings.control_token is not None:
         app = Bearer(app, settings.control_token, lambda path: path in CONTROL_PATHS)
     return app
+
+
+def _limited(app: ASGIApp, service: Service) -> ASGIApp:
+    inner = app if service.tracing is None else service.tracing.around(app)
+    return BodyLimit(inner, service.settings.max_body_bytes)
 
 
 def _endpoints(service: Service, *, control: bool) -> FastAPI:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
 from transformers import PreTrainedTokenizerBase
@@ -32,6 +32,9 @@ from samebit.rollout.integrations.http.step_hub import StallWatch, StepHub
 from samebit.rollout.integrations.http.versions import Versions
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from samebit.rollout.integrations.http.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -72,12 +75,18 @@ class Service:
     """Holds a worker, or a fleet, and what stands between it and HTTP."""
 
     def __init__(
-        self, worker: ServedWorker, settings: ServeSettings, name: str, tokenizer: PreTrainedTokenizerBase | None
+        self,
+        worker: ServedWorker,
+        settings: ServeSettings,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase | None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.worker = worker
         self.settings = settings
         self.name = name
         self.tokenizer = tokenizer
+        self.tracing = tracing
         self.chat_template = None if settings.chat_template is None else Path(settings.chat_template).read_text()
         self.sessions = Sessions(settings.max_sessions)
         self.versions = Versions()
@@ -131,7 +140,9 @@ class Service:
         if asked.id in self.running:
             raise ApiError(409, f"a request with the id {asked.id!r} is running", param="request_id")
         handles: list[ServedHandle] = []
-        with self.admission.enter(asked.samples), self.metrics.counted(asked.params, len(asked.prompts)) as seen:
+        traced = nullcontext() if self.tracing is None else self.tracing.requests(asked.params, handles)
+        counted = self.metrics.counted(asked.params, len(asked.prompts))
+        with self.admission.enter(asked.samples), traced, counted as seen:
             self.running[asked.id] = handles
             try:
                 for index, prompt in enumerate(asked.prompts):
@@ -214,6 +225,7 @@ class Service:
                 self.metrics.between_tokens((now - last) / max(1, len(chunks[0].token_ids)))
             last = now
             yield chunks
+        await handle.result_async()  # its last tokens may be read before it has ended
 
     async def while_there(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`, and cancel it when the client goes away."""

@@ -60,6 +60,9 @@ class ServeSettings:
     request_seconds: float | None = field(default=None, metadata={"help": "a request is ended after so long"})
     stall_seconds: float = field(default=60.0, metadata={"help": "a stream that nobody reads is ended after so long"})
     shutdown_seconds: int = field(default=30, metadata={"help": "running requests may take so long at the end"})
+    otlp_traces_endpoint: str | None = field(
+        default=None, metadata={"help": "collector that gets traces, as http://localhost:4318/v1/traces"}
+    )
     ssl_certfile: str | None = field(default=None, metadata={"help": "certificate, for TLS"})
     ssl_keyfile: str | None = field(default=None, metadata={"help": "its key"})
 

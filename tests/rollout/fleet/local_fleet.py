@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from samebit.rollout import RolloutConfig, RolloutWorker, WorkerLostError
@@ -35,6 +36,8 @@ class LocalPort:
         self.runner = runner
         self.commands: list[str] = []
         self.mute: asyncio.Event | None = None
+        self.loses = False
+        self.lost = 0
         self._dead = False
         self._waiting: set[asyncio.Task[Any]] = set()
 
@@ -48,13 +51,14 @@ class LocalPort:
     async def run(self, prompt: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
         return await self._call(self.side.run_followed(prompt, params, request_id))
 
-    async def follow(self, request_id: str) -> None:
-        await self._call(self.side.follow(request_id))
-
     async def feed(self) -> Feed:
         if self.mute is not None:
             await self._call(self.mute.wait())
-        return await self._call(self.side.feed())
+        feed = await self._call(self.side.feed())
+        if self.loses and feed.tokens:
+            self.lost += 1
+            return replace(feed, tokens=[])
+        return feed
 
     async def snapshot(self) -> CacheSnapshot:
         return await self._call(self.side.snapshot())

@@ -12,6 +12,8 @@ from .served import Served
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 TEXT = {"prompt": "hi", "max_tokens": 1}
 IDS = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+NAMED = {"type": "function", "function": {"name": "add"}}
 COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 
 BAD = [
@@ -57,8 +59,19 @@ BAD = [
     (CHATS, {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
     (CHATS, {**CHAT, "top_logprobs": 2}, 400, "goes with logprobs=true"),
     (CHATS, {**CHAT, "max_completion_tokens": 2}, 400, "differ"),
-    (CHATS, {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format.type"),
-    (CHATS, {**CHAT, "tool_choice": "required"}, 400, "tool_choice"),
+    (
+        CHATS,
+        {**CHAT, "response_format": {"type": "json_object"}},
+        400,
+        "'json_object' needs constrained",
+    ),
+    (CHATS, {**CHAT, "response_format": SCHEMA}, 400, "response_format: 'json_schema' needs constrained decoding"),
+    (CHATS, {**CHAT, "response_format": {"type": "poem"}}, 400, "response_format.type: Input should be 'text'"),
+    (COMPLETIONS, {**TEXT, "response_format": {"type": "json_object"}}, 400, "no field 'response_format'"),
+    (CHATS, {**CHAT, "guided_json": {}}, 400, "no field 'guided_json'"),
+    (CHATS, {**CHAT, "tool_choice": "required"}, 400, "tool_choice: 'required' needs constrained decoding"),
+    (CHATS, {**CHAT, "tool_choice": NAMED}, 400, "tool_choice: 'function' needs constrained decoding"),
+    (CHATS, {**CHAT, "tool_choice": "maybe"}, 400, "tool_choice: Input should be 'none' or 'auto'"),
     (CHATS, {**CHAT, "chat_template_kwargs": {"tokenize": True}}, 400, "may not have tokenize"),
     (CHATS, {**CHAT, "continue_final_message": True}, 400, "goes with add_generation_prompt=false"),
     (GENERATE, {**IDS, "token_ids": []}, 400, "token_ids"),

@@ -160,7 +160,9 @@ def test_a_tool_call_is_read(served: Served) -> None:
     calls = [call for piece in pieces for call in piece.choices[0].delta.tool_calls or ()]
     assert [(call.index, call.function.name) for call in calls] == [(0, "add")]
     assert pieces[-1].choices[0].finish_reason == "tool_calls"
-    plain = served.client.chat.completions.create(**asked, tool_choice="none").choices[0]
+    plain = served.client.chat.completions.create(
+        **asked, tool_choice="none", response_format={"type": "text"}
+    ).choices[0]
     assert plain.message.content == CALL
 
 

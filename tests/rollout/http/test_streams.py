@@ -33,7 +33,12 @@ LONG = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 Sent = list[dict[str, Any]]
 
 
-async def ask(service: Service, body: dict[str, Any], take: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+async def ask(
+    service: Service,
+    body: dict[str, Any],
+    take: Callable[[dict[str, Any]], Awaitable[None]],
+    *headers: tuple[bytes, bytes],
+) -> None:
     """Call the application itself, with a client that takes what is sent in its own way."""
     content = [json.dumps(body).encode()]
 
@@ -46,7 +51,7 @@ async def ask(service: Service, body: dict[str, Any], take: Callable[[dict[str, 
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/v1/completions",
         "raw_path": b"/v1/completions", "root_path": "", "scheme": "http", "query_string": b"", "client": ("c", 1),
-        "server": ("127.0.0.1", 80), "headers": [(b"content-type", b"application/json")],
+        "server": ("127.0.0.1", 80), "headers": [(b"content-type", b"application/json"), *headers],
     }  # fmt: skip
     await create_app(service)(scope, receive, take)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Logit = Annotated[float, Field(ge=-100, le=100)]
@@ -129,6 +130,12 @@ class TextFormat(Strict):
     type: Literal["text"]
 
 
+_CONSTRAINED = {
+    **dict.fromkeys(("json_object", "json_schema", "grammar", "regex", "structural_tag"), "'text'"),
+    **dict.fromkeys(("required", "any", "function", "custom", "allowed_tools"), "'none' and 'auto'"),
+}
+
+
 class ChatRequest(Common):
     """Asks for the next message of a conversation."""
 
@@ -145,6 +152,19 @@ class ChatRequest(Common):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     store: Literal[False] | None = None
+
+    @field_validator("response_format", "tool_choice", mode="before")
+    @classmethod
+    def _unconstrained(cls, value: object) -> object:
+        """Refuse what only constrained decoding could promise."""
+        kind = value.get("type") if isinstance(value, dict) else value
+        if isinstance(kind, str) and kind in _CONSTRAINED:
+            raise PydanticCustomError(
+                "constrained",
+                "{kind} needs constrained decoding, which is not there; {allowed} can be honoured",
+                {"kind": repr(kind), "allowed": _CONSTRAINED[kind]},
+            )
+        return value
 
 
 class TokenizeRequest(Strict):
