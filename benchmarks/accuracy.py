@@ -37,8 +37,8 @@ class Sizes:
 
     held_out: int = 1319
     examples: int = 9
-    steps: int = 350
-    indexer_steps: int = 120
+    steps: int = 400
+    indexer_steps: int = 100
     problems: int = 64
     row_tokens: int = 256
     chosen: int = 48
