@@ -1,6 +1,6 @@
 """Teach a small model, and let it answer few-shot prompts with the prefix cache on and off: same answers, same bits.
 
-    python benchmarks/accuracy.py mla|dsa [--json FILE] [--quick]
+    python benchmarks/accuracy.py mla|dsa [--json FILE] [--weights FILE] [--quick]
 
 With "dsa" attention to all keys stands beside it, and a selection by an indexer that has learned nothing.
 README.md in this folder defines each number.
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -76,8 +77,9 @@ class Result:
 class Comparison:
     """Has the task and the sizes; makes models and lets them answer."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, weights: Path | None = None) -> None:
         self.sizes = sizes
+        self.weights = weights
         self.tokenizer: PreTrainedTokenizerFast = tiny_model.build_tokenizer()
         self.task = Task.draw(sizes.held_out, sizes.examples)
         self.prompts = self.task.prompts(self.tokenizer)
@@ -92,13 +94,23 @@ class Comparison:
         if name == "dsa" and 4 * self.sizes.chosen > shortest:
             raise ValueError(f"{self.sizes.chosen} chosen of {shortest}; allowed: a quarter of the prompt at most")
         dense = bind(self._model(name))
-        losses = {"model": teach(dense, self._batches(0), self.sizes.steps)}
+        losses = self._teach(dense)
         if name == "mla":
             return self._result(dense, {}, losses)
         untaught = bind(self._model(name, dense, self.sizes.chosen))
         losses["indexers"] = self._teach_indexers(dense)
         taught = bind(self._model(name, dense, self.sizes.chosen))
         return self._result(taught, {"all keys": dense, "untaught indexer": untaught}, losses)
+
+    def _teach(self, dense: PreTrainedModel) -> dict[str, float]:
+        """Teach it, or give it the weights that were kept; return the loss, if it was taught."""
+        if self.weights is not None and self.weights.exists():
+            dense.load_state_dict(torch.load(self.weights, weights_only=True))
+            return {}
+        losses = {"model": teach(dense, self._batches(0), self.sizes.steps)}
+        if self.weights is not None:
+            torch.save(dense.state_dict(), self.weights)
+        return losses
 
     def _model(self, name: str, like: PreTrainedModel | None = None, chosen: int = 0) -> PreTrainedModel:
         """Return a model that reads `chosen` tokens, or all: its own weights, or those of another."""
@@ -160,15 +172,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--weights", type=Path, help="what teaching gave: taken from here if there, else kept here")
     parser.add_argument("--quick", action="store_true", help="sizes that show only that it runs")
     args = parser.parse_args()
     sizes = QUICK if args.quick else Sizes()
-    load_before = results_file.load_average()
-    comparison = Comparison(sizes)
+    meta = results_file.describe(sizes=asdict(sizes), model=args.model)
+    comparison = Comparison(sizes, args.weights)
     result = comparison.run(args.model)
     show(args.model, sizes, result)
     if args.json:
-        meta = results_file.describe(sizes=asdict(sizes), model=args.model, load_before=load_before)
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"meta": meta, "metrics": result.metrics()}, indent=2) + "\n")
 
