@@ -25,7 +25,7 @@ class Answers:
         """Return the share of right answers."""
         samples = [output.samples[0] for output in self.outputs]
         earned = [
-            reward(tokenizer.decode(one.token_ids, skip_special_tokens=True), one.finish_reason == "stop", problem)
+            reward(str(tokenizer.decode(one.token_ids, skip_special_tokens=True)), one.finish_reason == "stop", problem)
             for one, problem in zip(samples, problems, strict=True)
         ]
         return sum(earned) / len(earned)
