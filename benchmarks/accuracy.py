@@ -1,6 +1,6 @@
 """Teach a small model, and let it answer few-shot prompts with the prefix cache on and off: same answers, same bits.
 
-    python benchmarks/accuracy.py mla|dsa [--json FILE] [--weights FILE] [--quick]
+    python benchmarks/accuracy.py mla|dsa [--json FILE] [--steps N] [--weights FILE] [--quick]
 
 With "dsa" attention to all keys stands beside it, and a selection by an indexer that has learned nothing.
 README.md in this folder defines each number.
@@ -172,10 +172,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--steps", type=int, default=Sizes.steps, help="of teaching")
     parser.add_argument("--weights", type=Path, help="what teaching gave: taken from here if there, else kept here")
     parser.add_argument("--quick", action="store_true", help="sizes that show only that it runs")
     args = parser.parse_args()
-    sizes = QUICK if args.quick else Sizes()
+    sizes = QUICK if args.quick else Sizes(steps=args.steps)
     meta = results_file.describe(sizes=asdict(sizes), model=args.model)
     comparison = Comparison(sizes, args.weights)
     result = comparison.run(args.model)
