@@ -16,6 +16,7 @@
 #   make trl-grpo ARGS="--trainer rloo"                             RLOO; or async
 #   make trl-grpo ARGS="--model Qwen/Qwen3-0.6B --dtype bfloat16"   your model, by its chat template
 #   make verl-matrix                                                verl's mismatch over many kinds of runs; takes about an hour
+#   make accuracy MODEL=dsa                                         few-shot answers, prefix cache on and off; or mla
 #   make soak COUNT=2000                                            long hypothesis campaigns
 #   make bench-vllm ARGS="--parts 5m_fp32_groups"                   vLLM beside samebit, in an environment of its own
 #   make test-next                                                  what transformers can change, under the next one
@@ -43,7 +44,7 @@ export NUMBA_THREADING_LAYER := omp
 # Tests start about a hundred processes: they share what Python has compiled, also where a container says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install grpo grpo-async verl-grpo trl-grpo verl-matrix test test-next soak check lock bench bench-vllm mismatch clean
+.PHONY: install grpo grpo-async verl-grpo trl-grpo verl-matrix test test-next soak check lock bench bench-vllm mismatch accuracy clean
 
 install: $(STAMP)
 
@@ -109,6 +110,9 @@ bench-vllm: install $(VLLM)/.samebit-installed
 
 mismatch: install $(VLLM)/.samebit-installed
 	$(BIN)/python benchmarks/mismatch.py --vllm $(VLLM)/bin/python $(ARGS)
+
+accuracy: install
+	$(BIN)/python benchmarks/accuracy.py $(if $(filter-out dense,$(MODEL)),$(MODEL),mla) $(ARGS)
 
 $(VLLM)/.samebit-installed: constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
