@@ -463,6 +463,7 @@ def test_fleet_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert many["shadow_blocks_64_replicas"].value > 0
 
 
+@long
 def test_latent_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent, "SHAPES", {"small": latent.Heads(2, 16, 4, 6, 8)})
     monkeypatch.setattr(latent, "SPARSE", latent.Sparse(latent.Heads(2, 16, 4, 6, 8), 2, 8, 16))
