@@ -53,7 +53,8 @@ def test_as_openblas_multiplies_on_other_processors(core: str) -> None:
     needed = "avx512f" if core == "SkylakeX" else "avx2"
     if not FEATURES.get(needed):
         pytest.skip(f"this processor has no {needed}")
-    arguments = ["tests/kernels/triton"] if CAMPAIGN else INTERPRETED
+    whole = ["tests/kernels/triton", "--deselect", "tests/kernels/triton/test_compile.py"]  # which multiplies nothing
+    arguments = whole if CAMPAIGN else INTERPRETED
     run_tests(arguments, {"OPENBLAS_CORETYPE": core}, 60 if CAMPAIGN else HANG / 60)
 
 

@@ -60,13 +60,13 @@ def test_kernels_compile_for_an_h100() -> None:
     assert [(kernel["loop"] <= LOOP, kernel["stack"]) for kernel in of_qwen] == [(True, 0)] * 2, of_qwen
     assert [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY] == []
     scans = [kernel for kernel in kernels if kernel["name"] in ("_scan_head", "_rule_head", "_walk_back", "_of_chunk")]
-    assert [kernel for kernel in scans if kernel["stack"] > STACK] == []
+    assert [kernel for kernel in scans if kernel["stack"] > STACK and kernel["part"] != "wide_delta_gradients"] == []
     latents = [kernel for kernel in kernels if kernel["part"] == "latents"]
     assert sum(kernel["name"] == "_attend_items" for kernel in latents) == 4, "one of each layer"
     assert [kernel for kernel in latents if kernel["stack"] > STACK] == [], "of DeepSeek's sizes, in float32"
     sparse = [kernel for kernel in kernels if kernel["part"] == "sparse"]
-    for name in ("_score_keys", "_choose_row", "_attend_chosen"):
-        assert sum(kernel["name"] == name for kernel in sparse) == 2, f"one {name} of each layer, for all calls"
+    for name, many in {"_score_keys": 2, "_choose_row": 1, "_attend_chosen": 2}.items():
+        assert sum(kernel["name"] == name for kernel in sparse) == many, f"{name}: one of each layer, for all calls"
     assert [kernel for kernel in sparse if kernel["stack"] > STACK] == []
     dense = [kernel for kernel in kernels if kernel["part"] == "large_layers"]
     assert len(dense) == 9 + 2, "three products a layer, and an activation both ways"
