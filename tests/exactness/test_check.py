@@ -25,7 +25,7 @@ from samebit.rollout.cache.prefix_tree import PrefixTree
 from samebit.weight_sync.wire.buckets import Kind
 from samebit.weight_sync.wire.delta import DeltaEncoder, Encoded
 
-from .families import CAMPAIGN, DTYPES, EXPERTS, FAMILIES, HYBRIDS, make_model
+from .families import CAMPAIGN, DTYPES, EXPERTS, FAMILIES, HYBRIDS, SPARSE, make_model
 from .lora import make_peft
 
 
@@ -90,7 +90,7 @@ def test_another_sample_of_the_same_seed_is_found(folder: str, monkeypatch: pyte
     assert differing["one request at a time"] > 0
 
 
-EVERY = [(name, dtype) for name in (*FAMILIES, *HYBRIDS) for dtype in DTYPES]
+EVERY = [(name, dtype) for name in (*FAMILIES, *SPARSE, *HYBRIDS) for dtype in DTYPES]
 FEW = [("NemotronH", torch.bfloat16), ("Mamba2", torch.float32), ("Qwen3Moe", torch.bfloat16)]
 
 
