@@ -61,9 +61,9 @@ def load_openmp(load: Callable[[], object], copies: Callable[[], list[Path]]) ->
     remedy = "install your system's libgomp package (Debian: libgomp1)"
     if given:
         remedy += (
-            f", or let torch's copy stand in, before Python starts: mkdir -p /tmp/gomp && ln -sf {given[0]} "
-            "/tmp/gomp/libgomp.so.1 && ln -sf libgomp.so.1 /tmp/gomp/libgomp.so.1.0.0 && "
-            "export LD_LIBRARY_PATH=/tmp/gomp"
+            f", or let torch's copy stand in, before Python starts: mkdir -p ~/.local/lib/gomp && ln -sf {given[0]} "
+            "~/.local/lib/gomp/libgomp.so.1 && ln -sf libgomp.so.1 ~/.local/lib/gomp/libgomp.so.1.0.0 && "
+            "export LD_LIBRARY_PATH=~/.local/lib/gomp"
         )
     raise ImportError(f"samebit needs an OpenMP runtime for Numba ({missing}): {remedy}") from missing
 

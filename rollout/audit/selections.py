@@ -28,7 +28,7 @@ Choice = tuple[int, int, npt.NDArray[np.int32]]
 def compare_selections(
     model: nn.Module, config: RolloutConfig, prompts: list[list[int]], params: list[SamplingParams]
 ) -> Difference:
-    """Return how many pairs of a token and a chosen one were compared, and how many of the worker's the trainer lacks.
+    """Return how many pairs of a token and a chosen one were compared, and how many one of the two sides lacks.
 
     Requests come one at a time, each cold and then warm: a call then has one sequence.
     """
@@ -43,9 +43,16 @@ def compare_selections(
             expected = {(layer, position): chosen for layer, position, chosen in of_trainer}
             for layer, position, chosen in of_worker:
                 if position < len(tokens):  # a step that was launched ahead may go on from the last token
-                    pairs += len(chosen)
-                    differing += len(np.setdiff1d(chosen, expected[layer, position]))
+                    others = expected[layer, position]
+                    pairs += max(len(chosen), len(others))
+                    differing += choices_apart(chosen, others)
     return pairs, differing, 0.0
+
+
+def choices_apart(chosen: npt.NDArray[np.int32], expected: npt.NDArray[np.int32]) -> int:
+    """Return how many positions one of two lists lacks; of equal ones in another order, how many stand elsewhere."""
+    lacking = max(len(np.setdiff1d(expected, chosen)), len(np.setdiff1d(chosen, expected)))
+    return lacking or int((chosen != expected).sum())
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -18,6 +19,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 from samebit.rollout.audit import audit as check
 from samebit.rollout.audit.compare import Row
+from samebit.rollout.audit.selections import choices_apart
 
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import DTYPES, MAX_LEN, SPARSE, bound_model, make_model, paired, token_ids
@@ -187,6 +189,13 @@ def test_the_row_of_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(indexer, "choose_keys", other)
     assert 0 < row().differing < exact.tokens / 2
+
+
+@pytest.mark.parametrize(
+    ("chosen", "apart"), [([1, 4, 7], 0), ([1, 4], 1), ([1, 4, 7, 8], 1), ([1, 4, 8], 1), ([1, 7, 4], 2), ([], 3)]
+)
+def test_a_choice_differs_by_what_either_side_lacks_and_by_order(chosen: list[int], apart: int) -> None:
+    assert choices_apart(np.array(chosen, np.int32), np.array([1, 4, 7], np.int32)) == apart
 
 
 def adapted(model: Any, *targets: str) -> Any:

@@ -1,5 +1,6 @@
 """How a kernel's items are shared out among threads."""
 
+import os
 from typing import Any
 
 import numpy as np
@@ -39,3 +40,15 @@ def test_an_item_that_raises_is_known_to_the_caller() -> None:
         with pytest.raises(MemoryError, match="no memory for a kernel's scratch"):
             kernel(threads, 8, 1.0, counts, 5)
     kernel(2, 8, 1.0, counts, -1)
+
+
+def test_a_forked_child_computes_what_takes_one_thread() -> None:
+    """OpenMP ends a forked child that starts its threads: one thread, or one item, is a loop of the caller."""
+    kernel(2, 8, 1.0, np.zeros(8), -1)
+    child = os.fork()
+    if child == 0:
+        counts = np.zeros(8)
+        kernel(1, 8, 1.0, counts, -1)
+        kernel(16, 1, 1.0, counts, -1)
+        os._exit(int(not np.array_equal(counts, [2.0, *range(2, 9)])))
+    assert os.waitpid(child, 0)[1] == 0

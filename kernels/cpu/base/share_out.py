@@ -4,6 +4,9 @@ A kernel that is a ``prange`` over one call compiles that call five times: Numba
 and the function around them, each with everything beneath it, and the serial kernel once more. Here the kernel is
 compiled once, without ``parallel``, and calls what starts a ``prange`` itself: Numba's ``parallel_for`` with a function
 of one item. Threads, their pool and its settings are those of every other kernel (see `openmp`).
+
+Invariant: one thread, or one item, is a plain loop of the caller, which wakes no pool. So small work costs no start of
+threads, and a forked child, in which OpenMP must not run, may compute it.
 """
 
 from typing import Any
@@ -43,21 +46,39 @@ def share_out(typing: Any, function: Any, items: Any, threads: Any, arguments: A
         state = cgutils.pack_struct(builder, [ir.Constant(_ADDRESS, 0), arguments])
         place = cgutils.alloca_once_value(builder, state)
         item = _item_function(context, builder.module, compiled.fndesc, place.type)
-        start = cgutils.get_or_insert_function(builder.module, _PARALLEL_FOR, "numba_parallel_for")
-        one, none = ir.Constant(_ADDRESS, 1), ir.Constant(_ADDRESS, 0)
-        count = cgutils.alloca_once_value(builder, items)
-        bases = cgutils.alloca_once_value(builder, ir.Constant(_BYTES, None))
-        step = cgutils.alloca_once_value(builder, one)
-        operands = [builder.bitcast(one, _BYTES) for one in (item, bases, count, step, place)]
         fewer = builder.icmp_signed("<", items, threads)
-        with builder.if_then(builder.icmp_signed(">", items, none)):
-            builder.call(start, [*operands, none, one, builder.select(fewer, items, threads)])
-            failed = builder.load(cgutils.gep_inbounds(builder, place, 0, 0))
-            with cgutils.if_unlikely(builder, builder.icmp_signed("!=", failed, none)):
-                context.call_conv.return_user_exc(builder, MemoryError, ("no memory for a kernel's scratch",))
+        wanted = builder.select(fewer, items, threads)
+        with builder.if_else(builder.icmp_signed(">", wanted, ir.Constant(_ADDRESS, 1))) as (several, one):
+            with several:
+                _start_threads(builder, item, items, wanted, place)
+            with one:
+                _loop(builder, item, items, place)
+        failed = builder.load(cgutils.gep_inbounds(builder, place, 0, 0))
+        with cgutils.if_unlikely(builder, builder.icmp_signed("!=", failed, ir.Constant(_ADDRESS, 0))):
+            context.call_conv.return_user_exc(builder, MemoryError, ("no memory for a kernel's scratch",))
         return context.get_dummy_value()
 
     return signature(types.void, function, types.intp, types.intp, arguments), generate
+
+
+def _start_threads(builder: Any, item: Any, items: Any, threads: Any, state: Any) -> None:
+    """Have the pool call ``item`` for each number; the address of an item is its number."""
+    start = cgutils.get_or_insert_function(builder.module, _PARALLEL_FOR, "numba_parallel_for")
+    none, one = ir.Constant(_ADDRESS, 0), ir.Constant(_ADDRESS, 1)
+    count = cgutils.alloca_once_value(builder, items)
+    bases = cgutils.alloca_once_value(builder, ir.Constant(_BYTES, None))
+    step = cgutils.alloca_once_value(builder, one)
+    operands = [builder.bitcast(operand, _BYTES) for operand in (item, bases, count, step, state)]
+    builder.call(start, [*operands, none, one, threads])
+
+
+def _loop(builder: Any, item: Any, items: Any, state: Any) -> None:
+    """Call ``item`` for each number, one after the other."""
+    base = cgutils.alloca_once(builder, _BYTES)
+    nothing = ir.Constant(_ADDRESS.as_pointer(), None)
+    with cgutils.for_range(builder, items) as loop:
+        builder.store(builder.inttoptr(loop.index, _BYTES), base)
+        builder.call(item, [base, nothing, nothing, builder.bitcast(state, _BYTES)])
 
 
 def _item_function(context: Any, module: Any, described: Any, place: Any) -> Any:

@@ -8,7 +8,6 @@ Invariants
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,6 @@ from samebit.rollout.sampling_params import SamplingParams
 class FleetActor(ReplicaSide, RolloutActor):
     """Is a replica in an actor."""
 
-    async def run_packed(self, packed: bytes) -> RequestOutput:
-        """Do as `run_followed` with its arguments in one piece: Ray would pack each for itself, in Python."""
-        return await self.run_followed(*pickle.loads(packed))
-
     async def begin(self, incarnation: int, host: str | None = None) -> Introduction:
         return await super().begin(incarnation, _this_node() if host is None else host)
 
@@ -51,8 +46,7 @@ class RayPort:
         return told
 
     async def run(self, prompt: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
-        packed = pickle.dumps((prompt, params, request_id), pickle.HIGHEST_PROTOCOL)
-        output: RequestOutput = await wait_for_async(self.actor.run_packed.remote(packed))
+        output: RequestOutput = await wait_for_async(self.actor.run_followed.remote(prompt, params, request_id))
         return output
 
     async def feed(self) -> Feed:
