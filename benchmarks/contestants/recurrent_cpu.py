@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import get_num_threads, njit, prange, types
+from numba import types
 from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base import numeric
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, floats, integers, kind_of, with_unit_stride
 from samebit.kernels.cpu.base.numeric import exp, narrow, softplus, widen
+from samebit.kernels.cpu.base.part import kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD
 from samebit.kernels.cpu.base.vectors import (
     accumulate,
@@ -96,22 +98,22 @@ advance_by_row = _advance(by_row=True)
 
 
 def _step(
-    xbc_at: int, xbc_stride: int, dt_at: int, dt_stride: int, rate_at: int, bias_at: int, skip_at: int, slots_at: int,
-    sequences: int, heads: int, head_dim: int, groups: int, state_size: int, states_at: int, out_at: int,
-    threads: int, kind: Any,
+    threads: int, xbc_at: int, xbc_stride: int, dt_at: int, dt_stride: int, rate_at: int, bias_at: int, skip_at: int,
+    slots_at: int, sequences: int, heads: int, head_dim: int, groups: int, state_size: int, states_at: int, out_at: int,
+    kind: Any,
 ) -> None:  # fmt: skip
-    items = sequences * heads
-    share = (items + threads - 1) // threads
-    for thread in prange(threads):
-        _step_part(
-            thread * share, min(items, (thread + 1) * share), xbc_at, xbc_stride, dt_at, dt_stride, rate_at, bias_at,
-            skip_at, slots_at, sequences, heads, head_dim, groups, state_size, states_at, out_at, kind,
-        )  # fmt: skip
+    share_out(
+        _step_part, threads, threads,
+        (
+            threads, xbc_at, xbc_stride, dt_at, dt_stride, rate_at, bias_at, skip_at, slots_at, sequences, heads,
+            head_dim, groups, state_size, states_at, out_at, kind,
+        ),
+    )  # fmt: skip
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _step_part(
-    begin: int, end: int, xbc_at: int, xbc_stride: int, dt_at: int, dt_stride: int, rate_at: int, bias_at: int,
+    part: int, parts: int, xbc_at: int, xbc_stride: int, dt_at: int, dt_stride: int, rate_at: int, bias_at: int,
     skip_at: int, slots_at: int, sequences: int, heads: int, head_dim: int, groups: int, state_size: int,
     states_at: int, out_at: int, kind: Any,
 ) -> None:  # fmt: skip
@@ -122,7 +124,8 @@ def _step_part(
     x = np.empty(-(-head_dim // LANES) * LANES, np.float32)
     total = np.empty(len(x), np.float32)
     keys, queries = np.empty(state_size, np.float32), np.empty(state_size, np.float32)
-    for item in range(begin, end):
+    items = sequences * heads
+    for item in range(items * part // parts, items * (part + 1) // parts):
         row, head = item // heads, item % heads
         _head(
             xbc[row * xbc_stride : row * xbc_stride + inner + 2 * shared], dt[row * dt_stride + head], decay_rate,
@@ -131,7 +134,7 @@ def _step_part(
         )  # fmt: skip
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _head(
     xbc: Any, dt: Any, decay_rate: Any, dt_bias: Any, skip: Any, head: int, slot: int, head_dim: int, groups: int,
     state_size: int, states: Any, x: Any, keys: Any, queries: Any, total: Any, out: Any,
@@ -161,7 +164,7 @@ def _head(
         result[p] = narrow(numeric.fma(skip[head], widen(source[p]), total[p]), result[p])
 
 
-_kernel = RowKernel(_step)
+_kernel = SharedKernel(_step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +197,6 @@ class Recurrence:
             int(rows * shape.inner * shape.state_size * WORK_AN_ELEMENT), xbc.data_ptr(), xbc.stride(0), dt.data_ptr(),
             dt.stride(0), decay_rate.data_ptr(), dt_bias.data_ptr(), skip.data_ptr(), slots.data_ptr(), rows, heads,
             shape.head_dim, shape.groups, shape.state_size, self.states.data_ptr(), out.data_ptr(),
-            get_num_threads(), kind_of(xbc.dtype),
+            kind_of(xbc.dtype),
         )  # fmt: skip
         return out

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import get_num_threads, njit, prange
 
 from samebit.benchmarks.contestants.recurrent_cpu import advance, advance_by_row
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, floats, integers, kind_of, with_unit_stride
 from samebit.kernels.cpu.base.numeric import exp, fma, narrow, widen
+from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.base.rows import Rows
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_read
 from samebit.kernels.cpu.delta.operation import WORK_AN_ELEMENT
 from samebit.kernels.cpu.delta.tail import normalise
@@ -25,18 +26,16 @@ from samebit.kernels.layout.memory_pool import zeroed_pool
 from samebit.kernels.layout.states.delta import DeltaShape
 
 
-def _step(tensors: Any, sizes: Any, sequences: int, threads: int, kind: Any) -> None:
+def _step(threads: int, tensors: Any, sizes: Any, sequences: int, kind: Any) -> None:
     """Step; ``tensors``: addresses of qkv, its stride, those of decay, beta, slots, states, out; ``sizes``: Hk, Hv, K,
     V, and whether each channel of a key decays by itself."""
-    items = sequences * sizes[0]
-    for thread in prange(threads):
-        part = np.int64(thread)
-        _step_part(items * part // threads, items * (part + 1) // threads, tensors, sizes, sequences, kind)
+    share_out(_step_part, threads, threads, (threads, tensors, sizes, sequences, kind))
 
 
-@njit(nogil=True, error_model="numpy")
-def _step_part(begin: int, end: int, tensors: Any, sizes: Any, sequences: int, kind: Any) -> None:
+@kernel_part
+def _step_part(part: int, parts: int, tensors: Any, sizes: Any, sequences: int, kind: Any) -> None:
     key_heads, value_heads, key_dim, value_dim, by_channel = sizes
+    items = sequences * key_heads
     qkv, out = elements(tensors[0], NO_END, kind), elements(tensors[6], NO_END, kind)
     stride, decay, beta = tensors[1], floats(tensors[2], NO_END), floats(tensors[3], NO_END)
     slots, states = integers(tensors[4], sequences), floats(tensors[5], NO_END)
@@ -45,7 +44,7 @@ def _step_part(begin: int, end: int, tensors: Any, sizes: Any, sequences: int, k
     key, read, total = np.empty(len(query), np.float32), np.empty(wide, np.float32), np.empty(wide, np.float32)
     scale = np.float32(1) / np.sqrt(np.float32(key_dim))
     keeps, keyed = np.empty(key_dim, np.float32), np.empty(key_dim, np.float32)
-    for item in range(begin, end):
+    for item in range(items * part // parts, items * (part + 1) // parts):
         row, key_head = item // key_heads, item % key_heads
         first = row * stride + key_head * key_dim
         normalise(qkv[first : first + key_dim], scale, query, lanes)
@@ -72,7 +71,7 @@ def _step_part(begin: int, end: int, tensors: Any, sizes: Any, sequences: int, k
             )  # fmt: skip
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _head(
     value: Any, decay: Any, beta: Any, key: Any, query: Any, key_dim: int, states: Any, at: int, read: Any, total: Any,
     out: Any,
@@ -93,7 +92,7 @@ def _head(
         out[p] = narrow(total[p], out[p])
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _channels(
     value: Any, keeps: Any, beta: Any, key: Any, keyed: Any, query: Any, states: Any, at: int, read: Any, total: Any,
     out: Any,
@@ -117,7 +116,7 @@ def _channels(
         out[p] = narrow(total[p], out[p])
 
 
-_kernel = RowKernel(_step)
+_kernel = SharedKernel(_step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +139,6 @@ class DeltaRecurrence:
         _kernel(
             int(len(qkv) * shape.inner * shape.key_dim * WORK_AN_ELEMENT), tensors,
             (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.by_channel), len(qkv),
-            get_num_threads(),
             kind_of(qkv.dtype),
         )  # fmt: skip
         return out

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
 from torch.nn import functional as F
 
-from samebit.kernels.cpu.base.jit import RowKernel, array
+from samebit.kernels.cpu.base.jit import SharedKernel, array
 from samebit.kernels.cpu.base.memory import elements, kind_of
 from samebit.kernels.cpu.base.numeric import narrow, sigmoid, tanh, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.options import Saved
 
 _HALF = np.float32(0.5)
@@ -23,118 +24,193 @@ _CUBIC = np.float32(0.044715)
 _THREE = np.float32(3.0)
 
 
-@njit(inline="always")
+@inlined_part
 def _row(x: Any, row: int, stride: int, width: int) -> Any:
     """Return a view of one row: an index from 0 on lets LLVM vectorise (no wrap-around check)."""
     return x[row * stride : row * stride + width]
 
 
-@njit(inline="always")
+@inlined_part
 def _tanh_of(x: Any) -> Any:
     return tanh(_ROOT * (x + _CUBIC * x * x * x))
 
 
 def _silu(
-    gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride: int,
+    threads: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride:
+    int, out_address: int,
+) -> None:  # fmt: skip
+    share_out(
+        _silu_row, rows, threads,
+        (
+            gate_address, up_address, kind, rows, width, gate_stride, up_stride, out_address,
+        ),
+    )  # fmt: skip
+
+
+@kernel_part
+def _silu_row(
+    row: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride: int,
     out_address: int,
 ) -> None:  # fmt: skip
     gate, up = elements(gate_address, rows * gate_stride, kind), elements(up_address, rows * up_stride, kind)
     out = elements(out_address, rows * width, kind)
-    for row in prange(rows):
-        g, u, o = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width), _row(out, row, width, width)
-        for i in range(width):
-            x = widen(g[i])
-            o[i] = narrow(x * sigmoid(x) * widen(u[i]), o[i])
+    g, u, o = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width), _row(out, row, width, width)
+    for i in range(width):
+        x = widen(g[i])
+        o[i] = narrow(x * sigmoid(x) * widen(u[i]), o[i])
 
 
 def _silu_backward(
-    gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate: Any, grad_up: Any
-) -> None:
-    for row in prange(rows):
-        g, u = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width)
-        upstream = _row(grad, row, width, width)
-        to_gate, to_up = _row(grad_gate, row, width, width), _row(grad_up, row, width, width)
-        for i in range(width):
-            x = widen(g[i])
-            d = widen(upstream[i])
-            s = sigmoid(x)
-            slope = s * (_ONE + x * (_ONE - s))
-            to_gate[i] = narrow(d * widen(u[i]) * slope, to_gate[i])
-            to_up[i] = narrow(d * x * s, to_up[i])
+    threads: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate:
+    Any, grad_up: Any,
+) -> None:  # fmt: skip
+    share_out(
+        _silu_backward_row, rows, threads,
+        (
+            gate, up, grad, rows, width, gate_stride, up_stride, grad_gate, grad_up,
+        ),
+    )  # fmt: skip
+
+
+@kernel_part
+def _silu_backward_row(
+    row: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate: Any,
+    grad_up: Any,
+) -> None:  # fmt: skip
+    g, u = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width)
+    upstream = _row(grad, row, width, width)
+    to_gate, to_up = _row(grad_gate, row, width, width), _row(grad_up, row, width, width)
+    for i in range(width):
+        x = widen(g[i])
+        d = widen(upstream[i])
+        s = sigmoid(x)
+        slope = s * (_ONE + x * (_ONE - s))
+        to_gate[i] = narrow(d * widen(u[i]) * slope, to_gate[i])
+        to_up[i] = narrow(d * x * s, to_up[i])
 
 
 def _gelu_tanh(
-    gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride: int,
+    threads: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride:
+    int, out_address: int,
+) -> None:  # fmt: skip
+    share_out(
+        _gelu_tanh_row, rows, threads,
+        (
+            gate_address, up_address, kind, rows, width, gate_stride, up_stride, out_address,
+        ),
+    )  # fmt: skip
+
+
+@kernel_part
+def _gelu_tanh_row(
+    row: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride: int,
     out_address: int,
 ) -> None:  # fmt: skip
     gate, up = elements(gate_address, rows * gate_stride, kind), elements(up_address, rows * up_stride, kind)
     out = elements(out_address, rows * width, kind)
-    for row in prange(rows):
-        g, u, o = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width), _row(out, row, width, width)
-        for i in range(width):
-            x = widen(g[i])
-            o[i] = narrow(_HALF * x * (_ONE + _tanh_of(x)) * widen(u[i]), o[i])
+    g, u, o = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width), _row(out, row, width, width)
+    for i in range(width):
+        x = widen(g[i])
+        o[i] = narrow(_HALF * x * (_ONE + _tanh_of(x)) * widen(u[i]), o[i])
 
 
 def _gelu_tanh_backward(
-    gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate: Any, grad_up: Any
-) -> None:
-    for row in prange(rows):
-        g, u = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width)
-        upstream = _row(grad, row, width, width)
-        to_gate, to_up = _row(grad_gate, row, width, width), _row(grad_up, row, width, width)
-        for i in range(width):
-            x = widen(g[i])
-            d = widen(upstream[i])
-            t = _tanh_of(x)
-            inner = _ROOT * (_ONE + _THREE * _CUBIC * x * x)
-            slope = _HALF * (_ONE + t) + _HALF * x * (_ONE - t * t) * inner
-            to_gate[i] = narrow(d * widen(u[i]) * slope, to_gate[i])
-            to_up[i] = narrow(d * _HALF * x * (_ONE + t), to_up[i])
+    threads: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate:
+    Any, grad_up: Any,
+) -> None:  # fmt: skip
+    share_out(
+        _gelu_tanh_backward_row, rows, threads,
+        (
+            gate, up, grad, rows, width, gate_stride, up_stride, grad_gate, grad_up,
+        ),
+    )  # fmt: skip
+
+
+@kernel_part
+def _gelu_tanh_backward_row(
+    row: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate: Any,
+    grad_up: Any,
+) -> None:  # fmt: skip
+    g, u = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width)
+    upstream = _row(grad, row, width, width)
+    to_gate, to_up = _row(grad_gate, row, width, width), _row(grad_up, row, width, width)
+    for i in range(width):
+        x = widen(g[i])
+        d = widen(upstream[i])
+        t = _tanh_of(x)
+        inner = _ROOT * (_ONE + _THREE * _CUBIC * x * x)
+        slope = _HALF * (_ONE + t) + _HALF * x * (_ONE - t * t) * inner
+        to_gate[i] = narrow(d * widen(u[i]) * slope, to_gate[i])
+        to_up[i] = narrow(d * _HALF * x * (_ONE + t), to_up[i])
 
 
 def _sigmoid(
-    gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride: int,
+    threads: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride:
+    int, out_address: int,
+) -> None:  # fmt: skip
+    share_out(
+        _sigmoid_row, rows, threads,
+        (
+            gate_address, up_address, kind, rows, width, gate_stride, up_stride, out_address,
+        ),
+    )  # fmt: skip
+
+
+@kernel_part
+def _sigmoid_row(
+    row: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride: int,
     out_address: int,
 ) -> None:  # fmt: skip
     gate, up = elements(gate_address, rows * gate_stride, kind), elements(up_address, rows * up_stride, kind)
     out = elements(out_address, rows * width, kind)
-    for row in prange(rows):
-        g, u, o = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width), _row(out, row, width, width)
-        for i in range(width):
-            o[i] = narrow(sigmoid(widen(g[i])) * widen(u[i]), o[i])
+    g, u, o = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width), _row(out, row, width, width)
+    for i in range(width):
+        o[i] = narrow(sigmoid(widen(g[i])) * widen(u[i]), o[i])
 
 
 def _sigmoid_backward(
-    gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate: Any, grad_up: Any
-) -> None:
-    for row in prange(rows):
-        g, u = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width)
-        upstream = _row(grad, row, width, width)
-        to_gate, to_up = _row(grad_gate, row, width, width), _row(grad_up, row, width, width)
-        for i in range(width):
-            d = widen(upstream[i])
-            s = sigmoid(widen(g[i]))
-            to_gate[i] = narrow(d * widen(u[i]) * (s * (_ONE - s)), to_gate[i])
-            to_up[i] = narrow(d * s, to_up[i])
+    threads: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate:
+    Any, grad_up: Any,
+) -> None:  # fmt: skip
+    share_out(
+        _sigmoid_backward_row, rows, threads,
+        (
+            gate, up, grad, rows, width, gate_stride, up_stride, grad_gate, grad_up,
+        ),
+    )  # fmt: skip
+
+
+@kernel_part
+def _sigmoid_backward_row(
+    row: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate: Any,
+    grad_up: Any,
+) -> None:  # fmt: skip
+    g, u = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width)
+    upstream = _row(grad, row, width, width)
+    to_gate, to_up = _row(grad_gate, row, width, width), _row(grad_up, row, width, width)
+    for i in range(width):
+        d = widen(upstream[i])
+        s = sigmoid(widen(g[i]))
+        to_gate[i] = narrow(d * widen(u[i]) * (s * (_ONE - s)), to_gate[i])
+        to_up[i] = narrow(d * s, to_up[i])
 
 
 @dataclass(frozen=True)
 class _Loops:
     """Holds the two loops of one activation."""
 
-    forward: RowKernel
-    backward: RowKernel
+    forward: SharedKernel
+    backward: SharedKernel
 
 
-_SILU_LOOPS = _Loops(RowKernel(_silu), RowKernel(_silu_backward))
-_GELU_TANH_LOOPS = _Loops(RowKernel(_gelu_tanh), RowKernel(_gelu_tanh_backward))
+_SILU_LOOPS = _Loops(SharedKernel(_silu), SharedKernel(_silu_backward))
+_GELU_TANH_LOOPS = _Loops(SharedKernel(_gelu_tanh), SharedKernel(_gelu_tanh_backward))
 _LOOPS = {
     "silu": _SILU_LOOPS,
     "swish": _SILU_LOOPS,
     "gelu_pytorch_tanh": _GELU_TANH_LOOPS,
     "gelu_new": _GELU_TANH_LOOPS,
-    "sigmoid": _Loops(RowKernel(_sigmoid), RowKernel(_sigmoid_backward)),
+    "sigmoid": _Loops(SharedKernel(_sigmoid), SharedKernel(_sigmoid_backward)),
 }
 """Finds the loops by name; ``gelu``, the erf form, is torch's, whose result does not vary on contiguous rows
 (measured)."""

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
 from torch.nn import functional as F
 
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, integers, kind_of, with_unit_stride
 from samebit.kernels.cpu.base.numeric import fma, narrow, sigmoid, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import Saved
 
@@ -24,7 +25,7 @@ _PARTS = 16
 
 
 def _convolve(
-    x_at: int, stride: int, weight_at: int, bias_at: int, rows: int, width: int, taps: int, rows_at: int,
+    threads: int, x_at: int, stride: int, weight_at: int, bias_at: int, rows: int, width: int, taps: int, rows_at: int,
     layout_at: int, sequences: int, grid: int, windows_at: int, block_windows_at: int, captures_at: int,
     num_captures: int, captured_at: int, out_at: int, kind: Any, weight_kind: Any, bias_kind: Any,
 ) -> None:  # fmt: skip
@@ -37,25 +38,28 @@ def _convolve(
     filters = np.empty((taps + 1, width), np.float32)
     _spread(elements(weight_at, width * taps, weight_kind), filters)
     _spread(elements(bias_at, width, bias_kind), filters[taps:])
-    parts = min(_PARTS, rows)
-    for part in prange(parts):
-        _conv_rows(
-            rows * part // parts, rows * (part + 1) // parts, elements(x_at, NO_END, kind), stride, filters,
-            integers(rows_at, 2 * rows), rows, integers(layout_at, 4 * sequences), sequences,
-            elements(windows_at, NO_END, kind), elements(out_at, rows * width, kind),
-        )  # fmt: skip
-    for sequence in prange(sequences if grid else 0):
-        _move_windows(
-            sequence, elements(x_at, NO_END, kind), stride, width, taps - 1, integers(layout_at, 4 * sequences),
-            sequences, grid, elements(windows_at, NO_END, kind), elements(block_windows_at, NO_END, kind),
+    x, windows = elements(x_at, NO_END, kind), elements(windows_at, NO_END, kind)
+    layout, parts = integers(layout_at, 4 * sequences), min(_PARTS, rows)
+    share_out(
+        _conv_rows, parts, threads,
+        (
+            parts, x, stride, filters, integers(rows_at, 2 * rows), rows, layout, sequences, windows,
+            elements(out_at, rows * width, kind),
+        ),
+    )  # fmt: skip
+    share_out(
+        _move_windows, sequences if grid else 0, threads,
+        (
+            x, stride, width, taps - 1, layout, sequences, grid, windows, elements(block_windows_at, NO_END, kind),
             integers(captures_at, 3 * num_captures), elements(captured_at, NO_END, kind),
-        )  # fmt: skip
+        ),
+    )  # fmt: skip
 
 
-_convolve_rows = RowKernel(_convolve)
+_convolve_rows = SharedKernel(_convolve)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _spread(weight: Any, filters: Any) -> None:
     """Write ``filters[k, c] = weight[c, k]``."""
     width = filters.shape[1]
@@ -65,14 +69,14 @@ def _spread(weight: Any, filters: Any) -> None:
             filters[k, c] = widen(weight[c * taps + k])
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _conv_rows(
-    first: int, last: int, x: Any, stride: int, filters: Any, rows: Any, num_rows: int, layout: Any, sequences: int,
+    part: int, parts: int, x: Any, stride: int, filters: Any, rows: Any, num_rows: int, layout: Any, sequences: int,
     windows: Any, out: Any,
 ) -> None:  # fmt: skip
     width = filters.shape[1]
     acc = np.empty(width, np.float32)
-    for row in range(first, last):
+    for row in range(num_rows * part // parts, num_rows * (part + 1) // parts):
         sequence = rows[row]
         result = out[row * width : (row + 1) * width]
         if sequence < 0:
@@ -85,7 +89,7 @@ def _conv_rows(
                 result[c] = narrow(acc[c] * sigmoid(acc[c]), result[c])
 
 
-@njit(inline="always")
+@inlined_part
 def _conv_row(
     x: Any, stride: int, filters: Any, row: int, within: int, start: int, slot: int, windows: Any, acc: Any
 ) -> None:
@@ -103,13 +107,13 @@ def _conv_row(
             _add(filters[k], windows[source : source + width], acc)
 
 
-@njit(inline="always")
+@inlined_part
 def _add(weight: Any, source: Any, acc: Any) -> None:
     for c in range(len(acc)):
         acc[c] = fma(weight[c], widen(source[c]), acc[c])
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _move_windows(
     sequence: int, x: Any, stride: int, width: int, size: int, layout: Any, sequences: int, grid: int, windows: Any,
     block_windows: Any, captures: Any, captured: Any,
@@ -131,7 +135,7 @@ def _move_windows(
     _window_at(x, stride, row, length, width, size, window, window)
 
 
-@njit(inline="always")
+@inlined_part
 def _window_at(x: Any, stride: int, row: int, offset: int, width: int, size: int, before: Any, target: Any) -> None:
     """Copy the last inputs before row ``row + offset``; ascending, so that ``target`` may be ``before``."""
     for j in range(size):

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit, prange
 
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.numeric import exp
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.grids import LANES, VOCAB_CHUNK
 from samebit.kernels.layout.options import Reduced
 
@@ -21,7 +22,7 @@ _ZERO = np.float32(0.0)
 _LOWEST = np.float32(-np.inf)
 
 
-@njit(inline="always")
+@inlined_part
 def row_max(logits: Any, lanes: Any) -> Any:
     """Return the largest logit of a row."""
     vocab = len(logits)
@@ -40,7 +41,7 @@ def row_max(logits: Any, lanes: Any) -> Any:
     return peak
 
 
-@njit(inline="always")
+@inlined_part
 def chunk_total(logits: Any, temperature: Any, peak: Any, lanes: Any) -> Any:
     """Sum exp(logits / temperature - peak) over one chunk."""
     for lane in range(LANES):
@@ -57,14 +58,14 @@ def chunk_total(logits: Any, temperature: Any, peak: Any, lanes: Any) -> Any:
     return total
 
 
-@njit(inline="always")
+@inlined_part
 def weight(logit: Any, temperature: Any, peak: Any) -> Any:
     """Return exp(logit / temperature - peak); exactly 0 for a token that was ruled out (-inf)."""
     value = exp(logit / temperature - peak)
     return _ZERO if logit == _LOWEST else value
 
 
-@njit(inline="always")
+@inlined_part
 def _log_total(logits: Any, temperature: Any, lanes: Any) -> Any:
     """Return (peak, log of the summed exponentials above it) of a row at a temperature; both float32."""
     peak = row_max(logits, lanes) / temperature
@@ -74,38 +75,57 @@ def _log_total(logits: Any, temperature: Any, lanes: Any) -> Any:
     return peak, np.float32(np.log(total))
 
 
-def _gather(logits: Any, tokens: Any, temperatures: Any, out: Any, peaks: Any, log_totals: Any) -> None:
-    for row in prange(logits.shape[0]):
-        lanes = np.empty(LANES, np.float32)
-        peak, log_total = _log_total(logits[row], temperatures[row], lanes)
-        peaks[row] = peak
-        log_totals[row] = log_total
-        out[row] = (logits[row, tokens[row]] / temperatures[row] - peak) - log_total
+def _gather(threads: int, logits: Any, tokens: Any, temperatures: Any, out: Any, peaks: Any, log_totals: Any) -> None:
+    share_out(_gather_row, logits.shape[0], threads, (logits, tokens, temperatures, out, peaks, log_totals))
+
+
+@kernel_part
+def _gather_row(row: int, logits: Any, tokens: Any, temperatures: Any, out: Any, peaks: Any, log_totals: Any) -> None:
+    lanes = np.empty(LANES, np.float32)
+    peak, log_total = _log_total(logits[row], temperatures[row], lanes)
+    peaks[row] = peak
+    log_totals[row] = log_total
+    out[row] = (logits[row, tokens[row]] / temperatures[row] - peak) - log_total
 
 
 def _gather_backward(
-    logits: Any, tokens: Any, temperatures: Any, peaks: Any, log_totals: Any, grad: Any, out: Any
-) -> None:
-    for row in prange(logits.shape[0]):
-        scale = grad[row] / temperatures[row]
-        shift = peaks[row] + log_totals[row]
-        row_in, row_out, temperature = logits[row], out[row], temperatures[row]
-        for i in range(len(row_in)):
-            row_out[i] = -scale * exp(row_in[i] / temperature - shift)
-        if 0 <= tokens[row] < len(row_in):
-            out[row, tokens[row]] += scale
+    threads: int, logits: Any, tokens: Any, temperatures: Any, peaks: Any, log_totals: Any, grad: Any, out: Any,
+) -> None:  # fmt: skip
+    share_out(
+        _gather_backward_row, logits.shape[0], threads,
+        (
+            logits, tokens, temperatures, peaks, log_totals, grad, out,
+        ),
+    )  # fmt: skip
 
 
-def _all(logits: Any, temperatures: Any, out: Any) -> None:
-    for row in prange(logits.shape[0]):
-        lanes = np.empty(LANES, np.float32)
-        peak, log_total = _log_total(logits[row], temperatures[row], lanes)
-        row_in, row_out, temperature = logits[row], out[row], temperatures[row]
-        for i in range(len(row_in)):
-            row_out[i] = (row_in[i] / temperature - peak) - log_total
+@kernel_part
+def _gather_backward_row(
+    row: int, logits: Any, tokens: Any, temperatures: Any, peaks: Any, log_totals: Any, grad: Any, out: Any,
+) -> None:  # fmt: skip
+    scale = grad[row] / temperatures[row]
+    shift = peaks[row] + log_totals[row]
+    row_in, row_out, temperature = logits[row], out[row], temperatures[row]
+    for i in range(len(row_in)):
+        row_out[i] = -scale * exp(row_in[i] / temperature - shift)
+    if 0 <= tokens[row] < len(row_in):
+        out[row, tokens[row]] += scale
 
 
-@njit(inline="always")
+def _all(threads: int, logits: Any, temperatures: Any, out: Any) -> None:
+    share_out(_all_row, logits.shape[0], threads, (logits, temperatures, out))
+
+
+@kernel_part
+def _all_row(row: int, logits: Any, temperatures: Any, out: Any) -> None:
+    lanes = np.empty(LANES, np.float32)
+    peak, log_total = _log_total(logits[row], temperatures[row], lanes)
+    row_in, row_out, temperature = logits[row], out[row], temperatures[row]
+    for i in range(len(row_in)):
+        row_out[i] = (row_in[i] / temperature - peak) - log_total
+
+
+@inlined_part
 def _chunk_entropy(logits: Any, temperature: Any, peak: Any, log_total: Any, lanes: Any) -> Any:
     """Sum -p log p over one chunk."""
     for lane in range(LANES):
@@ -122,7 +142,7 @@ def _chunk_entropy(logits: Any, temperature: Any, peak: Any, log_total: Any, lan
     return total
 
 
-@njit(inline="always")
+@inlined_part
 def _surprise(logit: Any, temperature: Any, peak: Any, log_total: Any) -> Any:
     """Return -p log p of one token; exactly 0 for one that was ruled out (-inf)."""
     logprob = (logit / temperature - peak) - log_total
@@ -130,37 +150,52 @@ def _surprise(logit: Any, temperature: Any, peak: Any, log_total: Any) -> Any:
     return _ZERO if logit == _LOWEST else value
 
 
-def _entropy(logits: Any, temperatures: Any, out: Any, peaks: Any, log_totals: Any) -> None:
-    for row in prange(logits.shape[0]):
-        lanes = np.empty(LANES, np.float32)
-        row_in, temperature = logits[row], temperatures[row]
-        peak, log_total = _log_total(row_in, temperature, lanes)
-        total = 0.0
-        for first in range(0, len(row_in), VOCAB_CHUNK):
-            chunk = row_in[first : first + VOCAB_CHUNK]
-            total += np.float64(_chunk_entropy(chunk, temperature, peak, log_total, lanes))
-        peaks[row] = peak
-        log_totals[row] = log_total
-        out[row] = np.float32(total)
+def _entropy(threads: int, logits: Any, temperatures: Any, out: Any, peaks: Any, log_totals: Any) -> None:
+    share_out(_entropy_row, logits.shape[0], threads, (logits, temperatures, out, peaks, log_totals))
+
+
+@kernel_part
+def _entropy_row(row: int, logits: Any, temperatures: Any, out: Any, peaks: Any, log_totals: Any) -> None:
+    lanes = np.empty(LANES, np.float32)
+    row_in, temperature = logits[row], temperatures[row]
+    peak, log_total = _log_total(row_in, temperature, lanes)
+    total = 0.0
+    for first in range(0, len(row_in), VOCAB_CHUNK):
+        chunk = row_in[first : first + VOCAB_CHUNK]
+        total += np.float64(_chunk_entropy(chunk, temperature, peak, log_total, lanes))
+    peaks[row] = peak
+    log_totals[row] = log_total
+    out[row] = np.float32(total)
 
 
 def _entropy_backward(
-    logits: Any, temperatures: Any, entropies: Any, peaks: Any, log_totals: Any, grad: Any, out: Any
-) -> None:
-    for row in prange(logits.shape[0]):
-        scale = -grad[row] / temperatures[row]
-        row_in, row_out, temperature, entropy = logits[row], out[row], temperatures[row], entropies[row]
-        for i in range(len(row_in)):
-            logprob = (row_in[i] / temperature - peaks[row]) - log_totals[row]
-            value = scale * exp(logprob) * (logprob + entropy)
-            row_out[i] = _ZERO if row_in[i] == _LOWEST else value
+    threads: int, logits: Any, temperatures: Any, entropies: Any, peaks: Any, log_totals: Any, grad: Any, out: Any,
+) -> None:  # fmt: skip
+    share_out(
+        _entropy_backward_row, logits.shape[0], threads,
+        (
+            logits, temperatures, entropies, peaks, log_totals, grad, out,
+        ),
+    )  # fmt: skip
 
 
-_gather_rows = RowKernel(_gather)
-_gather_gradient_rows = RowKernel(_gather_backward)
-_log_softmax_rows = RowKernel(_all)
-_entropy_rows = RowKernel(_entropy)
-_entropy_gradient_rows = RowKernel(_entropy_backward)
+@kernel_part
+def _entropy_backward_row(
+    row: int, logits: Any, temperatures: Any, entropies: Any, peaks: Any, log_totals: Any, grad: Any, out: Any,
+) -> None:  # fmt: skip
+    scale = -grad[row] / temperatures[row]
+    row_in, row_out, temperature, entropy = logits[row], out[row], temperatures[row], entropies[row]
+    for i in range(len(row_in)):
+        logprob = (row_in[i] / temperature - peaks[row]) - log_totals[row]
+        value = scale * exp(logprob) * (logprob + entropy)
+        row_out[i] = _ZERO if row_in[i] == _LOWEST else value
+
+
+_gather_rows = SharedKernel(_gather)
+_gather_gradient_rows = SharedKernel(_gather_backward)
+_log_softmax_rows = SharedKernel(_all)
+_entropy_rows = SharedKernel(_entropy)
+_entropy_gradient_rows = SharedKernel(_entropy_backward)
 
 
 def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

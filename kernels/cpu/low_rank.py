@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
 
-from samebit.kernels.cpu.base.jit import RowKernel, SharedKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import elements, floats, kind_of, scratch, with_unit_stride
 from samebit.kernels.cpu.base.numeric import narrow, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.few_rows import MOST_ROWS, copy_rows, multiply_share
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Share
@@ -89,7 +89,7 @@ def _multiply_panels(
 _multiply = SharedKernel(_multiply_panels)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _multiply_panel(
     panel_number: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Any, scales: Any, kind: Any
 ) -> None:
@@ -113,29 +113,33 @@ def _multiply_panel(
         _add_products(product, base, out, count * outputs, np.float32(scales[place]))
 
 
-@njit(inline="always")
+@inlined_part
 def _all_of(weight: int, outputs: int, inputs: int, out: Any) -> Any:
     """Return all outputs of the matrix ``[outputs, inputs]`` float32 at an address, without a bias."""
     return Share(floats(weight, outputs * inputs), floats(weight, 0), out, outputs, 0, outputs)
 
 
-def _add_rows(rows: int, layers: Any, scales: Any, kind: Any, product_kind: Any) -> None:
+def _add_rows(threads: int, rows: int, layers: Any, scales: Any, kind: Any, product_kind: Any) -> None:
     """Add the products of all layers, a row an item."""
-    for row in prange(rows):
-        for place in range(MOST_LAYERS):
-            at = place * _ADDED_FIELDS
-            outputs = layers[at + 3]
-            first = np.int64(row) * outputs
-            product = elements(layers[at], rows * outputs, product_kind)[first:]
-            base = elements(layers[at + 1], rows * outputs, kind)[first:]
-            out = elements(layers[at + 2], rows * outputs, kind)[first:]
-            _add_products(product, base, out, outputs, np.float32(scales[place]))
+    share_out(_add_row, rows, threads, (rows, layers, scales, kind, product_kind))
 
 
-_add = RowKernel(_add_rows)
+@kernel_part
+def _add_row(row: int, rows: int, layers: Any, scales: Any, kind: Any, product_kind: Any) -> None:
+    for place in range(MOST_LAYERS):
+        at = place * _ADDED_FIELDS
+        outputs = layers[at + 3]
+        first = np.int64(row) * outputs
+        product = elements(layers[at], rows * outputs, product_kind)[first:]
+        base = elements(layers[at + 1], rows * outputs, kind)[first:]
+        out = elements(layers[at + 2], rows * outputs, kind)[first:]
+        _add_products(product, base, out, outputs, np.float32(scales[place]))
 
 
-@njit(nogil=True, error_model="numpy")
+_add = SharedKernel(_add_rows)
+
+
+@kernel_part
 def _add_products(product: Any, base: Any, out: Any, count: int, scale: Any) -> None:
     """Write ``out = base + scale * product`` for ``count`` elements, rounded once; ``out`` may be the product."""
     for i in range(count):

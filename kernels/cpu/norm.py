@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
 
-from samebit.kernels.cpu.base.jit import RowKernel, array, parameter_array, strided_rows
+from samebit.kernels.cpu.base.jit import SharedKernel, array, parameter_array, strided_rows
 from samebit.kernels.cpu.base.memory import elements, floats, kind_of
 from samebit.kernels.cpu.base.numeric import fma, narrow, sigmoid, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.options import GatedNormOptions, Saved
 
@@ -20,7 +21,7 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
 
-@njit(inline="always")
+@inlined_part
 def _mean_square(x: Any, center: Any, lanes: Any) -> Any:
     """Return the mean of (x - center)**2."""
     width = len(x)
@@ -40,7 +41,7 @@ def _mean_square(x: Any, center: Any, lanes: Any) -> Any:
     return total / np.float32(width)
 
 
-@njit(inline="always")
+@inlined_part
 def _mean(x: Any, lanes: Any) -> Any:
     width = len(x)
     for lane in range(LANES):
@@ -62,21 +63,33 @@ _PARTS = 16
 
 
 def _rms_norm(
-    x_address: int, kind: Any, weight_address: int, weight_kind: Any, offset: Any, eps: Any, rows: int, width: int,
-    out_address: int, inverse_address: int,
+    threads: int, x_address: int, kind: Any, weight_address: int, weight_kind: Any, offset: Any, eps: Any, rows: int,
+    width: int, out_address: int, inverse_address: int,
+) -> None:  # fmt: skip
+    share_out(
+        _rms_norm_part, _PARTS, threads,
+        (
+            x_address, kind, weight_address, weight_kind, offset, eps, rows, width, out_address, inverse_address,
+        ),
+    )  # fmt: skip
+
+
+@kernel_part
+def _rms_norm_part(
+    part: int, x_address: int, kind: Any, weight_address: int, weight_kind: Any, offset: Any, eps: Any, rows: int,
+    width: int, out_address: int, inverse_address: int,
 ) -> None:  # fmt: skip
     x, out = elements(x_address, rows * width, kind), elements(out_address, rows * width, kind)
     weight, inverse = elements(weight_address, width, weight_kind), floats(inverse_address, rows)
-    for part in prange(_PARTS):
-        lanes = np.empty(LANES, np.float32)
-        for row in range(rows * part // _PARTS, rows * (part + 1) // _PARTS):
-            _rms_norm_row(
-                x[row * width : (row + 1) * width], weight, offset, eps, out[row * width : (row + 1) * width],
-                inverse[row : row + 1], lanes,
-            )  # fmt: skip
+    lanes = np.empty(LANES, np.float32)
+    for row in range(rows * part // _PARTS, rows * (part + 1) // _PARTS):
+        _rms_norm_row(
+            x[row * width : (row + 1) * width], weight, offset, eps, out[row * width : (row + 1) * width],
+            inverse[row : row + 1], lanes,
+        )  # fmt: skip
 
 
-@njit(inline="always")
+@inlined_part
 def _rms_norm_row(x: Any, weight: Any, offset: Any, eps: Any, out: Any, inverse: Any, lanes: Any) -> None:
     scale = _ONE / np.sqrt(_mean_square(x, _ZERO, lanes) + eps)
     inverse[0] = scale
@@ -85,41 +98,59 @@ def _rms_norm_row(x: Any, weight: Any, offset: Any, eps: Any, out: Any, inverse:
 
 
 def _layer_norm(
-    x: Any, weight: Any, bias: Any, eps: Any, rows: int, width: int, out: Any, mean: Any, inverse: Any
-) -> None:
-    for row in prange(rows):
-        lanes = np.empty(LANES, np.float32)
-        row_in, row_out = x[row * width : (row + 1) * width], out[row * width : (row + 1) * width]
-        center = _mean(row_in, lanes)
-        scale = _ONE / np.sqrt(_mean_square(row_in, center, lanes) + eps)
-        mean[row] = center
-        inverse[row] = scale
-        for i in range(width):
-            value = (widen(row_in[i]) - center) * scale
-            row_out[i] = narrow(fma(value, widen(weight[i]), widen(bias[i])), row_out[i])
+    threads: int, x: Any, weight: Any, bias: Any, eps: Any, rows: int, width: int, out: Any, mean: Any, inverse: Any,
+) -> None:  # fmt: skip
+    share_out(_layer_norm_row, rows, threads, (x, weight, bias, eps, rows, width, out, mean, inverse))
+
+
+@kernel_part
+def _layer_norm_row(
+    row: int, x: Any, weight: Any, bias: Any, eps: Any, rows: int, width: int, out: Any, mean: Any, inverse: Any,
+) -> None:  # fmt: skip
+    lanes = np.empty(LANES, np.float32)
+    row_in, row_out = x[row * width : (row + 1) * width], out[row * width : (row + 1) * width]
+    center = _mean(row_in, lanes)
+    scale = _ONE / np.sqrt(_mean_square(row_in, center, lanes) + eps)
+    mean[row] = center
+    inverse[row] = scale
+    for i in range(width):
+        value = (widen(row_in[i]) - center) * scale
+        row_out[i] = narrow(fma(value, widen(weight[i]), widen(bias[i])), row_out[i])
 
 
 def _gated_rms_norm(
-    x: Any, gate: Any, gate_stride: int, weight: Any, eps: Any, rows: int, width: int, groups: int, gate_first: bool,
-    by_sigmoid: bool, out: Any,
+    threads: int, x: Any, gate: Any, gate_stride: int, weight: Any, eps: Any, rows: int, width: int, groups: int,
+    gate_first: bool, by_sigmoid: bool, out: Any,
+) -> None:  # fmt: skip
+    share_out(
+        _gated_rms_norm_part, _PARTS, threads,
+        (
+            x, gate, gate_stride, weight, eps, rows, width, groups, gate_first, by_sigmoid, out,
+        ),
+    )  # fmt: skip
+
+
+@kernel_part
+def _gated_rms_norm_part(
+    part: int, x: Any, gate: Any, gate_stride: int, weight: Any, eps: Any, rows: int, width: int, groups: int,
+    gate_first: bool, by_sigmoid: bool, out: Any,
 ) -> None:  # fmt: skip
     size = width // groups
-    for part in prange(_PARTS):
-        lanes = np.empty(LANES, np.float32)
-        scaled = np.empty(size, np.float32)
-        gates = np.empty(size, np.float32)
-        for row in range(rows * part // _PARTS, rows * (part + 1) // _PARTS):
-            for group in range(groups):
-                at = row * width + group * size
-                gate_at = row * gate_stride + group * size
-                _gated_rms_norm_part(
-                    x[at : at + size], gate[gate_at : gate_at + size], weight[group * size : (group + 1) * size], eps,
-                    gate_first, by_sigmoid, out[at : at + size], scaled, gates, lanes,
-                )  # fmt: skip
+    lanes = np.empty(LANES, np.float32)
+    scaled = np.empty(size, np.float32)
+    gates = np.empty(size, np.float32)
+    for row in range(rows * part // _PARTS, rows * (part + 1) // _PARTS):
+        for group in range(groups):
+            at = row * width + group * size
+            gate_at = row * gate_stride + group * size
+            _gated_rms_norm_group(
+                x[at : at + size], gate[gate_at : gate_at + size], weight[group * size : (group + 1) * size], eps,
+                gate_first, by_sigmoid, out[at : at + size], scaled, gates, lanes,
+            )  # fmt: skip
 
 
-@njit(inline="always")
-def _gated_rms_norm_part(
+@inlined_part
+def _gated_rms_norm_group(
     x: Any, gate: Any, weight: Any, eps: Any, gate_first: bool, by_sigmoid: bool, out: Any, scaled: Any, gates: Any,
     lanes: Any,
 ) -> None:  # fmt: skip
@@ -133,9 +164,9 @@ def _gated_rms_norm_part(
         out[i] = narrow(normed if gate_first else normed * gates[i], out[i])
 
 
-_rms_norm_rows = RowKernel(_rms_norm)
-_layer_norm_rows = RowKernel(_layer_norm)
-_gated_rms_norm_rows = RowKernel(_gated_rms_norm)
+_rms_norm_rows = SharedKernel(_rms_norm)
+_layer_norm_rows = SharedKernel(_layer_norm)
+_gated_rms_norm_rows = SharedKernel(_gated_rms_norm)
 
 
 def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, Saved]:

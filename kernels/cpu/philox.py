@@ -7,9 +7,10 @@ A draw is a pure function of (key, counter): the same for a token whatever the b
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
 
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
 
 _M0 = np.uint64(0xD2511F53)
 _M1 = np.uint64(0xCD9E8D57)
@@ -19,7 +20,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 
-@njit(inline="always")
+@inlined_part
 def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     for _ in range(10):
         p0 = _M0 * np.uint64(c0)
@@ -35,15 +36,19 @@ def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     return c0, c1, c2, c3
 
 
-def _blocks(counters: Any, keys: Any, out: Any) -> None:
-    for row in prange(counters.shape[0]):
-        a, b, c, d = _philox(
-            counters[row, 0], counters[row, 1], counters[row, 2], counters[row, 3], keys[row, 0], keys[row, 1]
-        )
-        out[row, 0] = a
-        out[row, 1] = b
-        out[row, 2] = c
-        out[row, 3] = d
+def _blocks(threads: int, counters: Any, keys: Any, out: Any) -> None:
+    share_out(_blocks_row, counters.shape[0], threads, (counters, keys, out))
 
 
-blocks = RowKernel(_blocks)
+@kernel_part
+def _blocks_row(row: int, counters: Any, keys: Any, out: Any) -> None:
+    a, b, c, d = _philox(
+        counters[row, 0], counters[row, 1], counters[row, 2], counters[row, 3], keys[row, 0], keys[row, 1]
+    )
+    out[row, 0] = a
+    out[row, 1] = b
+    out[row, 2] = c
+    out[row, 3] = d
+
+
+blocks = SharedKernel(_blocks)

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
 
-from samebit.kernels.cpu.base.jit import RowKernel, array
+from samebit.kernels.cpu.base.jit import SharedKernel, array
 from samebit.kernels.cpu.base.numeric import fma, narrow, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
 
 
-@njit(inline="always")
+@inlined_part
 def rotate_head(x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> None:
     """Rotate one head ``[D]`` of one row by its angles ``[R]``; ``sign`` -1 turns it back."""
     half = len(cos)
@@ -27,14 +28,22 @@ def rotate_head(x: Any, cos: Any, sin: Any, sign: Any, out: Any) -> None:
         out[i] = x[i]
 
 
-def _rotate(x: Any, row_width: int, heads: int, head_dim: int, cos: Any, sin: Any, sign: Any, out: Any) -> None:
-    for row in prange(cos.shape[0]):
-        for head in range(heads):
-            at = row * row_width + head * head_dim
-            rotate_head(x[at : at + head_dim], cos[row], sin[row], sign, out[at : at + head_dim])
+def _rotate(
+    threads: int, x: Any, row_width: int, heads: int, head_dim: int, cos: Any, sin: Any, sign: Any, out: Any,
+) -> None:  # fmt: skip
+    share_out(_rotate_row, cos.shape[0], threads, (x, row_width, heads, head_dim, cos, sin, sign, out))
 
 
-_rotate_rows = RowKernel(_rotate)
+@kernel_part
+def _rotate_row(
+    row: int, x: Any, row_width: int, heads: int, head_dim: int, cos: Any, sin: Any, sign: Any, out: Any,
+) -> None:  # fmt: skip
+    for head in range(heads):
+        at = row * row_width + head * head_dim
+        rotate_head(x[at : at + head_dim], cos[row], sin[row], sign, out[at : at + head_dim])
+
+
+_rotate_rows = SharedKernel(_rotate)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:

@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
 
 from samebit.kernels.cpu import philox
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.logprobs import chunk_total, row_max, weight
 from samebit.kernels.layout.grids import LANES, VOCAB_CHUNK
 from samebit.kernels.layout.options import Filters
@@ -16,21 +17,25 @@ _ZERO = np.float32(0.0)
 _LOWEST = np.float32(-np.inf)
 
 
-def _draw(logits: Any, temperatures: Any, uniforms: Any, out: Any) -> None:
+def _draw(threads: int, logits: Any, temperatures: Any, uniforms: Any, out: Any) -> None:
     """Choose the first token whose cumulated weight exceeds uniform * total; greedy at 0.
 
     Greedy ties go to the lowest id. A row with NaN or with every token ruled out gives -1.
     """
-    for row in prange(logits.shape[0]):
-        lanes = np.empty(LANES, np.float32)
-        out[row] = -1
-        if temperatures[row] == _ZERO:
-            out[row] = _likeliest(logits[row], lanes)
-        else:
-            out[row] = _draw_row(logits[row], temperatures[row], uniforms[row], lanes)
+    share_out(_draw_row, logits.shape[0], threads, (logits, temperatures, uniforms, out))
 
 
-@njit(inline="always")
+@kernel_part
+def _draw_row(row: int, logits: Any, temperatures: Any, uniforms: Any, out: Any) -> None:
+    lanes = np.empty(LANES, np.float32)
+    out[row] = -1
+    if temperatures[row] == _ZERO:
+        out[row] = _likeliest(logits[row], lanes)
+    else:
+        out[row] = _drawn(logits[row], temperatures[row], uniforms[row], lanes)
+
+
+@inlined_part
 def _likeliest(logits: Any, lanes: Any) -> int:
     best = row_max(logits, lanes)
     chosen = -1
@@ -42,8 +47,8 @@ def _likeliest(logits: Any, lanes: Any) -> int:
     return chosen
 
 
-@njit(inline="always")
-def _draw_row(logits: Any, temperature: Any, uniform: float, lanes: Any) -> int:
+@inlined_part
+def _drawn(logits: Any, temperature: Any, uniform: float, lanes: Any) -> int:
     vocab = len(logits)
     chunks = (vocab + VOCAB_CHUNK - 1) // VOCAB_CHUNK
     totals = np.empty(chunks, np.float32)
@@ -75,7 +80,7 @@ def _draw_row(logits: Any, temperature: Any, uniform: float, lanes: Any) -> int:
     return chosen
 
 
-_draw_rows = RowKernel(_draw)
+_draw_rows = SharedKernel(_draw)
 
 
 def uniforms(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:

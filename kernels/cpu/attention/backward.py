@@ -10,11 +10,11 @@ T tokens, S sequences, H heads, G query heads a KV head, D head size, C tokens a
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.attention.groups import Place, Shape, Softmax
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.numeric import exp, fma, tanh, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import tile_multiply, tile_multiply_add
@@ -71,7 +71,7 @@ def _backward(
 backward = compile_kernel(_backward)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _backward_head(
     slot: int, share: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, scales: Any, out: Any,
     lse: Any, grad: Any, grad_q: Any, grad_kv: Any, deltas: Any,
@@ -113,7 +113,7 @@ def _backward_head(
             grad_q[token, head, d] = queries.grad_query[r * wide + d]
 
 
-@njit(inline="always")
+@inlined_part
 def _load_queries(q: Any, out: Any, grad: Any, shape: Any, place: Any) -> Any:
     """Load the rows of an item in float32, padded with zeros."""
     group, head_dim = shape.group, shape.head_dim
@@ -130,7 +130,7 @@ def _load_queries(q: Any, out: Any, grad: Any, shape: Any, place: Any) -> Any:
     return _Queries(query, upstream, delta, np.zeros(rows * wide, np.float32), wide)
 
 
-@njit(inline="always")
+@inlined_part
 def _load_chunk(page: Any, block_size: int, head_dim: int, wide: int, count: int, chunk: Any) -> None:
     """Load the keys and values of a chunk from its page ``[2, D * B]``; 0 where there is no token."""
     for d in range(head_dim):
@@ -141,7 +141,7 @@ def _load_chunk(page: Any, block_size: int, head_dim: int, wide: int, count: int
             chunk.key_rows[j * wide + d] = key
 
 
-@njit(inline="always")
+@inlined_part
 def _chunk_gradients(
     shape: Any, softmax: Any, place: Any, base: int, count: int, lse: Any, queries: Any, chunk: Any
 ) -> None:  # fmt: skip
@@ -171,7 +171,7 @@ def _chunk_gradients(
         _add_to_keys(bends, queries.query, chunk.grad_keys, queries.wide, group, window, base, count, first, end)
 
 
-@njit(inline="always")
+@inlined_part
 def _tile_of_slopes(
     shape: Any, softmax: Any, place: Any, base: int, count: int, lse: Any, queries: Any, chunk: Any, row: int,
     many: int, s: Any, slopes: Any,
@@ -212,7 +212,7 @@ def _tile_of_slopes(
         at += columns * LANES
 
 
-@njit(inline="always")
+@inlined_part
 def _add_to_keys(
     weights: Any, rows: Any, out: Any, wide: int, group: int, window: int, base: int, count: int, first: int, end: int
 ) -> None:
@@ -241,7 +241,7 @@ def _add_to_keys(
                 at += columns * LANES
 
 
-@njit(inline="always")
+@inlined_part
 def _add_rows(
     many: int, columns: int, weights: Any, key: int, first: int, begin: int, end: int, rows: Any, at: int, wide: int,
     out: Any,
@@ -254,13 +254,13 @@ def _add_rows(
         )  # fmt: skip
 
 
-@njit(inline="always")
+@inlined_part
 def _columns(left: int) -> int:
     """Return how many vectors of the ``left`` elements a tile takes."""
     return 4 if left >= 4 * LANES else 2 if left >= 2 * LANES else 1
 
 
-@njit(inline="always")
+@inlined_part
 def _to_slopes(softmax: Any, shift: Any, delta: Any, lo: int, hi: int, p: Any, slope: Any) -> None:
     """Turn raw scores ``p`` into probabilities, and their gradients ``slope`` into those of the raw scores."""
     for j in range(KV_CHUNK):

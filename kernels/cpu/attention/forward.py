@@ -17,12 +17,12 @@ T tokens, S sequences, H heads, G query heads a KV head, D head size, B tokens a
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.attention.groups import Following, Pieces, Place, Shape, Softmax
 from samebit.kernels.cpu.attention.softmax import begin_rows, place_running, size_of_running, take_in, write_rows
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import elements, longs, scratch, whole_lines
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
 
@@ -65,7 +65,7 @@ def _attend(
 attend = compile_kernel(_attend)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _attend_items(
     thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, scales: Any,
     sinks: Any, out: Any, lse: Any, rooms: Any, size: int,
@@ -104,7 +104,7 @@ def _attend_items(
         write_rows(shape, place, running, out, lse)
 
 
-@njit(inline="always")
+@inlined_part
 def _place_pieces(address: int, pages: Any, kind: Any, shape: Any) -> Any:
     """Place the beginnings of a chunk's pieces, and a copy of it if pages are smaller than a vector."""
     small = shape.block_size < LANES
@@ -118,7 +118,7 @@ def _place_pieces(address: int, pages: Any, kind: Any, shape: Any) -> Any:
     )  # fmt: skip
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _attend_tile(
     pages: Any, block_tables: Any, shape: Any, softmax: Any, place: Any, following: Any, running: Any, pieces: Any
 ) -> None:
@@ -136,7 +136,7 @@ def _attend_tile(
         take_in(shape, softmax, place.count * shape.group, base, cold, running, pieces)
 
 
-@njit(inline="always")
+@inlined_part
 def _locate_coming(
     block_tables: Any, shape: Any, place: Any, following: Any, base: int, newest: int, pieces: Any
 ) -> Any:
@@ -154,7 +154,7 @@ def _locate_coming(
     return reference < 0 or block_tables[table, block] != block_tables[reference, block]
 
 
-@njit(inline="always")
+@inlined_part
 def _locate(blocks: Any, kv_head: int, shape: Any, base: int, newest: int, keys: Any, values: Any) -> None:
     """Find where the keys and values of each sixteen tokens from ``base`` on begin.
 
@@ -170,7 +170,7 @@ def _locate(blocks: Any, kv_head: int, shape: Any, base: int, newest: int, keys:
         values[c] = page + half + inside * head_dim
 
 
-@njit(inline="always")
+@inlined_part
 def _copy_chunk(pages: Any, block_tables: Any, shape: Any, place: Any, base: int, newest: int, pieces: Any) -> None:
     """Copy a chunk from pages smaller than a vector, as keys ``[D, C]`` and values ``[C, D]``."""
     block_size, head_dim, copied = shape.block_size, shape.head_dim, pieces.source

@@ -14,12 +14,12 @@ queries and keys, E that of values, C tokens a chunk.
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.attention.groups import Running
 from samebit.kernels.cpu.attention.vectors import add_values, greatest, score_chunk
 from samebit.kernels.cpu.base.memory import floats, longs
 from samebit.kernels.cpu.base.numeric import exp, fma, narrow, tanh, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
@@ -31,19 +31,19 @@ _ONE = np.float32(1.0)
 _LOWEST = np.float32(-np.inf)
 
 
-@njit(inline="always")
+@inlined_part
 def size_of_running(rows: int, head_dim: int, value_dim: int) -> int:
     """Return how many float32 `place_running` needs."""
     return rows * (head_dim + value_dim + LANES + 3) + 4 * KV_CHUNK + ARRAYS * LANES
 
 
-@njit(inline="always")
+@inlined_part
 def behind(address: int, count: int) -> int:
     """Return the address of the first cache line behind ``count`` float32."""
     return address + (count + LANES - 1) // LANES * LANES * 4
 
 
-@njit(inline="always")
+@inlined_part
 def place_running(query: int, rows: int, head_dim: int, value_dim: int) -> Any:
     """Place the online softmax of up to ``rows`` rows from an address on; return the address behind it too."""
     acc = behind(query, rows * head_dim)
@@ -60,7 +60,7 @@ def place_running(query: int, rows: int, head_dim: int, value_dim: int) -> Any:
     return running, behind(s, 4 * KV_CHUNK)
 
 
-@njit(inline="always")
+@inlined_part
 def begin_rows(q: Any, sinks: Any, shape: Any, place: Any, running: Any) -> None:
     """Load the queries of an item, and begin its softmax with nothing, or with the sinks, whose values are 0."""
     group, head_dim, query = shape.group, shape.head_dim, running.query
@@ -78,7 +78,7 @@ def begin_rows(q: Any, sinks: Any, shape: Any, place: Any, running: Any) -> None
             running.sums[r * LANES] = _ONE
 
 
-@njit(inline="always")
+@inlined_part
 def take_in(shape: Any, softmax: Any, rows: int, base: int, cold: bool, running: Any, pieces: Any) -> None:
     """Take the chunk at ``base`` into the softmax of all rows; if ``cold``, ask for the coming one meanwhile."""
     head_dim, value_dim, window = shape.head_dim, shape.value_dim, softmax.window
@@ -105,7 +105,7 @@ def take_in(shape: Any, softmax: Any, rows: int, base: int, cold: bool, running:
         r += many
 
 
-@njit(inline="always")
+@inlined_part
 def write_rows(shape: Any, place: Any, running: Any, out: Any, lse: Any) -> None:
     """Divide the sums of weighted values by the sums of weights."""
     group, value_dim, sums, acc = shape.group, shape.value_dim, running.sums, running.acc
@@ -121,14 +121,14 @@ def write_rows(shape: Any, place: Any, running: Any, out: Any, lse: Any) -> None
             lse[token, head] = running.peaks[r] + np.float32(np.log(np.float64(total)))
 
 
-@njit(inline="always")
+@inlined_part
 def _seen(token: int, base: int, window: int) -> Any:
     """Return the keys lo <= j < hi of the chunk at ``base`` that a token at this absolute position sees."""
     lo = max(0, token - window + 1 - base) if window > 0 else 0
     return lo, min(KV_CHUNK, token + 1 - base)
 
 
-@njit(inline="always")
+@inlined_part
 def _absorb(
     s: Any, at: int, lo: int, hi: int, softmax: Any, old: Any, sums: Any, row: int, acc: Any, value_dim: int
 ) -> Any:
@@ -159,7 +159,7 @@ def _absorb(
     return peak
 
 
-@njit(inline="always")
+@inlined_part
 def _fill_unseen(s: Any, at: int, lo: int, hi: int, value: Any) -> None:
     """Set what a row does not see of a chunk."""
     for j in range(lo):
@@ -168,7 +168,7 @@ def _fill_unseen(s: Any, at: int, lo: int, hi: int, value: Any) -> None:
         s[at + j] = value
 
 
-@njit(inline="always")
+@inlined_part
 def _rescale(sums: Any, row: int, acc: Any, value_dim: int, factor: Any) -> None:
     """Multiply the partial sums and the accumulator of a row."""
     for lane in range(LANES):
@@ -177,7 +177,7 @@ def _rescale(sums: Any, row: int, acc: Any, value_dim: int, factor: Any) -> None
         acc[row * value_dim + d] = acc[row * value_dim + d] * factor
 
 
-@njit(inline="always")
+@inlined_part
 def _add_values(
     s: Any, r: int, many: int, fetch: bool, source: Any, values: Any, coming: Any, value_dim: int, base: int,
     tokens: Any, window: int, acc: Any,
@@ -200,7 +200,7 @@ def _add_values(
             _values_of(s, i, r, 1, False, source, values, coming, value_dim, hi, last, acc)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _values_of(
     s: Any, i: int, r: int, many: int, fetch: bool, source: Any, values: Any, coming: Any, value_dim: int, lo: int,
     hi: int, acc: Any,

@@ -6,9 +6,9 @@ T tokens, H heads, D head size, B tokens a block.
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
 
-from samebit.kernels.cpu.base.jit import RowKernel, SharedKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.many_rows_vectors import fetch
 from samebit.kernels.cpu.rope import rotate_head
@@ -16,7 +16,7 @@ from samebit.kernels.cpu.rope import rotate_head
 _FORWARD = np.float32(1.0)
 
 
-@njit(inline="always")
+@inlined_part
 def _put(key: Any, value: Any, page: int, offset: int, block_size: int, pages: Any) -> None:
     """Write one token of one head into the page that starts at element ``page``: a column of keys, a row of values."""
     head_dim = len(key)
@@ -27,7 +27,7 @@ def _put(key: Any, value: Any, page: int, offset: int, block_size: int, pages: A
         pages[values + d] = value[d]
 
 
-@njit(inline="always")
+@inlined_part
 def _fetch_column(first: int, kv_heads: int, head_dim: int, offset: int, block_size: int, pages: Any) -> None:
     """Ask for the lines that a token's keys go to: each element lies in another one."""
     for head in range(first, first + kv_heads):
@@ -36,12 +36,16 @@ def _fetch_column(first: int, kv_heads: int, head_dim: int, offset: int, block_s
             fetch(pages, page + d * block_size)
 
 
-def _write(k: Any, v: Any, block_of_row: Any, offset_of_row: Any, block_size: int, pages: Any) -> None:
+def _write(threads: int, k: Any, v: Any, block_of_row: Any, offset_of_row: Any, block_size: int, pages: Any) -> None:
+    share_out(_write_row, k.shape[0], threads, (k, v, block_of_row, offset_of_row, block_size, pages))
+
+
+@kernel_part
+def _write_row(row: int, k: Any, v: Any, block_of_row: Any, offset_of_row: Any, block_size: int, pages: Any) -> None:
     kv_heads, head_dim = k.shape[1], k.shape[2]
-    for row in prange(k.shape[0]):
-        for head in range(kv_heads):
-            page = (block_of_row[row] * kv_heads + head) * 2 * head_dim * block_size
-            _put(k[row, head], v[row, head], page, offset_of_row[row], block_size, pages)
+    for head in range(kv_heads):
+        page = (block_of_row[row] * kv_heads + head) * 2 * head_dim * block_size
+        _put(k[row, head], v[row, head], page, offset_of_row[row], block_size, pages)
 
 
 def _rotate_and_write(
@@ -55,7 +59,7 @@ def _rotate_and_write(
     )  # fmt: skip
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _rotate_and_write_row(
     row: int, q: Any, k: Any, v: Any, cos: Any, sin: Any, block_of_row: Any, offset_of_row: Any, block_size: int,
     pages: Any, out: Any,
@@ -72,5 +76,5 @@ def _rotate_and_write_row(
         _put(key, v[row, head], page, offset_of_row[row], block_size, pages)
 
 
-write_pages = RowKernel(_write)
+write_pages = SharedKernel(_write)
 rotate_and_write = SharedKernel(_rotate_and_write)

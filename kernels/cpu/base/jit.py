@@ -5,7 +5,6 @@ kernel is compiled at its first call for a dtype and kept in Numba's on-disk cac
 (ranks of a trainer, actors of Ray) one compiles, the others wait and read its cache.
 """
 
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,10 @@ from numba import get_num_threads
 from numba.core.registry import CPUDispatcher
 
 from samebit.kernels import openmp  # noqa: F401  (its import chooses the threading layer)
+from samebit.kernels.cpu.base.part import OPTIONS, KernelCompiler
 
 _PARALLEL_WORK = 1 << 15
 """With fewer elements, waking the other threads costs more than they save."""
-
-
-def _renamed(function: Callable[..., None], suffix: str) -> Callable[..., None]:
-    """Return a copy under another name: Numba's disk cache tells functions apart by name, not by options."""
-    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__ + suffix)
-    copy.__qualname__ = function.__qualname__ + suffix
-    return copy
 
 
 class _Kernel(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
@@ -36,9 +29,8 @@ class _Kernel(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
     they save to a kernel's index the last one wins, so that the others' work is done again in the next run.
     """
 
-    def __init__(self, function: Callable[..., None], *, parallel: bool = False) -> None:
-        options = {"nopython": True, "nogil": True, "error_model": "numpy", "parallel": parallel}
-        super().__init__(function, targetoptions=options)
+    def __init__(self, function: Callable[..., None]) -> None:
+        super().__init__(function, targetoptions=OPTIONS, pipeline_class=KernelCompiler)
         self.enable_caching()
 
     def compile(self, sig: Any) -> Any:
@@ -50,7 +42,7 @@ class _Kernel(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
 
 
 def compile_kernel(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile a function that is told among how many threads it shares out its items (`share_out`)."""
+    """Compile a function that takes no size of its work: it is told the threads itself, or needs none."""
     compiled: Callable[..., None] = _Kernel(function)
     return compiled
 
@@ -64,25 +56,6 @@ class SharedKernel:
     def __call__(self, work: int, *args: Any) -> None:
         """Run on ``args``; ``work`` is the number of elements touched."""
         self._compiled(1 if work < _PARALLEL_WORK else get_num_threads(), *args)
-
-
-class RowKernel:
-    """Runs one loop over independent rows, compiled twice: serial, and with its ``prange`` in parallel.
-
-    The bits are the same either way because the rows are independent and each row's arithmetic is fixed;
-    the size of the work only chooses whether other threads are woken.
-    """
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._serial = _Kernel(function, parallel=False)
-        self._parallel = _Kernel(_renamed(function, "_parallel"), parallel=True)
-
-    def __call__(self, work: int, *args: Any) -> None:
-        """Run on ``args``; ``work`` is the number of elements touched."""
-        if work < _PARALLEL_WORK:
-            self._serial(*args)
-        else:
-            self._parallel(*args)
 
 
 def array(tensor: torch.Tensor) -> Any:

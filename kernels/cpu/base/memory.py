@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
+from samebit.kernels.cpu.base.part import inlined_part
 from samebit.kernels.layout.grids import CACHE_LINE
 from samebit.kernels.layout.shape_checks import check_dtype_of_cpu
 
@@ -48,44 +49,44 @@ def _pointer(typingctx: Any, address: Any, kind: Any) -> Any:
     return types.CPointer(kind)(types.int64, kind), generate
 
 
-@njit(inline="always")
+@inlined_part
 def elements(address: int, count: int, kind: Any) -> Any:
     """Make a flat array of ``count`` elements of the type of ``kind`` at the address ``tensor.data_ptr()``."""
     return carray(_pointer(address, kind), (count,))
 
 
-@njit(inline="always")
+@inlined_part
 def floats(address: int, count: int) -> Any:
     """Make an array of ``count`` float32."""
     return elements(address, count, np.float32(0))
 
 
-@njit(inline="always")
+@inlined_part
 def scratch(count: int) -> Any:
     """Allocate ``count`` float32 from the start of a cache line on: no vector of sixteen lies across two lines."""
     room = np.empty(count + _LINE, np.float32)
     return room[(-room.ctypes.data // 4) % _LINE :]
 
 
-@njit(inline="always")
+@inlined_part
 def whole_lines(count: int) -> int:
     """Return ``count`` float32 in whole cache lines."""
     return (count + _LINE - 1) // _LINE * _LINE
 
 
-@njit(inline="always")
+@inlined_part
 def doubles(address: int, count: int) -> Any:
     """Make an array of ``count`` float64."""
     return elements(address, count, np.float64(0))
 
 
-@njit(inline="always")
+@inlined_part
 def integers(address: int, count: int) -> Any:
     """Make an array of ``count`` int32."""
     return elements(address, count, np.int32(0))
 
 
-@njit(inline="always")
+@inlined_part
 def longs(address: int, count: int) -> Any:
     """Make an array of ``count`` int64."""
     return elements(address, count, np.int64(0))

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from samebit.kernels.cpu.base.part import inlined_part
 
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HI = np.float32(0.693359375)
@@ -102,7 +104,7 @@ def narrow(typingctx: Any, x: Any, like: Any) -> Any:
     return (like(types.float32, like), generate) if like in (types.float32, types.uint16) else None
 
 
-@njit(inline="always")
+@inlined_part
 def exp(x: Any) -> Any:
     """Compute e**x in float32, relative error below 1e-7; below -87 it stays at exp(-87); NaN stays NaN."""
     clamped = _EXP_LOWEST if x < _EXP_LOWEST else x
@@ -120,7 +122,7 @@ def exp(x: Any) -> Any:
     return p * float_of((bits_of(shifted) << np.int32(23)) + np.int32(0x3F800000))
 
 
-@njit(inline="always")
+@inlined_part
 def tanh(x: Any) -> Any:
     """Compute the hyperbolic tangent in float32: a polynomial near zero, from ``exp`` elsewhere."""
     size = -x if x < _ZERO else x
@@ -135,13 +137,13 @@ def tanh(x: Any) -> Any:
     return near if size < _TANH_SMALL else far
 
 
-@njit(inline="always")
+@inlined_part
 def sigmoid(x: Any) -> Any:
     """Compute 1 / (1 + e**-x) in float32."""
     return _ONE / (_ONE + exp(-x))
 
 
-@njit(inline="always")
+@inlined_part
 def log1p(u: Any) -> Any:
     """Compute log(1 + u) in float32 for 0 <= u <= 1: twice the area tangent of u / (2 + u), an odd polynomial."""
     w = u / (_TWO + u)
@@ -155,7 +157,7 @@ def log1p(u: Any) -> Any:
     return _TWO * fma(p * square, w, w)
 
 
-@njit(inline="always")
+@inlined_part
 def softplus(x: Any) -> Any:
     """Compute log(1 + e**x) in float32, relative error below 1e-6."""
     size = -x if x < _ZERO else x

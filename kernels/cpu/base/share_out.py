@@ -1,9 +1,9 @@
 """Share out the items of a kernel among threads.
 
-A kernel that is a ``prange`` over one call compiles that call five times: Numba compiles the loop's body, two wrappers
-and the function around them, each with everything beneath it, and the serial kernel once more. Here the kernel is
-compiled once, without ``parallel``, and calls what starts a ``prange`` itself: Numba's ``parallel_for`` with a function
-of one item. Threads, their pool and its settings are those of every other kernel (see `openmp`).
+Of a ``prange`` Numba compiles the loop's body, two wrappers and the function around them, each with everything beneath
+it, and the serial kernel would come on top. Here a kernel is compiled once, without ``parallel``, and calls what starts
+a ``prange`` itself: Numba's ``parallel_for`` with a function of one item. Threads, their pool and its settings are
+Numba's (see `openmp`).
 
 Invariant: one thread, or one item, is a plain loop of the caller, which wakes no pool. So small work costs no start of
 threads, and a forked child, in which OpenMP must not run, may compute it.

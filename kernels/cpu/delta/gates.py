@@ -7,31 +7,44 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
 
-from samebit.kernels.cpu.base.jit import RowKernel
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, floats, kind_of, with_unit_stride
 from samebit.kernels.cpu.base.numeric import exp, sigmoid, softplus, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
 
 
 def _gates(
-    a_at: int, a_stride: int, b_at: int, b_stride: int, a_log_at: int, bias_at: int, scale: Any, rows: int, heads: int,
-    channels: int, decay_at: int, beta_at: int, kind: Any,
+    threads: int, a_at: int, a_stride: int, b_at: int, b_stride: int, a_log_at: int, bias_at: int, scale: Any, rows:
+    int, heads: int, channels: int, decay_at: int, beta_at: int, kind: Any,
+) -> None:  # fmt: skip
+    share_out(
+        _gates_row, rows, threads,
+        (
+            a_at, a_stride, b_at, b_stride, a_log_at, bias_at, scale, rows, heads, channels, decay_at, beta_at, kind,
+        ),
+    )  # fmt: skip
+
+
+@kernel_part
+def _gates_row(
+    row: int, a_at: int, a_stride: int, b_at: int, b_stride: int, a_log_at: int, bias_at: int, scale: Any, rows: int,
+    heads: int, channels: int, decay_at: int, beta_at: int, kind: Any,
 ) -> None:  # fmt: skip
     a, b = elements(a_at, NO_END, kind), elements(b_at, NO_END, kind)
     a_log, bias = floats(a_log_at, heads), floats(bias_at, heads * channels)
     wide = heads * channels
     decay, beta = floats(decay_at, rows * wide), floats(beta_at, rows * heads)
-    for row in prange(rows):
-        place = np.int64(row)
-        _gates_row(
-            a[place * a_stride : place * a_stride + wide], b[place * b_stride : place * b_stride + heads], a_log, bias,
-            scale, decay[place * wide : (place + 1) * wide], beta[place * heads : (place + 1) * heads],
-        )  # fmt: skip
+    place = np.int64(row)
+    _gates_of(
+        a[place * a_stride : place * a_stride + wide], b[place * b_stride : place * b_stride + heads], a_log, bias,
+        scale, decay[place * wide : (place + 1) * wide], beta[place * heads : (place + 1) * heads],
+    )  # fmt: skip
 
 
-@njit(inline="always")
-def _gates_row(a: Any, b: Any, a_log: Any, bias: Any, scale: Any, decay: Any, beta: Any) -> None:
+@inlined_part
+def _gates_of(a: Any, b: Any, a_log: Any, bias: Any, scale: Any, decay: Any, beta: Any) -> None:
     heads = len(a_log)
     channels = len(a) // heads
     if channels == 1:
@@ -46,7 +59,7 @@ def _gates_row(a: Any, b: Any, a_log: Any, bias: Any, scale: Any, decay: Any, be
         beta[h] = sigmoid(widen(b[h])) * scale
 
 
-_gates_rows = RowKernel(_gates)
+_gates_rows = SharedKernel(_gates)
 
 
 def gates(

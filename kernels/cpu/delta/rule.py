@@ -28,12 +28,12 @@ T tokens, S sequences, Hk and Hv heads of keys and values, K and V their sizes, 
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, doubles, elements, floats, integers, longs
 from samebit.kernels.cpu.base.memory import scratch as room_of
 from samebit.kernels.cpu.base.numeric import exp, fma, narrow, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_multiply_add, tile_read
@@ -66,7 +66,7 @@ def _rule(threads: int, tensors: Any, sizes: Any, layout: Any, memory: Any, capt
 rule = SharedKernel(_rule)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _rule_part(
     part: int, parts: int, tensors: Any, sizes_given: Any, layout: Any, memory_given: Any, captures_given: Any,
     kind: Any,
@@ -106,7 +106,7 @@ def _rule_part(
         _rule_item(inputs, sizes, memory, item, captures, captured, room, out)
 
 
-@njit(inline="always")
+@inlined_part
 def _memory(at: int, grid: int, sizes: Any) -> Any:
     """Take the memory whose addresses lie at ``at``, or make that of an item for a call without."""
     keeps = grid > 0
@@ -122,7 +122,7 @@ def _memory(at: int, grid: int, sizes: Any) -> Any:
     return Memory(state, block_state, k, u, sums, left, grid)
 
 
-@njit(inline="always")
+@inlined_part
 def _scratch(room: Any, deep: int, wide: int) -> Any:
     """Cut the room of a thread, over its address: the caller holds it, and no part counts references."""
     pairs = room.ctypes.data
@@ -138,7 +138,7 @@ def _scratch(room: Any, deep: int, wide: int) -> Any:
     )  # fmt: skip
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _rule_item(
     inputs: Any, sizes: Any, memory: Any, item: Any, captures: Any, captured: Any, room: Any, out: Any
 ) -> None:
@@ -180,13 +180,13 @@ def _rule_item(
                         captured[target + i] = state[at * size + i]
 
 
-@njit(inline="always")
+@inlined_part
 def _block(left: int) -> int:
     """Return how many of the rows or columns that are left to take at once: 4, 2 or 1."""
     return 4 if left >= 4 else (2 if left >= 2 else 1)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _head_rows(inputs: Any, sizes: Any, memory: Any, span: Any, scratch: Any, at: int, head: int, out: Any) -> None:
     """Compute u and o of one value head, which is head ``at`` of the memory."""
     deep, wide = sizes.deep, sizes.wide
@@ -209,7 +209,7 @@ def _head_rows(inputs: Any, sizes: Any, memory: Any, span: Any, scratch: Any, at
         j += tokens
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _token(
     inputs: Any, sizes: Any, memory: Any, scratch: Any, at: int, head: int, row: int, token: int, place: int, i: int,
     out: Any,
@@ -257,7 +257,7 @@ def _token(
         target[p] = narrow(result[p], target[p])
 
 
-@njit(inline="always")
+@inlined_part
 def _add_tail(weights: Any, u: Any, u_at: int, count: int, wide: int, target: Any, target_at: int) -> None:
     """Add ``weights[s] u[s]`` for s < count."""
     v = 0
@@ -269,7 +269,7 @@ def _add_tail(weights: Any, u: Any, u_at: int, count: int, wide: int, target: An
         v += columns * LANES
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _move(sizes: Any, memory: Any, scratch: Any, at: int, k_at: int, ends_block: bool) -> None:
     """Compute the state at the end of a full chunk: S = exp(G) S + sum over s of k_s (exp(G - G_s) u_s).
 

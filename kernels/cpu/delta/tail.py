@@ -10,9 +10,9 @@ state is read by ``P_t k_t`` and ``P_t q_t``. "Kimi Linear", Kimi Team 2025.
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.base.numeric import exp, fma, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.state_tiles import dots
 from samebit.kernels.layout.grids import LANES, SCAN_CHUNK
 from samebit.kernels.layout.options import KEY_EPS
@@ -22,7 +22,7 @@ _ONE = np.float32(1.0)
 _EPS = np.float32(KEY_EPS)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def append(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any, scratch: Any) -> None:
     """Put keys and decays of a span into the tail; keys and queries also go to ``scratch.pairs``, how they match to
     ``scratch.scores``."""
@@ -50,7 +50,7 @@ def append(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any, scratch: 
         _match(scratch, j, k, k_at, deep, inside + j)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def append_by_channel(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any, scratch: Any) -> None:
     """Do as `append` where each channel decays; the pairs are those that read the state at the chunk's beginning."""
     qkv, stride, decay, _ = inputs
@@ -91,7 +91,7 @@ def append_by_channel(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any
             query[n] = query[n] * now[n]
 
 
-@njit(inline="always")
+@inlined_part
 def _match(scratch: Any, j: int, k: Any, k_at: int, deep: int, token: int) -> None:
     """Multiply the key of number ``j`` of a span with the keys before it, and its query with them and its key."""
     place, scores_at = 2 * j * deep, 2 * j * SCAN_CHUNK
@@ -99,7 +99,7 @@ def _match(scratch: Any, j: int, k: Any, k_at: int, deep: int, token: int) -> No
     dots(scratch.pairs, place + deep, k, k_at, deep, token + 1, deep, scratch.scores, scores_at + SCAN_CHUNK)
 
 
-@njit(inline="always")
+@inlined_part
 def normalise(source: Any, scale: Any, target: Any, lanes: Any) -> None:
     """Divide by the root of the sum of squares, then multiply by ``scale``; zeros behind."""
     for n in range(len(source)):

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import prange
 
-from samebit.kernels.cpu.base.jit import RowKernel, array
+from samebit.kernels.cpu.base.jit import SharedKernel, array
 from samebit.kernels.cpu.base.numeric import fma, narrow, widen
+from samebit.kernels.cpu.base.part import kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.grids import LANES
 
 _ZERO = np.float32(0.0)
@@ -41,38 +42,50 @@ def combine_backward(
     return of_outputs, of_weights
 
 
-def _add_up_rows(outputs: Any, place_of: Any, weights: Any, out: Any) -> None:
-    rows, choices = place_of.shape
-    for row in prange(rows):
-        to = out[row]
-        sums = np.zeros(len(to), np.float32)
-        for choice in range(choices):
-            weight, output = weights[row, choice], outputs[place_of[row, choice]]
-            for i in range(len(sums)):
-                sums[i] = fma(weight, widen(output[i]), sums[i])
+def _add_up_rows(threads: int, outputs: Any, place_of: Any, weights: Any, out: Any) -> None:
+    share_out(_add_up_row, len(place_of), threads, (outputs, place_of, weights, out))
+
+
+@kernel_part
+def _add_up_row(row: int, outputs: Any, place_of: Any, weights: Any, out: Any) -> None:
+    choices = place_of.shape[1]
+    to = out[row]
+    sums = np.zeros(len(to), np.float32)
+    for choice in range(choices):
+        weight, output = weights[row, choice], outputs[place_of[row, choice]]
         for i in range(len(sums)):
-            to[i] = narrow(sums[i], to[i])
+            sums[i] = fma(weight, widen(output[i]), sums[i])
+    for i in range(len(sums)):
+        to[i] = narrow(sums[i], to[i])
 
 
-def _hand_back_rows(grad: Any, outputs: Any, place_of: Any, weights: Any, of_outputs: Any, of_weights: Any) -> None:
-    rows, choices = place_of.shape
-    for row in prange(rows):
-        upstream = grad[row]
-        lanes = np.empty(LANES, np.float32)
-        for choice in range(choices):
-            place = place_of[row, choice]
-            weight, output, to = weights[row, choice], outputs[place], of_outputs[place]
-            lanes[:] = _ZERO
-            for first in range(0, len(to), LANES):
-                for lane in range(min(LANES, len(to) - first)):
-                    d = widen(upstream[first + lane])
-                    lanes[lane] = fma(d, widen(output[first + lane]), lanes[lane])
-                    to[first + lane] = narrow(weight * d, to[0])
-            total = _ZERO
-            for lane in range(LANES):
-                total += lanes[lane]
-            of_weights[row, choice] = total
+def _hand_back_rows(
+    threads: int, grad: Any, outputs: Any, place_of: Any, weights: Any, of_outputs: Any, of_weights: Any,
+) -> None:  # fmt: skip
+    share_out(_hand_back_row, len(place_of), threads, (grad, outputs, place_of, weights, of_outputs, of_weights))
 
 
-_add_up = RowKernel(_add_up_rows)
-_hand_back = RowKernel(_hand_back_rows)
+@kernel_part
+def _hand_back_row(
+    row: int, grad: Any, outputs: Any, place_of: Any, weights: Any, of_outputs: Any, of_weights: Any,
+) -> None:  # fmt: skip
+    choices = place_of.shape[1]
+    upstream = grad[row]
+    lanes = np.empty(LANES, np.float32)
+    for choice in range(choices):
+        place = place_of[row, choice]
+        weight, output, to = weights[row, choice], outputs[place], of_outputs[place]
+        lanes[:] = _ZERO
+        for first in range(0, len(to), LANES):
+            for lane in range(min(LANES, len(to) - first)):
+                d = widen(upstream[first + lane])
+                lanes[lane] = fma(d, widen(output[first + lane]), lanes[lane])
+                to[first + lane] = narrow(weight * d, to[0])
+        total = _ZERO
+        for lane in range(LANES):
+            total += lanes[lane]
+        of_weights[row, choice] = total
+
+
+_add_up = SharedKernel(_add_up_rows)
+_hand_back = SharedKernel(_hand_back_rows)

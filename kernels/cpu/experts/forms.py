@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import prange
 
 from samebit.kernels.cpu.activation import gated_backward, gated_forward
-from samebit.kernels.cpu.base.jit import RowKernel, array
+from samebit.kernels.cpu.base.jit import SharedKernel, array
 from samebit.kernels.cpu.base.numeric import narrow, sigmoid, widen
+from samebit.kernels.cpu.base.part import kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.options import ExpertOptions
 
 _ZERO = np.float32(0.0)
@@ -49,51 +50,67 @@ def _constants(options: ExpertOptions) -> tuple[Any, Any]:
     return np.float32(options.limit), np.float32(options.alpha)
 
 
-def _square_rows(products: Any, out: Any) -> None:
-    for row in prange(len(out)):
-        given, to = products[row], out[row]
-        for i in range(len(to)):
-            x = widen(given[i])
-            x = _ZERO if x < _ZERO else x
-            to[i] = narrow(x * x, to[i])
+def _square_rows(threads: int, products: Any, out: Any) -> None:
+    share_out(_square_row, len(out), threads, (products, out))
 
 
-def _square_rows_backward(products: Any, grad: Any, out: Any) -> None:
-    for row in prange(len(out)):
-        given, upstream, to = products[row], grad[row], out[row]
-        for i in range(len(to)):
-            x = widen(given[i])
-            x = _ZERO if x < _ZERO else x
-            to[i] = narrow(_TWO * x * widen(upstream[i]), to[i])
+@kernel_part
+def _square_row(row: int, products: Any, out: Any) -> None:
+    given, to = products[row], out[row]
+    for i in range(len(to)):
+        x = widen(given[i])
+        x = _ZERO if x < _ZERO else x
+        to[i] = narrow(x * x, to[i])
 
 
-def _clamped_rows(products: Any, limit: Any, alpha: Any, out: Any) -> None:
-    for row in prange(len(out)):
-        given, to = products[row], out[row]
-        for i in range(len(to)):
-            gate, up = widen(given[2 * i]), widen(given[2 * i + 1])
-            gate = limit if gate > limit else gate
-            up = limit if up > limit else up
-            up = -limit if up < -limit else up
-            to[i] = narrow((up + _ONE) * (gate * sigmoid(alpha * gate)), to[i])
+def _square_rows_backward(threads: int, products: Any, grad: Any, out: Any) -> None:
+    share_out(_square_row_backward, len(out), threads, (products, grad, out))
 
 
-def _clamped_rows_backward(products: Any, grad: Any, limit: Any, alpha: Any, out: Any) -> None:
-    for row in prange(len(out)):
-        given, upstream, to = products[row], grad[row], out[row]
-        for i in range(len(upstream)):
-            gate, up, d = widen(given[2 * i]), widen(given[2 * i + 1]), widen(upstream[i])
-            g = limit if gate > limit else gate
-            u = limit if up > limit else up
-            u = -limit if u < -limit else u
-            s = sigmoid(alpha * g)
-            of_gate = d * (u + _ONE) * s * (_ONE + alpha * g * (_ONE - s))
-            of_up = d * g * s
-            to[2 * i] = narrow(_ZERO if gate > limit else of_gate, to[2 * i])
-            to[2 * i + 1] = narrow(_ZERO if up > limit or up < -limit else of_up, to[2 * i + 1])
+@kernel_part
+def _square_row_backward(row: int, products: Any, grad: Any, out: Any) -> None:
+    given, upstream, to = products[row], grad[row], out[row]
+    for i in range(len(to)):
+        x = widen(given[i])
+        x = _ZERO if x < _ZERO else x
+        to[i] = narrow(_TWO * x * widen(upstream[i]), to[i])
 
 
-_square = RowKernel(_square_rows)
-_square_backward = RowKernel(_square_rows_backward)
-_clamped = RowKernel(_clamped_rows)
-_clamped_backward = RowKernel(_clamped_rows_backward)
+def _clamped_rows(threads: int, products: Any, limit: Any, alpha: Any, out: Any) -> None:
+    share_out(_clamped_row, len(out), threads, (products, limit, alpha, out))
+
+
+@kernel_part
+def _clamped_row(row: int, products: Any, limit: Any, alpha: Any, out: Any) -> None:
+    given, to = products[row], out[row]
+    for i in range(len(to)):
+        gate, up = widen(given[2 * i]), widen(given[2 * i + 1])
+        gate = limit if gate > limit else gate
+        up = limit if up > limit else up
+        up = -limit if up < -limit else up
+        to[i] = narrow((up + _ONE) * (gate * sigmoid(alpha * gate)), to[i])
+
+
+def _clamped_rows_backward(threads: int, products: Any, grad: Any, limit: Any, alpha: Any, out: Any) -> None:
+    share_out(_clamped_row_backward, len(out), threads, (products, grad, limit, alpha, out))
+
+
+@kernel_part
+def _clamped_row_backward(row: int, products: Any, grad: Any, limit: Any, alpha: Any, out: Any) -> None:
+    given, upstream, to = products[row], grad[row], out[row]
+    for i in range(len(upstream)):
+        gate, up, d = widen(given[2 * i]), widen(given[2 * i + 1]), widen(upstream[i])
+        g = limit if gate > limit else gate
+        u = limit if up > limit else up
+        u = -limit if u < -limit else u
+        s = sigmoid(alpha * g)
+        of_gate = d * (u + _ONE) * s * (_ONE + alpha * g * (_ONE - s))
+        of_up = d * g * s
+        to[2 * i] = narrow(_ZERO if gate > limit else of_gate, to[2 * i])
+        to[2 * i + 1] = narrow(_ZERO if up > limit or up < -limit else of_up, to[2 * i + 1])
+
+
+_square = SharedKernel(_square_rows)
+_square_backward = SharedKernel(_square_rows_backward)
+_clamped = SharedKernel(_clamped_rows)
+_clamped_backward = SharedKernel(_clamped_rows_backward)

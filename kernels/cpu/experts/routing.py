@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit, prange
 
-from samebit.kernels.cpu.base.jit import RowKernel, array
+from samebit.kernels.cpu.base.jit import SharedKernel, array
 from samebit.kernels.cpu.base.numeric import exp, sigmoid
+from samebit.kernels.cpu.base.part import kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.options import RoutingOptions, Saved
 
@@ -72,48 +73,56 @@ def route_backward(saved: Saved, grad: torch.Tensor, options: RoutingOptions) ->
     return out
 
 
-def _choose_rows(logits: Any, correction: Any, rule: Any, ids: Any, weights: Any) -> None:
-    for row in prange(len(logits)):
-        own, chosen = logits[row], ids[row]
-        keys = own if rule.compare_logits else _scores(own, rule.sigmoid) + correction
-        if rule.groups > 1:
-            keys = _of_best_groups(keys, rule)
-        _greatest(keys, chosen)
-        chosen.sort()
-        _weigh(own, chosen, rule, weights[row])
+def _choose_rows(threads: int, logits: Any, correction: Any, rule: Any, ids: Any, weights: Any) -> None:
+    share_out(_choose_row, len(logits), threads, (logits, correction, rule, ids, weights))
 
 
-def _differentiate_rows(logits: Any, ids: Any, weights: Any, grad: Any, rule: Any, out: Any) -> None:
-    for row in prange(len(logits)):
-        own, chosen, to = logits[row], ids[row], out[row]
-        inner = _ZERO  # <grad, weights>: what all weights share
-        for place in range(rule.top_k):
-            inner += grad[row, place] * weights[row, place]
-        if rule.sigmoid or rule.normalised:
-            to[:] = _ZERO
+@kernel_part
+def _choose_row(row: int, logits: Any, correction: Any, rule: Any, ids: Any, weights: Any) -> None:
+    own, chosen = logits[row], ids[row]
+    keys = own if rule.compare_logits else _scores(own, rule.sigmoid) + correction
+    if rule.groups > 1:
+        keys = _of_best_groups(keys, rule)
+    _greatest(keys, chosen)
+    chosen.sort()
+    _weigh(own, chosen, rule, weights[row])
+
+
+def _differentiate_rows(threads: int, logits: Any, ids: Any, weights: Any, grad: Any, rule: Any, out: Any) -> None:
+    share_out(_differentiate_row, len(logits), threads, (logits, ids, weights, grad, rule, out))
+
+
+@kernel_part
+def _differentiate_row(row: int, logits: Any, ids: Any, weights: Any, grad: Any, rule: Any, out: Any) -> None:
+    own, chosen, to = logits[row], ids[row], out[row]
+    inner = _ZERO  # <grad, weights>: what all weights share
+    for place in range(rule.top_k):
+        inner += grad[row, place] * weights[row, place]
+    if rule.sigmoid or rule.normalised:
+        to[:] = _ZERO
+    else:
+        scores = _scores(own, False)
+        for e in range(len(own)):
+            to[e] = -scores[e] * inner
+    total = _sum_of_sigmoids(own, chosen) if rule.sigmoid and rule.normalised else _ONE
+    for place in range(rule.top_k):
+        e, upstream, weight = chosen[place], grad[row, place], weights[row, place]
+        if rule.sigmoid:
+            score = sigmoid(own[e])
+            if rule.normalised:
+                upstream -= inner / rule.scale
+            to[e] = rule.scale * upstream / total * score * (_ONE - score)
+        elif rule.normalised:
+            to[e] = weight * (upstream - inner / rule.scale)
         else:
-            scores = _scores(own, False)
-            for e in range(len(own)):
-                to[e] = -scores[e] * inner
-        total = _sum_of_sigmoids(own, chosen) if rule.sigmoid and rule.normalised else _ONE
-        for place in range(rule.top_k):
-            e, upstream, weight = chosen[place], grad[row, place], weights[row, place]
-            if rule.sigmoid:
-                score = sigmoid(own[e])
-                if rule.normalised:
-                    upstream -= inner / rule.scale
-                to[e] = rule.scale * upstream / total * score * (_ONE - score)
-            elif rule.normalised:
-                to[e] = weight * (upstream - inner / rule.scale)
-            else:
-                to[e] += weight * upstream
+            to[e] += weight * upstream
 
 
-_choose = RowKernel(_choose_rows)
-_differentiate = RowKernel(_differentiate_rows)
+_choose = SharedKernel(_choose_rows)
+_differentiate = SharedKernel(_differentiate_rows)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _scores(logits: Any, by_sigmoid: bool) -> Any:
     """Return the scores of all experts."""
     scores = np.empty_like(logits)
@@ -130,7 +139,7 @@ def _scores(logits: Any, by_sigmoid: bool) -> Any:
     return scores
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _peak(logits: Any) -> Any:
     peak = _LEAST
     for e in range(len(logits)):
@@ -138,7 +147,7 @@ def _peak(logits: Any) -> Any:
     return peak
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _sum_in_lanes(values: Any) -> Any:
     lanes = np.zeros(LANES, np.float32)
     for first in range(0, len(values), LANES):
@@ -150,7 +159,7 @@ def _sum_in_lanes(values: Any) -> Any:
     return total
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _of_best_groups(keys: Any, rule: Any) -> Any:
     """Return the keys of the experts in the best groups, those of the others being less than all."""
     size = len(keys) // rule.groups
@@ -169,7 +178,7 @@ def _of_best_groups(keys: Any, rule: Any) -> Any:
     return found
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _greatest(keys: Any, chosen: Any) -> None:
     """Write the places of the greatest keys, as many as ``chosen`` holds, greatest first, the first among equals."""
     filled = 0
@@ -185,7 +194,7 @@ def _greatest(keys: Any, chosen: Any) -> None:
         chosen[place] = e
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _weigh(logits: Any, chosen: Any, rule: Any, weights: Any) -> None:
     """Write the weights of the chosen."""
     if rule.sigmoid:
@@ -209,7 +218,7 @@ def _weigh(logits: Any, chosen: Any, rule: Any, weights: Any) -> None:
         weights[place] = weights[place] / total * rule.scale
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _sum_of_sigmoids(logits: Any, chosen: Any) -> Any:
     total = _ZERO
     for e in chosen:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from numba import njit
 
-from samebit.kernels.cpu.base.jit import array
+from samebit.kernels.cpu.base.jit import array, compile_kernel
 from samebit.kernels.layout.options import Saved
 
 
@@ -41,7 +40,7 @@ def sort_pairs(ids: torch.Tensor, experts: int) -> Pairs:
     return Pairs(row_of, place_of, offsets)
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
+@compile_kernel
 def _sort(ids: Any, row_of: Any, place_of: Any, offsets: Any) -> None:
     rows, choices = ids.shape
     for row in range(rows):

@@ -11,10 +11,10 @@ T rows, K inputs, N outputs.
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import elements, scratch
+from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.amx_tiles import (
     TILE_INPUTS,
@@ -45,7 +45,7 @@ def _multiply(threads: int, x_address: int, x_stride: int, rows: int, inputs: in
 multiply = SharedKernel(_multiply)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _multiply_item(
     item: int, panels: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers
 ) -> None:  # fmt: skip
@@ -64,7 +64,7 @@ def _multiply_item(
     release_tiles()
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def multiply_panel(panel: Any, inputs: int, share: Any) -> None:
     """Compute a share of the outputs for the rows of a panel."""
     values, width, weight, first, last = panel.values, panel.width, share.weight, share.first, share.last
@@ -78,7 +78,7 @@ def multiply_panel(panel: Any, inputs: int, share: Any) -> None:
         write_rows(sums, panel, share, begin, end)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _add_products(
     panel: Any, width: int, weight: Any, output: int, last: int, inputs: int, patch: Any, sums: Any, sums_at: int
 ) -> None:
@@ -95,7 +95,7 @@ def _add_products(
             )
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _copy_tile(weight: Any, output: int, last: int, inputs: int, k: int, patch: Any) -> None:
     """Copy what is there of a tile of the weight, 0 for the rest."""
     for j in range(TILE_OUTPUTS):

@@ -10,10 +10,10 @@ T rows, K inputs, N outputs.
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import elements, scratch
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.dots_vectors import OUTPUTS, ROWS, VECTORS, add_pair_products, dot_few
 from samebit.kernels.cpu.gemm.few_rows import fetch_next, tile_rows, write_few
@@ -29,21 +29,21 @@ MOST_ROWS = ROWS[-1]
 _TILE, _PAIR, _ = OUTPUTS
 
 
-@njit(inline="always")
+@inlined_part
 def new_panel(inputs: int, row: int, rows: int) -> Any:
     """Return a panel for the pairs of up to `PANEL_ROWS` rows from ``row`` on."""
     width = (rows + LANES - 1) // LANES * LANES
     return Panel(scratch((min(inputs, DEPTH) + STEP - 1) // STEP * (STEP // 2) * width), width, row, rows)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _fill(x: Any, at: int, stride: int, rows: int, count: int, panel: Any, width: int) -> None:
     """Write ``panel[pair, row] = x[row, 2 pair : 2 pair + 2]`` for ``count`` inputs, what is beyond them being 0."""
     words = (count + STEP - 1) // STEP * (STEP // 2) * width
     pair_rows(x[at:], stride, count, Panel(panel[:words], width, 0, rows))
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _add_products(
     panel: Any, width: int, weight: Any, weight_stride: int, depth: int, count: int, begin: int, end: int, last: int,
     sums: Any,
@@ -72,7 +72,7 @@ def _add_products(
 multiply_panel = with_panels(_fill, _add_products)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _multiply_item(
     item: int, panels: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers
 ) -> None:  # fmt: skip
@@ -88,7 +88,7 @@ def _multiply_item(
         filled = filled or share.first < share.last
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def copy_rows(x: Any, x_stride: int, rows: int, inputs: int) -> Any:
     """Return a few rows with a zero behind their inputs; the last also stands for those that a tile has beyond."""
     copied = np.zeros((MOST_ROWS, inputs + 1), np.uint16)
@@ -98,7 +98,7 @@ def copy_rows(x: Any, x_stride: int, rows: int, inputs: int) -> Any:
     return copied.reshape(-1)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def multiply_share(copied: Any, rows: int, inputs: int, share: Any) -> None:
     """Compute a share of the outputs for a few rows."""
     weight, first, last = share.weight, share.first, share.last
@@ -111,7 +111,7 @@ def multiply_share(copied: Any, rows: int, inputs: int, share: Any) -> None:
         write_few(sums, rows, begin, count, share)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _multiply_part(
     part: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers
 ) -> None:

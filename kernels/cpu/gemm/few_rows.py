@@ -8,11 +8,11 @@ vectors are others (see `few_rows_vectors`). T rows, K inputs, N outputs.
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import elements, scratch
 from samebit.kernels.cpu.base.numeric import narrow, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.few_rows_vectors import ROWS, multiply_few
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
@@ -38,7 +38,7 @@ def _multiply(threads: int, x_address: int, x_stride: int, rows: int, inputs: in
 multiply = SharedKernel(_multiply)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _multiply_part(
     part: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any
 ) -> None:
@@ -50,13 +50,13 @@ def _multiply_part(
         multiply_share(panel, rows, inputs, share)
 
 
-@njit(inline="always")
+@inlined_part
 def tile_rows(rows: int) -> int:
     """Return the rows of the smallest tile that these fit in."""
     return 1 << int(rows > 1) + int(rows > 2) + int(rows > 4) + int(rows > 8)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def copy_rows(x: Any, x_stride: int, rows: int, inputs: int, panel: Any) -> None:
     """Write ``panel[row, k] = x[row, k]`` in float32; the last row also stands for those that a tile has beyond."""
     for row in range(tile_rows(rows)):
@@ -65,7 +65,7 @@ def copy_rows(x: Any, x_stride: int, rows: int, inputs: int, panel: Any) -> None
             panel[row * inputs + k] = widen(x[at + k])
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def multiply_share(panel: Any, rows: int, inputs: int, share: Any) -> None:
     """Compute a share of the outputs for the rows of a panel."""
     weight, first, last = share.weight, share.first, share.last
@@ -81,7 +81,7 @@ def multiply_share(panel: Any, rows: int, inputs: int, share: Any) -> None:
         write_few(sums, rows, begin, count, share)
 
 
-@njit(inline="always")
+@inlined_part
 def fetch_next(weight: Any, begin: int, last: int, inputs: int, k: int, depth: int) -> None:
     """Ask for ``depth`` inputs from ``k`` on of the weights that come after those of sixteen outputs."""
     for coming in range(begin + LANES, min(begin + 2 * LANES, last)):
@@ -89,7 +89,7 @@ def fetch_next(weight: Any, begin: int, last: int, inputs: int, k: int, depth: i
             fetch(weight, coming * inputs + i)
 
 
-@njit(inline="always")
+@inlined_part
 def write_few(sums: Any, rows: int, begin: int, count: int, share: Any) -> None:
     """Write ``out[row, begin + lane] = sums[row, lane] + bias[begin + lane]``, rounded once; an empty bias is none."""
     for row in range(rows):

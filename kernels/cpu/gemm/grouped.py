@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, integers, longs, scratch
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm import amx, dots, few_rows, many_rows
 from samebit.kernels.cpu.gemm.amx_tiles import TILE_INPUTS, configure_tiles, release_tiles
@@ -54,7 +54,7 @@ class Product(NamedTuple):
     transposed: bool
 
 
-@njit(inline="always")
+@inlined_part
 def _parts(outputs: int, threads: int) -> int:
     """Return how many parts the outputs are shared out into, of equally many threads each."""
     parts = threads
@@ -63,7 +63,7 @@ def _parts(outputs: int, threads: int) -> int:
     return parts
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def multiply_rows(x: Any, stride: int, rows: int, inputs: int, share: Any) -> None:
     """Multiply up to `PANEL_ROWS` rows, ``stride`` apart, as a linear layer does."""
     if rows <= few_rows.MOST_ROWS:
@@ -76,7 +76,7 @@ def multiply_rows(x: Any, stride: int, rows: int, inputs: int, share: Any) -> No
         many_rows.multiply_panel(x, stride, inputs, panel, False, share)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def multiply_rows_by_tiles(x: Any, stride: int, rows: int, inputs: int, share: Any) -> None:
     """Multiply up to `PANEL_ROWS` rows as a linear layer does with tile instructions."""
     width = (rows + LANES - 1) // LANES * LANES
@@ -88,7 +88,7 @@ def multiply_rows_by_tiles(x: Any, stride: int, rows: int, inputs: int, share: A
     release_tiles()
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def multiply_rows_by_pairs(x: Any, stride: int, rows: int, inputs: int, share: Any) -> None:
     """Multiply up to `PANEL_ROWS` rows as a linear layer does in pairs of inputs."""
     if rows <= dots.MOST_ROWS:
@@ -97,7 +97,7 @@ def multiply_rows_by_pairs(x: Any, stride: int, rows: int, inputs: int, share: A
         dots.multiply_panel(x, stride, inputs, dots.new_panel(inputs, 0, rows), False, share)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def turn_over(weight: Any, first: int, count: int, inputs: int, outputs: int, turned: Any) -> None:
     """Write the outputs from ``first`` on of a weight ``[K, N]`` as ``turned[output, input]``."""
     whole_outputs, whole_inputs = count // LANES * LANES, inputs // LANES * LANES
@@ -109,7 +109,7 @@ def turn_over(weight: Any, first: int, count: int, inputs: int, outputs: int, tu
             turned[output * inputs + k] = weight[k * outputs + first + output]
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _weight_of(product: Any, group: int, first: int, count: int, turned: Any, kind: Any) -> Any:
     """Return the weight ``[count, K]`` and the bias of a group's outputs from ``first`` on."""
     inputs, outputs = product.inputs, product.outputs
@@ -123,7 +123,7 @@ def _weight_of(product: Any, group: int, first: int, count: int, turned: Any, ki
     return turned[: count * inputs], bias
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _rows_of(product: Any, first: int, rows: int, gathered: Any, kind: Any) -> Any:
     """Return rows from ``first`` on, side by side."""
     inputs = product.inputs
@@ -140,7 +140,7 @@ def _rows_of(product: Any, first: int, rows: int, gathered: Any, kind: Any) -> A
 def _with_rows(rows_of_group: Callable[..., None]) -> Callable[..., None]:
     """Make the work of a thread from the product of a panel of rows."""
 
-    @njit(nogil=True, error_model="numpy")
+    @kernel_part
     def multiply_share(item: int, product: Any, parts: int, columns: int, kind: Any) -> None:
         """Compute a thread's part of the outputs, for its part of the rows."""
         inputs, outputs, groups = product.inputs, product.outputs, product.groups

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, elements
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.grouped import (
     TURNED,
@@ -53,7 +53,7 @@ class Product(NamedTuple):
 def _with_rows(rows_of_head: Callable[..., None]) -> Callable[..., None]:
     """Make the work of an item from the product of a panel of rows."""
 
-    @njit(nogil=True, error_model="numpy")
+    @kernel_part
     def multiply_item(item: int, parts: int, product: Any, kind: Any) -> None:
         """Compute one of ``parts`` shares of the rows of one head."""
         head, part = item // parts, item % parts
@@ -85,7 +85,7 @@ _multiply_item_by_pairs = _with_rows(multiply_rows_by_pairs)
 _multiply_item_by_tiles = _with_rows(multiply_rows_by_tiles)
 
 
-@njit(inline="always")
+@inlined_part
 def _parts(product: Any, threads: int) -> Any:
     """Return into how many parts rows are shared out, so that few heads keep all threads at work."""
     return max(1, min((threads + product.heads - 1) // product.heads, product.rows // PANEL_ROWS))

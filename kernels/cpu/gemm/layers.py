@@ -7,9 +7,8 @@ named tuple does. T rows, K inputs, N outputs.
 
 from typing import Any, NamedTuple
 
-from numba import njit
-
 from samebit.kernels.cpu.base.memory import elements
+from samebit.kernels.cpu.base.part import inlined_part
 
 MOST_LAYERS = 3
 
@@ -39,7 +38,7 @@ class Share(NamedTuple):
     last: int
 
 
-@njit(inline="always")
+@inlined_part
 def most_outputs(layers: Any) -> int:
     """Return the outputs of the layer that has the most."""
     most = 0
@@ -48,13 +47,13 @@ def most_outputs(layers: Any) -> int:
     return most
 
 
-@njit(inline="always")
+@inlined_part
 def shares(panels: int, outputs: int, tile: int, threads: int) -> int:
     """Return how many parts the outputs are shared out into, so that few panels keep all threads at work."""
     return 1 if panels >= 8 * threads else min(threads, (outputs + 4 * tile - 1) // (4 * tile))
 
 
-@njit(inline="always")
+@inlined_part
 def share_of(layers: Any, place: int, part: int, parts: int, tile: int, rows: int, inputs: int, kind: Any) -> Any:
     """Return the share of one of ``parts`` in the layer at this place, whole tiles of outputs but for the last."""
     weight, bias, outputs, out = (

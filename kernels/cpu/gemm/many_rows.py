@@ -17,11 +17,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import elements, scratch
 from samebit.kernels.cpu.base.numeric import narrow, widen
+from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
 from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, VECTORS, fetch, multiply_tile, transpose_tile
@@ -54,7 +54,7 @@ class Panel(NamedTuple):
     rows: int
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _transpose_rows(x: Any, at: int, stride: int, rows: int, count: int, panel: Any, width: int) -> None:
     """Write ``panel[k, row] = x[row, k]`` for ``count`` inputs, rows beyond the last being 0."""
     whole = count // LANES * LANES
@@ -71,7 +71,7 @@ def _transpose_rows(x: Any, at: int, stride: int, rows: int, count: int, panel: 
                     panel[k * width + lane] = widen(x[at + lane * stride + k]) if lane < rows else _ZERO
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _add_products(
     panel: Any, width: int, weight: Any, weight_stride: int, depth: int, count: int, begin: int, end: int, last: int,
     sums: Any,
@@ -93,7 +93,7 @@ def _add_products(
         output += many
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def write_rows(sums: Any, panel: Any, share: Any, begin: int, end: int) -> None:
     """Write ``out[row, output] = sums[output, row] + bias[output]``, rounded once; an empty bias is none."""
     width, rows = panel.width, panel.rows
@@ -116,7 +116,7 @@ def write_rows(sums: Any, panel: Any, share: Any, begin: int, end: int) -> None:
 def with_panels(fill: Callable[..., None], add_products: Callable[..., None]) -> Callable[..., None]:
     """Make the product of a panel: ``fill`` writes inputs of its rows, ``add_products`` adds those of some outputs."""
 
-    @njit(nogil=True, error_model="numpy")
+    @kernel_part
     def multiply_panel(x: Any, x_stride: int, inputs: int, panel: Any, filled: bool, share: Any) -> None:
         """Compute a share of the outputs for the rows of a panel, which holds their inputs already if ``filled``."""
         values, width, row, rows = panel
@@ -140,7 +140,7 @@ def with_panels(fill: Callable[..., None], add_products: Callable[..., None]) ->
 multiply_panel = with_panels(_transpose_rows, _add_products)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _multiply_item(
     item: int, panels: int, parts: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Layers, kind: Any
 ) -> None:  # fmt: skip

@@ -3,9 +3,10 @@
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.base.vectors import VECTOR, row_of, transposed
 from samebit.kernels.layout.grids import LANES
 
@@ -13,7 +14,7 @@ STEP = 2 * LANES
 """Inputs that are paired at a time; a panel of pairs has a whole number of steps."""
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def pair_rows(x: Any, stride: int, inputs: int, rows_of_panel: Any) -> None:
     """Write each row's inputs in pairs; rows beyond the last and inputs beyond the last are 0."""
     panel, width, first, rows = rows_of_panel

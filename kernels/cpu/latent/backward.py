@@ -12,10 +12,10 @@ in whole vectors.
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.numeric import exp, fma, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import tile_multiply, tile_multiply_add
@@ -92,7 +92,7 @@ def _backward(
 backward = compile_kernel(_backward)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _backward_slot(
     slot: int, share: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, chosen: Any, heads: int,
     scale: Any, out: Any, lse: Any, grad: Any, deltas: Any, grad_q: Any, grad_latents: Any,
@@ -111,7 +111,7 @@ def _backward_slot(
     _backward_item(item, q, pages, block_tables, chosen, scale, lse, grad, deltas, grad_q, grad_latents[group])
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _product_of_outputs(item: Any, out: Any, grad: Any, deltas: Any) -> None:
     """Write the product of each row's output and its gradient, a chain over R."""
     for token in range(item.row, item.row + item.count):
@@ -122,7 +122,7 @@ def _product_of_outputs(item: Any, out: Any, grad: Any, deltas: Any) -> None:
             deltas[token, head] = total
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _backward_item(
     item: Any, q: Any, pages: Any, block_tables: Any, chosen: Any, scale: Any, lse: Any, grad: Any, deltas: Any,
     grad_q: Any, grad_latents: Any,
@@ -169,7 +169,7 @@ def _backward_item(
                         target[d] += chunk.grad[j * wide + d]
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _new_tile(rows: int, wide: int, deep: int) -> Any:
     """Make a tile of rows of zeros, as many as fill fours."""
     rows = (rows + 3) // 4 * 4
@@ -181,7 +181,7 @@ def _new_tile(rows: int, wide: int, deep: int) -> Any:
     )  # fmt: skip
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _store_queries(item: Any, first: int, tokens: int, wide: int, tile: Any, grad_q: Any) -> None:
     """Store the gradient of a tile's queries so far."""
     for r in range(tokens * item.heads):
@@ -190,7 +190,7 @@ def _store_queries(item: Any, first: int, tokens: int, wide: int, tile: Any, gra
             target[d] = tile.grad_query[r * wide + d]
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _load_chunk(page: Any, width: int, wide: int, count: int, chunk: Any) -> None:
     """Load the keys of a chunk from its page ``[C, W]``, 0 where there is no token; their gradient begins with 0."""
     chunk.grad[:] = _ZERO
@@ -201,7 +201,7 @@ def _load_chunk(page: Any, width: int, wide: int, count: int, chunk: Any) -> Non
             chunk.key_rows[j * wide + d] = key
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _load_tile(
     item: Any, first: int, tokens: int, q: Any, lse: Any, grad: Any, deltas: Any, grad_q: Any, wide: int, deep: int,
     tile: Any,
@@ -217,7 +217,7 @@ def _load_tile(
             tile.upstream[r * deep + d] = widen(grad[token, head, d])
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _weights_and_slopes(
     item: Any, first: int, tokens: int, base: int, count: int, width: int, rank: int, wide: int, deep: int, scale: Any,
     tile: Any, chunk: Any,
@@ -245,7 +245,7 @@ def _weights_and_slopes(
             tile.turned_slopes[j * rows + r] = tile.slopes[at + j]
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _add_gradients(wide: int, deep: int, tile: Any, chunk: Any) -> None:
     """Add to the gradients of the queries, and of the chunk's keys and values."""
     rows = len(tile.delta)
@@ -256,7 +256,7 @@ def _add_gradients(wide: int, deep: int, tile: Any, chunk: Any) -> None:
         _add(Rows(tile.turned_weights, j * rows, rows), tile.upstream, deep, wide, rows, chunk.grad, j * wide)
 
 
-@njit(inline="always")
+@inlined_part
 def _add(weights: Any, vectors: Any, columns: int, out_stride: int, count: int, out: Any, at: int) -> None:
     """Add to four rows of ``out`` the sums of ``count`` weighted vectors of so many columns, whole vectors of them."""
     d = 0

@@ -6,21 +6,21 @@ W elements of a token's row, R of its value, B tokens a block, C tokens a chunk.
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.base.numeric import widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.gemm.many_rows_vectors import fetch, transpose_tile
 from samebit.kernels.cpu.latent.vectors import copy_elements, widen_vectors
 from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
 
 
-@njit(inline="always")
+@inlined_part
 def place_of(blocks: Any, token: int, block_size: int, width: int) -> Any:
     """Return where a token's row begins in the pages."""
     return (np.int64(blocks[token // block_size]) * block_size + token % block_size) * width
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def copy_keys(pages: Any, blocks: Any, block_size: int, width: int, base: int, count: int, copied: Any) -> None:
     """Copy ``count`` tokens from ``base`` on as keys ``[W, C]``, widened; more than them may be copied, up to C."""
     whole = width // LANES * LANES if block_size >= LANES else 0
@@ -35,7 +35,7 @@ def copy_keys(pages: Any, blocks: Any, block_size: int, width: int, base: int, c
             transpose_tile(pages, at + d, width, copied, d * KV_CHUNK + j, KV_CHUNK)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def ask_for_keys(pages: Any, blocks: Any, block_size: int, width: int, base: int, count: int) -> None:
     """Ask for the cache lines of ``count`` tokens from ``base`` on."""
     line = CACHE_LINE // pages.itemsize
@@ -45,7 +45,7 @@ def ask_for_keys(pages: Any, blocks: Any, block_size: int, width: int, base: int
             fetch(pages, at + d)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def copy_values(
     pages: Any, blocks: Any, block_size: int, width: int, rank: int, base: int, count: int, copied: Any, to: int
 ) -> None:
@@ -57,7 +57,7 @@ def copy_values(
             copied[value + d] = widen(pages[at + d])
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def gather_rows(
     pages: Any, blocks: Any, block_size: int, width: int, chosen: Any, base: int, count: int, gathered: Any
 ) -> None:

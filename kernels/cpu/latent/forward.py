@@ -17,12 +17,12 @@ tokens a block, C tokens a chunk.
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.attention.groups import Pieces, Place, Shape, Softmax
 from samebit.kernels.cpu.attention.softmax import begin_rows, place_running, size_of_running, take_in, write_rows
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import floats, longs, scratch, whole_lines
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.latent.chunks import copy_keys, copy_values, gather_rows
 from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
@@ -71,7 +71,7 @@ def _attend(
 attend = compile_kernel(_attend)
 
 
-@njit(inline="always")
+@inlined_part
 def _tokens(heads: int) -> int:
     """Return how many tokens of a tile are an item's: a power of two."""
     tokens = QUERY_TILE
@@ -80,7 +80,7 @@ def _tokens(heads: int) -> int:
     return tokens
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _attend_items(
     thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, chosen: Any,
     heads: int, scale: Any, out: Any, lse: Any, rooms: Any, size: int,
@@ -129,7 +129,7 @@ class _Memory(NamedTuple):
     table: Any
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _walk(
     q: Any, memory: Any, blocks: Any, listed: Any, shape: Any, softmax: Any, place: Any, running: Any, pieces: Any,
     out: Any, lse: Any,
@@ -158,7 +158,7 @@ def _walk(
     write_rows(shape, place, running, out, lse)
 
 
-@njit(inline="always")
+@inlined_part
 def _place_pieces(address: int, width: int, rank: int) -> Any:
     """Place the copy of a chunk and the beginnings of its pieces, which never change."""
     places = longs(address, 4 * _VECTORS)

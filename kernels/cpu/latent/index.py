@@ -14,11 +14,11 @@ key, B tokens a block, C tokens a chunk.
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
 
-from samebit.kernels.cpu.base.jit import RowKernel, compile_kernel
+from samebit.kernels.cpu.base.jit import SharedKernel, compile_kernel
 from samebit.kernels.cpu.base.memory import scratch
 from samebit.kernels.cpu.base.numeric import bits_of, fma, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import tile_multiply
@@ -62,7 +62,7 @@ def _score(
 score = compile_kernel(_score)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _score_items(
     thread: int, threads: int, queries: Any, weights: Any, pages: Any, sequences: Any, block_tables: Any, pieces: Any,
     parts: int, scale: Any, scores: Any,
@@ -81,7 +81,7 @@ def _score_items(
         )  # fmt: skip
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _score_item(
     piece: int, part: int, parts: int, queries: Any, weights: Any, pages: Any, sequences: Any, block_tables: Any,
     pieces: Any, scale: Any, scores: Any, query: Any, keys: Any,
@@ -106,7 +106,7 @@ def _score_item(
             _score_chunk(query, r * heads, weights[row + r], keys, size, scale, products, scores[to + r], base)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _score_chunk(
     query: Any, first: int, weights: Any, keys: Any, size: int, scale: Any, products: Any, scores: Any, base: int
 ) -> None:
@@ -124,31 +124,35 @@ def _score_chunk(
                 out[j] = fma(weight, product if product > _ZERO else _ZERO, out[j])
 
 
-def _choose(scores: Any, rows: Any, counts: Any, chosen: Any) -> None:
+def _choose(threads: int, scores: Any, rows: Any, counts: Any, chosen: Any) -> None:
     """Write the chosen of each of ``rows`` to its line of ``chosen`` ``[T, K]``.
 
     ``counts``: the tokens up to its own. ``scores``: a line for each of them, empty where none has more than K.
     """
-    for place in prange(len(rows)):
-        count, out = counts[place], chosen[rows[place]]
-        if count <= len(out):
-            for token in range(count):
-                out[token] = token
-        else:
-            _choose_row(scores[place], count, out)
+    share_out(_choose_place, len(rows), threads, (scores, rows, counts, chosen))
 
 
-choose = RowKernel(_choose)
+@kernel_part
+def _choose_place(place: int, scores: Any, rows: Any, counts: Any, chosen: Any) -> None:
+    count, out = counts[place], chosen[rows[place]]
+    if count <= len(out):
+        for token in range(count):
+            out[token] = token
+    else:
+        _choose_row(scores[place], count, out)
 
 
-@njit(inline="always")
+choose = SharedKernel(_choose)
+
+
+@inlined_part
 def _ordered(score: Any) -> Any:
     """Return a number from 0 to 2**32 - 1 that compares as the score does."""
     bits = np.int64(bits_of(score + _ZERO))  # -0 becomes 0
     return bits + 0x80000000 if bits >= 0 else 0x7FFFFFFF - (bits & 0x7FFFFFFF)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _choose_row(scores: Any, count: int, out: Any) -> None:
     """Write the places of the greatest of the first ``count`` scores, as many as ``out`` holds, ascending."""
     left, least = len(out), np.int64(0)

@@ -24,11 +24,11 @@ T tokens, S sequences, H heads of size P in groups, N state size, C tokens a chu
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, doubles, elements, floats, integers, longs
 from samebit.kernels.cpu.base.numeric import exp, fma, narrow, softplus, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import tile_multiply, tile_multiply_add
@@ -68,7 +68,7 @@ def _scan(
 scan = SharedKernel(_scan)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _scan_part(
     part: int, parts: int, tensors: Any, dt_low: float, dt_high: float, sizes_given: Any, layout: Any,
     memory_given: Any, captures_given: Any, kind: Any,
@@ -112,7 +112,7 @@ def _scan_part(
         _scan_item(inputs, sizes, memory, item, captures, captured, room, out)
 
 
-@njit(inline="always")
+@inlined_part
 def _inputs(tensors: Any, dt_low: float, dt_high: float, heads: int, kind: Any) -> Any:
     """Take the inputs whose addresses and strides are given."""
     return Inputs(
@@ -122,7 +122,7 @@ def _inputs(tensors: Any, dt_low: float, dt_high: float, heads: int, kind: Any) 
     )  # fmt: skip
 
 
-@njit(inline="always")
+@inlined_part
 def _memory(at: int, grid: int, own: int, sizes: Any, kind: Any, dtype: Any) -> Any:
     """Take the memory whose addresses lie at ``at``, or make that of ``own`` heads for a call without."""
     keeps = grid > 0
@@ -138,7 +138,7 @@ def _memory(at: int, grid: int, own: int, sizes: Any, kind: Any, dtype: Any) -> 
     return Memory(state, block_state, x, b, steps, sums, grid)
 
 
-@njit(inline="always")
+@inlined_part
 def _scratch(room: Any, wide: int, deep: int) -> Any:
     """Cut the room of a thread, over its address: the caller holds it, and no part counts references."""
     queries = room.ctypes.data
@@ -152,7 +152,7 @@ def _scratch(room: Any, wide: int, deep: int) -> Any:
     )  # fmt: skip
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _scan_item(
     inputs: Any, sizes: Any, memory: Any, item: Any, captures: Any, captured: Any, room: Any, out: Any
 ) -> None:
@@ -193,7 +193,7 @@ def _scan_item(
                         captured[target + i] = state[at * size + i]
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _append(inputs_given: Any, sizes: Any, memory: Any, item: Any, span: Any, queries: Any) -> None:
     """Put the tokens of a span into the tail; their C go to ``queries`` ``[many, N]``."""
     xbc, xbc_stride, dt, dt_stride, decay_rate, dt_bias, dt_low, dt_high, _ = inputs_given
@@ -229,7 +229,7 @@ def _append(inputs_given: Any, sizes: Any, memory: Any, item: Any, span: Any, qu
         )
 
 
-@njit(inline="always")
+@inlined_part
 def _widen_padded(source: Any, target: Any) -> None:
     """Copy in float32, with zeros behind."""
     for n in range(len(source)):
@@ -238,13 +238,13 @@ def _widen_padded(source: Any, target: Any) -> None:
         target[n] = _ZERO
 
 
-@njit(inline="always")
+@inlined_part
 def _block(left: int) -> int:
     """Return how many of the rows or columns that are left to take at once: 4, 2 or 1."""
     return 4 if left >= 4 else (2 if left >= 2 else 1)
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _head_rows(sizes: Any, memory: Any, span: Any, scratch: Any, at: int, head: int, skip: Any, out: Any) -> None:
     """Compute the rows of one head, which is head ``at`` of the memory."""
     heads, head_dim, _, state_size, wide, deep = sizes
@@ -293,7 +293,7 @@ def _head_rows(sizes: Any, memory: Any, span: Any, scratch: Any, at: int, head: 
         j += rows
 
 
-@njit(inline="always")
+@inlined_part
 def _weigh(scores: Any, steps: Any, sums: Any, token: int, weights: Any) -> None:
     """Compute ``weights[s] = exp(cum_token - cum_s) dt_s scores[s]``; what lies beyond the token is not read."""
     now = sums[token]
@@ -301,7 +301,7 @@ def _weigh(scores: Any, steps: Any, sums: Any, token: int, weights: Any) -> None
         weights[s] = exp(np.float32(now - sums[s])) * steps[s] * scores[s]
 
 
-@njit(nogil=True, error_model="numpy")
+@kernel_part
 def _move(sizes: Any, memory: Any, scratch: Any, at: int, b_at: int, ends_block: bool) -> None:
     """Compute the state at the end of a full chunk: S = exp(cum) S + sum over s of B_s (exp(cum - cum_s) dt_s x_s).
 

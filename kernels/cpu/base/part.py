@@ -1,0 +1,103 @@
+"""Compile the functions that kernels call.
+
+Numba optimises every function that it compiles, with all that it calls, and makes machine code of it. A kernel is a
+chain of calls, so what stands at its end would be optimised once a link: attention three times. Its own way to put a
+function in place of a call copies Python's bytecode there, and then infers types and lowers it once a call. A part is
+typed and lowered once to LLVM's language, where calls are replaced; the kernel optimises the whole once.
+
+Invariants
+----------
+* A part has no machine code of its own. Only compiled code calls it; a call from Python raises TypeError.
+* An inlined part stands in place of its calls before LLVM looks at the loops around them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from llvmlite.binding import create_new_module_pass_manager
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
+from numba.core.registry import CPUDispatcher
+
+OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy"}
+
+
+class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]  # Numba has no types
+    """Holds a kernel."""
+
+    def add_llvm_module(self, module: Any) -> None:
+        """Put the inlined parts in place of their calls, then go on as Numba does."""
+        module.data_layout = self._codegen._data_layout
+        for library in dict.fromkeys(self._linking_libraries):
+            if isinstance(library, _InlinedLibrary):
+                module.link_in(library._get_module_for_linking(), preserve=True)
+        passes = create_new_module_pass_manager()
+        passes.add_always_inliner_pass()
+        passes.run(module, self._codegen._pass_builder())
+        super().add_llvm_module(module)
+
+
+class _PartLibrary(KernelLibrary):
+    """Holds a part for kernels to link in."""
+
+    def _optimize_final_module(self) -> None:
+        """Leave it to the kernel."""
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+
+class _InlinedLibrary(_PartLibrary):
+    """Holds a part that is put in place of its calls."""
+
+    def _optimize_functions(self, module: Any) -> None:
+        """Leave it to the callers."""
+
+
+class KernelCompiler(Compiler):  # type: ignore[misc]
+    """Compiles a kernel, which inlines its parts."""
+
+    def __init__(
+        self, typing: Any, target: Any, library: Any, args: Any, return_type: Any, flags: Any, locals: Any
+    ) -> None:
+        library = KernelLibrary(target.codegen(), "kernel")
+        library.enable_object_caching()
+        super().__init__(typing, target, library, args, return_type, flags, locals)
+
+
+class _PartCompiler(Compiler):  # type: ignore[misc]
+    """Ends before machine code is made."""
+
+    def __init__(
+        self, typing: Any, target: Any, library: Any, args: Any, return_type: Any, flags: Any, locals: Any
+    ) -> None:
+        library = (_InlinedLibrary if flags.forceinline else _PartLibrary)(target.codegen(), "part")
+        flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+        super().__init__(typing, target, library, args, return_type, flags, locals)
+
+
+class _Part(CPUDispatcher):  # type: ignore[misc]
+    """Is known to compiled code only."""
+
+    def __init__(self, function: Callable[..., Any], *, inlined: bool) -> None:
+        super().__init__(function, targetoptions={**OPTIONS, "forceinline": inlined}, pipeline_class=_PartCompiler)
+
+    def add_overload(self, result: Any) -> None:
+        """Tell callers where the part is: under a key of its own, as there is no address."""
+        result = result._replace(entry_point=object())
+        self.overloads[tuple(result.signature.args)] = result
+        self.targetctx.insert_user_function(result.entry_point, result.fndesc, [result.library])
+
+    def _compile_for_args(self, *args: Any, **kws: Any) -> NoReturn:
+        raise TypeError(f"{self.py_func.__qualname__} is a part of kernels, which compiled code alone calls")
+
+
+def kernel_part(function: Callable[..., Any]) -> Any:
+    """Compile a function for kernels, at their first call of it for a signature."""
+    return _Part(function, inlined=False)
+
+
+def inlined_part(function: Callable[..., Any]) -> Any:
+    """Do as `kernel_part` for what stands in loops, or is small: it is put in place of each call."""
+    return _Part(function, inlined=True)
