@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.kv_pages import KVLayout
 from samebit.kernels.layout.options import AttentionOptions
 from samebit.kernels.ops.attention import attention
 
 from . import reference
+from .paged import Pages, keep
 from .routes import NextCount, steps
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -68,28 +67,12 @@ def through_pages(
 
     Pages begin as NaN, blocks are dealt out at random, and ``padding`` rows of NaN end each call.
     """
-    blocks = [-(-length // block_size) for length in lengths]
-    dealt = iter(np.random.default_rng(0).permutation(sum(blocks)) + 1)
-    tables = np.full((len(lengths) + 1, max(blocks)), np.iinfo(np.int32).max, np.int32)
-    for sequence, count in enumerate(blocks):
-        tables[sequence + 1, :count] = [next(dealt) for _ in range(count)]
     layout = KVLayout(1, shape.kv_heads, shape.head_dim)
-    pages = layout.allocate(sum(blocks), block_size, parts[0].dtype, device)[0].fill_(torch.nan)
+    pages = Pages.deal(layout, lengths, block_size, parts[0].dtype, device)
     out = torch.empty_like(parts[0])
     sinks = None if shape.sinks is None else shape.sinks.to(device)
     for step in steps(lengths, next_count):
-        context = ForwardContext(
-            positions=torch.zeros(len(step.rows) + padding, dtype=torch.int64, device=device),
-            row_start=(np.cumsum(step.counts) - step.counts).astype(np.int32),
-            lengths=np.array(step.counts, np.int32),
-            starts=np.array(step.starts, np.int32),
-            table_rows=np.array(step.sequences, np.int32) + 1,
-            block_tables=tables,
-            block_size=block_size,
-            pages=(pages,),
-        )
-        call = [torch.cat([x[step.rows], x.new_full((padding, *x.shape[1:]), torch.nan)]).to(device) for x in parts]
-        result = attention(*call, context, shape.options, sinks).cpu()
-        assert not result[len(step.rows) :].any(), "padding rows must be zero"
-        out[step.rows] = result[: len(step.rows)]
+        call = pages.call(parts, step, padding)
+        result = attention(*call, pages.context(step, padding), shape.options, sinks).cpu()
+        keep(result, step, out)
     return out

@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.kv_pages import LatentLayout
 from samebit.kernels.layout.options import LatentOptions
 from samebit.kernels.ops.latent.attention import latent_attention
 
 from . import reference
+from .paged import Pages, keep
 from .routes import NextCount, steps
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -52,27 +51,11 @@ def through_pages(
 
     Pages begin as NaN, blocks are dealt out at random, and ``padding`` rows of NaN end each call.
     """
-    blocks = [-(-length // block_size) for length in lengths]
-    dealt = iter(np.random.default_rng(0).permutation(sum(blocks)) + 1)
-    tables = np.full((len(lengths) + 1, max(blocks)), np.iinfo(np.int32).max, np.int32)
-    for sequence, count in enumerate(blocks):
-        tables[sequence + 1, :count] = [next(dealt) for _ in range(count)]
     layout = LatentLayout(1, shape.rank, shape.rope)
-    pages = layout.allocate(sum(blocks), block_size, parts[0].dtype, device)[0].fill_(torch.nan)
+    pages = Pages.deal(layout, lengths, block_size, parts[0].dtype, device)
     out = torch.empty(*parts[0].shape[:2], shape.rank, dtype=parts[0].dtype)
     for step in steps(lengths, next_count):
-        context = ForwardContext(
-            positions=torch.zeros(len(step.rows) + padding, dtype=torch.int64, device=device),
-            row_start=(np.cumsum(step.counts) - step.counts).astype(np.int32),
-            lengths=np.array(step.counts, np.int32),
-            starts=np.array(step.starts, np.int32),
-            table_rows=np.array(step.sequences, np.int32) + 1,
-            block_tables=tables,
-            block_size=block_size,
-            pages=(pages,),
-        )
-        call = [torch.cat([x[step.rows], x.new_full((padding, *x.shape[1:]), torch.nan)]).to(device) for x in parts]
-        result = latent_attention(call[0], call[1], context, shape.options).cpu()
-        assert not result[len(step.rows) :].any(), "padding rows must be zero"
-        out[step.rows] = result[: len(step.rows)]
+        q, latents = pages.call(parts, step, padding)
+        result = latent_attention(q, latents, pages.context(step, padding), shape.options).cpu()
+        keep(result, step, out)
     return out

@@ -12,6 +12,7 @@ from samebit.kernels.ops.latent.attention import latent_attention
 from samebit.kernels.ops.latent.selection import choose_keys
 
 from .latent_layer import Shape
+from .paged import Pages, keep
 from .routes import NextCount, steps
 
 
@@ -99,33 +100,15 @@ def through_pages(
     padding: int = 0, device: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """In steps, as `latent_layer.through_pages`; output and choice."""
-    blocks = [-(-length // block_size) for length in lengths]
-    dealt = iter(np.random.default_rng(0).permutation(sum(blocks)) + 1)
-    tables = np.full((len(lengths) + 1, max(blocks)), np.iinfo(np.int32).max, np.int32)
-    for sequence, count in enumerate(blocks):
-        tables[sequence + 1, :count] = [next(dealt) for _ in range(count)]
     shape = layer.shape
     layout = SparseLayout(shape.rank, shape.rope, layer.size, (True,))
-    pages = tuple(page.fill_(torch.nan) for page in layout.allocate(sum(blocks), block_size, given.q.dtype, device))
+    pages = Pages.deal(layout, lengths, block_size, given.q.dtype, device)
     out = torch.empty(*given.q.shape[:2], shape.rank, dtype=given.q.dtype)
     found = torch.full((len(out), layer.top_k), -1, dtype=torch.int32)
     for step in steps(lengths, next_count):
-        context = ForwardContext(
-            positions=torch.zeros(len(step.rows) + padding, dtype=torch.int64, device=device),
-            row_start=(np.cumsum(step.counts) - step.counts).astype(np.int32),
-            lengths=np.array(step.counts, np.int32),
-            starts=np.array(step.starts, np.int32),
-            table_rows=np.array(step.sequences, np.int32) + 1,
-            block_tables=tables,
-            block_size=block_size,
-            pages=pages,
-        )
-        call = [
-            torch.cat([x[step.rows], x.new_full((padding, *x.shape[1:]), torch.nan)]).to(device) for x in given.parts()
-        ]
-        result, chosen = (part.cpu() for part in attended(Inputs(*call), layer, context))
-        assert not result[len(step.rows) :].any(), "padding rows must be zero"
-        out[step.rows] = result[: len(step.rows)]
+        call = Inputs(*pages.call(given.parts(), step, padding))
+        result, chosen = (part.cpu() for part in attended(call, layer, pages.context(step, padding)))
+        keep(result, step, out)
         spans = zip(step.starts, step.counts, strict=True)
         positions = np.concatenate([np.arange(first, first + count) for first, count in spans])
         found[step.rows] = as_lists(chosen, positions, layer)
