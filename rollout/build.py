@@ -121,14 +121,18 @@ def _bind(module: nn.Module, exact: bool) -> None:
 
 
 def _thread_setup(num_threads: int | None, device: torch.device) -> Callable[[], None]:
-    """Return what the generation thread has to set itself: its thread counts and its current CUDA device."""
+    """Return what the generation thread has to set itself: its thread counts and its current CUDA device.
+
+    Unless the config gives a number, the counts are those of the calling thread, which builds the worker.
+    """
+    of_torch = num_threads or torch.get_num_threads()
+    of_numba = num_threads or numba.get_num_threads()
 
     def set_up() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-            numba.set_num_threads(num_threads)
+        torch.set_num_threads(of_torch)
+        numba.set_num_threads(of_numba)
 
     return set_up
 

@@ -71,7 +71,7 @@ class RolloutConfig:
         no time to gain. No result depends on it.
     enforce_eager: on CUDA, launch a step's kernels one by one instead of replaying CUDA graphs. No result depends on
         it. (On the CPU they always are.)
-    num_threads: CPU threads of the generation thread; None leaves the process default.
+    num_threads: CPU threads of the generation thread; None for those of the thread that builds the worker.
     seed: base of the random numbers of requests that bring no seed.
     while_asleep: what a request does that comes while the worker sleeps, or after its weights were discarded and before
         new ones came: "raise" refuses it, "wait" queues it. (Those that came before always wait.)

@@ -3,13 +3,17 @@ interpreter where there is no GPU, and TRL without its warning of what is experi
 
 They read this when they are imported (torch does not import Triton); Ray remembers the token from then on.
 
-The files that take longest come first: `make test` gives whole files to two processes, and the last one to run should
+Kernels of the CPU take one thread of Numba's, as processes of tests share the cores; what other counts must not
+change is tested with them (`THREADS`).
+
+The files that take longest come first: `make test` gives whole files to some processes, and the last one to run should
 be short. The very first compiles nearly all kernels of the CPU; those beside it need none, the next ones many.
 """
 
 import os
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 
@@ -19,6 +23,7 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+numba.set_num_threads(1)
 
 TESTS = Path(__file__).parent
 LONGEST = (

@@ -172,3 +172,21 @@ def test_a_step_of_the_optimizer_between_two_rollouts() -> None:
             with worker.weight_update():
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("count", THREADS)
+def test_a_worker_computes_with_the_threads_of_who_builds_it(count: int) -> None:
+    """Numba and torch count the threads of each Python thread for itself."""
+    model = bound_model("Qwen3")
+    found: list[tuple[int, int]] = []
+    handle = model.model.register_forward_pre_hook(
+        lambda *_: found.append((torch.get_num_threads(), numba.get_num_threads()))
+    )
+    before = numba.get_num_threads()
+    try:
+        numba.set_num_threads(count)
+        run(model, PROMPTS[:1], PARAMS[:1])
+    finally:
+        numba.set_num_threads(before)
+        handle.remove()
+    assert set(found) == {(torch.get_num_threads(), count)}
