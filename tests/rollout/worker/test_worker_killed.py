@@ -22,6 +22,7 @@ from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.weight_sync import (
     BroadcastReceiver,
+    PeerLostError,
     SharedMemoryReceiver,
     SharedMemorySender,
     SyncBrokenError,
