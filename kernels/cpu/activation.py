@@ -36,14 +36,12 @@ def _tanh_of(x: Any) -> Any:
 
 
 def _silu(
-    threads: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride:
-    int, out_address: int,
+    threads: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int,
+    up_stride: int, out_address: int,
 ) -> None:  # fmt: skip
     share_out(
         _silu_row, rows, threads,
-        (
-            gate_address, up_address, kind, rows, width, gate_stride, up_stride, out_address,
-        ),
+        (gate_address, up_address, kind, rows, width, gate_stride, up_stride, out_address),
     )  # fmt: skip
 
 
@@ -61,14 +59,12 @@ def _silu_row(
 
 
 def _silu_backward(
-    threads: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate:
-    Any, grad_up: Any,
+    threads: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int,
+    grad_gate: Any, grad_up: Any,
 ) -> None:  # fmt: skip
     share_out(
         _silu_backward_row, rows, threads,
-        (
-            gate, up, grad, rows, width, gate_stride, up_stride, grad_gate, grad_up,
-        ),
+        (gate, up, grad, rows, width, gate_stride, up_stride, grad_gate, grad_up),
     )  # fmt: skip
 
 
@@ -90,14 +86,12 @@ def _silu_backward_row(
 
 
 def _gelu_tanh(
-    threads: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride:
-    int, out_address: int,
+    threads: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int,
+    up_stride: int, out_address: int,
 ) -> None:  # fmt: skip
     share_out(
         _gelu_tanh_row, rows, threads,
-        (
-            gate_address, up_address, kind, rows, width, gate_stride, up_stride, out_address,
-        ),
+        (gate_address, up_address, kind, rows, width, gate_stride, up_stride, out_address),
     )  # fmt: skip
 
 
@@ -115,14 +109,12 @@ def _gelu_tanh_row(
 
 
 def _gelu_tanh_backward(
-    threads: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate:
-    Any, grad_up: Any,
+    threads: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int,
+    grad_gate: Any, grad_up: Any,
 ) -> None:  # fmt: skip
     share_out(
         _gelu_tanh_backward_row, rows, threads,
-        (
-            gate, up, grad, rows, width, gate_stride, up_stride, grad_gate, grad_up,
-        ),
+        (gate, up, grad, rows, width, gate_stride, up_stride, grad_gate, grad_up),
     )  # fmt: skip
 
 
@@ -145,14 +137,12 @@ def _gelu_tanh_backward_row(
 
 
 def _sigmoid(
-    threads: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride:
-    int, out_address: int,
+    threads: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int,
+    up_stride: int, out_address: int,
 ) -> None:  # fmt: skip
     share_out(
         _sigmoid_row, rows, threads,
-        (
-            gate_address, up_address, kind, rows, width, gate_stride, up_stride, out_address,
-        ),
+        (gate_address, up_address, kind, rows, width, gate_stride, up_stride, out_address),
     )  # fmt: skip
 
 
@@ -169,14 +159,12 @@ def _sigmoid_row(
 
 
 def _sigmoid_backward(
-    threads: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate:
-    Any, grad_up: Any,
+    threads: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int,
+    grad_gate: Any, grad_up: Any,
 ) -> None:  # fmt: skip
     share_out(
         _sigmoid_backward_row, rows, threads,
-        (
-            gate, up, grad, rows, width, gate_stride, up_stride, grad_gate, grad_up,
-        ),
+        (gate, up, grad, rows, width, gate_stride, up_stride, grad_gate, grad_up),
     )  # fmt: skip
 
 

@@ -93,9 +93,7 @@ def _gather_backward(
 ) -> None:  # fmt: skip
     share_out(
         _gather_backward_row, logits.shape[0], threads,
-        (
-            logits, tokens, temperatures, peaks, log_totals, grad, out,
-        ),
+        (logits, tokens, temperatures, peaks, log_totals, grad, out),
     )  # fmt: skip
 
 
@@ -173,9 +171,7 @@ def _entropy_backward(
 ) -> None:  # fmt: skip
     share_out(
         _entropy_backward_row, logits.shape[0], threads,
-        (
-            logits, temperatures, entropies, peaks, log_totals, grad, out,
-        ),
+        (logits, temperatures, entropies, peaks, log_totals, grad, out),
     )  # fmt: skip
 
 

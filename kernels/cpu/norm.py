@@ -68,9 +68,7 @@ def _rms_norm(
 ) -> None:  # fmt: skip
     share_out(
         _rms_norm_part, _PARTS, threads,
-        (
-            x_address, kind, weight_address, weight_kind, offset, eps, rows, width, out_address, inverse_address,
-        ),
+        (x_address, kind, weight_address, weight_kind, offset, eps, rows, width, out_address, inverse_address),
     )  # fmt: skip
 
 
@@ -124,9 +122,7 @@ def _gated_rms_norm(
 ) -> None:  # fmt: skip
     share_out(
         _gated_rms_norm_part, _PARTS, threads,
-        (
-            x, gate, gate_stride, weight, eps, rows, width, groups, gate_first, by_sigmoid, out,
-        ),
+        (x, gate, gate_stride, weight, eps, rows, width, groups, gate_first, by_sigmoid, out),
     )  # fmt: skip
 
 

@@ -16,14 +16,12 @@ from samebit.kernels.cpu.base.share_out import share_out
 
 
 def _gates(
-    threads: int, a_at: int, a_stride: int, b_at: int, b_stride: int, a_log_at: int, bias_at: int, scale: Any, rows:
-    int, heads: int, channels: int, decay_at: int, beta_at: int, kind: Any,
+    threads: int, a_at: int, a_stride: int, b_at: int, b_stride: int, a_log_at: int, bias_at: int, scale: Any,
+    rows: int, heads: int, channels: int, decay_at: int, beta_at: int, kind: Any,
 ) -> None:  # fmt: skip
     share_out(
         _gates_row, rows, threads,
-        (
-            a_at, a_stride, b_at, b_stride, a_log_at, bias_at, scale, rows, heads, channels, decay_at, beta_at, kind,
-        ),
+        (a_at, a_stride, b_at, b_stride, a_log_at, bias_at, scale, rows, heads, channels, decay_at, beta_at, kind),
     )  # fmt: skip
 
 
