@@ -1,5 +1,11 @@
 """What kernels are made of: parts that are compiled within them."""
 
+import json
+import shutil
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,6 +13,8 @@ import pytest
 
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+
+from ..campaign import long
 
 
 @inlined_part
@@ -29,6 +37,8 @@ def _kernel(values: Any, out: Any) -> None:
 
 kernel = compile_kernel(_kernel)
 
+CLOSURES = Path(__file__).with_name("closures_of_one_maker.py")
+
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int64])
 def test_a_kernel_calls_parts_of_parts_for_each_dtype(dtype: type) -> None:
@@ -42,3 +52,31 @@ def test_a_part_is_no_function_of_python() -> None:
     for one in (_twice, _sum_of_doubles):
         with pytest.raises(TypeError, match=f"{one.py_func.__name__} is a part of kernels, which compiled code alone"):
             one(np.ones(2, np.float32))
+
+
+def test_a_kernel_shows_other_kernels_nothing_of_what_it_is_made_of(tmp_path: Path) -> None:
+    """What is weak in object code is replaced by what has its name in a kernel loaded before."""
+    spec = spec_from_file_location("closures", shutil.copy(CLOSURES, tmp_path))
+    assert spec is not None
+    assert spec.loader is not None
+    closures = module_from_spec(spec)
+    spec.loader.exec_module(closures)
+    assert closures.run("first") == [1.0, 1.0, 1.0]
+    (language,) = closures.KERNELS["first"].inspect_llvm().values()
+    assert "define internal" in language
+    assert "define linkonce_odr" not in language
+
+
+@long
+def test_kernels_compiled_by_two_processes_keep_their_own_closures(tmp_path: Path) -> None:
+    copy = shutil.copy(CLOSURES, tmp_path)
+
+    def run(*names: str) -> Any:
+        done = subprocess.run([sys.executable, copy, *names], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    one, two = [1.0] * 3, [2.0] * 3
+    assert run("first") == [one]
+    assert run("second") == [two]
+    assert run("first", "second") == [one, two]

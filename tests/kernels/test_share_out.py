@@ -47,8 +47,12 @@ def test_a_forked_child_computes_what_takes_one_thread() -> None:
     kernel(2, 8, 1.0, np.zeros(8), -1)
     child = os.fork()
     if child == 0:
-        counts = np.zeros(8)
-        kernel(1, 8, 1.0, counts, -1)
-        kernel(16, 1, 1.0, counts, -1)
-        os._exit(int(not np.array_equal(counts, [2.0, *range(2, 9)])))
+        equal = False
+        try:
+            counts = np.zeros(8)
+            kernel(1, 8, 1.0, counts, -1)
+            kernel(16, 1, 1.0, counts, -1)
+            equal = np.array_equal(counts, [2.0, *range(2, 9)])
+        finally:  # whatever was raised: the child must not go on with pytest
+            os._exit(0 if equal else 1)
     assert os.waitpid(child, 0)[1] == 0

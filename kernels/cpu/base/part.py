@@ -2,19 +2,22 @@
 
 Numba optimises every function that it compiles, with all that it calls, and makes machine code of it. A kernel is a
 chain of calls, so what stands at its end would be optimised once a link: attention three times. Its own way to put a
-function in place of a call copies Python's bytecode there, and then infers types and lowers it once a call. A part is
+function in place of a call copies its statements there, and then infers types and lowers them once a call. A part is
 typed and lowered once to LLVM's language, where calls are replaced; the kernel optimises the whole once.
 
 Invariants
 ----------
 * A part has no machine code of its own. Only compiled code calls it; a call from Python raises TypeError.
 * An inlined part stands in place of its calls before LLVM looks at the loops around them.
+* A kernel's object code shows other kernels nothing that it was made of. Numba names a function by its module, its
+  name, the types of its arguments and a count of the process: two closures of one maker, compiled into kernels by two
+  processes, can be of one name, and a process that loads both kernels from the cache would run one body for both.
 """
 
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from llvmlite.binding import create_new_module_pass_manager
+from llvmlite.binding import Linkage, create_new_module_pass_manager
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
@@ -35,6 +38,13 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]  # Numba has no types
         passes.add_always_inliner_pass()
         passes.run(module, self._codegen._pass_builder())
         super().add_llvm_module(module)
+
+    def _optimize_final_module(self) -> None:
+        """Do as Numba does, then hide what was linked in (before, LLVM would inline more, and take longer)."""
+        super()._optimize_final_module()
+        for function in self._final_module.functions:
+            if not function.is_declaration and function.linkage == Linkage.linkonce_odr:
+                function.linkage = Linkage.internal
 
 
 class _PartLibrary(KernelLibrary):
@@ -58,23 +68,19 @@ class _InlinedLibrary(_PartLibrary):
 class KernelCompiler(Compiler):  # type: ignore[misc]
     """Compiles a kernel, which inlines its parts."""
 
-    def __init__(
-        self, typing: Any, target: Any, library: Any, args: Any, return_type: Any, flags: Any, locals: Any
-    ) -> None:
+    def __init__(self, typing: Any, target: Any, library: Any, args: Any, result: Any, flags: Any, names: Any) -> None:
         library = KernelLibrary(target.codegen(), "kernel")
         library.enable_object_caching()
-        super().__init__(typing, target, library, args, return_type, flags, locals)
+        super().__init__(typing, target, library, args, result, flags, names)
 
 
 class _PartCompiler(Compiler):  # type: ignore[misc]
     """Ends before machine code is made."""
 
-    def __init__(
-        self, typing: Any, target: Any, library: Any, args: Any, return_type: Any, flags: Any, locals: Any
-    ) -> None:
+    def __init__(self, typing: Any, target: Any, library: Any, args: Any, result: Any, flags: Any, names: Any) -> None:
         library = (_InlinedLibrary if flags.forceinline else _PartLibrary)(target.codegen(), "part")
         flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
-        super().__init__(typing, target, library, args, return_type, flags, locals)
+        super().__init__(typing, target, library, args, result, flags, names)
 
 
 class _Part(CPUDispatcher):  # type: ignore[misc]
