@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from llvmlite.binding import get_host_cpu_features
 
-from .exactness.families import CAMPAIGN
-from .patience import HANG
+from ..campaign import CAMPAIGN, long
+from ..patience import HANG
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FEATURES = get_host_cpu_features()
 HASWELL = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe,+popcnt"}
 
@@ -31,11 +31,12 @@ COMPILED = [
 
 
 def run_tests(arguments: list[str], environment: dict[str, str], minutes: float) -> None:
-    """In a process of their own, one after the other."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    """In a process of their own, one after the other; a variable that is empty is not there."""
+    variables = os.environ | environment
+    kept = {name: value for name, value in variables.items() if value and not name.startswith("PYTEST_")}
     found = subprocess.run(
         [Path(sys.executable).with_name("pytest"), "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *arguments],
-        env=kept | environment,
+        env=kept,
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -64,3 +65,14 @@ def test_as_numba_compiles_for_a_haswell(tmp_path: Path) -> None:
     """Nothing comes from the cache of this processor's kernels, and nothing gets there."""
     arguments = ["tests/kernels", "--ignore", "tests/kernels/triton"] if CAMPAIGN else COMPILED
     run_tests(arguments, HASWELL | {"NUMBA_CACHE_DIR": str(tmp_path)}, 60 if CAMPAIGN else HANG / 60)
+
+
+@long
+def test_as_tiles_multiply(tmp_path: Path) -> None:
+    """The instructions (AMX) are emulated; where a processor has them, tests of the kernels use them as they are."""
+    names = "experts expert_blocks latent_families rollout gradients prefix_cache"
+    models = [f"tests/exactness/test_{name}.py" for name in names.split()]
+    kernels = [f"tests/kernels/test_{name}.py" for name in ("linear", "experts", "latent", "scored_head")]
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "NUMBA_CACHE_DIR": str(tmp_path), "SAMEBIT_SOAK_CASES": ""}
+    run_tests(["-p", "emulated_tiles", *kernels, *models, "-k", "tiles or bfloat16 or dtype1"], environment, 60)
