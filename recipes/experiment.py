@@ -29,6 +29,9 @@ from samebit.rollout.models.hub import model_folder
 _APART = 1_000_003
 """Keeps the random numbers of a resumed run apart from those that it has drawn."""
 
+_BEFORE_ALL = -1
+"""The step before step 0: a run that has no checkpoint yet begins with an empty log."""
+
 
 @dataclass(frozen=True)
 class Seed:
@@ -87,11 +90,15 @@ class Seed:
         return tqdm(steps, desc=f"seed {self.seed} GRPO", unit="step", mininterval=1.0)
 
     def after(self, step: int, row: Row, worker: Worker, shown: Sequence[Shown] = ()) -> None:
-        """Evaluate if it is time to, log the step, and refuse it if a token differed. shown: samples for the log."""
+        """Do as `evaluate_and_log` does, and refuse the step if a token differed."""
+        self.evaluate_and_log(step, row, worker, shown)
+        require_none(step, row)
+
+    def evaluate_and_log(self, step: int, row: Row, worker: Worker, shown: Sequence[Shown] = ()) -> None:
+        """Evaluate if it is time to, and log the step. shown: samples for the log."""
         if step % self.settings.eval_every == 0 or step == self.settings.steps:
             row = {**row, **self.evaluated(worker)}
         self.log.write(self.seed, step, row, [asdict(one) for one in shown])
-        require_none(step, row)
 
 
 Train = Callable[[Seed], None]
@@ -128,13 +135,15 @@ def _seed(settings: Settings, number: int, log: MetricsLog) -> Iterator[Seed]:
     saved = saved_run(settings, number)
     done = saved.steps_done() if resumes(settings) else 0
     row: Row = {}
+    log.forget_after(number, done or _BEFORE_ALL)
     if done:
         folder = saved.policy
         sets = _left_of_warm_up(settings, number) if settings.model is None else _problem_sets(settings, number)
-        log.forget_after(number, done)
+    elif settings.warm_from is not None:
+        folder, sets = warm_folder(settings.warm_from, number), _left_of_warm_up(settings, number)
     elif settings.model is None:
-        folder = out / "warm"
-        row, sets = _warm_up(settings, number, folder)
+        folder = warm_folder(settings.out, number)
+        row, sets = warm_up(settings, number, folder)
     else:
         folder, sets = model_folder(settings.model), _problem_sets(settings, number)
     policy, tokenizer = tiny_model.load(folder)
@@ -148,6 +157,11 @@ def resumes(settings: Settings) -> bool:
     return isinstance(settings, OnPolicy) and settings.resume
 
 
+def warm_folder(out: Path, seed: int) -> Path:
+    """Return where a run saves the built-in model after its warm-up."""
+    return out / f"seed{seed}" / "warm"
+
+
 def saved_run(settings: Settings, seed: int) -> SavedRun:
     """Return where the checkpoint of a seed is, or would be."""
     return SavedRun(settings.out / f"seed{seed}" / "checkpoint")
@@ -158,7 +172,7 @@ def _style(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Style:
     return Style(chat, settings.instruction, settings.answer_after)
 
 
-def _warm_up(settings: Settings, seed: int, folder: Path) -> tuple[Row, ProblemSets]:
+def warm_up(settings: Settings, seed: int, folder: Path) -> tuple[Row, ProblemSets]:
     """Build the built-in model, warm it up, save it to `folder`; what is left of the problems."""
     used = warmup.problems_needed(settings)
     sets = _of_warm_up(settings, seed)

@@ -17,7 +17,8 @@ from samebit.recipes.learner import Learner
 from samebit.recipes.metrics import Row
 from samebit.recipes.sampling import sample
 from samebit.recipes.settings import OnPolicy, parse
-from samebit.recipes.sync import synced
+from samebit.recipes.sync import Synced, synced
+from samebit.rollout import Worker
 
 
 def run(settings: OnPolicy) -> list[Row]:
@@ -28,17 +29,23 @@ def run(settings: OnPolicy) -> list[Row]:
 def train(seed: Seed, settings: OnPolicy) -> None:
     """Do all GRPO steps of a seed."""
     with synced(settings.sync, seed.policy, seed.tokenizer, seed.folder, seed.config) as rollout:
-        learner = Learner(seed.policy, rollout.update, seed.tokenizer, settings)
-        if seed.steps_done:
-            seed.saved.restore(learner.optimizer)
-        seed.before(rollout.worker)
-        for step, problems in zip(bar := seed.steps(), seed.batches(), strict=False):
-            scored = sample(rollout.worker, seed.tokenizer, problems, seed.params, seed.style)
-            row = {**scored.metrics(), **learner.step(step, scored.trajectories())}
-            bar.set_postfix(reward=f"{row['reward/mean']:.3f}", mismatch=row["training/rollout_logprobs_diff_max"])
-            seed.after(step, row, rollout.worker, scored.shown(problems, settings.samples_shown))
-            if settings.save_every and step % settings.save_every == 0:
-                seed.saved.save(step, seed.policy, seed.tokenizer, learner.optimizer)
+        learn(seed, settings, rollout, Learner(seed.policy, rollout.update, seed.tokenizer, settings))
+
+
+def learn(seed: Seed, settings: OnPolicy, rollout: Synced, learner: Learner, judge: Worker | None = None) -> None:
+    """Do the steps that are left. judge: the worker that answers the held-out problems; without one, the rollout's."""
+    judge = judge or rollout.worker
+    log = seed.after if learner.exact else seed.evaluate_and_log
+    if seed.steps_done:
+        seed.saved.restore(learner.optimizer)
+    seed.before(judge)
+    for step, problems in zip(bar := seed.steps(), seed.batches(), strict=False):
+        scored = sample(rollout.worker, seed.tokenizer, problems, seed.params, seed.style)
+        row = {**scored.metrics(), **learner.step(step, scored.trajectories())}
+        bar.set_postfix(reward=f"{row['reward/mean']:.3f}", mismatch=row["training/rollout_logprobs_diff_max"])
+        log(step, row, judge, scored.shown(problems, settings.samples_shown))
+        if settings.save_every and (step % settings.save_every == 0 or step == settings.steps):
+            seed.saved.save(step, seed.policy, seed.tokenizer, learner.optimizer)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from samebit.kernels import token_logprobs
-from samebit.recipes.grpo_loss import grpo_loss
+from samebit.recipes.grpo_loss import grpo_loss, truncated_loss
 from samebit.recipes.importance import Importance
 from samebit.recipes.metrics import Row
 from samebit.recipes.mismatch import Mismatch, MismatchError
@@ -24,7 +24,8 @@ RAMP = 5
 class Learner:
     """Owns the optimizer. Every sampled token is compared with the rollout before a weight changes.
 
-    previous: needed where a batch may hold tokens that were sampled before the last update.
+    previous: needed where a batch may hold tokens that were sampled before the last update. exact: update nothing where
+    a token differs; False for who studies what differences do.
     """
 
     def __init__(
@@ -34,6 +35,8 @@ class Learner:
         tokenizer: PreTrainedTokenizerFast,
         settings: Settings,
         previous: PreviousPolicy | None = None,
+        *,
+        exact: bool = True,
     ) -> None:
         self.policy = policy
         self.version = 0
@@ -42,9 +45,10 @@ class Learner:
         self._bring_worker_along = update
         self._pad_id = pad_id(tokenizer)
         self._previous = previous
+        self.exact = exact
 
     def step(self, step: int, rows: Sequence[Trajectory]) -> Row:
-        """Compare, learn and update the weights; return the step's metrics. Updates nothing if a token differs."""
+        """Compare, learn and update the weights; return the step's metrics."""
         mismatch, importance = Mismatch(), Importance()
         version = self.version
         ages = [version - sampled_under for row in rows for sampled_under in row.versions]
@@ -54,7 +58,7 @@ class Learner:
         loss = self._backward([row for row in rows if row.advantage != 0.0], mismatch, importance)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.grad_norm)
         learned = perf_counter()
-        synced = {} if mismatch.differing else self._update(step)
+        synced = {} if self.exact and mismatch.differing else self._update(step)
         ended = perf_counter()
         return {
             "weight_version": version,
@@ -84,12 +88,19 @@ class Learner:
             logprobs = self._logprobs(batch)
             self._compare(batch, logprobs, mismatch)
             importance.add(batch, logprobs, self.settings.clip)
-            loss = grpo_loss(
-                logprobs, batch.rollout_logprobs, batch.advantages, batch.sampled, tokens, self.settings.clip
-            )
+            loss = self._loss(batch, logprobs, tokens)
             loss.backward()
             total += loss.item()
         return total
+
+    def _loss(self, batch: Batch, logprobs: Tensor, tokens: int) -> Tensor:
+        settings = self.settings
+        if settings.correction == "truncate":
+            return truncated_loss(
+                logprobs, batch.rollout_logprobs, batch.advantages, batch.sampled, tokens, settings.truncation
+            )
+        sampled_with = batch.rollout_logprobs if settings.correction == "clip" else logprobs.detach()
+        return grpo_loss(logprobs, sampled_with, batch.advantages, batch.sampled, tokens, settings.clip)
 
     def _compare(self, batch: Batch, logprobs: Tensor, mismatch: Mismatch) -> None:
         """Compare each token with the trainer's number under the weights that it was sampled under."""

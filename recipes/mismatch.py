@@ -21,6 +21,8 @@ class Mismatch:
     differing: int = 0
     logprobs_diff_max: float = 0.0
     probs_diff_max: float = 0.0
+    logprobs_diff_sum: float = 0.0
+    logprobs_sum: float = 0.0
 
     def add(self, batch: Batch, trainer_logprobs: Tensor, version: int) -> None:
         """Compare the tokens of one batch that were sampled under this version of the weights.
@@ -35,13 +37,17 @@ class Mismatch:
             (rollout.view(torch.int32) != trainer.view(torch.int32)).logical_or(rollout.isnan()).sum()
         )
         self.logprobs_diff_max = max(self.logprobs_diff_max, float((rollout - trainer).abs().max()))
+        self.logprobs_diff_sum += float((rollout - trainer).abs().sum())
+        self.logprobs_sum += float(trainer.sum())
         self.probs_diff_max = max(self.probs_diff_max, float((rollout.exp() - trainer.exp()).abs().max()))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics under the names that RL trainers use."""
+        """Return the metrics under the names that RL trainers use; the entropy is that of the samples, in nats."""
         return {
             "training/rollout_probs_diff_max": self.probs_diff_max,
             "training/rollout_logprobs_diff_max": self.logprobs_diff_max,
+            "training/rollout_logprobs_diff_mean": self.logprobs_diff_sum / max(1, self.tokens),
+            "actor/entropy_of_samples": -self.logprobs_sum / max(1, self.tokens),
             "training/tokens_compared": self.tokens,
             "training/tokens_differing": self.differing,
         }

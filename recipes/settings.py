@@ -15,6 +15,9 @@ AnySettings = TypeVar("AnySettings", bound="Settings")
 ARCHITECTURES = ("dense", "hybrid", "gdn", "moe", "mla")
 """Shapes of the built-in model."""
 
+CORRECTIONS = ("clip", "truncate", "none")
+"""What is done where a token was sampled with another probability than the trainer's now."""
+
 
 def option(default: Any, text: str, **extra: Any) -> Any:
     """Return a field that is also a command-line option; its type is the default's unless `type=` is given."""
@@ -49,6 +52,13 @@ class Settings:
     max_tokens: int = option(64, "longest completion")
     lr: float = option(2e-4, "learning rate of GRPO, reached after 5 steps")
     clip: float = option(0.2, "how far the probability ratio may move a token's loss")
+    correction: str = option(
+        "clip",
+        "of tokens that the trainer gives another probability than the rollout: a clipped ratio, a weight of at most "
+        "TRUNCATION, or none, the ratio taken as 1",
+        choices=CORRECTIONS,
+    )
+    truncation: float = option(2.0, "largest weight of a token, with --correction truncate")
     grad_norm: float = option(1.0, "gradients are scaled down to this norm")
     log_to: str = option("tensorboard", "what shows the metrics beside metrics.jsonl", choices=BOARDS)
     samples_shown: int = option(4, "samples a step that are written to samples.jsonl")
@@ -56,6 +66,9 @@ class Settings:
     held_out: int = option(400, "held-out problems, the same for every seed")
     eval_every: int = option(10, "steps between greedy evaluations of the held-out problems")
 
+    warm_from: Path | None = option(
+        None, "OUT of an earlier run with the same warm-up, whose warmed-up policies this one begins with", type=Path
+    )
     warmup_cap: int = option(500, "most supervised steps on answers with working")
     warmup_loss: float = option(0.05, "smoothed loss at which these steps end")
     warmup_mixed: int = option(90, "supervised steps after that, three in four answers direct")
@@ -67,6 +80,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.data is not None and self.model is None:
             raise ValueError("--data needs --model: the built-in model's tokenizer knows arithmetic only")
+        if self.model is not None and self.warm_from is not None:
+            raise ValueError("--warm-from is for the built-in model: --model brings its own")
         if self.model is not None and self.architecture != "dense":
             raise ValueError("--architecture is for the built-in model: --model brings its own")
         for name in ("seeds", "steps", "prompts", "max_tokens", "held_out", "eval_every", "warmup_cap"):
@@ -74,6 +89,8 @@ class Settings:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         if self.model is None and self.prompt_style != "expression":
             raise ValueError("--prompt-style question needs --model: the built-in model's tokenizer knows no words")
+        if self.truncation < 1:
+            raise ValueError(f"--truncation must be at least 1, the weight of a token on policy: got {self.truncation}")
         if not self.answer_after:
             raise ValueError("--answer-after must not be empty")
         if len(self.columns.split(",")) != 2 or not all(self.columns.split(",")):

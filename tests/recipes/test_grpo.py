@@ -1,6 +1,7 @@
 """The recipe from end to end, two steps of it, on the real engine."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -124,9 +125,26 @@ def test_a_run_goes_on_from_its_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_what_was_logged_behind_the_checkpoint_is_written_again_once(tiny: Tiny, tmp_path: Path) -> None:
-    grpo.run(tiny(tmp_path, steps=3, save_every=2))
+    checkpoint = tmp_path / "seed0" / "checkpoint"
+    grpo.run(tiny(tmp_path, steps=2, save_every=2))
+    shutil.copytree(checkpoint, tmp_path / "second step")
+    grpo.run(tiny(tmp_path, steps=3, save_every=2, resume=True))
+    shutil.rmtree(checkpoint)
+    shutil.copytree(tmp_path / "second step", checkpoint)
     rows = grpo.run(tiny(tmp_path, steps=3, save_every=2, resume=True))
     assert [row["step"] for row in rows] == [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("correction", ["truncate", "none"])
+def test_no_correction_changes_a_bit_of_an_exact_run(correction: str, tiny: Tiny, out: Path, tmp_path: Path) -> None:
+    """And it begins with the warmed-up policy of that run, and with an empty log: there is no checkpoint."""
+    (tmp_path / "metrics.jsonl").write_text('{"seed": 0, "step": 0}\n{"seed": 0, "step": 1}\n')
+    rows = grpo.run(tiny(tmp_path, warm_from=out, correction=correction, resume=True))
+    first = [row for row in rows_of(out) if row["seed"] == 0]
+    assert [row["step"] for row in rows] == [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2]
+    for name in ("reward/mean", "actor/loss", "actor/grad_norm", "val/accuracy"):
+        assert [row.get(name) for row in rows] == [row.get(name) for row in first]
+    assert not (tmp_path / "seed0" / "warm").exists()
 
 
 def test_a_chat_template_and_an_instruction(tiny: Tiny, out: Path, tmp_path: Path) -> None:

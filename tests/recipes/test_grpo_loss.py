@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from samebit.recipes.grpo_loss import group_advantages, grpo_loss
+from samebit.recipes.grpo_loss import group_advantages, grpo_loss, truncated_loss
 from samebit.recipes.trajectory import Trajectory, collate, micro_batches
 
 
@@ -28,6 +28,36 @@ def test_loss_by_hand() -> None:
     loss.backward()
     # Only the unclipped token has a gradient: -(advantage * ratio) / tokens.
     torch.testing.assert_close(logprobs.grad, torch.tensor([[-2.0 / 3, 0.0], [0.0, 0.0]]))
+
+
+def test_truncated_loss_by_hand() -> None:
+    # Row 0 (advantage 2): weights 1.5 and 3, cut to 2. Row 1 (advantage -1): weight 0.5. The masked entry is none.
+    rollout = torch.log(torch.tensor([[0.2, 0.1], [0.4, 0.1]]))
+    logprobs = torch.log(torch.tensor([[0.3, 0.3], [0.2, 0.9]])).requires_grad_()
+    sampled = torch.tensor([[True, True], [True, False]])
+    loss = truncated_loss(logprobs, rollout, torch.tensor([2.0, -1.0]), sampled, total_tokens=3, most=2.0)
+    assert loss.item() == pytest.approx(-(3.0 + 4.0 - 0.5) / 3)
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-3.0 / 3, -4.0 / 3], [0.5 / 3, 0.0]]))
+
+
+def test_with_an_exact_rollout_every_correction_is_the_same_loss_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(5, 9, generator=generator)
+    sampled, advantages = torch.rand(5, 9, generator=generator) > 0.3, torch.randn(5, generator=generator)
+    found = []
+    for loss in (
+        lambda now: grpo_loss(now, rollout, advantages, sampled, 31, 0.2),
+        lambda now: truncated_loss(now, rollout, advantages, sampled, 31, 2.0),
+        lambda now: grpo_loss(now, now.detach(), advantages, sampled, 31, 0.2),
+    ):
+        logprobs = rollout.clone().requires_grad_()
+        total = loss(logprobs)
+        total.backward()
+        found.append((total.detach(), logprobs.grad))
+    for total, gradient in found[1:]:
+        assert torch.equal(total, found[0][0])
+        assert torch.equal(gradient, found[0][1])
 
 
 def test_entries_that_were_not_sampled_give_no_nan() -> None:

@@ -23,7 +23,7 @@ def one_row(logprobs: list[float]) -> Batch:
 def test_equal_bits_are_no_mismatch() -> None:
     mismatch = Mismatch()
     mismatch.add(one_row([-0.5, -1.5]), torch.tensor([[9.0, -0.5, -1.5]]), 0)
-    assert mismatch == Mismatch(tokens=2)
+    assert (mismatch.tokens, mismatch.differing, mismatch.logprobs_diff_max) == (2, 0, 0.0)
     require_none(1, mismatch.metrics())
 
 
@@ -47,15 +47,18 @@ def test_sizes_of_the_difference() -> None:
     mismatch.add(one_row([math.log(0.5), math.log(0.25)]), torch.tensor([[0.0, math.log(0.25), math.log(0.25)]]), 0)
     assert mismatch.logprobs_diff_max == pytest.approx(math.log(2))
     assert mismatch.probs_diff_max == pytest.approx(0.25)
+    found = mismatch.metrics()
+    assert found["training/rollout_logprobs_diff_mean"] == pytest.approx(math.log(2) / 2)
+    assert found["actor/entropy_of_samples"] == pytest.approx(math.log(4))
 
 
 def test_only_tokens_of_that_version_are_compared() -> None:
     mismatch = Mismatch()
     batch = collate([Trajectory([1], [3, 3], [-0.5, -1.5], versions=[4, 5])], pad_id=0)
     mismatch.add(batch, torch.tensor([[9.0, -1.5]]), 5)
-    assert mismatch == Mismatch(tokens=1)
+    assert (mismatch.tokens, mismatch.differing, mismatch.logprobs_diff_max) == (1, 0, 0.0)
     mismatch.add(batch, torch.tensor([[-0.5, 9.0]]), 4)
-    assert mismatch == Mismatch(tokens=2)
+    assert (mismatch.tokens, mismatch.differing, mismatch.logprobs_diff_max) == (2, 0, 0.0)
     mismatch.add(batch, torch.tensor([[9.0, 9.0]]), 4)
     assert (mismatch.tokens, mismatch.differing) == (3, 1)
 
@@ -91,3 +94,5 @@ def test_the_learner_updates_only_when_every_token_agrees(flip: bool) -> None:
     assert row["training/tokens_differing"] == int(flip)
     assert update.updates == int(not flip)
     assert torch.equal(before, policy.lm_head.weight) == flip
+    Learner(policy, update, tokenizer, Settings(), exact=False).step(2, rows)
+    assert update.updates == 1 + int(not flip), "who studies differences learns from them"

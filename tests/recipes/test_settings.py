@@ -26,6 +26,8 @@ def test_given_options_arrive_with_their_types() -> None:
         (["--steps", "three"], "invalid int value"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--samples", "1"], "--samples must be at least 2"),
+        (["--truncation", "0.5"], "--truncation must be at least 1"),
+        (["--model", "m", "--warm-from", "runs/grpo"], "--warm-from is for the built-in model"),
         (["--temperature", "0"], "--temperature must be positive"),
         (["--data", "d.jsonl"], "--data needs --model"),
         (["--prompt-style", "question"], "needs --model"),

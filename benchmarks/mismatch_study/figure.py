@@ -1,0 +1,81 @@
+"""Draw what the arms of a study wrote, and print the figure that they are judged by."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from rich import box
+from rich.table import Table
+
+from samebit.recipes.metrics import Row
+
+PANELS = {
+    "val/accuracy": "greedy accuracy, held out",
+    "training/rollout_logprobs_diff_mean": "mean |rollout logprob - trainer logprob|",
+    "actor/grad_norm": "gradient norm",
+    "actor/entropy_of_samples": "entropy of the samples, nats",
+}
+
+Runs = dict[str, list[Row]]
+
+
+def read(folder: Path) -> Runs:
+    """Return the rows of each arm that has any, by name."""
+    files = sorted(folder.glob("*/metrics.jsonl"))
+    return {path.parent.name: [json.loads(line) for line in path.read_text().splitlines()] for path in files}
+
+
+def draw(folder: Path) -> None:
+    """Write study.png: a line an arm, the mean over its seeds; the band shows the extremes."""
+    runs = read(folder)
+    canvas, grid = plt.subplots(2, 2, figsize=(13, 8), layout="constrained")
+    for axes, (name, title) in zip(grid.flat, PANELS.items(), strict=True):
+        for arm, rows in runs.items():
+            _line(axes, rows, name, arm)
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+    grid.flat[0].legend(fontsize="small")
+    canvas.savefig(folder / "study.png", dpi=120)
+    plt.close(canvas)
+
+
+def table(folder: Path) -> Table:
+    """Return a line an arm: what it is judged by, and how far its sampler was from the trainer."""
+    result = Table(title="greedy accuracy on the held-out problems at the last step", box=box.SIMPLE_HEAD)
+    for title in ("arm", "seeds", "steps", "accuracy", "extremes", "mean difference", "KL (k3)", "tokens that differ"):
+        result.add_column(title, justify="left" if title == "arm" else "right", no_wrap=True)
+    for arm, rows in read(folder).items():
+        result.add_row(arm, *_cells(rows))
+    return result
+
+
+def _cells(rows: Sequence[Row]) -> list[str]:
+    steps = int(max(row["step"] for row in rows))
+    last = [row["val/accuracy"] for row in rows if row["step"] == steps and "val/accuracy" in row]
+    learned = [row for row in rows if row["step"]]
+    differing = mean(row["training/tokens_differing"] / row["training/tokens_compared"] for row in learned)
+    divergence = [row["actor/ppo_kl"] for row in learned if "actor/ppo_kl" in row]
+    return [
+        f"{len(last)}",
+        f"{steps}",
+        f"{mean(last):.3f}",
+        f"{min(last):.3f} to {max(last):.3f}",
+        f"{mean(row['training/rollout_logprobs_diff_mean'] for row in learned):.2g}",
+        f"{mean(divergence):.2g}",
+        f"{differing:.1%}",
+    ]
+
+
+def _line(axes: Axes, rows: Sequence[Row], name: str, arm: str) -> None:
+    steps = sorted({int(row["step"]) for row in rows if name in row})
+    values = [[row[name] for row in rows if row["step"] == step and name in row] for step in steps]
+    (line,) = axes.plot(steps, [mean(one) for one in values], label=arm)
+    axes.fill_between(
+        steps, [min(one) for one in values], [max(one) for one in values], color=line.get_color(), alpha=0.15
+    )
