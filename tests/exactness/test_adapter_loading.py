@@ -17,8 +17,8 @@ from samebit.weight_sync import NonFiniteWeightError, SharedMemoryReceiver, Shar
 
 from ..patience import HANG
 from .compare import assert_matches_trainer, assert_same_samples
-from .families import make_model, token_ids
-from .lora import add, lora_config, make_peft, wake
+from .families import CAMPAIGN, make_model, token_ids
+from .lora import FAMILIES, SMALLER, add, config_for, lora_config, make_peft, wake
 from .soak_links import links
 
 CONFIG = RolloutConfig(num_blocks=64, max_model_len=160, max_num_seqs=8)
@@ -91,6 +91,18 @@ def test_every_way_in_gives_the_trainers_bits(policy: PeftModel, worker: Rollout
             assert_matches_trainer(policy, outputs, params())
         assert sent.result().dense_bytes == num_bytes
     assert_same_samples(worker.generate(PROMPTS, params("ref")), ref)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", FAMILIES if CAMPAIGN else ("Qwen3_5", "Qwen3Next"))
+def test_no_layer_of_any_family_leaves_its_adapter_out(family: str) -> None:
+    """Rows without gradients multiply several layers at once: here the base model's own, there those of peft."""
+    config = config_for(family, 3)
+    trainer = bind(make_peft(family, config=config))
+    with RolloutWorker(make_model(family, **SMALLER.get(family, {})), config=CONFIG) as worker:
+        worker.load_adapter("policy", tensors(trainer), config=config)
+        found = worker.generate(PROMPTS, params())
+        assert_matches_trainer(trainer, found, params())
 
 
 def test_over_broadcast(policy: PeftModel, worker: RolloutWorker, folder: Path) -> None:

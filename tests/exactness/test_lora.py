@@ -16,19 +16,11 @@ from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, Worker
 from .compare import assert_matches_trainer, assert_same_samples
 from .families import CAMPAIGN, DTYPES, make_model, token_ids
 from .gradients import relative_error
-from .lora import LAYERS, add, lora_config, make_peft, wake
+from .lora import FAMILIES, add, config_for, lora_config, make_peft, wake
 
 CONFIG = {"num_blocks": 64, "max_model_len": 160, "max_num_seqs": 8, "max_num_batched_tokens": 40}
 PROMPTS = token_ids(70, 1, 33)
 IDS = torch.tensor(token_ids(45, 45))
-AROUND_EXPERTS = ("Qwen3Moe", "GptOss", "Qwen3Next", "DeepseekV3", "Glm4MoeLite")
-"""Families whose MLPs' names are also those of their experts, which peft takes as parameters."""
-FAMILIES = (
-    *("Qwen3", "Gemma3", "Phi3", "NemotronH, experts", "GraniteMoeHybrid", "Zamba2", "OlmoHybrid", "Qwen3_5"),
-    *AROUND_EXPERTS,
-)
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
-MIXERS = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 RANKS = (1, 4, 8, 16, 64, 100)
 CASES = [
     ("Qwen3", 1, torch.float32),
@@ -45,15 +37,6 @@ def params(count: int = 3, **changes: Any) -> list[SamplingParams]:
         SamplingParams(n=1 + (index == 0), max_tokens=9, seed=index, ignore_eos=True, **changes)
         for index in range(count)
     ]
-
-
-def config_for(family: str, rank: int) -> LoraConfig:
-    """On all that may have one, but MLPs around experts, and what peft refuses of Mamba."""
-    names = [*LAYERS, *PROJECTIONS, *MIXERS] if CAMPAIGN else LAYERS
-    if family in AROUND_EXPERTS:
-        names = [*PROJECTIONS, *MIXERS]
-    refused = ("out_proj",) if family.startswith("NemotronH") else ()
-    return lora_config(rank, target_modules=[name for name in names if name not in refused])
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +57,7 @@ def worker(policy: PeftModel) -> Iterator[RolloutWorker]:
 @pytest.mark.soak
 @pytest.mark.parametrize(("family", "rank", "dtype"), CASES)
 def test_a_worker_reports_what_the_trainer_computes(family: str, rank: int, dtype: torch.dtype) -> None:
-    model = make_peft(family, dtype, config_for(family, rank))
+    model = make_peft(family, dtype, config_for(family, rank, whole=CAMPAIGN))
     assert {w.dtype for name, w in model.named_parameters() if "lora" in name} == {torch.float32}
     with RolloutWorker(model, config=RolloutConfig(**CONFIG)) as worker:
         found = worker.generate(PROMPTS, params())

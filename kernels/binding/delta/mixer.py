@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from samebit.kernels.binding.delta.family import DeltaFamily
+from samebit.kernels.binding.lora.forwards import projections
 from samebit.kernels.layout.forward_context import recurrent_layout_of
 from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions
 from samebit.kernels.ops.conv import causal_conv
 from samebit.kernels.ops.delta.gates import gates
 from samebit.kernels.ops.delta.rule import delta_rule
-from samebit.kernels.ops.linear import linears
 from samebit.kernels.ops.norm import gated_rms_norm
 
 
@@ -73,15 +73,15 @@ def delta_forward(
 
 def _projections(self: Any, facts: DeltaFacts, x: torch.Tensor) -> Projected:
     if facts.family.projections == "by_key_head":
-        return _by_key_head(facts.options, *linears(x, (self.in_proj_qkvz, self.in_proj_ba)))
+        return _by_key_head(facts.options, *projections(x, (self.in_proj_qkvz, self.in_proj_ba)))
     if facts.family.projections == "joined":
-        qkv, gate, b = linears(x, (self.in_proj_qkv, self.in_proj_z, self.in_proj_b))
+        qkv, gate, b = projections(x, (self.in_proj_qkv, self.in_proj_z, self.in_proj_b))
         return Projected(qkv, gate, b, self.in_proj_a(x))
-    qkv = torch.cat(linears(x, (self.q_proj, self.k_proj, self.v_proj)), dim=-1)
+    qkv = torch.cat(projections(x, (self.q_proj, self.k_proj, self.v_proj)), dim=-1)
     if facts.family.by_channel:
-        gate, b, a = linears(x, (self.g_a_proj, self.b_proj, self.forget_gate.f_a_proj))
+        gate, b, a = projections(x, (self.g_a_proj, self.b_proj, self.forget_gate.f_a_proj))
         return Projected(qkv, self.g_b_proj(gate), b, self.forget_gate.f_b_proj(a))
-    return Projected(qkv, *linears(x, (self.g_proj, self.b_proj, self.a_proj)))
+    return Projected(qkv, *projections(x, (self.g_proj, self.b_proj, self.a_proj)))
 
 
 def _by_key_head(options: DeltaOptions, qkvz: torch.Tensor, ba: torch.Tensor) -> Projected:
