@@ -132,6 +132,23 @@ def test_echo_scores_a_prompt(served: Served) -> None:
     assert text.startswith("ab")
 
 
+def test_tokens_are_named_by_their_ids(served: Served) -> None:
+    """As vLLM's clients ask for them; the sampled token is among the alternatives, also where none was asked for."""
+    more = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    asked = {"model": NAME, "n": 2, "max_tokens": 6, "seed": 4, "extra_body": more}
+    for count in (0, 2):
+        for choice in served.client.completions.create(prompt="ab", logprobs=count, **asked).choices:
+            names, tops = choice.logprobs.tokens, choice.logprobs.top_logprobs
+            assert names == [f"token_id:{token}" for token in choice.token_ids]
+            for name, logprob, top in zip(names, choice.logprobs.token_logprobs, tops, strict=True):
+                assert top[name] == logprob
+                assert max(count, 1) <= len(top) <= count + 1
+    chats = served.client.chat.completions.create(messages=USER, logprobs=True, top_logprobs=1, **asked)
+    for choice in chats.choices:
+        assert [one.token for one in choice.logprobs.content] == [f"token_id:{token}" for token in choice.token_ids]
+        assert all(one.top_logprobs[0].token.startswith("token_id:") for one in choice.logprobs.content)
+
+
 def test_tokens_and_text(served: Served) -> None:
     asked = served.post("/tokenize", {"prompt": "abc", "return_token_strs": True}).json()
     assert asked["token_strs"] == ["ab", "c"]
