@@ -1,9 +1,10 @@
 """Measure what HTTP costs, and whether a crowd of streams loses anything. The server is a process of its own.
 
 step_tax: seconds of a step behind the server, 64 requests at once that are not streamed, over those of a worker without
-one; batch_tax: the same of the whole batch, from the first request to the last answer. us_per_chunk: CPU time of the
-thread that answers, with streams less without, for the same tokens, a chunk. crowd_lost, crowd_doubled, crowd_hung: of
-the concurrent streams, those whose tokens are not, or more than, the ones of the worker, or that do not end.
+one; step_cpu_tax: CPU seconds of the threads that compute instead, which other work on the machine changes less;
+batch_tax: seconds of the whole batch, from the first request to the last answer. us_per_chunk: CPU time of the thread
+that answers, with streams less without, for the same tokens, a chunk. crowd_lost, crowd_doubled, crowd_hung: of the
+concurrent streams, those whose tokens are not, or more than, the ones of the worker, or that do not end.
 """
 
 import argparse
@@ -48,10 +49,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Cost:
-    """Holds what one batch took: seconds, those of a step, CPU seconds of the thread that answers, chunks."""
+    """Holds what a batch took: seconds, those of a step and its CPU, CPU seconds of the thread that answers, chunks."""
 
     seconds: float
     step_seconds: float
+    step_cpu_seconds: float
     cpu_seconds: float
     chunks: int
 
@@ -62,16 +64,18 @@ def measure(folder: Path, sizes: Sizes) -> dict[str, Spread]:
         expected = direct(worker, sizes)[1]
         for stream in (False, True):
             server.batch(sizes, expected, stream=stream)
-        step, batch, chunk = [], [], []
+        step, step_cpu, batch, chunk = [], [], [], []
         for _ in range(sizes.rounds):
             alone = direct(worker, sizes)[0]
             plain = server.batch(sizes, expected, stream=False)
             streamed = server.batch(sizes, expected, stream=True)
             step.append(plain.step_seconds / alone.step_seconds)
+            step_cpu.append(plain.step_cpu_seconds / alone.step_cpu_seconds)
             batch.append(plain.seconds / alone.seconds)
             chunk.append(1e6 * (streamed.cpu_seconds - plain.cpu_seconds) / streamed.chunks)
         crowd = server.crowd(worker, sizes)
-    return {"step_tax": spread(step), "batch_tax": spread(batch), "us_per_chunk": spread(chunk), **crowd}
+    taxes = {"step_tax": spread(step), "step_cpu_tax": spread(step_cpu), "batch_tax": spread(batch)}
+    return {**taxes, "us_per_chunk": spread(chunk), **crowd}
 
 
 def prompt(number: int, length: int) -> list[int]:
@@ -81,12 +85,13 @@ def prompt(number: int, length: int) -> list[int]:
 def direct(worker: RolloutWorker, sizes: Sizes) -> tuple[Cost, list[list[int]]]:
     """Run the batch without a server; also what it sampled."""
     worker.reset_prefix_cache()
-    before, began = worker.stats(), time.perf_counter()
+    before, cpu, began = worker.stats(), _computing_cpu(os.getpid()), time.perf_counter()
     params = [SamplingParams(max_tokens=sizes.tokens, seed=number) for number in range(sizes.requests)]
     outputs = worker.generate([prompt(number, sizes.prompt) for number in range(sizes.requests)], params)
     seconds, after = time.perf_counter() - began, worker.stats()
     steps = after["steps"] - before["steps"]
-    cost = Cost(seconds, (after["step_seconds"] - before["step_seconds"]) / steps, 0.0, 0)
+    step_cpu = (_computing_cpu(os.getpid()) - cpu) / steps
+    cost = Cost(seconds, (after["step_seconds"] - before["step_seconds"]) / steps, step_cpu, 0.0, 0)
     return cost, [output.samples[0].token_ids for output in outputs]
 
 
@@ -101,15 +106,16 @@ class Server:
     def batch(self, sizes: Sizes, expected: list[list[int]], *, stream: bool) -> Cost:
         """Run the batch, and check what came."""
         httpx.post(f"{self._control}/reset_prefix_cache").raise_for_status()
-        before, cpu, began = self._stats(), self._cpu(), time.perf_counter()
+        pid = self._process.pid
+        before, cpu, computing, began = self._stats(), _cpu(pid, pid), _computing_cpu(pid), time.perf_counter()
         answers = asyncio.run(self._ask(sizes.requests, sizes.prompt, sizes.tokens, stream=stream))
         seconds, after = time.perf_counter() - began, self._stats()
-        cpu = self._cpu() - cpu
+        cpu, computing = _cpu(pid, pid) - cpu, _computing_cpu(pid) - computing
         if [ids for ids, _ in answers] != expected:
             raise RuntimeError("the server did not give the worker's tokens")
         steps = after["steps"] - before["steps"]
         step_seconds = (after["step_seconds"] - before["step_seconds"]) / steps
-        return Cost(seconds, step_seconds, cpu, sum(chunks for _, chunks in answers))
+        return Cost(seconds, step_seconds, computing / steps, cpu, sum(chunks for _, chunks in answers))
 
     def crowd(self, worker: RolloutWorker, sizes: Sizes) -> dict[str, Spread]:
         """Run many streams at once; tell how many lost or doubled a token, or did not end."""
@@ -167,10 +173,16 @@ class Server:
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return {one.name.removeprefix("samebit_").removesuffix("_total"): one.value for one in samples}
 
-    def _cpu(self) -> float:
-        """Return the CPU seconds of the thread that answers: the main one."""
-        pid = self._process.pid
-        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+def _cpu(pid: int, thread: int) -> float:
+    """Return the CPU seconds of a thread; the main one, which answers, has the number of its process."""
+    return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+
+
+def _computing_cpu(pid: int) -> float:
+    """Return the CPU seconds of all threads but the main one."""
+    threads = (int(path.name) for path in Path(f"/proc/{pid}/task").iterdir())
+    return sum(_cpu(pid, thread) for thread in threads if thread != pid)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class WorkerParts:
     """Holds what a worker is made of.
 
     config: with the block size that was chosen. has_experts: routed ones, whose choice can be noted.
-    on_thread_start: runs first in the generation thread.
+    dtype: of the weights. on_thread_start: runs first in the generation thread.
     """
 
     config: RolloutConfig
@@ -50,6 +50,7 @@ class WorkerParts:
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: Tokenizer | None = None
     has_experts: bool = False
+    dtype: torch.dtype = torch.float32
     on_thread_start: Callable[[], None] = _nothing
 
 
@@ -96,6 +97,7 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
         eos_token_ids=loaded.eos_token_ids,
         tokenizer=loaded.tokenizer,
         has_experts=runner.route_layout is not None,
+        dtype=runner.dtype,
         adapters=_adapters(loaded.module, adapter),
         on_thread_start=_thread_setup(config.num_threads, runner.device),
     )

@@ -90,6 +90,7 @@ class RolloutWorker(Closing):
             num_blocks=engine.cache.pool.num_blocks,
             has_tokenizer=parts.tokenizer is not None,
             has_experts=parts.has_experts,
+            dtype=parts.dtype,
         )
         self._intake = Intake(self.limits, engine.cache, parts.adapters, parts.eos_token_ids, parts.tokenizer)
         self._engine = engine

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from samebit.kernels.layout.grids import ceil_div
 from samebit.rollout.errors import RequestError
@@ -27,6 +28,7 @@ class RequestLimits:
     num_blocks: int
     has_tokenizer: bool
     has_experts: bool = False
+    dtype: torch.dtype = torch.float32
 
     def check_prompt(self, prompt: object) -> IntArray:
         """Return the prompt as an array of ids, or raise `RequestError`."""

@@ -32,6 +32,7 @@ def bits(value: float) -> bytes:
 
 def test_log_probabilities_through_http_are_the_trainers_bits(served: Served) -> None:
     prompts = [[1, 5, 9], list(range(40)), [7] * 17]
+    version = served.service.versions.name(served.service.worker.weight_version)
     answer = served.client.completions.create(
         model=NAME, prompt=prompts, n=2, max_tokens=33, temperature=0.7, top_p=0.9, seed=3, logprobs=2,
         extra_body={"return_token_ids": True, "ignore_eos": True},
@@ -43,7 +44,7 @@ def test_log_probabilities_through_http_are_the_trainers_bits(served: Served) ->
         assert choice.prompt_token_ids == prompts[choice.index // 2]
         expected = token_logprobs(policy, torch.tensor([ids]), temperature=0.7)[0, -33:].detach()
         assert [bits(x) for x in choice.logprobs.token_logprobs] == [bits(x) for x in expected.tolist()]
-        assert choice.weight_versions == [{"version": "0", "start": 0, "end": 33}]
+        assert choice.weight_versions == [{"version": version, "start": 0, "end": 33}]
 
 
 def test_http_gives_what_the_worker_gives(served: Served) -> None:
@@ -129,6 +130,23 @@ def test_echo_scores_a_prompt(served: Served) -> None:
     assert answer.usage.completion_tokens == 0
     text = served.client.completions.create(model=NAME, prompt="ab", echo=True, max_tokens=1).choices[0].text
     assert text.startswith("ab")
+
+
+def test_tokens_are_named_by_their_ids(served: Served) -> None:
+    """As vLLM's clients ask for them; the sampled token is among the alternatives, also where none was asked for."""
+    more = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    asked = {"model": NAME, "n": 2, "max_tokens": 6, "seed": 4, "extra_body": more}
+    for count in (0, 2):
+        for choice in served.client.completions.create(prompt="ab", logprobs=count, **asked).choices:
+            names, tops = choice.logprobs.tokens, choice.logprobs.top_logprobs
+            assert names == [f"token_id:{token}" for token in choice.token_ids]
+            for name, logprob, top in zip(names, choice.logprobs.token_logprobs, tops, strict=True):
+                assert top[name] == logprob
+                assert max(count, 1) <= len(top) <= count + 1
+    chats = served.client.chat.completions.create(messages=USER, logprobs=True, top_logprobs=1, **asked)
+    for choice in chats.choices:
+        assert [one.token for one in choice.logprobs.content] == [f"token_id:{token}" for token in choice.token_ids]
+        assert all(one.top_logprobs[0].token.startswith("token_id:") for one in choice.logprobs.content)
 
 
 def test_tokens_and_text(served: Served) -> None:

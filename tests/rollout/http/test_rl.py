@@ -216,6 +216,8 @@ def test_facts(served: Served) -> None:
     assert served.http.get(f"{served.control}/get_world_size").json() == {"world_size": 1}
     info = served.http.get(f"{served.control}/server_info?config_format=json").json()
     assert info["vllm_config"]["model_config"]["max_model_len"] == 2048
+    assert info["vllm_config"]["model_config"]["dtype"] == "torch.float32"
+    assert info["vllm_config"]["lora_config"]["max_lora_rank"] > 512
 
 
 def test_weights_come_from_a_folder_over_gloo_and_through_shared_memory(served: Served, tmp_path: Path) -> None:

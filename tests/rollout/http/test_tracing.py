@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import importlib.util
 import itertools
+import socket
+import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +22,15 @@ from samebit.rollout.integrations.http.service import Service
 from samebit.rollout.integrations.http.serving import tracing_of
 from samebit.rollout.integrations.http.settings import ServeSettings
 
-from .served import NAME, Served
+from ...patience import wait_until
+from .served import NAME, Served, serving
 from .test_streams import LONG, ask
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace")
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (  # noqa: E402
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 
@@ -77,3 +91,108 @@ def test_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ValueError, match=r"otlp_traces_endpoint='http://x'.*pip install 'samebit\[otel\]'"):
         tracing_of("http://x", NAME)
+
+
+class Collected(ThreadingHTTPServer):
+    """Takes OTLP over HTTP, as a collector does, and keeps the spans of its protobuf messages."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Taking)
+        self.spans: list[Any] = []
+        self.services: set[str] = set()
+
+
+class _Taking(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        plain = gzip.decompress(body) if self.headers["content-encoding"] == "gzip" else body
+        assert (self.path, self.headers["content-type"]) == ("/v1/traces", "application/x-protobuf")
+        for one in ExportTraceServiceRequest.FromString(plain).resource_spans:
+            named = {each.key: each.value.string_value for each in one.resource.attributes}
+            self.server.services.add(named["service.name"])
+            self.server.spans += [span for scope in one.scope_spans for span in scope.spans]
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-protobuf")
+        self.end_headers()
+        self.wfile.write(ExportTraceServiceResponse().SerializeToString())
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+@contextmanager
+def collecting() -> Iterator[Collected]:
+    with Collected() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def forwarding(target: str) -> Iterator[str]:
+    """Run the collector `rotel`, which sends on what it takes; gives the address at which it takes traces."""
+    agent = Path(importlib.util.find_spec("rotel").submodule_search_locations[0]) / "rotel-agent"
+    with socket.socket() as one, socket.socket() as other:
+        for free in (one, other):
+            free.bind(("127.0.0.1", 0))
+        http, grpc = (f"127.0.0.1:{free.getsockname()[1]}" for free in (one, other))
+    takes = ("--otlp-http-endpoint", http, "--otlp-grpc-endpoint", grpc)
+    gives = ("--exporter", "otlp", "--otlp-exporter-endpoint", target, "--otlp-exporter-protocol", "http")
+    process = subprocess.Popen([agent, "start", *takes, *gives], stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: process.poll() is not None or _listens(http))
+        assert process.poll() is None
+        yield f"http://{http}/v1/traces"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _listens(address: str) -> bool:
+    host, port = address.split(":")
+    with socket.socket() as tried:
+        return tried.connect_ex((host, int(port))) == 0
+
+
+@pytest.mark.parametrize("collector", [None, "rotel"])
+def test_a_collector_takes_the_spans(collector: str | None, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a socket, as protobuf; and through a collector of others, which reads and writes them anew."""
+    if collector is not None:
+        pytest.importorskip(collector, reason="the collector is not installed: pip install rotel")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    with collecting() as target:
+        address = f"http://127.0.0.1:{target.server_port}"
+        if collector is None:
+            ask_traced(served.folder, f"{address}/v1/traces")
+            wait_until(lambda: len(target.spans) == 8)
+        else:
+            with forwarding(address) as between:
+                ask_traced(served.folder, between)
+                wait_until(lambda: len(target.spans) == 8)
+    assert target.services == {"samebit"}
+    assert {span.trace_id.hex() for span in target.spans} == {f"{TRACE:032x}"}
+    requests = [span for span in target.spans if span.name == "llm_request"]
+    for span, length in zip(
+        sorted(requests, key=lambda span: len(told_of(span)["gen_ai.request.id"])), (3, 1), strict=True
+    ):
+        told = told_of(span)
+        assert span.parent_span_id.hex() == f"{PARENT:016x}"
+        assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (length, 10)
+        children = [one for one in target.spans if one.parent_span_id == span.span_id]
+        assert sorted(one.name for one in children) == ["decode", "prefill", "queue"]
+        assert all(one.start_time_unix_nano <= one.end_time_unix_nano for one in children)
+
+
+def ask_traced(folder: Path, endpoint: str) -> None:
+    with serving(folder, "--otlp-traces-endpoint", endpoint, "--num-blocks", "64") as one:
+        headers = {"traceparent": f"00-{TRACE:032x}-{PARENT:016x}-01"}
+        assert one.post("/v1/completions", BODY, headers=headers).status_code == 200
+
+
+def told_of(span: Any) -> dict[str, Any]:
+    """A span's attributes, from their messages."""
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}

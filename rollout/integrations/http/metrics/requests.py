@@ -57,7 +57,7 @@ class RequestMetrics:
         self._n = self._histogram("vllm:request_params_n", "Samples asked for.", _SAMPLES)
         self._max_tokens = self._histogram("vllm:request_params_max_tokens", "The max_tokens asked for.", lengths)
         self._success = self._counter("vllm:request_success", "Samples that ended, by reason.", "finished_reason")
-        self._failed = self._counter("samebit_requests_failed", "Requests that ended with an error.")
+        self._failed = self._counter("samebit_answers_failed", "Requests of HTTP that ended with an error.")
         self._inside = Gauge(
             "samebit_requests_inside", "Requests of HTTP that have not been answered.", LABELS, registry=self.registry
         ).labels(*self._labels)

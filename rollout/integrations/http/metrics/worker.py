@@ -47,7 +47,7 @@ class WorkerCollector(Collector):
         yield from self._of_vllm(numbers)
         for name in next(iter(numbers.values()), {}):
             values = {engine: stats[name] for engine, stats in numbers.items() if name in stats}
-            yield self._family(f"samebit_{name}", f"{name} of worker.stats().", values, gauge=name in GAUGES)
+            yield self._family(metric_name(name), f"{name} of worker.stats().", values, gauge=name in GAUGES)
         if isinstance(worker, Fleet):
             yield from self._of_fleet(worker)
         yield from self._of_server()
@@ -100,6 +100,11 @@ class WorkerCollector(Collector):
         for engine, value in values.items():
             family.add_metric((self._service.name, engine), value)
         return family
+
+
+def metric_name(name: str) -> str:
+    """Return the name for Prometheus of a number of `stats()`; `_total` is the end of counters alone there."""
+    return f"samebit_{name.removesuffix('_total') if name in GAUGES else name}"
 
 
 def _used(stats: dict[str, float]) -> float:

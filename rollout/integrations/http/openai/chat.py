@@ -65,7 +65,7 @@ class _Chat:
         self._job = job
         self._session = session
         self._tokenizer = service.need_tokenizer()
-        self._texts = TokenTexts(self._tokenizer)
+        self._texts = TokenTexts(self._tokenizer, as_ids=bool(asked.return_tokens_as_token_ids))
 
     def _head(self, kind: str) -> dict[str, Any]:
         model = self._asked.model or self._service.name

@@ -51,7 +51,7 @@ class _Completion:
         self._service = service
         self._asked = asked
         self._job = job
-        self._texts = TokenTexts(service.tokenizer)
+        self._texts = TokenTexts(service.tokenizer, as_ids=bool(asked.return_tokens_as_token_ids))
 
     def _head(self) -> dict[str, Any]:
         return {
@@ -93,7 +93,6 @@ class _Completion:
         return decoded(self._service.need_tokenizer(), prompt.token_ids)
 
     def _logprobs(self, output: RequestOutput, sample: SampleOutput, scored: bool) -> dict[str, Any]:
-        count = self._asked.logprobs or 0
         ids = [] if scored else sample.token_ids
         values: list[float | None] = [] if scored else [*sample.logprobs]
         none: list[dict[int, float] | None] = [None]
@@ -102,7 +101,7 @@ class _Completion:
             ids = output.prompt_token_ids + ids
             values = output.prompt_logprobs + values
             top = [*(output.prompt_top_logprobs or none * len(output.prompt_token_ids)), *top]
-        return logprobs.of_completion(self._texts, ids, values, top, count)
+        return logprobs.of_completion(self._texts, ids, values, top)
 
     # -- streamed --------------------------------------------------------------------------------
 
@@ -139,7 +138,7 @@ class _Completion:
         scores = None
         if self._asked.logprobs is not None:
             scores = logprobs.of_completion(
-                self._texts, chunk.token_ids, chunk.logprobs, chunk.top_logprobs, self._asked.logprobs, offsets[index]
+                self._texts, chunk.token_ids, chunk.logprobs, chunk.top_logprobs, offsets[index]
             )
             offsets[index] += sum(map(len, scores["tokens"]))
         piece: dict[str, Any] = {"index": index, "text": text, "logprobs": scores, "finish_reason": chunk.finish_reason}

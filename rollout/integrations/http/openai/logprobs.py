@@ -14,10 +14,11 @@ Top = dict[int, float]
 
 
 class TokenTexts:
-    """Remembers the text of each token that was asked for."""
+    """Remembers the text of each token that was asked for. as_ids: all are written `token_id:5`, as vLLM does if
+    asked for `return_tokens_as_token_ids`."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
+        self._tokenizer = None if as_ids else tokenizer
         self._known: dict[int, str] = {}
 
     def __getitem__(self, token: int) -> str:
@@ -36,10 +37,10 @@ def of_completion(
     token_ids: Sequence[int],
     logprobs: Sequence[float | None],
     top: Sequence[Top | None] | None,
-    count: int,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """Return the `logprobs` of /v1/completions: parallel lists. count: alternatives asked for. offset: of the text."""
+    """Return the `logprobs` of /v1/completions: parallel lists. The alternatives of a token are as many as were asked
+    for, and the token itself. offset: of the text."""
     names = [texts[token] for token in token_ids]
     offsets: list[int] = []
     for name in names:
@@ -48,7 +49,10 @@ def of_completion(
     return {
         "tokens": names,
         "token_logprobs": list(logprobs),
-        "top_logprobs": None if not count or top is None else [_by_text(texts, one) for one in top],
+        "top_logprobs": [
+            None if logprob is None else _by_text(texts, {**(other or {}), token: logprob})
+            for token, logprob, other in zip(token_ids, logprobs, top or [None] * len(token_ids), strict=True)
+        ],
         "text_offset": offsets,
     }
 
@@ -74,6 +78,6 @@ def _one(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
-def _by_text(texts: TokenTexts, top: Top | None) -> dict[str, float] | None:
+def _by_text(texts: TokenTexts, top: Top) -> dict[str, float]:
     """Name alternatives by their text; of two tokens with one text the likelier stands for both."""
-    return None if top is None else {texts[token]: logprob for token, logprob in reversed(ranked(top))}
+    return {texts[token]: logprob for token, logprob in reversed(ranked(top))}

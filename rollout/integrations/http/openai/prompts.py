@@ -75,7 +75,7 @@ async def chat_text(service: Service, asked: Chat, messages: list[Message]) -> s
         raise ApiError(
             400, "continue_final_message goes with add_generation_prompt=false", param="continue_final_message"
         )
-    tools: Any = [tool.model_dump(exclude_none=True) for tool in asked.tools] if asked.tools else None
+    tools: Any = [tool.model_dump(exclude_none=True, by_alias=True) for tool in asked.tools] if asked.tools else None
 
     def render() -> str:
         try:

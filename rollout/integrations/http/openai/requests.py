@@ -57,6 +57,7 @@ class Common(Sampling):
     priority: Literal[0] = 0
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     user: str | None = None
 
 
@@ -113,9 +114,12 @@ class Message(Strict):
 
 
 class Function(Strict):
+    """Describes a function to the model. returns: what transformers' `get_json_schema` says beside OpenAI's fields."""
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    returns: dict[str, Any] | None = Field(default=None, alias="return")
     strict: Literal[False] | None = None
 
 

@@ -21,6 +21,8 @@ from samebit.rollout.integrations.http.service import Service
 from samebit.rollout.integrations.links import Sources
 
 Tag = Literal["weights", "kv_cache"]
+_ANY_ADAPTER = {"max_lora_rank": 1 << 16, "max_loras": 1 << 16}
+"""Stands in /server_info for limits that there are not; clients compare with them."""
 CONTROL_PATHS = frozenset(
     (
         "/pause", "/resume", "/is_paused", "/abort_requests", "/sleep", "/wake_up", "/is_sleeping",
@@ -218,7 +220,7 @@ def _server_info(service: Service) -> dict[str, Any]:
                 "model": service.name,
                 "served_model_name": service.name,
                 "max_model_len": limits.max_model_len,
-                "dtype": _plain(config.dtype),
+                "dtype": str(limits.dtype),
                 "logprobs_mode": "processed_logprobs" if not config.exact else "exact: at the sampling temperature",
             },
             "cache_config": {"block_size": limits.block_size, "num_gpu_blocks": limits.num_blocks},
@@ -227,6 +229,8 @@ def _server_info(service: Service) -> dict[str, Any]:
                 "max_num_seqs": config.max_num_seqs,
                 "max_num_batched_tokens": config.max_num_batched_tokens,
             },
+            "lora_config": None if service.settings.weight_root is None else _ANY_ADAPTER,
+            "weight_transfer_config": {"backend": "gloo"},
         },
         "samebit": settings,
     }
