@@ -129,7 +129,7 @@ def first_wave(model: PreTrainedModel, sizes: Sizes) -> dict[str, Spread]:
 
 
 def beside_hugging_face(
-    model: PreTrainedModel, workload: Workload, rounds: int, calibration: Calibration
+    model: PreTrainedModel, kind: str, workload: Workload, rounds: int, calibration: Calibration
 ) -> dict[str, Spread]:
     """Compare output tokens per second with Hugging Face's, prefill included."""
     vocab_size = model.config.vocab_size
@@ -148,23 +148,27 @@ def beside_hugging_face(
         turns = {"samebit": turn("samebit", run), "hf_generate": turn("hf_generate", hf_generate(model, workload))}
         steady = kept(alternate(turns, rounds, calibration), calibration)
     speeds = {
-        f"tokens_per_second_{name}_hybrid": spread([workload.output_tokens / one.seconds[name] for one in steady])
+        f"tokens_per_second_{name}_{kind}": spread([workload.output_tokens / one.seconds[name] for one in steady])
         for name in turns
     }
-    return {"ratio_vs_hf_generate_hybrid": ratio(steady, "hf_generate", "samebit"), **speeds}
+    return {f"ratio_vs_hf_generate_{kind}": ratio(steady, "hf_generate", "samebit"), **speeds}
 
 
 def measure(
-    model: PreTrainedModel, sizes: Sizes, workload: Workload, steps: dict[str, decode_step.Sizes], rounds: int
-) -> dict[str, Spread]:
+    built: dict[str, PreTrainedModel], sizes: Sizes, workload: Workload, steps: dict[str, decode_step.Sizes],
+    rounds: int,
+) -> dict[str, Spread]:  # fmt: skip
+    """Measure the steps of layers, and whole models by their kinds: "hybrid" has Mamba2, "gdn" Gated DeltaNet."""
     calibration = Calibration()
     metrics: dict[str, Spread] = {}
     for name, layers in steps.items():
         metrics |= decode_step.measure(layers, name)
-    metrics |= beside_hugging_face(model, workload, max(1, rounds - 2), calibration)  # a round takes over a minute
-    metrics |= first_wave(model, sizes)
-    with ExitStack() as stack:
-        metrics |= Talks(model, sizes, stack).measure(rounds, calibration)
+    for kind, model in built.items():
+        metrics |= beside_hugging_face(model, kind, workload, max(1, rounds - 2), calibration)  # over a minute each
+        cached = first_wave(model, sizes)
+        with ExitStack() as stack:
+            cached |= Talks(model, sizes, stack).measure(rounds, calibration)
+        metrics |= {name if kind == "hybrid" else f"{name}_{kind}": value for name, value in cached.items()}
     return metrics
 
 
@@ -188,15 +192,18 @@ def main() -> None:
         "exact_over_recurrent_delta": decode_step.Sizes(delta, **few),
         "exact_over_recurrent_kda": decode_step.Sizes(kimi, **few),
     }
-    model = models.build_hybrid(shape, sizes.longest)
+    built: dict[str, PreTrainedModel] = {
+        "hybrid": models.build_hybrid(shape, sizes.longest),
+        "gdn": models.build_delta(models.DELTA, sizes.longest),
+    }
     load_before = results_file.load_average()
     rounds = 1 if args.quick else args.rounds
-    metrics = measure(model, sizes, workload, steps, rounds)
+    metrics = measure(built, sizes, workload, steps, rounds)
     table.show(metrics)
     if args.json:
         meta = results_file.describe(
-            workload=vars(workload), sizes=vars(sizes), model=shape, parameters=models.num_parameters(model),
-            load_before=load_before,
+            workload=vars(workload), sizes=vars(sizes), models={"hybrid": shape, "gdn": models.DELTA},
+            parameters={kind: models.num_parameters(model) for kind, model in built.items()}, load_before=load_before,
         )  # fmt: skip
         results_file.write(args.json, meta, metrics)
 

@@ -1,4 +1,4 @@
-"""Build the models that are measured: Qwen3, Nemotron-H and Qwen3-MoE, randomly initialised, by shape."""
+"""Build the models that are measured: Qwen3, Nemotron-H, Qwen3.5 and Qwen3-MoE, randomly initialised, by shape."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import torch
 from transformers import (
     NemotronHConfig,
     NemotronHForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -52,6 +54,24 @@ HYBRID: dict[str, Any] = {
 }
 """Is a small Nemotron-H: heads and state of the size that the large ones have."""
 
+DELTA: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
+"""Is a small Qwen3.5: heads and state of the size that the large ones have, six layers of Gated DeltaNet, two of
+attention."""
+
 EXPERTS: dict[str, Any] = {
     "vocab_size": 8192,
     "hidden_size": 512,
@@ -89,6 +109,16 @@ def build_hybrid(shape: dict[str, Any], max_tokens: int) -> NemotronHForCausalLM
     )
     config._attn_implementation = "sdpa"
     return NemotronHForCausalLM(config).eval()
+
+
+def build_delta(shape: dict[str, Any], max_tokens: int) -> Qwen3_5ForCausalLM:
+    """Build the same for a Qwen3.5, in float32."""
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        **shape, max_position_embeddings=max_tokens, bos_token_id=None, eos_token_id=None, pad_token_id=0
+    )
+    config._attn_implementation = "sdpa"
+    return Qwen3_5ForCausalLM(config).eval()
 
 
 def build_experts(shape: dict[str, Any], dtype: torch.dtype, max_tokens: int) -> Qwen3MoeForCausalLM:

@@ -155,18 +155,30 @@ def test_hybrid_figures() -> None:
         "exact_over_recurrent": decode_step.Sizes(decode_step.SSMShape(3, 20, 1, 17, 4), 1, (1, 2), 1),
         "exact_over_recurrent_delta": decode_step.Sizes(decode_step.DeltaShape(1, 2, 20, 17, 4), 1, (2,), 1),
     }
-    model = models.build_hybrid(shape, sizes.longest)
-    metrics = hybrid.measure(model, sizes, workload.Workload(2, 3, 20, 24), steps, rounds=1)
+    delta = {
+        **models.DELTA, "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "full_attention_interval": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 20, "linear_value_head_dim": 17, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 16,
+    }  # fmt: skip
+    built = {
+        "hybrid": models.build_hybrid(shape, sizes.longest), "gdn": models.build_delta(delta, sizes.longest)
+    }  # fmt: skip
+    metrics = hybrid.measure(built, sizes, workload.Workload(2, 3, 20, 24), steps, rounds=1)
     assert set(metrics) == {
         "exact_over_recurrent_1", "exact_over_recurrent_2", "exact_over_recurrent_1_scan_alone",
         "exact_over_recurrent_2_scan_alone", "exact_over_recurrent_delta_2",
         "exact_over_recurrent_delta_2_scan_alone", "multi_turn_computed_over_ideal", "multi_turn_ttft_gain",
         "multi_turn_ttft_ms", "first_wave_hit_ratio_unaligned", "ratio_vs_hf_generate_hybrid",
         "tokens_per_second_samebit_hybrid", "tokens_per_second_hf_generate_hybrid",
+        "multi_turn_computed_over_ideal_gdn", "multi_turn_ttft_gain_gdn", "multi_turn_ttft_ms_gdn",
+        "first_wave_hit_ratio_unaligned_gdn", "ratio_vs_hf_generate_gdn", "tokens_per_second_samebit_gdn",
+        "tokens_per_second_hf_generate_gdn",
     }  # fmt: skip
     assert all(0 < value.min <= value.value <= value.max < math.inf for value in metrics.values())
-    assert metrics["first_wave_hit_ratio_unaligned"].value == 3 / 4
-    assert metrics["multi_turn_computed_over_ideal"].value == 1
+    for kind in ("", "_gdn"):
+        assert metrics[f"first_wave_hit_ratio_unaligned{kind}"].value == 3 / 4
+        assert metrics[f"multi_turn_computed_over_ideal{kind}"].value == 1
 
 
 @pytest.mark.parametrize(("head_dim", "groups"), [(24, 1), (64, 2), (129, 4)])
