@@ -119,8 +119,6 @@ def sparse_decode(layer: Sparse, dtype: torch.dtype, sizes: Sizes) -> dict[str, 
         SparseLayout(heads.rank, heads.rope, layer.size, (True,)), dtype,
         replace(sizes, sequences=count, length=sizes.long),
     )  # fmt: skip
-    for page in context.pages or ():
-        page.copy_(torch.randn(len(page), 1, page.shape[2]).to(dtype))
     options = LatentOptions(0, (heads.nope + heads.rope) ** -0.5, heads.rank, heads.rope)
     index = IndexOptions(1, layer.heads, layer.size, layer.size**-0.5, layer.top_k)
 
@@ -134,9 +132,13 @@ def sparse_decode(layer: Sparse, dtype: torch.dtype, sizes: Sizes) -> dict[str, 
 
 
 def _step(layout: PageLayout, dtype: torch.dtype, sizes: Sizes) -> ForwardContext:
-    """Lay out a decode step of sequences that share nothing."""
+    """Lay out a decode step of sequences that share nothing, behind tokens that are there: zeros that nobody wrote
+    would all be read from one page of memory."""
     blocks = -(-sizes.length // BLOCK)
     sequences = np.arange(sizes.sequences, dtype=np.int32)
+    pages, noise = layout.allocate(sizes.sequences * blocks, BLOCK, dtype), torch.randn(1 << 20).to(dtype)
+    for part in (part for page in pages for part in page.view(-1).split(len(noise))):
+        part.copy_(noise[: len(part)])
     return ForwardContext(
         positions=torch.zeros(sizes.sequences, dtype=torch.int64),
         row_start=sequences,
@@ -145,7 +147,7 @@ def _step(layout: PageLayout, dtype: torch.dtype, sizes: Sizes) -> ForwardContex
         table_rows=sequences,
         block_tables=np.arange(1, 1 + sizes.sequences * blocks, dtype=np.int32).reshape(sizes.sequences, blocks),
         block_size=BLOCK,
-        pages=layout.allocate(sizes.sequences * blocks, BLOCK, dtype),
+        pages=pages,
     )
 
 

@@ -1,5 +1,4 @@
-"""Take chunks of tokens into the online softmax of rows: what attention over keys and values and attention over latents
-have in common on the CPU.
+"""Take chunks of tokens into the online softmax of rows, for attention over keys and values on the CPU.
 
 Invariants:
 

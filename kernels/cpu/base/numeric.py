@@ -16,18 +16,18 @@ from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.part import inlined_part
 
-_LOG2E = np.float32(1.4426950408889634)
-_LN2_HI = np.float32(0.693359375)
-_LN2_LO = np.float32(-2.12194440e-4)
-_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to the nearest integer
-_EXP_LOWEST = np.float32(-87.0)
-_EXP_HIGHEST = np.float32(88.0)
-_E0 = np.float32(1.9875691500e-4)
-_E1 = np.float32(1.3981999507e-3)
-_E2 = np.float32(8.3334519073e-3)
-_E3 = np.float32(4.1665795894e-2)
-_E4 = np.float32(1.6666665459e-1)
-_E5 = np.float32(5.0000001201e-1)
+LOG2E = np.float32(1.4426950408889634)
+LN2_HI = np.float32(0.693359375)
+LN2_LO = np.float32(-2.12194440e-4)
+ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to the nearest integer
+EXP_LOWEST = np.float32(-87.0)
+EXP_HIGHEST = np.float32(88.0)
+E0 = np.float32(1.9875691500e-4)
+E1 = np.float32(1.3981999507e-3)
+E2 = np.float32(8.3334519073e-3)
+E3 = np.float32(4.1665795894e-2)
+E4 = np.float32(1.6666665459e-1)
+E5 = np.float32(5.0000001201e-1)
 _T0 = np.float32(-5.70498872745e-3)
 _T1 = np.float32(2.06390887954e-2)
 _T2 = np.float32(-5.37397155531e-2)
@@ -107,17 +107,17 @@ def narrow(typingctx: Any, x: Any, like: Any) -> Any:
 @inlined_part
 def exp(x: Any) -> Any:
     """Compute e**x in float32, relative error below 1e-7; below -87 it stays at exp(-87); NaN stays NaN."""
-    clamped = _EXP_LOWEST if x < _EXP_LOWEST else x
-    clamped = _EXP_HIGHEST if clamped > _EXP_HIGHEST else clamped
-    shifted = fma(clamped, _LOG2E, _ROUND)
-    n = shifted - _ROUND
-    r = fma(n, -_LN2_HI, clamped)
-    r = fma(n, -_LN2_LO, r)
-    p = fma(_E0, r, _E1)
-    p = fma(p, r, _E2)
-    p = fma(p, r, _E3)
-    p = fma(p, r, _E4)
-    p = fma(p, r, _E5)
+    clamped = EXP_LOWEST if x < EXP_LOWEST else x
+    clamped = EXP_HIGHEST if clamped > EXP_HIGHEST else clamped
+    shifted = fma(clamped, LOG2E, ROUND)
+    n = shifted - ROUND
+    r = fma(n, -LN2_HI, clamped)
+    r = fma(n, -LN2_LO, r)
+    p = fma(E0, r, E1)
+    p = fma(p, r, E2)
+    p = fma(p, r, E3)
+    p = fma(p, r, E4)
+    p = fma(p, r, E5)
     p = fma(p, r * r, r) + _ONE
     return p * float_of((bits_of(shifted) << np.int32(23)) + np.int32(0x3F800000))
 

@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from samebit.kernels.cpu.base import numeric
 from samebit.kernels.layout.grids import LANES
 
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
@@ -50,6 +51,14 @@ def load_vector(builder: Any, pointer: Any, dtype: Any) -> Any:
     if dtype == types.float32:
         return builder.load(builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
     return _widened(builder, builder.load(builder.bitcast(pointer, _HALF_BITS.as_pointer()), align=2))
+
+
+def load_halves(builder: Any, pointer: Any) -> list[Any]:
+    """Load 32 bfloat16 (uint16 bits) as float32: the even ones and the odd ones."""
+    words = builder.load(builder.bitcast(pointer, _BITS.as_pointer()), align=2)
+    even = builder.shl(words, ir.Constant(_BITS, [16] * LANES))
+    odd = builder.and_(words, ir.Constant(_BITS, [0xFFFF0000] * LANES))
+    return [builder.bitcast(even, VECTOR), builder.bitcast(odd, VECTOR)]
 
 
 def _widened(builder: Any, halves: Any) -> Any:
@@ -108,15 +117,45 @@ def gather_elements(builder: Any, pointers: list[Any], dtype: Any) -> Any:
     return gathered if dtype == types.float32 else _widened(builder, gathered)
 
 
-def splat(builder: Any, scalar: Any) -> Any:
-    lane0 = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), scalar, ir.IntType(32)(0))
-    return builder.shuffle_vector(lane0, ir.Constant(VECTOR, ir.Undefined), ir.Constant(_BITS, [0] * LANES))
+def load_as(builder: Any, pointer: Any, kind: Any) -> Any:
+    """Load float32 as a vector of this type."""
+    return builder.load(builder.bitcast(pointer, kind.as_pointer()), align=4)
+
+
+def splat(builder: Any, scalar: Any, kind: Any = VECTOR) -> Any:
+    """Put a number into every lane of a vector of this type."""
+    undefined = ir.Constant(kind, ir.Undefined)
+    lane0 = builder.insert_element(undefined, scalar, ir.IntType(32)(0))
+    zeros_of = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
+    return builder.shuffle_vector(lane0, undefined, zeros_of)
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    function_type = ir.FunctionType(VECTOR, [VECTOR, VECTOR, VECTOR])
-    function = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fma.v{LANES}f32")
+    function_type = ir.FunctionType(c.type, [c.type] * 3)
+    function = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fma.v{c.type.count}f32")
     return builder.call(function, [a, b, c])
+
+
+def exponential(builder: Any, x: Any) -> Any:
+    """Compute e**x as `numeric.exp` does, step by step."""
+
+    def every(number: Any) -> Any:
+        return ir.Constant(VECTOR, [float(number)] * LANES)
+
+    lowest, highest, shift = every(numeric.EXP_LOWEST), every(numeric.EXP_HIGHEST), every(numeric.ROUND)
+    clamped = builder.select(builder.fcmp_ordered("<", x, lowest), lowest, x)
+    clamped = builder.select(builder.fcmp_ordered(">", clamped, highest), highest, clamped)
+    shifted = fma(builder, clamped, every(numeric.LOG2E), shift)
+    n = builder.fsub(shifted, shift)
+    r = fma(builder, n, every(-numeric.LN2_HI), clamped)
+    r = fma(builder, n, every(-numeric.LN2_LO), r)
+    p = every(numeric.E0)
+    for term in (numeric.E1, numeric.E2, numeric.E3, numeric.E4, numeric.E5):
+        p = fma(builder, p, r, every(term))
+    p = builder.fadd(fma(builder, p, builder.fmul(r, r), r), every(1))
+    power = builder.shl(builder.bitcast(shifted, _BITS), ir.Constant(_BITS, [23] * LANES))
+    power = builder.add(power, ir.Constant(_BITS, [0x3F800000] * LANES))
+    return builder.fmul(p, builder.bitcast(power, VECTOR))
 
 
 def prefetch(builder: Any, pointer: Any) -> None:
@@ -136,7 +175,7 @@ def accumulate(builder: Any, count: Any, initial: list[Any], step: Any) -> list[
     builder.cbranch(builder.icmp_signed(">", count, i64(0)), body, done)
     builder.position_at_end(body)
     index = builder.phi(i64)
-    carried = [builder.phi(VECTOR) for _ in initial]
+    carried = [builder.phi(start.type) for start in initial]
     updated = step(index, carried)
     following = builder.add(index, i64(1))
     index.add_incoming(i64(0), entry)
@@ -149,7 +188,7 @@ def accumulate(builder: Any, count: Any, initial: list[Any], step: Any) -> list[
     builder.position_at_end(done)
     results = []
     for start, new in zip(initial, updated, strict=True):
-        phi = builder.phi(VECTOR)
+        phi = builder.phi(start.type)
         phi.add_incoming(start, entry)
         phi.add_incoming(new, last)
         results.append(phi)

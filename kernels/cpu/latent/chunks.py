@@ -46,15 +46,34 @@ def ask_for_keys(pages: Any, blocks: Any, block_size: int, width: int, base: int
 
 
 @kernel_part
-def copy_values(
-    pages: Any, blocks: Any, block_size: int, width: int, rank: int, base: int, count: int, copied: Any, to: int
-) -> None:
-    """Copy the first R elements of ``count`` tokens from ``base`` on to ``copied[to :]``, as ``[C, R]``, widened."""
-    for j in range(count):
-        at, value = place_of(blocks, base + j, block_size, width), to + j * rank
-        widen_vectors(pages, at, rank // LANES, copied, value)
-        for d in range(rank // LANES * LANES, rank):
-            copied[value + d] = widen(pages[at + d])
+def find_tokens(blocks: Any, block_size: int, width: int, base: int, many: int, places: Any) -> None:
+    """Write where the C tokens from ``base`` on begin in the pages; those from ``many`` on, where the last before."""
+    j = 0
+    while j < KV_CHUNK:
+        token = min(base + j, many - 1)
+        at, inside = place_of(blocks, token, block_size, width), token % block_size
+        step = width if base + j < many - 1 else 0
+        for i in range(min(KV_CHUNK - j, min(block_size - inside, many - 1 - token) if step > 0 else KV_CHUNK)):
+            places[j] = at + i * step
+            j += 1
+
+
+@kernel_part
+def find_chosen(blocks: Any, block_size: int, width: int, chosen: Any, base: int, many: int, places: Any) -> None:
+    """Do as `find_tokens`, for places of a list of tokens."""
+    for j in range(KV_CHUNK):
+        places[j] = place_of(blocks, chosen[min(base + j, many - 1)], block_size, width)
+
+
+@kernel_part
+def copy_rows(pages: Any, places: Any, first: int, many: int, begin: int, count: int, copied: Any, stride: int) -> None:
+    """Copy ``count`` elements, from ``begin`` on, of ``many`` rows, from the ``first`` of ``places`` on, widened."""
+    whole = count // LANES
+    for j in range(many):
+        at = places[first + j] + begin
+        widen_vectors(pages, at, whole, copied, j * stride)
+        for d in range(whole * LANES, count):
+            copied[j * stride + d] = widen(pages[at + d])
 
 
 @kernel_part

@@ -3,39 +3,44 @@
 Invariants (the row rule and the grid rule):
 
 * A query row walks its keys in chunks of `KV_CHUNK` tokens anchored at position 0 of its own sequence, through one
-  online-softmax accumulator, in order (`cpu.attention.softmax`). How many heads and tokens an item has, the block size
-  and the number of threads enter nowhere.
+  online-softmax accumulator, in order (`softmax`). How many heads and tokens an item has, the block size and the number
+  of threads enter nowhere.
 * A row with a list of chosen tokens walks chunks of the list, by the same code. One with no more tokens than would be
   chosen walks all of them: the same chunks.
 * A key is a row of a page, ``rank + rope`` elements; its first ``rank`` are the value. All heads read the same.
 
-A chunk is copied once for all rows of an item, widened, keys as ``[W, C]`` (scores vectorise over tokens) and values as
-``[C, R]`` (the output vectorises over the latent). T tokens, S sequences, H heads, W elements of a key, R of a value, B
-tokens a block, C tokens a chunk.
+T tokens, S sequences, H heads, W elements of a key, R of a value, B tokens a block, C tokens a chunk.
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from samebit.kernels.cpu.attention.groups import Pieces, Place, Shape, Softmax
-from samebit.kernels.cpu.attention.softmax import begin_rows, place_running, size_of_running, take_in, write_rows
+from samebit.kernels.cpu.attention.groups import Place
 from samebit.kernels.cpu.base.jit import compile_kernel
-from samebit.kernels.cpu.base.memory import floats, longs, scratch, whole_lines
+from samebit.kernels.cpu.base.memory import elements, floats, integers, longs, scratch, whole_lines
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.latent.chunks import copy_keys, copy_values, gather_rows
+from samebit.kernels.cpu.latent.chunks import copy_rows, find_chosen, find_tokens
+from samebit.kernels.cpu.latent.softmax import (
+    Following,
+    add_weighted,
+    begin_rows,
+    place_running,
+    score,
+    see,
+    size_of_running,
+    weigh_all,
+    write_rows,
+)
+from samebit.kernels.cpu.latent.tiles import COLUMNS, TOKENS
 from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
 
-_VECTORS = KV_CHUNK // LANES
-
-_ARRAYS = 3
-"""The room of a thread holds so many arrays beside the running softmax, each from the start of a cache line on."""
+_DEPTH = 192
+"""Elements of keys that are copied, and multiplied with all queries, at a time: they stay in the nearest cache."""
 
 _ROWS = 256
 """Rows that take in a chunk together, at least a token's heads: what is kept for them stays in the cache."""
-
-_ZERO = np.float32(0.0)
 
 
 def _attend(
@@ -59,8 +64,7 @@ def _attend(
     """
     width, rank = q.shape[2], out.shape[2]
     tokens = _tokens(heads)
-    running = size_of_running(tokens * heads, width, rank)
-    size = whole_lines(running + (width + rank) * KV_CHUNK + 8 * _VECTORS + _ARRAYS * LANES)
+    size = whole_lines(size_of_running(tokens * heads, width, rank) + _room(rank) + 8 * KV_CHUNK)
     share_out(
         _attend_items, threads, threads,
         (threads, q, pages, sequences, block_tables, tiles, chosen, heads, scale, out, lse, scratch(threads * size),
@@ -80,6 +84,29 @@ def _tokens(heads: int) -> int:
     return tokens
 
 
+@inlined_part
+def _room(rank: int) -> Any:
+    """Return the room for a copy of tokens."""
+    return max(whole_lines(rank) * KV_CHUNK, _DEPTH * TOKENS)
+
+
+class _Memory(NamedTuple):
+    """Says where tokens lie.
+
+    pages: flat. read: the same as float32, if they are. copied: room in float32, flat. here, coming: ``[C]``, where the
+    tokens of a chunk begin in the pages, and those of the one behind it. own, own_values: where parts of keys begin in
+    ``copied``, and values.
+    """
+
+    pages: Any
+    read: Any
+    copied: Any
+    here: Any
+    coming: Any
+    own: Any
+    own_values: Any
+
+
 @kernel_part
 def _attend_items(
     thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, chosen: Any,
@@ -90,16 +117,19 @@ def _attend_items(
     What is kept meanwhile lies in its room of ``size``, as arrays over its address. The caller holds ``rooms``.
     """
     groups, block_size, width, rank = q.shape[1] // heads, pages.shape[1], pages.shape[2], out.shape[2]
-    shape = Shape(groups, heads, width, rank, block_size)
-    softmax = Softmax(scale, _ZERO, 0)
     row_start, lengths, starts, table_rows = sequences[0], sequences[1], sequences[2], sequences[3]
     tokens = _tokens(heads)
     running, end = place_running(rooms.ctypes.data + 4 * thread * size, tokens * heads, width, rank)
-    pieces = _place_pieces(end, width, rank)
-    top_k, lists = chosen.shape[1], chosen.reshape(-1)
+    room = _room(rank)
+    at = end + 4 * room
     memory = _Memory(
-        pages.reshape(-1), np.empty(KV_CHUNK * width if top_k > 0 else 0, pages.dtype), np.zeros(1, np.int32)
-    )
+        elements(pages.ctypes.data, pages.size, np.zeros(1, pages.dtype)[0]), floats(pages.ctypes.data, pages.size),
+        floats(end, room), longs(at, KV_CHUNK), longs(at + 8 * KV_CHUNK, KV_CHUNK), longs(at + 16 * KV_CHUNK, KV_CHUNK),
+        longs(at + 24 * KV_CHUNK, KV_CHUNK),
+    )  # fmt: skip
+    for j in range(KV_CHUNK):
+        memory.own[j], memory.own_values[j] = j % TOKENS * _DEPTH, j * whole_lines(rank)
+    top_k, lists = chosen.shape[1], integers(chosen.ctypes.data, chosen.size)
     each = tiles.shape[0] * groups
     for item in range(thread, each * (QUERY_TILE // tokens), threads):
         tile = item % each // groups
@@ -110,64 +140,76 @@ def _attend_items(
                 table_rows[sequence], row_start[sequence] + first, starts[sequence] + first,
                 min(tokens, last - first), item % groups,
             )  # fmt: skip
-            blocks = block_tables[place.table]
+            blocks = integers(
+                block_tables.ctypes.data + block_tables.strides[0] * place.table, block_tables.shape[1]
+            )  # fmt: skip
             if top_k == 0 or place.position + place.count <= top_k:
-                _walk(q, memory, blocks, lists[:0], shape, softmax, place, running, pieces, out, lse)
+                _walk(q, memory, blocks, block_size, lists[:0], heads, scale, place, running, out, lse)
             else:
                 for row in range(place.row, place.row + place.count):
                     position = place.position + row - place.row
                     alone = Place(place.table, row, position, 1, place.kv_head)
                     listed = lists[row * top_k : row * top_k + (top_k if position >= top_k else 0)]
-                    _walk(q, memory, blocks, listed, shape, softmax, alone, running, pieces, out, lse)
-
-
-class _Memory(NamedTuple):
-    """Holds the pages, flat, room for a chunk of chosen rows ``[C, W]``, flat, and the table of that one block."""
-
-    pages: Any
-    gathered: Any
-    table: Any
+                    _walk(q, memory, blocks, block_size, listed, heads, scale, alone, running, out, lse)
 
 
 @kernel_part
 def _walk(
-    q: Any, memory: Any, blocks: Any, listed: Any, shape: Any, softmax: Any, place: Any, running: Any, pieces: Any,
+    q: Any, memory: Any, blocks: Any, block_size: int, listed: Any, heads: int, scale: Any, place: Any, running: Any,
     out: Any, lse: Any,
 ) -> None:  # fmt: skip
     """Attend for the rows at a place: to the tokens listed, or up to each row's own where none are listed."""
-    rows, width, rank = place.count * shape.group, shape.head_dim, shape.value_dim
-    begin_rows(q, pieces.source[:0], shape, place, running)
-    many = place.position + place.count
+    width, rank, rows = q.shape[2], out.shape[2], place.count * heads
+    begin_rows(q, heads, rank, place, running)
+    halved = memory.pages.itemsize < 4 and rank % (2 * LANES) == 0
+    newest, many = place.position, place.position + place.count
     if len(listed) > 0:
         many = len(listed)
-        running.tokens[:rows] = many - 1
+        newest = many - 1
+    _find(blocks, block_size, width, listed, 0, many, memory.coming)
     for base in range(0, many, KV_CHUNK):
         count = min(KV_CHUNK, many - base)
-        if len(listed) > 0:
-            gather_rows(memory.pages, blocks, shape.block_size, width, listed, base, count, memory.gathered)
-            copy_keys(memory.gathered, memory.table, KV_CHUNK, width, 0, count, pieces.source)
-            copy_values(
-                memory.gathered, memory.table, KV_CHUNK, width, rank, 0, count, pieces.source, width * KV_CHUNK
-            )  # fmt: skip
-        else:
-            copy_keys(memory.pages, blocks, shape.block_size, width, base, count, pieces.source)
-            copy_values(
-                memory.pages, blocks, shape.block_size, width, rank, base, count, pieces.source, width * KV_CHUNK
-            )  # fmt: skip
-        take_in(shape, softmax, rows, base, False, running, pieces)
-    write_rows(shape, place, running, out, lse)
+        memory.here[:] = memory.coming
+        if count == KV_CHUNK and base + KV_CHUNK < many:
+            _find(blocks, block_size, width, listed, base + KV_CHUNK, many, memory.coming)
+        see(heads, newest, base, place.count, running)
+        following = Following(memory.pages, memory.coming, base + KV_CHUNK < many)
+        _score_chunk(memory, rows, width, count, following, running)
+        weigh_all(rows, scale, running)
+        _add_chunk(memory, rows, rank, count, following, running)
+    write_rows(heads, rank, halved, place, running, out, lse)
 
 
 @inlined_part
-def _place_pieces(address: int, width: int, rank: int) -> Any:
-    """Place the copy of a chunk and the beginnings of its pieces, which never change."""
-    places = longs(address, 4 * _VECTORS)
-    address += (8 * _VECTORS + LANES - 1) // LANES * LANES * 4
-    source = floats(address, (width + rank) * KV_CHUNK)
-    for c in range(_VECTORS):
-        places[c] = places[2 * _VECTORS + c] = c * LANES
-        places[_VECTORS + c] = places[3 * _VECTORS + c] = width * KV_CHUNK + c * LANES * rank
-    return Pieces(
-        source, KV_CHUNK, places[:_VECTORS], places[_VECTORS : 2 * _VECTORS], places[2 * _VECTORS : 3 * _VECTORS],
-        places[3 * _VECTORS :],
-    )  # fmt: skip
+def _find(blocks: Any, block_size: int, width: int, listed: Any, base: int, many: int, places: Any) -> None:
+    """Find where the tokens of the chunk at ``base`` begin; the last stands for those that are not there."""
+    if len(listed) > 0:
+        find_chosen(blocks, block_size, width, listed, base, many, places)
+    else:
+        find_tokens(blocks, block_size, width, base, many, places)
+
+
+@kernel_part
+def _score_chunk(memory: Any, rows: int, width: int, count: int, following: Any, running: Any) -> None:
+    """Compute the scores of a chunk's first ``count`` tokens; keys in bfloat16 are widened part by part."""
+    for first in range(0, count, TOKENS):
+        for begin in range(0, width, _DEPTH):
+            depth = min(_DEPTH, width - begin)
+            if memory.pages.itemsize < 4:
+                copy_rows(memory.pages, memory.here, first, TOKENS, begin, depth, memory.copied, _DEPTH)
+                score(rows, width, first, begin, depth, memory.copied, memory.own, 0, following, running)
+            else:
+                score(rows, width, first, begin, depth, memory.read, memory.here, begin, following, running)
+
+
+@kernel_part
+def _add_chunk(memory: Any, rows: int, rank: int, count: int, following: Any, running: Any) -> None:
+    """Add the weighted values of a chunk's first ``count`` tokens: from the pages if their vectors are whole there."""
+    narrow = memory.pages.itemsize < 4
+    if narrow and rank % (2 * LANES) == 0:
+        add_weighted(rows, rank, 2, memory.pages, memory.here, following, running)
+    elif not narrow and rank % LANES == 0:
+        add_weighted(rows, rank, COLUMNS[-1], memory.read, memory.here, following, running)
+    else:
+        copy_rows(memory.pages, memory.here, 0, count, 0, rank, memory.copied, whole_lines(rank))
+        add_weighted(rows, rank, COLUMNS[-1], memory.copied, memory.own_values, following, running)

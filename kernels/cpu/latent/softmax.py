@@ -1,0 +1,198 @@
+"""Take chunks of tokens into the online softmax of rows, for attention over latents: sixteen rows are a vector.
+
+Invariants:
+
+* A row takes in each chunk by the same operations in the same order, whatever rows are beside it: a score is a chain
+  over the key, an output one over the tokens, weights are added up in sixteen lanes, token j in lane j % 16.
+* A value that a row does not see is left out, never multiplied by 0: its page may hold anything.
+
+Online softmax: Milakov & Gimelshein 2018; tiling: Dao et al. 2022. H heads, W elements of a key, R of a value, C tokens
+a chunk.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from samebit.kernels.cpu.base.memory import floats, whole_lines
+from samebit.kernels.cpu.base.numeric import narrow, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.latent.tiles import ROWS, add_values, score_tokens, weigh
+from samebit.kernels.layout.grids import KV_CHUNK, LANES
+
+_TILE = KV_CHUNK * LANES
+_MOST = ROWS[-1]
+
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+_LOWEST = np.float32(-np.inf)
+
+
+class Running(NamedTuple):
+    """Holds the online softmax of an item's rows, in whole vectors of them; all flat.
+
+    query: ``[vectors, W, LANES]``. acc: ``[rows, whole vectors of R]``. sums: ``[vectors, LANES, LANES]``, partial sums
+    of the weights. peaks: ``[rows]``, the greatest score so far. shrinks: ``[rows]``, what a chunk multiplies ``acc``
+    by. seen: ``[rows]``, how many tokens of a chunk a row sees. s: ``[vectors, C, LANES]``, scores and then weights.
+    """
+
+    query: Any
+    acc: Any
+    sums: Any
+    peaks: Any
+    shrinks: Any
+    seen: Any
+    s: Any
+
+
+class Following(NamedTuple):
+    """Says where the tokens of the coming chunk lie in the pages, if there is one: scores ask for it meanwhile."""
+
+    pages: Any
+    places: Any
+    there: Any
+
+
+@inlined_part
+def size_of_running(rows: int, width: int, rank: int) -> Any:
+    """Return how many float32 `place_running` needs."""
+    vectors = (rows + LANES - 1) // LANES
+    return vectors * LANES * (width + whole_lines(rank) + LANES + 3 + KV_CHUNK) + LANES
+
+
+@inlined_part
+def place_running(address: int, rows: int, width: int, rank: int) -> Any:
+    """Place the online softmax of up to ``rows`` rows from an address on; return the address behind it too."""
+    vectors = (rows + LANES - 1) // LANES
+    lanes = vectors * LANES
+    acc = address + 4 * lanes * width
+    sums = acc + 4 * lanes * (whole_lines(rank))
+    peaks = sums + 4 * lanes * LANES
+    s = peaks + 12 * lanes
+    running = Running(
+        floats(address, lanes * width), floats(acc, (sums - acc) // 4), floats(sums, lanes * LANES),
+        floats(peaks, lanes), floats(peaks + 4 * lanes, lanes), floats(peaks + 8 * lanes, lanes),
+        floats(s, lanes * KV_CHUNK),
+    )  # fmt: skip
+    return running, s + 4 * lanes * KV_CHUNK
+
+
+@kernel_part
+def begin_rows(q: Any, heads: int, rank: int, place: Any, running: Any) -> None:
+    """Load the queries of an item, zeros for rows that fill up the last vector, and begin with nothing."""
+    width, rows = q.shape[2], place.count * heads
+    lanes = whole_lines(rows)
+    running.query[: lanes * width] = _ZERO
+    for r in range(rows):
+        to = r // LANES * LANES * width + r % LANES
+        source = q[place.row + r // heads, place.kv_head * heads + r % heads]
+        for d in range(width):
+            running.query[to + d * LANES] = widen(source[d])
+    running.peaks[:lanes] = _LOWEST
+    running.sums[: lanes * LANES] = _ZERO
+    running.acc[: lanes * whole_lines(rank)] = _ZERO
+
+
+@kernel_part
+def see(heads: int, position: int, base: int, count: int, running: Any) -> None:
+    """Begin the chunk at ``base`` for the rows of ``count`` tokens, the first at ``position``: scores are 0."""
+    rows = count * heads
+    lanes = whole_lines(rows)
+    for token in range(count):
+        seen = np.float32(max(0, min(KV_CHUNK, position + token + 1 - base)))
+        running.seen[token * heads : (lanes if token == count - 1 else (token + 1) * heads)] = seen
+    running.s[: lanes * KV_CHUNK] = _ZERO
+
+
+@kernel_part
+def score(
+    rows: int, width: int, first: int, begin: int, count: int, source: Any, places: Any, offset: int, following: Any,
+    running: Any,
+) -> None:  # fmt: skip
+    """Go on with the scores of `TOKENS` tokens of the chunk from the ``first`` on, by elements from ``begin`` on.
+
+    These ``count`` lie at ``source[places[j] + offset]``.
+    """
+    v, lanes = 0, whole_lines(rows)
+    while v < lanes // LANES:
+        vectors = 2 if v + 2 <= lanes // LANES else 1
+        if running.seen[(v + vectors) * LANES - 1] > np.float32(first):
+            tile = 0 if rows - v * LANES <= LANES // 2 else vectors
+            score_tokens(
+                tile, v == 0 and following.there, running.query, (v * width + begin) * LANES, width * LANES, count,
+                source, places, offset, first, following.pages, following.places, begin, running.s, v * _TILE,
+            )  # fmt: skip
+        v += vectors
+
+
+@kernel_part
+def weigh_all(rows: int, scale: Any, running: Any) -> None:
+    """Turn the scores of a chunk into weights."""
+    for v in range(whole_lines(rows) // LANES):
+        if running.seen[v * LANES + LANES - 1] == _ZERO:
+            running.shrinks[v * LANES : (v + 1) * LANES] = _ONE
+        else:
+            weigh(
+                running.seen[v * LANES] == np.float32(KV_CHUNK), running.s, v * _TILE, scale, running.seen,
+                running.peaks, running.shrinks, v * LANES, running.sums, v * LANES * LANES,
+            )  # fmt: skip
+
+
+@kernel_part
+def add_weighted(
+    rows: int, rank: int, columns: int, source: Any, places: Any, following: Any, running: Any
+) -> None:  # fmt: skip
+    """Multiply what the rows have gathered by what the chunk shrinks it by, and add the weighted values."""
+    column, deep = 0, whole_lines(rank)
+    while column < deep:
+        columns = columns if column + columns * LANES <= deep else 1
+        _add_columns(rows, columns, column, deep, source, places, following, running)
+        column += columns * LANES
+
+
+@kernel_part
+def _add_columns(
+    rows: int, columns: int, column: int, deep: int, source: Any, places: Any, following: Any, running: Any
+) -> None:  # fmt: skip
+    """Add some columns: of tokens that all rows of a tile see together, and of others row by row."""
+    r = 0
+    while r < rows:
+        many = _MOST
+        while many > 1 and many >= 2 * (rows - r):
+            many //= 2
+        together = np.int64(running.seen[r])
+        add_values(
+            many, columns, True, running.s, r // LANES * _TILE + r % LANES, 0, together, source, places, column,
+            following.pages, following.places, running.shrinks, r, running.acc, r * deep + column, deep,
+        )  # fmt: skip
+        for row in range(r, min(r + many, rows)):
+            last = np.int64(running.seen[row])
+            if last > together:
+                add_values(
+                    1, columns, False, running.s, row // LANES * _TILE + row % LANES, together, last, source, places,
+                    column, following.pages, following.places, running.shrinks, row, running.acc, row * deep + column,
+                    deep,
+                )  # fmt: skip
+        r += many
+
+
+@kernel_part
+def write_rows(heads: int, rank: int, halved: bool, place: Any, running: Any, out: Any, lse: Any) -> None:
+    """Divide the sums of weighted values by the sums of weights; ``halved`` if even columns lie before odd ones."""
+    deep = whole_lines(rank)
+    for r in range(place.count * heads):
+        total = _ZERO
+        for lane in range(LANES):
+            total = total + running.sums[(r // LANES * LANES + lane) * LANES + r % LANES]
+        token, head = place.row + r // heads, place.kv_head * heads + r % heads
+        target, at = out[token, head], r * deep
+        if halved:
+            for first in range(0, rank, 2 * LANES):
+                for d in range(LANES):
+                    target[first + 2 * d] = narrow(running.acc[at + first + d] / total, target[0])
+                    target[first + 2 * d + 1] = narrow(running.acc[at + first + LANES + d] / total, target[0])
+        else:
+            for d in range(rank):
+                target[d] = narrow(running.acc[at + d] / total, target[0])
+        if len(lse) > 0:
+            lse[token, head] = running.peaks[r] + np.float32(np.log(np.float64(total)))

@@ -1,0 +1,283 @@
+"""Define the micro-kernels of attention over latents, as LLVM vectors (why: see `base.small_tiles`).
+
+Scores and weights lie as ``[C, LANES]`` for sixteen query rows at a time: the lanes of a vector are rows, and a key is
+read where it lies, one element for all rows, as in the matrix product. Values are added with lanes along the latent.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+from samebit.kernels.cpu.base.vectors import (
+    VECTOR,
+    accumulate,
+    dispatch,
+    exponential,
+    fma,
+    load_as,
+    load_halves,
+    load_vector,
+    pointer_to,
+    prefetch,
+    splat,
+    store_vector,
+    zeros,
+)
+from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
+
+_FEATURES = cpu_target.target_context.codegen().magic_tuple()[-1].split(",")
+_LARGE = "+avx512f" in _FEATURES
+
+TOKENS = LANES
+"""Tokens of a call of `score_tokens`."""
+
+_TOKENS = (TOKENS, TOKENS // 2) if _LARGE else (4, 2)
+"""Tokens that are scored at once for one vector of rows and for two: as many as leave the sums in registers."""
+
+ROWS = (1, 2, 4, 8) if _LARGE else (1, 2, 4)
+"""Rows that `add_values` may cover."""
+
+COLUMNS = (1, 2) if _LARGE else (1,)
+"""Vectors of columns that `add_values` may cover."""
+
+_UNROLLED = 8
+"""Elements that are multiplied for a token before the next token's."""
+
+
+@intrinsic
+def score_tokens(
+    typingctx: Any, vectors: Any, fetch: Any, query: Any, query_at: Any, query_step: Any, count: Any, source: Any,
+    places: Any, offset: Any, first: Any, pages: Any, coming: Any, begin: Any, s: Any, s_at: Any,
+) -> Any:  # fmt: skip
+    """Add to ``s[v, j, lane]`` the chain over d < count of ``query[v, d, lane] * source[places[j] + offset + d]``.
+
+    For the `TOKENS` tokens j from ``first`` on and 1 or 2 vectors v of rows, or the first half of one if ``vectors`` is
+    0. The queries of a vector are ``query_step`` apart, ``s`` is ``[v, C, LANES]`` from ``s_at`` on; flat arrays. With
+    ``fetch``, asks for the elements from ``begin`` on of half of the tokens whose places in the pages are ``coming``.
+    """
+    i64 = types.int64
+    signature = types.void(
+        i64, types.boolean, query, i64, i64, i64, source, places, i64, i64, pages, coming, i64, s, i64
+    )
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (many, fetching, query_array, query_from, pitch, depth, source_array, table, inside, token, page_array,
+         next_table, behind, s_array, s_from) = args  # fmt: skip
+        index = many.type
+        line = CACHE_LINE // context.get_abi_sizeof(context.get_value_type(pages.dtype))
+
+        def key_of(number: int) -> Any:
+            place = builder.load(pointer_to(context, builder, places, table, builder.add(token, index(number))))
+            return pointer_to(context, builder, source, source_array, builder.add(place, inside))
+
+        def emit(vector_count: int, asking: int) -> None:
+            kind = ir.VectorType(ir.FloatType(), LANES if vector_count else LANES // 2)
+            vector_count = max(1, vector_count)
+            tokens, unrolled = _TOKENS[vector_count - 1], _UNROLLED // vector_count
+            start = pointer_to(context, builder, query, query_array, query_from)
+            rows = [builder.gep(start, [builder.mul(pitch, index(v))]) for v in range(vector_count)]
+            blocks = builder.udiv(depth, index(unrolled))
+            done = builder.mul(blocks, index(unrolled))
+
+            def ask(d: Any, part: int) -> None:
+                turns = min(line // unrolled, tokens)  # each time for some of the tokens: once a line for all
+                turn = builder.and_(builder.udiv(d, index(unrolled)), index(turns - 1))
+                for t in range(part, min(part + tokens, TOKENS // 2), turns):
+                    place = pointer_to(context, builder, coming, next_table, builder.add(token, index(t)))
+                    place = builder.load(builder.gep(place, [turn]))
+                    ahead = pointer_to(context, builder, pages, page_array, builder.add(place, behind))
+                    prefetch(builder, builder.gep(ahead, [d]))
+
+            def add(keys: list[Any], d: Any, many_elements: int, sums: list[Any]) -> list[Any]:
+                found = list(sums)
+                moved = [builder.mul(builder.add(d, index(u)), index(LANES)) for u in range(many_elements)]
+                factors = [[load_as(builder, builder.gep(row, [m]), kind) for m in moved] for row in rows]
+                for t, key in enumerate(keys):
+                    here = builder.gep(key, [d])
+                    for u in range(many_elements):
+                        element = splat(builder, builder.load(builder.gep(here, [index(u)])), kind)
+                        for v in range(vector_count):
+                            at = t * vector_count + v
+                            found[at] = fma(builder, factors[v][u], element, found[at])
+                return found
+
+            for part in range(0, TOKENS, tokens):
+                keys = [key_of(t) for t in range(part, part + tokens)]
+                targets = []
+                for t in range(part, part + tokens):
+                    for v in range(vector_count):
+                        at = builder.mul(builder.add(token, index(t + v * KV_CHUNK)), index(LANES))
+                        targets.append(pointer_to(context, builder, s, s_array, builder.add(s_from, at)))
+
+                def block(i: Any, sums: list[Any], keys: list[Any] = keys, part: int = part) -> list[Any]:
+                    d = builder.mul(i, index(unrolled))
+                    if asking:
+                        ask(d, part)
+                    return add(keys, d, unrolled, sums)
+
+                def single(i: Any, sums: list[Any], keys: list[Any] = keys) -> list[Any]:
+                    return add(keys, builder.add(done, i), 1, sums)
+
+                sums = accumulate(builder, blocks, [load_as(builder, target, kind) for target in targets], block)
+                sums = accumulate(builder, builder.sub(depth, done), sums, single)
+                for target, total in zip(targets, sums, strict=True):
+                    builder.store(total, builder.bitcast(target, kind.as_pointer()), align=4)
+
+        dispatch(builder, [(many, (0, 1, 2)), (fetching, (0, 1))], emit)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def weigh(
+    typingctx: Any, whole: Any, s: Any, s_at: Any, scale: Any, seen: Any, peaks: Any, shrinks: Any, row: Any, sums: Any,
+    sums_at: Any,
+) -> Any:  # fmt: skip
+    """Turn the raw scores ``s[j, lane]`` of sixteen rows into weights against their maxima so far, ``peaks``.
+
+    A row sees the first ``seen`` tokens (float32) of the chunk, all of them if ``whole``; the others get weight 0.
+    Maxima and the partial sums ``[LANES, lane]`` go on; ``shrinks`` gets what the accumulators are to be multiplied by.
+    """
+    i64 = types.int64
+    signature = types.void(types.boolean, s, i64, types.float32, seen, peaks, shrinks, i64, sums, i64)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        whole_given, s_array, s_from, factor, seen_array, peak_array, shrink_array, at, sums_array, sums_from = args
+        index = at.type
+        start = pointer_to(context, builder, s, s_array, s_from)
+        totals = pointer_to(context, builder, sums, sums_array, sums_from)
+        peak_at = pointer_to(context, builder, peaks, peak_array, at)
+        shrink_at = pointer_to(context, builder, shrinks, shrink_array, at)
+        limit = load_vector(builder, pointer_to(context, builder, seen, seen_array, at), types.float32)
+        old = load_vector(builder, peak_at, types.float32)
+        lowest = ir.Constant(VECTOR, [float("-inf")] * LANES)
+
+        def unseen(j: Any) -> Any:
+            number = splat(builder, builder.sitofp(j, ir.FloatType()))
+            return builder.fcmp_ordered(">=", number, limit)
+
+        def emit(all_seen: int) -> None:
+            scale_vector = splat(builder, factor)
+
+            def scaled(i: Any, best: list[Any]) -> list[Any]:
+                found = []
+                for part, greatest in enumerate(best):
+                    j = builder.add(builder.mul(i, index(len(best))), index(part))
+                    pointer = builder.gep(start, [builder.mul(j, index(LANES))])
+                    score = builder.fmul(load_vector(builder, pointer, types.float32), scale_vector)
+                    if not all_seen:
+                        score = builder.select(unseen(j), lowest, score)
+                    store_vector(builder, score, pointer)
+                    found.append(_greater(builder, score, greatest))
+                return found
+
+            best = accumulate(builder, index(KV_CHUNK // 4), [lowest] * 4, scaled)
+            best = [_greater(builder, a, b) for a, b in zip(best[::2], best[1::2], strict=True)]
+            peak = _greater(builder, _greater(builder, *best), old)
+            shrink = exponential(builder, builder.fsub(old, peak))
+            shrink = builder.select(builder.fcmp_ordered(">", old, lowest), shrink, zeros())
+
+            def weights(lane: Any, none: list[Any]) -> list[Any]:
+                target = builder.gep(totals, [builder.mul(lane, index(LANES))])
+                total = builder.fmul(load_vector(builder, target, types.float32), shrink)
+                for piece in range(0, KV_CHUNK, LANES):
+                    j = builder.add(lane, index(piece))
+                    pointer = builder.gep(start, [builder.mul(j, index(LANES))])
+                    score = load_vector(builder, pointer, types.float32)
+                    weight = exponential(builder, builder.fsub(score, peak))
+                    if not all_seen:
+                        weight = builder.select(unseen(j), zeros(), weight)
+                    store_vector(builder, weight, pointer)
+                    total = builder.fadd(total, weight)
+                store_vector(builder, total, target)
+                return none
+
+            accumulate(builder, index(LANES), [], weights)
+            store_vector(builder, peak, peak_at)
+            store_vector(builder, shrink, shrink_at)
+
+        dispatch(builder, [(whole_given, (0, 1))], emit)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _greater(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@intrinsic
+def add_values(
+    typingctx: Any, rows: Any, columns: Any, shrink: Any, s: Any, s_at: Any, lo: Any, hi: Any, source: Any,
+    places: Any, column: Any, pages: Any, coming: Any, shrinks: Any, shrinks_at: Any, acc: Any, acc_at: Any,
+    acc_stride: Any,
+) -> Any:  # fmt: skip
+    """Add to ``acc[r, 16 c + lane]`` the chain over lo <= j < hi of ``s[j, r] * source[places[j] + column + ...]``.
+
+    ``rows`` is one of `ROWS`, ``columns`` (c) one of `COLUMNS`. ``s`` is ``[C, LANES]`` from ``s_at`` on, rows of
+    ``acc`` are ``acc_stride`` apart. With ``shrink``, ``acc`` is multiplied by the ``shrinks`` of the rows before.
+    Of a source in bfloat16 c is 2, and ``acc`` has the even columns before the odd ones.
+    """
+    i64 = types.int64
+    signature = types.void(
+        i64, i64, types.boolean, s, i64, i64, i64, source, places, i64, pages, coming, shrinks, i64, acc, i64, i64
+    )
+    halves = source.dtype != types.float32
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (many, wide, shrinking, s_array, s_from, begin, end, source_array, table, first, page_array, next_table,
+         shrink_array, shrink_from, acc_array, acc_from, step) = args  # fmt: skip
+        index = many.type
+
+        def emit(row_count: int, column_count: int, shrunk: int) -> None:
+            lanes = [index(LANES * c) for c in range(column_count)]
+            targets = []
+            for r in range(row_count):
+                start = builder.add(acc_from, builder.mul(step, index(r)))
+                targets += [pointer_to(context, builder, acc, acc_array, builder.add(start, lane)) for lane in lanes]
+            weights = pointer_to(context, builder, s, s_array, s_from)
+
+            def add(i: Any, sums: list[Any]) -> list[Any]:
+                j = builder.add(begin, i)
+                place = builder.load(pointer_to(context, builder, places, table, j))
+                start = pointer_to(context, builder, source, source_array, builder.add(place, first))
+                if shrunk:
+                    half = builder.and_(j, index(TOKENS // 2))
+                    other = builder.load(
+                        pointer_to(context, builder, coming, next_table, builder.or_(j, index(TOKENS // 2)))
+                    )
+                    line = builder.add(first, builder.mul(half, index(LANES * 2 // TOKENS)))
+                    prefetch(builder, pointer_to(context, builder, pages, page_array, builder.add(other, line)))
+                if halves:
+                    loaded = load_halves(builder, start)
+                else:
+                    loaded = [load_vector(builder, builder.gep(start, [lane]), types.float32) for lane in lanes]
+                here = builder.gep(weights, [builder.mul(j, index(LANES))])
+                factors = [splat(builder, builder.load(builder.gep(here, [index(r)]))) for r in range(row_count)]
+                pairs = [(factor, vector) for factor in factors for vector in loaded]
+                return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+
+            initial = [load_vector(builder, target, types.float32) for target in targets]
+            if shrunk:
+                places_of = [
+                    pointer_to(context, builder, shrinks, shrink_array, builder.add(shrink_from, index(r)))
+                    for r in range(row_count)
+                    for _ in lanes
+                ]
+                initial = [
+                    builder.fmul(total, splat(builder, builder.load(place)))
+                    for total, place in zip(initial, places_of, strict=True)
+                ]
+            found = accumulate(builder, builder.sub(end, begin), initial, add)
+            for target, total in zip(targets, found, strict=True):
+                store_vector(builder, total, target)
+
+        columns_of = (2,) if halves else COLUMNS
+        dispatch(builder, [(many, ROWS), (wide, columns_of), (shrinking, (0, 1))], emit)
+        return context.get_dummy_value()
+
+    return signature, generate
