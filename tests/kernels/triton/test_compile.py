@@ -47,11 +47,25 @@ def test_routers_compile_for_an_h100() -> None:
     assert [kernel for kernel in kernels if kernel["stack"] or kernel["shared"] > SHARED_MEMORY] == []
 
 
+def test_layers_that_share_a_launch_compile_to_what_a_layer_alone_does() -> None:
+    """One loop for all of them: as many instructions of tensor cores, as many copies, no more stack."""
+    kernels = compiled("joined_layers")
+    alone, joined = (
+        [kernel for kernel in kernels if kernel["name"] == name] for name in ("_multiply", "_multiply_layers")
+    )
+    assert len(alone) == len(joined) == (15 if CAMPAIGN else 9)
+    for one, other in zip(alone, joined, strict=True):
+        for what in ("products", "wide copies", "shared", "stack"):
+            assert one[what] == other[what], (what, one, other)
+        assert other["narrow loads"] <= one["narrow loads"]
+    assert [kernel for kernel in joined[:9] if kernel["narrow loads"] or kernel["stack"]] == []
+
+
 @pytest.mark.soak
 @pytest.mark.skipif(not CAMPAIGN, reason="make soak: compiles for minutes")
 def test_kernels_compile_for_an_h100() -> None:
     kernels = compiled()
-    assert len({kernel["name"] for kernel in kernels}) == 52
+    assert len({kernel["name"] for kernel in kernels}) == 53
     of_layers = [kernel for kernel in kernels if (kernel["name"], kernel["part"]) == ("_attend_items", "attentions")]
     assert len(of_layers) == 4, "one of each of the attention layers"
     of_qwen = [
