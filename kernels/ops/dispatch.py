@@ -29,6 +29,7 @@ from samebit.kernels.layout.options import (
     ExpertWeights,
     Filters,
     GatedNormOptions,
+    HeadNorms,
     IndexOptions,
     LatentOptions,
     Layer,
@@ -104,9 +105,10 @@ class Operations(Protocol):
 
     def attention_of_unrotated(
         self, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], context: ForwardContext,
-        options: AttentionOptions, sinks: Tensor | None,
+        options: AttentionOptions, sinks: Tensor | None, norms: HeadNorms | None,
     ) -> Tensor:  # fmt: skip
-        """Rotate queries and keys by ``angles``, cosines and sines, then attend as above in the context's pages."""
+        """Normalise the heads of queries and keys where there are norms, rotate them by ``angles``, cosines and sines,
+        then attend as above in the context's pages."""
 
     def attention_backward(
         self, saved: Saved, grad: Tensor, context: ForwardContext, options: AttentionOptions

@@ -65,7 +65,12 @@ def linears(x: torch.Tensor, modules: Sequence[Any]) -> list[torch.Tensor]:
 
 def is_plain(module: nn.Module) -> bool:
     """Return whether a call does no more than multiply: no adapter in the module's place, no hook."""
-    return type(module) is nn.Linear and not (
+    return type(module) is nn.Linear and not is_hooked(module)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether somebody listens to the calls of a module, or to their gradients."""
+    return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 

@@ -29,7 +29,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
         ValueError: a weight of another width.
         TypeError: other dtypes.
     """
-    _check_rows(x, weight=weight)
+    check_rows(x, weight=weight)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         normed: torch.Tensor = _RMSNorm.apply(x, weight, eps, offset)
         return normed
@@ -43,7 +43,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
         ValueError: a weight or a bias of another width.
         TypeError: other dtypes.
     """
-    _check_rows(x, weight=weight, bias=bias)
+    check_rows(x, weight=weight, bias=bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad):
         normed: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps)
         return normed
@@ -65,7 +65,7 @@ def gated_rms_norm(
         ValueError: a gate or a weight of another shape, groups that do not divide the width.
         TypeError: other dtypes.
     """
-    _check_rows(x, weight=weight)
+    check_rows(x, weight=weight)
     if x.dim() != 2 or gate.shape != x.shape or options.groups < 1 or x.shape[1] % options.groups:
         raise ValueError(
             f"x is {list(x.shape)} and gate {list(gate.shape)}, in {options.groups} groups; allowed: two alike, "
@@ -81,7 +81,7 @@ def gated_rms_norm(
     return operations_for(x).gated_rms_norm_forward(x, gate, weight, options)[0]
 
 
-def _check_rows(x: torch.Tensor, **of_width: torch.Tensor) -> None:
+def check_rows(x: torch.Tensor, **of_width: torch.Tensor) -> None:
     """Check that the others have an element for each of a row, and on the CPU are where its kernels read."""
     if not x.dim() or not x.shape[-1]:
         raise ValueError(f"x has the shape {list(x.shape)}; allowed: [..., W], W at least 1")

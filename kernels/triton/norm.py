@@ -79,7 +79,7 @@ def _normalize_backward(
 
 
 @jit()
-def _statistics(x: tensor, real: tensor, eps: tensor, WIDTH: tl.constexpr, CENTERED: tl.constexpr) -> Any:
+def statistics(x: tensor, real: tensor, eps: tensor, WIDTH: tl.constexpr, CENTERED: tl.constexpr) -> Any:
     """Return the normed rows of a tile, and 1 / their deviation."""
     if CENTERED:
         x = tl.where(real, x - (tl.sum(x, axis=1) / WIDTH)[:, None], 0.0)
@@ -96,7 +96,7 @@ def _norm_rows(
     column = tl.arange(0, PADDED)
     real = (row[:, None] < count) & (column[None, :] < WIDTH)
     place = row[:, None] * WIDTH + column[None, :]
-    normed, _ = _statistics(tl.load(x + place, mask=real, other=0.0).to(tl.float32), real, eps, WIDTH, CENTERED)
+    normed, _ = statistics(tl.load(x + place, mask=real, other=0.0).to(tl.float32), real, eps, WIDTH, CENTERED)
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
     result = normed * factor[None, :]
     if CENTERED:
@@ -119,7 +119,7 @@ def _norm_gradients(
         real = (row[:, None] < count) & (done + tl.arange(0, ROWS)[:, None] < PART) & (column[None, :] < WIDTH)
         place = row[:, None] * WIDTH + column[None, :]
         value = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
-        normed, scale = _statistics(value, real, eps, WIDTH, CENTERED)
+        normed, scale = statistics(value, real, eps, WIDTH, CENTERED)
         upstream = tl.load(grad + place, mask=real, other=0.0).to(tl.float32)
         inner = upstream * factor[None, :]
         inward = inner - normed * (tl.sum(inner * normed, axis=1) / WIDTH)[:, None]
@@ -182,7 +182,7 @@ def _gated_rows(
     opening = tl.load(gate + row[:, None] * GATE_STRIDE + inside[None, :], mask=real, other=0.0).to(tl.float32)
     times = sigmoid(opening) if SIGMOID else opening * sigmoid(opening)
     value = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
-    normed, _ = _statistics(value * times if GATE_FIRST else value, real, eps, WIDTH, False)
+    normed, _ = statistics(value * times if GATE_FIRST else value, real, eps, WIDTH, False)
     normed *= tl.load(weight + inside, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     if not GATE_FIRST:
         normed *= times
@@ -208,7 +208,7 @@ def _gated_gradients(
         times = share if SIGMOID else opening * share
         value = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
         outer = tl.load(grad + place, mask=real, other=0.0).to(tl.float32)
-        normed, scale = _statistics(value * times if GATE_FIRST else value, real, eps, WIDTH, False)
+        normed, scale = statistics(value * times if GATE_FIRST else value, real, eps, WIDTH, False)
         upstream = outer if GATE_FIRST else outer * times
         inner = upstream * factor[None, :]
         inward = (inner - normed * (tl.sum(inner * normed, axis=1) / WIDTH)[:, None]) * scale[:, None]

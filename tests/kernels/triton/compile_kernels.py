@@ -38,6 +38,7 @@ from samebit.kernels.layout.options import (
     ExpertWeights,
     Filters,
     GatedNormOptions,
+    HeadNorms,
     IndexOptions,
     LatentOptions,
     RoutingOptions,
@@ -60,8 +61,10 @@ from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotate
 from samebit.kernels.ops.sampling import keep_likely
 from samebit.kernels.ops.ssd import scan
+from samebit.kernels.triton import heads as head_proofs
 from samebit.kernels.triton.experts.operation import experts_backward, experts_forward
 from samebit.kernels.triton.experts.routing import route_backward, route_forward
+from samebit.kernels.triton.heads import Places, turn_and_write, turned_each
 from samebit.kernels.triton.matmul import multiply, multiply_layers
 from samebit.kernels.triton.tiles import proved_equal as tile_proofs
 from samebit.kernels.triton.tiles import table as tiles
@@ -100,8 +103,16 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **optio
             "narrow loads": len(re.findall(r"ld\.global\S*\.b16", kernel.asm["ptx"])),
             "wide copies": len(re.findall(r"cp\.async\.cg\.", kernel.asm["ptx"])),
             "products": len(re.findall(r"wgmma\.mma_async|mma\.sync", kernel.asm["ptx"])),
+            "sums": sums_of(kernel.asm["ttgir"]),
             "layouts": sorted(set(re.findall(r"#ttg\.blocked<.*?>", kernel.asm["ttgir"]))),
         }
+
+
+def sums_of(ttgir: str) -> list[str]:
+    """Each kind of tile that is summed: its shape, and how its elements are spread over threads."""
+    layouts = dict(re.findall(r"(#blocked\d*) = (#ttg\.blocked<.*?>)", ttgir))
+    tiles = re.findall(r"\(tensor<(\S+), (#blocked\d*)>\) -> tensor<\S+, #ttg\.slice", ttgir)
+    return sorted({f"{shape} {layouts[name]}" for shape, name in tiles})
 
 
 def stack_of(cubin: bytes) -> int:
@@ -381,6 +392,20 @@ def joined_layers() -> None:
             multiply_layers(x, weights, biases, tile, outputs)
 
 
+def heads_of_rollouts() -> None:
+    """Norms, rotation and pages in one launch, then a launch each: of Qwen3-8B, Gemma-3, Llama; and an odd size."""
+    for heads, kv_heads, size, angles, normed, dtype in (
+        (32, 8, 128, 64, True, torch.bfloat16), (8, 4, 256, 128, True, torch.bfloat16),
+        (32, 8, 128, 64, False, torch.bfloat16), (6, 3, 50, 20, True, torch.float32),
+    ):  # fmt: skip
+        q, k, v = (torch.zeros(7, count, size, dtype=dtype) for count in (heads, kv_heads, kv_heads))
+        norms = HeadNorms(torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype), 1e-6, 0.0) if normed else None
+        turns, rows = torch.zeros(7, angles), torch.zeros(7, dtype=torch.int32)
+        pages = KVLayout(1, kv_heads, size).allocate(2, 64, dtype, "cpu")[0]
+        turn_and_write(q, k, v, (turns, turns), norms, pages, Places(rows, rows, rows, 64))
+        turned_each(q, k, (turns, turns), norms)
+
+
 def narrow_logits() -> None:
     """The same numbers in two dtypes: a chunk has to be summed in the same order."""
     tokens, temperatures = torch.zeros(3, dtype=torch.int64), torch.ones(3)
@@ -437,6 +462,7 @@ if __name__ == "__main__":
     device.on_gpu = lambda tensor: True
     tile_proofs.proved_equal = lambda layer, tile, rung: True  # nothing runs
     tile_proofs.proved_joined = lambda layers, tile: True
+    head_proofs.proved_equal = lambda heads: True
     parts = (
         rowwise,
         attentions,
@@ -451,6 +477,7 @@ if __name__ == "__main__":
         configurations,
         large_layers,
         joined_layers,
+        heads_of_rollouts,
         narrow_logits,
         routers,
         qwen_experts,

@@ -61,11 +61,26 @@ def test_layers_that_share_a_launch_compile_to_what_a_layer_alone_does() -> None
     assert [kernel for kernel in joined[:9] if kernel["narrow loads"] or kernel["stack"]] == []
 
 
+def test_heads_are_summed_in_the_order_of_their_norms() -> None:
+    """In one launch with rotation and pages: the same elements in the same threads."""
+    kernels = compiled("heads_of_rollouts")
+    names = [kernel["name"] for kernel in kernels]
+    first = [place for place, name in enumerate(names) if name == "_turn_and_write"]
+    assert len(first) == 4
+    for start, end, normed in zip(first, [*first[1:], None], (True, True, False, True), strict=True):
+        joined, *apart = kernels[start:end]
+        sums = [kernel["sums"] for kernel in apart if kernel["name"] == "_norm_rows"]
+        assert sums == ([joined["sums"]] if normed else [])
+        assert len(joined["sums"]) == normed
+    assert [kernel for kernel in kernels if kernel["stack"]] == []
+    assert kernels[0]["narrow loads"] == 0, "of Qwen3-8B"
+
+
 @pytest.mark.soak
 @pytest.mark.skipif(not CAMPAIGN, reason="make soak: compiles for minutes")
 def test_kernels_compile_for_an_h100() -> None:
     kernels = compiled()
-    assert len({kernel["name"] for kernel in kernels}) == 53
+    assert len({kernel["name"] for kernel in kernels}) == 54
     of_layers = [kernel for kernel in kernels if (kernel["name"], kernel["part"]) == ("_attend_items", "attentions")]
     assert len(of_layers) == 4, "one of each of the attention layers"
     of_qwen = [
