@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from samebit.kernels.binding.families import RECURRENT_MASKS
 from samebit.kernels.binding.lora.forwards import LayoutPositions, projections
 from samebit.kernels.binding.lora.plan import PeftAdapters
+from samebit.kernels.binding.residual import Addend, normed_sum
 from samebit.kernels.binding.wrapped import positions_of_text
 from samebit.kernels.layout.forward_context import (
     ForwardContext,
@@ -182,7 +183,8 @@ def embedding_forward(self: Any, input_ids: torch.Tensor) -> torch.Tensor:
 def rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Compute RMSNorm over the last axis."""
     facts: NormFacts = self.samebit
-    return rms_norm(x, self.weight, facts.eps, facts.offset)
+    normed = normed_sum(x, self.weight, facts.eps, facts.offset)
+    return rms_norm(x, self.weight, facts.eps, facts.offset) if normed is None else normed
 
 
 def layer_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -218,7 +220,7 @@ def mlp_forward(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
         gate, up = projections(x, (self.gate_proj, self.up_proj))
     gate = gate if facts.gate_multiplier == 1.0 else gate * facts.gate_multiplier
     out = self.down_proj(gated(facts.activation, gate, up))
-    return out if facts.down_multiplier == 1.0 else out * facts.down_multiplier
+    return Addend.of(out if facts.down_multiplier == 1.0 else out * facts.down_multiplier)
 
 
 def attention_forward(
@@ -245,8 +247,7 @@ def attention_forward(
     else:
         out = attention(q, k, v, layout_of(attention_mask), facts.options, sinks)
     out = out if gate is None else gated("sigmoid", gate, out.view(gate.shape))
-    projected: torch.Tensor = self.o_proj(out.view(*hidden_states.shape[:-1], -1))
-    return projected, None
+    return Addend.of(self.o_proj(out.view(*hidden_states.shape[:-1], -1))), None
 
 
 def _queries_keys_values(

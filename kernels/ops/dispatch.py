@@ -69,6 +69,9 @@ class Operations(Protocol):
     def rms_norm_backward(self, saved: Saved, grad: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and weight."""
 
+    def add_rms_norm(self, x: Tensor, y: Tensor, total: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        """Write ``x + y`` to ``total``, and return its RMSNorm."""
+
     def layer_norm_forward(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Saved]:
         """Compute LayerNorm over the last axis."""
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
 from samebit.kernels.layout.options import GatedNormOptions
-from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host, check_shape
+from samebit.kernels.layout.shape_checks import check_dtype, check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.ops.dispatch import operations_for
 
 
@@ -34,6 +34,25 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
         normed: torch.Tensor = _RMSNorm.apply(x, weight, eps, offset)
         return normed
     return operations_for(x).rms_norm_forward(x, weight, eps, offset)[0]
+
+
+def add_rms_norm(
+    x: torch.Tensor, y: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> torch.Tensor:
+    """Write ``x + y``, rounded to their dtype, to ``total``, and return its RMSNorm as `rms_norm` computes it.
+
+    Args:
+        x: ``[..., W]`` float32 or bfloat16, without gradient; ``y`` and ``total`` are like it, all contiguous.
+
+    Raises:
+        ValueError: other shapes, or a weight of another width.
+        TypeError: other dtypes.
+    """
+    check_rows(x, weight=weight)
+    for name, part in (("y", y), ("total", total)):
+        check_shape(name, part, *x.shape)
+        check_dtype(name, part, x.dtype)
+    return operations_for(x).add_rms_norm(x, y, total, weight, eps, offset)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

@@ -24,6 +24,7 @@ from samebit.kernels.triton.linear import (
     multiply,
 )
 from samebit.kernels.triton.norm import (
+    add_rms_norm,
     gated_rms_norm_backward,
     gated_rms_norm_forward,
     layer_norm_backward,
@@ -40,6 +41,7 @@ from samebit.kernels.triton.vocabulary.sampling import draw, uniforms
 __all__ = [
     "add_gradient_of_inputs",
     "add_low_rank",
+    "add_rms_norm",
     "attention_backward",
     "attention_forward",
     "attention_of_unrotated",

@@ -66,6 +66,7 @@ from samebit.kernels.triton.experts.operation import experts_backward, experts_f
 from samebit.kernels.triton.experts.routing import route_backward, route_forward
 from samebit.kernels.triton.heads import Places, turn_and_write, turned_each
 from samebit.kernels.triton.matmul import multiply, multiply_layers
+from samebit.kernels.triton.norm import added
 from samebit.kernels.triton.tiles import proved_equal as tile_proofs
 from samebit.kernels.triton.tiles import table as tiles
 from samebit.kernels.triton.tiles.file import MatmulEntry
@@ -406,6 +407,14 @@ def heads_of_rollouts() -> None:
         turned_each(q, k, (turns, turns), norms)
 
 
+def norms_of_sums() -> None:
+    """Each with the norm alone: of Qwen3-8B, of an odd width, and of a wide model in float32."""
+    for width, dtype in ((4096, torch.bfloat16), (1000, torch.bfloat16), (8192, torch.float32)):
+        x, weight = torch.zeros(7, width, dtype=dtype), torch.zeros(width, dtype=dtype)
+        added(x, x, torch.empty_like(x), weight, 1e-6, 0.0)
+        rms_norm(x, weight, 1e-6)
+
+
 def narrow_logits() -> None:
     """The same numbers in two dtypes: a chunk has to be summed in the same order."""
     tokens, temperatures = torch.zeros(3, dtype=torch.int64), torch.ones(3)
@@ -478,6 +487,7 @@ if __name__ == "__main__":
         large_layers,
         joined_layers,
         heads_of_rollouts,
+        norms_of_sums,
         narrow_logits,
         routers,
         qwen_experts,

@@ -76,11 +76,21 @@ def test_heads_are_summed_in_the_order_of_their_norms() -> None:
     assert kernels[0]["narrow loads"] == 0, "of Qwen3-8B"
 
 
+def test_norms_of_sums_are_summed_in_the_order_of_norms() -> None:
+    kernels = compiled("norms_of_sums")
+    assert [kernel["name"] for kernel in kernels] == ["_norm_sums", "_norm_rows"] * 3
+    for of_sum, alone in zip(kernels[::2], kernels[1::2], strict=True):
+        assert of_sum["sums"] == alone["sums"]
+        assert len(alone["sums"]) == 1
+        assert of_sum["narrow loads"] == alone["narrow loads"]
+    assert [kernel for kernel in kernels if kernel["stack"]] == []
+
+
 @pytest.mark.soak
 @pytest.mark.skipif(not CAMPAIGN, reason="make soak: compiles for minutes")
 def test_kernels_compile_for_an_h100() -> None:
     kernels = compiled()
-    assert len({kernel["name"] for kernel in kernels}) == 54
+    assert len({kernel["name"] for kernel in kernels}) == 55
     of_layers = [kernel for kernel in kernels if (kernel["name"], kernel["part"]) == ("_attend_items", "attentions")]
     assert len(of_layers) == 4, "one of each of the attention layers"
     of_qwen = [

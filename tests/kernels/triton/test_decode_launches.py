@@ -8,6 +8,7 @@ import torch
 
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
+from samebit.kernels.binding.residual import Addend
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext, use_context
 
@@ -17,13 +18,12 @@ from .launches import launches
 
 LAYER = Counter(
     {
-        "_norm_rows": 2,
+        "_norm_sums": 2,
         "_multiply_layers": 2,
         "_multiply": 2,
         "_turn_and_write": 1,
         "_attend_items": 2,
         "_forward": 1,
-        "aten.add.Tensor": 2,
     }
 )
 """Of a Qwen3, in a step with a group of sequences and with room for more rows than there are."""
@@ -49,19 +49,32 @@ def decode(layout_of: object) -> ForwardContext:
     )
 
 
-@torch.no_grad()
-def launched(layers: int) -> Counter[str]:
+def computed(layers: int, *, apart: bool = False) -> tuple[torch.Tensor, Counter[str]]:
+    """Hidden states of the tokens, and what was launched; ``apart``: with hooks that listen to all modules."""
     model = bind(make_model("Qwen3", vocab_size=50, hidden_size=64, intermediate_size=100, num_hidden_layers=layers))
     model.to(DEVICE)
+    for module in model.modules() if apart else ():
+        module.register_forward_hook(lambda module, given, out: None)
     context, ids = decode(binding_of(model).kv_layout), torch.tensor([[5, 6, 7, 0]], device=DEVICE)
-    with use_context(context):
+    with torch.no_grad(), use_context(context):
+        for pages in context.pages or ():
+            pages.normal_(generator=torch.Generator(DEVICE).manual_seed(0))
         model.model(ids)  # tiles are compared
         with launches() as names:
-            model.model(ids)
-    return Counter(names)
+            hidden = model.model(ids)[0]
+    return hidden[0, :3], Counter(names)
 
 
 def test_a_layer_of_a_decode_step_launches_so_many_kernels() -> None:
-    one, two = launched(1), launched(2)
+    (_, one), (_, two) = computed(1), computed(2)
     assert two - one == LAYER
-    assert LAYER.total() == 12
+    assert LAYER.total() == 10
+
+
+def test_it_has_the_bits_of_a_launch_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, _ = computed(2)
+    monkeypatch.setattr(Addend, "of", staticmethod(lambda x: x))
+    apart, names = computed(2, apart=True)
+    assert not {"_multiply_layers", "_norm_sums"} & set(names)
+    assert names["_norm_rows"] == 2 * 4 + 1
+    assert torch.equal(together, apart)
