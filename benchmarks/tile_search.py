@@ -46,6 +46,9 @@ _ATTENTION = (
     (128, 8, 3),
 )  # fmt: skip
 
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names the layers of a module that are computed in one launch."""
+
 
 def wide_tiles() -> Iterator[MatmulTile]:
     """Return tiles for many rows."""
@@ -62,8 +65,15 @@ def attention_tiles() -> Iterator[AttentionTile]:
 
 
 def linear_layers(model: nn.Module) -> list[tuple[int, int]]:
-    """Return (inputs, outputs) of the linear layers, each once."""
-    return sorted({(one.in_features, one.out_features) for one in model.modules() if isinstance(one, nn.Linear)})
+    """Return (inputs, outputs) of the linear layers, and of those that share a launch as of one layer, each once."""
+    found = set()
+    for module in model.modules():
+        linear = {name: one for name, one in module.named_children() if isinstance(one, nn.Linear)}
+        found |= {(one.in_features, one.out_features) for one in linear.values()}
+        for names in _TOGETHER:
+            if set(names) <= set(linear):
+                found.add((linear[names[0]].in_features, sum(linear[name].out_features for name in names)))
+    return sorted(found)
 
 
 def tuned_layer(

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from samebit.kernels.binding.families import RECURRENT_MASKS
 from samebit.kernels.binding.lora.forwards import LayoutPositions, projections
 from samebit.kernels.binding.lora.plan import PeftAdapters
+from samebit.kernels.binding.residual import Addend, normed_sum
 from samebit.kernels.binding.wrapped import positions_of_text
 from samebit.kernels.layout.forward_context import (
     ForwardContext,
@@ -26,9 +27,10 @@ from samebit.kernels.layout.forward_context import (
     training_context,
     use_context,
 )
-from samebit.kernels.layout.options import AttentionOptions
+from samebit.kernels.layout.options import AttentionOptions, HeadNorms
 from samebit.kernels.ops.activation import activated, gated
 from samebit.kernels.ops.attention import attention, attention_of_rotated
+from samebit.kernels.ops.linear import is_hooked
 from samebit.kernels.ops.norm import layer_norm, rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotary_tables
 
@@ -181,7 +183,8 @@ def embedding_forward(self: Any, input_ids: torch.Tensor) -> torch.Tensor:
 def rms_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Compute RMSNorm over the last axis."""
     facts: NormFacts = self.samebit
-    return rms_norm(x, self.weight, facts.eps, facts.offset)
+    normed = normed_sum(x, self.weight, facts.eps, facts.offset)
+    return rms_norm(x, self.weight, facts.eps, facts.offset) if normed is None else normed
 
 
 def layer_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -217,7 +220,7 @@ def mlp_forward(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
         gate, up = projections(x, (self.gate_proj, self.up_proj))
     gate = gate if facts.gate_multiplier == 1.0 else gate * facts.gate_multiplier
     out = self.down_proj(gated(facts.activation, gate, up))
-    return out if facts.down_multiplier == 1.0 else out * facts.down_multiplier
+    return Addend.of(out if facts.down_multiplier == 1.0 else out * facts.down_multiplier)
 
 
 def attention_forward(
@@ -231,22 +234,26 @@ def attention_forward(
     """Compute self-attention; what remains of the arguments are Hugging Face's cache and positions, which hold nothing
     here."""
     facts: AttentionFacts = self.samebit
+    rotated, norms = isinstance(position_embeddings, RotaryTables), None
     q, gate, k, v = _queries_keys_values(self, facts, hidden_states)
+    if facts.qk_norm == "head":
+        norms = _norms_of_heads(self) if rotated and facts.key_multiplier == 1.0 else None
+        if norms is None:
+            q, k = self.q_norm(q), self.k_norm(k)
     k = k if facts.key_multiplier == 1.0 else k * facts.key_multiplier
     sinks = self.sinks.float() if facts.sinks else None
     if isinstance(position_embeddings, RotaryTables):
-        out = attention_of_rotated(q, k, v, position_embeddings, facts.options, sinks)
+        out = attention_of_rotated(q, k, v, position_embeddings, facts.options, sinks, norms)
     else:
         out = attention(q, k, v, layout_of(attention_mask), facts.options, sinks)
     out = out if gate is None else gated("sigmoid", gate, out.view(gate.shape))
-    projected: torch.Tensor = self.o_proj(out.view(*hidden_states.shape[:-1], -1))
-    return projected, None
+    return Addend.of(self.o_proj(out.view(*hidden_states.shape[:-1], -1))), None
 
 
 def _queries_keys_values(
     self: Any, facts: AttentionFacts, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Return queries, their gates or None, keys and values ``[T, heads, D]``, normalised but not rotated."""
+    """Return queries, their gates or None, keys and values ``[T, heads, D]``, neither normalised a head nor rotated."""
     if facts.fused:
         qkv = self.qkv_proj(x)
         kv_width = facts.kv_heads * facts.head_dim
@@ -265,9 +272,16 @@ def _queries_keys_values(
         q, gate = _heads(q, 2 * size).chunk(2, dim=-1)
     else:
         q = _heads(q, size)
-    if facts.qk_norm == "head":
-        q, k = self.q_norm(q), self.k_norm(k)
     return q, gate, k, v
+
+
+def _norms_of_heads(self: Any) -> HeadNorms | None:
+    """Return what normalises the heads of queries and keys; None if a call of either does more than that."""
+    both = self.q_norm, self.k_norm
+    facts, of_keys = (vars(norm).get("samebit") for norm in both)
+    if not isinstance(facts, NormFacts) or facts != of_keys or any(map(is_hooked, both)):
+        return None
+    return HeadNorms(self.q_norm.weight, self.k_norm.weight, facts.eps, facts.offset)
 
 
 def _heads(x: torch.Tensor, size: int) -> torch.Tensor:

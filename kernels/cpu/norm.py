@@ -179,6 +179,13 @@ def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: 
     return out, (x, weight, inverse)
 
 
+def add_rms_norm(
+    x: torch.Tensor, y: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+) -> torch.Tensor:
+    """Implement `Operations.add_rms_norm`."""
+    return rms_norm_forward(torch.add(x, y, out=total), weight, eps, offset)[0]
+
+
 def rms_norm_backward(saved: Saved, grad: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `Operations.rms_norm_backward`."""
     x, weight, inverse = saved

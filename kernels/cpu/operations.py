@@ -14,6 +14,7 @@ from samebit.kernels.cpu.linear import add_gradient_of_inputs, gradient_of_input
 from samebit.kernels.cpu.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
 from samebit.kernels.cpu.low_rank import add_low_rank
 from samebit.kernels.cpu.norm import (
+    add_rms_norm,
     gated_rms_norm_backward,
     gated_rms_norm_forward,
     layer_norm_backward,
@@ -28,6 +29,7 @@ from samebit.kernels.cpu.ssd.operation import scan_backward, scan_forward
 __all__ = [
     "add_gradient_of_inputs",
     "add_low_rank",
+    "add_rms_norm",
     "attention_backward",
     "attention_forward",
     "attention_of_unrotated",

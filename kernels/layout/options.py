@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,15 @@ class AttentionOptions:
     scale: float
     window: int = 0
     softcap: float = 0.0
+
+
+class HeadNorms(NamedTuple):
+    """Holds what RMSNorm of each head has: of queries and of keys a weight ``[D]``, and of both as in `rms_norm`."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    eps: float
+    offset: float
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from torch.autograd.function import once_differentiable
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import TRAINING_BLOCK, ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK
-from samebit.kernels.layout.options import AttentionOptions
+from samebit.kernels.layout.options import AttentionOptions, HeadNorms
 from samebit.kernels.layout.shape_checks import check_dtype, check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.ops.dispatch import operations_for
 from samebit.kernels.ops.errors import changed_dtype
+from samebit.kernels.ops.norm import check_rows, rms_norm
 from samebit.kernels.ops.rope import RotaryTables, check_rotation, rotate
 
 
@@ -54,19 +55,27 @@ def attention(
 
 def attention_of_rotated(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: RotaryTables, options: AttentionOptions,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, norms: HeadNorms | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Do as `attention` of rotated queries and keys; in a rollout they may rotate on their way to the pages, same bits.
+    """Do as `attention` of queries and keys that are normalised, where there are ``norms``, and rotated.
 
-    Arguments, result and errors are those of `attention`; ``tables``: the angles and the layout of the T rows.
+    In a rollout that may happen on their way to the pages, with the same bits. Arguments, result and errors are those
+    of `attention`; ``tables``: the angles and the layout of the T rows.
     """
     context = tables.context
     if context.pages is None:
+        if norms is not None:
+            q = rms_norm(q, norms.queries, norms.eps, norms.offset)
+            k = rms_norm(k, norms.keys, norms.eps, norms.offset)
         return attention(rotate(q, tables), rotate(k, tables), v, context, options, sinks)
     check_rotation("q", q, tables)
     check_rotation("k", k, tables)
     _check(q, k, v, context, options, sinks)
-    return operations_for(q).attention_of_unrotated(q, k, v, (tables.cos, tables.sin), context, options, sinks)
+    if norms is not None:
+        check_rows(q, weight=norms.queries)
+        check_rows(k, weight=norms.keys)
+    angles = tables.cos, tables.sin
+    return operations_for(q).attention_of_unrotated(q, k, v, angles, context, options, sinks, norms)
 
 
 def _check(

@@ -29,6 +29,7 @@ from samebit.kernels.layout.options import (
     ExpertWeights,
     Filters,
     GatedNormOptions,
+    HeadNorms,
     IndexOptions,
     LatentOptions,
     Layer,
@@ -68,6 +69,9 @@ class Operations(Protocol):
     def rms_norm_backward(self, saved: Saved, grad: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and weight."""
 
+    def add_rms_norm(self, x: Tensor, y: Tensor, total: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        """Write ``x + y`` to ``total``, and return its RMSNorm."""
+
     def layer_norm_forward(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Saved]:
         """Compute LayerNorm over the last axis."""
 
@@ -104,9 +108,10 @@ class Operations(Protocol):
 
     def attention_of_unrotated(
         self, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], context: ForwardContext,
-        options: AttentionOptions, sinks: Tensor | None,
+        options: AttentionOptions, sinks: Tensor | None, norms: HeadNorms | None,
     ) -> Tensor:  # fmt: skip
-        """Rotate queries and keys by ``angles``, cosines and sines, then attend as above in the context's pages."""
+        """Normalise the heads of queries and keys where there are norms, rotate them by ``angles``, cosines and sines,
+        then attend as above in the context's pages."""
 
     def attention_backward(
         self, saved: Saved, grad: Tensor, context: ForwardContext, options: AttentionOptions

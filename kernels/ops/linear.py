@@ -50,19 +50,29 @@ def linears(x: torch.Tensor, modules: Sequence[Any]) -> list[torch.Tensor]:
 
     Args:
         x: ``[..., K]``.
-        modules: up to three bound ones, each ``[N, K]``.
+        modules: up to three, each ``[N, K]``. Those that are not bound (``exact=False``) are called.
     """
-    if not torch.is_grad_enabled():
-        layers = [(module.weight, module.bias) for module in modules if is_plain(module)]
-        if len(layers) == len(modules):
-            _check(x, layers)
-            return operations_for(x).multiply(x, layers)
-    return [module(x) for module in modules]
+    if not all(is_plain(module) and "forward" in vars(module) for module in modules):
+        return [module(x) for module in modules]
+    layers = [(module.weight, module.bias) for module in modules]
+    _check(x, layers)
+    if torch.is_grad_enabled():
+        tensors = (x, *(weight for weight, _ in layers), *(bias for _, bias in layers))
+        if any(tensor is not None and tensor.requires_grad for tensor in tensors):
+            return list(_Linears.apply(layers, *tensors))
+    return operations_for(x).multiply(x, layers)
 
 
 def is_plain(module: nn.Module) -> bool:
     """Return whether a call does no more than multiply: no adapter in the module's place, no hook."""
-    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+    return type(module) is nn.Linear and not is_hooked(module)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether somebody listens to the calls of a module, or to their gradients."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -125,3 +135,35 @@ class _Linear(torch.autograd.Function):
             ctx.kernels.gradient_of_weight(rows, x.reshape(-1, x.shape[-1])) if of_weight else None,
             rows.sum(0) if of_bias else None,
         )
+
+
+class _Linears(torch.autograd.Function):
+    """Computes layers of one ``x``, given as all weights and then all biases; gradients are `_Linear`'s of each layer.
+
+    That of x is the sum of theirs from the last layer to the first, as autograd adds it up for layers of their own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, layers: Sequence[Layer], x: torch.Tensor, *parts: torch.Tensor | None) -> Any:
+        kernels = ctx.kernels = operations_for(x)
+        ctx.save_for_backward(x, *(weight for weight, _ in layers))
+        return tuple(kernels.multiply(x, layers))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        _, of_x, *of_parts = ctx.needs_input_grad
+        inputs, grad_x = x.reshape(-1, x.shape[-1]), None
+        rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        of_weights, of_biases = of_parts[: len(grads)], of_parts[len(grads) :]
+        grad_weights = [
+            ctx.kernels.gradient_of_weight(of_rows, inputs) if wanted else None
+            for of_rows, wanted in zip(rows, of_weights, strict=True)
+        ]
+        grad_biases = [of_rows.sum(0) if wanted else None for of_rows, wanted in zip(rows, of_biases, strict=True)]
+        if of_x:
+            for grad, weight in zip(reversed(grads), reversed(weights), strict=True):
+                product = ctx.kernels.gradient_of_inputs(grad, weight)
+                grad_x = product if grad_x is None else grad_x.add_(product)
+        return None, grad_x, *grad_weights, *grad_biases

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
 from samebit.kernels.layout.options import GatedNormOptions
-from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host, check_shape
+from samebit.kernels.layout.shape_checks import check_dtype, check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.ops.dispatch import operations_for
 
 
@@ -29,11 +29,30 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
         ValueError: a weight of another width.
         TypeError: other dtypes.
     """
-    _check_rows(x, weight=weight)
+    check_rows(x, weight=weight)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         normed: torch.Tensor = _RMSNorm.apply(x, weight, eps, offset)
         return normed
     return operations_for(x).rms_norm_forward(x, weight, eps, offset)[0]
+
+
+def add_rms_norm(
+    x: torch.Tensor, y: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> torch.Tensor:
+    """Write ``x + y``, rounded to their dtype, to ``total``, and return its RMSNorm as `rms_norm` computes it.
+
+    Args:
+        x: ``[..., W]`` float32 or bfloat16, without gradient; ``y`` and ``total`` are like it, all contiguous.
+
+    Raises:
+        ValueError: other shapes, or a weight of another width.
+        TypeError: other dtypes.
+    """
+    check_rows(x, weight=weight)
+    for name, part in (("y", y), ("total", total)):
+        check_shape(name, part, *x.shape)
+        check_dtype(name, part, x.dtype)
+    return operations_for(x).add_rms_norm(x, y, total, weight, eps, offset)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
@@ -43,7 +62,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
         ValueError: a weight or a bias of another width.
         TypeError: other dtypes.
     """
-    _check_rows(x, weight=weight, bias=bias)
+    check_rows(x, weight=weight, bias=bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad):
         normed: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps)
         return normed
@@ -65,7 +84,7 @@ def gated_rms_norm(
         ValueError: a gate or a weight of another shape, groups that do not divide the width.
         TypeError: other dtypes.
     """
-    _check_rows(x, weight=weight)
+    check_rows(x, weight=weight)
     if x.dim() != 2 or gate.shape != x.shape or options.groups < 1 or x.shape[1] % options.groups:
         raise ValueError(
             f"x is {list(x.shape)} and gate {list(gate.shape)}, in {options.groups} groups; allowed: two alike, "
@@ -81,7 +100,7 @@ def gated_rms_norm(
     return operations_for(x).gated_rms_norm_forward(x, gate, weight, options)[0]
 
 
-def _check_rows(x: torch.Tensor, **of_width: torch.Tensor) -> None:
+def check_rows(x: torch.Tensor, **of_width: torch.Tensor) -> None:
     """Check that the others have an element for each of a row, and on the CPU are where its kernels read."""
     if not x.dim() or not x.shape[-1]:
         raise ValueError(f"x has the shape {list(x.shape)}; allowed: [..., W], W at least 1")

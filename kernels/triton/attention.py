@@ -32,7 +32,6 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.kernels.layout.options import AttentionOptions, Saved
 from samebit.kernels.triton.numeric import aligned, dot, jit, tanh
-from samebit.kernels.triton.rope import rotate
 from samebit.kernels.triton.tiles.table import attention_tiles, power_of_two
 
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -49,31 +48,30 @@ def attention_forward(
     if context.pages is not None:
         pages = context.pages[options.layer]
         write_pages(k, v, pages, context)
-        return _attend(q, pages, context, options, sinks)[0], ()
+        return attend(q, pages, context, options, sinks)[0], ()
     _, kv_heads, head_dim = k.shape
     shape = (context.num_blocks, kv_heads, 2, head_dim * context.block_size)
     pages = torch.empty(shape, dtype=k.dtype, device=k.device)
     write_pages(k, v, pages, context)
-    out, lse = _attend(q, pages, context, options, sinks)
+    out, lse = attend(q, pages, context, options, sinks)
     return out, (q, pages, out, lse) if sinks is None else (q, pages, out, lse, sinks)
-
-
-def attention_of_unrotated(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor],
-    context: ForwardContext, options: AttentionOptions, sinks: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """Implement `Operations.attention_of_unrotated`."""
-    return attention_forward(rotate(q, *angles, 1.0), rotate(k, *angles, 1.0), v, context, options, sinks)[0]
 
 
 def write_pages(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
     """Put the call's keys and values into their pages."""
-    tokens, kv_heads, head_dim = k.shape
     layout = context.on_device
+    write(k, v, pages, layout.blocks, layout.offsets, context.block_size)
+
+
+def write(
+    k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, block_size: int
+) -> None:
+    """Put keys and values of each row at an offset of a block."""
+    tokens, kv_heads, head_dim = k.shape
     if tokens:
         _write[(tokens,)](
-            aligned(k), aligned(v), pages, layout.blocks, layout.offsets, context.block_size, kv_heads, head_dim,
-            power_of_two(kv_heads), power_of_two(head_dim),
+            aligned(k), aligned(v), pages, blocks, offsets, block_size, kv_heads, head_dim, power_of_two(kv_heads),
+            power_of_two(head_dim),
         )  # fmt: skip
 
 
@@ -86,20 +84,34 @@ def _write(
     head, d = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED_DIM)[None, :]
     real = (head < KV_HEADS) & (d < HEAD_DIM)
     source = row * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM + d
-    page = (tl.load(blocks + row).to(tl.int64) * KV_HEADS + head) * 2 * block_size + tl.load(offsets + row)
+    page = put(blocks, offsets, row, head, True, block_size, KV_HEADS)
     tl.store(pages + page * HEAD_DIM + d, tl.load(k + source, mask=real), mask=real)
     tl.store(pages + (page + block_size) * HEAD_DIM + d, tl.load(v + source, mask=real), mask=real)
 
 
-def _attend(
+@jit()
+def put(
+    blocks: tensor, offsets: tensor, token: tensor, head: tensor, real: tensor, block_size: tensor,
+    KV_HEADS: tl.constexpr,
+) -> tensor:  # fmt: skip
+    """Return where a token's key goes, counted in heads of the pages; its value goes ``block_size`` further on."""
+    block = tl.load(blocks + token, mask=real, other=0).to(tl.int64)
+    return (block * KV_HEADS + head) * 2 * block_size + tl.load(offsets + token, mask=real, other=0)
+
+
+def attend(
     q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: AttentionOptions,
-    sinks: torch.Tensor | None,
+    sinks: torch.Tensor | None, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the output, and the log-sum-exp of the scores of each row and head, to base 2."""
+    """Return the output, and the log-sum-exp of the scores of each row and head, to base 2.
+
+    ``out``: room for the output, like ``q``, in which padding rows are zeros already; None: there is none yet.
+    """
     tokens, heads, head_dim = q.shape
     kv_heads, group = pages.shape[1], heads // pages.shape[1]
     layout = context.on_device
-    out = torch.empty_like(q) if context.covers_all_rows else torch.zeros_like(q)
+    if out is None:
+        out = torch.empty_like(q) if context.covers_all_rows else torch.zeros_like(q)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     tile = attention_tiles(q.device, head_dim, q.dtype).tile
     rows = max(tile.rows, power_of_two(group))

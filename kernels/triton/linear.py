@@ -1,7 +1,8 @@
 """Compute the linear layer: one kernel (`matmul`) serves the forward (``x @ W.T``) and its gradients.
 
 That of x is ``grad @ W``, that of W ``grad.T @ x``, a sum over the rows in their order. The tiles are the layer's;
-gradients take the one for many rows. T rows, K inputs, N outputs.
+gradients take the one for many rows. Layers of one input share a launch where each was seen to keep its bits.
+T rows, K inputs, N outputs.
 """
 
 from collections.abc import Sequence
@@ -11,21 +12,39 @@ import torch
 from samebit.kernels.layout.lora.adapters import LowRank
 from samebit.kernels.layout.options import Layer
 from samebit.kernels.triton.matmul import multiply as multiply_tiles
+from samebit.kernels.triton.matmul import multiply_layers
 from samebit.kernels.triton.numeric import aligned
-from samebit.kernels.triton.tiles.proved_equal import tiles_of
+from samebit.kernels.triton.tiles.proved_equal import joined_tiles_of, tiles_of
 from samebit.kernels.triton.tiles.table import matmul_tiles
 
 
 def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
     """Implement `Operations.multiply`."""
     rows = aligned(x.reshape(-1, x.shape[-1]))
-    results = []
-    for weight, bias in layers:
-        outputs, inputs = weight.shape
-        tile = tiles_of(x.device, inputs, outputs, x.dtype, bias is not None).for_rows(len(rows))
-        out = multiply_tiles(rows, aligned(weight).t(), bias, tile)
-        results.append(out.view(*x.shape[:-1], outputs))
-    return results
+    products = _in_one_launch(rows, layers)
+    if products is None:
+        products = [_product(rows, layer) for layer in layers]
+    return [product.view(*x.shape[:-1], product.shape[1]) for product in products]
+
+
+def _in_one_launch(rows: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor] | None:
+    """Return the products of all layers; None if they have not been seen to have the bits of a launch each."""
+    biases = [bias for _, bias in layers if bias is not None]
+    if len(layers) < 2 or len(biases) not in (0, len(layers)):
+        return None
+    outputs = tuple(len(weight) for weight, _ in layers)
+    rungs = joined_tiles_of(rows.device, rows.shape[1], outputs, rows.dtype, bool(biases))
+    tile = next((rung.tile for rung in rungs if len(rows) <= rung.up_to_rows), None)
+    if tile is None:
+        return None
+    return multiply_layers(rows, [aligned(weight) for weight, _ in layers], biases or None, tile, outputs)
+
+
+def _product(rows: torch.Tensor, layer: Layer) -> torch.Tensor:
+    weight, bias = layer
+    outputs, inputs = weight.shape
+    tile = tiles_of(rows.device, inputs, outputs, rows.dtype, bias is not None).for_rows(len(rows))
+    return multiply_tiles(rows, aligned(weight).t(), bias, tile)
 
 
 def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: Sequence[LowRank]) -> list[torch.Tensor]:

@@ -1,6 +1,11 @@
 """Compute the matrix product: fixed tiles, the whole depth in one float32 accumulator, in order. M rows, K deep, N
-outputs."""
+outputs.
 
+Layers of one input may share a launch: which layer a program computes is decided by its tile of outputs, and then it
+runs the loop that a launch of this layer alone runs.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +18,9 @@ from samebit.kernels.triton.tiles.file import MatmulTile
 
 GROUP = 8
 """Programs of so many row tiles run side by side for one tile of outputs after the other: they share the cache."""
+
+MOST_LAYERS = 3
+"""One launch computes at most so many layers."""
 
 
 def multiply(
@@ -62,6 +70,36 @@ def multiply_first(
     return out[:, :held]
 
 
+def multiply_layers(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] | None,
+    tile: MatmulTile,
+    outputs: Sequence[int],
+) -> list[torch.Tensor]:
+    """Compute ``x @ weight.T + bias`` for two or three layers in one launch, or the first of their ``outputs``.
+
+    Args:
+        x: ``[M, K]``, aligned.
+        weights: ``[N, K]`` each, aligned: all outputs of the layer, or the first of them, a multiple of the tile's.
+        biases: ``[N]`` each; None for none.
+        tile: of all layers.
+        outputs: of each layer, which decide what is compiled.
+    """
+    rows, depth = x.shape
+    outs = [x.new_empty(rows, size) for size in outputs]
+    tiles = [ceil_div(len(weight), tile.outputs) for weight in weights]
+    added = outs if biases is None else [aligned(bias) for bias in biases]
+    if rows and sum(tiles):
+        unused = MOST_LAYERS - len(weights)
+        _multiply_layers[(ceil_div(rows, tile.rows) * sum(tiles),)](
+            x, *weights, *weights[:unused], *added, *added[:unused], *outs, *outs[:unused], rows, *tiles,
+            *(0,) * unused, depth, *outputs, *outputs[:unused], biases is not None, tile.rows, tile.outputs,
+            tile.depth, GROUP, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return [out[:, : len(weight)] for out, weight in zip(outs, weights, strict=True)]
+
+
 @jit(do_not_specialize=["rows", "depth"])
 def _multiply(
     a: tensor, b: tensor, bias: tensor, out: tensor, rows: tensor, depth: tensor, A_ROW: tl.constexpr,
@@ -87,6 +125,39 @@ def _multiply(
         acc += tl.load(bias + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)[None, :]
     out_at = out + row.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=real_rows & real_outputs)
+
+
+@jit(do_not_specialize=["rows", "first_tiles", "second_tiles", "third_tiles"])
+def _multiply_layers(
+    x: tensor, first: tensor, second: tensor, third: tensor, first_bias: tensor, second_bias: tensor,
+    third_bias: tensor, first_out: tensor, second_out: tensor, third_out: tensor, rows: tensor, first_tiles: tensor,
+    second_tiles: tensor, third_tiles: tensor, DEPTH: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    THIRD: tl.constexpr, BIASED: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,
+    DEPTH_TILE: tl.constexpr, GROUP: tl.constexpr,
+) -> None:  # fmt: skip
+    """Compute a tile of one layer's result.
+
+    What tells the layers apart is selected before the loop, of which there is one for all of them.
+    """
+    before_third = first_tiles + second_tiles
+    row_tile, place = tile_of_program(tl.cdiv(rows, ROW_TILE), before_third + third_tiles, GROUP)
+    of_first, of_second = place < first_tiles, place < before_third
+    tile = place - tl.where(of_first, 0, tl.where(of_second, first_tiles, before_third))
+    outputs = tl.where(of_first, FIRST, tl.where(of_second, SECOND, THIRD))
+    weight = tl.where(of_first, first, tl.where(of_second, second, third))
+    out = tl.where(of_first, first_out, tl.where(of_second, second_out, third_out))
+    row = row_tile * ROW_TILE + tl.arange(0, ROW_TILE)
+    output = tile * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
+    real_rows, real_outputs = row[:, None] < rows, output[None, :] < outputs
+    acc = chain(
+        x + row.to(tl.int64)[:, None] * DEPTH, weight + output.to(tl.int64)[None, :] * DEPTH, real_rows, real_outputs,
+        DEPTH, 1, 1, DEPTH % DEPTH_TILE == 0, ROW_TILE, OUTPUT_TILE, DEPTH_TILE,
+    )  # fmt: skip
+    if BIASED:
+        bias = tl.where(of_first, first_bias, tl.where(of_second, second_bias, third_bias))
+        acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    out_at = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(out_at, acc.to(first_out.dtype.element_ty), mask=real_rows & real_outputs)
 
 
 @jit()

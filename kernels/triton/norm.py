@@ -4,6 +4,8 @@ Gradients of weights are summed over `_GRADIENT_ROWS` rows by one program, row t
 programs: in an order that the number of rows alone decides. T rows of width W.
 """
 
+import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,12 +17,54 @@ from samebit.kernels.layout.options import GatedNormOptions, Saved
 from samebit.kernels.triton.numeric import aligned, jit, sigmoid, with_aligned_rows
 from samebit.kernels.triton.tiles.table import row_tile
 
+logger = logging.getLogger(__name__)
+
 _GRADIENT_ROWS = 128
+
+_COMPARED = 67
+"""Rows in which a sum and its norm are compared with those of a launch each."""
 
 
 def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, Saved]:
     """Implement `Operations.rms_norm_forward`."""
     return _normalize(x, weight, weight, eps, offset, centered=False), (x, weight)
+
+
+def add_rms_norm(
+    x: torch.Tensor, y: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+) -> torch.Tensor:
+    """Implement `Operations.add_rms_norm`."""
+    if _sums_in_one_launch(x.device, x.shape[-1], x.dtype, weight.dtype):
+        return added(x, y, total, weight, eps, offset)
+    return rms_norm_forward(torch.add(x, y, out=total), weight, eps, offset)[0]
+
+
+@cache
+def _sums_in_one_launch(device: torch.device, width: int, dtype: torch.dtype, of_weight: torch.dtype) -> bool:
+    """Return whether a sum and its norm were seen to have the bits of a launch each. The first call compares them."""
+    if added_equal(device, width, dtype, of_weight):
+        return True
+    logger.warning("norms of %d %s: with a sum in one launch they do not have the bits of a launch each", width, dtype)
+    return False
+
+
+@torch.no_grad()
+def added_equal(device: torch.device, width: int, dtype: torch.dtype, of_weight: torch.dtype) -> bool:
+    """Compare on the device a sum and its norm in one launch with those of a launch each.
+
+    Raises:
+        RuntimeError: the device is recording a CUDA graph.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the first norm of a sum of {width} elements came while a CUDA graph was recorded; allowed: a call before"
+        )
+    generator = torch.Generator(device).manual_seed(width)
+    x, y = (torch.empty(_COMPARED, width, device=device).normal_(generator=generator).to(dtype) for _ in range(2))
+    weight = torch.empty(width, device=device).normal_(generator=generator).to(of_weight)
+    total, expected = torch.empty_like(x), x + y
+    found = added(x, y, total, weight, 1e-6, 1.0)
+    return torch.equal(total, expected) and torch.equal(found, rms_norm_forward(expected, weight, 1e-6, 1.0)[0])
 
 
 def rms_norm_backward(saved: Saved, grad: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,6 +105,21 @@ def _normalize(
     return out
 
 
+def added(
+    x: torch.Tensor, y: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+) -> torch.Tensor:
+    """Compute a sum and its RMSNorm in one launch."""
+    x, y, width = aligned(x), aligned(y), x.shape[-1]
+    out = torch.empty_like(x)
+    count = x.numel() // width
+    rows, padded, warps = row_tile(width)
+    if count:
+        _norm_sums[(ceil_div(count, rows),)](
+            x, y, aligned(weight), total, out, count, eps, offset, width, rows, padded, num_warps=warps
+        )
+    return out
+
+
 def _normalize_backward(
     x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, eps: float, offset: float, *, centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -79,7 +138,7 @@ def _normalize_backward(
 
 
 @jit()
-def _statistics(x: tensor, real: tensor, eps: tensor, WIDTH: tl.constexpr, CENTERED: tl.constexpr) -> Any:
+def statistics(x: tensor, real: tensor, eps: tensor, WIDTH: tl.constexpr, CENTERED: tl.constexpr) -> Any:
     """Return the normed rows of a tile, and 1 / their deviation."""
     if CENTERED:
         x = tl.where(real, x - (tl.sum(x, axis=1) / WIDTH)[:, None], 0.0)
@@ -96,12 +155,31 @@ def _norm_rows(
     column = tl.arange(0, PADDED)
     real = (row[:, None] < count) & (column[None, :] < WIDTH)
     place = row[:, None] * WIDTH + column[None, :]
-    normed, _ = _statistics(tl.load(x + place, mask=real, other=0.0).to(tl.float32), real, eps, WIDTH, CENTERED)
+    normed, _ = statistics(tl.load(x + place, mask=real, other=0.0).to(tl.float32), real, eps, WIDTH, CENTERED)
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
     result = normed * factor[None, :]
     if CENTERED:
         result += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=real)
+
+
+@jit(do_not_specialize=["count", "eps", "offset"])
+def _norm_sums(
+    x: tensor, y: tensor, weight: tensor, total: tensor, out: tensor, count: tensor, eps: tensor, offset: tensor,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Do as `_norm_rows` with the sum of two rows, rounded as it is stored."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED)
+    real = (row[:, None] < count) & (column[None, :] < WIDTH)
+    place = row[:, None] * WIDTH + column[None, :]
+    left = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
+    right = tl.load(y + place, mask=real, other=0.0).to(tl.float32)
+    value = (left + right).to(total.dtype.element_ty)
+    tl.store(total + place, value, mask=real)
+    normed, _ = statistics(value.to(tl.float32), real, eps, WIDTH, False)
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
+    tl.store(out + place, (normed * factor[None, :]).to(out.dtype.element_ty), mask=real)
 
 
 @jit(do_not_specialize=["count", "eps", "offset"])
@@ -119,7 +197,7 @@ def _norm_gradients(
         real = (row[:, None] < count) & (done + tl.arange(0, ROWS)[:, None] < PART) & (column[None, :] < WIDTH)
         place = row[:, None] * WIDTH + column[None, :]
         value = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
-        normed, scale = _statistics(value, real, eps, WIDTH, CENTERED)
+        normed, scale = statistics(value, real, eps, WIDTH, CENTERED)
         upstream = tl.load(grad + place, mask=real, other=0.0).to(tl.float32)
         inner = upstream * factor[None, :]
         inward = inner - normed * (tl.sum(inner * normed, axis=1) / WIDTH)[:, None]
@@ -182,7 +260,7 @@ def _gated_rows(
     opening = tl.load(gate + row[:, None] * GATE_STRIDE + inside[None, :], mask=real, other=0.0).to(tl.float32)
     times = sigmoid(opening) if SIGMOID else opening * sigmoid(opening)
     value = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
-    normed, _ = _statistics(value * times if GATE_FIRST else value, real, eps, WIDTH, False)
+    normed, _ = statistics(value * times if GATE_FIRST else value, real, eps, WIDTH, False)
     normed *= tl.load(weight + inside, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     if not GATE_FIRST:
         normed *= times
@@ -208,7 +286,7 @@ def _gated_gradients(
         times = share if SIGMOID else opening * share
         value = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
         outer = tl.load(grad + place, mask=real, other=0.0).to(tl.float32)
-        normed, scale = _statistics(value * times if GATE_FIRST else value, real, eps, WIDTH, False)
+        normed, scale = statistics(value * times if GATE_FIRST else value, real, eps, WIDTH, False)
         upstream = outer if GATE_FIRST else outer * times
         inner = upstream * factor[None, :]
         inward = (inner - normed * (tl.sum(inner * normed, axis=1) / WIDTH)[:, None]) * scale[:, None]

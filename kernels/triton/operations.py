@@ -1,7 +1,7 @@
 """List what a GPU implements of `samebit.kernels.ops.dispatch.Operations`, in Triton."""
 
 from samebit.kernels.triton.activation import gated_backward, gated_forward
-from samebit.kernels.triton.attention import attention_forward, attention_of_unrotated
+from samebit.kernels.triton.attention import attention_forward
 from samebit.kernels.triton.conv import conv_forward
 from samebit.kernels.triton.delta.gates import gates
 from samebit.kernels.triton.delta.rule import delta_rule
@@ -11,6 +11,7 @@ from samebit.kernels.triton.gradients.attention import attention_backward
 from samebit.kernels.triton.gradients.conv import conv_backward
 from samebit.kernels.triton.gradients.delta import delta_rule_backward
 from samebit.kernels.triton.gradients.ssd import scan_backward
+from samebit.kernels.triton.heads import attention_of_unrotated
 from samebit.kernels.triton.latent.attention import latent_forward
 from samebit.kernels.triton.latent.gradients import latent_backward
 from samebit.kernels.triton.latent.heads import gradients_of_heads, multiply_heads
@@ -23,6 +24,7 @@ from samebit.kernels.triton.linear import (
     multiply,
 )
 from samebit.kernels.triton.norm import (
+    add_rms_norm,
     gated_rms_norm_backward,
     gated_rms_norm_forward,
     layer_norm_backward,
@@ -39,6 +41,7 @@ from samebit.kernels.triton.vocabulary.sampling import draw, uniforms
 __all__ = [
     "add_gradient_of_inputs",
     "add_low_rank",
+    "add_rms_norm",
     "attention_backward",
     "attention_forward",
     "attention_of_unrotated",

@@ -3,6 +3,8 @@
 T tokens, H heads, D head size, R angles.
 """
 
+from typing import Any
+
 import torch
 import triton.language as tl
 from triton.language import tensor
@@ -25,6 +27,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -
     return out
 
 
+@jit()
+def turned(first: tensor, second: tensor, c: tensor, s: tensor) -> Any:
+    """Rotate pairs; which products are rounded is said here, and not left to whoever compiles it."""
+    return tl.fma(first, c, second * -s), tl.fma(second, c, first * s)
+
+
 @jit(do_not_specialize=["sign"])
 def _rotate_token(
     x: tensor, cos: tensor, sin: tensor, out: tensor, sign: tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -39,8 +47,9 @@ def _rotate_token(
     second = tl.load(x + place + HALF, mask=real, other=0.0).to(tl.float32)
     c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
     s = sign * tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
-    tl.store(out + place, (first * c - second * s).to(out.dtype.element_ty), mask=real)
-    tl.store(out + place + HALF, (second * c + first * s).to(out.dtype.element_ty), mask=real)
+    left, right = turned(first, second, c, s)
+    tl.store(out + place, left.to(out.dtype.element_ty), mask=real)
+    tl.store(out + place + HALF, right.to(out.dtype.element_ty), mask=real)
     if HEAD_DIM > 2 * HALF:
         rest = 2 * HALF + tl.arange(0, PADDED_REST)
         place = token * (HEADS * HEAD_DIM) + head * HEAD_DIM + rest[None, :]

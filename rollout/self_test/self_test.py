@@ -107,7 +107,7 @@ def _first_difference(model: nn.Module, expected: Callable[[], torch.Tensor], fo
             continue
         if not torch.equal(_sorted(rows), _sorted(other)):
             return f"{name} ({type(modules[name]).__name__})"
-    return "none of the modules by itself: the epilogue of the head"
+    return "none of the modules by itself: several that share a launch, or the epilogue of the head"
 
 
 def _sorted(rows: torch.Tensor) -> torch.Tensor:

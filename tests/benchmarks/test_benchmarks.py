@@ -372,10 +372,11 @@ def test_the_tuner_knows_the_layers_of_a_model_and_keeps_what_it_found(
     tune, search = tune_tiles, tile_search
     layers, heads = tune.sizes_of([tune.shape_config("qwen3-8b"), tune.shape_config("nemotron-h-8b")])
     assert {(4096, 1024), (4096, 4096), (4096, 12288), (12288, 4096), (4096, 151936)} <= set(layers)
+    assert {(4096, 6144), (4096, 24576)} <= set(layers), "what q, k and v are in one launch; gate and up"
     assert heads == [search.Heads(32, 8, 128)]
     turns = tune.commands([tune.shape_config("qwen3-8b"), tune.shape_config("nemotron-h-8b")])
-    assert ["--heads", "32", "8", "128"] in turns[:7], "the first model's first"
-    assert ["--layer", "4096", "12288"] in turns[:7]
+    assert ["--heads", "32", "8", "128"] in turns[:8], "the first model's first"
+    assert ["--layer", "4096", "12288"] in turns[:8]
     assert turns.count(["--layer", "4096", "4096"]) == 1
     assert len(turns) == len(layers) + len(heads)
     path, device = tmp_path / "tiles.json", torch.device("cpu")

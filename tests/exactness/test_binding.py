@@ -12,6 +12,7 @@ from torch import nn
 from samebit.kernels import BindingError, bind, token_logprobs
 from samebit.kernels.binding.binding import binding_of, is_bound
 from samebit.kernels.binding.families import RECURRENT_MASKS
+from samebit.kernels.cpu import operations
 from samebit.kernels.layout.forward_context import training_context, use_context
 
 from .families import MAX_LEN, VOCAB, bound_model, make_model
@@ -273,6 +274,16 @@ def test_binding_twice() -> None:
     assert {name: module.forward for name, module in model.named_modules()} == forwards
     with pytest.raises(BindingError, match="already bound with exact=True"):
         bind(model, exact=False)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3_5"])
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_without_exactness_torch_multiplies(family: str, with_gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, called = bind(make_model(family), exact=False), []
+    monkeypatch.setattr(operations, "multiply", lambda *_: called.append(1))
+    with torch.set_grad_enabled(with_gradients):
+        model(torch.ones(1, 4, dtype=torch.int64))
+    assert not called
 
 
 @pytest.mark.parametrize("chunk", [0, 8, 48, 100, -64, True, "64", 64.0, None])

@@ -269,6 +269,21 @@ def test_what_is_legal_after_binding(name: str) -> None:
     assert token_logprobs(model, ids)[0, -2:].tolist() == output.samples[0].logprobs
 
 
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.v_proj", "self_attn.k_norm", "mlp.gate_proj"])
+def test_hooks_on_modules_that_may_be_computed_together_run_in_trainer_and_rollout(name: str) -> None:
+    model = bind(make_model("Qwen3"))
+    expected = token_logprobs(model, IDS).detach()
+    [module] = [module for path, module in model.named_modules() if path.endswith(f"layers.1.{name}")]
+    module.register_forward_hook(lambda module, given, output: output * 1.5)
+    assert not torch.equal(token_logprobs(model, IDS), expected)
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=8, max_model_len=64)) as worker:
+        output = worker.generate([[1, 2, 3]], FEW)[0]
+    ids = torch.tensor([output.prompt_token_ids + output.samples[0].token_ids])
+    assert token_logprobs(model, ids)[0, -2:].tolist() == output.samples[0].logprobs
+    with torch.no_grad():
+        assert token_logprobs(model, ids)[0, -2:].tolist() == output.samples[0].logprobs
+
+
 def test_a_copy_is_bound_by_itself() -> None:
     model = bind(make_model("Llama"))
     with RolloutWorker(model, config=RolloutConfig(num_blocks=8, max_model_len=64)):

@@ -5,13 +5,16 @@ import torch
 
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.triton.tiles.file import MatmulEntry
-from samebit.kernels.triton.tiles.proved_equal import Layer, proved_equal, tiles_of
-from samebit.kernels.triton.tiles.table import DTYPES, family
+from samebit.kernels.triton.tiles.proved_equal import JoinedLayers, Layer, proved_equal, proved_joined, tiles_of
+from samebit.kernels.triton.tiles.table import DTYPES, family, matmul_tiles
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 LAYERS = ((4096, 1024), (4096, 4096), (4096, 12288), (12288, 4096), (4096, 14336), (1000, 777), (4097, 2049))
 """Inputs and outputs: those of an 8B model, and odd ones."""
+
+JOINED = ((4096, (4096, 1024, 1024)), (4096, (12288, 12288)), (3584, (3584, 512, 512)), (129, (77, 1)))
+"""Of queries, keys and values, or gate and up."""
 
 
 def layers_of(entry: MatmulEntry, device: torch.device) -> list[Layer]:
@@ -29,6 +32,21 @@ def test_the_tiles_of_every_entry_in_use_have_equal_bits() -> None:
         for rung in entry.few:
             for layer in layers_of(entry, device):
                 assert proved_equal(layer, entry.tile, rung), (layer, rung)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [(4096, (4096, 1024, 1024)), (4096, (12288, 12288)), (3584, (3584, 512, 512)), (129, (77, 1))],
+)
+def test_layers_in_one_launch_have_the_bits_of_their_own(
+    inputs: int, outputs: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    entry = matmul_tiles(device, inputs, sum(outputs), dtype)
+    for biased in (False, True):
+        for tile in (entry.tile, *(rung.tile for rung in entry.few)):
+            assert proved_joined(JoinedLayers(device, inputs, outputs, dtype, biased), tile), tile
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

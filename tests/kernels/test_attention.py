@@ -8,8 +8,10 @@ import torch
 
 from samebit.kernels.layout.forward_context import training_context
 from samebit.kernels.layout.kv_pages import KVLayout
+from samebit.kernels.layout.options import HeadNorms
 from samebit.kernels.ops.attention import attention, attention_of_rotated
-from samebit.kernels.ops.rope import rotary_tables, rotate
+from samebit.kernels.ops.norm import rms_norm
+from samebit.kernels.ops.rope import RotaryTables, rotary_tables, rotate
 
 from .attention_layer import Shape, oracle, tensors, through_pages
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads
@@ -102,10 +104,16 @@ def test_the_gradient_of_a_row_reaches_the_keys_that_it_sees_and_no_others(shape
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rotated", [3, 16])
+@pytest.mark.parametrize(("rotated", "normed"), [(3, False), (16, True)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotating_on_the_way_to_the_pages_changes_no_bit(shape: Shape, rotated: int, dtype: torch.dtype) -> None:
+def test_norms_and_rotation_on_the_way_to_the_pages_change_no_bit(
+    shape: Shape, rotated: int, normed: bool, dtype: torch.dtype
+) -> None:
     q, k, v = tensors(shape, dtype, LENGTHS)
+    given = q, k, v
+    norms = HeadNorms(*torch.randn(2, shape.head_dim).to(dtype), 1e-6, 1.0) if normed else None
+    if norms is not None:
+        q, k = rms_norm(q, norms.queries, 1e-6, 1.0), rms_norm(k, norms.keys, 1e-6, 1.0)
     context = packed_context(LENGTHS)
     layout = KVLayout(1, shape.kv_heads, shape.head_dim)
     apart, together = (layout.allocate(context.num_blocks, context.block_size, dtype)[0] for _ in range(2))
@@ -115,8 +123,12 @@ def test_rotating_on_the_way_to_the_pages_changes_no_bit(shape: Shape, rotated: 
     for number in THREADS:
         with threads(number):
             together.zero_()
-            assert torch.equal(attention_of_rotated(q, k, v, tables, shape.options, shape.sinks), expected)
+            found = attention_of_rotated(*given, tables, shape.options, shape.sinks, norms)
+            assert torch.equal(found, expected)
             assert torch.equal(together, apart)
+    without = RotaryTables(tables.cos, tables.sin, context)
+    in_training = attention_of_rotated(*given, without, shape.options, shape.sinks, norms)
+    assert torch.equal(in_training, expected)
 
 
 def test_a_sink_takes_its_share_and_one_below_all_scores_none() -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from samebit.kernels.binding.lora.forwards import linear_forward
+from samebit.kernels.binding.modules import attach
 from samebit.kernels.ops.linear import linear, linears
 
 from .helpers import DTYPES, THREADS, threads
@@ -214,11 +216,17 @@ def test_the_bits_do_not_depend_on_the_vectors_of_the_processor(tmp_path: Path) 
     assert found.stdout.split() == ["1", *digests]
 
 
+def bound(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs, bias)
+    attach(layer, linear_forward)
+    return layer
+
+
 @pytest.mark.parametrize("inputs", [100, 129, 256, 1000, 1030])
 @pytest.mark.parametrize("outputs", [(3,), (1, 2, 3), (5, 7, 300), (256, 128, 128), (600, 13)])
 def test_layers_of_one_input_have_the_bits_of_each_by_itself(inputs: int, outputs: tuple[int, ...]) -> None:
     torch.manual_seed(inputs)
-    layers = [nn.Linear(inputs, width, bias=number != 1) for number, width in enumerate(outputs)]
+    layers = [bound(inputs, width, bias=number != 1) for number, width in enumerate(outputs)]
     for number in THREADS:
         with threads(number), torch.no_grad():
             for rows in (1, 2, 3, 7, 64, 65, 300):
@@ -227,10 +235,31 @@ def test_layers_of_one_input_have_the_bits_of_each_by_itself(inputs: int, output
                     assert torch.equal(product, linear(x, layer.weight, layer.bias))
 
 
-def test_layers_of_one_input_are_called_when_they_do_more() -> None:
-    """Hooks, adapters in a layer's place, gradients, other dtypes."""
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_through_layers_of_one_input_have_the_bits_of_calls_of_each(dtype: torch.dtype) -> None:
+    """Of one input, all weights and biases, and where only some of them are wanted."""
     torch.manual_seed(0)
-    layers = [nn.Linear(20, width) for width in (30, 40)]
+    layers = [bound(100, width, bias=number != 1).to(dtype) for number, width in enumerate((129, 7, 33))]
+    for frozen in ((), (0,), (0, 1, 2)):
+        for number, layer in enumerate(layers):
+            layer.requires_grad_(number not in frozen)
+        x, found = torch.randn(3, 7, 100).to(dtype), []
+        upstream = [torch.randn(3, 7, layer.out_features).to(dtype) for layer in layers]
+        for call in (linears, lambda given, modules: [module(given) for module in modules]):
+            given = x.clone().requires_grad_()
+            torch.autograd.backward(call(given, layers), upstream)
+            parts = [part for layer in layers for part in layer.parameters()]
+            found.append([given.grad, *(part.grad for part in parts)])
+            for part in parts:
+                part.grad = None
+        for one, other in zip(*found, strict=True):
+            assert one is other is None or torch.equal(one, other)
+
+
+def test_layers_of_one_input_are_called_when_they_do_more() -> None:
+    """Hooks, adapters in a layer's place, other dtypes; and when they are torch's."""
+    torch.manual_seed(0)
+    layers = [bound(20, width) for width in (30, 40)]
     x, heard = torch.randn(5, 20), []
     handle = layers[1].register_forward_hook(lambda *_: heard.append(1))
     with torch.no_grad():
@@ -238,6 +267,13 @@ def test_layers_of_one_input_are_called_when_they_do_more() -> None:
         assert heard == [1]
         handle.remove()
         adapted = nn.Sequential(layers[0], nn.Linear(30, 8))
-        assert linears(x, [adapted, layers[1]])[0].shape == (5, 8)  # type: ignore[list-item]
+        assert linears(x, [adapted, layers[1]])[0].shape == (5, 8)
         assert linears(x.bfloat16(), [layer.bfloat16() for layer in layers])[0].dtype == torch.bfloat16
-    assert all(product.requires_grad for product in linears(x, [layer.float() for layer in layers]))
+    layers[1].register_full_backward_hook(lambda *_: heard.append(2))
+    products = linears(x.requires_grad_(), [layer.float() for layer in layers])
+    assert all(product.requires_grad for product in products)
+    torch.autograd.backward(products, [torch.ones_like(product) for product in products])
+    assert heard == [1, 2]
+    unbound = nn.Linear(20, 3)
+    product = linears(x.detach(), [bound(20, 3), unbound])[1]
+    assert torch.equal(product, nn.functional.linear(x, unbound.weight, unbound.bias))

@@ -21,7 +21,7 @@ from samebit.kernels.ops.attention import attention, attention_of_rotated
 from samebit.kernels.ops.conv import causal_conv
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.logprobs import entropies, gather, gather_gradient, log_softmax, logprobs_from_logits
-from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
+from samebit.kernels.ops.norm import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotate
 from samebit.kernels.ops.ssd import scan
 
@@ -175,6 +175,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a gate in float64": (lambda: gated("silu", *[rows(8).double()] * 2), "float64; allowed on the CPU"),
     "a gate that is a number": (lambda: gated("silu", *[torch.tensor(1.0)] * 2), r"gate is \[\] and up \[\]"),
     "a norm's weight": (lambda: rms_norm(rows(8), torch.ones(7), 1e-6), r"weight has the shape \[7\]; allowed: \[8\]"),
+    "the sum of a norm": (
+        lambda: add_rms_norm(rows(8), rows(8), rows(7), torch.ones(8), 1e-6),
+        r"total has the shape \[5, 7\]; allowed: \[5, 8\]",
+    ),
     "a norm of a number": (lambda: rms_norm(torch.tensor(1.0), torch.ones(1), 1e-6), r"\[\]; allowed: \[..., W\]"),
     "a norm of nothing": (lambda: rms_norm(rows(0), torch.ones(0), 1e-6), r"\[5, 0\]; allowed: \[..., W\]"),
     "a norm in float16": (lambda: rms_norm(rows(8).half(), torch.ones(8).half(), 1e-6), "float16; allowed on the CPU"),

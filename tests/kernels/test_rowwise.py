@@ -10,7 +10,7 @@ from samebit.kernels.layout.forward_context import training_context
 from samebit.kernels.layout.options import GatedNormOptions
 from samebit.kernels.ops.activation import ACTIVATIONS, gated
 from samebit.kernels.ops.linear import linear
-from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
+from samebit.kernels.ops.norm import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from samebit.kernels.ops.rope import rotary_tables, rotate
 
 from . import reference
@@ -133,6 +133,17 @@ def test_gated_rms_norm(width: int, groups: int, gate_first: bool, by_sigmoid: b
         for number in THREADS:
             with threads(number):
                 assert torch.equal(gated_rms_norm(x[-rows:], gate[-rows:], weight, options), out[-rows:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [100, 129, 1000])
+def test_a_sum_and_its_norm_have_the_bits_of_both_apart(width: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(width).to(dtype)
+    for rows in (1, 2, 3, 7, 65):
+        x, y = torch.randn(2, rows, width).to(dtype)
+        total = torch.empty_like(x)
+        assert torch.equal(add_rms_norm(x, y, total, weight, 1e-6, 1.0), rms_norm(x + y, weight, 1e-6, 1.0))
+        assert torch.equal(total, x + y)
 
 
 def test_an_inexact_activation_is_refused_by_name() -> None:

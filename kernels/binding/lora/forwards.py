@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from samebit.kernels.layout.forward_context import ForwardContext, LayoutMask, installed_context, use_context
 from samebit.kernels.layout.lora.adapters import Delta, RowAdapters
-from samebit.kernels.ops.linear import is_plain, linear, linears
+from samebit.kernels.ops.linear import is_hooked, is_plain, linear, linears
 from samebit.kernels.ops.lora.low_rank import add_low_rank
 from samebit.kernels.ops.rope import RotaryTables
 
@@ -112,7 +112,7 @@ def projections(x: torch.Tensor, modules: Sequence[nn.Module]) -> list[torch.Ten
     if adapters is None or not all(map(_is_named, modules)):
         return linears(x, modules)
     bases = [_multiplied(module) for module in modules]
-    if torch.is_grad_enabled() or not all(map(is_plain, bases)) or any(map(_is_hooked, modules)):
+    if torch.is_grad_enabled() or not all(map(is_plain, bases)) or any(map(is_hooked, modules)):
         return [module(x) for module in modules]
     out = linears(x, bases)
     return _adapted(x, out, [_name_of(module) for module in modules], adapters) if adapters.groups else out
@@ -138,10 +138,6 @@ def _multiplied(module: Any) -> nn.Module:
 def _name_of(module: Any) -> str:
     facts: LinearFacts = module.samebit
     return facts.layer
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _adapted(

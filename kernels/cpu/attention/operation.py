@@ -9,8 +9,9 @@ from numba import get_num_threads
 
 from samebit.kernels.cpu.attention import backward, forward, write_pages
 from samebit.kernels.cpu.base.jit import array, parameter_array
+from samebit.kernels.cpu.norm import rms_norm_forward
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.options import AttentionOptions, Saved
+from samebit.kernels.layout.options import AttentionOptions, HeadNorms, Saved
 
 _SCATTER = 8
 """Writing a key touches a cache line for each element: it weighs more than its number of elements."""
@@ -38,11 +39,14 @@ def attention_forward(
 
 def attention_of_unrotated(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor],
-    context: ForwardContext, options: AttentionOptions, sinks: torch.Tensor | None,
+    context: ForwardContext, options: AttentionOptions, sinks: torch.Tensor | None, norms: HeadNorms | None,
 ) -> torch.Tensor:  # fmt: skip
     """Implement `Operations.attention_of_unrotated`: queries and keys are rotated on their way to the pages."""
     if context.pages is None:
         raise ValueError("a context without pages; allowed: a rollout's")
+    if norms is not None:
+        q, _ = rms_norm_forward(q, norms.queries, norms.eps, norms.offset)
+        k, _ = rms_norm_forward(k, norms.keys, norms.eps, norms.offset)
     pages, (cos, sin) = context.pages[options.layer], angles
     q = q.contiguous()
     rotated = torch.empty_like(q)

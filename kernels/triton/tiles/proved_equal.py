@@ -1,5 +1,7 @@
 """Choose the tiles of a layer's product: one for few rows only where it was seen to have the bits of that for many.
 
+Likewise those of layers that share a launch: it is used only where each layer's bits were seen to be those of its own.
+
 Invariants:
 
 * The choice is made once a layer and device, at its first call, however many rows that has: so before a CUDA graph is
@@ -10,13 +12,14 @@ Invariants:
 """
 
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
-from samebit.kernels.triton.matmul import GROUP, multiply_first
+from samebit.kernels.triton.matmul import GROUP, multiply_first, multiply_layers
 from samebit.kernels.triton.numeric import aligned
 from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile, Rung
 from samebit.kernels.triton.tiles.table import matmul_tiles
@@ -97,21 +100,108 @@ def proved_equal(layer: Layer, tile: MatmulTile, rung: Rung) -> bool:
     Raises:
         RuntimeError: the device is recording a CUDA graph.
     """
+    _check_not_recording(layer)
+    rows = min(_ROWS, GROUP * tile.rows)
+    x, weight, bias = _operands(layer, rows)
+    whole = layer.multiply(x, weight.t(), bias, tile, layer.outputs)
+    return all(
+        torch.equal(layer.multiply(aligned(x[part]), weight.t(), bias, rung.tile, layer.outputs), whole[part])
+        for part in _parts(rows, min(rung.up_to_rows, GROUP * rung.tile.rows))
+    )
+
+
+@dataclass(frozen=True)
+class JoinedLayers:
+    """Holds what decides which kernel two or three layers that share a launch compile to, beside the tile."""
+
+    device: torch.device
+    inputs: int
+    outputs: tuple[int, ...]
+    dtype: torch.dtype
+    biased: bool
+
+    def each(self) -> list[Layer]:
+        """Return the layers by themselves."""
+        return [Layer(self.device, self.inputs, size, self.dtype, self.biased) for size in self.outputs]
+
+
+JoinedProver = Callable[[JoinedLayers, MatmulTile], bool]
+"""Says whether a launch with this tile gives each layer the bits that its own tile for many rows gives it."""
+
+
+@cache
+def joined_tiles_of(
+    device: torch.device, inputs: int, outputs: tuple[int, ...], dtype: torch.dtype, biased: bool
+) -> tuple[Rung, ...]:
+    """Return the tiles of layers that share a launch, those of one layer with all of their outputs.
+
+    The first call compares them. Calls of more rows than the last rung has, or of any if there is none, are to be
+    launched a layer.
+
+    Raises:
+        TypeError: a dtype that is not computed exactly.
+        RuntimeError: the first call is one of those that a CUDA graph records.
+    """
+    entry = matmul_tiles(device, inputs, sum(outputs), dtype)
+    return joined(JoinedLayers(device, inputs, outputs, dtype, biased), entry, proved_joined)
+
+
+def joined(layers: JoinedLayers, entry: MatmulEntry, equal: JoinedProver) -> tuple[Rung, ...]:
+    """Return the entry's rungs, its tile for many the last, without those that have other bits, each with a warning."""
+    kept = []
+    for rung in (*entry.few, Rung(sys.maxsize, entry.tile)):
+        if equal(layers, rung.tile):
+            kept.append(rung)
+        else:
+            logger.warning(
+                "products of %d inputs and %s outputs in %s, in one launch: on %s %s does not have the bits of the "
+                "layers by themselves, so it is not used",
+                layers.inputs, " + ".join(map(str, layers.outputs)), layers.dtype, layers.device, rung.tile,
+            )  # fmt: skip
+    return tuple(kept)
+
+
+@torch.no_grad()
+def proved_joined(layers: JoinedLayers, tile: MatmulTile) -> bool:
+    """Compare on the device: the layers in one launch with ``tile``, and each with its own tile for many rows.
+
+    Raises:
+        RuntimeError: the device is recording a CUDA graph.
+    """
+    each = layers.each()
+    _check_not_recording(each[0])
+    own = [matmul_tiles(layers.device, layers.inputs, size, layers.dtype).tile for size in layers.outputs]
+    rows = min(_ROWS, *(GROUP * one.rows for one in own))
+    x, weight, bias = _operands(replace(each[0], outputs=max(layers.outputs)), rows)
+    weights = [weight[: layer.outputs] for layer in each]
+    biases = None if bias is None else [bias[: layer.outputs] for layer in each]
+    wholes = [
+        multiply_first(x, part.t(), None if biases is None else biases[place], own[place], layers.outputs[place])
+        for place, part in enumerate(weights)
+    ]
+    return all(
+        torch.equal(found, whole[part])
+        for part in _parts(rows, rows)
+        for found, whole in zip(
+            multiply_layers(aligned(x[part]), weights, biases, tile, layers.outputs), wholes, strict=True
+        )
+    )
+
+
+def _check_not_recording(layer: Layer) -> None:
     if layer.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"the first call of a layer of {layer.inputs} inputs and {layer.outputs} outputs came while a CUDA graph "
             "was recorded; allowed: any call before"
         )
-    rows = min(_ROWS, GROUP * tile.rows)
-    x, weight, bias = _operands(layer, rows)
-    whole = layer.multiply(x, weight.t(), bias, tile, layer.outputs)
-    most = min(rung.up_to_rows, GROUP * rung.tile.rows, rows)
+
+
+def _parts(rows: int, most: int) -> Iterator[slice]:
+    """List the rows of the calls that are compared, from the middle of this many: up to ``most``."""
+    most = min(most, rows)
     for count in sorted({most, *(count for count in _COUNTS if count < most)}):
         first = (rows - count) // 2
-        few = layer.multiply(aligned(x[first : first + count]), weight.t(), bias, rung.tile, layer.outputs)
-        if not torch.equal(few, whole[first : first + count]):
-            return False
-    return True
+        yield slice(first, first + count)
 
 
 def _operands(layer: Layer, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -3,8 +3,8 @@
 The operations run on CPU tensors; each launch compiles its kernel down to machine code and stops there. Prints one
 object: of each kernel its name, the shared memory that it asks for, and the stack of a thread, in bytes: what found no
 place in registers; loads of two bytes, which are those of elements that were not seen to lie side by side, and
-asynchronous copies, of sixteen bytes each; how elements are spread over threads, which is the order of a sum; and of
-attention the instructions of its longest loop, the one over the keys.
+asynchronous copies, of sixteen bytes each; instructions of tensor cores; how elements are spread over threads, which is
+the order of a sum; and of attention the instructions of its longest loop, the one over the keys.
 
 Under `make soak` every kernel in every shape, dtype and tile configuration; otherwise each kernel in a few.
 """
@@ -38,6 +38,7 @@ from samebit.kernels.layout.options import (
     ExpertWeights,
     Filters,
     GatedNormOptions,
+    HeadNorms,
     IndexOptions,
     LatentOptions,
     RoutingOptions,
@@ -60,9 +61,12 @@ from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotate
 from samebit.kernels.ops.sampling import keep_likely
 from samebit.kernels.ops.ssd import scan
+from samebit.kernels.triton import heads as head_proofs
 from samebit.kernels.triton.experts.operation import experts_backward, experts_forward
 from samebit.kernels.triton.experts.routing import route_backward, route_forward
-from samebit.kernels.triton.matmul import multiply
+from samebit.kernels.triton.heads import Places, turn_and_write, turned_each
+from samebit.kernels.triton.matmul import multiply, multiply_layers
+from samebit.kernels.triton.norm import added
 from samebit.kernels.triton.tiles import proved_equal as tile_proofs
 from samebit.kernels.triton.tiles import table as tiles
 from samebit.kernels.triton.tiles.file import MatmulEntry
@@ -99,8 +103,17 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **optio
             "loop": longest_loop(kernel.asm["cubin"]) if self.fn.__name__ in LOOPS else None,
             "narrow loads": len(re.findall(r"ld\.global\S*\.b16", kernel.asm["ptx"])),
             "wide copies": len(re.findall(r"cp\.async\.cg\.", kernel.asm["ptx"])),
+            "products": len(re.findall(r"wgmma\.mma_async|mma\.sync", kernel.asm["ptx"])),
+            "sums": sums_of(kernel.asm["ttgir"]),
             "layouts": sorted(set(re.findall(r"#ttg\.blocked<.*?>", kernel.asm["ttgir"]))),
         }
+
+
+def sums_of(ttgir: str) -> list[str]:
+    """Each kind of tile that is summed: its shape, and how its elements are spread over threads."""
+    layouts = dict(re.findall(r"(#blocked\d*) = (#ttg\.blocked<.*?>)", ttgir))
+    tiles = re.findall(r"\(tensor<(\S+), (#blocked\d*)>\) -> tensor<\S+, #ttg\.slice", ttgir)
+    return sorted({f"{shape} {layouts[name]}" for shape, name in tiles})
 
 
 def stack_of(cubin: bytes) -> int:
@@ -362,6 +375,46 @@ def large_layers() -> None:
     both_ways(lambda gate, up: gated("silu", gate, up), (7, 12288), (7, 12288))
 
 
+def joined_layers() -> None:
+    """Queries, keys and values of Qwen3-8B, its gate and up: with every tile, each time a layer alone and all of them.
+
+    Under `make soak` with the biases of Qwen2 too, and layers that fill no tile.
+    """
+    take_tiles_of("sm_90")
+    few = ((4096, (4096, 1024, 1024), False), (4096, (12288, 12288), False))
+    more = ((3584, (3584, 512, 512), True), (200, (129, 77, 1), True))
+    for inputs, outputs, biased in few + more if CAMPAIGN else few:
+        x = torch.zeros(7, inputs, dtype=torch.bfloat16)
+        weights = [torch.zeros(size, inputs, dtype=torch.bfloat16) for size in outputs]
+        biases = [torch.zeros(size, dtype=torch.bfloat16) for size in outputs] if biased else None
+        entry = tiles.matmul_tiles(x.device, inputs, sum(outputs), x.dtype)
+        for tile in (entry.tile, *(rung.tile for rung in entry.few)):
+            multiply(x, weights[0].t(), None if biases is None else biases[0], tile)
+            multiply_layers(x, weights, biases, tile, outputs)
+
+
+def heads_of_rollouts() -> None:
+    """Norms, rotation and pages in one launch, then a launch each: of Qwen3-8B, Gemma-3, Llama; and an odd size."""
+    for heads, kv_heads, size, angles, normed, dtype in (
+        (32, 8, 128, 64, True, torch.bfloat16), (8, 4, 256, 128, True, torch.bfloat16),
+        (32, 8, 128, 64, False, torch.bfloat16), (6, 3, 50, 20, True, torch.float32),
+    ):  # fmt: skip
+        q, k, v = (torch.zeros(7, count, size, dtype=dtype) for count in (heads, kv_heads, kv_heads))
+        norms = HeadNorms(torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype), 1e-6, 0.0) if normed else None
+        turns, rows = torch.zeros(7, angles), torch.zeros(7, dtype=torch.int32)
+        pages = KVLayout(1, kv_heads, size).allocate(2, 64, dtype, "cpu")[0]
+        turn_and_write(q, k, v, (turns, turns), norms, pages, Places(rows, rows, rows, 64))
+        turned_each(q, k, (turns, turns), norms)
+
+
+def norms_of_sums() -> None:
+    """Each with the norm alone: of Qwen3-8B, of an odd width, and of a wide model in float32."""
+    for width, dtype in ((4096, torch.bfloat16), (1000, torch.bfloat16), (8192, torch.float32)):
+        x, weight = torch.zeros(7, width, dtype=dtype), torch.zeros(width, dtype=dtype)
+        added(x, x, torch.empty_like(x), weight, 1e-6, 0.0)
+        rms_norm(x, weight, 1e-6)
+
+
 def narrow_logits() -> None:
     """The same numbers in two dtypes: a chunk has to be summed in the same order."""
     tokens, temperatures = torch.zeros(3, dtype=torch.int64), torch.ones(3)
@@ -417,6 +470,8 @@ if __name__ == "__main__":
     JITFunction.run = compile_only
     device.on_gpu = lambda tensor: True
     tile_proofs.proved_equal = lambda layer, tile, rung: True  # nothing runs
+    tile_proofs.proved_joined = lambda layers, tile: True
+    head_proofs.proved_equal = lambda heads: True
     parts = (
         rowwise,
         attentions,
@@ -430,6 +485,9 @@ if __name__ == "__main__":
         sparse,
         configurations,
         large_layers,
+        joined_layers,
+        heads_of_rollouts,
+        norms_of_sums,
         narrow_logits,
         routers,
         qwen_experts,

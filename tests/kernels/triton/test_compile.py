@@ -47,11 +47,50 @@ def test_routers_compile_for_an_h100() -> None:
     assert [kernel for kernel in kernels if kernel["stack"] or kernel["shared"] > SHARED_MEMORY] == []
 
 
+def test_layers_that_share_a_launch_compile_to_what_a_layer_alone_does() -> None:
+    """One loop for all of them: as many instructions of tensor cores, as many copies, no more stack."""
+    kernels = compiled("joined_layers")
+    alone, joined = (
+        [kernel for kernel in kernels if kernel["name"] == name] for name in ("_multiply", "_multiply_layers")
+    )
+    assert len(alone) == len(joined) == (15 if CAMPAIGN else 9)
+    for one, other in zip(alone, joined, strict=True):
+        for what in ("products", "wide copies", "shared", "stack"):
+            assert one[what] == other[what], (what, one, other)
+        assert other["narrow loads"] <= one["narrow loads"]
+    assert [kernel for kernel in joined[:9] if kernel["narrow loads"] or kernel["stack"]] == []
+
+
+def test_heads_are_summed_in_the_order_of_their_norms() -> None:
+    """In one launch with rotation and pages: the same elements in the same threads."""
+    kernels = compiled("heads_of_rollouts")
+    names = [kernel["name"] for kernel in kernels]
+    first = [place for place, name in enumerate(names) if name == "_turn_and_write"]
+    assert len(first) == 4
+    for start, end, normed in zip(first, [*first[1:], None], (True, True, False, True), strict=True):
+        joined, *apart = kernels[start:end]
+        sums = [kernel["sums"] for kernel in apart if kernel["name"] == "_norm_rows"]
+        assert sums == ([joined["sums"]] if normed else [])
+        assert len(joined["sums"]) == normed
+    assert [kernel for kernel in kernels if kernel["stack"]] == []
+    assert kernels[0]["narrow loads"] == 0, "of Qwen3-8B"
+
+
+def test_norms_of_sums_are_summed_in_the_order_of_norms() -> None:
+    kernels = compiled("norms_of_sums")
+    assert [kernel["name"] for kernel in kernels] == ["_norm_sums", "_norm_rows"] * 3
+    for of_sum, alone in zip(kernels[::2], kernels[1::2], strict=True):
+        assert of_sum["sums"] == alone["sums"]
+        assert len(alone["sums"]) == 1
+        assert of_sum["narrow loads"] == alone["narrow loads"]
+    assert [kernel for kernel in kernels if kernel["stack"]] == []
+
+
 @pytest.mark.soak
 @pytest.mark.skipif(not CAMPAIGN, reason="make soak: compiles for minutes")
 def test_kernels_compile_for_an_h100() -> None:
     kernels = compiled()
-    assert len({kernel["name"] for kernel in kernels}) == 52
+    assert len({kernel["name"] for kernel in kernels}) == 55
     of_layers = [kernel for kernel in kernels if (kernel["name"], kernel["part"]) == ("_attend_items", "attentions")]
     assert len(of_layers) == 4, "one of each of the attention layers"
     of_qwen = [

@@ -1,0 +1,80 @@
+"""How many kernels a layer of a decode step launches: those between its neighbours' first ones."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from samebit.kernels import bind
+from samebit.kernels.binding.binding import binding_of
+from samebit.kernels.binding.residual import Addend
+from samebit.kernels.layout import device
+from samebit.kernels.layout.forward_context import ForwardContext, use_context
+
+from ...exactness.families import make_model
+from .gpu import DEVICE
+from .launches import launches
+
+LAYER = Counter(
+    {
+        "_norm_sums": 2,
+        "_multiply_layers": 2,
+        "_multiply": 2,
+        "_turn_and_write": 1,
+        "_attend_items": 2,
+        "_forward": 1,
+    }
+)
+"""Of a Qwen3, in a step with a group of sequences and with room for more rows than there are."""
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+
+
+def decode(layout_of: object) -> ForwardContext:
+    """The next tokens of two sequences that begin with the same block, and of one that does not; and one row more."""
+    sequences = np.arange(3, dtype=np.int32)
+    return ForwardContext(
+        positions=torch.tensor([70, 80, 9, 0], device=DEVICE),
+        row_start=sequences,
+        lengths=np.ones(3, np.int32),
+        starts=np.array([70, 80, 9], np.int32),
+        table_rows=sequences,
+        block_tables=np.array([[1, 2], [1, 3], [4, 0]], np.int32),
+        block_size=64,
+        pages=layout_of.allocate(5, 64, torch.float32, DEVICE),  # type: ignore[attr-defined]
+    )
+
+
+def computed(layers: int, *, apart: bool = False) -> tuple[torch.Tensor, Counter[str]]:
+    """Hidden states of the tokens, and what was launched; ``apart``: with hooks that listen to all modules."""
+    model = bind(make_model("Qwen3", vocab_size=50, hidden_size=64, intermediate_size=100, num_hidden_layers=layers))
+    model.to(DEVICE)
+    for module in model.modules() if apart else ():
+        module.register_forward_hook(lambda module, given, out: None)
+    context, ids = decode(binding_of(model).kv_layout), torch.tensor([[5, 6, 7, 0]], device=DEVICE)
+    with torch.no_grad(), use_context(context):
+        for pages in context.pages or ():
+            pages.normal_(generator=torch.Generator(DEVICE).manual_seed(0))
+        model.model(ids)  # tiles are compared
+        with launches() as names:
+            hidden = model.model(ids)[0]
+    return hidden[0, :3], Counter(names)
+
+
+def test_a_layer_of_a_decode_step_launches_so_many_kernels() -> None:
+    (_, one), (_, two) = computed(1), computed(2)
+    assert two - one == LAYER
+    assert LAYER.total() == 10
+
+
+def test_it_has_the_bits_of_a_launch_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, _ = computed(2)
+    monkeypatch.setattr(Addend, "of", staticmethod(lambda x: x))
+    apart, names = computed(2, apart=True)
+    assert not {"_multiply_layers", "_norm_sums"} & set(names)
+    assert names["_norm_rows"] == 2 * 4 + 1
+    assert torch.equal(together, apart)

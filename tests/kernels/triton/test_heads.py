@@ -1,0 +1,113 @@
+"""Norms of heads, rotation and pages in one launch: the bits of a launch each, and attention behind both ways."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from samebit.kernels.layout import device
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.kv_pages import KVLayout
+from samebit.kernels.layout.options import AttentionOptions, HeadNorms
+from samebit.kernels.ops.attention import attention, attention_of_rotated
+from samebit.kernels.ops.norm import rms_norm
+from samebit.kernels.ops.rope import RotaryTables, rotate
+from samebit.kernels.triton import heads
+
+from .gpu import DEVICE, DTYPES, poisoned
+from .launches import launches
+
+SIZES = [(3, 1, 32, 16), (4, 2, 50, 6), (2, 2, 100, 50), (6, 3, 129, 64)]
+"""Query and KV heads, elements of a head, angles."""
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+    heads.joins.cache_clear()
+
+
+def step(rows: int, layout: KVLayout, dtype: torch.dtype) -> ForwardContext:
+    """Two tokens of one sequence, one of each other, as far as there are rows; and one row that is nobody's."""
+    lengths = np.array([min(2, rows)] + [1] * max(0, rows - 2), np.int32)
+    sequences = np.arange(len(lengths), dtype=np.int32)
+    return ForwardContext(
+        positions=torch.zeros(rows + 1, dtype=torch.int64, device=DEVICE),
+        row_start=(np.cumsum(lengths) - lengths).astype(np.int32),
+        lengths=lengths,
+        starts=np.zeros(len(lengths), np.int32),
+        table_rows=sequences,
+        block_tables=1 + sequences[::-1, None].copy(),
+        block_size=64,
+        pages=layout.allocate(len(lengths) + 1, 64, dtype, DEVICE),
+    )
+
+
+def operands(
+    rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, context: ForwardContext
+) -> tuple[list[torch.Tensor], RotaryTables, HeadNorms]:
+    number, kv_heads, size, angles = sizes
+    qkv = [poisoned(torch.randn(rows + 1, count, size).to(dtype)) for count in (number, kv_heads, kv_heads)]
+    turns = torch.randn(rows + 1, angles)
+    tables = RotaryTables(poisoned(turns.cos()), poisoned(turns.sin()), context)
+    return qkv, tables, HeadNorms(*(poisoned(torch.randn(size).to(dtype)) for _ in range(2)), 1e-6, 1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_one_launch_has_the_bits_of_a_launch_each(
+    sizes: tuple[int, int, int, int], normed: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(sizes[2])
+    options = AttentionOptions(0, 0.3)
+    for rows in (1, 2, 3, 7):
+        found = []
+        for apart in (False, True):
+            torch.manual_seed(rows)
+            context = step(rows, KVLayout(1, sizes[1], sizes[2]), dtype)
+            (q, k, v), tables, norms = operands(rows, sizes, dtype, context)
+            if apart:
+                if normed:
+                    q, k = (
+                        rms_norm(x, weight, norms.eps, norms.offset) for x, weight in zip((q, k), norms, strict=False)
+                    )
+                out = attention(rotate(q, tables), rotate(k, tables), v, context, options)
+            else:
+                out = attention_of_rotated(q, k, v, tables, options, norms=norms if normed else None)
+            assert not out[rows:].any()
+            found.append((out, context.pages[0][1:]))  # type: ignore[index]
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one.view(torch.int8), other.view(torch.int8)), "also in what nobody wrote"
+
+
+def test_it_is_one_launch_where_the_bits_were_seen_to_be_equal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = step(3, KVLayout(1, 1, 32), torch.float32)
+    (q, k, v), tables, norms = operands(3, SIZES[0], torch.float32, context)
+    expected = [["_turn_and_write", "_attend_items"], ["_norm_rows"] * 2 + ["_rotate_token"] * 2 + ["_write"]]
+    for equal, names in zip((True, False), expected, strict=True):
+        monkeypatch.setattr(heads, "proved_equal", lambda given, equal=equal: equal)
+        heads.joins.cache_clear()
+        with launches() as launched:
+            attention_of_rotated(q, k, v, tables, AttentionOptions(0, 1.0), norms=norms)
+        assert [name for name in launched if name.startswith("_")][: len(names)] == names
+    [message] = caplog.messages
+    assert "in one launch do not have the bits of a launch each" in message
+    assert logging.WARNING in [record.levelno for record in caplog.records]
+
+
+def test_another_rounding_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stand-in that does not round between norm and rotation."""
+    given = heads.Heads(torch.device(DEVICE), torch.bfloat16, 3, 1, 32, 16, (torch.bfloat16,) * 2)
+    assert heads.proved_equal(given)
+    each = heads.turned_each
+
+    def unrounded(q: torch.Tensor, k: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = each(q.float(), k.float(), *args)  # type: ignore[arg-type]
+        return q.bfloat16(), k.bfloat16()
+
+    monkeypatch.setattr(heads, "turned_each", unrounded)
+    assert not heads.proved_equal(given)
