@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -78,6 +79,12 @@ def test_the_devices_do_not_know_each_other(imports: list[Import]) -> None:
     devices = ("samebit.kernels.cpu", "samebit.kernels.triton")
     for one, other in (devices, devices[::-1]):
         assert not [str(x) for x in imports if _within(x.source, one) and _within(x.target, other)]
+
+
+def test_layers_share_a_call_only_where_adapters_are_known() -> None:
+    """`linears` knows nothing of adapters beside a model: `projections` does."""
+    users = {name for name, path in module_files().items() if re.search(r"\blinears\(", path.read_text())}
+    assert users == {"samebit.kernels.ops.linear", "samebit.kernels.binding.lora.forwards"}
 
 
 def test_no_folder_is_too_large_to_take_in() -> None:
