@@ -6,7 +6,7 @@ batch_tax: seconds of the whole batch, from the first request to the last answer
 that answers, with streams less without, for the same tokens, a chunk. crowd_lost, crowd_doubled, crowd_hung: of the
 concurrent streams, those whose tokens are not, or more than, the ones of the worker, or that do not end.
 
-Beside vLLM's server, where vLLM is installed, each with a thread on each core, in turns, asked by one client:
+Beside vLLM's server, where vLLM is installed, both with as many threads, in turns, asked by one client:
 ratio_vs_vllm_whole, ratio_vs_vllm_streamed: tokens a second of samebit over vLLM's; ratio_vs_vllm_first_chunk: vLLM's
 seconds to the first chunk over samebit's; the crowd's figures of each, of which lost and doubled count tokens alone.
 """
@@ -213,7 +213,7 @@ def serving(folder: Path) -> Iterator[Server]:
 
 def beside_vllm(model: commands.Model, vllm: commands.Vllm, sizes: Sizes) -> dict[str, Spread]:
     """Return the figures of both servers; they take turns, and the first one changes from round to round."""
-    settings = commands.Serving("measured", CONFIG.max_num_seqs, 0.25)
+    settings = commands.Serving("measured", CONFIG.max_num_seqs, 0.25, vllm.threads)
     starts = {
         "samebit": partial(commands.samebit_server, model, serving=settings),
         "vllm": partial(vllm.server, model, serving=settings),
@@ -222,12 +222,8 @@ def beside_vllm(model: commands.Model, vllm: commands.Vllm, sizes: Sizes) -> dic
         servers = {
             name: stack.enter_context(http_servers.serving(start, settings.name)) for name, start in starts.items()
         }
-        for server in servers.values():
-            _both_ways(server, 0, sizes)
-        rounds = [
-            {name: _both_ways(servers[name], number, sizes) for name in (list(servers) * 2)[number % 2 :][:2]}
-            for number in range(1, sizes.rounds + 1)
-        ]
+        _round(servers, 0, sizes)
+        rounds = [_round(servers, number, sizes) for number in range(1, sizes.rounds + 1)]
         crowds = {name: crowd(server, sizes) for name, server in servers.items()}
     found = _ratios(rounds)
     for name, counts in crowds.items():
@@ -236,13 +232,16 @@ def beside_vllm(model: commands.Model, vllm: commands.Vllm, sizes: Sizes) -> dic
     return found
 
 
-def _both_ways(server: CompletionServer, number: int, sizes: Sizes) -> dict[str, Answers]:
-    """Ask for a batch whole, and for another one streamed; prompts are new each round, and the same for each server."""
-    answers = {}
+def _round(servers: dict[str, CompletionServer], number: int, sizes: Sizes) -> dict[str, dict[str, Answers]]:
+    """Ask each server for a batch whole, then each for one streamed; prompts are new each time, the same for all."""
+    names = list(servers) if number % 2 else list(reversed(servers))
+    answers: dict[str, dict[str, Answers]] = {name: {} for name in names}
     for offset, way in enumerate(("whole", "streamed")):
         prompts = _random_prompts(2 * number + offset, sizes.requests, sizes.prompt)
-        answers[way] = server.ask(prompts, sizes.tokens, stream=way == "streamed")
-        answers[way].check(sizes.tokens)
+        for name in names:
+            found = servers[name].ask(prompts, sizes.tokens, stream=way == "streamed")
+            found.check(sizes.tokens)
+            answers[name][way] = found
     return answers
 
 
@@ -282,9 +281,8 @@ def crowd(server: CompletionServer, sizes: Sizes) -> dict[str, float]:
     }
 
 
-def _where_installed(folder: Path, python: Path, sizes: Sizes) -> dict[str, Spread]:
+def _where_installed(folder: Path, vllm: commands.Vllm, sizes: Sizes) -> dict[str, Spread]:
     """Return the figures beside vLLM; none, and one line that says why, where it is missing."""
-    vllm = commands.Vllm(python)
     try:
         vllm.check()
     except FileNotFoundError as error:
@@ -303,6 +301,10 @@ def main() -> None:
         "--vllm-python", type=Path, default=commands.VLLM_PYTHON, metavar="FILE",
         help="the Python that has vLLM; its part is left out where there is none",
     )  # fmt: skip
+    parser.add_argument(
+        "--server-threads", choices=commands.SERVER_THREADS, default=commands.SERVER_THREADS[0],
+        help="of both servers of that part; auto: vLLM's own default, a core is kept free (the default)",
+    )  # fmt: skip
     options = parser.parse_args()
     sizes = Sizes(8, 8, 12, 24, 6, 1) if options.quick else Sizes(rounds=options.rounds)
     figures: dict[str, Spread] = {}
@@ -311,9 +313,9 @@ def main() -> None:
         if "http" in options.parts:
             figures |= measure(Path(folder), sizes)
         if "vllm" in options.parts:
-            figures |= _where_installed(Path(folder), options.vllm_python, sizes)
+            figures |= _where_installed(Path(folder), commands.Vllm(options.vllm_python, options.server_threads), sizes)
     for name, one in figures.items():
-        print(f"{name:<26}{one.value:>12.3f}  ({one.min:.3f} to {one.max:.3f})")
+        print(f"{name:<36}{one.value:>10.3f}  ({one.min:.3f} to {one.max:.3f})")
     if options.json is not None:
         results_file.write(options.json, results_file.describe(sizes=vars(sizes)), figures)
 

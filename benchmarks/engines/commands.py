@@ -12,6 +12,8 @@ from samebit.kernels.openmp import process_environment
 
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 VLLM_THREADS = ("all", "auto", "in-process")
+SERVER_THREADS = ("auto", "all")
+"""How servers use the cores: "auto", vLLM's own default, keeps one free for all that does not compute."""
 _ENGINES = "samebit.benchmarks.engines"
 _VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 _OF_OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "NUMBA_THREADING_LAYER", "NUMBA_NUM_THREADS")
@@ -37,11 +39,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Serving:
-    """Holds what a server is told beside its model: its name, how many sequences run at once, memory for KV."""
+    """Holds what a server is told beside its model: its name, sequences at once, memory for KV, use of the cores."""
 
     name: str
     max_num_seqs: int
     kv_gb: float
+    threads: str
 
 
 @dataclass(frozen=True)
@@ -100,13 +103,14 @@ def samebit(model: Model, step_tokens: int | None = None) -> Command:
 
 
 def samebit_server(model: Model, port: int, serving: Serving) -> Command:
-    """Return the command of `samebit serve`, with a thread on each core as well."""
+    """Return the command of `samebit serve`, which gets as many threads as vLLM's server."""
     cores = len(os.sched_getaffinity(0))
+    threads = cores if serving.threads == "all" else max(1, cores - 1)
     limits = ("--max-num-seqs", str(serving.max_num_seqs), "--max-model-len", str(model.max_len))
-    memory = ("--kv-cache-gb", str(serving.kv_gb), "--num-threads", str(cores))
+    memory = ("--kv-cache-gb", str(serving.kv_gb), "--num-threads", str(threads))
     address = ("--port", str(port), "--served-model-name", serving.name)
     args = ("-m", "samebit.rollout.cli", "serve", *model.args, *limits, *memory, *address)
-    return Command(Path(sys.executable), args, process_environment(cores))
+    return Command(Path(sys.executable), args, process_environment(threads))
 
 
 def hugging_face(model: Model) -> Command:

@@ -92,7 +92,7 @@ def test_samebits_own_server_answers_the_client(tmp_path: Path) -> None:
 
 
 def test_both_servers_get_the_same_limits(tmp_path: Path) -> None:
-    model, settings = commands.Model(tmp_path, "float32", 512), commands.Serving("measured", 64, 0.25)
+    model, settings = commands.Model(tmp_path, "float32", 512), commands.Serving("measured", 64, 0.25, "auto")
     for command in (commands.samebit_server(model, 9, settings), commands.Vllm().server(model, 9, settings)):
         line = command.line()
         flags = ("--dtype", "--max-num-seqs", "--max-model-len", "--port", "--served-model-name")
