@@ -5,26 +5,33 @@ one; step_cpu_tax: CPU seconds of the threads that compute instead, which other 
 batch_tax: seconds of the whole batch, from the first request to the last answer. us_per_chunk: CPU time of the thread
 that answers, with streams less without, for the same tokens, a chunk. crowd_lost, crowd_doubled, crowd_hung: of the
 concurrent streams, those whose tokens are not, or more than, the ones of the worker, or that do not end.
+
+Beside vLLM's server, where vLLM is installed, both with as many threads, in turns, asked by one client:
+ratio_vs_vllm_whole, ratio_vs_vllm_streamed: tokens a second of samebit over vLLM's; ratio_vs_vllm_first_chunk: vLLM's
+seconds to the first chunk over samebit's; the crowd's figures of each, of which lost and doubled count tokens alone.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import socket
+import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from samebit.benchmarks.engines import commands, http_servers
+from samebit.benchmarks.engines.http_servers import Answers, CompletionServer, free_port, ready
 from samebit.benchmarks.rounds import results_file
 from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.benchmarks.workloads import models
@@ -34,7 +41,8 @@ from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 ENVIRONMENT = process_environment(1)
 CONFIG = RolloutConfig(max_num_seqs=64, num_threads=1, kv_cache_gb=0.25)
 PATH = "/inference/v1/generate"
-HANGS = 600.0
+HANGS = http_servers.HANGS
+PARTS = ("http", "vllm")
 
 
 @dataclass(frozen=True)
@@ -189,34 +197,98 @@ def _computing_cpu(pid: int) -> float:
 def serving(folder: Path) -> Iterator[Server]:
     """Start a server in a process of its own."""
     flags = ["--max-num-seqs", str(CONFIG.max_num_seqs), "--num-threads", "1", "--kv-cache-gb", str(CONFIG.kv_cache_gb)]
-    port, inner = _free_port(), _free_port()
+    port, inner = free_port(), free_port()
     ports = ["--port", str(port), "--control", "loopback", "--control-port", str(inner)]
     command = [sys.executable, "-m", "samebit.rollout.cli", "serve", str(folder), *flags, *ports]
     process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT})
     try:
         base = f"http://127.0.0.1:{port}"
-        _wait_until_ready(process, base)
+        if not ready(process, f"{base}/readiness"):
+            raise RuntimeError(f"the server ended with exit code {process.returncode}")
         yield Server(process, base, f"http://127.0.0.1:{inner}")
     finally:
         process.terminate()
         process.wait()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], base: str) -> None:
-    while process.poll() is None:
-        try:
-            if httpx.get(f"{base}/readiness", timeout=HANGS).status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    raise RuntimeError(f"the server ended with exit code {process.returncode}")
+def beside_vllm(model: commands.Model, vllm: commands.Vllm, sizes: Sizes) -> dict[str, Spread]:
+    """Return the figures of both servers; they take turns, and the first one changes from round to round."""
+    settings = commands.Serving("measured", CONFIG.max_num_seqs, 0.25, vllm.threads)
+    starts = {
+        "samebit": partial(commands.samebit_server, model, serving=settings),
+        "vllm": partial(vllm.server, model, serving=settings),
+    }
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(http_servers.serving(start, settings.name)) for name, start in starts.items()
+        }
+        _round(servers, 0, sizes)
+        rounds = [_round(servers, number, sizes) for number in range(1, sizes.rounds + 1)]
+        crowds = {name: crowd(server, sizes) for name, server in servers.items()}
+    found = _ratios(rounds)
+    for name, counts in crowds.items():
+        found |= _of_server(name, [one[name] for one in rounds], sizes)
+        found |= {f"crowd_{what}_{name}": spread([value]) for what, value in counts.items()}
+    return found
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port: int = one.getsockname()[1]
-    return port
+def _round(servers: dict[str, CompletionServer], number: int, sizes: Sizes) -> dict[str, dict[str, Answers]]:
+    """Ask each server for a batch whole, then each for one streamed; prompts are new each time, the same for all."""
+    names = list(servers) if number % 2 else list(reversed(servers))
+    answers: dict[str, dict[str, Answers]] = {name: {} for name in names}
+    for offset, way in enumerate(("whole", "streamed")):
+        prompts = _random_prompts(2 * number + offset, sizes.requests, sizes.prompt)
+        for name in names:
+            found = servers[name].ask(prompts, sizes.tokens, stream=way == "streamed")
+            found.check(sizes.tokens)
+            answers[name][way] = found
+    return answers
+
+
+def _random_prompts(seed: int, count: int, length: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [draw.choices(range(models.SHAPES["5m"]["vocab_size"]), k=length) for _ in range(count)]
+
+
+def _ratios(rounds: list[dict[str, dict[str, Answers]]]) -> dict[str, Spread]:
+    """Return vLLM's seconds over samebit's, round by round."""
+    pairs = [(one["vllm"], one["samebit"]) for one in rounds]
+    ratios = {way: [theirs[way].seconds / ours[way].seconds for theirs, ours in pairs] for way in ("whole", "streamed")}
+    ratios["first_chunk"] = [
+        theirs["streamed"].first_chunk() / ours["streamed"].first_chunk() for theirs, ours in pairs
+    ]
+    return {f"ratio_vs_vllm_{what}": spread(values) for what, values in ratios.items()}
+
+
+def _of_server(name: str, rounds: list[dict[str, Answers]], sizes: Sizes) -> dict[str, Spread]:
+    """Return the figures of one server."""
+    tokens = sizes.requests * sizes.tokens
+    speeds = {way: [tokens / one[way].seconds for one in rounds] for way in ("whole", "streamed")}
+    found = {f"tokens_per_second_{way}_{name}": spread(values) for way, values in speeds.items()}
+    return found | {f"first_chunk_seconds_{name}": spread([one["streamed"].first_chunk() for one in rounds])}
+
+
+def crowd(server: CompletionServer, sizes: Sizes) -> dict[str, float]:
+    """Run many streams at once; tell how many have too few tokens, too many, or did not end."""
+    prompts = _random_prompts(10**6, sizes.crowd, sizes.prompt)
+    answers = server.ask(prompts, sizes.crowd_tokens, stream=True)
+    ended = [one.tokens for one in answers.each if not one.hung]
+    return {
+        "hung": len(answers.each) - len(ended),
+        "lost": sum(tokens < sizes.crowd_tokens for tokens in ended),
+        "doubled": sum(tokens > sizes.crowd_tokens for tokens in ended),
+        "tokens_per_second": sum(one.tokens for one in answers.each) / answers.seconds,
+    }
+
+
+def _where_installed(folder: Path, vllm: commands.Vllm, sizes: Sizes) -> dict[str, Spread]:
+    """Return the figures beside vLLM; none, and one line that says why, where it is missing."""
+    try:
+        vllm.check()
+    except FileNotFoundError as error:
+        print(f"left out: {error}")
+        return {}
+    return beside_vllm(commands.Model(folder, "float32", 512), vllm, sizes)
 
 
 def main() -> None:
@@ -224,13 +296,26 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of the batches (5)")
     parser.add_argument("--quick", action="store_true", help="few requests, one round")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="NAME", help="http, vllm (both)")
+    parser.add_argument(
+        "--vllm-python", type=Path, default=commands.VLLM_PYTHON, metavar="FILE",
+        help="the Python that has vLLM; its part is left out where there is none",
+    )  # fmt: skip
+    parser.add_argument(
+        "--server-threads", choices=commands.SERVER_THREADS, default=commands.SERVER_THREADS[0],
+        help="of both servers of that part; auto: vLLM's own default, a core is kept free (the default)",
+    )  # fmt: skip
     options = parser.parse_args()
     sizes = Sizes(8, 8, 12, 24, 6, 1) if options.quick else Sizes(rounds=options.rounds)
+    figures: dict[str, Spread] = {}
     with tempfile.TemporaryDirectory() as folder:
         models.build(models.SHAPES["5m"], models.DTYPES["fp32"], 512).save_pretrained(folder)
-        figures = measure(Path(folder), sizes)
+        if "http" in options.parts:
+            figures |= measure(Path(folder), sizes)
+        if "vllm" in options.parts:
+            figures |= _where_installed(Path(folder), commands.Vllm(options.vllm_python, options.server_threads), sizes)
     for name, one in figures.items():
-        print(f"{name:<26}{one.value:>12.3f}  ({one.min:.3f} to {one.max:.3f})")
+        print(f"{name:<36}{one.value:>10.3f}  ({one.min:.3f} to {one.max:.3f})")
     if options.json is not None:
         results_file.write(options.json, results_file.describe(sizes=vars(sizes)), figures)
 

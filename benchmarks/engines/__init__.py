@@ -1,5 +1,6 @@
-"""Run engines, each in a process of its own, that are told what to generate by lines of JSON over pipes.
+"""Run engines, each in a process of its own, that are told what to generate, by lines of JSON over pipes.
 
 `messages` is what both ends say, and needs the standard library alone; `process` is the end that asks; the others are
-programs, of which `vllm_engine` runs in an environment of its own, without samebit's packages.
+programs, of which `vllm_engine` runs in an environment of its own, without samebit's packages. `http_servers` asks
+servers over HTTP instead, samebit's and vLLM's own.
 """

@@ -12,7 +12,10 @@ from samebit.kernels.openmp import process_environment
 
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 VLLM_THREADS = ("all", "auto", "in-process")
+SERVER_THREADS = ("auto", "all")
+"""How servers use the cores: "auto", vLLM's own default, keeps one free for all that does not compute."""
 _ENGINES = "samebit.benchmarks.engines"
+_VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 _OF_OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "NUMBA_THREADING_LAYER", "NUMBA_NUM_THREADS")
 
 
@@ -35,6 +38,16 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Serving:
+    """Holds what a server is told beside its model: its name, sequences at once, memory for KV, use of the cores."""
+
+    name: str
+    max_num_seqs: int
+    kv_gb: float
+    threads: str
+
+
+@dataclass(frozen=True)
 class Vllm:
     """Says where vLLM is installed and how it uses the cores.
 
@@ -52,6 +65,19 @@ class Vllm:
             raise FileNotFoundError(f"no vLLM at {self.python}: `make bench-vllm` sets its environment up")
 
     def command(self, model: Model, step_tokens: int | None = None, kv_gb: float = 2.0) -> Command:
+        args = ("-m", f"{_ENGINES}.vllm_engine", *model.limited(step_tokens), "--kv-gb", str(kv_gb))
+        return self._command(args)
+
+    def server(self, model: Model, port: int, serving: Serving) -> Command:
+        """Return the command of its HTTP server, which neither tokenizes nor writes a line for each request."""
+        limits = ("--max-num-seqs", str(serving.max_num_seqs), "--max-model-len", str(model.max_len))
+        memory = ("--kv-cache-memory-bytes", str(int(serving.kv_gb * 2**30)))
+        address = ("--host", "127.0.0.1", "--port", str(port), "--served-model-name", serving.name)
+        quiet = ("--skip-tokenizer-init", "--disable-uvicorn-access-log")
+        args = ("-m", _VLLM_SERVER, "--model", *model.args, *limits, *memory, *address, *quiet)
+        return self._command(args)
+
+    def _command(self, args: tuple[str, ...]) -> Command:
         cores = sorted(os.sched_getaffinity(0))
         listed = ",".join(map(str, cores))
         bound = {
@@ -69,12 +95,22 @@ class Vllm:
         environment = {**bound, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         if openmp.exists():
             environment["LD_PRELOAD"] = str(openmp)
-        args = ("-m", f"{_ENGINES}.vllm_engine", *model.limited(step_tokens), "--kv-gb", str(kv_gb))
         return Command(self.python, args, environment, _OF_OPENMP)
 
 
 def samebit(model: Model, step_tokens: int | None = None) -> Command:
     return _own("samebit_engine", model.limited(step_tokens))
+
+
+def samebit_server(model: Model, port: int, serving: Serving) -> Command:
+    """Return the command of `samebit serve`, which gets as many threads as vLLM's server."""
+    cores = len(os.sched_getaffinity(0))
+    threads = cores if serving.threads == "all" else max(1, cores - 1)
+    limits = ("--max-num-seqs", str(serving.max_num_seqs), "--max-model-len", str(model.max_len))
+    memory = ("--kv-cache-gb", str(serving.kv_gb), "--num-threads", str(threads))
+    address = ("--port", str(port), "--served-model-name", serving.name)
+    args = ("-m", "samebit.rollout.cli", "serve", *model.args, *limits, *memory, *address)
+    return Command(Path(sys.executable), args, process_environment(threads))
 
 
 def hugging_face(model: Model) -> Command:

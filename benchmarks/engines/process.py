@@ -119,10 +119,10 @@ def started(command: Command) -> Iterator[EngineProcess]:
         try:
             yield EngineProcess(process, log)
         finally:
-            _end(process)
+            end_session(process)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end_session(process: subprocess.Popen[str]) -> None:
     """Kill whatever runs in the session of this process; engines keep nothing that needs a goodbye."""
     if _session(process.pid):
         os.killpg(process.pid, signal.SIGKILL)
