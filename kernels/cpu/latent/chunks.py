@@ -9,40 +9,14 @@ import numpy as np
 
 from samebit.kernels.cpu.base.numeric import widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
-from samebit.kernels.cpu.gemm.many_rows_vectors import fetch, transpose_tile
 from samebit.kernels.cpu.latent.vectors import copy_elements, widen_vectors
-from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
+from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
 
 @inlined_part
 def place_of(blocks: Any, token: int, block_size: int, width: int) -> Any:
     """Return where a token's row begins in the pages."""
     return (np.int64(blocks[token // block_size]) * block_size + token % block_size) * width
-
-
-@kernel_part
-def copy_keys(pages: Any, blocks: Any, block_size: int, width: int, base: int, count: int, copied: Any) -> None:
-    """Copy ``count`` tokens from ``base`` on as keys ``[W, C]``, widened; more than them may be copied, up to C."""
-    whole = width // LANES * LANES if block_size >= LANES else 0
-    if whole < width:
-        for j in range(count):
-            at = place_of(blocks, base + j, block_size, width)
-            for d in range(whole, width):
-                copied[d * KV_CHUNK + j] = widen(pages[at + d])
-    for j in range(0, count if whole > 0 else 0, LANES):
-        at = place_of(blocks, base + j, block_size, width)  # sixteen tokens from there on lie in one block
-        for d in range(0, whole, LANES):
-            transpose_tile(pages, at + d, width, copied, d * KV_CHUNK + j, KV_CHUNK)
-
-
-@kernel_part
-def ask_for_keys(pages: Any, blocks: Any, block_size: int, width: int, base: int, count: int) -> None:
-    """Ask for the cache lines of ``count`` tokens from ``base`` on."""
-    line = CACHE_LINE // pages.itemsize
-    for j in range(count):
-        at = place_of(blocks, base + j, block_size, width)
-        for d in range(0, width, line):
-            fetch(pages, at + d)
 
 
 @kernel_part

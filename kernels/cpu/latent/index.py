@@ -7,32 +7,30 @@ Invariants:
   block size, the threads, nor which part of the keys an item covers.
 * Of equal scores the first are chosen; 0 and -0 are equal. A token behind a row's own is never looked at.
 
-Selection by the digits of the scores' bits, most significant first (radix select). T rows, H heads, D elements of a
-key, B tokens a block, C tokens a chunk.
+Selection bit by bit, most significant first (radix select). T rows, H heads, D elements of a key, B tokens a block, C
+tokens a chunk.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from samebit.kernels.cpu.base.jit import SharedKernel, compile_kernel
-from samebit.kernels.cpu.base.memory import scratch
-from samebit.kernels.cpu.base.numeric import bits_of, fma, widen
+from samebit.kernels.cpu.base.memory import elements, floats, longs, scratch, whole_lines
+from samebit.kernels.cpu.base.numeric import bits_of, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
-from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.base.small_tiles import tile_multiply
-from samebit.kernels.cpu.latent.chunks import ask_for_keys, copy_keys
+from samebit.kernels.cpu.gemm.many_rows_vectors import transpose_tile
+from samebit.kernels.cpu.latent.chunks import copy_rows, find_tokens
+from samebit.kernels.cpu.latent.tiles import TOKENS, add_heads, score_and_fetch
+from samebit.kernels.cpu.latent.vectors import count_reaching
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
-_TILE = 4
-"""Heads that are multiplied with a chunk at once."""
+_TILE = KV_CHUNK * LANES
 
 _ZERO = np.float32(0.0)
-_HIGH, _MIDDLE = 21, 10
-"""Digits are the 11 bits from here on, and the 10 below."""
-
-_DIGITS = 1 << 11
+_LEAST = np.int64(-(1 << 31))
+"""No key is less."""
 
 
 def _score(
@@ -53,75 +51,115 @@ def _score(
         scores: ``[rows, keys]``, whole chunks; gets the scores of the tokens up to the newest of a piece.
         threads: take the items in turns.
     """
+    rows = 0
+    for piece in range(len(pieces)):
+        rows = max(rows, pieces[piece, 2])
+    lanes, size = whole_lines(rows * queries.shape[1]), queries.shape[2]
+    room = lanes * (size + KV_CHUNK) + KV_CHUNK * size + 6 * KV_CHUNK
     share_out(
         _score_items, threads, threads,
-        (threads, queries, weights, pages, sequences, block_tables, pieces, parts, scale, scores),
+        (threads, queries, weights, pages, sequences, block_tables, pieces, parts, scale, scores,
+         scratch(threads * room), lanes, room),
     )  # fmt: skip
 
 
 score = compile_kernel(_score)
 
 
+class _Memory(NamedTuple):
+    """Says where an item's tokens lie, and holds what it computes with; all flat.
+
+    pages: of the keys. read: the same as float32, if they are. query: ``[vectors, D, LANES]``, a lane is a head of a
+    row. products: ``[vectors, C, LANES]``, and then with sixteen tokens side by side. copied: ``[C, D]``, widened.
+    here, coming, own: ``[C]``, where the tokens of a chunk begin in the pages, those of the next one, and copies.
+    """
+
+    pages: Any
+    read: Any
+    query: Any
+    products: Any
+    copied: Any
+    here: Any
+    coming: Any
+    own: Any
+
+
+@inlined_part
+def _place(pages: Any, size: int, lanes: int, address: int) -> Any:
+    """Place an item's memory from an address on."""
+    products = address + 4 * lanes * size
+    copied = products + 4 * lanes * KV_CHUNK
+    at = copied + 4 * KV_CHUNK * size
+    return _Memory(
+        elements(pages.ctypes.data, pages.size, np.zeros(1, pages.dtype)[0]), floats(pages.ctypes.data, pages.size),
+        floats(address, lanes * size), floats(products, lanes * KV_CHUNK), floats(copied, KV_CHUNK * size),
+        longs(at, KV_CHUNK), longs(at + 8 * KV_CHUNK, KV_CHUNK), longs(at + 16 * KV_CHUNK, KV_CHUNK),
+    )  # fmt: skip
+
+
 @kernel_part
 def _score_items(
     thread: int, threads: int, queries: Any, weights: Any, pages: Any, sequences: Any, block_tables: Any, pieces: Any,
-    parts: int, scale: Any, scores: Any,
+    parts: int, scale: Any, scores: Any, rooms: Any, lanes: int, room: int,
 ) -> None:  # fmt: skip
-    """Score every ``threads``-th item from ``thread`` on."""
-    heads, size = queries.shape[1], queries.shape[2]
-    rows = 0
-    for piece in range(len(pieces)):
-        rows = max(rows, pieces[piece, 2])
-    query, keys = scratch((rows * heads + _TILE) * size), scratch((size + LANES) * KV_CHUNK)
-    query[:] = _ZERO
-    for item in range(thread, len(pieces) * parts, threads):
-        _score_item(
-            item // parts, item % parts, parts, queries, weights, pages, sequences, block_tables, pieces, scale, scores,
-            query, keys,
-        )  # fmt: skip
-
-
-@kernel_part
-def _score_item(
-    piece: int, part: int, parts: int, queries: Any, weights: Any, pages: Any, sequences: Any, block_tables: Any,
-    pieces: Any, scale: Any, scores: Any, query: Any, keys: Any,
-) -> None:  # fmt: skip
-    """Score a part of the tokens for the rows of a piece."""
+    """Score every ``threads``-th item from ``thread`` on, in its room. The caller holds ``rooms``."""
     heads, size, block_size = queries.shape[1], queries.shape[2], pages.shape[1]
-    sequence, first, count, to = pieces[piece]
-    row = sequences[0, sequence] + first
-    newest = sequences[2, sequence] + first + count - 1
-    for r in range(count):
-        for h in range(heads):
-            for d in range(size):
-                query[(r * heads + h) * size + d] = widen(queries[row + r, h, d])
-    flat, blocks = pages.reshape(-1), block_tables[sequences[3, sequence]]
-    products = np.zeros(_TILE * KV_CHUNK, np.float32)
-    chunks = newest // KV_CHUNK + 1
-    for chunk in range(chunks * part // parts, chunks * (part + 1) // parts):
-        base = chunk * KV_CHUNK
-        copy_keys(flat, blocks, block_size, size, base, min(KV_CHUNK, newest + 1 - base), keys)
-        ask_for_keys(flat, blocks, block_size, size, base + KV_CHUNK, min(KV_CHUNK, newest + 1 - base - KV_CHUNK))
-        for r in range(count):
-            _score_chunk(query, r * heads, weights[row + r], keys, size, scale, products, scores[to + r], base)
+    memory = _place(pages, size, lanes, rooms.ctypes.data + 4 * thread * room)
+    for j in range(KV_CHUNK):
+        memory.own[j] = j * size
+    for item in range(thread, len(pieces) * parts, threads):
+        sequence, first, count, to = pieces[item // parts]
+        row, newest = sequences[0, sequence] + first, sequences[2, sequence] + first + count - 1
+        _load_queries(queries.reshape(-1), row * heads * size, count * heads, size, memory.query)
+        blocks = block_tables[sequences[3, sequence]]
+        chunks, part = newest // KV_CHUNK + 1, item % parts
+        begin, end = chunks * part // parts, chunks * (part + 1) // parts
+        find_tokens(blocks, block_size, size, begin * KV_CHUNK, newest + 1, memory.coming)
+        for chunk in range(begin, end):
+            base = chunk * KV_CHUNK
+            memory.here[:] = memory.coming
+            if chunk + 1 < end:
+                find_tokens(blocks, block_size, size, base + KV_CHUNK, newest + 1, memory.coming)
+            _multiply(memory, count * heads, size, min(KV_CHUNK, newest + 1 - base), chunk + 1 < end)
+            for r in range(count):
+                add_heads(memory.products, r * heads, weights[row + r], 0, heads, scale, scores[to + r], base)
 
 
 @kernel_part
-def _score_chunk(
-    query: Any, first: int, weights: Any, keys: Any, size: int, scale: Any, products: Any, scores: Any, base: int
-) -> None:
-    """Write the scores of a row for the chunk at ``base``; its queries are those from the ``first`` on."""
-    heads, out = len(weights), scores[base : base + KV_CHUNK]
-    out[:] = _ZERO
-    for h in range(0, heads, _TILE):
-        tile_multiply(
-            _TILE, 4, Rows(query, (first + h) * size, size), Rows(keys, 0, KV_CHUNK), size, Rows(products, 0, KV_CHUNK)
-        )
-        for i in range(min(_TILE, heads - h)):
-            weight = weights[h + i]
-            for j in range(KV_CHUNK):
-                product = products[i * KV_CHUNK + j] * scale
-                out[j] = fma(weight, product if product > _ZERO else _ZERO, out[j])
+def _load_queries(queries: Any, first: int, rows: int, size: int, query: Any) -> None:
+    """Load queries ``[rows, D]`` from the ``first`` element on, zeros in the lanes that fill up the last vector."""
+    for v in range(0, rows, LANES):
+        whole = size // LANES * LANES if v + LANES <= rows else 0
+        for d in range(0, whole, LANES):
+            transpose_tile(queries, first + v * size + d, size, query, v * size + d * LANES, LANES)
+        for d in range(whole, size):
+            for lane in range(LANES):
+                at = first + (v + lane) * size + d
+                query[v * size + d * LANES + lane] = widen(queries[at]) if v + lane < rows else _ZERO
+
+
+@kernel_part
+def _multiply(memory: Any, rows: int, size: int, count: int, more: bool) -> None:
+    """Multiply the queries with ``count`` tokens of a chunk; with ``more`` asks for those of the next one meanwhile."""
+    vectors = whole_lines(rows) // LANES
+    narrow = memory.pages.itemsize < 4
+    source, places = (memory.copied, memory.own) if narrow else (memory.read, memory.here)
+    v = 0
+    while v < vectors:
+        together = 2 if v + 2 <= vectors else 1
+        tile = 0 if rows - v * LANES <= LANES // 2 else together
+        memory.products[v * _TILE : (v + together) * _TILE] = _ZERO
+        for token in range(0, count, TOKENS):
+            if narrow and v == 0:
+                copy_rows(memory.pages, memory.here, token, TOKENS, 0, size, memory.copied[token * size :], size)
+            score_and_fetch(
+                tile, v == 0 and more, memory.query, v * size * LANES, size * LANES, size, source, places, 0, token,
+                memory.pages, memory.coming, 0, memory.products, v * _TILE,
+            )  # fmt: skip
+            for own in range(v, v + together):
+                at = own * _TILE + token * LANES
+                transpose_tile(memory.products, at, LANES, memory.products, at, LANES)
+        v += together
 
 
 def _choose(threads: int, scores: Any, rows: Any, counts: Any, chosen: Any) -> None:
@@ -147,35 +185,33 @@ choose = SharedKernel(_choose)
 
 @inlined_part
 def _ordered(score: Any) -> Any:
-    """Return a number from 0 to 2**32 - 1 that compares as the score does."""
-    bits = np.int64(bits_of(score + _ZERO))  # -0 becomes 0
-    return bits + 0x80000000 if bits >= 0 else 0x7FFFFFFF - (bits & 0x7FFFFFFF)
+    """Return an int32 that compares as the score does."""
+    bits = bits_of(score + _ZERO)  # -0 becomes 0
+    return np.int32(bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @kernel_part
 def _choose_row(scores: Any, count: int, out: Any) -> None:
-    """Write the places of the greatest of the first ``count`` scores, as many as ``out`` holds, ascending."""
-    left, least = len(out), np.int64(0)
-    numbers = np.empty(_DIGITS, np.int32)
-    for level in range(3):
-        above = _HIGH if level == 1 else _MIDDLE
-        numbers[:] = 0
-        for token in range(count):
-            key = _ordered(scores[token])
-            if level == 0:
-                numbers[key >> _HIGH] += 1
-            elif key >> above == least >> above:
-                numbers[key >> _MIDDLE & (_DIGITS - 1) if level == 1 else key & ((1 << _MIDDLE) - 1)] += 1
-        digit = _DIGITS - 1
-        while numbers[digit] < left:
-            left -= numbers[digit]
-            digit -= 1
-        least += np.int64(digit) << (_HIGH if level == 0 else (_MIDDLE if level == 1 else 0))
-    filled = 0
-    for token in range(count):  # ``left`` of those that equal the least are chosen, the first
-        key = _ordered(scores[token])
-        equal = key == least and left > 0
-        if key > least or equal:
-            out[filled] = token
-            filled += 1
-            left -= equal
+    """Write the places of the greatest of the first ``count`` scores, as many as ``out`` holds, ascending.
+
+    The greatest number that so many keys reach is found bit by bit.
+    """
+    keys = np.empty(count, np.int32)
+    for token in range(count):
+        keys[token] = _ordered(scores[token])
+    least, surplus = _LEAST, count - len(out)
+    for bit in range(31, -1, -1):
+        higher = least + (np.int64(1) << bit)
+        more = count_reaching(keys, count, np.int32(higher)) - len(out)
+        if more >= 0:
+            least, surplus = higher, more
+        if more == 0:
+            break
+    last, filled, token = count, 0, 0
+    while surplus > 0:  # of those that equal the least the last are left out
+        last -= 1
+        surplus -= keys[last] == least
+    while filled < len(out):
+        out[filled] = token
+        filled += keys[token] >= least + (token >= last)
+        token += 1

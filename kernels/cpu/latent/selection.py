@@ -4,6 +4,8 @@ T tokens, H heads, D elements of an index key.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,6 +27,28 @@ _ROWS = 256
 _NO_SCORES = np.empty((0, 0), np.float32)
 
 
+class _Slab(NamedTuple):
+    """Names rows whose scores are kept at a time: their pieces ``[N, 4]``, and of each row the tokens up to its own."""
+
+    pieces: Ints
+    rows: Ints
+    counts: Ints
+
+
+class _Plan(NamedTuple):
+    """Says which rows take all tokens they see, with their counts, and which have to choose, of scores so wide."""
+
+    rows: Ints
+    counts: Ints
+    width: int
+    slabs: list[_Slab]
+
+
+_plans: WeakKeyDictionary[ForwardContext, dict[tuple[int, int], _Plan]] = WeakKeyDictionary()
+"""Of a call by ``top_k`` and heads: its layers choose alike, and in a decode step planning takes a tenth as long as
+scores."""
+
+
 def choose_keys(
     queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, context: ForwardContext, options: IndexOptions
 ) -> torch.Tensor:
@@ -40,23 +64,30 @@ def choose_keys(
         return torch.empty(context.num_rows, 0, dtype=torch.int32)
     chosen = torch.full((context.num_rows, options.top_k), -1, dtype=torch.int32)
     out = chosen.numpy()
-    rows, counts = _rows_of(context, np.minimum(context.lengths, np.maximum(options.top_k - context.starts, 0)))
-    index.choose(rows.size * options.top_k, _NO_SCORES, rows, counts, out)
+    plan = _plan_of(context, options)
+    if plan.rows.size > 0:
+        index.choose(plan.rows.size * options.top_k, _NO_SCORES, plan.rows, plan.counts, out)
     threads = get_num_threads()
-    width = ceil_div(most, KV_CHUNK) * KV_CHUNK
     queries, weights = queries.contiguous(), weights.contiguous()
-    for pieces in _slabs(context, options, width):
-        own = np.repeat(pieces[:, :2], pieces[:, 2], axis=0)
-        own[:, 1] += np.arange(len(own), dtype=np.int32) - np.repeat(pieces[:, 3], pieces[:, 2])
-        scores = torch.empty(len(own), width).numpy()
+    for slab in plan.slabs:
+        scores = torch.empty(len(slab.rows), plan.width).numpy()
         index.score(
-            array(queries), array(weights), array(pages), context.layout.numpy(), context.block_tables, pieces,
-            ceil_div(threads, len(pieces)), np.float32(options.scale), scores, threads,
+            array(queries), array(weights), array(pages), context.layout.numpy(), context.block_tables, slab.pieces,
+            ceil_div(threads, len(slab.pieces)), np.float32(options.scale), scores, threads,
         )  # fmt: skip
-        sequence, within = own.T
-        rows, counts = context.row_start[sequence] + within, context.starts[sequence] + within + 1
-        index.choose(scores.size, scores, rows, counts.astype(np.int32), out)
+        index.choose(scores.size, scores, slab.rows, slab.counts, out)
     return chosen
+
+
+def _plan_of(context: ForwardContext, options: IndexOptions) -> _Plan:
+    """Return the plan of a call's rows, made by the first layer that chooses."""
+    plans = _plans.setdefault(context, {})
+    key = options.top_k, options.heads
+    if key not in plans:
+        few = _rows_of(context, np.minimum(context.lengths, np.maximum(options.top_k - context.starts, 0)))
+        width = ceil_div(int((context.starts + context.lengths).max(initial=0)), KV_CHUNK) * KV_CHUNK
+        plans[key] = _Plan(*few, width, list(_slabs(context, options, width)))
+    return plans[key]
 
 
 def _rows_of(context: ForwardContext, numbers: Ints) -> tuple[Ints, Ints]:
@@ -67,8 +98,8 @@ def _rows_of(context: ForwardContext, numbers: Ints) -> tuple[Ints, Ints]:
     return rows.astype(np.int32), counts.astype(np.int32)
 
 
-def _slabs(context: ForwardContext, options: IndexOptions, width: int) -> Iterator[Ints]:
-    """List the pieces ``[N, 4]`` of the rows that have to choose, as many at a time as scores may be kept."""
+def _slabs(context: ForwardContext, options: IndexOptions, width: int) -> Iterator[_Slab]:
+    """List the rows that have to choose, as many pieces of them at a time as scores may be kept."""
     tokens = max(1, min(QUERY_TILE, _ROWS // options.heads))
     first = np.minimum(np.maximum(options.top_k - context.starts, 0), context.lengths)
     counts = context.lengths - first
@@ -81,4 +112,7 @@ def _slabs(context: ForwardContext, options: IndexOptions, width: int) -> Iterat
     for at in range(0, len(pieces), together):
         slab = pieces[at : at + together]
         slab[:, 3] = np.cumsum(slab[:, 2]) - slab[:, 2]
-        yield slab
+        of, within = np.repeat(slab[:, :2], slab[:, 2], axis=0).T
+        within = within + np.arange(len(within), dtype=np.int32) - np.repeat(slab[:, 3], slab[:, 2])
+        counts = context.starts[of] + within + 1
+        yield _Slab(slab, context.row_start[of] + within, counts.astype(np.int32))

@@ -47,86 +47,132 @@ _UNROLLED = 8
 """Elements that are multiplied for a token before the next token's."""
 
 
-@intrinsic
-def score_tokens(
-    typingctx: Any, vectors: Any, fetch: Any, query: Any, query_at: Any, query_step: Any, count: Any, source: Any,
-    places: Any, offset: Any, first: Any, pages: Any, coming: Any, begin: Any, s: Any, s_at: Any,
-) -> Any:  # fmt: skip
-    """Add to ``s[v, j, lane]`` the chain over d < count of ``query[v, d, lane] * source[places[j] + offset + d]``.
+def _score_tokens(asked: int) -> Any:
+    """Make a micro-kernel: for each d < count in turn, ``s[v, j, lane] += query[v, d, lane] * source[at + d]``.
 
-    For the `TOKENS` tokens j from ``first`` on and 1 or 2 vectors v of rows, or the first half of one if ``vectors`` is
-    0. The queries of a vector are ``query_step`` apart, ``s`` is ``[v, C, LANES]`` from ``s_at`` on; flat arrays. With
-    ``fetch``, asks for the elements from ``begin`` on of half of the tokens whose places in the pages are ``coming``.
+    ``at`` is ``places[j] + offset``. For the `TOKENS` tokens j from ``first`` on and 1 or 2 vectors v of rows, or the
+    first half of one if ``vectors`` is 0. The queries of a vector are ``query_step`` apart, ``s`` is ``[v, C, LANES]``
+    from ``s_at`` on; flat arrays. With ``fetch``, asks for the elements from ``begin`` on of the first ``asked`` of
+    the tokens whose places in the pages are ``coming``.
+    """
+
+    @intrinsic
+    def kernel(
+        typingctx: Any, vectors: Any, fetch: Any, query: Any, query_at: Any, query_step: Any, count: Any, source: Any,
+        places: Any, offset: Any, first: Any, pages: Any, coming: Any, begin: Any, s: Any, s_at: Any,
+    ) -> Any:  # fmt: skip
+        i64 = types.int64
+        signature = types.void(
+            i64, types.boolean, query, i64, i64, i64, source, places, i64, i64, pages, coming, i64, s, i64
+        )
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            (many, fetching, query_array, query_from, pitch, depth, source_array, table, inside, token, page_array,
+             next_table, behind, s_array, s_from) = args  # fmt: skip
+            index = many.type
+            line = CACHE_LINE // context.get_abi_sizeof(context.get_value_type(pages.dtype))
+
+            def key_of(number: int) -> Any:
+                place = builder.load(pointer_to(context, builder, places, table, builder.add(token, index(number))))
+                return pointer_to(context, builder, source, source_array, builder.add(place, inside))
+
+            def emit(vector_count: int, asking: int) -> None:
+                kind = ir.VectorType(ir.FloatType(), LANES if vector_count else LANES // 2)
+                vector_count = max(1, vector_count)
+                tokens, unrolled = _TOKENS[vector_count - 1], _UNROLLED // vector_count
+                start = pointer_to(context, builder, query, query_array, query_from)
+                rows = [builder.gep(start, [builder.mul(pitch, index(v))]) for v in range(vector_count)]
+                blocks = builder.udiv(depth, index(unrolled))
+                done = builder.mul(blocks, index(unrolled))
+
+                def ask(d: Any, part: int) -> None:
+                    turns = min(line // unrolled, tokens)  # each time for some of the tokens: once a line for all
+                    turn = builder.and_(builder.udiv(d, index(unrolled)), index(turns - 1))
+                    for t in range(part, min(part + tokens, asked), turns):
+                        place = pointer_to(context, builder, coming, next_table, builder.add(token, index(t)))
+                        place = builder.load(builder.gep(place, [turn]))
+                        ahead = pointer_to(context, builder, pages, page_array, builder.add(place, behind))
+                        prefetch(builder, builder.gep(ahead, [d]))
+
+                def add(keys: list[Any], d: Any, many_elements: int, sums: list[Any]) -> list[Any]:
+                    found = list(sums)
+                    moved = [builder.mul(builder.add(d, index(u)), index(LANES)) for u in range(many_elements)]
+                    factors = [[load_as(builder, builder.gep(row, [m]), kind) for m in moved] for row in rows]
+                    for t, key in enumerate(keys):
+                        here = builder.gep(key, [d])
+                        for u in range(many_elements):
+                            element = splat(builder, builder.load(builder.gep(here, [index(u)])), kind)
+                            for v in range(vector_count):
+                                at = t * vector_count + v
+                                found[at] = fma(builder, factors[v][u], element, found[at])
+                    return found
+
+                for part in range(0, TOKENS, tokens):
+                    keys = [key_of(t) for t in range(part, part + tokens)]
+                    targets = []
+                    for t in range(part, part + tokens):
+                        for v in range(vector_count):
+                            at = builder.mul(builder.add(token, index(t + v * KV_CHUNK)), index(LANES))
+                            targets.append(pointer_to(context, builder, s, s_array, builder.add(s_from, at)))
+
+                    def block(i: Any, sums: list[Any], keys: list[Any] = keys, part: int = part) -> list[Any]:
+                        d = builder.mul(i, index(unrolled))
+                        if asking:
+                            ask(d, part)
+                        return add(keys, d, unrolled, sums)
+
+                    def single(i: Any, sums: list[Any], keys: list[Any] = keys) -> list[Any]:
+                        return add(keys, builder.add(done, i), 1, sums)
+
+                    sums = accumulate(builder, blocks, [load_as(builder, target, kind) for target in targets], block)
+                    sums = accumulate(builder, builder.sub(depth, done), sums, single)
+                    for target, total in zip(targets, sums, strict=True):
+                        builder.store(total, builder.bitcast(target, kind.as_pointer()), align=4)
+
+            dispatch(builder, [(many, (0, 1, 2)), (fetching, (0, 1))], emit)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return kernel
+
+
+score_tokens = _score_tokens(TOKENS // 2)
+score_and_fetch = _score_tokens(TOKENS)
+
+
+@intrinsic
+def add_heads(typingctx: Any, products: Any, first: Any, weights: Any, weights_at: Any, heads: Any, scale: Any,
+    out: Any, out_at: Any) -> Any:  # fmt: skip
+    """Write ``out[j]``, j < C, the chain over h < heads of ``weights[h]`` times the positive part of a scaled product.
+
+    The products of lane i, ``first + h``, are ``[i // LANES, C / LANES, i % LANES]`` and sixteen tokens; flat arrays.
     """
     i64 = types.int64
-    signature = types.void(
-        i64, types.boolean, query, i64, i64, i64, source, places, i64, i64, pages, coming, i64, s, i64
-    )
+    signature = types.void(products, i64, weights, i64, i64, types.float32, out, i64)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        (many, fetching, query_array, query_from, pitch, depth, source_array, table, inside, token, page_array,
-         next_table, behind, s_array, s_from) = args  # fmt: skip
-        index = many.type
-        line = CACHE_LINE // context.get_abi_sizeof(context.get_value_type(pages.dtype))
+        given, lane, weight_array, weight_from, many, factor, out_array, out_from = args
+        index = lane.type
+        start = pointer_to(context, builder, products, given, index(0))
+        factors = pointer_to(context, builder, weights, weight_array, weight_from)
+        scale_vector = splat(builder, factor)
 
-        def key_of(number: int) -> Any:
-            place = builder.load(pointer_to(context, builder, places, table, builder.add(token, index(number))))
-            return pointer_to(context, builder, source, source_array, builder.add(place, inside))
+        def add(h: Any, sums: list[Any]) -> list[Any]:
+            i = builder.add(lane, h)
+            vector, own = builder.udiv(i, index(LANES)), builder.and_(i, index(LANES - 1))
+            at = builder.add(builder.mul(vector, index(KV_CHUNK * LANES)), builder.mul(own, index(LANES)))
+            weight = splat(builder, builder.load(builder.gep(factors, [h])))
+            found = []
+            for part, total in enumerate(sums):
+                place = builder.gep(start, [builder.add(at, index(part * LANES * LANES))])
+                product = builder.fmul(load_vector(builder, place, types.float32), scale_vector)
+                found.append(fma(builder, weight, _greater(builder, product, zeros()), total))
+            return found
 
-        def emit(vector_count: int, asking: int) -> None:
-            kind = ir.VectorType(ir.FloatType(), LANES if vector_count else LANES // 2)
-            vector_count = max(1, vector_count)
-            tokens, unrolled = _TOKENS[vector_count - 1], _UNROLLED // vector_count
-            start = pointer_to(context, builder, query, query_array, query_from)
-            rows = [builder.gep(start, [builder.mul(pitch, index(v))]) for v in range(vector_count)]
-            blocks = builder.udiv(depth, index(unrolled))
-            done = builder.mul(blocks, index(unrolled))
-
-            def ask(d: Any, part: int) -> None:
-                turns = min(line // unrolled, tokens)  # each time for some of the tokens: once a line for all
-                turn = builder.and_(builder.udiv(d, index(unrolled)), index(turns - 1))
-                for t in range(part, min(part + tokens, TOKENS // 2), turns):
-                    place = pointer_to(context, builder, coming, next_table, builder.add(token, index(t)))
-                    place = builder.load(builder.gep(place, [turn]))
-                    ahead = pointer_to(context, builder, pages, page_array, builder.add(place, behind))
-                    prefetch(builder, builder.gep(ahead, [d]))
-
-            def add(keys: list[Any], d: Any, many_elements: int, sums: list[Any]) -> list[Any]:
-                found = list(sums)
-                moved = [builder.mul(builder.add(d, index(u)), index(LANES)) for u in range(many_elements)]
-                factors = [[load_as(builder, builder.gep(row, [m]), kind) for m in moved] for row in rows]
-                for t, key in enumerate(keys):
-                    here = builder.gep(key, [d])
-                    for u in range(many_elements):
-                        element = splat(builder, builder.load(builder.gep(here, [index(u)])), kind)
-                        for v in range(vector_count):
-                            at = t * vector_count + v
-                            found[at] = fma(builder, factors[v][u], element, found[at])
-                return found
-
-            for part in range(0, TOKENS, tokens):
-                keys = [key_of(t) for t in range(part, part + tokens)]
-                targets = []
-                for t in range(part, part + tokens):
-                    for v in range(vector_count):
-                        at = builder.mul(builder.add(token, index(t + v * KV_CHUNK)), index(LANES))
-                        targets.append(pointer_to(context, builder, s, s_array, builder.add(s_from, at)))
-
-                def block(i: Any, sums: list[Any], keys: list[Any] = keys, part: int = part) -> list[Any]:
-                    d = builder.mul(i, index(unrolled))
-                    if asking:
-                        ask(d, part)
-                    return add(keys, d, unrolled, sums)
-
-                def single(i: Any, sums: list[Any], keys: list[Any] = keys) -> list[Any]:
-                    return add(keys, builder.add(done, i), 1, sums)
-
-                sums = accumulate(builder, blocks, [load_as(builder, target, kind) for target in targets], block)
-                sums = accumulate(builder, builder.sub(depth, done), sums, single)
-                for target, total in zip(targets, sums, strict=True):
-                    builder.store(total, builder.bitcast(target, kind.as_pointer()), align=4)
-
-        dispatch(builder, [(many, (0, 1, 2)), (fetching, (0, 1))], emit)
+        target = pointer_to(context, builder, out, out_array, out_from)
+        for part, total in enumerate(accumulate(builder, many, [zeros()] * (KV_CHUNK // LANES), add)):
+            store_vector(builder, total, builder.gep(target, [index(part * LANES)]))
         return context.get_dummy_value()
 
     return signature, generate

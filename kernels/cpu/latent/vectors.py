@@ -1,12 +1,13 @@
-"""Copy rows of latents as LLVM vectors (why: see `base.small_tiles`)."""
+"""Copy rows of latents, and count keys, as LLVM vectors (why: see `base.small_tiles`)."""
 
 from typing import Any
 
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from samebit.kernels.cpu.base.vectors import accumulate, load_vector, pointer_to, store_vector
+from samebit.kernels.cpu.base.vectors import accumulate, load_as, load_vector, pointer_to, splat, store_vector
 from samebit.kernels.layout.grids import LANES
 
 
@@ -49,3 +50,45 @@ def copy_elements(typingctx: Any, source: Any, at: Any, count: Any, target: Any,
         return context.get_dummy_value()
 
     return types.void(source, i64, i64, target, i64), generate
+
+
+_AT_ONCE = 4
+"""Vectors of keys that are compared before the next ones: their counts do not wait for each other."""
+
+
+@intrinsic
+def count_reaching(typingctx: Any, keys: Any, count: Any, least: Any) -> Any:
+    """Return how many of the first ``count`` of ``keys`` (int32) are not less than a number."""
+    i64 = types.int64
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        given, number, limit = args
+        index, many = number.type, LANES * _AT_ONCE
+        start = pointer_to(context, builder, keys, given, index(0))
+        i32 = ir.IntType(32)
+        kind = ir.VectorType(i32, LANES)
+        limits = splat(builder, limit, kind)
+
+        def compare(i: Any, sums: list[Any]) -> list[Any]:
+            found = []
+            for part, total in enumerate(sums):
+                place = builder.gep(start, [builder.add(builder.mul(i, index(many)), index(part * LANES))])
+                reached = builder.icmp_signed(">=", load_as(builder, place, kind), limits)
+                found.append(builder.sub(total, builder.sext(reached, kind)))
+            return found
+
+        def single(i: Any, sums: list[Any]) -> list[Any]:
+            key = builder.load(builder.gep(start, [builder.add(done, i)]))
+            return [builder.add(sums[0], builder.zext(builder.icmp_signed(">=", key, limit), i32))]
+
+        blocks = builder.udiv(number, index(many))
+        done = builder.mul(blocks, index(many))
+        totals = accumulate(builder, blocks, [ir.Constant(kind, [0] * LANES)] * _AT_ONCE, compare)
+        total = i32(0)
+        for lane in range(LANES):
+            for vector in totals:
+                total = builder.add(total, builder.extract_element(vector, i32(lane)))
+        [total] = accumulate(builder, builder.sub(number, done), [total], single)
+        return builder.sext(total, index)
+
+    return types.int64(keys, i64, types.int32), generate
