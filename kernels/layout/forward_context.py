@@ -78,6 +78,11 @@ class ForwardContext(CallRows):
             raise ValueError(f"sequences of {starts + lengths} tokens; allowed: 1 to {width * size}, in {width} blocks")
 
     @cached_property
+    def worked_out(self) -> dict[tuple[object, ...], Any]:
+        """Return what kernels have worked out of the layout, by keys of their own, for the other layers of the call."""
+        return {}
+
+    @cached_property
     def last_written_block(self) -> int:
         """Return the highest number of a block that keys and values go to."""
         return int(self.blocks_and_offsets[0].max(initial=0))

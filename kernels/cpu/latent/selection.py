@@ -5,7 +5,6 @@ T tokens, H heads, D elements of an index key.
 
 from collections.abc import Iterator
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -44,11 +43,6 @@ class _Plan(NamedTuple):
     slabs: list[_Slab]
 
 
-_plans: WeakKeyDictionary[ForwardContext, dict[tuple[int, int], _Plan]] = WeakKeyDictionary()
-"""Of a call by ``top_k`` and heads: its layers choose alike, and in a decode step planning takes a tenth as long as
-scores."""
-
-
 def choose_keys(
     queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, context: ForwardContext, options: IndexOptions
 ) -> torch.Tensor:
@@ -80,14 +74,17 @@ def choose_keys(
 
 
 def _plan_of(context: ForwardContext, options: IndexOptions) -> _Plan:
-    """Return the plan of a call's rows, made by the first layer that chooses."""
-    plans = _plans.setdefault(context, {})
-    key = options.top_k, options.heads
+    """Return the plan of a call's rows, made by the first layer that chooses: the others choose alike.
+
+    In a decode step planning takes a tenth as long as scores.
+    """
+    plans, key = context.worked_out, ("selection", options.top_k, options.heads)
     if key not in plans:
         few = _rows_of(context, np.minimum(context.lengths, np.maximum(options.top_k - context.starts, 0)))
         width = ceil_div(int((context.starts + context.lengths).max(initial=0)), KV_CHUNK) * KV_CHUNK
         plans[key] = _Plan(*few, width, list(_slabs(context, options, width)))
-    return plans[key]
+    plan: _Plan = plans[key]
+    return plan
 
 
 def _rows_of(context: ForwardContext, numbers: Ints) -> tuple[Ints, Ints]:
