@@ -8,6 +8,7 @@ Invariants (the row rule and the grid rule):
   ``o_t = exp(G_t) q_t S + sum over s <= t of exp(G_t - G_s) (q_t . k_s) u_s``.
   Sums over the key's size and over s ascend; dot products and the squares of a norm are summed in sixteen lanes, then
   over them.
+* What has decayed to less than e**-60 is 0 (`tail.share_left`).
 * u is found in the order of the rows, from those before it, which the tail keeps: there is no inverse of a matrix, and
   where a call begins or ends inside the chunk enters nothing.
 * The state moves once a chunk, with the chunk's last token, from the chunk's whole tail.
@@ -32,14 +33,14 @@ import numpy as np
 from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, doubles, elements, floats, integers, longs
 from samebit.kernels.cpu.base.memory import scratch as room_of
-from samebit.kernels.cpu.base.numeric import exp, fma, narrow, widen
+from samebit.kernels.cpu.base.numeric import fma, narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_multiply_add, tile_read
 from samebit.kernels.cpu.base.state_tiles import fetch_all, tile_move
 from samebit.kernels.cpu.delta.groups import Inputs, Item, Memory, Scratch, Sizes, Span
-from samebit.kernels.cpu.delta.tail import append, append_by_channel
+from samebit.kernels.cpu.delta.tail import append, append_by_channel, share_left
 from samebit.kernels.layout.grids import LANES, SCAN_CHUNK
 
 _ZERO = np.float32(0.0)
@@ -229,8 +230,8 @@ def _token(
     else:
         now = sums[sums_at + token]
         for s in range(SCAN_CHUNK):  # what lies beyond the token is not read
-            kept[s] = exp(np.float32(now - sums[sums_at + s]))
-        decayed = exp(np.float32(now))
+            kept[s] = share_left(np.float32(now - sums[sums_at + s]))
+        decayed = share_left(np.float32(now))
     for s in range(SCAN_CHUNK):
         weights[s] = -(scores[scores_at + s] * kept[s])
     written = u[u_at + token * wide : u_at + (token + 1) * wide]
@@ -291,10 +292,10 @@ def _move(sizes: Any, memory: Any, scratch: Any, at: int, k_at: int, ends_block:
     else:
         last = sums[sums_at + SCAN_CHUNK - 1]
         for s in range(SCAN_CHUNK):
-            decayed = exp(np.float32(last - sums[sums_at + s]))
+            decayed = share_left(np.float32(last - sums[sums_at + s]))
             for p in range(wide):
                 fed[s * wide + p] = u[u_at + s * wide + p] * decayed
-        factor = exp(np.float32(last))
+        factor = share_left(np.float32(last))
     n = 0
     while n < key_dim:  # meanwhile the next head's state is asked for
         rows = _block(key_dim - n)
