@@ -28,15 +28,15 @@ class MetricsLog(Closing):
         self._boards: dict[int, Board] = {}
 
     def forget_after(self, seed: int, step: int) -> None:
-        """Drop the rows of a seed behind the step at which it goes on: they will be written again."""
-        kept = [row for row in self.rows if row["seed"] != seed or row["step"] <= step]
-        if len(kept) == len(self.rows):
-            return
-        self.rows = kept
-        self._file.truncate(0)
-        for row in kept:
-            self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        """Drop the rows and samples of a seed behind the step at which it goes on: they will be written again."""
+        for file in (self._file, self._samples):
+            rows = _lines(Path(file.name))
+            kept = [row for row in rows if row["seed"] != seed or row["step"] <= step]
+            if len(kept) < len(rows):
+                file.truncate(0)
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
+                file.flush()
+        self.rows = _lines(Path(self._file.name))
 
     def write(self, seed: int, step: int, values: Row, samples: Sequence[dict[str, Any]] = ()) -> None:
         """Append one row, and samples; readers see them at once."""

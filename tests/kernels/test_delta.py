@@ -52,6 +52,30 @@ def test_every_route_through_the_states_gives_the_training_bits(case: Case, dtyp
         assert torch.equal(got, expected), route
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_heads_that_forget_fast(case: Case) -> None:
+    """By e**-5 to e**-90 a token: what is left of a token passes through all sizes that a float32 can have."""
+    layer = layer_of(case, torch.float32, LENGTHS)
+    layer = replace(layer, dt_bias=layer.dt_bias + 9)
+    expected = layer.run(packed_context(LENGTHS), case)
+    assert_near(expected, oracle(case, layer, LENGTHS), 4)
+    for route in ROUTES.values():
+        assert torch.equal(through_states(case, layer, LENGTHS, route), expected)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=str)
+def test_what_has_decayed_to_next_to_nothing_is_nothing(case: Case) -> None:
+    """Products of it would be subnormal, which some processors compute many times slower."""
+    tokens = 40
+    qkv, beta = torch.randn(tokens, case.shape.conv_width), torch.zeros(tokens, case.shape.value_heads)
+    beta[0] = 1.0
+    decay = torch.full((tokens, case.options.decays), -61.0)
+    out = delta_rule(qkv, decay, beta, packed_context([tokens]), case.options)
+    assert out[0].all()
+    assert not out[1:].any()
+    assert delta_rule(qkv, decay * torch.nan, beta, packed_context([tokens]), case.options)[1:].isnan().all()
+
+
 @settings(max_examples=25, deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=4).map(tuple), seed=st.integers(0, 2**16))
 def test_any_chunking_of_any_lengths(lengths: tuple[int, ...], seed: int) -> None:

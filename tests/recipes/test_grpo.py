@@ -133,6 +133,8 @@ def test_what_was_logged_behind_the_checkpoint_is_written_again_once(tiny: Tiny,
     shutil.copytree(tmp_path / "second step", checkpoint)
     rows = grpo.run(tiny(tmp_path, steps=3, save_every=2, resume=True))
     assert [row["step"] for row in rows] == [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2, 3]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [step for step in (1, 2, 3) for _ in range(4)]
 
 
 @pytest.mark.parametrize("correction", ["truncate", "none"])
