@@ -19,10 +19,11 @@ from samebit.recipes.metrics import MetricsLog, Row
 from samebit.recipes.mismatch import MismatchError, require_none
 from samebit.recipes.problem import Problem, ProblemSets
 from samebit.recipes.prompts import Style
+from samebit.recipes.sampler import Sampler
 from samebit.recipes.sampling import Shown, evaluate
 from samebit.recipes.saved_run import SavedRun
 from samebit.recipes.settings import OnPolicy, Settings
-from samebit.rollout import RolloutConfig, SamplingParams, Worker, WorkerLostError
+from samebit.rollout import RolloutConfig, SamplingParams, WorkerLostError
 from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.models.hub import model_folder
 
@@ -75,11 +76,11 @@ class Seed:
         while True:
             yield list(islice(prompts, self.settings.prompts))
 
-    def evaluated(self, worker: Worker) -> Row:
+    def evaluated(self, worker: Sampler) -> Row:
         """Evaluate the policy on the held-out problems; return the metrics."""
         return evaluate(worker, self.tokenizer, self.problems.held_out, self.settings.max_tokens, self.style)
 
-    def before(self, worker: Worker) -> None:
+    def before(self, worker: Sampler) -> None:
         """Log step 0, if the run begins here."""
         if not self.steps_done:
             self.log.write(self.seed, 0, {**self.warmup_row, **self.evaluated(worker)})
@@ -89,12 +90,12 @@ class Seed:
         steps = range(self.steps_done + 1, self.settings.steps + 1)
         return tqdm(steps, desc=f"seed {self.seed} GRPO", unit="step", mininterval=1.0)
 
-    def after(self, step: int, row: Row, worker: Worker, shown: Sequence[Shown] = ()) -> None:
+    def after(self, step: int, row: Row, worker: Sampler, shown: Sequence[Shown] = ()) -> None:
         """Do as `evaluate_and_log` does, and refuse the step if a token differed."""
         self.evaluate_and_log(step, row, worker, shown)
         require_none(step, row)
 
-    def evaluate_and_log(self, step: int, row: Row, worker: Worker, shown: Sequence[Shown] = ()) -> None:
+    def evaluate_and_log(self, step: int, row: Row, worker: Sampler, shown: Sequence[Shown] = ()) -> None:
         """Evaluate if it is time to, and log the step. shown: samples for the log."""
         if step % self.settings.eval_every == 0 or step == self.settings.steps:
             row = {**row, **self.evaluated(worker)}

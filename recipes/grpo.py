@@ -15,10 +15,11 @@ from samebit.recipes import experiment
 from samebit.recipes.experiment import Seed
 from samebit.recipes.learner import Learner
 from samebit.recipes.metrics import Row
+from samebit.recipes.mismatch import Check, require_none
+from samebit.recipes.sampler import Sampler
 from samebit.recipes.sampling import sample
 from samebit.recipes.settings import OnPolicy, parse
 from samebit.recipes.sync import Synced, synced
-from samebit.rollout import Worker
 
 
 def run(settings: OnPolicy) -> list[Row]:
@@ -32,10 +33,19 @@ def train(seed: Seed, settings: OnPolicy) -> None:
         learn(seed, settings, rollout, Learner(seed.policy, rollout.update, seed.tokenizer, settings))
 
 
-def learn(seed: Seed, settings: OnPolicy, rollout: Synced, learner: Learner, judge: Worker | None = None) -> None:
-    """Do the steps that are left. judge: the worker that answers the held-out problems; without one, the rollout's."""
+def learn(
+    seed: Seed,
+    settings: OnPolicy,
+    rollout: Synced,
+    learner: Learner,
+    judge: Sampler | None = None,
+    check: Check = require_none,
+) -> None:
+    """Do the steps that are left. judge: the worker that answers the held-out problems; without one, the rollout's.
+
+    check: refuses a step, which has been logged, by its metrics.
+    """
     judge = judge or rollout.worker
-    log = seed.after if learner.exact else seed.evaluate_and_log
     if seed.steps_done:
         seed.saved.restore(learner.optimizer)
     seed.before(judge)
@@ -43,7 +53,8 @@ def learn(seed: Seed, settings: OnPolicy, rollout: Synced, learner: Learner, jud
         scored = sample(rollout.worker, seed.tokenizer, problems, seed.params, seed.style)
         row = {**scored.metrics(), **learner.step(step, scored.trajectories())}
         bar.set_postfix(reward=f"{row['reward/mean']:.3f}", mismatch=row["training/rollout_logprobs_diff_max"])
-        log(step, row, judge, scored.shown(problems, settings.samples_shown))
+        seed.evaluate_and_log(step, row, judge, scored.shown(problems, settings.samples_shown))
+        check(step, row)
         if settings.save_every and (step % settings.save_every == 0 or step == settings.steps):
             seed.saved.save(step, seed.policy, seed.tokenizer, learner.optimizer)
 

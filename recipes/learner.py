@@ -1,6 +1,6 @@
 """Take one GRPO step of the trainer, on samples of its own weights or of those one update ago."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 import torch
@@ -21,11 +21,25 @@ from samebit.recipes.trajectory import Batch, Trajectory, micro_batches
 RAMP = 5
 
 
+class Timed:
+    """Calls an action, and keeps the seconds that it took."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self._action = action
+        self.seconds = 0.0
+
+    def __call__(self) -> None:
+        started = perf_counter()
+        self._action()
+        self.seconds += perf_counter() - started
+
+
 class Learner:
     """Owns the optimizer. Every sampled token is compared with the rollout before a weight changes.
 
     previous: needed where a batch may hold tokens that were sampled before the last update. exact: update nothing where
-    a token differs; False for who studies what differences do.
+    a token differs; False for who studies what differences do. Such a learner takes all log-probabilities in a pass of
+    their own before it learns, as trainers do whose engine's are not theirs.
     """
 
     def __init__(
@@ -53,7 +67,7 @@ class Learner:
         version = self.version
         ages = [version - sampled_under for row in rows for sampled_under in row.versions]
         started = perf_counter()
-        self._compare_only([row for row in rows if row.advantage == 0.0], mismatch)
+        self._compare_only([row for row in rows if row.advantage == 0.0 or not self.exact], mismatch)
         compared = perf_counter()
         loss = self._backward([row for row in rows if row.advantage != 0.0], mismatch, importance)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.grad_norm)
@@ -76,7 +90,10 @@ class Learner:
         }
 
     def _compare_only(self, rows: Sequence[Trajectory], mismatch: Mismatch) -> None:
-        """Compare the rows whose groups agree: they have no gradient, but their log-probabilities must be equal too."""
+        """Compare rows without learning from them.
+
+        Those of groups that agree have no gradient, but their log-probabilities must be equal too.
+        """
         with torch.no_grad():
             for batch in self._batches(rows):
                 self._compare(batch, self._logprobs(batch), mismatch)
@@ -86,7 +103,8 @@ class Learner:
         total = 0.0
         for batch in self._batches(rows):
             logprobs = self._logprobs(batch)
-            self._compare(batch, logprobs, mismatch)
+            if self.exact:
+                self._compare(batch, logprobs, mismatch)
             importance.add(batch, logprobs, self.settings.clip)
             loss = self._loss(batch, logprobs, tokens)
             loss.backward()
@@ -117,11 +135,14 @@ class Learner:
             group["lr"] = self.settings.lr * min(1.0, step / RAMP)
         if self._previous is not None:
             self._previous.keep(self.policy, self.version)
-        report = self._bring_worker_along(self.optimizer.step)
+        change = Timed(self.optimizer.step)
+        started = perf_counter()
+        report = self._bring_worker_along(change)
+        seconds = perf_counter() - started - change.seconds
         self.version = report.version
         self.optimizer.zero_grad()
         known = {} if report.changed_tensors is None else {"sync/changed_tensors": report.changed_tensors}
-        return {**known, "sync/sent_bytes": report.sent_bytes}
+        return {**known, "sync/sent_bytes": report.sent_bytes, "perf/time_sync": seconds}
 
     def _batches(self, rows: Sequence[Trajectory]) -> Iterator[Batch]:
         return micro_batches(rows, self.settings.micro_batch_tokens, self._pad_id)

@@ -1,12 +1,15 @@
 """Check the recipe's claim at every step: the trainer's log-probabilities have the rollout's bits."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from samebit.recipes.trajectory import Batch
+
+Check = Callable[[int, Mapping[str, float]], None]
+"""Raises where the metrics of a step are not what they have to be."""
 
 
 class MismatchError(RuntimeError):

@@ -12,8 +12,9 @@ from samebit.recipes.grpo_loss import group_advantages
 from samebit.recipes.metrics import Row
 from samebit.recipes.problem import Problem, reward, shows_working
 from samebit.recipes.prompts import Style
+from samebit.recipes.sampler import Completion, Group, Sampler
 from samebit.recipes.trajectory import Trajectory
-from samebit.rollout import RequestOutput, SampleOutput, SamplingParams, Worker
+from samebit.rollout import SamplingParams
 
 PLAIN = Style()
 
@@ -31,7 +32,7 @@ class Shown:
 class Scored:
     """Holds the outputs of one `generate` and what they earned."""
 
-    outputs: list[RequestOutput]
+    outputs: Sequence[Group]
     rewards_PG: Tensor
     seconds: float
 
@@ -70,12 +71,12 @@ class Scored:
             "perf/output_tokens_per_second": sum(lengths) / self.seconds,
         }
 
-    def _samples(self) -> list[SampleOutput]:
+    def _samples(self) -> list[Completion]:
         return [sample for output in self.outputs for sample in output.samples]
 
 
 def sample(
-    worker: Worker,
+    worker: Sampler,
     tokenizer: PreTrainedTokenizerFast,
     problems: Sequence[Problem],
     params: SamplingParams,
@@ -97,7 +98,7 @@ def sample(
 
 
 def evaluate(
-    worker: Worker,
+    worker: Sampler,
     tokenizer: PreTrainedTokenizerFast,
     problems: Sequence[Problem],
     max_tokens: int,
@@ -113,12 +114,12 @@ def evaluate(
     }
 
 
-def _versions(sample: SampleOutput) -> list[int]:
+def _versions(sample: Completion) -> list[int]:
     """Return the version of the weights behind each token."""
     return [version for start, end, version in sample.weight_versions for _ in range(start, end)]
 
 
-def _text(answer: SampleOutput) -> str:
+def _text(answer: Completion) -> str:
     if answer.text is None:
         raise ValueError("the worker has no tokenizer, so there is no text to score")
     return answer.text

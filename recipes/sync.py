@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from samebit.recipes.remote import remote_worker
+from samebit.recipes.sampler import Sampler
 from samebit.rollout import RolloutConfig, RolloutWorker, Worker
 from samebit.weight_sync import SyncReport, WeightStream
 
@@ -23,7 +24,7 @@ Update = Callable[[Callable[[], object]], SyncReport]
 class Synced:
     """Holds a worker that generates with the policy's weights, as of the last `update`."""
 
-    worker: Worker
+    worker: Sampler
     update: Update
 
 

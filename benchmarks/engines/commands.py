@@ -48,6 +48,15 @@ class Serving:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Holds what an engine that samples for a trainer is told: memory for KV, samples at once, tokens of a step."""
+
+    kv_gb: float
+    sequences: int
+    step_tokens: int
+
+
+@dataclass(frozen=True)
 class Vllm:
     """Says where vLLM is installed and how it uses the cores.
 
@@ -67,6 +76,12 @@ class Vllm:
     def command(self, model: Model, step_tokens: int | None = None, kv_gb: float = 2.0) -> Command:
         args = ("-m", f"{_ENGINES}.vllm_engine", *model.limited(step_tokens), "--kv-gb", str(kv_gb))
         return self._command(args)
+
+    def policy(self, folder: Path, dtype: str, limits: Limits) -> Command:
+        """Return the command of an engine that samples for a trainer."""
+        of_step = ("--sequences", str(limits.sequences), "--step-tokens", str(limits.step_tokens))
+        memory = ("--kv-gb", str(limits.kv_gb))
+        return self._command(("-m", f"{_ENGINES}.vllm_policy", str(folder), "--dtype", dtype, *memory, *of_step))
 
     def server(self, model: Model, port: int, serving: Serving) -> Command:
         """Return the command of its HTTP server, which neither tokenizes nor writes a line for each request."""

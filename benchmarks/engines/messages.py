@@ -79,13 +79,22 @@ def own_stdout() -> IO[str]:
 
 
 def serve(engine: Engine, answers: IO[str]) -> None:
-    """Answer jobs until stdin ends; the first line that is written says the versions."""
-    _write(answers, {"versions": engine.versions})
-    for line in sys.stdin:
-        job = Job(**json.loads(line))
+    """Do jobs until stdin ends."""
+
+    def answer(message: dict[str, Any]) -> dict[str, Any]:
+        job = Job(**message)
         if job.fresh:
             engine.forget()
-        _write(answers, asdict(engine.run(job)))
+        return asdict(engine.run(job))
+
+    answer_each(answers, engine.versions, answer)
+
+
+def answer_each(answers: IO[str], versions: dict[str, str], answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer each message until stdin ends; the first line that is written says the versions."""
+    _write(answers, {"versions": versions})
+    for line in sys.stdin:
+        _write(answers, answer(json.loads(line)))
 
 
 def _write(answers: IO[str], message: dict[str, Any]) -> None:

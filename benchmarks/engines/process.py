@@ -58,16 +58,24 @@ class EngineProcess:
             RuntimeError: the process has ended, or gave another number of sequences, tokens or log-probabilities than
                 asked for; with the end of its stderr.
         """
+        done = Done(**self.ask(asdict(job)))
+        self._check(job, done)
+        return done
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send a message, and wait for its answer.
+
+        Raises:
+            RuntimeError: the process has ended; with the end of its stderr.
+        """
         if self._process.stdin is None:
             raise RuntimeError("the engine was started without a pipe to it")
         try:
-            self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+            self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._ended() from None
-        done = Done(**self._read())
-        self._check(job, done)
-        return done
+        return self._read()
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of all processes of this engine that still run."""
@@ -84,11 +92,12 @@ class EngineProcess:
                     f"asked for {asked} of {job.new_tokens}"
                 )
 
-    def _read(self) -> Any:
+    def _read(self) -> dict[str, Any]:
         line = self._process.stdout.readline() if self._process.stdout else ""
         if not line:
             raise self._ended()
-        return json.loads(line)
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def _ended(self) -> RuntimeError:
         code = self._process.wait()

@@ -11,17 +11,18 @@ class Arm:
     """Says how a run differs from the exact one.
 
     mantissa_bits: of the weights that sample; the trainer has all 23. correction: of the recipe's `--correction`.
-    draws: other random numbers, which show what chance alone does.
+    draws: other random numbers, which show what chance alone does. vllm: it samples, in bfloat16.
     """
 
     name: str
     mantissa_bits: int = EXACT_BITS
     correction: str = "clip"
     draws: int = 0
+    vllm: bool = False
 
     @property
     def exact(self) -> bool:
-        return self.mantissa_bits == EXACT_BITS
+        return self.mantissa_bits == EXACT_BITS and not self.vllm
 
 
 _DOSES = (7, 4, 2)
@@ -32,6 +33,7 @@ ARMS = {
     for arm in (
         Arm("exact"),
         Arm("exact-other-draws", draws=1),
+        *(Arm(f"vllm-{name}", correction=correction, vllm=True) for correction, name in _CORRECTIONS.items()),
         *(Arm(f"{bits}-bits-{name}", bits, correction) for bits in _DOSES for correction, name in _CORRECTIONS.items()),
     )
 }

@@ -1,9 +1,9 @@
 """Draw what the arms of a study wrote, and print the figure that they are judged by."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 import matplotlib
 
@@ -21,6 +21,15 @@ PANELS = {
     "actor/grad_norm": "gradient norm",
     "actor/entropy_of_samples": "entropy of the samples, nats",
 }
+
+PARTS: dict[str, Callable[[Row], float]] = {
+    "sampling": lambda row: row["perf/time_generate"],
+    "new weights": lambda row: row["perf/time_sync"],
+    "log-probabilities": lambda row: row["perf/time_logprobs"],
+    "training": lambda row: row["perf/time_train"] - row["perf/time_sync"],
+}
+"""Parts of a step, in seconds. The log-probabilities are those that an exact rollout spares: a pass over all samples in
+the other arms, in the exact ones over those of groups that agree, to compare them."""
 
 Runs = dict[str, list[Row]]
 
@@ -49,9 +58,21 @@ def table(folder: Path) -> Table:
     """Return a line an arm: what it is judged by, and how far its sampler was from the trainer."""
     result = Table(title="greedy accuracy on the held-out problems at the last step", box=box.SIMPLE_HEAD)
     for title in ("arm", "seeds", "steps", "accuracy", "extremes", "mean difference", "KL (k3)", "tokens that differ"):
-        result.add_column(title, justify="left" if title == "arm" else "right", no_wrap=True)
+        result.add_column(title, justify="left" if title == "arm" else "right", no_wrap=title == "arm")
     for arm, rows in read(folder).items():
         result.add_row(arm, *_cells(rows))
+    return result
+
+
+def seconds_table(folder: Path) -> Table:
+    """Return a line an arm: the median seconds of the parts of a step, and of the four together."""
+    result = Table(title="seconds a step, medians", box=box.SIMPLE_HEAD)
+    for title in ("arm", *PARTS, "step"):
+        result.add_column(title, justify="left" if title == "arm" else "right", no_wrap=title == "arm")
+    for arm, rows in read(folder).items():
+        steps = [[part(row) for part in PARTS.values()] for row in rows if row["step"]]
+        parts = [median(values) for values in zip(*steps, strict=True)]
+        result.add_row(arm, *(f"{value:.2f}" for value in (*parts, median(map(sum, steps)))))
     return result
 
 
