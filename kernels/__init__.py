@@ -17,7 +17,13 @@ Axis letters, here and in all kernels:
 
 Where layers are matrices, K are the inputs and N the outputs; W is the width of a row, R the angles of a head. E are
 the experts of a layer, I the width of one.
+
+A public name is loaded when it is first asked for: kernels need no transformers, which takes as long to load as all
+the rest.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "kernels":
     # In the root of a checkout transformers finds this folder when it looks for a package called `kernels`. It asks for
@@ -26,10 +32,28 @@ if __name__ == "kernels":
 else:
     from samebit.kernels import openmp  # noqa: F401  (before torch)
 
-    # isort: split
-    from samebit.kernels.binding.binding import bind
-    from samebit.kernels.binding.families import BindingError
-    from samebit.kernels.binding.trainer.training import token_logprobs
-    from samebit.kernels.ops.logprobs import logprobs_from_logits
+    if TYPE_CHECKING:
+        from samebit.kernels.binding.binding import bind
+        from samebit.kernels.binding.families import BindingError
+        from samebit.kernels.binding.trainer.training import token_logprobs
+        from samebit.kernels.ops.logprobs import logprobs_from_logits
 
     __all__ = ["BindingError", "bind", "logprobs_from_logits", "token_logprobs"]
+
+_HOMES = {
+    "BindingError": "binding.families",
+    "bind": "binding.binding",
+    "logprobs_from_logits": "ops.logprobs",
+    "token_logprobs": "binding.trainer.training",
+}
+"""Names the module of each public name, which is loaded when the name is first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return vars(import_module(f"{__name__}.{_HOMES[name]}"))[name]
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -6,10 +6,14 @@ They read this when they are imported (torch does not import Triton); Ray rememb
 Kernels of the CPU take one thread of Numba's, as processes of tests share the cores; what other counts must not
 change is tested with them (`THREADS`).
 
+What the libraries bring along stays to the end: Python's garbage collector waits until all is imported, and passes over
+it from then on (half of a pass, else, and a pass whenever enough is new).
+
 The files that take longest come first: `make test` gives whole files to some processes, and the last one to run should
 be short. The very first compiles nearly all kernels of the CPU; those beside it need none, the next ones many.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -24,6 +28,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 numba.set_num_threads(1)
+gc.disable()
 
 TESTS = Path(__file__).parent
 LONGEST = (
@@ -42,3 +47,9 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {TESTS / file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.freeze()
+    gc.enable()

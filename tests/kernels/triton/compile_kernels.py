@@ -493,10 +493,14 @@ if __name__ == "__main__":
         qwen_experts,
         other_experts,
     )
+    named = sys.argv[1:]
+    found: list[dict[str, Any]] = []
     for part in parts:
-        if sys.argv[1:] and part.__name__ not in sys.argv[1:]:
+        if named and part.__name__ not in named:
             continue
+        if named:
+            compiled.clear()  # what it shares with the part before counts for both
+        before = len(compiled)
         part()
-        for kernel in compiled.values():
-            kernel.setdefault("part", part.__name__)
-    print(json.dumps(list(compiled.values())))  # noqa: T201
+        found += [{**kernel, "part": part.__name__} for kernel in list(compiled.values())[before:]]
+    print(json.dumps(found))  # noqa: T201

@@ -4,10 +4,15 @@ The interpreter shows accuracy, masks and poison. It shows nothing about the bit
 GPU. Equal bits in it mean equal tiles and an equal order of sums: in these tests its matrix
 product adds in the order of the depth, as a GPU's does. (NumPy's, which it would take, gives a
 row other bits in another place of the tile on many processors.)
+
+It is spared work of which nothing is seen (a quarter of its time). At each call of a function by a kernel it looks
+through all of `triton.language` for what it replaces there; here once a launch for each file that the functions stand
+in. It computes whether integers overflow, and drops the answer. It makes its table of dtypes at each use.
 """
 
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numba
@@ -18,7 +23,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime import interpreter
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, InterpreterOptions, TensorHandle
 
 if not torch.cuda.is_available() and not knobs.runtime.interpret:
     pytest.skip("no GPU, and Triton was imported before its interpreter was asked for", allow_module_level=True)
@@ -43,6 +49,34 @@ def _dot(builder: InterpreterBuilder, a: TensorHandle, b: TensorHandle, acc: Ten
 def _sums_in_order() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", _dot)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _spared_work() -> Iterator[None]:
+    replace, launch = interpreter._patch_lang, GridExecutor.__call__
+    replaced: set[int] = set()
+    array_dtype = cache(interpreter._get_np_dtype)
+
+    def replace_once(function: Any) -> Any:
+        place = id(function.__globals__)
+        if place in replaced:
+            return interpreter._LangPatchScope()
+        replaced.add(place)
+        return replace(function)
+
+    def launched(self: GridExecutor, *arguments: Any, **named: Any) -> None:
+        replaced.clear()
+        launch(self, *arguments, **named)
+
+    def array_dtype_of(kind: Any) -> np.dtype[Any]:
+        return np.dtype(np.uint64) if kind.scalar.is_ptr() else array_dtype(kind.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", replace_once)
+        patch.setattr(GridExecutor, "__call__", launched)
+        patch.setattr(interpreter, "_get_np_dtype", array_dtype_of)
+        patch.setattr(interpreter.interpreter_builder, "options", InterpreterOptions(sanitize_overflow=False))
         yield
 
 

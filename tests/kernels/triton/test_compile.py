@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,26 @@ def compiled(*parts: str) -> list[dict[str, Any]]:
     return kernels
 
 
-def test_routers_compile_for_an_h100() -> None:
-    """One part that compiles soon, so that `make test` knows of a compiler that does not."""
-    kernels = compiled("routers")
+Few = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def few() -> Few:
+    """Return what was found of a part that compiles soon. One process compiles them all."""
+    kernels = compiled("routers", "joined_layers", "heads_of_rollouts", "norms_of_sums")
+    return lambda part: [kernel for kernel in kernels if kernel["part"] == part]
+
+
+def test_routers_compile_for_an_h100(few: Few) -> None:
+    """So that `make test` knows of a compiler that does not."""
+    kernels = few("routers")
     assert kernels
     assert [kernel for kernel in kernels if kernel["stack"] or kernel["shared"] > SHARED_MEMORY] == []
 
 
-def test_layers_that_share_a_launch_compile_to_what_a_layer_alone_does() -> None:
+def test_layers_that_share_a_launch_compile_to_what_a_layer_alone_does(few: Few) -> None:
     """One loop for all of them: as many instructions of tensor cores, as many copies, no more stack."""
-    kernels = compiled("joined_layers")
+    kernels = few("joined_layers")
     alone, joined = (
         [kernel for kernel in kernels if kernel["name"] == name] for name in ("_multiply", "_multiply_layers")
     )
@@ -61,9 +72,9 @@ def test_layers_that_share_a_launch_compile_to_what_a_layer_alone_does() -> None
     assert [kernel for kernel in joined[:9] if kernel["narrow loads"] or kernel["stack"]] == []
 
 
-def test_heads_are_summed_in_the_order_of_their_norms() -> None:
+def test_heads_are_summed_in_the_order_of_their_norms(few: Few) -> None:
     """In one launch with rotation and pages: the same elements in the same threads."""
-    kernels = compiled("heads_of_rollouts")
+    kernels = few("heads_of_rollouts")
     names = [kernel["name"] for kernel in kernels]
     first = [place for place, name in enumerate(names) if name == "_turn_and_write"]
     assert len(first) == 4
@@ -76,8 +87,8 @@ def test_heads_are_summed_in_the_order_of_their_norms() -> None:
     assert kernels[0]["narrow loads"] == 0, "of Qwen3-8B"
 
 
-def test_norms_of_sums_are_summed_in_the_order_of_norms() -> None:
-    kernels = compiled("norms_of_sums")
+def test_norms_of_sums_are_summed_in_the_order_of_norms(few: Few) -> None:
+    kernels = few("norms_of_sums")
     assert [kernel["name"] for kernel in kernels] == ["_norm_sums", "_norm_rows"] * 3
     for of_sum, alone in zip(kernels[::2], kernels[1::2], strict=True):
         assert of_sum["sums"] == alone["sums"]
