@@ -6,8 +6,8 @@ They read this when they are imported (torch does not import Triton); Ray rememb
 Kernels of the CPU take one thread of Numba's, as processes of tests share the cores; what other counts must not
 change is tested with them (`THREADS`).
 
-What the libraries bring along stays to the end: Python's garbage collector waits until all is imported, and passes over
-it from then on (half of a pass, else, and a pass whenever enough is new).
+Python's garbage collector waits until all is imported, and passes over that from then on. Processes that tests start
+collect seldom (started/sitecustomize.py).
 
 The files that take longest come first: `make test` gives whole files to some processes, and the last one to run should
 be short. The very first compiles nearly all kernels of the CPU; those beside it need none, the next ones many.
@@ -31,6 +31,7 @@ numba.set_num_threads(1)
 gc.disable()
 
 TESTS = Path(__file__).parent
+os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS / "started")])
 LONGEST = (
     "exactness/test_check.py",
     "kernels/triton/test_ssm.py",

@@ -128,6 +128,12 @@ def test_a_checkout_works_in_its_root_without_an_install() -> None:
     subprocess.run(command, cwd=ROOT, check=True, timeout=600)
 
 
+def test_kernels_load_without_transformers() -> None:
+    """Which takes longer than torch; whoever calls kernels alone does not wait for it."""
+    script = "import sys, samebit.kernels.ops.linear; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=600)
+
+
 def _room(module: str, package: str) -> str | None:
     """Return the part of `package` that holds `module`; None outside it, and for the package's own `__init__`."""
     return module[len(package) + 1 :].split(".")[0] if module.startswith(f"{package}.") else None
