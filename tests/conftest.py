@@ -24,6 +24,7 @@ import torch
 os.environ.setdefault("RAY_AUTH_TOKEN", "of-the-tests")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes before somebody has work for them
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
