@@ -1,9 +1,12 @@
-"""Add products of low rank to the results of linear layers on the CPU: for a few rows in one kernel, which starts once
-for up to three layers; for more by the linear layer's own, and what is left, to scale, add and round, in another.
+"""Add products of low rank to the results of linear layers on the CPU: one kernel for up to three layers of one input.
 
-Invariant: the first kernel multiplies by the code of `gemm.few_rows`, and both scale, add and round as separate
-operations: their bits are those of the steps apart. A panel of rows is one thread's. T rows, K inputs, N outputs, r the
-rank.
+Invariant: the bits are those of the steps apart: products are summed as `gemm.many_rows` sums them, block of inputs
+after block, and to scale and to add are operations of their own. Only the lanes of the vectors are others: the matrices
+are turned over, a part at a time, so that lanes are their outputs, and rows are read and written where they lie. That
+saves turning x and the results over, which for so few outputs, or inputs, would take as long as to multiply.
+
+An item is some rows, in all layers. Matrices in bfloat16 are multiplied by the linear layer's own kernels, which sum
+otherwise, and a kernel for what is left. T rows, K inputs, N outputs, r the rank.
 """
 
 from collections.abc import Sequence
@@ -16,61 +19,56 @@ from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import elements, floats, kind_of, scratch, with_unit_stride
 from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.gemm.few_rows import MOST_ROWS, copy_rows, multiply_share
-from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Share
-from samebit.kernels.cpu.linear import PRODUCTS_AN_ELEMENT, multiply
+from samebit.kernels.cpu.gemm.layers import MOST_LAYERS
+from samebit.kernels.cpu.gemm.many_rows import SUM_BLOCK
+from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, VECTORS, multiply_tile, transpose_tile
+from samebit.kernels.cpu.linear import multiply
+from samebit.kernels.cpu.low_rank_vectors import add_term_tile
+from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.lora.adapters import LowRank
 
-MOST_FUSED = 16
-"""Up to so many rows, starting kernels takes longer than what panels of a few rows lose."""
+_MOST_ROWS = 64
+"""An item has at most so many rows: their sums stay in the first-level cache."""
 
-_FIELDS = 6
-_ADDED_FIELDS = 4
+_LEAST_ROWS = 8
+"""With fewer rows an item would spend its time on turning the matrices over."""
+
+_WIDTH = VECTORS * LANES
+"""Outputs that are computed at a time."""
+
+_PRODUCTS = 64
+"""Products that take the time of one element of a row-wise kernel."""
+
+_ROOM = 1 << 15
+"""Elements of a turned matrix that are kept: they stay in the second-level cache."""
+
+_FIELDS = 5
+_ADDED_FIELDS = 3
+_TILE, _PAIR, _ = OUTPUTS
+_ZERO = np.float32(0.0)
 
 
 def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: Sequence[LowRank]) -> list[torch.Tensor]:
     """Implement `Operations.add_low_rank`."""
     rows = with_unit_stride(x.reshape(-1, x.shape[-1]))
-    if len(rows) > MOST_FUSED or any(term.down.dtype != torch.float32 for term in terms):
-        return _step_by_step(bases, rows, terms)
-    held = [
-        (base.contiguous(), term.down.contiguous(), term.up.contiguous())
-        for base, term in zip(bases, terms, strict=True)
-    ]
-    results = [torch.empty_like(base) for base, _, _ in held]
+    results = [base.contiguous() for base in bases]
+    if any(term.down.dtype != torch.float32 for term in terms):
+        _add_products_of_linear(results, rows, terms)
+        return results
+    held = [(term.down.contiguous(), term.up.contiguous()) for term in terms]
     addresses: list[int] = []
     work = 0
-    for (base, down, up), out in zip(held, results, strict=True):
-        addresses += down.data_ptr(), len(down), up.data_ptr(), len(up), base.data_ptr(), out.data_ptr()
-        work += down.numel() + up.numel()
+    for (down, up), out in zip(held, results, strict=True):
+        (rank, inputs), outputs = down.shape, up.shape[0]
+        addresses += down.data_ptr(), rank, up.data_ptr(), outputs, out.data_ptr()
+        work += rank * (inputs + outputs)
     layers = (*addresses, *(0,) * (MOST_LAYERS * _FIELDS - len(addresses)))
-    _multiply(
-        len(rows) * work // PRODUCTS_AN_ELEMENT,
+    _add_terms(
+        len(rows) * work // _PRODUCTS,
         rows.data_ptr(), rows.stride(0), len(rows), x.shape[-1], layers, _scales(terms), kind_of(x.dtype),
     )  # fmt: skip
-    return results
-
-
-def _step_by_step(bases: Sequence[torch.Tensor], rows: torch.Tensor, terms: Sequence[LowRank]) -> list[torch.Tensor]:
-    dtypes = {term.down.dtype for term in terms}
-    if len(dtypes) > 1:
-        pairs = zip(bases, terms, strict=True)
-        return [out for base, term in pairs for out in _step_by_step([base], rows, [term])]
-    (dtype,) = dtypes
-    lows = multiply(rows.to(dtype), [(term.down, None) for term in terms])
-    products = [multiply(low, ((term.up, None),))[0] for low, term in zip(lows, terms, strict=True)]
-    held = [base.contiguous() for base in bases]
-    results = [
-        product.view(base.shape) if product.dtype == base.dtype else torch.empty_like(base)
-        for product, base in zip(products, held, strict=True)
-    ]
-    addresses: list[int] = []
-    for product, base, out in zip(products, held, results, strict=True):
-        addresses += product.data_ptr(), base.data_ptr(), out.data_ptr(), product.shape[-1]
-    layers = (*addresses, *(0,) * (MOST_LAYERS * _ADDED_FIELDS - len(addresses)))
-    work = sum(product.numel() for product in products)
-    _add(work, len(rows), layers, _scales(terms), kind_of(bases[0].dtype), kind_of(dtype))
     return results
 
 
@@ -78,70 +76,176 @@ def _scales(terms: Sequence[LowRank]) -> tuple[float, ...]:
     return (*(term.scale for term in terms), *(0.0,) * (MOST_LAYERS - len(terms)))
 
 
-def _multiply_panels(
+def _add_to_rows(
     threads: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Any, scales: Any, kind: Any
 ) -> None:
-    """Compute all layers, a panel of `MOST_ROWS` rows an item."""
-    panels = (rows + MOST_ROWS - 1) // MOST_ROWS
-    share_out(_multiply_panel, panels, threads, (x_address, x_stride, rows, inputs, layers, scales, kind))
+    """Add the terms of all layers to the results, which lie where the layers say, each ``[T, N]``."""
+    fewest = (rows + _MOST_ROWS - 1) // _MOST_ROWS
+    even = (fewest + threads - 1) // threads * threads
+    items = max(fewest, min(even, rows // _LEAST_ROWS), min(rows, 1))
+    share_out(_add_to_some, items, threads, (items, x_address, x_stride, rows, inputs, layers, scales, kind))
 
 
-_multiply = SharedKernel(_multiply_panels)
+_add_terms = SharedKernel(_add_to_rows)
 
 
 @kernel_part
-def _multiply_panel(
-    panel_number: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Any, scales: Any, kind: Any
+def _add_to_some(
+    item: int, items: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Any, scales: Any, kind: Any
 ) -> None:
-    """Compute the rows of a panel, in each layer."""
-    first = panel_number * MOST_ROWS
-    count = min(MOST_ROWS, rows - first)
-    panel = scratch(MOST_ROWS * inputs)
-    copy_rows(elements(x_address, rows * x_stride, kind)[first * x_stride :], x_stride, count, inputs, panel)
+    """Add the terms to one of ``items`` parts of the rows."""
+    first, last = rows * item // items, rows * (item + 1) // items
+    width = _column_of(layers, MOST_LAYERS)
+    lows = scratch((last - first) * width)
+    x = elements(x_address, rows * x_stride, kind)
+    _multiply_down(x[first * x_stride :], x_stride, last - first, inputs, layers, lows, width)
     for place in range(MOST_LAYERS):
         at = place * _FIELDS
-        rank, outputs = layers[at + 1], layers[at + 3]
-        if outputs == 0:
-            continue
-        low, product = scratch(MOST_ROWS * rank), scratch(MOST_ROWS * outputs)
-        multiply_share(panel, count, inputs, _all_of(layers[at], rank, inputs, low))
-        widened = scratch(MOST_ROWS * rank)
-        copy_rows(low, rank, count, rank, widened)
-        multiply_share(widened, count, rank, _all_of(layers[at + 2], outputs, rank, product))
-        base = elements(layers[at + 4], rows * outputs, kind)[first * outputs :]
-        out = elements(layers[at + 5], rows * outputs, kind)[first * outputs :]
-        _add_products(product, base, out, count * outputs, np.float32(scales[place]))
+        outputs = layers[at + 3]
+        out = elements(layers[at + 4], rows * outputs, kind)[first * outputs : last * outputs]
+        up = floats(layers[at + 2], outputs * layers[at + 1])
+        column = _column_of(layers, place)
+        low = Rows(lows, column, width)
+        _add_up(low, last - first, up, layers[at + 1], np.float32(scales[place]), out, outputs)
 
 
 @inlined_part
-def _all_of(weight: int, outputs: int, inputs: int, out: Any) -> Any:
-    """Return all outputs of the matrix ``[outputs, inputs]`` float32 at an address, without a bias."""
-    return Share(floats(weight, outputs * inputs), floats(weight, 0), out, outputs, 0, outputs)
-
-
-def _add_rows(threads: int, rows: int, layers: Any, scales: Any, kind: Any, product_kind: Any) -> None:
-    """Add the products of all layers, a row an item."""
-    share_out(_add_row, rows, threads, (rows, layers, scales, kind, product_kind))
+def _column_of(layers: Any, place: int) -> int:
+    """Return where the products of a layer's first matrix begin in a row of all layers', on a whole vector."""
+    column = 0
+    for before in range(place):
+        column += (layers[before * _FIELDS + 1] + LANES - 1) // LANES * LANES
+    return column
 
 
 @kernel_part
-def _add_row(row: int, rows: int, layers: Any, scales: Any, kind: Any, product_kind: Any) -> None:
+def _multiply_down(x: Any, x_stride: int, rows: int, inputs: int, layers: Any, lows: Any, width: int) -> None:
+    """Write ``lows[row, column + j] = x[row] . down[j]`` for all layers."""
+    panel = scratch(SUM_BLOCK * width)
+    panel[:] = _ZERO
+    lows[: rows * width] = _ZERO
+    for k in range(0, inputs, SUM_BLOCK):
+        depth = min(SUM_BLOCK, inputs - k)
+        for place in range(MOST_LAYERS):
+            rank = layers[place * _FIELDS + 1]
+            down = floats(layers[place * _FIELDS], rank * inputs)
+            _turn_over(down, k, inputs, rank, depth, panel[_column_of(layers, place) :], width)
+        _add_tiles(x, k, x_stride, rows, panel, width, depth, lows)
+
+
+@kernel_part
+def _add_up(lows: Any, rows: int, up: Any, rank: int, scale: Any, out: Any, outputs: int) -> None:
+    """Add ``scale * lows[row] . up[output]`` to ``out[row, output]``, rounded once; ``lows`` are `Rows`."""
+    room = max(1, _ROOM // (rank * _WIDTH)) * _WIDTH
+    turned = scratch(min(room, outputs + _WIDTH) * rank)
+    turned[:] = _ZERO
+    patch = np.zeros(_TILE * LANES, out.dtype)
+    for begin in range(0, outputs, room):
+        last = min(begin + room, outputs)
+        for output in range(begin, last, _WIDTH):
+            block = turned[(output - begin) * rank :]
+            _turn_over(up, output * rank, rank, min(_WIDTH, last - output), rank, block, _WIDTH)
+        row = 0
+        while row < rows:
+            many = _tile_of(rows - row)
+            low = Rows(lows.array, lows.at + row * lows.stride, lows.stride)
+            for output in range(begin, last, _WIDTH):
+                columns = Rows(turned, (output - begin) * rank, _WIDTH)
+                target = Rows(out, row * outputs + output, outputs)
+                _add_block(min(_WIDTH, last - output), many, columns, low, rank, scale, target, patch)
+            row += many
+
+
+@inlined_part
+def _tile_of(rows: int) -> int:
+    """Return how many of these rows a tile covers."""
+    return _TILE if rows >= _TILE else (_PAIR if rows >= _PAIR else 1)
+
+
+@inlined_part
+def _add_block(count: int, many: int, columns: Any, low: Any, rank: int, scale: Any, target: Any, patch: Any) -> None:
+    """Add to ``count`` outputs of some rows; those that fill no vector lie in ``patch`` meanwhile."""
+    whole = count // LANES
+    if whole > 0:
+        add_term_tile(whole, many, columns, low, rank, scale, target)
+    if count > whole * LANES:
+        rest, at = count - whole * LANES, target.at + whole * LANES
+        for row in range(many):
+            for lane in range(rest):
+                patch[row * LANES + lane] = target.array[at + row * target.stride + lane]
+        last_columns = Rows(columns.array, columns.at + whole * LANES, columns.stride)
+        add_term_tile(1, many, last_columns, low, rank, scale, Rows(patch, 0, LANES))
+        for row in range(many):
+            for lane in range(rest):
+                target.array[at + row * target.stride + lane] = patch[row * LANES + lane]
+
+
+@kernel_part
+def _turn_over(matrix: Any, at: int, stride: int, rows: int, count: int, panel: Any, width: int) -> None:
+    """Write ``panel[k, row] = matrix[row, k]`` for ``count`` inputs."""
+    whole_rows, whole = rows // LANES * LANES, count // LANES * LANES
+    for row in range(0, whole_rows, LANES):
+        for k in range(0, whole, LANES):
+            transpose_tile(matrix, at + row * stride + k, stride, panel, k * width + row, width)
+    for row in range(rows):
+        for k in range(whole if row < whole_rows else 0, count):
+            panel[k * width + row] = matrix[at + row * stride + k]
+
+
+@kernel_part
+def _add_tiles(x: Any, at: int, stride: int, rows: int, panel: Any, width: int, depth: int, sums: Any) -> None:
+    """Add to ``sums[row, lane]`` the chain over k of ``x[row, k] * panel[k, lane]``, from 0."""
+    row = 0
+    while row < rows:
+        many = _tile_of(rows - row)
+        for lane in range(0, width, VECTORS * LANES):
+            multiply_tile(
+                min(VECTORS, (width - lane) // LANES), many, panel, lane, width,
+                x, at + row * stride, stride, depth, sums, row * width + lane,
+            )  # fmt: skip
+        row += many
+
+
+def _add_products_of_linear(results: Sequence[torch.Tensor], rows: torch.Tensor, terms: Sequence[LowRank]) -> None:
+    """Add the terms, the matrices of each multiplied as linear layers of their dtype."""
+    dtypes = {term.down.dtype for term in terms}
+    if len(dtypes) > 1:
+        for out, term in zip(results, terms, strict=True):
+            _add_products_of_linear([out], rows, [term])
+        return
+    (dtype,) = dtypes
+    lows = multiply(rows.to(dtype), [(term.down, None) for term in terms])
+    products = [multiply(low, ((term.up, None),))[0] for low, term in zip(lows, terms, strict=True)]
+    addresses: list[int] = []
+    for product, out in zip(products, results, strict=True):
+        addresses += product.data_ptr(), out.data_ptr(), product.shape[-1]
+    layers = (*addresses, *(0,) * (MOST_LAYERS * _ADDED_FIELDS - len(addresses)))
+    work = sum(product.numel() for product in products)
+    _add_products(work, len(rows), layers, _scales(terms), kind_of(results[0].dtype), kind_of(dtype))
+
+
+def _add_products_to_rows(threads: int, rows: int, layers: Any, scales: Any, kind: Any, product_kind: Any) -> None:
+    """Add the products of all layers, a row an item."""
+    share_out(_add_products_to_row, rows, threads, (rows, layers, scales, kind, product_kind))
+
+
+_add_products = SharedKernel(_add_products_to_rows)
+
+
+@kernel_part
+def _add_products_to_row(row: int, rows: int, layers: Any, scales: Any, kind: Any, product_kind: Any) -> None:
     for place in range(MOST_LAYERS):
         at = place * _ADDED_FIELDS
-        outputs = layers[at + 3]
+        outputs = layers[at + 2]
         first = np.int64(row) * outputs
         product = elements(layers[at], rows * outputs, product_kind)[first:]
-        base = elements(layers[at + 1], rows * outputs, kind)[first:]
-        out = elements(layers[at + 2], rows * outputs, kind)[first:]
-        _add_products(product, base, out, outputs, np.float32(scales[place]))
-
-
-_add = SharedKernel(_add_rows)
+        out = elements(layers[at + 1], rows * outputs, kind)[first:]
+        _add_scaled(product, out, outputs, np.float32(scales[place]))
 
 
 @kernel_part
-def _add_products(product: Any, base: Any, out: Any, count: int, scale: Any) -> None:
-    """Write ``out = base + scale * product`` for ``count`` elements, rounded once; ``out`` may be the product."""
+def _add_scaled(product: Any, out: Any, count: int, scale: Any) -> None:
+    """Add ``scale * product`` to ``count`` elements of ``out``, rounded once."""
     for i in range(count):
         scaled = widen(product[i]) * scale
-        out[i] = narrow(widen(base[i]) + scaled, out[0])
+        out[i] = narrow(widen(out[i]) + scaled, out[0])

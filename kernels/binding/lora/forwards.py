@@ -97,8 +97,12 @@ def wrapped_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
             "only inside the model's forward (and under gradient checkpointing this version of transformers hands "
             "this layer nothing that carries the layout)"
         )
-    out: torch.Tensor = self.base_layer(x)
-    return _adapted(x, [out], [facts.layer], adapters)[0] if adapters.groups else out
+    base = self.base_layer
+    out: torch.Tensor = base(x)
+    if not adapters.groups:
+        return out
+    kept = out.clone() if is_hooked(base) else out  # who listens may hold what it was told
+    return _adapted(x, [kept], [facts.layer], adapters)[0]
 
 
 def projections(x: torch.Tensor, modules: Sequence[nn.Module]) -> list[torch.Tensor]:

@@ -21,7 +21,8 @@ def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, deltas: Sequenc
     """Compute ``base + scale * up(down(x))`` for layers of one input.
 
     Args:
-        bases: up to three, each ``[..., N]``, what the layer gave of ``x``.
+        bases: up to three, each ``[..., N]``, what the layer gave of ``x``. They are given away: without gradients
+            the results may take their memory.
         x: ``[..., K]``, the dtype of ``bases``.
         deltas: of each layer, bound modules ``[r, K]`` and ``[N, r]`` of one dtype, float32 or that of ``x``.
 
