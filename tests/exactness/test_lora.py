@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from samebit.kernels import BindingError, bind, token_logprobs
+from samebit.kernels.ops.linear import linear
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, WorkerStateError
 
 from .compare import assert_matches_trainer, assert_same_samples
@@ -150,6 +151,17 @@ def test_switches_of_the_trainer_reach_no_request_in_flight(policy: PeftModel, w
     thread.join()
     for outputs in found:
         assert_same_samples(outputs, expected)
+
+
+def test_who_listens_to_a_base_layer_keeps_what_it_gave() -> None:
+    """The adapter's part is added in place, but not where somebody may hold the result."""
+    model = bind(make_peft("Qwen3", config=lora_config(4)))
+    base, heard = model.get_submodule("base_model.model.model.layers.0.mlp.down_proj.base_layer"), []
+    base.register_forward_hook(lambda module, inputs, out: heard.append((inputs[0], out)))
+    with torch.no_grad():
+        token_logprobs(model, IDS)
+        ((x, out),) = heard
+        assert torch.equal(out, linear(x, base.weight))
 
 
 def test_rows_of_several_adapters(policy: PeftModel, worker: RolloutWorker) -> None:

@@ -10,7 +10,7 @@ from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.lora.low_rank import add_low_rank
 
 ROWS = 70
-INPUTS, OUTPUTS = 129, (100, 30, 7)
+INPUTS, OUTPUTS = 129, (300, 30, 7)
 
 
 def deltas(rank: int, dtype: torch.dtype) -> list[Delta]:
@@ -33,6 +33,7 @@ def copies(bases: list[torch.Tensor], first: int = 0, last: int = ROWS) -> list[
         (1, torch.float32, torch.float32),
         (16, torch.bfloat16, torch.float32),
         (100, torch.float32, torch.float32),
+        (200, torch.bfloat16, torch.float32),  # more than are summed in one chain, and wider than is turned at a time
         (5, torch.bfloat16, torch.bfloat16),
     ],
 )
@@ -64,4 +65,4 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=r"base \[2, 3\].*allowed"):
             add_low_rank([torch.zeros(2, 3)], x, made[:1])
         with pytest.raises(TypeError, match=r"x is torch.float32, .* down torch.bfloat16"):
-            add_low_rank([torch.zeros(2, 100)], x, deltas(4, torch.bfloat16)[:1])
+            add_low_rank([torch.zeros(2, 300)], x, deltas(4, torch.bfloat16)[:1])

@@ -51,10 +51,10 @@ def _weight(module: nn.Linear) -> torch.Tensor:
 
 def _check(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: Sequence[LowRank]) -> None:
     *shape, inputs = x.shape
-    dtype = x.dtype
+    dtype, by_cpu = x.dtype, not device.on_gpu(x)
     for base, (down, up, _) in zip(bases, terms, strict=True):
         (rank, width), (outputs, inner) = down.shape, up.shape
-        if width != inputs or inner != rank or list(base.shape) != [*shape, outputs]:
+        if width != inputs or inner != rank or base.shape != (*shape, outputs):
             raise ValueError(
                 f"x is {list(x.shape)}, base {list(base.shape)}, down {list(down.shape)}, up {list(up.shape)}; "
                 "allowed: [..., K], [..., N], [r, K], [N, r]"
@@ -65,6 +65,6 @@ def _check(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: Sequence[LowRa
                 f"x is {dtype}, base {base.dtype}, down {matrices}, up {up.dtype}; allowed: x and base alike, and the "
                 "two matrices alike, float32 or that of x"
             )
-        if not device.on_gpu(x):
+        if by_cpu:
             check_host("down", down)
             check_host("up", up)
