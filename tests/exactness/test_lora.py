@@ -241,8 +241,11 @@ def test_adapters_that_come_and_go_after_bind(policy: PeftModel) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], LoraConfig], str]] = {
-    "dora": (lambda: lora_config(use_dora=True), "a variant of LoRA .DoraLinearVariant. on model.layers.0"),
-    "bias of the adapter": (lambda: lora_config(lora_bias=True), "lora_bias"),
+    "dora": (
+        lambda: lora_config(use_dora=True),
+        "a variant of LoRA .DoraLinearVariant. on model.layers.0.*exact is LoRA without one",
+    ),
+    "bias of the adapter": (lambda: lora_config(lora_bias=True), "lora_bias=True.*exact: False"),
     "biases": (lambda: lora_config(bias="lora_only"), "bias='lora_only'"),
     "dropout": (lambda: lora_config(lora_dropout=0.1), "lora_dropout=0.1.*exact: 0.0"),
     "embeddings": (lambda: lora_config(target_modules=["embed_tokens"]), "embed_tokens is a .*lora.layer.Embedding"),

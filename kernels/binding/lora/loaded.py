@@ -13,7 +13,7 @@ from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.families import BindingError
 from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward
 from samebit.kernels.binding.lora.peft_model import inner_model, is_wrapped
-from samebit.kernels.binding.lora.plan import check_configs, refusals
+from samebit.kernels.binding.lora.plan import check_configs, listed, refusals
 from samebit.kernels.binding.modules import attach
 from samebit.kernels.layout.lora.adapters import Delta
 
@@ -52,7 +52,7 @@ def delta_shapes(peft_model: nn.Module, model: nn.Module) -> dict[str, DeltaShap
                 down.out_features, down.in_features, layer.lora_B[adapter].out_features, layer.scaling[adapter]
             )
     if reasons:
-        raise BindingError(f"the adapter can not be served exactly: {'; '.join(reasons)}")
+        raise BindingError(f"the adapter can not be served exactly: {listed(reasons)}")
     return shapes
 
 

@@ -1,6 +1,6 @@
 """Find the adapters of a model while `bind` walks its modules, refuse what is not exact, and watch what is left."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,8 +157,13 @@ def check_adapters(model: nn.Module) -> None:
     wrapped = [(name, module) for name, module in inner_model(model).named_modules() if is_wrapped(module)]
     reasons = [reason for name, module in wrapped for reason in refusals(name, module)]
     if reasons:
-        more = f"; and {len(reasons) - _NAMED_AT_ONCE} more" if len(reasons) > _NAMED_AT_ONCE else ""
-        raise BindingError(f"adapters that can not be bound exactly: {'; '.join(reasons[:_NAMED_AT_ONCE])}{more}")
+        raise BindingError(f"adapters that can not be bound exactly: {listed(reasons)}")
+
+
+def listed(reasons: Sequence[str]) -> str:
+    """Spell out the first reasons, and say how many there are besides."""
+    more = f"; and {len(reasons) - _NAMED_AT_ONCE} more" if len(reasons) > _NAMED_AT_ONCE else ""
+    return f"{'; '.join(reasons[:_NAMED_AT_ONCE])}{more}"
 
 
 def check_configs(model: nn.Module) -> None:
@@ -191,8 +196,15 @@ def refusals(name: str, module: nn.Module) -> list[str]:
     layer: Any = module
     if type(layer.base_layer) is not nn.Linear:
         return [f"{name} wraps a {type(layer.base_layer).__name__} (exact: nn.Linear)"]
-    found = [f"a variant of LoRA ({type(one).__name__}) on {name}" for one in layer.lora_variant.values()]
-    found += [f"a bias of the adapter (lora_bias) on {name}" for one in layer.lora_B.values() if one.bias is not None]
+    found = [
+        f"a variant of LoRA ({type(one).__name__}) on {name} (exact is LoRA without one)"
+        for one in layer.lora_variant.values()
+    ]
+    found += [
+        f"a bias of the adapter (lora_bias=True) on {name}; exact: False"
+        for one in layer.lora_B.values()
+        if one.bias is not None
+    ]
     found += [
         f"dropout of the adapter (lora_dropout={one.p}) on {name}; exact: 0.0"
         for one in layer.lora_dropout.values()
