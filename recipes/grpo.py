@@ -30,7 +30,8 @@ def run(settings: OnPolicy) -> list[Row]:
 def train(seed: Seed, settings: OnPolicy) -> None:
     """Do all GRPO steps of a seed."""
     with synced(settings.sync, seed.policy, seed.tokenizer, seed.folder, seed.config) as rollout:
-        learn(seed, settings, rollout, Learner(seed.policy, rollout.update, seed.tokenizer, settings))
+        learner = Learner(seed.policy, rollout.update, seed.tokenizer, settings, updates=settings.updates)
+        learn(seed, settings, rollout, learner)
 
 
 def learn(

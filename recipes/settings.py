@@ -45,7 +45,7 @@ class Settings:
     out: Path = option(Path("runs/grpo"), "where metrics, figure, TensorBoard events and models go", type=Path)
     seeds: int = option(1, "run the seeds 0 .. SEEDS-1, one after the other")
 
-    steps: int = option(30, "GRPO steps, one optimizer step each")
+    steps: int = option(30, "GRPO steps")
     prompts: int = option(32, "prompts a step")
     samples: int = option(16, "samples a prompt, the group that advantages are taken over")
     temperature: float = option(1.0, "of sampling and of the trainer's log-probabilities")
@@ -55,7 +55,7 @@ class Settings:
     correction: str = option(
         "clip",
         "of tokens that the trainer gives another probability than the rollout: a clipped ratio, a weight of at most "
-        "TRUNCATION, or none, the ratio taken as 1",
+        "TRUNCATION, or none: the ratio is to the trainer's own probability before the step",
         choices=CORRECTIONS,
     )
     truncation: float = option(2.0, "largest weight of a token, with --correction truncate")
@@ -111,6 +111,7 @@ class OnPolicy(Settings):
         "that is fed through shared memory",
         choices=("shared", "copy", "shm"),
     )
+    updates: int = option(1, "optimizer steps of a GRPO step, each on an even share of its prompts")
     save_every: int = option(0, "steps between checkpoints, in OUT/seedN/checkpoint; 0 for none")
     resume: bool = option(False, "go on from the checkpoints in OUT, where there are any", action="store_true")
 
@@ -118,6 +119,8 @@ class OnPolicy(Settings):
         super().__post_init__()
         if self.save_every < 0:
             raise ValueError(f"--save-every must be at least 0, got {self.save_every}")
+        if self.updates < 1 or self.prompts % self.updates:
+            raise ValueError(f"--updates must divide --prompts ({self.prompts}), got {self.updates}")
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,14 @@ def collate(rows: Sequence[Trajectory], pad_id: int) -> Batch:
     return Batch(input_ids, attention_mask, sampled, rollout_logprobs, versions, advantages)
 
 
+def longest_first(rows: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return the rows in the order of `micro_batches`."""
+    return sorted(rows, key=len, reverse=True)
+
+
 def micro_batches(rows: Sequence[Trajectory], max_tokens: int, pad_id: int) -> Iterator[Batch]:
     """Yield all rows, longest first, in batches of at most `max_tokens` padded tokens (but at least one row)."""
-    ordered = sorted(rows, key=len, reverse=True)
+    ordered = longest_first(rows)
     while ordered:
         count = max(1, max_tokens // len(ordered[0]))
         yield collate(ordered[:count], pad_id)

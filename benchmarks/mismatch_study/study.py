@@ -1,6 +1,7 @@
 """Train by GRPO with samplers that differ from the trainer by known amounts: does mismatch matter?
 
     python benchmarks/mismatch_study/study.py --out runs/study [--arms NAME ...] [--steps N] [--seeds N]
+        [--lr LR] [--updates N]
         [--architecture dense|hybrid|gdn|moe|mla] [--vllm PYTHON | --without-vllm]
 
 All arms of a seed begin with one warmed-up policy and see the same problems. Judged by one figure that was chosen
@@ -69,7 +70,9 @@ def train(settings: OnPolicy, arm: Arm, vllm: Vllm, seed: Seed) -> None:
         RolloutWorker(seed.policy, config=config, tokenizer=seed.tokenizer) as judge,
         sampler(arm, seed, config, judge, vllm) as rollout,
     ):
-        learner = Learner(seed.policy, rollout.update, seed.tokenizer, settings, exact=arm.exact)
+        learner = Learner(
+            seed.policy, rollout.update, seed.tokenizer, settings, exact=arm.exact, updates=settings.updates
+        )
         learn(seed, settings, rollout, learner, judge, check_of(arm))
 
 
@@ -90,10 +93,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--lr", type=float, default=OnPolicy.lr)
+    parser.add_argument("--updates", type=int, default=OnPolicy.updates, help="optimizer steps of a batch of samples")
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="dense")
     arguments = parser.parse_args()
     settings = OnPolicy(
-        out=arguments.out, steps=arguments.steps, seeds=arguments.seeds, lr=arguments.lr,
+        out=arguments.out, steps=arguments.steps, seeds=arguments.seeds, lr=arguments.lr, updates=arguments.updates,
         architecture=arguments.architecture, save_every=25,
     )  # fmt: skip
     transformers_logging.disable_progress_bar()
