@@ -3,14 +3,15 @@
 Invariant: the bits are those of the steps apart: products are summed as `gemm.many_rows` sums them, block of inputs
 after block, and to scale and to add are operations of their own. Only the lanes of the vectors are others: the matrices
 are turned over, a part at a time, so that lanes are their outputs, and rows are read and written where they lie. That
-saves turning x and the results over, which for so few outputs, or inputs, would take as long as to multiply.
+saves turning x and the results over, which for so few outputs, or inputs, would take as long as to multiply. Fixed
+matrices, those of a loaded adapter, are turned over once: a copy of them is kept as the tiles read it.
 
 An item is some rows, in all layers. Matrices in bfloat16 are multiplied by the linear layer's own kernels, which sum
 otherwise, and a kernel for what is left. T rows, K inputs, N outputs, r the rank.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, VECTORS, multipl
 from samebit.kernels.cpu.linear import multiply
 from samebit.kernels.cpu.low_rank_vectors import add_term_tile
 from samebit.kernels.layout.grids import LANES
-from samebit.kernels.layout.lora.adapters import LowRank
+from samebit.kernels.layout.lora.adapters import LowRank, LowRanks
 
 _MOST_ROWS = 64
 """An item has at most so many rows: their sums stay in the first-level cache."""
@@ -44,30 +45,77 @@ _PRODUCTS = 64
 _ROOM = 1 << 15
 """Elements of a turned matrix that are kept: they stay in the second-level cache."""
 
-_FIELDS = 5
+_LITTLE_ROOM = 1 << 12
+"""For few rows, which do not read them again from there: they stay in the first-level cache."""
+
+_KEY = "matrices on the CPU"
+_FIELDS = 4
 _ADDED_FIELDS = 3
 _TILE, _PAIR, _ = OUTPUTS
 _ZERO = np.float32(0.0)
 
 
-def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: Sequence[LowRank]) -> list[torch.Tensor]:
+class _Matrices(NamedTuple):
+    """Holds what the kernel is told of the matrices.
+
+    held: what the addresses point to. layers: of each its address of the first matrix, rank, address of the second, and
+    outputs. panel: address of all first matrices as `_panel` makes them, the second ones then are `_blocks`; 0 where
+    they lie as they were given. work: products a row.
+    """
+
+    held: tuple[torch.Tensor, ...]
+    layers: tuple[int, ...]
+    panel: int
+    scales: tuple[float, ...]
+    work: int
+
+    @staticmethod
+    def of(terms: LowRanks) -> "_Matrices | None":
+        """Return that of float32 matrices; None of others."""
+        if any(term.down.dtype != torch.float32 for term in terms.each):
+            return None
+        downs = [down.contiguous() for down, _, _ in terms.each]
+        ups = [_blocks(up) if terms.fixed else up.contiguous() for _, up, _ in terms.each]
+        held, fields, work = [*downs, *ups], list[int](), 0
+        for down, up, (_, given, _) in zip(downs, ups, terms.each, strict=True):
+            (rank, inputs), outputs = down.shape, given.shape[0]
+            fields += down.data_ptr(), rank, up.data_ptr(), outputs
+            work += rank * (inputs + outputs)
+        layers = (*fields, *(0,) * (MOST_LAYERS * _FIELDS - len(fields)))
+        if terms.fixed:
+            held = [_panel(downs), *ups]
+        return _Matrices(tuple(held), layers, held[0].data_ptr() if terms.fixed else 0, _scales(terms.each), work)
+
+
+def _panel(downs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return ``[K, lanes]``, the matrices turned over side by side, each from a whole vector on."""
+    return torch.cat([_padded(down, LANES).t() for down in downs], dim=1).contiguous()
+
+
+def _blocks(up: torch.Tensor) -> torch.Tensor:
+    """Return ``[blocks, r, _WIDTH]``, the matrix turned over, a block of outputs after the other."""
+    return _padded(up, _WIDTH).view(-1, _WIDTH, up.shape[1]).transpose(1, 2).contiguous()
+
+
+def _padded(matrix: torch.Tensor, multiple: int) -> torch.Tensor:
+    return torch.nn.functional.pad(matrix, (0, 0, 0, -matrix.shape[0] % multiple))
+
+
+def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: LowRanks) -> list[torch.Tensor]:
     """Implement `Operations.add_low_rank`."""
     rows = with_unit_stride(x.reshape(-1, x.shape[-1]))
     results = [base.contiguous() for base in bases]
-    if any(term.down.dtype != torch.float32 for term in terms):
-        _add_products_of_linear(results, rows, terms)
+    if _KEY not in terms.worked_out:
+        terms.worked_out[_KEY] = _Matrices.of(terms)
+    matrices: _Matrices | None = terms.worked_out[_KEY]
+    if matrices is None:
+        _add_products_of_linear(results, rows, terms.each)
         return results
-    held = [(term.down.contiguous(), term.up.contiguous()) for term in terms]
-    addresses: list[int] = []
-    work = 0
-    for (down, up), out in zip(held, results, strict=True):
-        (rank, inputs), outputs = down.shape, up.shape[0]
-        addresses += down.data_ptr(), rank, up.data_ptr(), outputs, out.data_ptr()
-        work += rank * (inputs + outputs)
-    layers = (*addresses, *(0,) * (MOST_LAYERS * _FIELDS - len(addresses)))
+    addresses = [out.data_ptr() for out in results]
     _add_terms(
-        len(rows) * work // _PRODUCTS,
-        rows.data_ptr(), rows.stride(0), len(rows), x.shape[-1], layers, _scales(terms), kind_of(x.dtype),
+        len(rows) * matrices.work // _PRODUCTS,
+        rows.data_ptr(), rows.stride(0), len(rows), x.shape[-1], matrices.layers, matrices.panel,
+        matrices.scales, (*addresses, *(0,) * (MOST_LAYERS - len(addresses))), kind_of(x.dtype),
     )  # fmt: skip
     return results
 
@@ -77,13 +125,16 @@ def _scales(terms: Sequence[LowRank]) -> tuple[float, ...]:
 
 
 def _add_to_rows(
-    threads: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Any, scales: Any, kind: Any
-) -> None:
-    """Add the terms of all layers to the results, which lie where the layers say, each ``[T, N]``."""
+    threads: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Any, panel: int, scales: Any,
+    outs: Any, kind: Any,
+) -> None:  # fmt: skip
+    """Add the terms of all layers to the results, which lie at ``outs``, each ``[T, N]``."""
     fewest = (rows + _MOST_ROWS - 1) // _MOST_ROWS
     even = (fewest + threads - 1) // threads * threads
     items = max(fewest, min(even, rows // _LEAST_ROWS), min(rows, 1))
-    share_out(_add_to_some, items, threads, (items, x_address, x_stride, rows, inputs, layers, scales, kind))
+    share_out(
+        _add_to_some, items, threads, (items, x_address, x_stride, rows, inputs, layers, panel, scales, outs, kind)
+    )
 
 
 _add_terms = SharedKernel(_add_to_rows)
@@ -91,22 +142,34 @@ _add_terms = SharedKernel(_add_to_rows)
 
 @kernel_part
 def _add_to_some(
-    item: int, items: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Any, scales: Any, kind: Any
-) -> None:
+    item: int, items: int, x_address: int, x_stride: int, rows: int, inputs: int, layers: Any, panel: int, scales: Any,
+    outs: Any, kind: Any,
+) -> None:  # fmt: skip
     """Add the terms to one of ``items`` parts of the rows."""
     first, last = rows * item // items, rows * (item + 1) // items
     width = _column_of(layers, MOST_LAYERS)
     lows = scratch((last - first) * width)
     x = elements(x_address, rows * x_stride, kind)
-    _multiply_down(x[first * x_stride :], x_stride, last - first, inputs, layers, lows, width)
+    lows[:] = _ZERO
+    given = x[first * x_stride :]
+    if panel != 0:
+        turned = floats(panel, inputs * width)
+        for k in range(0, inputs, SUM_BLOCK):
+            depth = min(SUM_BLOCK, inputs - k)
+            _add_tiles(given, k, x_stride, last - first, turned[k * width :], width, depth, lows)
+    else:
+        _multiply_down(given, x_stride, last - first, inputs, layers, lows, width)
     for place in range(MOST_LAYERS):
         at = place * _FIELDS
-        outputs = layers[at + 3]
-        out = elements(layers[at + 4], rows * outputs, kind)[first * outputs : last * outputs]
-        up = floats(layers[at + 2], outputs * layers[at + 1])
-        column = _column_of(layers, place)
-        low = Rows(lows, column, width)
-        _add_up(low, last - first, up, layers[at + 1], np.float32(scales[place]), out, outputs)
+        rank, outputs = layers[at + 1], layers[at + 3]
+        out = elements(outs[place], rows * outputs, kind)[first * outputs : last * outputs]
+        low = Rows(lows, _column_of(layers, place), width)
+        scale = np.float32(scales[place])
+        if panel != 0:
+            blocks = floats(layers[at + 2], (outputs + _WIDTH - 1) // _WIDTH * _WIDTH * rank)
+            _add_columns(low, last - first, blocks, 0, outputs, rank, scale, out, outputs)
+        else:
+            _add_up(low, last - first, floats(layers[at + 2], outputs * rank), rank, scale, out, outputs)
 
 
 @inlined_part
@@ -123,7 +186,6 @@ def _multiply_down(x: Any, x_stride: int, rows: int, inputs: int, layers: Any, l
     """Write ``lows[row, column + j] = x[row] . down[j]`` for all layers."""
     panel = scratch(SUM_BLOCK * width)
     panel[:] = _ZERO
-    lows[: rows * width] = _ZERO
     for k in range(0, inputs, SUM_BLOCK):
         depth = min(SUM_BLOCK, inputs - k)
         for place in range(MOST_LAYERS):
@@ -136,24 +198,32 @@ def _multiply_down(x: Any, x_stride: int, rows: int, inputs: int, layers: Any, l
 @kernel_part
 def _add_up(lows: Any, rows: int, up: Any, rank: int, scale: Any, out: Any, outputs: int) -> None:
     """Add ``scale * lows[row] . up[output]`` to ``out[row, output]``, rounded once; ``lows`` are `Rows`."""
-    room = max(1, _ROOM // (rank * _WIDTH)) * _WIDTH
-    turned = scratch(min(room, outputs + _WIDTH) * rank)
-    turned[:] = _ZERO
-    patch = np.zeros(_TILE * LANES, out.dtype)
+    room = max(1, (_ROOM if rows >= _LEAST_ROWS else _LITTLE_ROOM) // (rank * _WIDTH)) * _WIDTH
+    kept = scratch(min(room, outputs + _WIDTH) * rank)
+    kept[:] = _ZERO
     for begin in range(0, outputs, room):
         last = min(begin + room, outputs)
         for output in range(begin, last, _WIDTH):
-            block = turned[(output - begin) * rank :]
+            block = kept[(output - begin) * rank :]
             _turn_over(up, output * rank, rank, min(_WIDTH, last - output), rank, block, _WIDTH)
-        row = 0
-        while row < rows:
-            many = _tile_of(rows - row)
-            low = Rows(lows.array, lows.at + row * lows.stride, lows.stride)
-            for output in range(begin, last, _WIDTH):
-                columns = Rows(turned, (output - begin) * rank, _WIDTH)
-                target = Rows(out, row * outputs + output, outputs)
-                _add_block(min(_WIDTH, last - output), many, columns, low, rank, scale, target, patch)
-            row += many
+        _add_columns(lows, rows, kept, begin, last, rank, scale, out, outputs)
+
+
+@kernel_part
+def _add_columns(
+    lows: Any, rows: int, blocks: Any, begin: int, last: int, rank: int, scale: Any, out: Any, outputs: int
+) -> None:
+    """Add to the outputs from ``begin`` to ``last``, whose weights are in `_blocks`, the first in the first."""
+    patch = np.zeros(_TILE * LANES, out.dtype)
+    row = 0
+    while row < rows:
+        many = _tile_of(rows - row)
+        low = Rows(lows.array, lows.at + row * lows.stride, lows.stride)
+        for output in range(begin, last, _WIDTH):
+            columns = Rows(blocks, (output - begin) * rank, _WIDTH)
+            target = Rows(out, row * outputs + output, outputs)
+            _add_block(min(_WIDTH, last - output), many, columns, low, rank, scale, target, patch)
+        row += many
 
 
 @inlined_part

@@ -21,7 +21,7 @@ import torch
 from samebit.kernels.cpu import operations as cpu
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.lora.adapters import LowRank
+from samebit.kernels.layout.lora.adapters import LowRanks
 from samebit.kernels.layout.options import (
     AttentionOptions,
     DeltaOptions,
@@ -59,7 +59,7 @@ class Operations(Protocol):
         """Add ``grad @ weight`` to the float32 ``sums`` ``[T, K]``."""
 
     # samebit.kernels.ops.lora.low_rank
-    def add_low_rank(self, bases: Sequence[Tensor], x: Tensor, terms: Sequence[LowRank]) -> list[Tensor]:
+    def add_low_rank(self, bases: Sequence[Tensor], x: Tensor, terms: LowRanks) -> list[Tensor]:
         """Add to the results ``[..., N]`` of up to three layers what they have of low rank for ``x`` ``[..., K]``."""
 
     # samebit.kernels.ops.norm

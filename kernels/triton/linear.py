@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from samebit.kernels.layout.lora.adapters import LowRank
+from samebit.kernels.layout.lora.adapters import LowRanks
 from samebit.kernels.layout.options import Layer
 from samebit.kernels.triton.matmul import multiply as multiply_tiles
 from samebit.kernels.triton.matmul import multiply_layers
@@ -47,17 +47,18 @@ def _product(rows: torch.Tensor, layer: Layer) -> torch.Tensor:
     return multiply_tiles(rows, aligned(weight).t(), bias, tile)
 
 
-def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: Sequence[LowRank]) -> list[torch.Tensor]:
+def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: LowRanks) -> list[torch.Tensor]:
     """Implement `Operations.add_low_rank`."""
-    dtypes = {term.down.dtype for term in terms}
+    each = terms.each
+    dtypes = {term.down.dtype for term in each}
     if len(dtypes) == 1:
-        lows = multiply(x.to(dtypes.pop()), [(term.down, None) for term in terms])
+        lows = multiply(x.to(dtypes.pop()), [(term.down, None) for term in each])
     else:
-        lows = [multiply(x.to(term.down.dtype), ((term.down, None),))[0] for term in terms]
-    products = [multiply(low, ((term.up, None),))[0].to(torch.float32) for low, term in zip(lows, terms, strict=True)]
+        lows = [multiply(x.to(term.down.dtype), ((term.down, None),))[0] for term in each]
+    products = [multiply(low, ((term.up, None),))[0].to(torch.float32) for low, term in zip(lows, each, strict=True)]
     return [
         product.mul_(term.scale).add_(base).to(base.dtype)
-        for base, product, term in zip(bases, products, terms, strict=True)
+        for base, product, term in zip(bases, products, each, strict=True)
     ]
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from samebit.kernels.layout.forward_context import ForwardContext, LayoutMask, installed_context, use_context
-from samebit.kernels.layout.lora.adapters import Delta, RowAdapters
+from samebit.kernels.layout.lora.adapters import Deltas, RowAdapters
 from samebit.kernels.ops.linear import is_hooked, is_plain, linear, linears
 from samebit.kernels.ops.lora.low_rank import add_low_rank
 from samebit.kernels.ops.rope import RotaryTables
@@ -80,7 +80,7 @@ def linear_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     adapters = None if facts is None else _adapters_of_call()
     if facts is None or adapters is None or not adapters.groups:
         return out
-    return _adapted(x, [out], [facts.layer], adapters)[0]
+    return _adapted(x, [out], (facts.layer,), adapters)[0]
 
 
 def wrapped_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ def wrapped_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     if not adapters.groups:
         return out
     kept = out.clone() if is_hooked(base) else out  # who listens may hold what it was told
-    return _adapted(x, [kept], [facts.layer], adapters)[0]
+    return _adapted(x, [kept], (facts.layer,), adapters)[0]
 
 
 def projections(x: torch.Tensor, modules: Sequence[nn.Module]) -> list[torch.Tensor]:
@@ -119,7 +119,7 @@ def projections(x: torch.Tensor, modules: Sequence[nn.Module]) -> list[torch.Ten
     if torch.is_grad_enabled() or not all(map(is_plain, bases)) or any(map(is_hooked, modules)):
         return [module(x) for module in modules]
     out = linears(x, bases)
-    return _adapted(x, out, [_name_of(module) for module in modules], adapters) if adapters.groups else out
+    return _adapted(x, out, tuple(map(_name_of, modules)), adapters) if adapters.groups else out
 
 
 def _adapters_of_call() -> RowAdapters | None:
@@ -145,22 +145,21 @@ def _name_of(module: Any) -> str:
 
 
 def _adapted(
-    x: torch.Tensor, outs: list[torch.Tensor], layers: Sequence[str], adapters: RowAdapters
+    x: torch.Tensor, outs: list[torch.Tensor], layers: tuple[str, ...], adapters: RowAdapters
 ) -> list[torch.Tensor]:
     """Add what the adapters of the call have for these layers, which share the input."""
     for adapter, rows in adapters.groups:
-        deltas = [adapter.deltas.get(layer) for layer in layers]
-        found = [delta for delta in deltas if delta is not None]
-        if len(found) == len(layers):
-            outs = _with_deltas(x, outs, found, rows)
-        elif found:
-            changed = iter(_with_deltas(x, [out for out, one in zip(outs, deltas, strict=True) if one], found, rows))
-            outs = [next(changed) if one else out for out, one in zip(outs, deltas, strict=True)]
+        deltas, places = adapter.of_layers(layers)
+        if len(places) == len(outs):
+            outs = _with_deltas(x, outs, deltas, rows)
+        elif places:
+            changed = dict(zip(places, _with_deltas(x, [outs[place] for place in places], deltas, rows), strict=True))
+            outs = [changed.get(place, out) for place, out in enumerate(outs)]
     return outs
 
 
 def _with_deltas(
-    x: torch.Tensor, outs: list[torch.Tensor], deltas: list[Delta], rows: torch.Tensor | None
+    x: torch.Tensor, outs: list[torch.Tensor], deltas: Deltas, rows: torch.Tensor | None
 ) -> list[torch.Tensor]:
     if rows is None:
         return add_low_rank(outs, x, deltas)

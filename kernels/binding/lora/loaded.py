@@ -63,7 +63,7 @@ def new_delta(shape: DeltaShape, dtype: torch.dtype, device: torch.device) -> De
     for matrix in (down, up):
         matrix.weight = nn.Parameter(torch.zeros(matrix.weight.shape, dtype=dtype, device=device), requires_grad=False)
         attach(matrix, linear_forward)
-    return Delta(down, up, shape.scale)
+    return Delta(down, up, shape.scale, fixed=True)
 
 
 def tree_of(modules: Mapping[str, nn.Module]) -> nn.Module:

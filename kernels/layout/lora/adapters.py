@@ -5,13 +5,14 @@ Invariants:
 * The choice belongs to the context of a call (`forward_context.ForwardContext.adapters`). Who switches adapters on a
   shared module changes nothing of a call that another thread makes, nor of a recomputation.
 * An adapter is what it was when it was made: other layers or another scale are another adapter. Its matrices are read
-  at each call, because a trainer writes to them.
+  at each call, because a trainer writes to them; those of a fixed one, which was loaded, stay what and where they are.
 """
 
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,17 +37,48 @@ class LowRank(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class LowRanks:
+    """Holds the terms of layers that share an input.
+
+    Attributes:
+        fixed: the matrices stay what and where they are as long as this object lives.
+        worked_out: what kernels have worked out of them, for other calls with this object.
+    """
+
+    each: tuple[LowRank, ...]
+    fixed: bool = False
+    worked_out: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
 class Delta:
     """Holds what an adapter adds to one linear layer: ``scale * up(down(x))``.
 
     Attributes:
         down: ``[r, K]``, without a bias.
         up: ``[N, r]``, without a bias, the same dtype.
+        fixed: nobody else has the two modules; once written, their matrices stay what and where they are.
     """
 
     down: nn.Linear
     up: nn.Linear
     scale: float
+    fixed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Deltas:
+    """Holds what an adapter adds to layers that share an input."""
+
+    each: tuple[Delta, ...]
+
+    @cached_property
+    def fixed(self) -> LowRanks | None:
+        """Return the matrices of fixed deltas; None of others, which are read at each call."""
+        if not all(delta.fixed for delta in self.each):
+            return None
+        terms = (LowRank(delta.down.weight, delta.up.weight, delta.scale) for delta in self.each)
+        return LowRanks(tuple(terms), fixed=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +95,16 @@ class Adapter:
     deltas: Mapping[str, Delta]
     version: int = 0
     number: int = field(default_factory=new_number)
+    _joined: dict[tuple[str, ...], tuple[Deltas, tuple[int, ...]]] = field(default_factory=dict, repr=False)
+
+    def of_layers(self, layers: tuple[str, ...]) -> tuple[Deltas, tuple[int, ...]]:
+        """Return what is added to those of the layers that the adapter changes, and their places among the layers."""
+        found = self._joined.get(layers)
+        if found is None:
+            places = tuple(place for place, layer in enumerate(layers) if layer in self.deltas)
+            found = Deltas(tuple(self.deltas[layers[place]] for place in places)), places
+            self._joined[layers] = found
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from samebit.kernels.layout import device
-from samebit.kernels.layout.lora.adapters import Delta, LowRank
+from samebit.kernels.layout.lora.adapters import Deltas, LowRank, LowRanks
 from samebit.kernels.layout.shape_checks import check_host
 from samebit.kernels.ops.dispatch import operations_for
 from samebit.kernels.ops.linear import is_plain
 
 
-def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, deltas: Sequence[Delta]) -> list[torch.Tensor]:
+def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, deltas: Deltas) -> list[torch.Tensor]:
     """Compute ``base + scale * up(down(x))`` for layers of one input.
 
     Args:
@@ -33,14 +33,21 @@ def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, deltas: Sequenc
         ValueError: shapes that do not match.
         TypeError: matrices of two dtypes.
     """
-    if not torch.is_grad_enabled() and all(is_plain(delta.down) and is_plain(delta.up) for delta in deltas):
-        terms = [LowRank(_weight(delta.down), _weight(delta.up), delta.scale) for delta in deltas]
-        _check(bases, x, terms)
+    terms = None if torch.is_grad_enabled() else deltas.fixed or _terms_now(deltas)
+    if terms is not None:
+        _check(bases, x, terms.each)
         return operations_for(x).add_low_rank(bases, x, terms)
     return [
         (base + delta.up(delta.down(x.to(delta.down.weight.dtype))).to(torch.float32) * delta.scale).to(base.dtype)
-        for base, delta in zip(bases, deltas, strict=True)
+        for base, delta in zip(bases, deltas.each, strict=True)
     ]
+
+
+def _terms_now(deltas: Deltas) -> LowRanks | None:
+    """Return the matrices as they are now; None where a module does more than multiply."""
+    if not all(is_plain(delta.down) and is_plain(delta.up) for delta in deltas.each):
+        return None
+    return LowRanks(tuple(LowRank(_weight(delta.down), _weight(delta.up), delta.scale) for delta in deltas.each))
 
 
 def _weight(module: nn.Linear) -> torch.Tensor:
