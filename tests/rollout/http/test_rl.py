@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed import BroadcastOptions
 from transformers import AutoModelForCausalLM
 
@@ -210,6 +210,30 @@ def test_adapters_are_models(served: Served) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model 'mine' here") as raised:
         served.client.chat.completions.create(model="mine", **talk)
     assert raised.value.code == "model_not_found"
+
+
+def test_bad_adapters_are_refused_by_name_and_leave_no_trace(served: Served) -> None:
+    base = AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32)
+    folder = served.folder.parent / "bad-adapter"
+    get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(folder)
+    config, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    good, made = json.loads(config.read_text()), load_file(tensors)
+    half = {name: tensor for name, tensor in made.items() if "lora_A" in name}
+    wide = {name: torch.zeros(2 * tensor.shape[0], *tensor.shape[1:]) for name, tensor in made.items()}
+    cases: list[tuple[int, str, dict[str, object], dict[str, torch.Tensor]]] = [
+        (400, "should be a positive integer", {"r": 0}, made),
+        (409, "2 missing: ", {}, half),
+        (409, "4 misshapen: ", {}, wide),
+        (400, "exact are linear layers", {"target_modules": ["lm_head"]}, made),
+    ]
+    for status, says, changes, written in cases:
+        config.write_text(json.dumps(good | changes))
+        save_file(written, tensors)
+        answer = served.command("/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": "bad-adapter"})
+        assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), answer.text
+    assert [one.id for one in served.client.models.list().data] == ["tiny"]
+    with pytest.raises(openai.NotFoundError, match="there is no model 'bad' here"):
+        served.client.completions.create(model="bad", prompt="ab", max_tokens=3)
 
 
 def test_facts(served: Served) -> None:
