@@ -1,4 +1,5 @@
-"""Compute the linear layer on the CPU: choose among the matrix products in `gemm`; its gradients are torch's.
+"""Compute the linear layer on the CPU: choose among the matrix products in `gemm`; gradients in bfloat16, and
+those of a few rows, are torch's.
 
 T rows, K inputs, N outputs. Up to three layers of one input share the preparation of it and the start of the threads.
 """
@@ -7,11 +8,15 @@ from collections.abc import Sequence
 
 import torch
 
+from samebit.kernels.cpu import weight_gradient
 from samebit.kernels.cpu.base.memory import kind_of, with_unit_stride
 from samebit.kernels.cpu.gemm import amx, amx_tiles, dots, dots_vectors, few_rows, many_rows
 from samebit.kernels.cpu.gemm.layers import in_one
 from samebit.kernels.layout.grids import LANES, ceil_div
 from samebit.kernels.layout.options import Layer
+
+_ROWS_OF_GRADIENTS = 64
+"""With fewer rows torch's products are faster."""
 
 PRODUCTS_AN_ELEMENT = 16
 """Products that take the time of one element of a row-wise kernel."""
@@ -49,17 +54,36 @@ def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
 
 def gradient_of_inputs(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Implement `Operations.gradient_of_inputs`."""
-    return grad @ weight
+    if not _by_own_kernels(grad):
+        return grad @ weight
+    return multiply(grad, ((weight.t(), None),))[0]
 
 
 def gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Implement `Operations.gradient_of_weight`."""
-    return grad.T @ x
+    out = torch.empty(grad.size(1), x.size(1), dtype=grad.dtype)
+    write_gradient_of_weight(grad, x, out)
+    return out
+
+
+def write_gradient_of_weight(grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+    """Write `gradient_of_weight` to a contiguous ``[N, K]``."""
+    if not _by_own_kernels(grad):
+        torch.mm(grad.T, x, out=out)
+        return
+    grad, x = with_unit_stride(grad), with_unit_stride(x)
+    (rows, outputs), inputs = grad.shape, x.size(1)
+    weight_gradient.multiply(
+        rows * outputs * inputs // PRODUCTS_AN_ELEMENT,
+        grad.data_ptr(), grad.stride(0), x.data_ptr(), x.stride(0), rows, inputs, outputs, out.data_ptr(),
+    )  # fmt: skip
 
 
 def add_gradient_of_inputs(sums: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> None:
     """Implement `Operations.add_gradient_of_inputs`."""
-    if weight.dtype == torch.float32:
-        sums.addmm_(grad, weight)
-    else:
-        sums += grad @ weight
+    sums += gradient_of_inputs(grad, weight)
+
+
+def _by_own_kernels(grad: torch.Tensor) -> bool:
+    """Return whether gradients are not torch's: in float32, where there are rows enough to turn a weight over for."""
+    return grad.dtype == torch.float32 and grad.numel() >= _ROWS_OF_GRADIENTS * grad.size(-1)

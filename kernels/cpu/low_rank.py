@@ -271,7 +271,7 @@ def _add_tiles(x: Any, at: int, stride: int, rows: int, panel: Any, width: int, 
         for lane in range(0, width, VECTORS * LANES):
             multiply_tile(
                 min(VECTORS, (width - lane) // LANES), many, panel, lane, width,
-                x, at + row * stride, stride, depth, sums, row * width + lane,
+                x, at + row * stride, stride, 1, depth, sums, row * width + lane,
             )  # fmt: skip
         row += many
 

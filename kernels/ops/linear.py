@@ -3,7 +3,7 @@
 Contract: ``linear(x, w, b)[i]`` depends on ``x[i]`` alone, not on how many rows are multiplied with it nor
 on the number of threads. The order of the sum is written out (`cpu.gemm`): torch's GEMMs keep that promise in no dtype.
 In float32 a thread's share of under four rows runs another kernel; in bfloat16, on processors with tile instructions
-(AMX), the number of rows and of threads decides how the sum is cut. Gradients on the CPU are torch's own.
+(AMX), the number of rows and of threads decides how the sum is cut. On the CPU gradients in bfloat16 are torch's own.
 """
 
 from collections.abc import Sequence

@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,28 @@ def test_linear_is_near_the_float64_oracle(inputs: int, outputs: int) -> None:
     x, weight, bias = torch.randn(70, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     oracle = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     assert (linear(x, weight, bias) - oracle).abs().max() < 4e-7 * inputs**0.5 * 4
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 300])
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_gradients_are_near_float64_and_do_not_depend_on_threads(inputs: int, outputs: int, rows: int) -> None:
+    torch.manual_seed(inputs)
+    x, weight = torch.randn(rows, 2 * inputs)[:, inputs:], torch.randn(outputs, inputs)  # a part of a wider matrix
+    grad = torch.randn(outputs, rows).T
+    found = [gradients(x, weight, grad, number) for number in THREADS]
+    wide = gradients(x.double(), weight.double(), grad.double(), 1, torch.nn.functional.linear)
+    for of_one, of_two, oracle in zip(*found[:2], wide, strict=True):
+        assert torch.equal(of_one, of_two)
+        assert (of_one - oracle).norm() < 1e-6 * oracle.norm()
+
+
+def gradients(
+    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, number: int, layer: Callable[..., torch.Tensor] = linear
+) -> tuple[torch.Tensor, ...]:
+    """Those of x and weight."""
+    given = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    with threads(number):
+        return torch.autograd.grad(layer(*given), given, grad)
 
 
 @pytest.mark.parametrize("inputs", [1, 5, 15, 16, 17, 31, 100, 129, 1000])

@@ -9,7 +9,7 @@ import torch
 
 from samebit.kernels.cpu.base.memory import kind_of
 from samebit.kernels.cpu.gemm import amx_tiles, dots_vectors, grouped
-from samebit.kernels.cpu.linear import PRODUCTS_AN_ELEMENT
+from samebit.kernels.cpu.linear import PRODUCTS_AN_ELEMENT, write_gradient_of_weight
 from samebit.kernels.layout.options import Layer
 
 
@@ -64,7 +64,7 @@ def gradient_of_weights(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tens
     bounds = offsets.tolist()
     for expert, (first, last) in enumerate(pairwise(bounds)):
         if first < last:
-            torch.mm(left[first:last].T, right[first:last], out=out[expert])
+            write_gradient_of_weight(left[first:last], right[first:last], out[expert])
     return out
 
 

@@ -87,7 +87,7 @@ def _add_products(
             for lane in range(0, width, VECTORS * LANES):
                 multiply_tile(
                     min(VECTORS, (width - lane) // LANES), many, panel, k * width + lane, width,
-                    weight, output * weight_stride + depth + k, weight_stride, min(SUM_BLOCK, count - k),
+                    weight, output * weight_stride + depth + k, weight_stride, 1, min(SUM_BLOCK, count - k),
                     sums, (output - begin) * width + lane,
                 )  # fmt: skip
         output += many

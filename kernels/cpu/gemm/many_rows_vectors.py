@@ -46,6 +46,7 @@ def multiply_tile(
     weights: Any,
     weights_at: Any,
     weights_stride: Any,
+    weights_step: Any,
     count: Any,
     sums: Any,
     sums_at: Any,
@@ -53,17 +54,21 @@ def multiply_tile(
     """Add to ``sums[j, 16 v + lane]`` the chain over i < count of ``weight[j, i] * panel[i, 16 v + lane]``, from 0.
 
     ``vectors`` (v) is 1 to `VECTORS`, ``outputs`` (j) one of `OUTPUTS`; rows of the panel and of the sums are
-    ``width`` apart, rows of the weight, float32 or the uint16 bits of bfloat16, ``weights_stride``.
+    ``width`` apart, rows of the weight ``weights_stride``, its inputs ``weights_step``. The weight is float32, or the
+    uint16 bits of bfloat16, whose inputs lie side by side.
     """
     i64 = types.int64
-    signature = types.void(i64, i64, panel, i64, i64, weights, i64, i64, i64, sums, i64)
+    signature = types.void(i64, i64, panel, i64, i64, weights, i64, i64, i64, i64, sums, i64)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        many, wide, panel_array, panel_from, step, weight, weight_from, weight_step, n, sums_array, sums_from = args
+        many, wide, panel_array, panel_from, step, weight, *place, n, sums_array, sums_from = args
+        weight_from, weight_stride, weight_step = place
         index = many.type
 
         def emit(vector_count: int, output_count: int) -> None:
-            rows = [row_of(context, builder, weights, weight, weight_from, weight_step, j) for j in range(output_count)]
+            rows = [
+                row_of(context, builder, weights, weight, weight_from, weight_stride, j) for j in range(output_count)
+            ]
             start = pointer_to(context, builder, panel, panel_array, panel_from)
             lanes = [index(LANES * v) for v in range(vector_count)]
             targets = [
@@ -80,7 +85,9 @@ def multiply_tile(
 
             def one(i: Any, totals: list[Any]) -> list[Any]:
                 at = builder.add(done, i)
-                return add(at, [splat_element(builder, builder.gep(row, [at]), weights.dtype) for row in rows], totals)
+                here = builder.mul(at, weight_step)
+                factors = [splat_element(builder, builder.gep(row, [here]), weights.dtype) for row in rows]
+                return add(at, factors, totals)
 
             def two(pair: Any, totals: list[Any]) -> list[Any]:
                 i = builder.shl(pair, index(1))
