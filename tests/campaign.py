@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -25,3 +25,17 @@ def first_of(cases: Sequence[Any], count: int = 1) -> list[Any]:
     """Return the cases of a parametrised test; those after the first ``count`` are for `make soak`."""
     parts = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [*cases[:count], *(pytest.param(*part, marks=MARKS) for part in parts[count:])]
+
+
+def in_pairs(
+    first: Iterable[Any], second: Iterable[Any], third: Iterable[Any], *, every: bool = CAMPAIGN
+) -> list[tuple[Any, Any, Any]]:
+    """Return each of the first with each of the second, and with the third in turns; or `every` combination."""
+    turns = list(third)
+    return [
+        (one, two, three)
+        for row, one in enumerate(first)
+        for column, two in enumerate(second)
+        for turn, three in enumerate(turns)
+        if every or (row + column) % len(turns) == turn
+    ]

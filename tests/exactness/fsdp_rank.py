@@ -1,4 +1,4 @@
-"""One rank of an FSDP2 group, run by test_fsdp.py: `fsdp_rank.py FOLDER RANK WORLD`. Any difference raises.
+"""One rank of an FSDP2 group, which test_fsdp.py forks: any difference raises.
 
 Per case: a bound model, sharded as trainers shard it (every layer, an untied embedding and head, the root), gives
 the log-probabilities and, in float32, the gradients of the same model in one piece in the dtype that is computed in.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,8 +153,9 @@ def check_update(mesh: DeviceMesh, dtype: torch.dtype) -> None:
         assert not torch.equal(after, before)
 
 
-def main(folder: Path, rank: int, world: int) -> None:
-    store = dist.FileStore(str(folder / "store"), world)
+def main(rank: int, folder: str, ranks: str) -> None:
+    world = int(ranks)
+    store = dist.FileStore(f"{folder}/store", world)
     scored_head.BYTES_AT_ONCE = 4 * CONFIG["vocab_size"] * ROWS_AT_ONCE
     bound_causal.logprobs_from_logits = None  # of all logits at once, which is not to happen
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=900))
@@ -167,7 +167,3 @@ def main(folder: Path, rank: int, world: int) -> None:
     check_update(mesh, torch.bfloat16)
     dist.destroy_process_group()
     sys.stdout.write("all went well\n")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -103,9 +103,10 @@ def assert_near_the_oracle(
     model = bind(make_model(family, dtype, **changes))
     exact_scores = partial(hugging_face, begin=follow(oracle, model, sequences)) if same_experts else hugging_face
     value_error, grad_error = tolerance
-    layout = LAYOUTS["left padded"]
-    found, exact = torch.cat(layout(model, sequences)), torch.cat(exact_scores(oracle, sequences))
-    assert relative_error(found, exact) < value_error
-    mine, theirs = gradients(model, layout, sequences), gradients(oracle, exact_scores, sequences)
+    found, exact = LAYOUTS["left padded"](model, sequences), exact_scores(oracle, sequences)
+    assert relative_error(torch.cat(found), torch.cat(exact)) < value_error
+    for scores in (found, exact):
+        loss(scores).backward()
+    mine, theirs = take_gradients(model), take_gradients(oracle)
     errors = {name: relative_error(mine[name], grad) for name, grad in theirs.items()}
     assert max(errors.values()) < grad_error, errors

@@ -17,6 +17,7 @@ from samebit.kernels.binding.trainer import logprob_head as scored_head
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, cli
 from samebit.rollout.adapters import loading
 from samebit.rollout.audit import audit as check
+from samebit.rollout.audit import weight_updates
 from samebit.rollout.audit.compare import Row
 from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
 from samebit.rollout.audit.weight_updates import WeightsCheck
@@ -41,7 +42,13 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
-def test_json_is_one_object_and_nothing_else(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_and_nothing_else(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under `make soak` with as many sleeps and steps as users get; otherwise few, in which each order is."""
+    cycles, steps = (weight_updates.CYCLES, weight_updates.STEPS) if CAMPAIGN else (4, 12)
+    monkeypatch.setattr(weight_updates, "CYCLES", cycles)
+    monkeypatch.setattr(weight_updates, "STEPS", steps)
     assert cli.main(["check", folder, "--json", "--tokens", "26", "--dtype", "float32"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True
@@ -49,8 +56,8 @@ def test_json_is_one_object_and_nothing_else(folder: str, capsys: pytest.Capture
     assert len(set(names)) == len(names) >= 38
     weights = [name for name in names if name.startswith(("weights", "slept", "delta"))]
     assert len(weights) == 12
-    assert "slept and woken 100 times" in weights
-    assert "delta against dense, 50 optimizer steps" in weights
+    assert f"slept and woken {cycles} times" in weights
+    assert f"delta against dense, {steps} optimizer steps" in weights
     for row in report["rows"]:
         assert row.keys() == {"name", "tokens", "differing", "max_abs_diff"}
         assert row["tokens"] > 50

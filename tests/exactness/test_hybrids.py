@@ -7,8 +7,8 @@ import torch
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
 
-from ..campaign import first_of
-from .families import CAMPAIGN, DTYPES, HYBRIDS, bound_model, cast, make_model, paired, token_ids
+from ..campaign import first_of, in_pairs
+from .families import DTYPES, HYBRIDS, bound_model, cast, make_model, paired, token_ids
 from .gradients import (
     assert_equal,
     assert_near_the_oracle,
@@ -61,16 +61,7 @@ def test_steps_give_the_training_bits(family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("family", "dtype", "chunk"),
-    [
-        (family, dtype, chunk)
-        for first, family in enumerate(HYBRIDS)
-        for second, dtype in enumerate(DTYPES)
-        for third, chunk in enumerate(CHUNKS)
-        if CAMPAIGN or (first + second) % len(CHUNKS) == third
-    ],
-)
+@pytest.mark.parametrize(("family", "dtype", "chunk"), in_pairs(HYBRIDS, DTYPES, CHUNKS))
 def test_other_chunks(family: str, dtype: torch.dtype, chunk: int) -> None:
     """Under `make soak` every chunk with every family and dtype; otherwise one of the three with each."""
     model = bound_model(family, dtype, chunk)

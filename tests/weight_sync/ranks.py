@@ -1,4 +1,4 @@
-"""One rank of a gloo group, run by test_distributed.py: `ranks.py FOLDER RANK`. Any wrong result raises.
+"""One rank of a gloo group, which test_distributed.py forks: any wrong result raises.
 
 Ranks 0 and 1 train on shards, rank 2 receives; in the plain syncs rank 0 sends and 1 and 2 receive.
 """
@@ -9,11 +9,9 @@ import contextlib
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,8 +198,7 @@ def death_of_a_receiver(rank: int) -> None:
             apply_weights(model, link)
 
 
-def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+def main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=HANG)
@@ -212,7 +209,3 @@ def main() -> None:
     death_of_a_receiver(rank)
     os.write(1, b"all went well\n")
     os._exit(0)  # the group is broken: its teardown would wait for the dead rank
-
-
-if __name__ == "__main__":
-    main()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -32,30 +30,16 @@ from samebit.weight_sync import (
     open_update,
 )
 
+from ..forked import run_ranks
 from ..patience import HANG, wait_until
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 
 
 def test_three_ranks(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(tmp_path), str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
-        )
-        for rank in range(3)
-    ]
-    try:
-        said = [rank.communicate(timeout=HANG)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    codes = [rank.returncode for rank in ranks]
-    assert codes == [0, 0, -signal.SIGKILL], "\n".join(said)
-    assert all("all went well" in text for text in said[:2])
+    codes, said = run_ranks(SCRIPT, 3, tmp_path, patience=HANG)
+    assert codes == [0, 0, -signal.SIGKILL], said
+    assert said.count("all went well") == 2
 
 
 def test_a_group_without_a_world() -> None:

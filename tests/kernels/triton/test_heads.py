@@ -15,14 +15,15 @@ from samebit.kernels.ops.norm import rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotate
 from samebit.kernels.triton import heads
 
-from ...campaign import CAMPAIGN
+from ...campaign import CAMPAIGN, in_pairs
 from .gpu import DEVICE, DTYPES, poisoned
 from .launches import launches
 
 SIZES = [(3, 1, 32, 16), (4, 2, 50, 6), (2, 2, 100, 50), (6, 3, 129, 64)]
 """Query and KV heads, elements of a head, angles."""
 
-ROWS = (1, 2, 3, 7) if CAMPAIGN or DEVICE == "cuda" else (1, 3)
+EVERY = CAMPAIGN or DEVICE == "cuda"
+ROWS = (1, 2, 3, 7) if EVERY else (1, 3)
 """Three are a sequence of two tokens and one of one, which is all that seven have."""
 
 
@@ -58,9 +59,7 @@ def operands(
     return qkv, tables, HeadNorms(*(poisoned(torch.randn(size).to(dtype)) for _ in range(2)), 1e-6, 1.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("sizes", "dtype", "normed"), in_pairs(SIZES, DTYPES, (False, True), every=EVERY))
 def test_one_launch_has_the_bits_of_a_launch_each(
     sizes: tuple[int, int, int, int], normed: bool, dtype: torch.dtype
 ) -> None:

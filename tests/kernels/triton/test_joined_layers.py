@@ -14,11 +14,19 @@ from samebit.kernels.triton.matmul import multiply_layers
 from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile, Rung
 from samebit.kernels.triton.tiles.proved_equal import JoinedLayers, joined, proved_joined
 
+from ...campaign import CAMPAIGN, in_pairs
 from .gpu import DEVICE, DTYPES, poisoned
 from .launches import launches
 
 TILE = MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=2)
 SMALL = MatmulTile(rows=32, outputs=16, depth=64, warps=4, stages=2)
+SIZES = [(100, (96, 32, 32)), (129, (129, 129)), (64, (1, 200, 77))]
+"""Inputs, and outputs of each layer."""
+
+EVERY = CAMPAIGN or DEVICE == "cuda"
+ROWS = (1, 2, 3, 7, 70) if EVERY else (1, 3, 70)
+"""The last is more than a tile has."""
+
 JOINED = JoinedLayers(torch.device(DEVICE), 100, (77, 16), torch.bfloat16, biased=True)
 
 
@@ -43,16 +51,15 @@ def launched(x: torch.Tensor, layers: list[Layer]) -> list[str]:
     return [name for name in names if name.startswith("_multiply")]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("inputs", "outputs"), [(100, (96, 32, 32)), (129, (129, 129)), (64, (1, 200, 77))])
+@pytest.mark.parametrize(("sizes", "dtype", "biased"), in_pairs(SIZES, DTYPES, (False, True), every=EVERY))
 def test_each_layer_has_the_bits_of_a_launch_of_its_own(
-    inputs: int, outputs: tuple[int, ...], biased: bool, dtype: torch.dtype
+    sizes: tuple[int, tuple[int, ...]], dtype: torch.dtype, biased: bool
 ) -> None:
+    inputs, outputs = sizes
     torch.manual_seed(inputs)
     layers = layers_of(inputs, outputs, [biased] * len(outputs), dtype)
     x = torch.randn(70, inputs).to(dtype)
-    for rows in (1, 2, 3, 7, 70):
+    for rows in ROWS:
         some = poisoned(x[-rows:])
         together = multiply(some, layers)
         for found, layer, size in zip(together, layers, outputs, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,32 +25,41 @@ SCRIPT = Path(__file__).with_name("worker_process.py")
 SHORT = 1.0
 
 
-class WorkerProcess:
+class WorkerProcesses:
+    """One after the other: forks of one process."""
+
     def __init__(self, folder: Path, address: str) -> None:
-        self._process = subprocess.Popen(
+        self._parent = subprocess.Popen(
             [sys.executable, str(SCRIPT), str(folder), address],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=folder,
         )
+        self._worker = 0
+
+    def start(self) -> None:
+        self._worker = self.ask("start")
 
     def tell(self, command: str) -> None:
-        assert self._process.stdin is not None
-        print(command, file=self._process.stdin, flush=True)
+        assert self._parent.stdin is not None
+        print(command, file=self._parent.stdin, flush=True)
 
     def answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+        assert self._parent.stdout is not None
+        return json.loads(self._parent.stdout.readline())
 
     def ask(self, command: str) -> Any:
         self.tell(command)
         return self.answer()
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-        assert self._process.returncode == -signal.SIGKILL
+        os.kill(self._worker, signal.SIGKILL)
+        assert self.answer() == -signal.SIGKILL
+
+    def end(self) -> None:
+        self._parent.communicate()
+        assert self._parent.returncode == 0
 
 
 def test_a_worker_process_is_killed_while_it_generates(tmp_path: Path) -> None:
@@ -57,15 +67,16 @@ def test_a_worker_process_is_killed_while_it_generates(tmp_path: Path) -> None:
     trainer = tiny(1)
     tiny(2).save_pretrained(tmp_path)
     with SharedMemorySender(timeout=2 * HANG) as sender, ThreadPoolExecutor(1) as beside:
+        worker = WorkerProcesses(tmp_path, sender.address)
 
-        def synced(worker: WorkerProcess) -> Any:
+        def synced() -> Any:
             worker.tell("receive")
             report = sender.send(trainer, delta=True)
             assert worker.answer() == 1
             return report
 
-        worker = WorkerProcess(tmp_path, sender.address)
-        synced(worker)
+        worker.start()
+        synced()
         assert worker.ask("begin") > 0
         sending = beside.submit(sender.send, trainer, delta=True)
         time.sleep(0.2)
@@ -76,8 +87,8 @@ def test_a_worker_process_is_killed_while_it_generates(tmp_path: Path) -> None:
             sending.result(HANG)
         assert time.monotonic() - began < HANG
 
-        worker = WorkerProcess(tmp_path, sender.address)
-        assert not synced(worker).delta
+        worker.start()
+        assert not synced().delta
         assert worker.ask("begin") > 0
         worker.kill()
         sender.link.patience.seconds = SHORT
@@ -85,10 +96,11 @@ def test_a_worker_process_is_killed_while_it_generates(tmp_path: Path) -> None:
             sender.send(trainer, delta=True)
 
         sender.link.patience.seconds = 2 * HANG
-        worker = WorkerProcess(tmp_path, sender.address)
-        report = synced(worker)
+        worker.start()
+        report = synced()
         assert not report.delta, "all of it"
         assert report.sent_bytes == report.dense_bytes
         with RolloutWorker(trainer, config=CONFIG) as local:
             assert worker.ask("samples") == samples(local)
         worker.kill()
+        worker.end()

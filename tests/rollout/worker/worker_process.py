@@ -1,11 +1,13 @@
-"""A worker in a process of its own, run by test_worker_process.py: `worker_process.py FOLDER ADDRESS`.
+"""Workers in processes of their own, run by test_worker_process.py: `worker_process.py FOLDER ADDRESS`.
 
-Each line on stdin is a command; the answer is a line of JSON.
+The first line on stdin forks a worker, which answers with the number of its process. What follows are commands to it;
+each answer is a line of JSON. Its exit code is the last, and the next line forks another.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -35,8 +37,7 @@ def begin(worker: Any) -> float:
     return float(worker.stats()["running"])
 
 
-def main() -> None:
-    folder, address = sys.argv[1:]
+def work(folder: str, address: str) -> None:
     with RolloutWorker(folder, config=CONFIG) as worker, SharedMemoryReceiver(address, timeout=900) as end:
         commands = {
             "receive": lambda: worker.receive_weights(end, verify=True).version,
@@ -44,8 +45,23 @@ def main() -> None:
             "begin": lambda: begin(worker),
         }
         for line in sys.stdin:
-            sys.stdout.write(json.dumps(commands[line.strip()]()) + "\n")
-            sys.stdout.flush()
+            say(commands[line.strip()]())
+
+
+def say(answer: object) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Load what workers need, and compute nothing."""
+    while sys.stdin.readline():
+        child = os.fork()
+        if child == 0:
+            say(os.getpid())
+            work(*sys.argv[1:])
+            os._exit(0)
+        say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 if __name__ == "__main__":
