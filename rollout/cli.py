@@ -6,10 +6,12 @@ What is heavy is imported by the subcommand that needs it, after the process has
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from logging import CRITICAL
 
 from samebit.kernels.openmp import ENVIRONMENT
@@ -99,13 +101,26 @@ def _let_idle_threads_sleep() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _check(arguments: argparse.Namespace) -> int:
-    from safetensors import SafetensorError
-    from transformers.utils import logging
+@contextmanager
+def _collecting_no_garbage() -> Iterator[None]:
+    """Let libraries be loaded without a search for garbage among what they make: there is next to none."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
-    from samebit.rollout.audit.audit import check_model
-    from samebit.rollout.audit.compare import Row
-    from samebit.rollout.errors import NonFiniteLogitsError
+
+def _check(arguments: argparse.Namespace) -> int:
+    with _collecting_no_garbage():
+        from safetensors import SafetensorError
+        from transformers.utils import logging
+
+        from samebit.rollout.audit.audit import check_model
+        from samebit.rollout.audit.compare import Row
+        from samebit.rollout.errors import NonFiniteLogitsError
 
     logging.disable_progress_bar()
     logging.set_verbosity(CRITICAL)  # what matters of it is in the error
@@ -139,11 +154,12 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from safetensors import SafetensorError
-    from transformers.utils import logging
+    with _collecting_no_garbage():
+        from safetensors import SafetensorError
+        from transformers.utils import logging
 
-    from samebit.rollout.audit.speed import Load, memory_figures, speed_figures
-    from samebit.rollout.errors import NonFiniteLogitsError
+        from samebit.rollout.audit.speed import Load, memory_figures, speed_figures
+        from samebit.rollout.errors import NonFiniteLogitsError
 
     logging.disable_progress_bar()
     logging.set_verbosity(CRITICAL)  # what matters of it is in the error
@@ -173,7 +189,8 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _serve(given: Sequence[str]) -> int:
     """Serve; its many options have a parser of their own (`samebit serve --help`)."""
     try:
-        from samebit.rollout.integrations.http.serving import main as serve
+        with _collecting_no_garbage():
+            from samebit.rollout.integrations.http.serving import main as serve
     except ImportError as error:
         sys.stderr.write(f"samebit serve: {error}\n")
         return UNUSABLE

@@ -1,5 +1,6 @@
 """`samebit check`: what it prints, what it exits with, and that it can find a difference."""
 
+import gc
 import json
 import os
 import sys
@@ -246,6 +247,7 @@ def test_what_can_not_be_checked_is_one_line(
     else:
         make_model("Mixtral", router_jitter_noise=0.1).save_pretrained(folder)
     assert cli.main(["check", folder, "--json"]) == 2
+    assert gc.isenabled(), "not while it loads its libraries, and then again"
     printed = capsys.readouterr()
     assert printed.out == ""
     (line,) = [line for line in printed.err.splitlines() if line.startswith("samebit check: ")]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from samebit.recipes.settings import OnPolicy
 
@@ -31,3 +32,9 @@ def tiny() -> Callable[..., Any]:
         return kind(out=out, **{**TINY, **changes})
 
     return make
+
+
+@pytest.fixture
+def pictures_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run draws its picture, but does not render it, which takes longer than two steps of training."""
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: None)

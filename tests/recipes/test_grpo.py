@@ -13,6 +13,9 @@ import pytest
 from samebit.recipes import experiment, grpo, report, tiny_model
 from samebit.recipes.problem import Problem
 
+pytestmark = pytest.mark.usefixtures("pictures_not_rendered")
+"""But for the run of `out`, which is made before the first test."""
+
 Tiny = Callable[..., Any]
 STEPS = 2
 EVERY_STEP = {
