@@ -11,6 +11,7 @@ Invariants:
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -40,7 +41,8 @@ class HeadFacts:
 def head_forward(self: Any, x: torch.Tensor) -> torch.Tensor | Scores:
     """Compute a language model's logits in float32, or the scores that were asked for instead."""
     scoring, facts = installed_scoring(), self.samebit
-    with torch.autocast(x.device.type, enabled=False):
+    device = x.device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         if scoring is None:
             return linear(x, self.weight, self.bias).float()
         x = x.to(self.weight.dtype)  # Mamba2's are float32, and its class rounds them before the head

@@ -6,6 +6,7 @@ Each is a plain function of the module, attached to the instance together with t
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
@@ -138,7 +139,8 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     context = installed_context() or training_context(tuple(ids.shape), mask, positions, ids.device)
     if len(context.positions) != ids.numel():
         raise ValueError(f"the installed ForwardContext has {len(context.positions)} rows, input_ids {ids.numel()}")
-    if torch.is_autocast_enabled(ids.device.type):
+    casts = torch.is_autocast_enabled(ids.device.type)
+    if casts:
         warnings.warn(
             "a bound model computes in the dtype of its parameters: autocast does not change it", stacklevel=2
         )
@@ -149,7 +151,12 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = context if context.adapters is not None else replace(context, adapters=facts.adapters.of_flags())
         positions = LayoutPositions.of(context, positions)
     kwargs.update(attention_mask=_mask(facts, context), position_ids=positions, use_cache=False)
-    with torch.cuda.device_of(ids), use_context(context), torch.autocast(ids.device.type, enabled=False):
+    with ExitStack() as stack:
+        stack.enter_context(use_context(context))
+        if ids.is_cuda:
+            stack.enter_context(torch.cuda.device_of(ids))
+        if casts:
+            stack.enter_context(torch.autocast(ids.device.type, enabled=False))
         out = type(self).forward(self, *args, **kwargs)
     if facts.adapters is not None:  # somebody may have merged them meanwhile
         facts.adapters.check_unmerged()

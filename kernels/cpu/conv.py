@@ -25,15 +25,15 @@ _PARTS = 16
 
 
 def _convolve(
-    threads: int, x_at: int, stride: int, weight_at: int, bias_at: int, rows: int, width: int, taps: int, rows_at: int,
+    threads: int, x_at: int, stride: int, weight_at: int, bias_at: int, rows: int, width: int, taps: int,
     layout_at: int, sequences: int, grid: int, windows_at: int, block_windows_at: int, captures_at: int,
     num_captures: int, captured_at: int, out_at: int, kind: Any, weight_kind: Any, bias_kind: Any,
 ) -> None:  # fmt: skip
     """Convolve all rows, then move the windows on; takes addresses, sizes and strides.
 
-    ``rows``: the sequence of each row and its place in it. ``layout``: first row, length, start and slot, each of all
-    sequences. ``grid``: the window as of the last multiple of so many tokens is kept in ``block_windows``; 0 for a
-    call without memory. ``captures``: (sequence, position, checkpoint).
+    ``layout``: first row, length, start and slot, each of all sequences; rows of none are left as they are. ``grid``:
+    the window as of the last multiple of so many tokens is kept in ``block_windows``; 0 for a call without memory.
+    ``captures``: (sequence, position, checkpoint).
     """
     filters = np.empty((taps + 1, width), np.float32)
     _spread(elements(weight_at, width * taps, weight_kind), filters)
@@ -43,8 +43,7 @@ def _convolve(
     share_out(
         _conv_rows, parts, threads,
         (
-            parts, x, stride, filters, integers(rows_at, 2 * rows), rows, layout, sequences, windows,
-            elements(out_at, rows * width, kind),
+            parts, x, stride, filters, rows, layout, sequences, windows, elements(out_at, rows * width, kind),
         ),
     )  # fmt: skip
     share_out(
@@ -71,20 +70,17 @@ def _spread(weight: Any, filters: Any) -> None:
 
 @kernel_part
 def _conv_rows(
-    part: int, parts: int, x: Any, stride: int, filters: Any, rows: Any, num_rows: int, layout: Any, sequences: int,
-    windows: Any, out: Any,
+    part: int, parts: int, x: Any, stride: int, filters: Any, rows: int, layout: Any, sequences: int, windows: Any,
+    out: Any,
 ) -> None:  # fmt: skip
     width = filters.shape[1]
     acc = np.empty(width, np.float32)
-    for row in range(num_rows * part // parts, num_rows * (part + 1) // parts):
-        sequence = rows[row]
-        result = out[row * width : (row + 1) * width]
-        if sequence < 0:
-            for c in range(width):
-                result[c] = 0
-        else:
-            start, slot = layout[2 * sequences + sequence], layout[3 * sequences + sequence]
-            _conv_row(x, stride, filters, row, rows[num_rows + row], start, slot, windows, acc)
+    first, last = rows * part // parts, rows * (part + 1) // parts
+    for sequence in range(sequences):
+        begin, start, slot = layout[sequence], layout[2 * sequences + sequence], layout[3 * sequences + sequence]
+        for row in range(max(first, begin), min(last, begin + layout[sequences + sequence])):
+            _conv_row(x, stride, filters, row, row - begin, start, slot, windows, acc)
+            result = out[row * width : (row + 1) * width]
             for c in range(width):
                 result[c] = narrow(acc[c] * sigmoid(acc[c]), result[c])
 
@@ -139,10 +135,17 @@ def _move_windows(
 def _window_at(x: Any, stride: int, row: int, offset: int, width: int, size: int, before: Any, target: Any) -> None:
     """Copy the last inputs before row ``row + offset``; ascending, so that ``target`` may be ``before``."""
     for j in range(size):
-        place = offset - size + j
-        source = (row + place) * stride if place >= 0 else (size + place) * width
-        for c in range(width):
-            target[j * width + c] = x[source + c] if place >= 0 else before[source + c]
+        place, kept = offset - size + j, target[j * width : (j + 1) * width]
+        if place >= 0:
+            _copy(x[(row + place) * stride : (row + place) * stride + width], kept)
+        else:
+            _copy(before[(size + place) * width : (size + place + 1) * width], kept)
+
+
+@inlined_part
+def _copy(source: Any, target: Any) -> None:
+    for c in range(len(target)):
+        target[c] = source[c]
 
 
 def conv_forward(
@@ -154,7 +157,7 @@ def conv_forward(
     x = with_unit_stride(x)
     weight, bias = weight.contiguous(), bias.contiguous()
     taps = weight.shape[-1]
-    out = torch.empty(rows, width, dtype=x.dtype)
+    out = (torch.empty if context.covers_all_rows else torch.zeros)(rows, width, dtype=x.dtype)
     windows, block_windows, captured, captures, kept, grid = 0, 0, 0, 0, 0, 0
     if context.states is not None:
         memory = context.states.layers[layer]
@@ -165,7 +168,7 @@ def conv_forward(
             kept = context.states.checkpoints[layer].window.data_ptr()
     _convolve_rows(
         x.numel() * taps, x.data_ptr(), x.stride(0), weight.data_ptr(), bias.data_ptr(), rows, width, taps,
-        context.row_table.data_ptr(), context.layout.data_ptr(), len(context.lengths), grid, windows, block_windows,
+        context.layout.data_ptr(), len(context.lengths), grid, windows, block_windows,
         captured, captures, kept, out.data_ptr(), kind_of(x.dtype), kind_of(weight.dtype), kind_of(bias.dtype),
     )  # fmt: skip
     return out, saved

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from samebit.kernels.cpu.base.jit import SharedKernel, array, parameter_array, strided_rows
-from samebit.kernels.cpu.base.memory import elements, floats, kind_of
+from samebit.kernels.cpu.base.jit import SharedKernel, array, parameter_array
+from samebit.kernels.cpu.base.memory import NO_END, elements, floats, kind_of, with_unit_stride
 from samebit.kernels.cpu.base.numeric import fma, narrow, sigmoid, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
@@ -117,31 +117,36 @@ def _layer_norm_row(
 
 
 def _gated_rms_norm(
-    threads: int, x: Any, gate: Any, gate_stride: int, weight: Any, eps: Any, rows: int, width: int, groups: int,
-    gate_first: bool, by_sigmoid: bool, out: Any,
+    threads: int, addresses: tuple[int, int, int, int], gate_stride: int, sizes: tuple[int, int, int, int], eps: Any,
+    gate_first: bool, by_sigmoid: bool, kind: Any, weight_kind: Any,
 ) -> None:  # fmt: skip
+    """Normalise all rows; addresses of x, gate, weight and out; rows, their width, groups, width of the weight."""
     share_out(
         _gated_rms_norm_part, _PARTS, threads,
-        (x, gate, gate_stride, weight, eps, rows, width, groups, gate_first, by_sigmoid, out),
+        (addresses, gate_stride, sizes, eps, gate_first, by_sigmoid, kind, weight_kind),
     )  # fmt: skip
 
 
 @kernel_part
 def _gated_rms_norm_part(
-    part: int, x: Any, gate: Any, gate_stride: int, weight: Any, eps: Any, rows: int, width: int, groups: int,
-    gate_first: bool, by_sigmoid: bool, out: Any,
+    part: int, addresses: Any, gate_stride: int, sizes: Any, eps: Any, gate_first: bool, by_sigmoid: bool, kind: Any,
+    weight_kind: Any,
 ) -> None:  # fmt: skip
+    x_at, gate_at, weight_at, out_at = addresses
+    rows, width, groups, weight_width = sizes
+    x, gate, out = elements(x_at, rows * width, kind), elements(gate_at, NO_END, kind), elements(out_at, NO_END, kind)
+    weight = elements(weight_at, weight_width, weight_kind)
     size = width // groups
     lanes = np.empty(LANES, np.float32)
     scaled = np.empty(size, np.float32)
     gates = np.empty(size, np.float32)
     for row in range(rows * part // _PARTS, rows * (part + 1) // _PARTS):
         for group in range(groups):
-            at = row * width + group * size
-            gate_at = row * gate_stride + group * size
+            at, first = row * width + group * size, group * size % weight_width
+            opening = row * gate_stride + group * size
             _gated_rms_norm_group(
-                x[at : at + size], gate[gate_at : gate_at + size], weight[group * size : (group + 1) * size], eps,
-                gate_first, by_sigmoid, out[at : at + size], scaled, gates, lanes,
+                x[at : at + size], gate[opening : opening + size], weight[first : first + size], eps, gate_first,
+                by_sigmoid, out[at : at + size], scaled, gates, lanes,
             )  # fmt: skip
 
 
@@ -235,12 +240,12 @@ def gated_rms_norm_forward(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, options: GatedNormOptions
 ) -> tuple[torch.Tensor, Saved]:
     """Implement `Operations.gated_rms_norm_forward`."""
-    rows, width = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype)
+    dense, gates, factors = x.contiguous(), with_unit_stride(gate), weight.contiguous()
+    out = torch.empty_like(dense)
     _gated_rms_norm_rows(
-        x.numel(), array(x.contiguous()).reshape(-1), *strided_rows(gate), parameter_array(weight),
-        np.float32(options.eps), rows, width, options.groups, options.gate_first, options.sigmoid,
-        array(out).reshape(-1),
+        x.numel(), (dense.data_ptr(), gates.data_ptr(), factors.data_ptr(), out.data_ptr()), gates.stride(0),
+        (*x.shape, options.groups, len(factors)), np.float32(options.eps), options.gate_first, options.sigmoid,
+        kind_of(x.dtype), kind_of(weight.dtype),
     )  # fmt: skip
     return out, (x, gate, weight)
 

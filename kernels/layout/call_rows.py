@@ -56,46 +56,42 @@ class CallRows:
         return np.stack([sequence, piece * QUERY_TILE], axis=1).astype(np.int32)
 
     @cached_property
+    def computed(self) -> tuple[Ints, Ints, Ints]:
+        """List of each token that is computed, sequence after sequence, its sequence, its place there, and its row."""
+        sequences = np.arange(len(self.lengths), dtype=np.int32)
+        if self.lengths.size and self.lengths.min() == self.lengths.max() == 1:  # a decode step
+            return sequences, np.zeros_like(sequences), self.row_start
+        owner = np.repeat(sequences, self.lengths)
+        before = (np.cumsum(self.lengths) - self.lengths).astype(np.int32)
+        within = np.arange(len(owner), dtype=np.int32) - before[owner]
+        return owner, within, self.row_start[owner] + within
+
+    @cached_property
     def blocks_and_offsets(self) -> tuple[Ints, Ints]:
         """Return ``[T]`` block and offset in it that each row's key and value go to.
 
         (0, 0) for padding and for tokens that are not written.
         """
-        total = int(self.lengths.sum())
-        sequence = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        within = np.arange(total) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
+        sequence, within, rows = self.computed
         token = self.starts[sequence] + within
-        rows = self.row_start[sequence] + within
-        blocks = np.zeros(len(self.positions), np.int32)
-        offsets = np.zeros(len(self.positions), np.int32)
-        blocks[rows] = self.block_tables[self.table_rows[sequence], token // self.block_size]
-        offsets[rows] = token % self.block_size
-        if self.write_from is not None:
-            kept = rows[token < self.write_from[sequence]]
-            blocks[kept] = offsets[kept] = 0
-        return blocks, offsets
+        written = True if self.write_from is None else token >= self.write_from[sequence]
+        places = np.zeros((2, self.num_rows), np.int32)
+        places[0, rows] = self.block_tables[self.table_rows[sequence], token // self.block_size] * written
+        places[1, rows] = token % self.block_size * written
+        return places[0], places[1]
 
     @cached_property
     def tokens_of_rows(self) -> tuple[Ints, Ints]:
         """Return ``[T]`` sequence of each row, and its place among that one's rows of the call; (-1, 0): padding."""
-        sequences = np.full(len(self.positions), -1, np.int32)
-        within = np.zeros(len(self.positions), np.int32)
-        owner = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
-        place = np.arange(len(owner)) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
-        rows = self.row_start[owner] + place
-        sequences[rows] = owner
-        within[rows] = place
-        return sequences, within
+        sequence, within, rows = self.computed
+        owners, places = np.full(self.num_rows, -1, np.int32), np.zeros(self.num_rows, np.int32)
+        owners[rows], places[rows] = sequence, within
+        return owners, places
 
     @cached_property
     def layout(self) -> torch.Tensor:
         """Return ``[4, S]`` int32, first row, length, start, table row of each sequence, for what takes addresses."""
         return torch.from_numpy(np.array([self.row_start, self.lengths, self.starts, self.table_rows], np.int32))
-
-    @cached_property
-    def row_table(self) -> torch.Tensor:
-        """Return `tokens_of_rows` as ``[2, T]`` int32, likewise."""
-        return torch.from_numpy(np.array(self.tokens_of_rows, np.int32))
 
     @cached_property
     def captured(self) -> torch.Tensor:

@@ -81,7 +81,7 @@ class Operations(Protocol):
     def gated_rms_norm_forward(
         self, x: Tensor, gate: Tensor, weight: Tensor, options: GatedNormOptions
     ) -> tuple[Tensor, Saved]:
-        """Compute the gated RMSNorm of rows."""
+        """Compute the gated RMSNorm of rows; ``weight``: of all groups, or of one, which they share."""
 
     def gated_rms_norm_backward(
         self, saved: Saved, grad: Tensor, options: GatedNormOptions

@@ -77,14 +77,14 @@ def gated_rms_norm(
     Args:
         x: ``[T, W]`` float32 or bfloat16, contiguous.
         gate: ``[T, W]``, same dtype; rows may be strided.
-        weight: ``[W]`` float32 or bfloat16.
+        weight: ``[W]`` float32 or bfloat16; or that of one group, which all of them share.
         options: which of the two, and the size of the groups.
 
     Raises:
         ValueError: a gate or a weight of another shape, groups that do not divide the width.
         TypeError: other dtypes.
     """
-    check_rows(x, weight=weight)
+    check_rows(x)
     if x.dim() != 2 or gate.shape != x.shape or options.groups < 1 or x.shape[1] % options.groups:
         raise ValueError(
             f"x is {list(x.shape)} and gate {list(gate.shape)}, in {options.groups} groups; allowed: two alike, "
@@ -92,10 +92,16 @@ def gated_rms_norm(
         )
     if gate.dtype is not x.dtype:
         raise TypeError(f"x is {x.dtype} and gate {gate.dtype}; allowed: two alike")
+    shared = weight.shape == (x.shape[1] // options.groups,)
+    if not shared:
+        check_shape("weight", weight, x.shape[1])
     if not device.on_gpu(x):
         check_host("gate", gate)
+        check_host("weight", weight)
+        check_dtype_of_cpu(weight.dtype)
     if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or weight.requires_grad):
-        normed: torch.Tensor = _GatedRMSNorm.apply(x, gate, weight, options)
+        each = weight.repeat(options.groups) if shared else weight
+        normed: torch.Tensor = _GatedRMSNorm.apply(x, gate, each, options)
         return normed
     return operations_for(x).gated_rms_norm_forward(x, gate, weight, options)[0]
 

@@ -43,8 +43,11 @@ class RotaryTables:
 
 def rotary_tables(inverse_frequencies: torch.Tensor, scaling: float, context: ForwardContext) -> RotaryTables:
     """Compute the angles of the context's positions; ``inverse_frequencies``: ``[R]`` float32 on their device."""
-    angles = context.positions.to(torch.float32)[:, None] * inverse_frequencies[None, :]
-    return RotaryTables(cos=angles.cos() * scaling, sin=angles.sin() * scaling, context=context)
+    angles = torch.outer(context.positions.to(torch.float32), inverse_frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    if scaling != 1.0:
+        cos, sin = cos * scaling, sin * scaling
+    return RotaryTables(cos, sin, context)
 
 
 def rotate(x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:

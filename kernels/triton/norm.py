@@ -219,9 +219,10 @@ def gated_rms_norm_forward(
     out = torch.empty_like(x)
     width = x.shape[1] // options.groups
     rows, padded, warps = row_tile(width)
+    each = weight if len(weight) == x.shape[1] else weight.repeat(options.groups)
     if len(x):
         _gated_rows[(ceil_div(len(x), rows), options.groups)](
-            x, gate, aligned(weight), out, len(x), options.eps, gate.stride(0), options.groups, width,
+            x, gate, aligned(each), out, len(x), options.eps, gate.stride(0), options.groups, width,
             options.gate_first, options.sigmoid, rows, padded, num_warps=warps,
         )  # fmt: skip
     return out, (x, gate, weight)

@@ -29,7 +29,8 @@ class HostForward:
         token_ids = torch.from_numpy(inputs.token_ids)
         if drawn is not None and inputs.sources is not None:
             token_ids = drawn[torch.from_numpy(inputs.sources)]
-        logits = logits_of(model, token_ids, torch.from_numpy(inputs.head_rows), inputs.context)
+        head_rows = None if inputs.all_rows_sample else torch.from_numpy(inputs.head_rows)
+        logits = logits_of(model, token_ids, head_rows, inputs.context)
         return StepLogits(logits, inputs.draws)
 
     def warm_up(self, model: nn.Module, inputs: StepInputs) -> None:

@@ -38,9 +38,10 @@ class Forward(Protocol):
 
 @torch.no_grad()
 def logits_of(
-    model: nn.Module, token_ids: torch.Tensor, head_rows: torch.Tensor, context: ForwardContext
+    model: nn.Module, token_ids: torch.Tensor, head_rows: torch.Tensor | None, context: ForwardContext
 ) -> torch.Tensor:
-    """Return float32 logits ``[K, V]`` of the rows ``head_rows`` ``[K]``; ``token_ids``: ``[T]``."""
+    """Return float32 logits ``[K, V]`` of the rows ``head_rows`` ``[K]``, None for all; ``token_ids``: ``[T]``."""
+    kept = 0 if head_rows is None else head_rows  # Hugging Face's number for all
     with use_context(context):
-        logits: torch.Tensor = model(input_ids=token_ids[None], logits_to_keep=head_rows).logits[0]
+        logits: torch.Tensor = model(input_ids=token_ids[None], logits_to_keep=kept).logits[0]
     return logits.float()  # already float32 but for exact=False

@@ -88,21 +88,20 @@ class Sampler:
 
     def draw_inputs(self, sequences: list[Sequence], positions: list[int], rows: npt.NDArray[np.int64]) -> DrawInputs:
         """Return what drawing each sequence's token for its position needs; on the host."""
-        keys = np.empty((len(sequences), 2), np.uint32)
-        counters = np.zeros((len(sequences), 4), np.uint32)
-        counters[:, 0] = positions
-        for row, sequence in enumerate(sequences):
-            seed = sequence.params.seed
-            counters[row, 1] = sequence.sample_index
-            if seed is None:
-                seed = self.seed
-                ordinal = sequence.request.ordinal
-                counters[row, 2] = ordinal & _WORD
-                counters[row, 3] = (ordinal >> 32) | _UNSEEDED
-            keys[row, 0] = seed & _WORD
-            keys[row, 1] = (seed >> 32) & _WORD
+        streams = np.array([self._stream(sequence) for sequence in sequences], np.uint32).reshape(-1, 5)
+        keys = np.ascontiguousarray(streams[:, :2])
+        counters = np.empty((len(sequences), 4), np.uint32)
+        counters[:, 0], counters[:, 1:] = positions, streams[:, 2:]
         temperatures = torch.tensor([s.params.temperature for s in sequences], dtype=torch.float32)
         return DrawInputs(torch.from_numpy(rows), temperatures, torch.from_numpy(keys), torch.from_numpy(counters))
+
+    def _stream(self, sequence: Sequence) -> tuple[int, int, int, int, int]:
+        """Return the key of a sequence's random numbers, and of their counters what is not the position."""
+        seed, sample = sequence.params.seed, sequence.sample_index
+        if seed is not None:
+            return seed & _WORD, (seed >> 32) & _WORD, sample, 0, 0
+        ordinal = sequence.request.ordinal
+        return self.seed & _WORD, (self.seed >> 32) & _WORD, sample, ordinal & _WORD, (ordinal >> 32) | _UNSEEDED
 
     def sample(
         self, logits: torch.Tensor, sequences: list[Sequence], positions: list[int], inputs: DrawInputs

@@ -68,6 +68,11 @@ class StepInputs:
     draws: DrawInputs
     pieces: list[PromptPiece]
 
+    @property
+    def all_rows_sample(self) -> bool:
+        """Return whether the rows that reach the head are all rows, in their order."""
+        return self.num_sampling_rows == len(self.head_rows) == len(self.token_ids)
+
 
 def step_inputs(plan: StepPlan, block_tables: Ints, memory: Memory, sampler: Sampler) -> StepInputs:
     """Make the arrays of a plan; row `sequence.slot` of `block_tables` lists a sequence's blocks."""

@@ -66,7 +66,7 @@ def delta_forward(
     owner = self.forget_gate if facts.family.by_channel else self
     decay, beta = gates(x.a, x.b, owner.A_log.view(-1), owner.dt_bias, facts.beta_scale)
     y = delta_rule(qkv, decay, beta, context, facts.options)
-    weight = self.get_submodule(facts.family.norm).weight.repeat(facts.options.value_heads)
+    weight = self.get_submodule(facts.family.norm).weight
     out: torch.Tensor = self.get_submodule(facts.family.out)(gated_rms_norm(y, x.gate, weight, facts.norm))
     return out.view(hidden_states.shape)
 

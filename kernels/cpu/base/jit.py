@@ -77,14 +77,3 @@ def parameter_array(tensor: torch.Tensor) -> Any:
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
     return np.from_dlpack(tensor)
-
-
-def strided_rows(tensor: torch.Tensor) -> tuple[Any, int]:
-    """Return rows ``[T, W]`` as a flat array from the first element on, and the distance of two rows.
-
-    Kernels take rows in this form, so that a part of a wider matrix needs no copy and compiles no second kernel.
-    """
-    tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-    rows, width = tensor.shape
-    stride = tensor.stride(0)
-    return array(tensor.as_strided(((rows - 1) * stride + width if rows else 0,), (1,))), stride
