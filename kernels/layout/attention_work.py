@@ -3,11 +3,14 @@ tables.
 
 Invariants:
 
-* The keys of a row are walked by one item, or by two one after the other: the first has rows of several sequences and
-  the keys that lie in the same physical blocks for all of them, the second goes on from there. The cut is at a multiple
-  of `KV_CHUNK`, so no bit depends on it, nor on who is in a group.
-* Only sequences that compute one token are grouped, and only over tokens that earlier calls have put into the pages:
-  each row sees all keys of its group's item, but for a sliding window's, and the second item always has a key.
+* The keys of a row are walked by items of two launches: first those that keep a softmax of its first keys, then the one
+  that ends the row. What is kept are softmaxes of whole splits (`KV_SPLIT`), one each; or of all splits from position 0
+  on, merged, if there is one item for them; the last may be of a part of a split, and the second launch goes on from
+  there. So no bit depends on who is in a group, on the cuts, or on what is kept.
+* Only sequences that compute one token have items of the first launch, and only over tokens that earlier calls have put
+  into the pages: the second item always has a key. The first launch takes rows of several sequences over keys that lie
+  in the same physical blocks, and whole splits of long sequences, so that many programs walk their keys at once.
+* The longest are split first, within about `PARTS` items and `SLOTS` kept softmaxes: there is room for them in a graph.
 * What this costs grows with the sequences, and with the blocks of those that share their first `KV_CHUNK` tokens.
 """
 
@@ -15,18 +18,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from samebit.kernels.layout.call_rows import CallRows, Ints
-from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
+from samebit.kernels.layout.grids import KV_CHUNK, KV_SPLIT, ceil_div
 from samebit.kernels.layout.transfer import Arrays
 
-ITEM = 6
+ITEM = 8
 """An item has so many numbers: the sequence whose block table is read, the first of its rows in
-`AttentionWork.queries`, how many they are, the oldest position among them, and the keys: from this one on, up to before
-that one. Zeros do nothing.
+`AttentionWork.queries`, how many they are, the oldest position among them, the keys: from this one on, up to before
+that one; and the slot of a softmax. Of an item that ends its rows, the first of those that it begins with, and how many
+they are; of another, where it keeps that of its first sequence, and how much further on those of the next are. Zeros do
+nothing.
 """
 
-_PREFIXES, _PIECES = "prefixes of ", "pieces of "
+PARTS = 256
+"""So many items of the first launch walk a split each, or as many as the longest sequence has: enough for all of a GPU,
+few enough to be idle in a graph."""
+
+SLOTS = 1024
+"""So many softmaxes of a row of one token are kept of splits."""
+
+_KEPT, _PIECES = "kept of ", "pieces of "
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,36 +76,34 @@ class AttentionWork:
         return (np.repeat(firsts, self.lengths, axis=0) + within[:, None]).astype(np.int32)
 
     def items(self, tokens: int) -> Arrays:
-        """List two ``[N, ITEM]`` by name: prefixes of several sequences, then pieces of one, of at most ``tokens``."""
-        members = len(self.places)
-        first = np.flatnonzero(self.places % tokens == 0)
-        counts = np.diff(first, append=members)
-        oldest = np.minimum.reduceat(self.starts[:members], first)
-        until = np.where(counts > 1, self.shared[first], 0)
-        since = np.zeros(len(self.order), np.int32)
-        since[:members] = np.repeat(until, counts)
-        prefixes = np.stack([self.order[first], first, counts, oldest, 0 * first, until], axis=1)
-        names = names_of_items(tokens)
-        return {names[0]: prefixes[counts > 1].astype(np.int32), names[1]: self._pieces(tokens, since)}
+        """List two ``[N, ITEM]`` by name: those that keep softmaxes, then pieces, of at most ``tokens``."""
+        units = _Units.of(self, tokens)
+        kept, pieces = names_of_items(tokens)
+        return {kept: units.kept(), pieces: self._pieces(tokens, units)}
 
     def tiles(self, tokens: int) -> Ints:
         """List ``[N, 2]`` sequence, and first row within it, of each piece of at most ``tokens``."""
         owner, within = self._cut(tokens)
         return np.stack([self.order[owner], within], axis=1).astype(np.int32)
 
-    def _pieces(self, tokens: int, since: Ints) -> Ints:
-        """List the pieces of each sequence, from these keys ``[S]`` on."""
+    def _pieces(self, tokens: int, units: "_Units") -> Ints:
+        """List the pieces of each sequence, which end their rows."""
         owner, within = self._cut(tokens)
-        first = (np.cumsum(self.lengths) - self.lengths)[owner] + within
         rows = np.minimum(tokens, self.lengths[owner] - within)
         oldest = self.starts[owner] + within
-        return np.stack([self.order[owner], first, rows, oldest, since[owner], oldest + rows], axis=1).astype(np.int32)
+        since, slots, kept = (of_each[owner] for of_each in units.begun())
+        first = self.first_queries[owner] + within
+        return _items(self.order[owner], first, rows, oldest, since, oldest + rows, slots, kept)
+
+    @property
+    def first_queries(self) -> Ints:
+        """The place in ``queries`` of each sequence's first token, ``[S]``."""
+        return (np.cumsum(self.lengths) - self.lengths).astype(np.int32)
 
     def _cut(self, tokens: int) -> tuple[Ints, Ints]:
         """Cut the sequences up: for each piece the place of its sequence in ``order``, and its first row within it."""
         counts = ceil_div(self.lengths, tokens)
-        owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        piece = np.arange(len(owner), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+        owner, piece = _numbered(counts)
         return owner, (piece * tokens).astype(np.int32)
 
 
@@ -102,17 +113,138 @@ def sizes_of_items(names: Iterable[str]) -> list[int]:
 
 
 def names_of_items(tokens: int) -> tuple[str, str]:
-    """Return the names of the prefixes and of the pieces."""
-    return f"{_PREFIXES}{tokens}", f"{_PIECES}{tokens}"
+    """Return the names of the items that keep softmaxes, and of the pieces."""
+    return f"{_KEPT}{tokens}", f"{_PIECES}{tokens}"
 
 
-def room_for_items(name: str, rows: int, sequences: int) -> Ints:
-    """Make as many idle items as these rows and sequences can have; ``name``: of an array of items."""
-    if name.startswith(_PREFIXES):
-        count = min(rows, sequences) // 2
+def room_for_items(name: str, rows: int, sequences: int, longest: int) -> Ints:
+    """Make as many idle items as these rows and sequences of at most ``longest`` tokens can have.
+
+    ``name``: of an array of items.
+    """
+    if name.startswith(_KEPT):
+        splits = _most_splits(sequences, longest, max(PARTS, _splits_before(longest - 1)))
+        count = min(rows, sequences) // 2 * 2 + splits
     else:
         count = ceil_div(rows, int(name.removeprefix(_PIECES))) + sequences
     return np.zeros((count, ITEM), np.int32)
+
+
+def room_for_slots(sequences: int, longest: int) -> int:
+    """Return how many softmaxes of a row the items of so many sequences of at most ``longest`` tokens keep at once."""
+    return 2 * sequences + _most_splits(sequences, longest, SLOTS)
+
+
+def _most_splits(sequences: int, longest: int, limit: int) -> int:
+    return min(limit, sequences * _splits_before(longest - 1))
+
+
+def _splits_before(token: int) -> int:
+    return max(token, 0) // KV_SPLIT
+
+
+@dataclass(frozen=True, eq=False)
+class _Units:
+    """Holds the sequences that items take together: U units of one, or of several that share keys.
+
+    Attributes:
+        each: ``[S]`` how many splits of a sequence end before the token that it computes.
+        first, counts: ``[U]`` the sequences of a unit, as places in `AttentionWork.order`.
+        split: ``[U]`` whether each split before the tokens that are computed is an item's of its own.
+        shared: ``[U]`` keys that are walked once for all.
+        strides: ``[U]`` slots of each sequence of a unit; ``slots``: the first of all.
+    """
+
+    work: AttentionWork
+    each: Ints
+    first: Ints
+    counts: Ints
+    split: npt.NDArray[np.bool_]
+    shared: Ints
+    strides: Ints
+    slots: Ints
+
+    @staticmethod
+    def of(work: AttentionWork, tokens: int) -> "_Units":
+        """Gather units of at most ``tokens`` sequences, and choose which are split."""
+        members, sequences = len(work.places), len(work.order)
+        each = np.where(work.lengths == 1, work.starts // KV_SPLIT, 0)
+        first = np.concatenate([np.flatnonzero(work.places % tokens == 0), np.arange(members, sequences)])
+        counts = np.diff(first, append=sequences)
+        shared = np.zeros(len(first), np.int32)
+        several = counts > 1
+        shared[several] = work.shared[first[several]]
+        most, total = (reduce.reduceat(each, first) if sequences else each for reduce in (np.maximum, np.add))
+        split = _longest_that_fit(most, counts * most, total - (counts - 1) * (shared // KV_SPLIT))
+        shared = np.where(split, shared // KV_SPLIT * KV_SPLIT, shared)
+        strides = np.where(split, most, (shared >= KV_SPLIT).astype(np.int32) + (shared % KV_SPLIT > 0))
+        slots = np.cumsum(counts * strides) - counts * strides
+        return _Units(work, each, first, counts, split, shared, strides, slots)
+
+    def kept(self) -> Ints:
+        """List the items that keep softmaxes."""
+        if not self.strides.any():
+            return np.empty((0, ITEM), np.int32)
+        return np.concatenate([self._prefixes(), self._own_splits()])
+
+    def _prefixes(self) -> Ints:
+        """List the items that sequences share: one for each split, or two, for all whole splits and for the rest."""
+        whole = self.shared // KV_SPLIT
+        leading = np.where(self.split, 1, np.maximum(whole, 1))  # splits of the first item
+        unit, part = _numbered(np.where(self.shared > 0, ceil_div(self.shared, KV_SPLIT) - leading + 1, 0))
+        first, after = self.first[unit], leading[unit] + part
+        since = np.where(part > 0, after - 1, 0) * KV_SPLIT
+        until = np.minimum(after * KV_SPLIT, self.shared[unit])
+        oldest = np.minimum.reduceat(self.work.starts, self.first)[unit]
+        slots = self.slots[unit] + part
+        return _items(self.work.order[first], first, self.counts[unit], oldest, since, until, slots, self.strides[unit])
+
+    def _own_splits(self) -> Ints:
+        """List the items of splits that sequences do not share."""
+        unit, slots = self._of_each()
+        before = self.shared[unit] // KV_SPLIT
+        place, part = _numbered(np.where(self.split[unit], self.each - before, 0))
+        since, one = (before[place] + part) * KV_SPLIT, np.ones(len(place), np.int32)
+        oldest, kept = self.work.starts[place], slots[place] + before[place] + part
+        first = self.work.first_queries[place]
+        return _items(self.work.order[place], first, one, oldest, since, since + KV_SPLIT, kept, one)
+
+    def begun(self) -> tuple[Ints, Ints, Ints]:
+        """Return ``[S]`` from which key on pieces walk, where what is kept of those before begins, and its number."""
+        unit, slots = self._of_each()
+        split = self.split[unit]
+        return (
+            np.where(split, self.each * KV_SPLIT, self.shared[unit]),
+            slots,
+            np.where(split, self.each, self.strides[unit]),
+        )
+
+    def _of_each(self) -> tuple[Ints, Ints]:
+        """Return the unit of each sequence, and its first slot, ``[S]``."""
+        unit, place = _numbered(self.counts)
+        return unit, self.slots[unit] + place * self.strides[unit]
+
+
+def _longest_that_fit(splits: Ints, slots: Ints, items: Ints) -> npt.NDArray[np.bool_]:
+    """Choose units with so many splits, slots and items, the longest first."""
+    most = max(PARTS, int(splits.max(initial=0)))
+    chosen = (splits > 0) & (slots <= SLOTS) & (items <= most)
+    if not chosen.any():
+        return chosen
+    order = np.argsort(np.where(chosen, -splits, 1), kind="stable")
+    for sizes, limit in ((slots, SLOTS), (items, most)):
+        chosen[order] &= np.cumsum(sizes[order]) <= limit
+    return chosen
+
+
+def _numbered(counts: Ints) -> tuple[Ints, Ints]:
+    """Return of each thing, where there are so many in each place: the place, and its number there."""
+    place = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    return place, np.arange(len(place), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
+
+
+def _items(*columns: Ints) -> Ints:
+    return np.stack(columns, axis=1).astype(np.int32)
 
 
 def _runs(call: CallRows) -> tuple[Ints, Ints, Ints]:

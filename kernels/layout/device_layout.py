@@ -17,16 +17,16 @@ from samebit.kernels.layout.transfer import Arrays, Tensors, sent
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """Holds work items of attention on the device, ``[N, ITEM]`` each: ``prefixes`` first, then ``pieces``."""
+    """Holds work items of attention on the device, ``[N, ITEM]`` each: ``kept`` first, then ``pieces``."""
 
-    prefixes: torch.Tensor
+    kept: torch.Tensor
     pieces: torch.Tensor
 
     @staticmethod
     def named(parts: Tensors, tokens: int) -> "Items":
         """Pick the items for this many tokens."""
-        prefixes, pieces = names_of_items(tokens)
-        return Items(parts[prefixes], parts[pieces])
+        kept, pieces = names_of_items(tokens)
+        return Items(parts[kept], parts[pieces])
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,9 @@ Arithmetic."""
 KV_CHUNK = 64
 """A softmax accumulator takes in so many tokens at once (C). Arithmetic."""
 
+KV_SPLIT = 512
+"""The softmax of so many tokens is one of its own on a GPU, and is then merged with those before it. Arithmetic."""
+
 SCAN_CHUNK = LANES
 """The tokens between two moves of the state of a Mamba layer (C). Arithmetic."""
 

@@ -2,17 +2,18 @@
 
 Invariants (the row rule and the grid rule):
 
-* A query row walks its keys in tiles of `KV_CHUNK` tokens anchored at position 0 of its own sequence, through one
-  online-softmax accumulator, in order. A tile in which it sees nothing leaves the accumulator as it is.
+* A query row walks its keys in tiles of `KV_CHUNK` tokens anchored at position 0 of its own sequence, in order: through
+  one online-softmax accumulator for each split of `KV_SPLIT` tokens, and one that those are merged into (`splits`). A
+  tile in which it sees nothing leaves the accumulator as it is.
 * Tokens and the query heads that share a KV head are the rows of one tile product. So are rows of several sequences
-  that compute one token each, over the blocks they have in common (`attention_work`). The accumulators then
-  wait in memory, in float32, for the item that goes on alone: each row does the same operations in the same order,
-  grouped or not.
+  that compute one token each, over the blocks they have in common (`attention_work`). Items of a first launch keep
+  their accumulators in memory, in float32, for the one of the second that ends the row: each row does the same
+  operations in the same order, grouped or not, split or not.
 * All numbers that tell calls apart (block size, table width, lengths, items) are read at run time: there is one
   compiled kernel a layer.
 * A page holds a whole number of tiles, and tiles begin where pages do: a tile of keys lies in one piece.
 * Scores, peaks and the log-sum-exp are logarithms to base 2, as the hardware's exponential is.
-* A sink is where the accumulator of a row begins, as a score before the first tile that has no value.
+* A sink is merged at a row's end, as a split of one score that has no value.
 * Keys beyond the newest token of an item are not loaded: their pages may hold anything.
 
 A page holds ``block_size`` tokens of one layer: ``pages[block, kv_head, 0]`` the keys as ``[B, D]``,
@@ -31,10 +32,9 @@ from samebit.kernels.layout.attention_work import ITEM
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.kernels.layout.options import AttentionOptions, Saved
-from samebit.kernels.triton.numeric import aligned, dot, jit, tanh
+from samebit.kernels.triton.numeric import LOG2E, aligned, dot, jit, tanh
+from samebit.kernels.triton.splits import SPLIT, keep, load_kept, merged, room_for_kept, taken_in
 from samebit.kernels.triton.tiles.table import attention_tiles, power_of_two
-
-LOG2E = tl.constexpr(math.log2(math.e))
 
 _ITEM = tl.constexpr(ITEM)
 
@@ -116,8 +116,8 @@ def attend(
     tile = attention_tiles(q.device, head_dim, q.dtype).tile
     rows = max(tile.rows, power_of_two(group))
     items = layout.items(rows // group)
-    sums, levels = _accumulators(len(layout.lengths), lse, head_dim) if len(items.prefixes) else (lse, lse)
-    for some in (items.prefixes, items.pieces):
+    sums, levels = room_for_kept(context, lse, head_dim) if len(items.kept) else (lse, lse)
+    for some in (items.kept, items.pieces):
         if len(some):
             _attend_items[(len(some), kv_heads)](
                 q, pages, some, layout.queries, layout.tables, out, lse, sums, levels,
@@ -141,14 +141,6 @@ def block_bits(context: ForwardContext) -> int:
     return context.block_size.bit_length() - 1
 
 
-def _accumulators(rows: int, lse: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make room for those of as many rows: weighted sums of values; then the sums of the weights, and the peaks."""
-    heads = lse.shape[1]
-    sizes = (rows, heads, head_dim), (rows, heads, 2)
-    sums, levels = (torch.empty(size, dtype=torch.float32, device=lse.device) for size in sizes)
-    return sums, levels
-
-
 @jit()
 def tile_of_keys(
     pages: tensor, table: tensor, base: tensor, block_bits: tensor, kv_head: tensor, KV_HEADS: tl.constexpr,
@@ -169,57 +161,63 @@ def _attend_items(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     item = items + _ITEM * tl.program_id(0)
     sequence = tl.load(item).to(tl.int64)
-    first, count, oldest = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    query_at, count, oldest = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     since, until = tl.load(item + 4), tl.load(item + 5)
+    slot, number = tl.load(item + 6), tl.load(item + 7)
     kv_head = tl.program_id(1)
     r = tl.arange(0, ROWS)
     d = tl.arange(0, PADDED_DIM)
-    query_at = first + r // GROUP
+    query_at += r // GROUP
     real = r // GROUP < count
     row = tl.load(queries + 2 * query_at, mask=real, other=0).to(tl.int64)
     position = tl.load(queries + 2 * query_at + 1, mask=real, other=oldest)
     head = kv_head * GROUP + r % GROUP
-    place, kept = row * HEADS + head, query_at.to(tl.int64) * HEADS + head
+    place = row * HEADS + head
     inside = real[:, None] & (d[None, :] < HEAD_DIM)
     query = tl.load(q + place[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(oldest - WINDOW + 1, 0) // KEYS * KEYS
-    begun = since > 0  # by an item before, which kept the accumulators
-    no_total, no_peak = 0.0, float("-inf")
-    if SINKS:
-        no_total, no_peak = 1.0, tl.load(sinks + head) * LOG2E
-    acc = tl.load(sums + kept[:, None] * HEAD_DIM + d[None, :], mask=inside & begun, other=0.0)
-    total = tl.load(levels + 2 * kept, mask=real & begun, other=no_total)
-    peak = tl.load(levels + 2 * kept + 1, mask=real & begun, other=no_peak)
-    for base in range(tl.maximum(begin, since), until, KEYS):
-        key = base + tl.arange(0, KEYS)
-        there = key < until
-        tile = tile_of_keys(pages, tables + sequence * table_width, base, block_bits, kv_head, KV_HEADS, HEAD_DIM)
-        held = there[None, :] & (d[:, None] < HEAD_DIM)
-        keys = tl.load(tile + tl.arange(0, KEYS)[None, :] * HEAD_DIM + d[:, None], mask=held, other=0.0)
-        scores = dot(query, keys, tl.zeros((ROWS, KEYS), tl.float32)) * inner
-        if CAPPED:
-            scores = tanh(scores) * outer
-        seen = key[None, :] <= position[:, None]
-        if WINDOW > 0:
-            seen &= key[None, :] > position[:, None] - WINDOW
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, axis=1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
-        weights = tl.exp2(scores - level[:, None])
-        fade = tl.exp2(peak - level)
-        total = total * fade + tl.sum(weights, axis=1)
-        held = there[:, None] & (d[None, :] < HEAD_DIM)
-        tile += HEAD_DIM << block_bits
-        values = tl.load(tile + tl.arange(0, KEYS)[:, None] * HEAD_DIM + d[None, :], mask=held, other=0.0)
-        acc = dot(weights.to(values.dtype), values, acc * fade[:, None])
-        peak = higher
+    held = tl.where(until > oldest, number, 0)
+    done = tl.cdiv(since, SPLIT) * SPLIT  # of splits before this, ``held`` softmaxes are kept
+    origin = done - held * SPLIT
+    slot -= origin // SPLIT
+    walked = tl.maximum(begin, since)
+    whole = tl.zeros((ROWS, PADDED_DIM), tl.float32)
+    whole_total, whole_peak = tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), float("-inf"), tl.float32)
+    for first in range(tl.maximum(origin, begin // SPLIT * SPLIT), until, SPLIT):
+        begun = real & (first < done) & (held > 0)
+        at = (slot + first // SPLIT) * HEADS + head
+        acc, total, peak = load_kept(sums, levels, at, begun, inside, HEAD_DIM, PADDED_DIM)
+        for base in range(tl.maximum(first, walked), tl.minimum(first + SPLIT, until), KEYS):
+            key = base + tl.arange(0, KEYS)
+            there = key < until
+            tile = tile_of_keys(pages, tables + sequence * table_width, base, block_bits, kv_head, KV_HEADS, HEAD_DIM)
+            held_keys = there[None, :] & (d[:, None] < HEAD_DIM)
+            keys = tl.load(tile + tl.arange(0, KEYS)[None, :] * HEAD_DIM + d[:, None], mask=held_keys, other=0.0)
+            scores = dot(query, keys, tl.zeros((ROWS, KEYS), tl.float32)) * inner
+            if CAPPED:
+                scores = tanh(scores) * outer
+            seen = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen &= key[None, :] > position[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+            weights, fade, total, peak = taken_in(scores, total, peak)
+            held_values = there[:, None] & (d[None, :] < HEAD_DIM)
+            tile += HEAD_DIM << block_bits
+            values = tl.load(tile + tl.arange(0, KEYS)[:, None] * HEAD_DIM + d[None, :], mask=held_values, other=0.0)
+            acc = dot(weights.to(values.dtype), values, acc * fade[:, None])
+        whole, whole_total, whole_peak = merged(whole, whole_total, whole_peak, acc, total, peak)
     if until > oldest:
-        result = acc / total[:, None]
+        if SINKS:
+            nothing, one = tl.zeros((ROWS, PADDED_DIM), tl.float32), tl.full((ROWS,), 1.0, tl.float32)
+            sink = tl.load(sinks + head) * LOG2E
+            whole, whole_total, whole_peak = merged(whole, whole_total, whole_peak, nothing, one, sink)
+        row = tl.load(queries + 2 * query_at, mask=real, other=0).to(tl.int64)  # again: registers are full until here
+        place = row * HEADS + head
+        result = whole / whole_total[:, None]
         tl.store(out + place[:, None] * HEAD_DIM + d[None, :], result.to(out.dtype.element_ty), mask=inside)
-        tl.store(lse + place, peak + tl.log2(total), mask=real)
+        tl.store(lse + place, whole_peak + tl.log2(whole_total), mask=real)
     else:
-        tl.store(sums + kept[:, None] * HEAD_DIM + d[None, :], acc, mask=inside)
-        tl.store(levels + 2 * kept, total, mask=real)
-        tl.store(levels + 2 * kept + 1, peak, mask=real)
+        at = (tl.load(item + 6) + r // GROUP * number) * HEADS + head
+        keep(sums, levels, at, real, inside, whole, whole_total, whole_peak, HEAD_DIM, PADDED_DIM)

@@ -1,5 +1,6 @@
 """Define the building blocks of the Triton kernels, float32 inside."""
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from triton.runtime.jit import JITFunction
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Tells that the interpreter runs: it multiplies matrices with NumPy, which knows no bfloat16."""
 
+LOG2E = tl.constexpr(math.log2(math.e))
 
 _LAUNCHES = threading.RLock()
 """Is held while a kernel is launched, and compiled and loaded before that."""

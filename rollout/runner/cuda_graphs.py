@@ -56,7 +56,7 @@ class StepGraphs:
         if size is None or _has_adapters(context) or not self._stays_as_recorded(model):
             return None
         if size not in self._graphs:
-            room = arrays.room(size)
+            room = arrays.room(size, context.block_size)
             if not arrays.fits(room.by_name()):
                 return None
             self._graphs[size] = self._recorded(model, room, context)
@@ -70,7 +70,7 @@ class StepGraphs:
         for count in sorted({min(size, self.max_sequences) for size in SIZES}):
             size = Size(count, count)
             if size not in self._graphs:
-                self._graphs[size] = self._recorded(model, arrays.room(size), context)
+                self._graphs[size] = self._recorded(model, arrays.room(size, context.block_size), context)
 
     def forget(self) -> None:
         """Forget all graphs: pages and states are elsewhere from now on."""

@@ -78,8 +78,11 @@ class StepArrays:
             for name, array in self.by_name().items()
         )
 
-    def room(self, size: Size) -> StepArrays:
-        """Return the arrays of a step that computes nothing, with room for any step of this size."""
+    def room(self, size: Size, block_size: int) -> StepArrays:
+        """Return the arrays of a step that computes nothing, with room for any step of this size.
+
+        ``block_size``: the tokens of a block in the tables.
+        """
         return StepArrays(
             token_ids=_zeros(self.token_ids, size.rows),
             sources=_zeros(self.sources, size.rows),
@@ -88,7 +91,7 @@ class StepArrays:
             temperatures=_zeros(self.temperatures, size.sequences) + 1,
             keys=_zeros(self.keys, size.sequences),
             counters=_zeros(self.counters, size.sequences),
-            layout=_layout_room(self.layout, size),
+            layout=_layout_room(self.layout, size, block_size),
         )
 
 
@@ -106,7 +109,7 @@ def _zeros(array: Array, count: int) -> Array:
     return np.zeros((count, *array.shape[1:]), array.dtype)
 
 
-def _layout_room(layout: Arrays, size: Size) -> Arrays:
+def _layout_room(layout: Arrays, size: Size, block_size: int) -> Arrays:
     # one more, that is always empty; and never as many as rows, which would say that each computes one
     sequences = size.sequences + 1 + (size.sequences + 1 == size.rows)
     counts = {
@@ -115,8 +118,11 @@ def _layout_room(layout: Arrays, size: Size) -> Arrays:
         "first_capture": sequences + 1,
         "captures": size.sequences,
     }
+    longest = layout["tables"].shape[1] * block_size
     room = {
-        name: _zeros(array, counts[name]) if name in counts else room_for_items(name, size.rows, size.sequences)
+        name: _zeros(array, counts[name])
+        if name in counts
+        else room_for_items(name, size.rows, size.sequences, longest)
         for name, array in layout.items()
     }
     room["sequences"][:] = -1

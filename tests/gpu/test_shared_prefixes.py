@@ -1,7 +1,10 @@
-"""On a GPU: a row of attention has the same bits alone and beside rows that read the same blocks."""
+"""On a GPU: a row of attention has the same bits alone and beside rows that read the same blocks, and whether one
+program walks its splits or many do."""
 
 import pytest
 import torch
+
+from samebit.kernels.layout import attention_work
 
 from ..kernels.attention_layer import Shape
 from ..kernels.shared_prefixes import Decode, Group
@@ -39,3 +42,15 @@ def test_a_group_changes_no_bit(shape: Shape, dtype: torch.dtype) -> None:
                 alone, _ = decode.found(block_size, "cuda", only=number)
                 assert torch.equal(one, two), number
                 assert torch.equal(one, alone[0]), number
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_split_changes_no_bit(shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Decode(shape, dtype, (Group(0, (512, 513, 1024, 3000)), Group(1300, (1400, 2000))))
+    split, context = decode.found(64, "cuda")
+    monkeypatch.setattr(attention_work, "SLOTS", 0)
+    whole, other = decode.found(64, "cuda")
+    kept = [len(items.kept) for one in (context, other) for items in one.on_device.items_of.values()]
+    assert kept[0] > kept[1]
+    assert torch.equal(torch.cat(split), torch.cat(whole))

@@ -16,8 +16,8 @@ from triton.language import tensor
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.kernels.layout.options import AttentionOptions, Saved
-from samebit.kernels.triton.attention import LOG2E, block_bits, score_factors, tile_of_keys
-from samebit.kernels.triton.numeric import aligned, dot, jit, tanh
+from samebit.kernels.triton.attention import block_bits, score_factors, tile_of_keys
+from samebit.kernels.triton.numeric import LOG2E, aligned, dot, jit, tanh
 from samebit.kernels.triton.tiles.table import attention_tiles, power_of_two
 
 _SINK_ROWS = 1024

@@ -2,10 +2,12 @@
 
 Invariants (the row rule and the grid rule):
 
-* A query row walks its keys in tiles of `KV_CHUNK` tokens anchored at position 0 of its own sequence, through one
-  online-softmax accumulator, in order. A tile in which it sees nothing leaves the accumulator as it is.
+* A query row walks its keys in tiles of `KV_CHUNK` tokens anchored at position 0 of its own sequence, in order: through
+  one online-softmax accumulator for each split of `KV_SPLIT` tokens, and one that those are merged into (`splits`). A
+  tile in which it sees nothing leaves the accumulator as it is.
 * Some heads of some tokens are the rows of one tile product; so are rows of several sequences that compute one token
-  each, over the blocks they have in common (`attention_work`). Accumulators then wait in memory, in float32.
+  each, over the blocks they have in common (`attention_work`). What items of the first launch keep waits in memory, in
+  float32, for those that end the rows.
 * One tile for all calls: decode, prefill and training run one compiled kernel a layer.
 * Keys beyond the newest token of an item are not loaded: their pages may hold anything.
 
@@ -14,6 +16,8 @@ once, as keys and as values.
 
 T tokens, S sequences, H heads, B tokens a block, R elements of a latent, P of a rotated key, W of both.
 """
+
+import math
 
 import torch
 import triton.language as tl
@@ -25,7 +29,8 @@ from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
 from samebit.kernels.layout.options import LatentOptions, Saved
 from samebit.kernels.triton.latent.rows import ROWS, WARPS, heads_together, load_rows, write_pages
 from samebit.kernels.triton.latent.sparse import attend_chosen
-from samebit.kernels.triton.numeric import aligned, dot, jit
+from samebit.kernels.triton.numeric import LOG2E, aligned, dot, jit
+from samebit.kernels.triton.splits import SPLIT, keep, load_kept, merged, room_for_kept, taken_in
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _ITEM = tl.constexpr(ITEM)
@@ -64,18 +69,14 @@ def _attend(
     out = empty(tokens, heads, options.rank, dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     items = layout.items(ROWS // together)
-    sums = levels = lse
-    if len(items.prefixes):
-        waiting = len(layout.lengths), heads
-        sums = torch.empty(*waiting, options.rank, dtype=torch.float32, device=q.device)
-        levels = torch.empty(*waiting, 2, dtype=torch.float32, device=q.device)
-    for some in (items.prefixes, items.pieces):
+    sums, levels = room_for_kept(context, lse, options.rank) if len(items.kept) else (lse, lse)
+    for some in (items.kept, items.pieces):
         if len(some):
             _attend_items[(len(some), ceil_div(heads, together))](
                 q, pages, some, layout.queries, layout.tables, out, lse, sums, levels, layout.tables.shape[1],
-                context.block_size, options.scale, heads, options.rank, options.rope, together, ROWS, KV_CHUNK,
-                power_of_two(max(options.rank, 16)), power_of_two(max(options.rope, 16)), num_warps=WARPS,
-                num_stages=1,
+                context.block_size, options.scale * math.log2(math.e), heads, options.rank, options.rope, together,
+                ROWS, KV_CHUNK, power_of_two(max(options.rank, 16)), power_of_two(max(options.rope, 16)),
+                num_warps=WARPS, num_stages=1,
             )  # fmt: skip
     return out, lse
 
@@ -89,43 +90,45 @@ def _attend_items(
 ) -> None:  # fmt: skip
     item = items + _ITEM * tl.program_id(0)
     sequence = tl.load(item).to(tl.int64)
-    first, count, oldest = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    query_at, count, oldest = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     since, until = tl.load(item + 4), tl.load(item + 5)
+    slot, number = tl.load(item + 6), tl.load(item + 7)
     r = tl.arange(0, ROWS)
     d = tl.arange(0, PADDED_RANK)
-    query_at, head = first + r // TOGETHER, tl.program_id(1) * TOGETHER + r % TOGETHER
+    query_at, head = query_at + r // TOGETHER, tl.program_id(1) * TOGETHER + r % TOGETHER
     real = (r // TOGETHER < count) & (head < HEADS)
     row = tl.load(queries + 2 * query_at, mask=real, other=0).to(tl.int64)
     position = tl.load(queries + 2 * query_at + 1, mask=real, other=oldest)
-    place, kept = row * HEADS + head, query_at.to(tl.int64) * HEADS + head
+    place = row * HEADS + head
     inside = real[:, None] & (d[None, :] < RANK)
     absorbed, rotated = load_rows(q, place, real, RANK, ROPE, PADDED_RANK, PADDED_ROPE)
-    begun = since > 0  # by an item before, which kept the accumulators
-    acc = tl.load(sums + kept[:, None] * RANK + d[None, :], mask=inside & begun, other=0.0)
-    total = tl.load(levels + 2 * kept, mask=real & begun, other=0.0)
-    peak = tl.load(levels + 2 * kept + 1, mask=real & begun, other=float("-inf"))
-    for base in range(since, until, KEYS):
-        key = base + tl.arange(0, KEYS)
-        there = key < until
-        block = tl.load(tables + sequence * table_width + key // block_size, mask=there, other=0).to(tl.int64)
-        latents, keys = load_rows(
-            pages, block * block_size + key % block_size, there, RANK, ROPE, PADDED_RANK, PADDED_ROPE
-        )
-        scores = dot(absorbed, tl.trans(latents), tl.zeros((ROWS, KEYS), tl.float32))
-        scores = dot(rotated, tl.trans(keys), scores) * scale
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, axis=1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
-        weights = tl.exp(scores - level[:, None])
-        fade = tl.exp(peak - level)
-        total = total * fade + tl.sum(weights, axis=1)
-        acc = dot(weights.to(latents.dtype), latents, acc * fade[:, None])
-        peak = higher
+    held = tl.where(until > oldest, number, 0)
+    done = tl.cdiv(since, SPLIT) * SPLIT  # of splits before this, ``held`` softmaxes are kept
+    origin = done - held * SPLIT
+    slot -= origin // SPLIT
+    whole = tl.zeros((ROWS, PADDED_RANK), tl.float32)
+    whole_total, whole_peak = tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), float("-inf"), tl.float32)
+    for first in range(origin, until, SPLIT):
+        begun = real & (first < done) & (held > 0)
+        at = (slot + first // SPLIT) * HEADS + head
+        acc, total, peak = load_kept(sums, levels, at, begun, inside, RANK, PADDED_RANK)
+        for base in range(tl.maximum(first, since), tl.minimum(first + SPLIT, until), KEYS):
+            key = base + tl.arange(0, KEYS)
+            there = key < until
+            block = tl.load(tables + sequence * table_width + key // block_size, mask=there, other=0).to(tl.int64)
+            latents, keys = load_rows(
+                pages, block * block_size + key % block_size, there, RANK, ROPE, PADDED_RANK, PADDED_ROPE
+            )
+            scores = dot(absorbed, tl.trans(latents), tl.zeros((ROWS, KEYS), tl.float32))
+            scores = dot(rotated, tl.trans(keys), scores) * scale
+            scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+            weights, fade, total, peak = taken_in(scores, total, peak)
+            acc = dot(weights.to(latents.dtype), latents, acc * fade[:, None])
+        whole, whole_total, whole_peak = merged(whole, whole_total, whole_peak, acc, total, peak)
     if until > oldest:
-        result = acc / total[:, None]
+        result = whole / whole_total[:, None]
         tl.store(out + place[:, None] * RANK + d[None, :], result.to(out.dtype.element_ty), mask=inside)
-        tl.store(lse + place, peak + tl.log(total), mask=real)
+        tl.store(lse + place, (whole_peak + tl.log2(whole_total)) / LOG2E, mask=real)
     else:
-        tl.store(sums + kept[:, None] * RANK + d[None, :], acc, mask=inside)
-        tl.store(levels + 2 * kept, total, mask=real)
-        tl.store(levels + 2 * kept + 1, peak, mask=real)
+        at = (tl.load(item + 6) + r // TOGETHER * number) * HEADS + head
+        keep(sums, levels, at, real, inside, whole, whole_total, whole_peak, RANK, PADDED_RANK)

@@ -124,11 +124,18 @@ def stack_of(cubin: bytes) -> int:
 
 
 def longest_loop(cubin: bytes) -> int:
-    """The instructions from the target of a jump back to the jump."""
+    """The instructions from the target of a jump back to the jump, of loops that hold no other."""
     numbered = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", dumped(cubin, "-sass"))
     at = {int(address, 16): number for number, (address, _) in enumerate(numbered)}
     jumps = ((number, re.search(r"BRA.* 0x([0-9a-f]+)$", code.strip())) for number, (_, code) in enumerate(numbered))
-    return max(number - at[int(jump[1], 16)] + 1 for number, jump in jumps if jump and int(jump[1], 16) in at)
+    loops = [(at[int(jump[1], 16)], number) for number, jump in jumps if jump and int(jump[1], 16) in at]
+    loops = [(first, last) for first, last in loops if first < last]  # a jump to itself ends the code
+    inner = [
+        (first, last)
+        for first, last in loops
+        if not any(first <= start and stop <= last for start, stop in loops if (start, stop) != (first, last))
+    ]
+    return max(last - first + 1 for first, last in inner)
 
 
 def dumped(cubin: bytes, option: str) -> str:

@@ -87,7 +87,7 @@ def test_sequences_that_share_blocks_are_near_the_oracle(
     decode = Decode(shape, dtype, groups, mixed)
     found, context = decode.found(block_size, DEVICE)
     (items,) = context.on_device.items_of.values()
-    assert sorted(items.prefixes[:, 2].tolist()) == sizes, "rows of each item with several sequences"
+    assert sorted(items.kept[:, 2].tolist()) == sizes, "rows of each item with several sequences"
     assert_near(torch.cat(found), torch.cat(decode.expected()), 4)
 
 
@@ -95,7 +95,7 @@ def test_a_sequence_that_computes_several_tokens_beside_a_group() -> None:
     decode = Decode(Shape(4, 2, 32), torch.float32, (Group(130, (140, 135, 150, 131)),))
     found, context = decode.found(64, DEVICE, long=1)
     (items,) = context.on_device.items_of.values()
-    assert items.prefixes[:, 2].tolist() == [3]
+    assert items.kept[:, 2].tolist() == [3]
     assert_near(found.pop(1), decode.expected(3)[1], 4)
     expected = decode.expected()
     assert_near(torch.cat(found), torch.cat(expected[:1] + expected[2:]), 4)

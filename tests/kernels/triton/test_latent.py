@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from samebit.kernels.layout import device
+from samebit.kernels.layout import attention_work, device
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
 from samebit.kernels.layout.kv_pages import LatentLayout
 from samebit.kernels.ops.latent.attention import latent_attention
@@ -61,20 +61,25 @@ def test_training_and_its_gradients_are_near_the_oracle(shape: Shape, dtype: tor
         assert not x.grad[~real.to(DEVICE)].any()
 
 
-def test_sequences_that_share_blocks_have_the_bits_of_each_alone() -> None:
-    """Rows of several sequences walk the blocks that they share in one item; their accumulators wait in memory."""
-    shape, shared, own = Shape(4, 48, 16), 128, (3, 9, 20)
+@pytest.mark.parametrize(("shared", "rows"), [(128, [3]), (640, [3]), (1024, [3, 3])])
+def test_sequences_that_share_blocks_have_the_bits_of_each_alone(
+    shared: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of several sequences walk the blocks that they share in one item; their accumulators wait in memory. So they
+    do for each split of a long sequence, or one program walks them all."""
+    shape, own = Shape(4, 48, 16), (3, 9, 20)
     q, latents = tensors(shape, torch.float32, (3, shared, *own))
-    pages = LatentLayout(1, shape.rank, shape.rope).allocate(40, 16, torch.float32, DEVICE)[0].fill_(torch.nan)
-    tables = np.zeros((3, 10), np.int32)
-    tables[:, :8] = np.arange(1, 9)
-    tables[:, 8:] = 9 + np.arange(6).reshape(3, 2)
+    pages = LatentLayout(1, shape.rank, shape.rope).allocate(80, 16, torch.float32, DEVICE)[0].fill_(torch.nan)
+    blocks = shared // 16
+    tables = np.zeros((3, blocks + 2), np.int32)
+    tables[:, :blocks] = np.arange(1, blocks + 1)
+    tables[:, blocks:] = blocks + 1 + np.arange(6).reshape(3, 2)
     flat = pages.view(-1, shape.options.width)
     stem, *tails = latents[3:].split((shared, *own))
     for table, tail in zip(tables, tails, strict=True):
-        rows = torch.cat([stem, tail])
-        at = torch.from_numpy(table)[torch.arange(len(rows)) // 16] * 16 + torch.arange(len(rows)) % 16
-        flat[at.to(DEVICE)] = rows.to(DEVICE)
+        cached = torch.cat([stem, tail])
+        at = torch.from_numpy(table)[torch.arange(len(cached)) // 16] * 16 + torch.arange(len(cached)) % 16
+        flat[at.to(DEVICE)] = cached.to(DEVICE)
     sequences = np.arange(3, dtype=np.int32)
 
     def attended(chosen: np.ndarray) -> tuple[torch.Tensor, ForwardContext]:
@@ -93,9 +98,12 @@ def test_sequences_that_share_blocks_have_the_bits_of_each_alone() -> None:
 
     together, context = attended(sequences)
     (items,) = context.on_device.items_of.values()
-    assert items.prefixes[:, 2].tolist() == [3]
-    for s in sequences:
-        assert torch.equal(attended(np.array([s], np.int32))[0], together[s : s + 1])
+    assert items.kept[:, 2].tolist() == rows
+    for slots in (attention_work.SLOTS, 0):
+        monkeypatch.setattr(attention_work, "SLOTS", slots)
+        assert torch.equal(attended(sequences)[0], together)
+        for s in sequences:
+            assert torch.equal(attended(np.array([s], np.int32))[0], together[s : s + 1])
 
 
 @pytest.mark.parametrize(("transposed", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
