@@ -18,11 +18,9 @@ from samebit.weight_sync.source import TensorSource, WeightSourceError, open_sou
 from samebit.weight_sync.transports.broadcast import (
     BroadcastReceiver,
     BroadcastSender,
-    connected_store,
-    gloo_group,
-    listening_store,
 )
 from samebit.weight_sync.transports.cuda.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from samebit.weight_sync.transports.groups import connected_store, gloo_group, listening_store, nccl_group
 from samebit.weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from samebit.weight_sync.wire.link import PeerLostError, ReceiverLink, SyncRefusedError, SyncTimeoutError
 from samebit.weight_sync.wire.sender import SendReport, WeightSender
@@ -57,6 +55,7 @@ __all__ = [
     "connected_store",
     "gloo_group",
     "listening_store",
+    "nccl_group",
     "open_source",
     "open_update",
 ]

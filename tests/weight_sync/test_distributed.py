@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from samebit.weight_sync import (
     connected_store,
     gloo_group,
     listening_store,
+    nccl_group,
     open_update,
 )
 
@@ -36,25 +39,45 @@ from ..patience import HANG, wait_until
 SCRIPT = Path(__file__).with_name("ranks.py")
 
 
+class OfHosts(dist.ProcessGroupGloo):
+    """In place of NCCL's: it travels between hosts."""
+
+    class Options:
+        """What NCCL's are made with here."""
+
+        _timeout = timedelta()
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:  # type: ignore[name-defined]
+        super().__init__(store, rank, size, timeout=options._timeout)
+
+
+@pytest.fixture(params=[gloo_group, nccl_group])
+def make_group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", OfHosts, raising=False)
+    make: Callable[..., Any] = request.param
+    return make
+
+
 def test_three_ranks(tmp_path: Path) -> None:
     codes, said = run_ranks(SCRIPT, 3, tmp_path, patience=HANG)
     assert codes == [0, 0, -signal.SIGKILL], said
     assert said.count("all went well") == 2
 
 
-def test_a_group_without_a_world() -> None:
+def test_a_group_without_a_world(make_group: Callable[..., Any]) -> None:
     """Two receivers that know nothing but where the sender listens; here each is a thread."""
     torch.manual_seed(1)
     source, targets = nn.Linear(33, 129), [nn.Linear(33, 129) for _ in range(2)]
     store = listening_store("127.0.0.1")
 
     def receive(rank: int) -> None:
-        group = gloo_group(connected_store("127.0.0.1", store.port), rank, 3, timeout=HANG)
+        group = make_group(connected_store("127.0.0.1", store.port), rank, 3, timeout=HANG)
         apply_weights(targets[rank - 1], BroadcastReceiver(0, group, timeout=HANG))
 
     with ThreadPoolExecutor(2) as threads:
         received = [threads.submit(receive, rank) for rank in (1, 2)]
-        with BroadcastSender(gloo_group(store, 0, 3, timeout=HANG), timeout=HANG) as sender:
+        with BroadcastSender(make_group(store, 0, 3, timeout=HANG), timeout=HANG) as sender:
             report = sender.send(source)
         for one in received:
             one.result(HANG)
@@ -64,26 +87,32 @@ def test_a_group_without_a_world() -> None:
         assert torch.equal(target.bias, source.bias)
 
 
-def test_a_group_that_a_rank_does_not_join() -> None:
+def test_a_group_that_a_rank_does_not_join(make_group: Callable[..., Any]) -> None:
     store = listening_store("127.0.0.1")
     with ThreadPoolExecutor(1) as other:
-        joining = other.submit(gloo_group, connected_store("127.0.0.1", store.port), 1, 3, timeout=0.5)
-        for join in (lambda: gloo_group(store, 0, 3, timeout=0.5), joining.result):
+        joining = other.submit(make_group, connected_store("127.0.0.1", store.port), 1, 3, timeout=0.5)
+        for join in (lambda: make_group(store, 0, 3, timeout=0.5), joining.result):
             with pytest.raises(SyncTimeoutError, match=r"[12] of 3 ranks of the group came within 0\.5 seconds"):
                 join()
 
 
-def test_a_group_whose_store_is_gone() -> None:
+def test_a_group_whose_store_is_gone(make_group: Callable[..., Any]) -> None:
     store = listening_store("127.0.0.1")
     client = connected_store("127.0.0.1", store.port)
     del store
     with pytest.raises(PeerLostError, match="the group could not be made"):
-        gloo_group(client, 1, 3, timeout=0.5)
+        make_group(client, 1, 3, timeout=0.5)
 
 
-def test_a_rank_beyond_the_group() -> None:
+def test_a_rank_beyond_the_group(make_group: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="rank must be from 0 to 2, in a group of 3, got 3"):
-        gloo_group(dist.HashStore(), 3, 3)
+        make_group(dist.HashStore(), 3, 3)
+
+
+def test_a_torch_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(ValueError, match="this torch has no NCCL"):
+        nccl_group(dist.HashStore(), 0, 2)
 
 
 def test_a_store_that_nobody_listens_at() -> None:

@@ -8,12 +8,11 @@ Invariants
   `Patience`; the link refuses to be used again, and a new group is needed.
 * Closing a receiver ends its wait (for gloo: within `_SLICE`), and breaks its end of the group.
 * A bucket travels whole, its header in front: a receiver can wait for the next one while it empties this one.
-* Buckets are filled and emptied on the host; on another `device` (NCCL) each is copied there to travel.
+* Buckets are filled and emptied on the host; on another `device` (`nccl_group`) each is copied there to travel.
 """
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from samebit.weight_sync.digest import Bytes
 from samebit.weight_sync.report import SyncBrokenError
+from samebit.weight_sync.transports.groups import Group, ranks_of
 from samebit.weight_sync.wire.buckets import (
     ALIGN,
     HEADER_WORDS,
@@ -50,9 +49,8 @@ from samebit.weight_sync.wire.link import (
     PeerLostError,
     ReceiverLink,
     SenderLink,
-    SyncTimeoutError,
 )
-from samebit.weight_sync.wire.patience import Patience, check_timeout
+from samebit.weight_sync.wire.patience import Patience
 from samebit.weight_sync.wire.sender import WeightSender
 
 BROADCAST_BUCKET = 32 << 20
@@ -63,52 +61,8 @@ _LONGEST_REASON = 600
 
 _SLICE = 0.05
 _SHORTEST = 0.001
-_CAME = "samebit/came"
-Group = dist.ProcessGroup | dist.ProcessGroupGloo
 Said = TypeVar("Said", Answer, Outcome)
 T = TypeVar("T")
-
-
-def listening_store(host: str, port: int = 0) -> TCPStore:
-    """Return a store at which the ranks of a new group meet, on this address only; `port` 0 takes any free one."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((host, port))
-    port = listener.getsockname()[1]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def connected_store(host: str, port: int, *, timeout: float = DEFAULT_TIMEOUT) -> TCPStore:
-    """Connect to the `listening_store` of another process. Raises `PeerLostError` if none listens in time."""
-    try:
-        return TCPStore(host, port, timeout=timedelta(seconds=check_timeout(timeout)))
-    except RuntimeError as error:
-        raise PeerLostError(f"no sender at {host}:{port}: {str(error).splitlines()[0]}") from error
-
-
-def gloo_group(store: Store, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) -> dist.ProcessGroupGloo:
-    """Return a group of processes, once all have come; they need not be of one `torch.distributed` world.
-
-    Raises:
-        SyncTimeoutError: not all of them came within the timeout.
-        PeerLostError: the store, or a rank that had come, went away.
-    """
-    limit = timedelta(seconds=check_timeout(timeout))
-    if not 0 <= rank < size:
-        raise ValueError(f"rank must be from 0 to {size - 1}, in a group of {size}, got {rank}")
-    try:
-        store.add(_CAME, 1)
-        return dist.ProcessGroupGloo(store, rank, size, timeout=limit)
-    except RuntimeError as error:
-        raise _not_joined(store, size, timeout, error) from error
-
-
-def _not_joined(store: Store, size: int, timeout: float, error: RuntimeError) -> SyncBrokenError:
-    """Return the error that says why the group was not made: not all ranks came, or torch's own reason."""
-    with suppress(RuntimeError):
-        if isinstance(error, dist.DistStoreError):  # the wait for the other ranks took too long
-            came = store.add(_CAME, 0)
-            return SyncTimeoutError(f"{came} of {size} ranks of the group came within {timeout:g} seconds")
-    return PeerLostError(f"the group could not be made: {str(error).splitlines()[0]}")
 
 
 class BroadcastSender(WeightSender):
@@ -136,7 +90,7 @@ class BroadcastReceiver(ReceiverLink):
     """Receives for `receive_weights`: this rank's end of the `BroadcastSender` at rank `sender`.
 
     Args:
-        sender: The sender's global rank; in a `gloo_group`, its rank there.
+        sender: The sender's global rank; in a `gloo_group` or an `nccl_group`, its rank there.
     """
 
     def __init__(
@@ -268,7 +222,7 @@ class _Collectives:
         self._device = torch.device(device)
         self._broken: str | None = None
         self._closed = False
-        ranks = _ranks(found)
+        ranks = ranks_of(found)
         if sender is not None and sender not in ranks:
             raise ValueError(f"the sender, rank {sender}, is not in the group, which holds {ranks}")
         self._root = found.rank() if sender is None else ranks.index(sender)
@@ -339,13 +293,6 @@ class _Collectives:
         except RuntimeError as error:
             self._broken = str(error).splitlines()[0]
             raise PeerLostError(f"a rank of the group died or was late: {self._broken}") from error
-
-
-def _ranks(group: Group) -> list[int]:
-    """Return the global rank of each rank of the group; in a group of no world, its own ranks."""
-    if isinstance(group, dist.ProcessGroupGloo):
-        return list(range(group.size()))
-    return dist.get_process_group_ranks(group)
 
 
 def _needed(most: int, announced: Announcement, decided: Answer) -> int:
