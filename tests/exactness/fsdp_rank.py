@@ -17,7 +17,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from samebit.kernels import bind, token_logprobs
 from samebit.kernels.binding import causal_lm as bound_causal
@@ -49,20 +57,36 @@ EXPERTS: dict[str, Any] = {
     "v_head_dim": 24,
 }
 """With latent attention, whose ``kv_b_proj`` is called for each half of its weight."""
+SPARSE: dict[str, Any] = {
+    **EXPERTS,
+    "num_hidden_layers": 3,
+    "mlp_layer_types": ["dense", "sparse", "dense"],
+    "indexer_types": ["full", "shared", "full"],
+    "q_lora_rank": 41,
+    "index_topk": 19,
+    "index_head_dim": 27,
+    "index_n_heads": 3,
+}
+"""A choice goes from one sharded layer to the next; an indexer's parameters are gathered and have no gradient."""
 
 LENGTHS = (1, 7, 130)
 ROWS_AT_ONCE = 30
 """Of the head: less than there are."""
 
 
-def build(*, tied: bool, experts: bool, device: str = "cpu") -> PreTrainedModel:
+def build(kind: str, *, tied: bool, device: str = "cpu") -> PreTrainedModel:
+    """Make a model of a kind: "dense", "experts" (and latent attention) or "sparse" (attention over latents)."""
     torch.manual_seed(3)
     with torch.device(device):
-        if not experts:
+        if kind == "dense":
             return Qwen3ForCausalLM(Qwen3Config(**CONFIG, tie_word_embeddings=tied))
-        shape = {**CONFIG, **EXPERTS}
+        shape = {**CONFIG, **(SPARSE if kind == "sparse" else EXPERTS), "tie_word_embeddings": tied}
         del shape["head_dim"]  # the class's own: that of the rotated part
-        model = DeepseekV3ForCausalLM(DeepseekV3Config(**shape, tie_word_embeddings=tied))
+        model: Any
+        if kind == "sparse":
+            model = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**shape))
+        else:
+            model = DeepseekV3ForCausalLM(DeepseekV3Config(**shape))
         model.model.layers[1].mlp.gate.e_score_correction_bias.normal_(std=0.1)
         return model
 
@@ -91,10 +115,10 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
-def sharded(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: bool, experts: bool) -> PreTrainedModel:
+def sharded(mesh: DeviceMesh, dtype: torch.dtype, kind: str, *, tied: bool, checkpointing: bool) -> PreTrainedModel:
     """Bound before its weights are there on the ranks that do not load them."""
-    whole = build(tied=tied, experts=experts)
-    model = build(tied=tied, experts=experts, device="cpu" if tied or dist.get_rank() == 0 else "meta")
+    whole = build(kind, tied=tied)
+    model = build(kind, tied=tied, device="cpu" if tied or dist.get_rank() == 0 else "meta")
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     bind(model)
@@ -106,11 +130,9 @@ def sharded(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: 
     return model.train()
 
 
-def check(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: bool, experts: bool = False) -> None:
-    whole, model = (
-        bind(cast(build(tied=tied, experts=experts), dtype)),
-        sharded(mesh, dtype, tied=tied, checkpointing=checkpointing, experts=experts),
-    )
+def check(mesh: DeviceMesh, dtype: torch.dtype, kind: str, *, tied: bool, checkpointing: bool) -> None:
+    whole = bind(cast(build(kind, tied=tied), dtype))
+    model = sharded(mesh, dtype, kind, tied=tied, checkpointing=checkpointing)
     assert bind(model) is model, "the classes are FSDP2's now, and that is legal"
     inputs = batch()
     expected = token_logprobs(whole, **inputs, temperature=0.7)
@@ -121,6 +143,10 @@ def check(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: bo
     expected.sum().backward()
     got.sum().backward()
     for (name, ours), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
+        if ".indexer." in name:
+            assert ours.grad is None, name
+            assert theirs.grad is None, name
+            continue
         mine = ours.grad.full_tensor()
         assert mine.dtype == torch.float32, name
         if dtype == torch.float32 and dist.get_world_size() == 1:
@@ -133,8 +159,8 @@ def check(mesh: DeviceMesh, dtype: torch.dtype, *, tied: bool, checkpointing: bo
 def check_update(mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """A correction bias that a trainer changed reaches a receiver in float32, with experts that no two ranks have
     equally many of; then the receiver has the trainer's bits."""
-    model = sharded(mesh, dtype, tied=False, checkpointing=False, experts=True)
-    receiver = bind(cast(build(tied=False, experts=True), dtype))
+    model = sharded(mesh, dtype, "experts", tied=False, checkpointing=False)
+    receiver = bind(cast(build("experts", tied=False), dtype))
     mlp, inputs = model.model.layers[1].mlp, batch()
     held = [len(one) for one in torch.arange(EXPERTS["n_routed_experts"]).chunk(dist.get_world_size())]
     assert len(mlp.experts.down_proj.to_local()) == held[dist.get_rank()]
@@ -161,9 +187,10 @@ def main(rank: int, folder: str, ranks: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=900))
     mesh = dist.init_device_mesh("cpu", (world,))
     for dtype, tied, checkpointing in product((torch.float32, torch.bfloat16), (True, False), (True, False)):
-        check(mesh, dtype, tied=tied, checkpointing=checkpointing)
+        check(mesh, dtype, "dense", tied=tied, checkpointing=checkpointing)
     for dtype, checkpointing in ((torch.float32, False), (torch.bfloat16, True)):
-        check(mesh, dtype, tied=False, checkpointing=checkpointing, experts=True)
+        for kind in ("experts", "sparse"):
+            check(mesh, dtype, kind, tied=False, checkpointing=checkpointing)
     check_update(mesh, torch.bfloat16)
     dist.destroy_process_group()
     sys.stdout.write("all went well\n")

@@ -65,6 +65,35 @@ def test_training_and_its_gradients_are_near_the_oracle() -> None:
     assert spread.queries.grad is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_sequence_are_those_of_it_alone(dtype: torch.dtype) -> None:
+    """Of its queries and latents, whatever is beside it: other sequences, in another order, padded or packed."""
+    layer, lengths = Sparse(Shape(18, 17, 2), 3, 7, 5), (9, 1, 19)
+    given = inputs(layer, dtype, sum(lengths))
+    upstream = torch.randn(sum(lengths), 18, 17).to(dtype)
+
+    def gradients(sequences: tuple[int, ...], *, pad: bool) -> list[tuple[torch.Tensor, ...]]:
+        """Of each of the sequences, in a batch of these."""
+        own = tuple(lengths[number] for number in sequences)
+        parts = [torch.cat([x.split(lengths)[number] for number in sequences]) for x in (*given.parts(), upstream)]
+        mask = left_padding(own) if pad else torch.ones(1, sum(own), dtype=torch.int64)
+        positions = torch.cat([torch.arange(length) for length in own])[None]
+        context = training_context(mask.shape, mask if pad else None, None if pad else positions.to(DEVICE), DEVICE)
+        *leaves_, grad = (leaf(padded(x, mask)) for x in parts)
+        spread = Inputs(*leaves_)
+        attended(spread, layer, context)[0].backward(grad.detach())
+        real = mask.flatten().bool().to(DEVICE)
+        found = [x.grad[real].split(own) for x in (spread.q, spread.latents)]
+        return list(zip(*found, strict=True))
+
+    alone = [gradients((number,), pad=False)[0] for number in range(3)]
+    assert all(part.any() for one in alone for part in one)
+    for sequences in ((0, 1, 2), (2, 0)):
+        for pad in (True, False):
+            for number, found in zip(sequences, gradients(sequences, pad=pad), strict=True):
+                assert all(torch.equal(*pair) for pair in zip(found, alone[number], strict=True)), (sequences, pad)
+
+
 def test_equal_scores_and_special_numbers() -> None:
     """Zeros of both signs, denormals, the greatest numbers: the first of equal ones, by the order of the scores."""
     torch.manual_seed(0)

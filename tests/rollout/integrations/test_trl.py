@@ -20,6 +20,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from samebit.kernels.binding.families import BindingError
 from samebit.recipes import tiny_model
+from samebit.recipes.accuracy import models
 from samebit.rollout import RolloutConfig, SamplingParams
 from samebit.rollout.integrations.trl import GRPOTrainer, RLOOTrainer
 from samebit.rollout.integrations.trl.agreement import COMPARED, DIFFERENCE, DIFFERING, OF_TRL
@@ -258,6 +259,24 @@ def test_a_model_in_memory_with_states(tmp_path: Path) -> None:
     trained.train()
     assert trained.agreement.compared > 0
     assert trained.agreement.differing == 0
+
+
+def test_attention_that_chooses_its_tokens(tmp_path: Path) -> None:
+    """A GLM-5 that reads 9 tokens of up to 32; what its indexers know stays as it is, and the rest is trained."""
+    tokenizer = tiny_model.build_tokenizer()
+    tokenizer.padding_side = "left"
+    model = models.build("dsa", tokenizer, top_k=9)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    data = Dataset.from_dict({"prompt": ["7-5+9=", "1+1+2+3+4-5-6-7="] * 4})
+    trained = GRPOTrainer(
+        model, reward, config(GRPOTrainer, tmp_path, max_steps=2), train_dataset=data, processing_class=tokenizer
+    )
+    trained.train()
+    assert trained.agreement.compared > 0
+    assert trained.agreement.differing == 0
+    after = trained.model.state_dict()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if ".indexer." in name}
 
 
 def test_the_folder_is_one_that_anybody_reads(folder: Path) -> None:

@@ -30,7 +30,7 @@ from samebit.rollout.integrations.verl.server.adapters import adapter_config
 from samebit.rollout.integrations.verl.trainer import engine as engines
 from samebit.rollout.integrations.verl.trainer.routing import COMPARED, DIFFERING
 
-from .verl_model import save_model, save_wrapped_model
+from .verl_model import save_model, save_sparse_model, save_wrapped_model
 
 PROMPTS = [[1], [1, 5, 6, 7], list(range(4, 20)) * 2]
 TEMPERATURE = 0.7
@@ -174,6 +174,23 @@ def test_routed_experts_are_the_rollouts(tmp_path: Path, dtype: str) -> None:
         given["routed_experts"].values()[:, 1] += 1
         with engine.eval_mode():
             assert int(engine.infer_batch(given)["model_output"][DIFFERING].values().sum()) > tokens
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_that_chooses_its_tokens(tmp_path: Path, dtype: str) -> None:
+    """Of a GLM-5, checkpointed; an update changes all weights but those of the indexers, which have no gradient."""
+    folder = save_sparse_model(tmp_path)
+    engine = build(*configs(folder, dtype, enable_gradient_checkpointing=True))
+    with RolloutWorker(folder, config=RolloutConfig(dtype=dtype, max_num_seqs=8)) as worker:
+        for _ in range(2):
+            outputs, reported = sampled(worker)
+            for packing in PACKINGS.values():
+                assert torch.equal(responses(engine, outputs, **packing)["log_probs"], reported), packing
+            with engine.train_mode():
+                engine.train_batch(batch(outputs, micro_batch_size_per_gpu=2), loss_function=_loss)
+            stream = engine.get_per_tensor_param()[0]
+            report = worker.receive_weights(stream)
+            assert set(report.changed) == {name for name in stream.specs if ".indexer." not in name}
 
 
 def _whole_length(out: RequestOutput, sample: SampleOutput) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from samebit.recipes import tiny_model
+from samebit.recipes.accuracy import models
 from samebit.recipes.verl_grpo.task import TEMPLATE
 
 SIZES = {"hidden_size": 100, "intermediate_size": 129, "num_hidden_layers": 2, "max_position_embeddings": 256}
@@ -18,6 +19,14 @@ def save_model(folder: Path, *, tied: bool = True, architecture: str = "dense") 
     tiny_model.save(
         tiny_model.build_model(tokenizer, 0, architecture, **SIZES, tie_word_embeddings=tied), tokenizer, folder
     )
+    return folder
+
+
+def save_sparse_model(folder: Path) -> Path:
+    """A GLM-5 that reads 9 tokens."""
+    tokenizer = tiny_model.build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tiny_model.save(models.build("dsa", tokenizer, top_k=9), tokenizer, folder)
     return folder
 
 
