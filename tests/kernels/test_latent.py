@@ -17,7 +17,7 @@ from .latent_layer import Shape, oracle, tensors, through_pages
 from .routes import ROUTES, left_padding, packed_context, padded
 
 LENGTHS = (1, 2, 63, 64, 65, 130)
-SHAPES = (Shape(4, 48, 16), Shape(5, 33, 7), Shape(1, 100, 6), Shape(34, 17, 2), Shape(40, 16, 8))
+SHAPES = (Shape(4, 48, 16), Shape(5, 33, 7), Shape(1, 200, 9), Shape(34, 17, 2), Shape(40, 16, 8))
 SIZES = ((1, 6, 4), (3, 20, 33), (5, 129, 100), (2, 250, 16))
 """Heads, inputs and outputs; more outputs than are turned over at a time."""
 

@@ -22,12 +22,14 @@ from samebit.kernels.cpu.base.memory import elements, floats, integers, longs, s
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.latent.chunks import copy_rows, find_chosen, find_tokens
+from samebit.kernels.cpu.latent.pairs import PAIRED_ROWS, copy_pairs
 from samebit.kernels.cpu.latent.softmax import (
     Following,
     add_weighted,
     begin_rows,
     place_running,
     score,
+    score_in_pairs,
     see,
     size_of_running,
     weigh_all,
@@ -195,7 +197,10 @@ def _score_chunk(memory: Any, rows: int, width: int, count: int, following: Any,
     for first in range(0, count, TOKENS):
         for begin in range(0, width, _DEPTH):
             depth = min(_DEPTH, width - begin)
-            if memory.pages.itemsize < 4:
+            if memory.pages.itemsize < 4 and rows <= PAIRED_ROWS:
+                copy_pairs(memory.pages, memory.here, first, begin, depth, memory.copied, 2 * _DEPTH)
+                score_in_pairs(first, begin, depth, memory.copied, 2 * _DEPTH, following, running)
+            elif memory.pages.itemsize < 4:
                 copy_rows(memory.pages, memory.here, first, TOKENS, begin, depth, memory.copied, _DEPTH)
                 score(rows, width, first, begin, depth, memory.copied, memory.own, 0, following, running)
             else:

@@ -17,6 +17,7 @@ import numpy as np
 from samebit.kernels.cpu.base.memory import floats, whole_lines
 from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.latent.pairs import score_pairs
 from samebit.kernels.cpu.latent.tiles import ROWS, add_values, score_tokens, weigh
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
@@ -123,6 +124,18 @@ def score(
                 source, places, offset, first, following.pages, following.places, begin, running.s, v * _TILE,
             )  # fmt: skip
         v += vectors
+
+
+@kernel_part
+def score_in_pairs(
+    first: int, begin: int, count: int, copied: Any, stride: int, following: Any, running: Any
+) -> None:  # fmt: skip
+    """Do as `score` for at most `PAIRED_ROWS` rows and keys that `copy_pairs` copied."""
+    if running.seen[LANES - 1] > np.float32(first):
+        score_pairs(
+            following.there, running.query, begin * LANES, count, copied, stride, first, following.pages,
+            following.places, begin, running.s, 0,
+        )  # fmt: skip
 
 
 @kernel_part

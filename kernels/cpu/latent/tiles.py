@@ -29,21 +29,22 @@ from samebit.kernels.cpu.base.vectors import (
 from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[-1].split(",")
-_LARGE = "+avx512f" in _FEATURES
+LARGE = "+avx512f" in _FEATURES
+"""Whether a vector is one register."""
 
 TOKENS = LANES
 """Tokens of a call of `score_tokens`."""
 
-_TOKENS = (TOKENS, TOKENS // 2) if _LARGE else (4, 2)
+_TOKENS = (TOKENS, TOKENS // 2) if LARGE else (4, 2)
 """Tokens that are scored at once for one vector of rows and for two: as many as leave the sums in registers."""
 
-ROWS = (1, 2, 4, 8) if _LARGE else (1, 2, 4)
+ROWS = (1, 2, 4, 8) if LARGE else (1, 2, 4)
 """Rows that `add_values` may cover."""
 
-COLUMNS = (1, 2) if _LARGE else (1,)
+COLUMNS = (1, 2) if LARGE else (1,)
 """Vectors of columns that `add_values` may cover."""
 
-_UNROLLED = 8
+UNROLLED = 8
 """Elements that are multiplied for a token before the next token's."""
 
 
@@ -79,7 +80,7 @@ def _score_tokens(asked: int) -> Any:
             def emit(vector_count: int, asking: int) -> None:
                 kind = ir.VectorType(ir.FloatType(), LANES if vector_count else LANES // 2)
                 vector_count = max(1, vector_count)
-                tokens, unrolled = _TOKENS[vector_count - 1], _UNROLLED // vector_count
+                tokens, unrolled = _TOKENS[vector_count - 1], UNROLLED // vector_count
                 start = pointer_to(context, builder, query, query_array, query_from)
                 rows = [builder.gep(start, [builder.mul(pitch, index(v))]) for v in range(vector_count)]
                 blocks = builder.udiv(depth, index(unrolled))
