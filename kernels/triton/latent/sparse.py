@@ -2,11 +2,14 @@
 
 Invariants:
 
-* A row walks its list in tiles of `KV_CHUNK`, through one online-softmax accumulator, in order.
+* A row walks its list in tiles of `KV_CHUNK`, through one online-softmax accumulator for each split of `KV_SPLIT`
+  places, and one that those are merged into (`splits`), in order: as attention to all latents walks tokens.
 * One kernel for decode, prefill and training, also of rows for which all tokens are chosen.
 
 H heads, B tokens a block, R elements of a latent, P of a rotated key, W of both, K places of a list.
 """
+
+import math
 
 import torch
 import triton.language as tl
@@ -16,7 +19,8 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
 from samebit.kernels.layout.options import LatentOptions
 from samebit.kernels.triton.latent.rows import ROWS, WARPS, heads_together, load_rows
-from samebit.kernels.triton.numeric import dot, jit
+from samebit.kernels.triton.numeric import LOG2E, dot, jit
+from samebit.kernels.triton.splits import SPLIT, merged, taken_in
 from samebit.kernels.triton.tiles.table import power_of_two
 
 
@@ -32,8 +36,8 @@ def attend_chosen(
     if tokens:
         _attend_chosen[(tokens, ceil_div(heads, together))](
             q, pages, chosen, layout.sequences, layout.within, layout.starts, layout.tables, out, lse,
-            layout.tables.shape[1], context.block_size, chosen.shape[1], options.scale, heads, options.rank,
-            options.rope, together, ROWS, KV_CHUNK, power_of_two(max(options.rank, 16)),
+            layout.tables.shape[1], context.block_size, chosen.shape[1], options.scale * math.log2(math.e), heads,
+            options.rank, options.rope, together, ROWS, KV_CHUNK, power_of_two(max(options.rank, 16)),
             power_of_two(max(options.rope, 16)), num_warps=WARPS, num_stages=1,
         )  # fmt: skip
     return out, lse
@@ -56,26 +60,26 @@ def _attend_chosen(
     real = (r < TOGETHER) & (head < HEADS)
     place = row * HEADS + head
     absorbed, rotated = load_rows(q, place, real, RANK, ROPE, PADDED_RANK, PADDED_ROPE)
-    acc = tl.zeros((ROWS, PADDED_RANK), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    for base in range(0, count, KEYS):
-        number = base + tl.arange(0, KEYS)
-        there = number < count
-        key = tl.load(chosen + row * top_k + number, mask=there, other=0)
-        block = tl.load(tables + sequence * table_width + key // block_size, mask=there, other=0).to(tl.int64)
-        latents, keys = load_rows(
-            pages, block * block_size + key % block_size, there, RANK, ROPE, PADDED_RANK, PADDED_ROPE
-        )
-        scores = dot(absorbed, tl.trans(latents), tl.zeros((ROWS, KEYS), tl.float32))
-        scores = dot(rotated, tl.trans(keys), scores) * scale
-        scores = tl.where(there[None, :], scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, axis=1))
-        weights = tl.exp(scores - higher[:, None])
-        fade = tl.exp(peak - higher)
-        total = total * fade + tl.sum(weights, axis=1)
-        acc = dot(weights.to(latents.dtype), latents, acc * fade[:, None])
-        peak = higher
+    whole = tl.zeros((ROWS, PADDED_RANK), tl.float32)
+    whole_total, whole_peak = tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), float("-inf"), tl.float32)
+    for first in range(0, count, SPLIT):
+        acc = tl.zeros((ROWS, PADDED_RANK), tl.float32)
+        total, peak = tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), float("-inf"), tl.float32)
+        for base in range(first, tl.minimum(first + SPLIT, count), KEYS):
+            number = base + tl.arange(0, KEYS)
+            there = number < count
+            key = tl.load(chosen + row * top_k + number, mask=there, other=0)
+            block = tl.load(tables + sequence * table_width + key // block_size, mask=there, other=0).to(tl.int64)
+            latents, keys = load_rows(
+                pages, block * block_size + key % block_size, there, RANK, ROPE, PADDED_RANK, PADDED_ROPE
+            )
+            scores = dot(absorbed, tl.trans(latents), tl.zeros((ROWS, KEYS), tl.float32))
+            scores = dot(rotated, tl.trans(keys), scores) * scale
+            scores = tl.where(there[None, :], scores, float("-inf"))
+            weights, fade, total, peak = taken_in(scores, total, peak)
+            acc = dot(weights.to(latents.dtype), latents, acc * fade[:, None])
+        whole, whole_total, whole_peak = merged(whole, whole_total, whole_peak, acc, total, peak)
     inside = real[:, None] & (d[None, :] < RANK)
-    tl.store(out + place[:, None] * RANK + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + place, peak + tl.log(total), mask=real)
+    result = whole / whole_total[:, None]
+    tl.store(out + place[:, None] * RANK + d[None, :], result.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + place, (whole_peak + tl.log2(whole_total)) / LOG2E, mask=real)
