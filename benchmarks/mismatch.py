@@ -34,6 +34,9 @@ from samebit.benchmarks.workloads.models import DTYPES
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 OWN = "own"
+WITHOUT_VLLM = ("hybrid_fp32",)
+"""Parts that vLLM does not compute: its Gated DeltaNet on a CPU takes bfloat16 alone."""
+
 """Names, as the kind of model, the folder that was given."""
 
 
@@ -212,7 +215,7 @@ def main() -> None:
         began = time.perf_counter()
         kind, dtype = name.split("_")
         with folder_of(kind, args.folder, sizes) as folder:
-            metrics = measure(Part(folder, dtype, sizes, vllm))
+            metrics = measure(Part(folder, dtype, sizes, None if name in WITHOUT_VLLM else vllm))
         about = results_file.describe(sizes=vars(sizes), model=str(args.folder or mismatch_models.CONFIGS[kind][1]))
         done.add(name, about, {f"{name}_{metric}": value for metric, value in metrics.items()})
         print(f"{name}: {time.perf_counter() - began:.0f} s")
