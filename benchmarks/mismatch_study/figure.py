@@ -1,5 +1,12 @@
-"""Draw what the arms of a study wrote, and print the figure that they are judged by."""
+"""Draw what the arms of a study wrote, and print the figure that they are judged by.
 
+    python benchmarks/mismatch_study/figure.py FOLDER
+
+FOLDER: the study's OUT, or a folder of results/mismatch_study; study.png is written there.
+"""
+
+# isort: split
+import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +18,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from samebit.recipes.metrics import Row
@@ -100,3 +108,20 @@ def _line(axes: Axes, rows: Sequence[Row], name: str, arm: str) -> None:
     axes.fill_between(
         steps, [min(one) for one in values], [max(one) for one in values], color=line.get_color(), alpha=0.15
     )
+
+
+def show(folder: Path, console: Console) -> None:
+    """Write study.png, and print the two tables."""
+    draw(folder)
+    console.print(table(folder))
+    console.print(seconds_table(folder))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    show(parser.parse_args().folder, Console())
+
+
+if __name__ == "__main__":
+    main()

@@ -104,8 +104,7 @@ def main() -> None:
     arms = [ARMS[name] for name in arguments.arms]
     wanted = [arm for arm in arms if not (arm.vllm and arguments.without_vllm)]
     run(settings, wanted, replace(VLLM, python=arguments.vllm))
-    for table in (figure.table(settings.out), figure.seconds_table(settings.out)):
-        Console().print(table)
+    figure.show(settings.out, Console())
 
 
 if __name__ == "__main__":
