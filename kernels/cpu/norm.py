@@ -81,18 +81,17 @@ def _rms_norm_part(
     weight, inverse = elements(weight_address, width, weight_kind), floats(inverse_address, rows)
     lanes = np.empty(LANES, np.float32)
     for row in range(rows * part // _PARTS, rows * (part + 1) // _PARTS):
-        _rms_norm_row(
-            x[row * width : (row + 1) * width], weight, offset, eps, out[row * width : (row + 1) * width],
-            inverse[row : row + 1], lanes,
-        )  # fmt: skip
+        first, last = row * width, (row + 1) * width
+        inverse[row] = rms_norm_row(x[first:last], weight, offset, eps, lanes, out[first:last])
 
 
 @inlined_part
-def _rms_norm_row(x: Any, weight: Any, offset: Any, eps: Any, out: Any, inverse: Any, lanes: Any) -> None:
+def rms_norm_row(x: Any, weight: Any, offset: Any, eps: Any, lanes: Any, out: Any) -> Any:
+    """Write the norm of a row to ``out``; return what the row was multiplied with. ``lanes``: scratch ``[LANES]``."""
     scale = _ONE / np.sqrt(_mean_square(x, _ZERO, lanes) + eps)
-    inverse[0] = scale
     for i in range(len(x)):
         out[i] = narrow(widen(x[i]) * scale * (widen(weight[i]) + offset), out[i])
+    return scale
 
 
 def _layer_norm(

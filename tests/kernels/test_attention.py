@@ -111,7 +111,7 @@ def test_norms_and_rotation_on_the_way_to_the_pages_change_no_bit(
 ) -> None:
     q, k, v = tensors(shape, dtype, LENGTHS)
     given = q, k, v
-    norms = HeadNorms(*torch.randn(2, shape.head_dim).to(dtype), 1e-6, 1.0) if normed else None
+    norms = HeadNorms(*torch.randn(shape.head_dim, 2).to(dtype).T, 1e-6, 1.0) if normed else None
     if norms is not None:
         q, k = rms_norm(q, norms.queries, 1e-6, 1.0), rms_norm(k, norms.keys, 1e-6, 1.0)
     context = packed_context(LENGTHS)

@@ -3,19 +3,22 @@
 T tokens, S sequences, H heads, D head size. Pages hold B tokens of a KV head each (`samebit.kernels.layout.kv_pages`).
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from numba import get_num_threads
 
 from samebit.kernels.cpu.attention import backward, forward, write_pages
 from samebit.kernels.cpu.base.jit import array, parameter_array
-from samebit.kernels.cpu.norm import rms_norm_forward
+from samebit.kernels.cpu.base.memory import kind_of
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import AttentionOptions, HeadNorms, Saved
 
 _SCATTER = 8
 """Writing a key touches a cache line for each element: it weighs more than its number of elements."""
 
+_ZERO = np.float32(0.0)
 _NO_LSE = np.empty((0, 0), np.float32)
 _NO_SINKS = np.empty(0, np.float32)
 
@@ -45,17 +48,27 @@ def attention_of_unrotated(
     if context.pages is None:
         raise ValueError("a context without pages; allowed: a rollout's")
     if norms is not None:
-        q, _ = rms_norm_forward(q, norms.queries, norms.eps, norms.offset)
-        k, _ = rms_norm_forward(k, norms.keys, norms.eps, norms.offset)
+        norms = norms._replace(queries=norms.queries.contiguous(), keys=norms.keys.contiguous())
     pages, (cos, sin) = context.pages[options.layer], angles
-    q = q.contiguous()
+    q, k, v, cos, sin = (part.contiguous() for part in (q, k, v, cos, sin))
     rotated = torch.empty_like(q)
-    blocks, offsets = context.blocks_and_offsets
     write_pages.rotate_and_write(
-        q.numel() + _SCATTER * k.numel(), array(q), array(k.contiguous()), array(v.contiguous()), cos.numpy(),
-        sin.numpy(), blocks, offsets, context.block_size, array(pages).reshape(-1), array(rotated),
+        q.numel() + _SCATTER * k.numel(), tuple(part.data_ptr() for part in (q, k, v, cos, sin, pages, rotated)),
+        (*q.shape[:2], *k.shape[1:], cos.size(1), context.block_size), _weights(norms, q.dtype),
+        *context.blocks_and_offsets, kind_of(q.dtype),
     )  # fmt: skip
     return _attend(rotated, pages, context, options, sinks, None)
+
+
+def _weights(norms: HeadNorms | None, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return what `write_pages.rotate_and_write` normalises with, whose addresses ``norms`` holds."""
+    if norms is None:
+        return 0, kind_of(dtype), 0, kind_of(dtype), _ZERO, _ZERO
+    queries, keys, eps, offset = norms
+    return (
+        queries.data_ptr(), kind_of(queries.dtype), keys.data_ptr(), kind_of(keys.dtype), np.float32(offset),
+        np.float32(eps),
+    )  # fmt: skip
 
 
 def attention_backward(

@@ -8,12 +8,18 @@ from typing import Any
 import numpy as np
 
 from samebit.kernels.cpu.base.jit import SharedKernel
+from samebit.kernels.cpu.base.memory import NO_END, elements, floats
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.many_rows_vectors import fetch
+from samebit.kernels.cpu.norm import rms_norm_row
 from samebit.kernels.cpu.rope import rotate_head
+from samebit.kernels.layout.grids import LANES
 
 _FORWARD = np.float32(1.0)
+
+_PARTS = 16
+"""Rows are cut into so many pieces, so that scratch memory is allocated once a piece."""
 
 
 @inlined_part
@@ -49,31 +55,60 @@ def _write_row(row: int, k: Any, v: Any, block_of_row: Any, offset_of_row: Any, 
 
 
 def _rotate_and_write(
-    threads: int, q: Any, k: Any, v: Any, cos: Any, sin: Any, block_of_row: Any, offset_of_row: Any, block_size: int,
-    pages: Any, out: Any,
-) -> None:  # fmt: skip
-    """Write rotated keys and the values into the pages, rotated queries into ``out``."""
+    threads: int, tensors: Any, sizes: Any, norms: Any, block_of_row: Any, offset_of_row: Any, kind: Any
+) -> None:
+    """Write rotated keys and the values into the pages, rotated queries into ``out``.
+
+    Args:
+        threads: take shares of the rows.
+        tensors: addresses of q, k, v, cos, sin, pages and out.
+        sizes: T, heads of queries and of keys, D, angles, B.
+        norms: addresses of the weights that queries and keys are normalised with (0 for none), a number of their type
+            behind each; offset and eps.
+        block_of_row: where each row's key and value go, with ``offset_of_row``.
+        offset_of_row: see there.
+        kind: a number of the elements' type.
+    """
+    parts = min(_PARTS, sizes[0])
     share_out(
-        _rotate_and_write_row, q.shape[0], threads,
-        (q, k, v, cos, sin, block_of_row, offset_of_row, block_size, pages, out),
+        _rotate_and_write_part, parts, threads,
+        (parts, tensors, sizes, norms, block_of_row, offset_of_row, kind),
     )  # fmt: skip
 
 
 @kernel_part
-def _rotate_and_write_row(
-    row: int, q: Any, k: Any, v: Any, cos: Any, sin: Any, block_of_row: Any, offset_of_row: Any, block_size: int,
-    pages: Any, out: Any,
-) -> None:  # fmt: skip
-    kv_heads, head_dim = k.shape[1], k.shape[2]
-    after = min(row + 1, q.shape[0] - 1)
-    _fetch_column(block_of_row[after] * kv_heads, kv_heads, head_dim, offset_of_row[after], block_size, pages)
-    key = np.empty(head_dim, k.dtype)
-    for head in range(q.shape[1]):
-        rotate_head(q[row, head], cos[row], sin[row], _FORWARD, out[row, head])
-    for head in range(kv_heads):
-        rotate_head(k[row, head], cos[row], sin[row], _FORWARD, key)
-        page = (block_of_row[row] * kv_heads + head) * 2 * head_dim * block_size
-        _put(key, v[row, head], page, offset_of_row[row], block_size, pages)
+def _rotate_and_write_part(
+    part: int, parts: int, tensors: Any, sizes: Any, norms: Any, block_of_row: Any, offset_of_row: Any, kind: Any
+) -> None:
+    rows, heads, kv_heads, head_dim, half, block_size = sizes
+    queries_at, kind_of_queries, keys_at, kind_of_keys, offset, eps = norms
+    of_queries = elements(queries_at, head_dim if queries_at else 0, kind_of_queries)
+    of_keys = elements(keys_at, head_dim if keys_at else 0, kind_of_keys)
+    q, k, v = elements(tensors[0], NO_END, kind), elements(tensors[1], NO_END, kind), elements(tensors[2], NO_END, kind)
+    cos, sin = floats(tensors[3], rows * half), floats(tensors[4], rows * half)
+    pages, out = elements(tensors[5], NO_END, kind), elements(tensors[6], NO_END, kind)
+    key, normed, lanes = np.empty(head_dim, pages.dtype), np.empty(head_dim, pages.dtype), np.empty(LANES, np.float32)
+    for row in range(rows * part // parts, rows * (part + 1) // parts):
+        after = min(row + 1, rows - 1)
+        _fetch_column(block_of_row[after] * kv_heads, kv_heads, head_dim, offset_of_row[after], block_size, pages)
+        along, across = cos[row * half : (row + 1) * half], sin[row * half : (row + 1) * half]
+        for at in range(row * heads * head_dim, (row + 1) * heads * head_dim, head_dim):
+            _turn(q[at : at + head_dim], of_queries, offset, eps, along, across, normed, lanes, out[at : at + head_dim])
+        for head in range(kv_heads):
+            at = (row * kv_heads + head) * head_dim
+            _turn(k[at : at + head_dim], of_keys, offset, eps, along, across, normed, lanes, key)
+            page = (block_of_row[row] * kv_heads + head) * 2 * head_dim * block_size
+            _put(key, v[at : at + head_dim], page, offset_of_row[row], block_size, pages)
+
+
+@inlined_part
+def _turn(x: Any, weight: Any, offset: Any, eps: Any, cos: Any, sin: Any, normed: Any, lanes: Any, out: Any) -> None:
+    """Rotate a head, and normalise it before where there is a weight."""
+    if len(weight) > 0:
+        rms_norm_row(x, weight, offset, eps, lanes, normed)
+        rotate_head(normed, cos, sin, _FORWARD, out)
+    else:
+        rotate_head(x, cos, sin, _FORWARD, out)
 
 
 write_pages = SharedKernel(_write)
