@@ -18,6 +18,7 @@ from samebit.rollout.sampling_params import SamplingParams
 
 from ...patience import HANG, wait_until
 from ..inside import num_waiting
+from ..step_gate import StepGate
 from .cache_integrity import check_cache, owned_blocks
 
 Make = Callable[..., Engine]
@@ -230,7 +231,7 @@ def test_closed_admission_keeps_unstarted_followers_and_drains(
 
 def test_an_update_that_waits_is_not_held_up_by_followers(make_worker: MakeWorker, oracle: Oracle) -> None:
     worker, runner = make_worker(max_num_batched_tokens=8, max_num_seqs=2)
-    runner.gate = threading.Semaphore(1)
+    runner.gate = StepGate(1)
     handles = [worker.submit([*PREFIX, last], SamplingParams(max_tokens=3, n=3)) for last in (1, 2)]
     runner.entered.wait(HANG)
     runner.gate.release(1000)
@@ -546,7 +547,7 @@ def test_samples_that_are_aborted_before_they_run_say_under_which_weights_their_
     make_worker: MakeWorker,
 ) -> None:
     worker, runner = make_worker(max_num_seqs=1)
-    runner.gate = threading.Semaphore(1)
+    runner.gate = StepGate(1)
     handle = worker.submit(PREFIX[:6], SamplingParams(n=3, max_tokens=9))
     for chunk in handle:
         if chunk.sample == 2:
@@ -562,13 +563,9 @@ def test_samples_that_are_aborted_before_they_run_say_under_which_weights_their_
 
 def test_a_preempted_sample_that_is_aborted_says_under_which_weights_it_was_computed(make_worker: MakeWorker) -> None:
     worker, runner = make_worker()
-    runner.gate = threading.Semaphore(3)
+    runner.gate = StepGate(3)
     handle = worker.submit(PREFIX[:6], SamplingParams(max_tokens=9))
-    seen = 0
-    for chunk in handle:
-        seen += len(chunk.token_ids)
-        if seen == 3:
-            break
+    runner.gate.wait_for_a_step()
 
     def end_the_step() -> None:
         """Let the step that runs end when the command stands in line: the next turn is the command's."""
@@ -637,7 +634,7 @@ def test_weights_that_change_within_a_prompt_make_the_next_sample_compute_it(
 
 def test_sleep_lets_go_of_held_prompts_and_nothing_is_lost(make_worker: MakeWorker, oracle: Oracle) -> None:
     worker, runner = make_worker(max_num_seqs=1)
-    runner.gate = threading.Semaphore(3)
+    runner.gate = StepGate(3)
     handle = worker.submit(PREFIX[:6], SamplingParams(n=3, max_tokens=8))
     next(iter(handle))
     sleeper = threading.Thread(target=worker.sleep, args=("kv_cache",))

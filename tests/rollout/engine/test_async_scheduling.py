@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from samebit.rollout import RolloutWorker, SamplingParams, WorkerStateError
+from samebit.rollout import SamplingParams, WorkerStateError
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.engine.step_plan import ScheduledSequence
 from samebit.rollout.requests.request import Request
@@ -16,6 +16,7 @@ from samebit.rollout.requests.request import Request
 from ...patience import HANG, wait_until
 from ..cache.cache_integrity import check_cache
 from ..inside import num_waiting
+from ..step_gate import StepGate
 
 Build = Callable[..., Any]
 Oracle = Callable[..., list[int]]
@@ -155,7 +156,7 @@ def test_commands_meet_no_step_in_flight(make_worker: Build, oracle: Oracle) -> 
 
 def test_a_step_ahead_that_fails_breaks_the_worker_and_says_so(make_worker: Build) -> None:
     worker, runner = make_worker(run_ahead=True)
-    runner.gate = threading.Semaphore(4)
+    runner.gate = StepGate(4)
     handle = worker.submit(PROMPT, SamplingParams(max_tokens=50))
     next(iter(handle))
     runner.fail_with = ValueError("the device is lost")
@@ -168,7 +169,7 @@ def test_a_step_ahead_that_fails_breaks_the_worker_and_says_so(make_worker: Buil
 
 def test_a_result_does_not_wait_for_a_step_that_is_void(make_worker: Build, oracle: Oracle) -> None:
     worker, runner = make_worker(run_ahead=True)
-    runner.gate = threading.Semaphore(6)  # all that the request needs, and nothing for the step behind it
+    runner.gate = StepGate(6)  # all that the request needs, and nothing for the step behind it
     stop = oracle([1, 2], 0, 6)[5]
     handle = worker.submit([1, 2], SamplingParams(max_tokens=40, stop_token_ids=[stop]))
     assert len(handle.result(HANG).samples[0].token_ids) == 6
@@ -176,7 +177,7 @@ def test_a_result_does_not_wait_for_a_step_that_is_void(make_worker: Build, orac
 
 def test_a_stream_sees_what_a_command_has_committed(make_worker: Build) -> None:
     worker, runner = make_worker(run_ahead=True)
-    gate = runner.gate = threading.Semaphore(4)
+    gate = runner.gate = StepGate(4)
     handle = worker.submit(PROMPT, LONG)
     seen: list[int] = []
     reads = threading.Thread(target=lambda: [seen.extend(piece.token_ids) for piece in handle])
@@ -189,7 +190,7 @@ def test_a_stream_sees_what_a_command_has_committed(make_worker: Build) -> None:
         wait_until(lambda: len(seen) >= 5)
         gate.release()
 
-    wait_until(lambda: len(seen) >= 4)
+    gate.wait_for_a_step()
     opens = threading.Thread(target=open_for_two_steps)
     opens.start()
     worker.pause()
@@ -200,12 +201,6 @@ def test_a_stream_sees_what_a_command_has_committed(make_worker: Build) -> None:
     worker.resume()
     reads.join(HANG)
     assert len(seen) == 40
-
-
-def pauses(worker: RolloutWorker, count: int) -> None:
-    for _ in range(count):
-        worker.pause()
-        worker.resume()
 
 
 def test_a_commit_that_fails_in_a_command_leaves_nobody_waiting(make_worker: Build) -> None:
@@ -219,21 +214,19 @@ def test_a_commit_that_fails_in_a_command_leaves_nobody_waiting(make_worker: Bui
         publish(item)
 
     worker._engine.scheduler.publish_item = in_the_thread
-    gate = runner.gate = threading.Semaphore(4)
-    handles = [
-        worker.submit([1, 2], SamplingParams(max_tokens=50)),
-        worker.submit(PROMPT, SamplingParams(max_tokens=50)),
-    ]
-    next(iter(handles[0]))
+    gate = runner.gate = StepGate(4)
+    handles = worker.submit_all([[1, 2], PROMPT], SamplingParams(max_tokens=50))
+    gate.wait_for_a_step()
 
-    def open_for_a_command() -> None:
-        wait_until(lambda: num_waiting(worker) or worker.trouble())
-        gate.release(3)
+    def open_for_two_steps() -> None:
+        """The one that computes when the pause is asked for, and the one that was launched ahead."""
+        wait_until(lambda: num_waiting(worker))
+        gate.release(2)
 
-    opens = threading.Thread(target=open_for_a_command)
+    opens = threading.Thread(target=open_for_two_steps)
     opens.start()
-    with pytest.raises((IndexError, WorkerStateError), match="piece id is out of range"):
-        pauses(worker, 10)
+    with pytest.raises(IndexError, match="piece id is out of range"):
+        worker.pause()
     opens.join()
     for handle in handles:
         with pytest.raises(WorkerStateError, match="piece id is out of range"):

@@ -27,6 +27,7 @@ from samebit.weight_sync import WeightMismatchError
 
 from ...patience import HANG, wait_until
 from ..conftest import TinyModule, fake_continuation
+from ..step_gate import StepGate
 from .local_fleet import BLOCK, LocalFleet, LocalPort
 
 PARAMS = SamplingParams(max_tokens=7)
@@ -34,7 +35,7 @@ PROMPTS = [[1], [2, 3, 4], list(range(5, 22)), [7] * 9]
 
 
 def gated(port: LocalPort) -> None:
-    port.runner.gate = threading.Semaphore(0)
+    port.runner.gate = StepGate()
 
 
 def note_seeds(port: LocalPort, given: list[int | None]) -> None:

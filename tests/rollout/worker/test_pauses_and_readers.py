@@ -12,6 +12,8 @@ from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.sampling_params import SamplingParams
 
 from ...patience import HANG, wait_until
+from ..inside import num_waiting
+from ..step_gate import StepGate
 
 MakeWorker = Callable[..., tuple[Any, Any]]
 Oracle = Callable[..., list[int]]
@@ -21,9 +23,9 @@ PROMPT = [1, 2, 3]
 
 def started(worker: Any, runner: Any) -> Any:
     """A request that has tokens, and whose next step waits at the gate."""
-    runner.gate = threading.Semaphore(2)
+    runner.gate = StepGate(2)
     handle = worker.submit(PROMPT, LONG)
-    wait_until(lambda: handle.reader().read())
+    runner.gate.wait_for_a_step()
     return handle
 
 
@@ -35,6 +37,7 @@ def let_go(runner: Any) -> None:
 def paused(worker: Any, runner: Any, mode: str) -> None:
     thread = threading.Thread(target=worker.pause, args=(mode,))
     thread.start()
+    wait_until(lambda: num_waiting(worker))
     let_go(runner)
     thread.join()
     assert worker.paused
@@ -101,7 +104,7 @@ def test_a_reader_gives_every_token_once_and_never_waits(make_worker: MakeWorker
     worker, runner = make_worker()
     stepped = threading.Event()
     worker.after_steps(stepped.set)
-    runner.gate = threading.Semaphore(0)
+    runner.gate = StepGate()
     handle = worker.submit(PROMPT, SamplingParams(max_tokens=9, n=3))
     reader = handle.reader()
     assert not reader.ready

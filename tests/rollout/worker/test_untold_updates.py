@@ -18,6 +18,7 @@ from samebit.rollout.sampling_params import SamplingParams
 
 from ...patience import HANG, wait_until
 from ..inside import engine_of, num_waiting
+from ..step_gate import StepGate
 
 MakeWorker = Callable[..., tuple[Any, Any]]
 Oracle = Callable[..., list[int]]
@@ -87,7 +88,7 @@ def test_a_step_over_a_change_is_computed_again(
 
 def test_a_change_while_a_command_commits_the_step_in_flight(make_worker: MakeWorker, oracle: Oracle) -> None:
     worker, runner = make_worker(shared=True, run_ahead=True)
-    runner.gate = threading.Semaphore(3)
+    runner.gate = StepGate(3)
     handle = worker.submit(PROMPT, SamplingParams(max_tokens=9))
     for chunk in handle:
         if len(chunk.token_ids) and worker.stats()["steps"] >= 3:
@@ -182,7 +183,7 @@ def test_requests_in_flight_of_the_other_worker(make_worker: MakeWorker, in_flig
     """It stands still while the first one writes, and does with its requests what the update says."""
     one, other = two_workers(make_worker)
     runner = engine_of(other).runner
-    runner.gate = threading.Semaphore(0)
+    runner.gate = StepGate()
     handle = other.submit(PROMPT, SamplingParams(max_tokens=6))
     assert runner.entered.wait(HANG)
 
@@ -247,8 +248,7 @@ def test_a_worker_that_is_built_during_an_update_waits_for_its_end(make_worker: 
     with ThreadPoolExecutor(1) as beside:
         with one.weight_update():
             built = beside.submit(make_worker, shared=True, beside=one)
-            while not num_waiting(one):
-                threading.Event().wait(0.001)
+            wait_until(lambda: num_waiting(one))
             assert not built.done()
             with torch.no_grad():
                 one.module.proj.bias.add_(1)

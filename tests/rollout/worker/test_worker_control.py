@@ -15,8 +15,9 @@ from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.weight_sync import NonFiniteWeightError, WeightMismatchError, apply
 
-from ...patience import HANG
+from ...patience import HANG, wait_until
 from ..inside import num_waiting, spill_file
+from ..step_gate import StepGate
 
 MakeWorker = Callable[..., tuple[Any, Any]]
 Oracle = Callable[..., list[int]]
@@ -30,14 +31,10 @@ def weights_of(worker: Any) -> dict[str, torch.Tensor]:
 
 def start_long_request(worker: Any, runner: Any, steps: int = 3) -> Any:
     """A request that has computed `steps` steps and waits in the gate of the next one."""
-    runner.gate = threading.Semaphore(steps)
+    runner.gate = StepGate(steps)
     handle = worker.submit([1, 2, 3], LONG)
-    seen = 0
-    for chunk in handle:
-        seen += len(chunk.token_ids)
-        if seen == steps:
-            return handle
-    raise AssertionError("the request ended early")
+    runner.gate.wait_for_a_step()
+    return handle
 
 
 def in_background(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
@@ -167,9 +164,7 @@ def test_an_exception_in_the_block_leaves_the_weights_incomplete(make_worker: Ma
     worker, runner = make_worker(shared=True)
     handle = start_long_request(worker, runner)
     pauser, _ = in_background(worker.pause)
-    tick = threading.Event()
-    while num_waiting(worker) == 0:
-        tick.wait(0.001)
+    wait_until(lambda: num_waiting(worker))
     open_gate(runner)
     pauser.join(20)
     with pytest.raises(ZeroDivisionError), worker.weight_update():
@@ -240,9 +235,7 @@ def update_in_flight(make_worker: MakeWorker, in_flight: str) -> tuple[Any, Any,
     handle = start_long_request(worker, runner)
     new = {name: tensor + 1 for name, tensor in weights_of(worker).items()}
     thread, outcome = in_background(lambda: worker.receive_weights(new, in_flight=in_flight))
-    tick = threading.Event()
-    while num_waiting(worker) == 0 and not outcome:
-        tick.wait(0.001)
+    wait_until(lambda: num_waiting(worker) or outcome)
     late = worker.submit([9], FEW)
     open_gate(runner)
     thread.join(HANG)
@@ -329,12 +322,9 @@ def test_a_pause_while_somebody_waits_does_not_hang_either(make_worker: MakeWork
     handle = start_long_request(worker, runner)
     new = weights_of(worker)
     waiter, waited = in_background(lambda: worker.receive_weights(new, in_flight="wait"))
-    tick = threading.Event()
-    while num_waiting(worker) < 1:
-        tick.wait(0.001)
+    wait_until(lambda: num_waiting(worker) == 1)
     pauser, _ = in_background(worker.pause)
-    while num_waiting(worker) < 2:
-        tick.wait(0.001)
+    wait_until(lambda: num_waiting(worker) == 2)
     runner.gate.release(2)
     pauser.join(HANG)
     waiter.join(HANG)
@@ -353,6 +343,7 @@ def test_commands_wait_a_step_at_most_and_do_not_starve_generation(make_worker: 
     rounds = 30
     new = weights_of(worker)
     commanders = [in_background(lambda: [worker.receive_weights(new) for _ in range(rounds)]) for _ in range(8)]
+    wait_until(lambda: num_waiting(worker) == 8)
     open_gate(runner)
     for thread, outcome in commanders:
         thread.join(HANG)
@@ -372,9 +363,7 @@ def test_sleeping_kv_preempts_and_nothing_is_lost(make_worker: MakeWorker, oracl
     worker, runner = make_worker()
     handle = start_long_request(worker, runner)
     thread, _ = in_background(lambda: worker.sleep("kv_cache"))
-    tick = threading.Event()
-    while num_waiting(worker) == 0:
-        tick.wait(0.001)
+    wait_until(lambda: num_waiting(worker))
     open_gate(runner)
     thread.join(HANG)
     assert runner.pages is None

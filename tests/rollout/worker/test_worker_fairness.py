@@ -14,8 +14,9 @@ import pytest
 from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.sampling_params import SamplingParams
 
-from ...patience import HANG
-from ..inside import engine_of
+from ...patience import HANG, wait_until
+from ..inside import engine_of, num_waiting
+from ..step_gate import StepGate
 from .lock_log import LockLog
 
 MakeWorker = Callable[..., tuple[Any, Any]]
@@ -116,8 +117,19 @@ def test_between_two_commands_of_eight_commanders_there_is_a_step(
     worker, runner = make_worker(max_num_seqs=4, num_blocks=80, run_ahead=run_ahead)
     weights = {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}
     log = LockLog(worker)
+    gate = runner.gate = StepGate()
     load = SteadyLoad(worker, runner)
+    gate.wait_for_a_step()
+
+    def open_when_all_have_asked() -> None:
+        wait_until(lambda: num_waiting(worker) == COMMANDERS)
+        runner.gate = None
+        gate.release(2)
+
+    opens = threading.Thread(target=open_when_all_have_asked)
+    opens.start()
     in_eight_threads(lambda number: command(worker, weights, number))
+    opens.join()
     steps, commands = worker.stats()["steps"], log.commands
     load.finish(oracle)
     log.assert_fair()

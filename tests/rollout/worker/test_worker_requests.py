@@ -18,6 +18,7 @@ from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
 from ...patience import HANG
+from ..step_gate import StepGate
 
 MakeWorker = Callable[..., tuple[Any, Any]]
 Oracle = Callable[..., list[int]]
@@ -64,7 +65,7 @@ def test_one_bad_prompt_and_nothing_is_submitted(make_worker: MakeWorker) -> Non
 
 def test_a_bad_request_does_not_disturb_those_in_flight(make_worker: MakeWorker, oracle: Oracle) -> None:
     worker, runner = make_worker()
-    runner.gate = threading.Semaphore(1)
+    runner.gate = StepGate(1)
     handle = worker.submit([1, 2], FEW)
     assert runner.entered.wait(HANG)
     with pytest.raises(RequestError):
@@ -78,7 +79,7 @@ def test_a_request_that_the_pool_can_not_hold_takes_nothing_from_the_others(
 ) -> None:
     """Others run and wait: it is refused by name, and they and those after it get their tokens."""
     worker, runner = make_worker(num_blocks=4, max_num_seqs=1)
-    runner.gate = threading.Semaphore(1)
+    runner.gate = StepGate(1)
     handles = [worker.submit([1, last], FEW) for last in (2, 3)]
     assert runner.entered.wait(HANG)
     before = worker.stats()
@@ -99,7 +100,7 @@ def test_a_request_that_the_pool_can_not_hold_takes_nothing_from_the_others(
 
 def test_a_request_id_can_not_be_used_twice_at_once(make_worker: MakeWorker) -> None:
     worker, runner = make_worker()
-    runner.gate = threading.Semaphore(0)
+    runner.gate = StepGate()
     first = worker.submit([1], FEW, request_id="mine")
     with pytest.raises(
         RequestError, match=r"'mine' is in use by .* not finished; allowed: any other non-empty string, or None"
@@ -114,7 +115,7 @@ def test_a_request_id_can_not_be_used_twice_at_once(make_worker: MakeWorker) -> 
 
 def test_a_stream_gives_every_token_once_and_in_order(make_worker: MakeWorker, oracle: Oracle) -> None:
     worker, runner = make_worker()
-    runner.gate = threading.Semaphore(1)
+    runner.gate = StepGate(1)
     handle = worker.submit([1, 2], SamplingParams(max_tokens=6, n=2))
     got: dict[int, list[int]] = {0: [], 1: []}
     logprobs: dict[int, list[float]] = {0: [], 1: []}
@@ -139,7 +140,7 @@ def test_a_stream_gives_every_token_once_and_in_order(make_worker: MakeWorker, o
 
 def test_cancel_gives_what_there_is(make_worker: MakeWorker, oracle: Oracle) -> None:
     worker, runner = make_worker()
-    runner.gate = threading.Semaphore(0)
+    runner.gate = StepGate()
     handle = worker.submit([1, 2], SamplingParams(max_tokens=50))
     stream = iter(handle)
     runner.gate.release(2)
@@ -158,7 +159,7 @@ def test_cancel_gives_what_there_is(make_worker: MakeWorker, oracle: Oracle) -> 
 
 def test_results_can_be_awaited(make_worker: MakeWorker, oracle: Oracle) -> None:
     worker, runner = make_worker()
-    runner.gate = threading.Semaphore(0)
+    runner.gate = StepGate()
     first, second = worker.submit_all([[1], [2]], FEW)
 
     async def both() -> list[Any]:
@@ -174,7 +175,7 @@ def test_results_can_be_awaited(make_worker: MakeWorker, oracle: Oracle) -> None
 
 def test_an_await_that_is_cancelled_cancels_the_request(make_worker: MakeWorker) -> None:
     worker, runner = make_worker()
-    runner.gate = threading.Semaphore(0)
+    runner.gate = StepGate()
     handle = worker.submit([1], SamplingParams(max_tokens=50))
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(asyncio.wait_for(handle.result_async(), 0.05))
