@@ -25,7 +25,7 @@ from samebit.kernels.layout.grids import KV_CHUNK, KV_SPLIT, ceil_div
 from samebit.kernels.layout.transfer import Arrays
 
 ITEM = 8
-"""An item has so many numbers: the sequence whose block table is read, the first of its rows in
+"""Counts the numbers of an item: the sequence whose block table is read, the first of its rows in
 `AttentionWork.queries`, how many they are, the oldest position among them, the keys: from this one on, up to before
 that one; and the slot of a softmax. Of an item that ends its rows, the first of those that it begins with, and how many
 they are; of another, where it keeps that of its first sequence, and how much further on those of the next are. Zeros do
@@ -33,11 +33,11 @@ nothing.
 """
 
 PARTS = 256
-"""So many items of the first launch walk a split each, or as many as the longest sequence has: enough for all of a GPU,
+"""Limits the items of the first launch that walk a split each, if no sequence has more splits: enough for all of a GPU,
 few enough to be idle in a graph."""
 
 SLOTS = 1024
-"""So many softmaxes of a row of one token are kept of splits."""
+"""Limits the softmaxes of a row of one token that are kept of splits."""
 
 _KEPT, _PIECES = "kept of ", "pieces of "
 
