@@ -58,9 +58,9 @@ _ZERO = np.float32(0.0)
 class _Matrices(NamedTuple):
     """Holds what the kernel is told of the matrices.
 
-    held: what the addresses point to. layers: of each its address of the first matrix, rank, address of the second, and
-    outputs. panel: address of all first matrices as `_panel` makes them, the second ones then are `_blocks`; 0 where
-    they lie as they were given. work: products a row.
+    held: what the addresses point to. layers: of each the address of its first matrix (0 with a panel), rank, address
+    of the second, and outputs. panel: address of all first matrices as `_panel` makes them, the second ones then are
+    `_blocks`; 0 where they lie as they were given. work: products a row.
     """
 
     held: tuple[torch.Tensor, ...]
@@ -74,17 +74,21 @@ class _Matrices(NamedTuple):
         """Return that of float32 matrices; None of others."""
         if any(term.down.dtype != torch.float32 for term in terms.each):
             return None
-        downs = [down.contiguous() for down, _, _ in terms.each]
-        ups = [_blocks(up) if terms.fixed else up.contiguous() for _, up, _ in terms.each]
-        held, fields, work = [*downs, *ups], list[int](), 0
-        for down, up, (_, given, _) in zip(downs, ups, terms.each, strict=True):
-            (rank, inputs), outputs = down.shape, given.shape[0]
-            fields += down.data_ptr(), rank, up.data_ptr(), outputs
+        downs, ups = [term.down for term in terms.each], [term.up for term in terms.each]
+        held = (
+            (_panel(downs), *(_blocks(up) for up in ups))
+            if terms.fixed
+            else tuple(matrix.contiguous() for matrix in (*downs, *ups))
+        )
+        addresses = [matrix.data_ptr() for matrix in held]
+        panel, firsts = (addresses[0], [0] * len(downs)) if terms.fixed else (0, addresses[: len(downs)])
+        fields, work = list[int](), 0
+        for first, second, down, up in zip(firsts, addresses[-len(ups) :], downs, ups, strict=True):
+            (rank, inputs), outputs = down.shape, up.shape[0]
+            fields += first, rank, second, outputs
             work += rank * (inputs + outputs)
         layers = (*fields, *(0,) * (MOST_LAYERS * _FIELDS - len(fields)))
-        if terms.fixed:
-            held = [_panel(downs), *ups]
-        return _Matrices(tuple(held), layers, held[0].data_ptr() if terms.fixed else 0, _scales(terms.each), work)
+        return _Matrices(held, layers, panel, _scales(terms.each), work)
 
 
 def _panel(downs: Sequence[torch.Tensor]) -> torch.Tensor:
