@@ -62,12 +62,13 @@ class VllmEngine:
         return Done(
             seconds,
             [list(sample.token_ids) for sample in samples],
-            [_of_sampled(sample) for sample in samples] if job.logprobs else None,
+            [logprobs_of_sampled(sample) for sample in samples] if job.logprobs else None,
             sum(out.num_cached_tokens or 0 for out in outputs),
         )
 
 
-def _of_sampled(sample: Any) -> list[float]:
+def logprobs_of_sampled(sample: Any) -> list[float]:
+    """Return the log-probability of each token of a sample of vLLM's."""
     return [found[token].logprob for token, found in zip(sample.token_ids, sample.logprobs, strict=True)]
 
 

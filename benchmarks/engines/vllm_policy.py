@@ -21,6 +21,7 @@ from typing import Any
 
 from samebit.benchmarks.engines.messages import own_stdout
 from samebit.benchmarks.engines.policy_messages import Draw, Drawn, serve_policy
+from samebit.benchmarks.engines.vllm_engine import logprobs_of_sampled
 
 
 class VllmPolicy:
@@ -71,7 +72,7 @@ class VllmPolicy:
         samples = [sample for out in outputs for sample in out.outputs]
         return Drawn(
             [list(sample.token_ids) for sample in samples],
-            [_of_sampled(sample) for sample in samples],
+            [logprobs_of_sampled(sample) for sample in samples],
             [sample.finish_reason == "stop" for sample in samples],
         )
 
@@ -89,10 +90,6 @@ def _pack_experts(model: Any) -> None:
     for layer in model.modules():
         if isinstance(layer, RoutedExperts):
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
-
-def _of_sampled(sample: Any) -> list[float]:
-    return [found[token].logprob for token, found in zip(sample.token_ids, sample.logprobs, strict=True)]
 
 
 def main() -> None:
