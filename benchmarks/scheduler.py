@@ -48,6 +48,9 @@ class IdleRunner:
     def release_cache(self) -> None:
         pass
 
+    def forget_weights(self) -> None:
+        pass
+
     def launch(self, plan: StepPlan, block_tables: np.ndarray, before: StepInFlight | None = None) -> StepInFlight:
         return IdleStep(self._results[sum(item.samples for item in plan.items)])
 

@@ -140,6 +140,7 @@ class Engine:
     def clear_prefix_cache(self) -> None:
         """Make sure that nothing computed so far is hit again; running requests go on with what they have."""
         self._check_settled()
+        self.runner.forget_weights()
         self.scheduler.clear_index()
 
     def step(self) -> list[Request]:

@@ -112,6 +112,9 @@ class Runner(Protocol):
     def release_cache(self) -> None:
         """Give the pages back. Nothing is run until they are allocated again."""
 
+    def forget_weights(self) -> None:
+        """Keep nothing that was worked out of the weights: they change, or sleep."""
+
     def note_routes(self) -> None:
         """Note from the next step on, in the blocks, which experts compute each token."""
 

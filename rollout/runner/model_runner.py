@@ -21,6 +21,7 @@ from torch import nn
 from samebit.kernels import logprobs_from_logits
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.experts.routes import Routes, use_notes
+from samebit.kernels.layout.lora.adapters import KeptTerms
 from samebit.kernels.layout.states.memory import StateMemory
 from samebit.kernels.layout.transfer import indices
 from samebit.rollout.cache.checkpoints.pool import CheckpointMoves, CheckpointPool
@@ -54,6 +55,7 @@ class ModelRunner:
         self.sampler = Sampler(config.seed, config.exact)
         self.route_layout = binding.route_layout
         self.notes_routes = False
+        self.kept_terms = KeptTerms()
         self.memory: Memory | None = None
         self.forward = forward_for(head, config)
         self.forward_seconds = 0.0
@@ -98,7 +100,7 @@ class ModelRunner:
         routes = None
         if self.notes_routes and self.route_layout is not None:
             routes = self.route_layout.allocate(num_blocks, self.block_size, self.device)
-        self.memory = Memory(pages, states, self.block_size, num_blocks, routes)
+        self.memory = Memory(pages, states, self.block_size, num_blocks, self.kept_terms, routes)
 
     def warm_up(self, block_tables: Ints) -> None:
         """Prepare for decodes, by a step that writes to the null block alone; ``block_tables``: as of `launch`."""
@@ -110,6 +112,10 @@ class ModelRunner:
         """Give pages and states back."""
         self.forward.forget_memory()
         self.memory = None
+
+    def forget_weights(self) -> None:
+        """Keep nothing that was worked out of the weights: they change, or sleep."""
+        self.kept_terms.forget()
 
     def note_routes(self) -> None:
         """Note from the next step on which experts compute each token.

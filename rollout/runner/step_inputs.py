@@ -16,7 +16,7 @@ import torch
 
 from samebit.kernels.binding.experts.routes import RoutePages
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.lora.adapters import RowAdapters
+from samebit.kernels.layout.lora.adapters import KeptTerms, RowAdapters
 from samebit.kernels.layout.states.memory import StateMemory
 from samebit.rollout.engine.step_plan import ScheduledSequence, StepPlan
 from samebit.rollout.requests.request import Sequence
@@ -30,13 +30,15 @@ Rows = npt.NDArray[np.int64]
 class Memory:
     """Holds what a step reads and writes beside its arrays.
 
-    states: None without recurrent layers. routes: of what routers choose; None while nobody asks.
+    states: None without recurrent layers. kept_terms: of the trainer's adapters, until the weights change. routes: of
+    what routers choose; None while nobody asks.
     """
 
     pages: tuple[torch.Tensor, ...]
     states: StateMemory | None
     block_size: int
     num_blocks: int
+    kept_terms: KeptTerms
     routes: RoutePages | None = None
 
 
@@ -124,23 +126,24 @@ def _context(
         write_from=np.array([item.sequence.write_from for item in items], np.int32),
         states=memory.states,
         captures=_captures(items),
-        adapters=_adapters(items, lengths),
+        adapters=_adapters(items, lengths, memory.kept_terms),
     )
 
 
-def _adapters(items: list[ScheduledSequence], lengths: Ints) -> RowAdapters:
+def _adapters(items: list[ScheduledSequence], lengths: Ints, kept: KeptTerms) -> RowAdapters:
     """Group the rows by the adapters of their requests."""
     wanted = [item.sequence.request.adapter for item in items]
     kinds = dict.fromkeys(wanted)
     if len(kinds) == 1:
-        return RowAdapters.all_through(wanted[0])
+        return RowAdapters.all_through(wanted[0], kept)
     of_rows = np.repeat([0 if adapter is None else adapter.number for adapter in wanted], lengths)
     return RowAdapters(
         tuple(
             (adapter, torch.from_numpy(np.flatnonzero(of_rows == adapter.number)))
             for adapter in kinds
             if adapter is not None
-        )
+        ),
+        kept,
     )
 
 

@@ -130,6 +130,23 @@ def test_updates_in_place_of_an_adapter() -> None:
         assert torch.equal(token_logprobs(model, IDS), token_logprobs(base, IDS))
 
 
+def test_what_a_worker_keeps_of_an_adapter_ends_with_the_update() -> None:
+    """Also with a write that torch does not count, as a fused optimizer's, and a hook on what is kept."""
+    model = make_peft("Qwen3")
+    with RolloutWorker(model, config=RolloutConfig(**CONFIG, enable_prefix_caching=False)) as worker:
+        before = worker.generate(PROMPTS, params())
+        with worker.weight_update(), torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_" in name:
+                    weight.data.mul_(1.5)
+        found = worker.generate(PROMPTS, params())
+        assert_matches_trainer(model, found, params())
+        assert found[0].samples[0].logprobs != before[0].samples[0].logprobs
+        up = model.get_submodule("base_model.model.model.layers.0.mlp.down_proj.lora_B.default")
+        up.register_forward_hook(lambda module, inputs, out: out * 2)
+        assert_matches_trainer(model, worker.generate(PROMPTS, params()), params())
+
+
 def test_switches_of_the_trainer_reach_no_request_in_flight(policy: PeftModel, worker: RolloutWorker) -> None:
     wanted = params(2) + params(1, adapter="ref")
     expected = worker.generate(PROMPTS, wanted)

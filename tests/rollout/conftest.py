@@ -117,6 +117,9 @@ class FakeRunner:
         assert self.pages is not None, "released twice"
         self.pages = None
 
+    def forget_weights(self) -> None:
+        """Nothing is worked out of weights here."""
+
     def launch(self, plan: StepPlan, block_tables: npt.NDArray[np.int32], before: FakeStep | None = None) -> FakeStep:
         """Computes at once; a GPU would compute in the same order."""
         drawn = None if plan.sources is None else before.outcome.token_ids[plan.sources]

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from samebit.kernels.layout.forward_context import ForwardContext, LayoutMask, installed_context, use_context
-from samebit.kernels.layout.lora.adapters import Deltas, RowAdapters
+from samebit.kernels.layout.lora.adapters import Deltas, KeptTerms, RowAdapters
 from samebit.kernels.ops.linear import is_hooked, is_plain, linear, linears
 from samebit.kernels.ops.lora.low_rank import add_low_rank
 from samebit.kernels.ops.rope import RotaryTables
@@ -97,12 +97,9 @@ def wrapped_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
             "only inside the model's forward (and under gradient checkpointing this version of transformers hands "
             "this layer nothing that carries the layout)"
         )
-    base = self.base_layer
-    out: torch.Tensor = base(x)
-    if not adapters.groups:
-        return out
-    kept = out.clone() if is_hooked(base) else out  # who listens may hold what it was told
-    return _adapted(x, [kept], (facts.layer,), adapters)[0]
+    base = _multiplied(self)
+    out = linear_forward(base, x) if is_plain(base) else base(x).clone()  # who listens may hold what it was told
+    return _adapted(x, [out], (facts.layer,), adapters)[0] if adapters.groups else out
 
 
 def projections(x: torch.Tensor, modules: Sequence[nn.Module]) -> list[torch.Tensor]:
@@ -135,7 +132,7 @@ def _is_named(module: nn.Module) -> bool:
 def _multiplied(module: Any) -> nn.Module:
     """Return the module that has the weight."""
     facts: LinearFacts = module.samebit
-    multiplied: nn.Module = module.base_layer if facts.wrapped else module
+    multiplied: nn.Module = module._modules["base_layer"] if facts.wrapped else module
     return multiplied
 
 
@@ -151,19 +148,20 @@ def _adapted(
     for adapter, rows in adapters.groups:
         deltas, places = adapter.of_layers(layers)
         if len(places) == len(outs):
-            outs = _with_deltas(x, outs, deltas, rows)
+            outs = _with_deltas(x, outs, deltas, rows, adapters.kept)
         elif places:
-            changed = dict(zip(places, _with_deltas(x, [outs[place] for place in places], deltas, rows), strict=True))
+            some = _with_deltas(x, [outs[place] for place in places], deltas, rows, adapters.kept)
+            changed = dict(zip(places, some, strict=True))
             outs = [changed.get(place, out) for place, out in enumerate(outs)]
     return outs
 
 
 def _with_deltas(
-    x: torch.Tensor, outs: list[torch.Tensor], deltas: Deltas, rows: torch.Tensor | None
+    x: torch.Tensor, outs: list[torch.Tensor], deltas: Deltas, rows: torch.Tensor | None, kept: KeptTerms | None
 ) -> list[torch.Tensor]:
     if rows is None:
-        return add_low_rank(outs, x, deltas)
+        return add_low_rank(outs, x, deltas, kept)
     rows = rows.to(x.device)
     flat = [out.reshape(-1, out.shape[-1]) for out in outs]
-    parts = add_low_rank([out[rows] for out in flat], x.reshape(-1, x.shape[-1])[rows], deltas)
+    parts = add_low_rank([out[rows] for out in flat], x.reshape(-1, x.shape[-1])[rows], deltas, kept)
     return [whole.index_copy(0, rows, part).view(out.shape) for whole, part, out in zip(flat, parts, outs, strict=True)]

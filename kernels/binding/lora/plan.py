@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ Bound = tuple[Callable[..., Any], Any]
 
 HOLDERS = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 """Name the containers of a wrapped layer."""
+
+_MERGED = attrgetter("merged_adapters")
 
 _NAMED_AT_ONCE = 4
 """An error spells out at most so many reasons."""
@@ -66,6 +69,8 @@ class PeftAdapters:
         Raises:
             BindingError: one that does, by name.
         """
+        if not any(map(_MERGED, self.layers.values())):
+            return
         for name, layer in self.layers.items():
             if layer.merged_adapters:
                 merged = ", ".join(layer.merged_adapters)

@@ -6,6 +6,7 @@ Invariants:
   shared module changes nothing of a call that another thread makes, nor of a recomputation.
 * An adapter is what it was when it was made: other layers or another scale are another adapter. Its matrices are read
   at each call, because a trainer writes to them; those of a fixed one, which was loaded, stay what and where they are.
+  Who knows when the trainer writes brings `KeptTerms` along, and forgets them then.
 """
 
 import itertools
@@ -73,12 +74,47 @@ class Deltas:
     each: tuple[Delta, ...]
 
     @cached_property
+    def hooks(self) -> tuple[Mapping[int, Any], ...]:
+        """Return where the modules keep who listens to their calls; nobody does while all are empty."""
+        modules = [module for delta in self.each for module in (delta.down, delta.up)]
+        return tuple(
+            hooks
+            for module in modules
+            for hooks in (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
+            )
+        )
+
+    @cached_property
     def fixed(self) -> LowRanks | None:
         """Return the matrices of fixed deltas; None of others, which are read at each call."""
         if not all(delta.fixed for delta in self.each):
             return None
         terms = (LowRank(delta.down.weight, delta.up.weight, delta.scale) for delta in self.each)
         return LowRanks(tuple(terms), fixed=True)
+
+
+class KeptTerms:
+    """Keeps terms of adapters that a trainer writes to, as fixed ones, from one change of the weights to the next."""
+
+    def __init__(self) -> None:
+        self._terms: dict[Deltas, LowRanks] = {}
+
+    def of(self, deltas: Deltas) -> LowRanks | None:
+        """Return what is kept of these, if anything is."""
+        return self._terms.get(deltas)
+
+    def keep(self, deltas: Deltas, terms: tuple[LowRank, ...]) -> LowRanks:
+        """Keep the terms of these."""
+        self._terms[deltas] = fixed = LowRanks(terms, fixed=True)
+        return fixed
+
+    def forget(self) -> None:
+        """Keep nothing: the weights change."""
+        self._terms.clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +146,16 @@ class Adapter:
 @dataclass(frozen=True, eq=False)
 class RowAdapters:
     """Lists the adapters of a call, each with the rows ``[n]`` int64 that go through it, None for all; rows that none
-    names go through the model alone."""
+    names go through the model alone.
+
+    Attributes:
+        kept: what earlier calls with the same weights have kept; None where nobody would say that they change.
+    """
 
     groups: tuple[tuple[Adapter, torch.Tensor | None], ...] = ()
+    kept: KeptTerms | None = None
 
     @classmethod
-    def all_through(cls, adapter: Adapter | None) -> "RowAdapters":
+    def all_through(cls, adapter: Adapter | None, kept: KeptTerms | None = None) -> "RowAdapters":
         """Return the choice of one adapter for all rows; None for the model alone."""
-        return cls() if adapter is None else cls(((adapter, None),))
+        return cls() if adapter is None else cls(((adapter, None),), kept)

@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from samebit.kernels.layout import device
-from samebit.kernels.layout.lora.adapters import Deltas, LowRank, LowRanks
+from samebit.kernels.layout.lora.adapters import Deltas, KeptTerms, LowRank, LowRanks
 from samebit.kernels.layout.shape_checks import check_host
 from samebit.kernels.ops.dispatch import operations_for
 from samebit.kernels.ops.linear import is_plain
 
 
-def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, deltas: Deltas) -> list[torch.Tensor]:
+def add_low_rank(
+    bases: Sequence[torch.Tensor], x: torch.Tensor, deltas: Deltas, kept: KeptTerms | None = None
+) -> list[torch.Tensor]:
     """Compute ``base + scale * up(down(x))`` for layers of one input.
 
     Args:
@@ -25,6 +27,7 @@ def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, deltas: Deltas)
             the results may take their memory.
         x: ``[..., K]``, the dtype of ``bases``.
         deltas: of each layer, bound modules ``[r, K]`` and ``[N, r]`` of one dtype, float32 or that of ``x``.
+        kept: where the caller says when the matrices change.
 
     Returns:
         ``[..., N]`` for each, the dtype of ``bases``.
@@ -33,7 +36,7 @@ def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, deltas: Deltas)
         ValueError: shapes that do not match.
         TypeError: matrices of two dtypes.
     """
-    terms = None if torch.is_grad_enabled() else deltas.fixed or _terms_now(deltas)
+    terms = None if torch.is_grad_enabled() else deltas.fixed or _terms_now(deltas, kept)
     if terms is not None:
         _check(bases, x, terms.each)
         return operations_for(x).add_low_rank(bases, x, terms)
@@ -43,11 +46,15 @@ def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, deltas: Deltas)
     ]
 
 
-def _terms_now(deltas: Deltas) -> LowRanks | None:
+def _terms_now(deltas: Deltas, kept: KeptTerms | None) -> LowRanks | None:
     """Return the matrices as they are now; None where a module does more than multiply."""
+    found = None if kept is None or any(deltas.hooks) else kept.of(deltas)
+    if found is not None:
+        return found
     if not all(is_plain(delta.down) and is_plain(delta.up) for delta in deltas.each):
         return None
-    return LowRanks(tuple(LowRank(_weight(delta.down), _weight(delta.up), delta.scale) for delta in deltas.each))
+    terms = tuple(LowRank(_weight(delta.down), _weight(delta.up), delta.scale) for delta in deltas.each)
+    return LowRanks(terms) if kept is None else kept.keep(deltas, terms)
 
 
 def _weight(module: nn.Linear) -> torch.Tensor:
