@@ -164,8 +164,8 @@ def test_a_reason_of_any_characters_leaves_the_group_of_use(reason: str) -> None
 def test_closing_a_receiver_ends_its_wait() -> None:
     store = listening_store("127.0.0.1")
     with ThreadPoolExecutor(1) as other:
-        joined = other.submit(gloo_group, connected_store("127.0.0.1", store.port), 1, 2, timeout=1)
-        group = gloo_group(store, 0, 2, timeout=1)
+        joined = other.submit(gloo_group, connected_store("127.0.0.1", store.port), 1, 2, timeout=HANG)
+        group = gloo_group(store, 0, 2, timeout=HANG)
         end = BroadcastReceiver(0, joined.result(), timeout=300)
         received = other.submit(apply_weights, nn.Linear(3, 3), end)
         time.sleep(0.1)

@@ -219,7 +219,7 @@ def test_a_listener_of_another_user_is_refused(temporary: Path) -> None:
 @as_root
 def test_a_receiver_of_another_user_is_refused_and_the_next_one_served(caplog: pytest.LogCaptureFixture) -> None:
     model, trainer = nn.Linear(3, 5), nn.Linear(3, 5)
-    with SharedMemorySender(timeout=20) as sender, SharedMemoryReceiver(sender.address, timeout=20) as end:
+    with SharedMemorySender(timeout=HANG) as sender, SharedMemoryReceiver(sender.address, timeout=HANG) as end:
         folder = Path(sender.address).parent
         folder.chmod(0o755)
         os.chmod(sender.address, 0o777)

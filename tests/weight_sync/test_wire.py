@@ -188,7 +188,7 @@ def test_a_receiver_hears_a_mutated_message(stage: int, data: st.DataObject) -> 
 def test_a_sender_hears_a_mutated_message(stage: int, data: st.DataObject) -> None:
     said = [Answer(sync=1), Free(1, 0), Outcome(1, "", "it failed", 1)]
     with (
-        SharedMemorySender(bucket_bytes=BUCKET, timeout=20) as sender,
+        SharedMemorySender(bucket_bytes=BUCKET, timeout=HANG) as sender,
         sending_to_a_stranger(sender, Model()) as (stranger, raw, sent),
     ):
         stranger.receive(SharedFile)
@@ -203,13 +203,13 @@ def test_a_sender_hears_a_mutated_message(stage: int, data: st.DataObject) -> No
 
 @pytest.mark.parametrize("value", EVIL, ids=lambda value: repr(value)[:12])
 def test_a_message_of_no_known_kind_leaves_the_sender_of_use(value: object) -> None:
-    with SharedMemorySender(bucket_bytes=BUCKET, timeout=20) as sender:
+    with SharedMemorySender(bucket_bytes=BUCKET, timeout=HANG) as sender:
         with sending_to_a_stranger(sender, Model()) as (_, raw, sent):
             raw.sendall(framed(json.dumps({"kind": value, "sync": 1}).encode()))
             with pytest.raises(SyncBrokenError):
                 sent.result(HANG)
         other = Model()
-        with SharedMemoryReceiver(sender.address, timeout=20) as end:
+        with SharedMemoryReceiver(sender.address, timeout=HANG) as end:
             receiving = threading.Thread(target=apply_weights, args=(other, end))
             receiving.start()
             sender.send(Model())
@@ -243,7 +243,7 @@ def test_a_model_with_very_many_tensors_may_be_announced() -> None:
     """Its announcement is longer than the bound of other messages."""
     many = nn.ParameterDict({f"{'a' * 1000}{number}": nn.Parameter(torch.zeros(1)) for number in range(1_200)})
     assert len(encode(Announcement(tuple(TensorSpec.of(name, one) for name, one in many.items())))) > MOST_BYTES
-    with SharedMemorySender(timeout=60) as sender, SharedMemoryReceiver(sender.address, timeout=60) as end:
+    with SharedMemorySender(timeout=HANG) as sender, SharedMemoryReceiver(sender.address, timeout=HANG) as end:
         sending = threading.Thread(target=sender.send, args=(many,))
         sending.start()
         assert apply_weights(many, end).tensors == 1_200

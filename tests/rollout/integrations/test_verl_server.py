@@ -61,7 +61,7 @@ def serve(
         server = SamebitServer()
         await server.load(replace(OPTIONS, **{"model": str(folder), "tokenizer": str(folder), **options}), mode)
         try:
-            await asyncio.wait_for(check(server), 60)
+            await asyncio.wait_for(check(server), HANG)
         finally:
             await server.close()
 

@@ -166,7 +166,7 @@ def test_an_exception_in_the_block_leaves_the_weights_incomplete(make_worker: Ma
     pauser, _ = in_background(worker.pause)
     wait_until(lambda: num_waiting(worker))
     open_gate(runner)
-    pauser.join(20)
+    pauser.join(HANG)
     with pytest.raises(ZeroDivisionError), worker.weight_update():
         raise ZeroDivisionError("in the optimizer")
     with pytest.raises(WorkerStateError, match="in the optimizer") as caught:

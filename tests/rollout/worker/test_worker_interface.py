@@ -16,6 +16,7 @@ from samebit.rollout import RolloutWorker, SamplingParams, UpdateOptions, Worker
 from samebit.rollout.async_worker import AsyncWorker
 from samebit.rollout.worker_interface import UpdateKeywords
 
+from ...patience import HANG
 from ..conftest import TinyModule
 
 MakeWorker = Callable[..., tuple[RolloutWorker, Any]]
@@ -76,7 +77,7 @@ def behind_a_loop(worker: RolloutWorker, check: Callable[[AsyncWorker, Sources],
         with pytest.raises(WorkerStateError, match="no model is loaded yet"):
             await inside.generate([[1]], FEW)
         assert await inside.build(lambda: worker) is worker
-        await asyncio.wait_for(check(inside, sources), 60)
+        await asyncio.wait_for(check(inside, sources), HANG)
 
     asyncio.run(main())
 

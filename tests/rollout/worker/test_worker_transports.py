@@ -524,7 +524,7 @@ def test_an_update_that_stalls_stops_generation_no_longer_than_a_small_timeout(o
     """A sender that talks on without sending weights while the worker holds its lock."""
     release = threading.Event()
     with (
-        SharedMemorySender(bucket_bytes=BUCKET, timeout=20) as sender,
+        SharedMemorySender(bucket_bytes=BUCKET, timeout=HANG) as sender,
         SharedMemoryReceiver(sender.address, timeout=0.3) as end,
     ):
         real = sender.link.send_bucket
