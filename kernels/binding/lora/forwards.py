@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from samebit.kernels.layout.forward_context import ForwardContext, LayoutMask, installed_context, use_context
 from samebit.kernels.layout.lora.adapters import Deltas, KeptTerms, RowAdapters
-from samebit.kernels.ops.linear import is_hooked, is_plain, linear, linears
+from samebit.kernels.ops.linear import is_hooked, is_plain, linear, linears, weight_and_bias
 from samebit.kernels.ops.lora.low_rank import add_low_rank
 from samebit.kernels.ops.rope import RotaryTables
 
@@ -50,9 +50,11 @@ def layer_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
     Newer transformers checkpoint inside of the class's forward: what they recompute installs the context itself.
     """
+    forward = type(self).forward
+    if not torch.is_grad_enabled():  # nothing is recomputed: the model's call around it has installed the context
+        return forward(self, *args, **kwargs)
     carriers = (LayoutMask, LayoutPositions, RotaryTables)
     carried = next((one.context for one in (*args, *kwargs.values()) if isinstance(one, carriers)), None)
-    forward = type(self).forward
     if carried is None:
         return forward(self, *args, **kwargs)
     checkpointed = _checkpointed(forward)
@@ -98,7 +100,8 @@ def wrapped_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
             "this layer nothing that carries the layout)"
         )
     base = _multiplied(self)
-    out = linear_forward(base, x) if is_plain(base) else base(x).clone()  # who listens may hold what it was told
+    plain = is_plain(base)
+    out = linear(x, *weight_and_bias(base)) if plain else base(x).clone()  # who listens may hold what it was told
     return _adapted(x, [out], (facts.layer,), adapters)[0] if adapters.groups else out
 
 

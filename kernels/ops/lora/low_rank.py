@@ -8,13 +8,12 @@ would round other elements otherwise, with the number of them), and rounded once
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from samebit.kernels.layout import device
 from samebit.kernels.layout.lora.adapters import Deltas, KeptTerms, LowRank, LowRanks
 from samebit.kernels.layout.shape_checks import check_host
 from samebit.kernels.ops.dispatch import operations_for
-from samebit.kernels.ops.linear import is_plain
+from samebit.kernels.ops.linear import is_plain, weight_and_bias
 
 
 def add_low_rank(
@@ -53,14 +52,10 @@ def _terms_now(deltas: Deltas, kept: KeptTerms | None) -> LowRanks | None:
         return found
     if not all(is_plain(delta.down) and is_plain(delta.up) for delta in deltas.each):
         return None
-    terms = tuple(LowRank(_weight(delta.down), _weight(delta.up), delta.scale) for delta in deltas.each)
+    terms = tuple(
+        LowRank(weight_and_bias(delta.down)[0], weight_and_bias(delta.up)[0], delta.scale) for delta in deltas.each
+    )
     return LowRanks(terms) if kept is None else kept.keep(deltas, terms)
-
-
-def _weight(module: nn.Linear) -> torch.Tensor:
-    """Return a plain module's weight, in a fifth of the time of the attribute."""
-    weight: torch.Tensor = module._parameters["weight"]  # type: ignore[assignment]
-    return weight
 
 
 def _check(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: Sequence[LowRank]) -> None:
