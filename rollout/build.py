@@ -15,6 +15,7 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of, is_bound
+from samebit.kernels.openmp import take_threads
 from samebit.rollout.adapters.layout import adapter_folder, base_of
 from samebit.rollout.adapters.loading import AdapterOptions, read_adapter
 from samebit.rollout.adapters.registry import FIRST, AdapterRegistry
@@ -133,7 +134,9 @@ def _thread_setup(num_threads: int | None, device: torch.device) -> Callable[[],
     def set_up() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        torch.set_num_threads(of_torch)
+        torch.get_num_threads()  # sets what torch sets of its own in a new thread
+        if not take_threads(of_torch):
+            torch.set_num_threads(of_torch)
         numba.set_num_threads(of_numba)
 
     return set_up
