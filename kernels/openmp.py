@@ -10,9 +10,11 @@ Numba's own wheels ask for the file, so there the error says how to let it stand
 
 Within a pool, libgomp counts the workers of every Python thread, idle ones too, and lets them all sleep at
 once when they are more than the cores: 8.4 ms against 5.1 ms for the GEMMs of a decode step in a second
-thread. So a thread that is about to wait gives its workers up (`release_idle_threads`). They also sleep at once when
-another thread than theirs has called `torch.set_num_threads` after Numba's threads were counted: Hugging Face's
-`generate` beside an idle worker took 1.45 times as long. So a thread sets its count by OpenMP (`take_threads`).
+thread. So a thread that is about to wait gives its workers up (`release_idle_threads`).
+
+Numba allows the thread in which its pool starts parallel operations inside of parallel ones. Those of torch in that
+thread, mostly the trainer's, then start and end threads all the time: Hugging Face's `generate` took 1.45 times as
+long. So the pool is started by `start_pool`, which forbids that again.
 """
 
 import ctypes
@@ -96,11 +98,12 @@ def require_openmp() -> None:
         )
 
 
-def take_threads(count: int) -> bool:
-    """Let the parallel operations of the calling thread take so many threads; tell whether there is a way to say so."""
+@cache
+def start_pool() -> None:
+    """Start Numba's pool, if nobody has yet, and let no parallel operation of the calling thread hold another one."""
+    numba.get_num_threads()
     for runtime in _runtimes():
-        runtime.omp_set_num_threads(count)
-    return bool(_runtimes())
+        runtime.omp_set_max_active_levels(1)
 
 
 def release_idle_threads() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of, is_bound
-from samebit.kernels.openmp import take_threads
+from samebit.kernels.openmp import start_pool
 from samebit.rollout.adapters.layout import adapter_folder, base_of
 from samebit.rollout.adapters.loading import AdapterOptions, read_adapter
 from samebit.rollout.adapters.registry import FIRST, AdapterRegistry
@@ -128,15 +128,14 @@ def _thread_setup(num_threads: int | None, device: torch.device) -> Callable[[],
 
     Unless the config gives a number, the counts are those of the calling thread, which builds the worker.
     """
+    start_pool()
     of_torch = num_threads or torch.get_num_threads()
     of_numba = num_threads or numba.get_num_threads()
 
     def set_up() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        torch.get_num_threads()  # sets what torch sets of its own in a new thread
-        if not take_threads(of_torch):
-            torch.set_num_threads(of_torch)
+        torch.set_num_threads(of_torch)
         numba.set_num_threads(of_numba)
 
     return set_up

@@ -190,19 +190,3 @@ def test_a_worker_computes_with_the_threads_of_who_builds_it(count: int) -> None
         numba.set_num_threads(before)
         handle.remove()
     assert set(found) == {(torch.get_num_threads(), count)}
-
-
-def test_a_worker_sets_its_threads_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Called in another thread, torch's way lets the trainer's operations sleep between each other: see `openmp`."""
-    model = bound_model("Qwen3")
-    found, set_by_torch = list[tuple[int, int]](), list[int]()
-    monkeypatch.setattr(torch, "set_num_threads", set_by_torch.append)
-    handle = model.model.register_forward_pre_hook(
-        lambda *_: found.append((torch.get_num_threads(), numba.get_num_threads()))
-    )
-    try:
-        run(model, PROMPTS[:1], PARAMS[:1], num_threads=2)
-    finally:
-        handle.remove()
-    assert set(found) == {(2, 2)}
-    assert set_by_torch == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -64,3 +65,16 @@ def test_torch_lends_numba_its_openmp_runtime_where_the_system_has_none() -> Non
     asked.clear()
     with pytest.raises(ImportError, match=r"or let torch's copy stand in, .*LD_LIBRARY_PATH=~/.local/lib/gomp$"):
         openmp.load_openmp(lambda: found_at(9), lambda: copies)
+
+
+def test_no_parallel_operation_of_the_trainer_holds_another_one() -> None:
+    """Numba, whose pool starts with the first kernel, allows it to the thread in which that is."""
+    script = """
+from samebit.kernels.openmp import _runtimes
+import torch
+from samebit.kernels.ops.linear import linear
+linear(torch.randn(3, 8), torch.randn(4, 8))
+print([runtime.omp_get_max_active_levels() for runtime in _runtimes()])
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, text=True, stdout=subprocess.PIPE)
+    assert set(json.loads(done.stdout)) == {1}

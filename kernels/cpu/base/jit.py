@@ -15,7 +15,7 @@ from filelock import FileLock
 from numba import get_num_threads
 from numba.core.registry import CPUDispatcher
 
-from samebit.kernels import openmp  # noqa: F401  (its import chooses the threading layer)
+from samebit.kernels import openmp  # its import chooses the threading layer
 from samebit.kernels.cpu.base.part import OPTIONS, KernelCompiler
 
 _PARALLEL_WORK = 1 << 15
@@ -36,7 +36,7 @@ class _Kernel(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
     def compile(self, sig: Any) -> Any:
         """Compile for a signature, or load what any process has compiled."""
         folder = Path(self._cache.cache_path)
-        get_num_threads()  # what starts threads is known by name to compiled code from then on
+        openmp.start_pool()  # what starts threads is known by name to compiled code from then on
         with FileLock(folder / f"{self.py_func.__module__}.{self.py_func.__qualname__}.lock"):
             return super().compile(sig)
 
