@@ -76,6 +76,30 @@ def test_what_has_decayed_to_next_to_nothing_is_nothing(case: Case) -> None:
     assert delta_rule(qkv, decay * torch.nan, beta, packed_context([tokens]), case.options)[1:].isnan().all()
 
 
+def test_channels_that_decay_a_little_each_token_end_as_nothing() -> None:
+    """Of a key's channel that loses e**-10 a token, numbers below e**-60 would be subnormal soon."""
+    case, tokens = CASES[-1], 12
+    qkv, beta = torch.randn(tokens, case.shape.conv_width), torch.zeros(tokens, case.shape.value_heads)
+    beta[0] = 1.0
+    decay = torch.full((tokens, case.options.decays), -10.0)
+    out = delta_rule(qkv, decay, beta, packed_context([tokens]), case.options)
+    assert out[:5].any(1).all()
+    assert not out[7:].any()
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=str)
+def test_what_has_decayed_to_next_to_nothing_has_no_gradient(case: Case) -> None:
+    tokens = 80
+    qkv = torch.randn(tokens, case.shape.conv_width, requires_grad=True)
+    beta = torch.rand(tokens, case.shape.value_heads, requires_grad=True)
+    decay = torch.zeros(tokens, case.options.decays)
+    decay[40] = -61.0
+    out = delta_rule(qkv, decay, beta, packed_context([tokens]), case.options)
+    for part in torch.autograd.grad(out[40:].sum(), (qkv, beta)):
+        assert part[41:].any()
+        assert not part[:40].any()
+
+
 @settings(max_examples=25, deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=4).map(tuple), seed=st.integers(0, 2**16))
 def test_any_chunking_of_any_lengths(lengths: tuple[int, ...], seed: int) -> None:

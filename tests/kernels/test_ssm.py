@@ -50,6 +50,35 @@ def test_every_route_through_the_states_gives_the_training_bits(case: Case, dtyp
         assert torch.equal(got, expected), route
 
 
+def test_heads_that_forget_fast() -> None:
+    """By e**-1 to e**-90 a token: what is left of a token passes through all sizes that a float32 can have."""
+    for case in CASES:
+        layer = layer_of(case, torch.float32, LENGTHS)
+        layer = replace(layer, decay_rate=-torch.logspace(0, 2, case.shape.heads), dt_bias=layer.dt_bias + 2)
+        expected = layer.run(packed_context(LENGTHS), case.options)
+        assert_near(expected, oracle(case, layer, LENGTHS), 4)
+        for route in ROUTES.values():
+            assert torch.equal(through_states(case, layer, LENGTHS, route), expected)
+
+
+@pytest.mark.parametrize("place", [3, 16, 40])
+def test_what_has_decayed_to_next_to_nothing_is_nothing(place: int) -> None:
+    """Products of it would be subnormal, which some processors compute many times slower: outputs and gradients."""
+    case, tokens = CASES[0], 80
+    xbc = torch.randn(tokens, case.shape.conv_width)
+    xbc[place:, : case.shape.inner] = 0.0
+    xbc.requires_grad_()
+    dt = torch.full((tokens, case.shape.heads), 1e-3).log()  # a time step of about as much
+    dt[place] = 61.0
+    rest = -torch.ones(case.shape.heads), torch.zeros(case.shape.heads), torch.ones(case.shape.heads)
+    out = scan(xbc, dt, *rest, packed_context([tokens]), case.options)
+    assert out[:place].any()
+    assert not out[place:].any()
+    (grad,) = torch.autograd.grad(out[place:].sum(), xbc)
+    assert grad[place:].any()
+    assert not grad[:place].any()
+
+
 @settings(max_examples=25, deadline=None)
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=4).map(tuple), seed=st.integers(0, 2**16))
 def test_any_chunking_of_any_lengths(lengths: tuple[int, ...], seed: int) -> None:

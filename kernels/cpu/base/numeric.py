@@ -15,6 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.part import inlined_part
+from samebit.kernels.layout.decays import GONE
 
 LOG2E = np.float32(1.4426950408889634)
 LN2_HI = np.float32(0.693359375)
@@ -39,6 +40,7 @@ _TANH_SMALL = np.float32(0.625)
 _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
 _ZERO = np.float32(0.0)
+_GONE = np.float32(GONE)
 
 
 @intrinsic
@@ -120,6 +122,12 @@ def exp(x: Any) -> Any:
     p = fma(p, r, E5)
     p = fma(p, r * r, r) + _ONE
     return p * float_of((bits_of(shifted) << np.int32(23)) + np.int32(0x3F800000))
+
+
+@inlined_part
+def share_left(decay: Any) -> Any:
+    """Return e**x of a decay, 0 below `GONE`; NaN stays NaN."""
+    return _ZERO if decay < _GONE else exp(decay)
 
 
 @inlined_part

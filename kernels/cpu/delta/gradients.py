@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from samebit.kernels.layout.decays import share_left
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import GRADIENT_CHUNK
 from samebit.kernels.layout.options import KEY_EPS, DeltaOptions, Saved
@@ -42,14 +43,14 @@ class _Chunk:
 
     def decay_to_end(self) -> torch.Tensor:
         """Return ``[z, t, g, r, 1]``, what is left of each token at the end of the chunk."""
-        return (self.sums[:, -1:] - self.sums).exp().float()[..., None]
+        return share_left(self.sums[:, -1:] - self.sums).float()[..., None]
 
     def decay_of_pairs(self) -> torch.Tensor:
         """Return ``[z, g, r, t, s]``, what is left of token s at token t; 0 for s > t."""
         sums = self.sums.permute(0, 2, 3, 1)
         difference = (sums[..., :, None] - sums[..., None, :]).float()
         causal = torch.ones(difference.shape[-2:], dtype=torch.bool, device=sums.device).tril()
-        return difference.masked_fill(~causal, -torch.inf).exp()
+        return share_left(difference.masked_fill(~causal, -torch.inf))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +153,7 @@ def _walk_back(chunks: list[_Chunk], found: _Gradients) -> None:
 
 def _solve(chunk: _Chunk, state: torch.Tensor) -> _Solved:
     """Find what the tokens of a chunk write."""
-    kept, decayed = chunk.decay_of_pairs(), chunk.sums.exp().float()[..., None]
+    kept, decayed = chunk.decay_of_pairs(), share_left(chunk.sums).float()[..., None]
     matches = torch.einsum("ztgn,zsgn->zgts", chunk.k, chunk.k)[:, :, None]
     read = torch.einsum("ztgn,zgrnp->ztgrp", chunk.k, state)
     strength = chunk.beta.permute(0, 2, 3, 1)[..., None]
@@ -165,7 +166,7 @@ def _solve(chunk: _Chunk, state: torch.Tensor) -> _Solved:
 def _after(chunk: _Chunk, state: torch.Tensor, solved: _Solved) -> torch.Tensor:
     """Return the state ``[z, g, r, n, p]`` after a chunk."""
     fed = torch.einsum("zsgn,zsgrp->zgrnp", chunk.k, solved.u * chunk.decay_to_end())
-    return chunk.sums[:, -1].exp().float()[..., None, None] * state + fed
+    return share_left(chunk.sums[:, -1]).float()[..., None, None] * state + fed
 
 
 def _chunk_gradients(
@@ -201,7 +202,7 @@ def _chunk_gradients(
     # to the state after
     pull = (left * wanted * u).sum(-1)
     grad_k = grad_k + torch.einsum("zgrnp,zsgrp->zsgn", after, left * u)
-    whole = chunk.sums[:, -1].exp().float()
+    whole = share_left(chunk.sums[:, -1]).float()
     grad_sums = grad_sums - pull
     grad_sums[:, -1] += pull.sum(1) + whole * (state * after).sum((-1, -2))
     # collected

@@ -8,7 +8,7 @@ Invariants (the row rule and the grid rule):
   ``o_t = exp(G_t) q_t S + sum over s <= t of exp(G_t - G_s) (q_t . k_s) u_s``.
   Sums over the key's size and over s ascend; dot products and the squares of a norm are summed in sixteen lanes, then
   over them.
-* What has decayed to less than e**-60 is 0 (`tail.share_left`).
+* What has decayed to less than e**-60 is 0 (`numeric.share_left`).
 * u is found in the order of the rows, from those before it, which the tail keeps: there is no inverse of a matrix, and
   where a call begins or ends inside the chunk enters nothing.
 * The state moves once a chunk, with the chunk's last token, from the chunk's whole tail.
@@ -33,14 +33,14 @@ import numpy as np
 from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, doubles, elements, floats, integers, longs
 from samebit.kernels.cpu.base.memory import scratch as room_of
-from samebit.kernels.cpu.base.numeric import fma, narrow, widen
+from samebit.kernels.cpu.base.numeric import fma, narrow, share_left, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_multiply_add, tile_read
 from samebit.kernels.cpu.base.state_tiles import fetch_all, tile_move
 from samebit.kernels.cpu.delta.groups import Inputs, Item, Memory, Scratch, Sizes, Span
-from samebit.kernels.cpu.delta.tail import append, append_by_channel, share_left
+from samebit.kernels.cpu.delta.tail import append, append_by_channel
 from samebit.kernels.layout.grids import LANES, SCAN_CHUNK
 
 _ZERO = np.float32(0.0)

@@ -4,16 +4,19 @@ Where each channel of a key decays by itself, with e_t the exponential of a toke
 keys before it in the tail by its e, and so the product of the chunk's e up to it, P_t. A key of the tail is then what
 is left of it at the last token, in every call the same products in the same order, and
 ``exp(G_t - G_s) k_s . q_t = (what is left of k_s) . q_t``: a token costs K exponentials, and nothing overflows. The
-state is read by ``P_t k_t`` and ``P_t q_t``. "Kimi Linear", Kimi Team 2025.
+state is read by ``P_t k_t`` and ``P_t q_t``. What is left is 0 once it is less than e**-60. "Kimi Linear", Kimi Team
+2025.
 """
 
+import math
 from typing import Any
 
 import numpy as np
 
-from samebit.kernels.cpu.base.numeric import exp, fma, widen
+from samebit.kernels.cpu.base.numeric import fma, share_left, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.state_tiles import dots
+from samebit.kernels.layout.decays import GONE
 from samebit.kernels.layout.grids import LANES, SCAN_CHUNK
 from samebit.kernels.layout.options import KEY_EPS
 
@@ -21,15 +24,13 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _EPS = np.float32(KEY_EPS)
 
-
-_GONE = np.float32(-60.0)
-"""What has decayed by more is 0: products of it would be subnormal, which some processors compute many times slower."""
+_LEAST = np.float32(math.exp(GONE))
 
 
 @inlined_part
-def share_left(decay: Any) -> Any:
-    """Return e**x of a decay, 0 below `_GONE`; NaN stays NaN."""
-    return _ZERO if decay < _GONE else exp(decay)
+def _or_nothing(left: Any) -> Any:
+    """Return what is left of a channel, 0 when it is less than `GONE` leaves of 1; NaN stays NaN."""
+    return _ZERO if left > -_LEAST and left < _LEAST else left
 
 
 @kernel_part
@@ -84,11 +85,11 @@ def append_by_channel(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any
         else:
             before = left[left_at + (token - 1) * deep : left_at + token * deep]
             for n in range(deep):
-                now[n] = before[n] * decays[n]
+                now[n] = _or_nothing(before[n] * decays[n])
         for s in range(token):
             past = k[k_at + s * deep : k_at + (s + 1) * deep]
             for n in range(deep):
-                past[n] = past[n] * decays[n]
+                past[n] = _or_nothing(past[n] * decays[n])
         first = (row + j) * stride + item.key_head * key_dim
         key, query = pairs[2 * j * deep : (2 * j + 1) * deep], pairs[(2 * j + 1) * deep : (2 * j + 2) * deep]
         normalise(qkv[first : first + key_dim], scale, query, lanes)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from samebit.kernels.layout.decays import share_left
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import GRADIENT_CHUNK
 from samebit.kernels.layout.options import SSMOptions
@@ -34,7 +35,7 @@ class _Chunk:
 
     def decay_to_end(self) -> torch.Tensor:
         """Return ``[z, u, g, r]``, what is left of each token at the end of the chunk."""
-        return (self.sums[:, -1:] - self.sums).exp().float()
+        return share_left(self.sums[:, -1:] - self.sums).float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +132,7 @@ def _states(chunks: list[_Chunk]) -> list[torch.Tensor]:
             states.append(torch.zeros(z, g, r, chunk.b.shape[-1], p, device=chunk.x.device))
             before = chunk
             continue
-        kept = before.sums[:, -1].exp().float()[..., None, None] * states[-1]
+        kept = share_left(before.sums[:, -1]).float()[..., None, None] * states[-1]
         weighted = before.x * (before.decay_to_end() * before.step)[..., None]
         states.append((kept + torch.einsum("zugn,zugrp->zgrnp", before.b, weighted))[: len(chunk.x)])
         before = chunk
@@ -143,7 +144,7 @@ def _chunk_gradients(
 ) -> torch.Tensor:
     """Add the chunk's gradients; from the gradient of the state after it, return that of the state before."""
     x, b, c, step, grad = chunk.x, chunk.b, chunk.c, chunk.step, chunk.grad
-    decay = chunk.sums.exp().float()
+    decay = share_left(chunk.sums).float()
     # from the state
     read = torch.einsum("zgrnp,ztgrp->ztgrn", state, grad) * decay[..., None]
     grad_c = read.sum(3)
@@ -152,7 +153,7 @@ def _chunk_gradients(
     # from the tokens of the chunk
     difference = (chunk.sums[:, :, None] - chunk.sums[:, None]).float()
     causal = torch.ones(difference.shape[1:3], dtype=torch.bool, device=x.device).tril()[None, :, :, None, None]
-    kept = difference.masked_fill(~causal, -torch.inf).exp()
+    kept = share_left(difference.masked_fill(~causal, -torch.inf))
     scores = kept * torch.einsum("ztgn,zugn->ztug", c, b)[..., None]
     match = torch.einsum("ztgrp,zugrp->ztugr", grad, x)
     grad_x = torch.einsum("ztugr,ztgrp->zugrp", scores * step[:, None], grad)
@@ -170,7 +171,7 @@ def _chunk_gradients(
     pull = (wanted * x).sum(-1) * left
     grad_step = grad_step + pull
     grad_sums = grad_sums - pull * step
-    whole = chunk.sums[:, -1].exp().float()
+    whole = share_left(chunk.sums[:, -1]).float()
     grad_sums[:, -1] += (pull * step).sum(1) + whole * (state * after).sum((-1, -2))
     grad_b = grad_b + torch.einsum("zugrp,zgrnp->zugn", x * (left * step)[..., None], after)
     # the running sum of the decay

@@ -8,6 +8,7 @@ Invariants (the row rule and the grid rule):
   Sums over the state size and over s ascend; ``C_t . B_s`` is summed in sixteen lanes, then over them.
 * The state moves once a chunk, with the chunk's last token, from the chunk's whole tail. Where a call begins or ends
   inside the chunk enters nothing.
+* What has decayed to less than e**-60 is 0 (`numeric.share_left`).
 * Rows are computed one, two or four at a time: each does the same operations in the same order.
 
 Why sixteen: a decode step waits for memory. It reads the state and the tail, where the plain recurrence reads and
@@ -27,7 +28,7 @@ import numpy as np
 
 from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import NO_END, doubles, elements, floats, integers, longs
-from samebit.kernels.cpu.base.numeric import exp, fma, narrow, softplus, widen
+from samebit.kernels.cpu.base.numeric import fma, narrow, share_left, softplus, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
@@ -269,7 +270,7 @@ def _head_rows(sizes: Any, memory: Any, span: Any, scratch: Any, at: int, head: 
                 Rows(acc, v, wide),
             )  # fmt: skip
             for i in range(rows):
-                factor = exp(np.float32(sums[steps_at + inside + j + i]))
+                factor = share_left(np.float32(sums[steps_at + inside + j + i]))
                 part = acc[i * wide + v : i * wide + v + columns * LANES]
                 for lane in range(columns * LANES):
                     part[lane] = part[lane] * factor
@@ -298,7 +299,7 @@ def _weigh(scores: Any, steps: Any, sums: Any, token: int, weights: Any) -> None
     """Compute ``weights[s] = exp(cum_token - cum_s) dt_s scores[s]``; what lies beyond the token is not read."""
     now = sums[token]
     for s in range(SCAN_CHUNK):
-        weights[s] = exp(np.float32(now - sums[s])) * steps[s] * scores[s]
+        weights[s] = share_left(np.float32(now - sums[s])) * steps[s] * scores[s]
 
 
 @kernel_part
@@ -314,12 +315,12 @@ def _move(sizes: Any, memory: Any, scratch: Any, at: int, b_at: int, ends_block:
     state_at, x_at, steps_at = at * size, at * SCAN_CHUNK * wide, at * SCAN_CHUNK
     last = sums[steps_at + SCAN_CHUNK - 1]
     for s in range(SCAN_CHUNK):
-        decay = exp(np.float32(last - sums[steps_at + s])) * steps[steps_at + s]
+        decay = share_left(np.float32(last - sums[steps_at + s])) * steps[steps_at + s]
         source = x[x_at + s * wide : x_at + (s + 1) * wide]
         target = fed[s * wide : (s + 1) * wide]
         for p in range(wide):
             target[p] = widen(source[p]) * decay
-    factor = exp(np.float32(last))
+    factor = share_left(np.float32(last))
     n = 0
     while n < state_size:  # meanwhile the next head's state is asked for
         rows = _block(state_size - n)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from samebit.kernels.layout.decays import share_left
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import SCAN_CHUNK
 from samebit.kernels.layout.options import KEY_EPS, DeltaOptions, Saved
@@ -91,13 +92,13 @@ def _outputs(parts: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tens
     sums = decay.double().cumsum(1)
     causal = torch.ones(sums.shape[1], sums.shape[1], dtype=torch.bool, device=q.device).tril()
     difference = (sums[:, :, None] - sums[:, None]).float()  # [z, t, s, h, n]
-    kept = difference.masked_fill(~causal[:, :, None, None], -torch.inf).exp()
-    decayed = sums.float().exp()
+    kept = share_left(difference.masked_fill(~causal[:, :, None, None], -torch.inf))
+    decayed = share_left(sums.float())
     matches = torch.einsum("zthn,zshn,ztshn->zhts", k, k, kept).tril(-1)
     system = beta.transpose(1, 2)[..., None] * matches
     wanted = beta[..., None] * (v - torch.einsum("zthn,zhnp->zthp", k * decayed, state))
     u = torch.linalg.solve_triangular(system, wanted.transpose(1, 2), upper=False, unitriangular=True)
     asked = torch.einsum("zthn,zshn,ztshn->zhts", q, k, kept)
     out = torch.einsum("zthn,zhnp->zthp", q * decayed, state) + (asked @ u).transpose(1, 2)
-    left = k * (sums[:, -1:] - sums).float().exp()
+    left = k * share_left((sums[:, -1:] - sums).float())
     return out, decayed[:, -1, :, :, None] * state + torch.einsum("zshn,zhsp->zhnp", left, u)

@@ -1,0 +1,15 @@
+"""Say what a recurrent state keeps of what has decayed: nothing, once that is next to nothing.
+
+Products of what is left would be subnormal, which some processors compute many times slower.
+"""
+
+import torch
+from torch.nn import functional as F
+
+GONE = -60.0
+"""What has decayed by e to a lower power is 0. Arithmetic of the CPU's kernels; on a GPU, of gradients alone."""
+
+
+def share_left(decay: torch.Tensor) -> torch.Tensor:
+    """Return e**x of a decay, 0 from `GONE` down; NaN stays NaN."""
+    return F.threshold(decay, GONE, -torch.inf).exp()
