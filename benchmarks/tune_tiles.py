@@ -200,8 +200,8 @@ def tuned_heads(heads: search.Heads, dtype: str, device: torch.device) -> Attent
 
     best = search.fastest({tile: forward(tile) for tile in search.attention_tiles()})
 
-    def backward(tile: AttentionTile) -> search.Seconds | None:
-        use(AttentionEntry((dtype,), best, tile))
+    def backward(tile: AttentionTile, keys: AttentionTile | None = None) -> search.Seconds | None:
+        use(AttentionEntry((dtype,), best, tile, keys=keys))
         leaves = [part.clone().requires_grad_() for part in many]
         out = attention(*leaves, prompt, options)
         upstream = torch.randn_like(out)
@@ -210,8 +210,12 @@ def tuned_heads(heads: search.Heads, dtype: str, device: torch.device) -> Attent
         })  # fmt: skip
 
     gradients = search.fastest({tile: backward(tile) for tile in search.attention_tiles()})
-    print(f"heads of {heads.head_dim}: {brief(best)}, gradients {brief(gradients)}", flush=True)
-    return AttentionEntry((dtype,), best, gradients, Sizes(heads.head_dim, heads.head_dim))
+    keys = search.fastest({tile: backward(gradients, tile) for tile in search.attention_tiles()})
+    print(
+        f"heads of {heads.head_dim}: {brief(best)}, gradients of queries {brief(gradients)}, of keys {brief(keys)}",
+        flush=True,
+    )
+    return AttentionEntry((dtype,), best, gradients, Sizes(heads.head_dim, heads.head_dim), keys)
 
 
 def decode_context(heads: search.Heads, dtype: str, device: torch.device) -> ForwardContext:

@@ -43,11 +43,12 @@ def run_limited(command: Sequence[str], seconds: float, take: Callable[[dict[str
 
 def _read(process: "subprocess.Popen[str]", take: Callable[[dict[str, Any]], None]) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(MARK):
-            take(json.loads(line.removeprefix(MARK)))
-        else:
-            print(line, end="", flush=True)
+    with process.stdout as lines:
+        for line in lines:
+            if line.startswith(MARK):
+                take(json.loads(line.removeprefix(MARK)))
+            else:
+                print(line, end="", flush=True)
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

@@ -22,6 +22,11 @@ PRODUCTS_AN_ELEMENT = 16
 """Products that take the time of one element of a row-wise kernel."""
 
 
+def multiply_part(x: torch.Tensor, part: Layer, outputs: int) -> torch.Tensor:
+    """Implement `Operations.multiply_part`: here the order of a sum is no matter of a layer's outputs."""
+    return multiply(x, (part,))[0]
+
+
 def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
     """Implement `Operations.multiply`."""
     *shape, inputs = x.shape

@@ -10,7 +10,13 @@ from samebit.kernels.cpu.experts.operation import experts_backward, experts_forw
 from samebit.kernels.cpu.experts.routing import route_backward, route_forward
 from samebit.kernels.cpu.latent.operation import gradients_of_heads, latent_backward, latent_forward, multiply_heads
 from samebit.kernels.cpu.latent.selection import choose_keys
-from samebit.kernels.cpu.linear import add_gradient_of_inputs, gradient_of_inputs, gradient_of_weight, multiply
+from samebit.kernels.cpu.linear import (
+    add_gradient_of_inputs,
+    gradient_of_inputs,
+    gradient_of_weight,
+    multiply,
+    multiply_part,
+)
 from samebit.kernels.cpu.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
 from samebit.kernels.cpu.low_rank import add_low_rank
 from samebit.kernels.cpu.norm import (
@@ -61,6 +67,7 @@ __all__ = [
     "log_softmax",
     "multiply",
     "multiply_heads",
+    "multiply_part",
     "rms_norm_backward",
     "rms_norm_forward",
     "rotate",

@@ -49,6 +49,9 @@ class Operations(Protocol):
     def multiply(self, x: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
         """Multiply ``x`` ``[..., K]`` with each of up to three layers: ``[..., N]``."""
 
+    def multiply_part(self, x: Tensor, part: Layer, outputs: int) -> Tensor:
+        """Multiply ``x`` ``[..., K]`` with a part of a layer of so many ``outputs``, as the layer is multiplied."""
+
     def gradient_of_inputs(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Return ``grad @ weight`` ``[..., K]``."""
 

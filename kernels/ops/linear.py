@@ -45,6 +45,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return operations_for(x).multiply(x, layers)[0]
 
 
+def linear_part(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
+    """Compute again, without a gradient, what `linear` gave for a part of a layer's outputs.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[N, K]``, the part.
+        bias: ``[N]``, the part's, or None.
+        outputs: of the whole layer.
+    """
+    _check(x, ((weight, bias),))
+    return operations_for(x).multiply_part(x, (weight, bias), outputs)
+
+
 def linears(x: torch.Tensor, modules: Sequence[Any]) -> list[torch.Tensor]:
     """Make each module's own call on the same ``x``, or one call of all where nobody could tell: the same bits.
 

@@ -23,8 +23,14 @@ def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
     rows = aligned(x.reshape(-1, x.shape[-1]))
     products = _in_one_launch(rows, layers)
     if products is None:
-        products = [_product(rows, layer) for layer in layers]
+        products = [_product(rows, layer, len(layer[0])) for layer in layers]
     return [product.view(*x.shape[:-1], product.shape[1]) for product in products]
+
+
+def multiply_part(x: torch.Tensor, part: Layer, outputs: int) -> torch.Tensor:
+    """Implement `Operations.multiply_part`."""
+    product = _product(aligned(x.reshape(-1, x.shape[-1])), part, outputs)
+    return product.view(*x.shape[:-1], product.shape[1])
 
 
 def _in_one_launch(rows: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor] | None:
@@ -40,10 +46,10 @@ def _in_one_launch(rows: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Te
     return multiply_layers(rows, [aligned(weight) for weight, _ in layers], biases or None, tile, outputs)
 
 
-def _product(rows: torch.Tensor, layer: Layer) -> torch.Tensor:
+def _product(rows: torch.Tensor, layer: Layer, outputs: int) -> torch.Tensor:
+    """Multiply with the tile of a layer of so many outputs."""
     weight, bias = layer
-    outputs, inputs = weight.shape
-    tile = tiles_of(rows.device, inputs, outputs, rows.dtype, bias is not None).for_rows(len(rows))
+    tile = tiles_of(rows.device, weight.shape[1], outputs, rows.dtype, bias is not None).for_rows(len(rows))
     return multiply_tiles(rows, aligned(weight).t(), bias, tile)
 
 

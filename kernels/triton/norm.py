@@ -19,7 +19,8 @@ from samebit.kernels.triton.tiles.table import row_tile
 
 logger = logging.getLogger(__name__)
 
-_GRADIENT_ROWS = 128
+_GRADIENT_ROWS = 32
+"""Rows whose share of a weight's gradient one program sums: few, so that 8,192 rows fill a GPU."""
 
 _COMPARED = 67
 """Rows in which a sum and its norm are compared with those of a launch each."""

@@ -22,6 +22,7 @@ from samebit.kernels.triton.linear import (
     gradient_of_inputs,
     gradient_of_weight,
     multiply,
+    multiply_part,
 )
 from samebit.kernels.triton.norm import (
     add_rms_norm,
@@ -73,6 +74,7 @@ __all__ = [
     "log_softmax",
     "multiply",
     "multiply_heads",
+    "multiply_part",
     "rms_norm_backward",
     "rms_norm_forward",
     "rotate",

@@ -44,11 +44,16 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of logits of each product that is made."""
     sizes: list[int] = []
 
-    def product(*operands: Any) -> torch.Tensor:
-        sizes.append(linear(*operands).numel())
-        return linear(*operands)
+    def counted(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*operands: Any) -> torch.Tensor:
+            found = product(*operands)
+            sizes.append(found.numel())
+            return found
 
-    monkeypatch.setattr(scored_head, "linear", product)
+        return made
+
+    for name in ("linear", "linear_part"):
+        monkeypatch.setattr(scored_head, name, counted(getattr(scored_head, name)))
     return sizes
 
 

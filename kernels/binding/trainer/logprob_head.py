@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from samebit.kernels.binding.epilogue import Epilogue
 from samebit.kernels.binding.trainer.logprob_request import Scores, Scoring
-from samebit.kernels.ops.linear import add_gradient_of_inputs, gradient_of_weight, linear
+from samebit.kernels.ops.linear import add_gradient_of_inputs, gradient_of_weight, linear, linear_part
 from samebit.kernels.ops.logprobs import entropies, entropy_gradient, gather, gather_gradient
 
 BYTES_AT_ONCE = 128 << 20
@@ -129,7 +129,7 @@ def _gradient_of_logits(
     """Return the gradient ``[R, columns]`` float32 of what the head gives for this part of the vocabulary."""
     x, weight, bias, tokens, temperatures, peaks, log_totals, entropy, kept = ctx.saved_tensors
     if kept is None:
-        kept = linear(x, weight[part], None if bias is None else bias[part]).float()
+        kept = linear_part(x, weight[part], None if bias is None else bias[part], len(weight)).float()
     head_logits = kept.detach().requires_grad_()
     with torch.enable_grad():
         logits = ctx.epilogue(ctx.config, head_logits)

@@ -37,22 +37,23 @@ def attention_backward(
     grad_q = empty(q.shape, dtype=q.dtype, device=q.device)
     grad_k, grad_v = (empty(tokens, kv_heads, head_dim, dtype=q.dtype, device=q.device) for _ in range(2))
     inward = torch.empty_like(lse)
-    tile = attention_tiles(q.device, head_dim, q.dtype).gradients
-    rows = max(tile.rows, power_of_two(group))
+    entry = attention_tiles(q.device, head_dim, q.dtype)
+    tile, of_keys = entry.gradients, entry.keys or entry.gradients
+    rows, rows_of_keys = (max(one.rows, power_of_two(group)) for one in (tile, of_keys))
     layer = (
-        layout.tables.shape[1], block_bits(context), *score_factors(options), options.scale, heads, kv_heads, head_dim,
-        options.window, options.softcap > 0, rows, KV_CHUNK, power_of_two(max(head_dim, 16)),
+        layout.row_start, layout.lengths, layout.tables, layout.tables.shape[1], block_bits(context),
+        *score_factors(options), options.scale, heads, kv_heads, head_dim, options.window, options.softcap > 0,
     )  # fmt: skip
-    where = layout.row_start, layout.lengths, layout.tables
+    sizes = KV_CHUNK, power_of_two(max(head_dim, 16))
     queries, keys = layout.tiles(rows // group), layout.tiles(KV_CHUNK)
     if len(queries):
         _of_queries[(len(queries), kv_heads)](
-            q, pages, out, lse, grad, grad_q, inward, queries, *where, *layer, num_warps=tile.warps,
+            q, pages, out, lse, grad, grad_q, inward, queries, *layer, rows, *sizes, num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
         _of_keys[(len(keys), kv_heads)](
-            q, pages, lse, grad, inward, grad_k, grad_v, keys, *where, *layer, num_warps=tile.warps,
-            num_stages=tile.stages,
+            q, pages, lse, grad, inward, grad_k, grad_v, keys, *layer, rows_of_keys, *sizes, num_warps=of_keys.warps,
+            num_stages=of_keys.stages,
         )  # fmt: skip
     return grad_q, grad_k, grad_v, _gradient_of_sinks(sinks[0], lse, inward, layout.queries) if sinks else None
 
@@ -161,16 +162,17 @@ def _of_keys(
     last = length
     if WINDOW > 0:
         last = tl.minimum(length, base + KEYS - 1 + WINDOW)
+    place = r // GROUP * HEADS + kv_head * GROUP + r % GROUP
+    at = place[:, None] * HEAD_DIM + d[None, :]
     for first in range(base, last, TOKENS):
         token = first + r // GROUP
         real = (r < TOKENS * GROUP) & (token < last)
-        place = (row + token).to(tl.int64) * HEADS + kv_head * GROUP + r % GROUP
         inside = real[:, None] & (d[None, :] < HEAD_DIM)
-        at = place[:, None] * HEAD_DIM + d[None, :]
-        query = tl.load(q + at, mask=inside, other=0.0)
-        upstream = tl.load(grad + at, mask=inside, other=0.0)
-        level = tl.load(lse + place, mask=real, other=0.0)
-        inward = tl.load(inwards + place, mask=real, other=0.0)
+        before = (row + first).to(tl.int64) * HEADS
+        query = tl.load(q + before * HEAD_DIM + at, mask=inside, other=0.0)
+        upstream = tl.load(grad + before * HEAD_DIM + at, mask=inside, other=0.0)
+        level = tl.load(lse + before + place, mask=real, other=0.0)
+        inward = tl.load(inwards + before + place, mask=real, other=0.0)
         seen = real[:, None] & there[None, :] & (key[None, :] <= token[:, None])
         if WINDOW > 0:
             seen &= key[None, :] > token[:, None] - WINDOW

@@ -89,12 +89,14 @@ class MatmulEntry:
 
 @dataclass(frozen=True)
 class AttentionEntry:
-    """Gives heads of these sizes ``tile`` in the forward, ``gradients`` in the backward."""
+    """Gives heads of these sizes ``tile`` in the forward, ``gradients`` in the backward: those of keys and values take
+    ``keys`` where there is one."""
 
     dtypes: tuple[str, ...]
     tile: AttentionTile
     gradients: AttentionTile
     head_dim: Sizes = Sizes()
+    keys: AttentionTile | None = None
 
     def fits(self, head_dim: int, dtype: str) -> bool:
         return dtype in self.dtypes and head_dim in self.head_dim
@@ -174,6 +176,8 @@ def _written(entry: MatmulEntry | AttentionEntry) -> str:
     lines: list[dict[str, Any]] = [layers, {"tile": asdict(entry.tile)}]
     if isinstance(entry, AttentionEntry):
         lines.append({"gradients": asdict(entry.gradients)})
+        if entry.keys is not None:
+            lines.append({"keys": asdict(entry.keys)})
     text = ",\n       ".join(json.dumps(line)[1:-1] for line in lines)
     if isinstance(entry, MatmulEntry) and entry.few:
         text += ',\n       "few": [' + ",\n               ".join(json.dumps(asdict(rung)) for rung in entry.few) + "]"
@@ -236,12 +240,13 @@ def _rungs(where: str, given: Any) -> tuple[Rung, ...]:
 
 
 def _attention_entry(where: str, given: Any) -> AttentionEntry:
-    parts = _object(where, given, ("dtypes", "tile", "gradients"), ("head_dim",))
+    parts = _object(where, given, ("dtypes", "tile", "gradients"), ("head_dim", "keys"))
     return AttentionEntry(
         _dtypes(where, parts["dtypes"]),
         _attention_tile(f"{where}: tile", parts["tile"]),
         _attention_tile(f"{where}: gradients", parts["gradients"]),
         _sizes(f"{where}: head_dim", parts.get("head_dim", [1, None])),
+        _attention_tile(f"{where}: keys", parts["keys"]) if "keys" in parts else None,
     )
 
 

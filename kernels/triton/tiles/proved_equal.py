@@ -102,7 +102,7 @@ def proved_equal(layer: Layer, tile: MatmulTile, rung: Rung) -> bool:
     """
     _check_not_recording(layer)
     rows = min(_ROWS, GROUP * tile.rows)
-    x, weight, bias = _operands(layer, rows)
+    x, weight, bias = operands(layer, rows)
     whole = layer.multiply(x, weight.t(), bias, tile, layer.outputs)
     return all(
         torch.equal(layer.multiply(aligned(x[part]), weight.t(), bias, rung.tile, layer.outputs), whole[part])
@@ -172,7 +172,7 @@ def proved_joined(layers: JoinedLayers, tile: MatmulTile) -> bool:
     _check_not_recording(each[0])
     own = [matmul_tiles(layers.device, layers.inputs, size, layers.dtype).tile for size in layers.outputs]
     rows = min(_ROWS, *(GROUP * one.rows for one in own))
-    x, weight, bias = _operands(replace(each[0], outputs=max(layers.outputs)), rows)
+    x, weight, bias = operands(replace(each[0], outputs=max(layers.outputs)), rows)
     weights = [weight[: layer.outputs] for layer in each]
     biases = None if bias is None else [bias[: layer.outputs] for layer in each]
     wholes = [
@@ -204,7 +204,7 @@ def _parts(rows: int, most: int) -> Iterator[slice]:
         yield slice(first, first + count)
 
 
-def _operands(layer: Layer, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def operands(layer: Layer, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Make x, weight and bias; in every second row the second half of the products are the first's, negated."""
     held, half = min(layer.outputs, _OUTPUTS), layer.inputs // 2
     generator = torch.Generator(layer.device).manual_seed(layer.inputs)

@@ -6,6 +6,8 @@ import torch
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import training_context
 from samebit.kernels.ops.attention import attention
+from samebit.kernels.triton.gradients import attention as gradients
+from samebit.kernels.triton.tiles.file import AttentionEntry, AttentionTile
 
 from ..attention_layer import Shape, oracle, tensors, through_pages
 from ..helpers import assert_near, leaves
@@ -62,6 +64,15 @@ def test_training_and_its_gradients_are_near_the_oracle(shape: Shape, dtype: tor
         assert not x.grad[~real.to(DEVICE)].any()
     for x, y in zip(mine_sinks, exact_sinks, strict=True):
         assert_near(x.grad.to(dtype), y.grad, 8)  # of rows in this dtype
+
+
+@pytest.mark.parametrize(("rows", "of_keys"), [(128, 16), (16, 128)])
+def test_gradients_of_queries_and_of_keys_may_have_a_tile_each(
+    rows: int, of_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile, other = AttentionTile(rows, 8, 2), AttentionTile(of_keys, 8, 1)
+    monkeypatch.setattr(gradients, "attention_tiles", lambda *of: AttentionEntry(("any",), tile, tile, keys=other))
+    test_training_and_its_gradients_are_near_the_oracle(Shape(6, 2, 64, window=70, softcap=2.0), torch.float32)
 
 
 GROUPED = (

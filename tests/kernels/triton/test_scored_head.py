@@ -1,6 +1,7 @@
 """The head with its log-probabilities in Triton: in parts, near the oracle."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from samebit.kernels.binding.trainer.logprob_request import Scoring
 from samebit.kernels.layout import device
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.logprobs import logprobs_from_logits
+from samebit.kernels.triton import linear as triton_linear
+from samebit.kernels.triton.tiles.proved_equal import tiles_of
 
 from .. import reference
 from ..helpers import assert_near
@@ -47,3 +50,20 @@ def test_values_and_gradients_are_near_the_oracle(
         assert_near(found.grad, oracle.grad, 4)
     whole = epilogue(CONFIG, linear(*(part.to(DEVICE) for part in tensors)).float())
     assert torch.equal(scores.log_probs.detach(), logprobs_from_logits(whole, asked.token_ids, asked.temperatures))
+
+
+def test_logits_are_computed_again_with_the_tiles_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with those of a layer that has as many outputs as are computed at a time."""
+    asked_for: list[int] = []
+
+    def noted(tensor_device: torch.device, inputs: int, outputs: int, *layer: Any) -> Any:
+        asked_for.append(outputs)
+        return tiles_of(tensor_device, inputs, outputs, *layer)
+
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(triton_linear, "tiles_of", noted)
+    monkeypatch.setattr(scored_head, "BYTES_AT_ONCE", 4 * VOCAB * 2)
+    x, weight = leaf(torch.randn(ROWS, WIDTH)), leaf(torch.randn(VOCAB, WIDTH))
+    asked = Scoring(torch.zeros(ROWS, dtype=torch.int64, device=DEVICE), torch.ones(ROWS, device=DEVICE))
+    scored(x, weight, None, unchanged, None, asked).log_probs.sum().backward()
+    assert asked_for == [VOCAB] * (3 + 3), "three chunks of rows forward, three parts of the vocabulary back"

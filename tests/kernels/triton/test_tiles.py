@@ -70,6 +70,7 @@ def changed(*path: str | int, value: Any) -> dict[str, Any]:
         ),
         (changed("sm_90", "matmul", 0, "outputs", value=None), r"entry 5 is for the same layers as entry 1"),
         (changed("sm_90", "matmul", -1, value=None), r"sm_90: matmul: no entry for float32 of any inputs and outputs"),
+        (changed("sm_90", "attention", 1, "keys", "rows", value=8), r"keys: rows: 8; allowed: a power of two from 16"),
         (changed("sm_90", "attention", 0, "head_dim", value=[1, 60]), r"no entry for bfloat16, head_dim 61"),
     ],
 )
@@ -82,7 +83,9 @@ def test_a_file_that_says_something_else_is_refused(content: Any, message: str, 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     layer = replace(ENTRY, inputs=Sizes(4096, 4096), outputs=Sizes(1024, 1024))
-    heads = AttentionEntry(("bfloat16",), *(AttentionTile(128, 8, 2),) * 2, head_dim=Sizes(80, 80))
+    heads = AttentionEntry(
+        ("bfloat16",), *(AttentionTile(128, 8, 2),) * 2, head_dim=Sizes(80, 80), keys=AttentionTile(64, 8, 1)
+    )
     old = families()["sm_90"]
     new = old.with_entries("on an H100", [layer], [heads])
     path = tmp_path / "tiles.json"
