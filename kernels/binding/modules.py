@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from samebit.kernels.binding.families import RECURRENT_MASKS
-from samebit.kernels.binding.lora.forwards import LayoutPositions, projections
+from samebit.kernels.binding.lora.forwards import LayoutPositions, projection, projections
 from samebit.kernels.binding.lora.plan import PeftAdapters
 from samebit.kernels.binding.residual import Addend, normed_sum
 from samebit.kernels.binding.wrapped import positions_of_text
@@ -213,20 +213,20 @@ def mlp_forward(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
     """Compute an MLP; what remains of the arguments is the layer number, which `bind` knows."""
     facts: MLPFacts = self.samebit
     if facts.form == "plain":
-        out: torch.Tensor = self.down_proj(activated(facts.activation, self.up_proj(x)))
+        out = projection(activated(facts.activation, projection(x, self.up_proj)), self.down_proj)
         return out
     if facts.form == "input_linear":
-        gate, up = self.input_linear(x).chunk(2, dim=-1)
-        out = self.output_linear(gated(facts.activation, gate, up))
+        gate, up = projection(x, self.input_linear).chunk(2, dim=-1)
+        out = projection(gated(facts.activation, gate, up), self.output_linear)
         return out
     if facts.form == "fused":
-        joined = self.gate_up_proj(x)
+        joined = projection(x, self.gate_up_proj)
         joined = joined + self.gate_up_proj_adapter_list[facts.adapter](x) if facts.adapter >= 0 else joined
         gate, up = joined.chunk(2, dim=-1)
     else:
         gate, up = projections(x, (self.gate_proj, self.up_proj))
     gate = gate if facts.gate_multiplier == 1.0 else gate * facts.gate_multiplier
-    out = self.down_proj(gated(facts.activation, gate, up))
+    out = projection(gated(facts.activation, gate, up), self.down_proj)
     return Addend.of(out if facts.down_multiplier == 1.0 else out * facts.down_multiplier)
 
 
@@ -254,7 +254,7 @@ def attention_forward(
     else:
         out = attention(q, k, v, layout_of(attention_mask), facts.options, sinks)
     out = out if gate is None else gated("sigmoid", gate, out.view(gate.shape))
-    return Addend.of(self.o_proj(out.view(*hidden_states.shape[:-1], -1))), None
+    return Addend.of(projection(out.view(*hidden_states.shape[:-1], -1), self.o_proj)), None
 
 
 def _queries_keys_values(
@@ -262,7 +262,7 @@ def _queries_keys_values(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Return queries, their gates or None, keys and values ``[T, heads, D]``, neither normalised a head nor rotated."""
     if facts.fused:
-        qkv = self.qkv_proj(x)
+        qkv = projection(x, self.qkv_proj)
         kv_width = facts.kv_heads * facts.head_dim
         q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
     else:

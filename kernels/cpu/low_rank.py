@@ -107,7 +107,9 @@ def _padded(matrix: torch.Tensor, multiple: int) -> torch.Tensor:
 
 def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: LowRanks) -> list[torch.Tensor]:
     """Implement `Operations.add_low_rank`."""
-    rows = with_unit_stride(x.reshape(-1, x.shape[-1]))
+    inputs = x.size(-1)
+    rows = with_unit_stride(x.reshape(-1, inputs))
+    count = rows.size(0)
     results = [base.contiguous() for base in bases]
     if _KEY not in terms.worked_out:
         terms.worked_out[_KEY] = _Matrices.of(terms)
@@ -117,8 +119,8 @@ def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: LowRanks
         return results
     addresses = [out.data_ptr() for out in results]
     _add_terms(
-        len(rows) * matrices.work // _PRODUCTS,
-        rows.data_ptr(), rows.stride(0), len(rows), x.shape[-1], matrices.layers, matrices.panel,
+        count * matrices.work // _PRODUCTS,
+        rows.data_ptr(), rows.stride(0), count, inputs, matrices.layers, matrices.panel,
         matrices.scales, (*addresses, *(0,) * (MOST_LAYERS - len(addresses))), kind_of(x.dtype),
     )  # fmt: skip
     return results

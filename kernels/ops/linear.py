@@ -76,6 +76,12 @@ def linears(x: torch.Tensor, modules: Sequence[Any]) -> list[torch.Tensor]:
     return operations_for(x).multiply(x, layers)
 
 
+def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
+    """Compute `linear` of up to three layers of one ``x`` in one call, without gradients."""
+    _check(x, layers)
+    return operations_for(x).multiply(x, layers)
+
+
 def is_plain(module: nn.Module) -> bool:
     """Return whether a call does no more than multiply: no adapter in the module's place, no hook."""
     return type(module) is nn.Linear and not is_hooked(module)

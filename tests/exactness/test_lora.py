@@ -147,6 +147,23 @@ def test_what_a_worker_keeps_of_an_adapter_ends_with_the_update() -> None:
         assert_matches_trainer(model, worker.generate(PROMPTS, params()), params())
 
 
+@pytest.mark.parametrize(
+    "place", ["mlp.down_proj", "mlp.down_proj.base_layer", "self_attn.q_proj", "self_attn.k_proj.lora_A.default"]
+)
+def test_a_hook_counts_from_its_registration_on(place: str) -> None:
+    """A worker has found out what its layers multiply by then."""
+    model = make_peft("Qwen3", config=lora_config(4))
+    with RolloutWorker(model, config=RolloutConfig(**CONFIG, enable_prefix_caching=False)) as worker:
+        before = worker.generate(PROMPTS, params())
+        module = model.get_submodule(f"base_model.model.model.layers.0.{place}")
+        handle = module.register_forward_hook(lambda module, inputs, out: out * 2)
+        found = worker.generate(PROMPTS, params())
+        assert found[0].samples[0].logprobs != before[0].samples[0].logprobs
+        assert_matches_trainer(model, found, params())
+        handle.remove()
+        assert_same_samples(worker.generate(PROMPTS, params()), before)
+
+
 def test_switches_of_the_trainer_reach_no_request_in_flight(policy: PeftModel, worker: RolloutWorker) -> None:
     wanted = params(2) + params(1, adapter="ref")
     expected = worker.generate(PROMPTS, wanted)

@@ -7,7 +7,7 @@ Invariants:
   installed or that of another call: it finds its own on its arguments, and installs it again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,9 +17,9 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from samebit.kernels.layout.forward_context import ForwardContext, LayoutMask, installed_context, use_context
-from samebit.kernels.layout.lora.adapters import Deltas, KeptTerms, RowAdapters
-from samebit.kernels.ops.linear import is_hooked, is_plain, linear, linears, weight_and_bias
-from samebit.kernels.ops.lora.low_rank import add_low_rank
+from samebit.kernels.layout.lora.adapters import Deltas, KeptTerms, RowAdapters, Site
+from samebit.kernels.ops.linear import is_hooked, is_plain, linear, linears, multiply, weight_and_bias
+from samebit.kernels.ops.lora.low_rank import add_checked, add_low_rank, known_terms
 from samebit.kernels.ops.rope import RotaryTables
 
 
@@ -105,7 +105,7 @@ def wrapped_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     return _adapted(x, [out], (facts.layer,), adapters)[0] if adapters.groups else out
 
 
-def projections(x: torch.Tensor, modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+def projections(x: torch.Tensor, modules: tuple[nn.Module, ...]) -> list[torch.Tensor]:
     """Make each module's own call on the same ``x``, or one call of all where nobody could tell: the same bits.
 
     Args:
@@ -113,13 +113,64 @@ def projections(x: torch.Tensor, modules: Sequence[nn.Module]) -> list[torch.Ten
         modules: up to three bound linear layers, each ``[N, K]``.
     """
     adapters = _adapters_of_call()
-    if adapters is None or not all(map(_is_named, modules)):
+    if adapters is None:
+        return linears(x, modules)
+    found = _by_site(x, modules, adapters)
+    if found is not None:
+        return found
+    if not all(map(_is_named, modules)):
         return linears(x, modules)
     bases = [_multiplied(module) for module in modules]
     if torch.is_grad_enabled() or not all(map(is_plain, bases)) or any(map(is_hooked, modules)):
         return [module(x) for module in modules]
     out = linears(x, bases)
     return _adapted(x, out, tuple(map(_name_of, modules)), adapters) if adapters.groups else out
+
+
+def projection(x: torch.Tensor, module: Any) -> torch.Tensor:
+    """Make a bound linear layer's own call, or compute what it would: the same bits."""
+    adapters = _adapters_of_call()
+    found = None if adapters is None else _by_site(x, (module,), adapters)
+    out: torch.Tensor = module(x) if found is None else found[0]
+    return out
+
+
+def _by_site(x: torch.Tensor, modules: tuple[nn.Module, ...], adapters: RowAdapters) -> list[torch.Tensor] | None:
+    """Compute what the modules would, without calling them; None where somebody could tell."""
+    sites = adapters.sites
+    if sites is None or torch.is_grad_enabled():
+        return None
+    site = sites.get(modules)
+    if site is None:
+        return _new_site(x, modules, adapters)
+    if any(site.hooks):
+        return None
+    outs = multiply(x, site.layers)
+    if site.terms is not None:
+        changed = add_checked([outs[place] for place in site.places], x, site.terms)
+        for place, out in zip(site.places, changed, strict=True):
+            outs[place] = out
+    return outs
+
+
+def _new_site(x: torch.Tensor, modules: tuple[nn.Module, ...], adapters: RowAdapters) -> list[torch.Tensor] | None:
+    """Keep what the next calls of these modules compute, and compute it with all checks."""
+    if adapters.sites is None or not all(map(_is_named, modules)):
+        return None
+    bases = [_multiplied(module) for module in modules]
+    if not all(map(is_plain, bases)) or any(map(is_hooked, modules)):
+        return None
+    ((adapter, _),) = adapters.groups
+    deltas, places = adapter.of_layers(tuple(map(_name_of, modules)))
+    terms = known_terms(deltas, adapters.kept) if places else None
+    if places and terms is None:
+        return None
+    parts = [part for delta in deltas.each for part in (delta.down, delta.up)]
+    hooks = [hooks for one in (*modules, *bases, *parts) for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+    layers = tuple(map(weight_and_bias, bases))
+    outs = _adapted(x, multiply(x, layers), tuple(map(_name_of, modules)), adapters)
+    adapters.sites[modules] = Site(layers, places, terms, tuple(hooks))
+    return outs
 
 
 def _adapters_of_call() -> RowAdapters | None:

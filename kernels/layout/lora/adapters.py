@@ -14,9 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+
+from samebit.kernels.layout.options import Layer
 
 BASE = "__base__"
 """Names the model without an adapter, as the ``adapter_names`` of peft do."""
@@ -97,11 +100,36 @@ class Deltas:
         return LowRanks(tuple(terms), fixed=True)
 
 
+@dataclass(frozen=True, eq=False)
+class Site:
+    """Holds what a call of layers that share an input computes through one adapter, found once.
+
+    Attributes:
+        layers: weights and biases.
+        places: of the layers that the adapter changes.
+        terms: what it adds to these; None for nothing.
+        hooks: where all modules concerned keep who listens to their calls; while one is not empty, call them.
+    """
+
+    layers: tuple[Layer, ...]
+    places: tuple[int, ...]
+    terms: LowRanks | None
+    hooks: tuple[Mapping[int, Any], ...]
+
+
+Sites = dict[tuple[nn.Module, ...], Site]
+"""Holds the sites of one adapter by the modules that are called."""
+
+
 class KeptTerms:
-    """Keeps terms of adapters that a trainer writes to, as fixed ones, from one change of the weights to the next."""
+    """Keeps terms of adapters that a trainer writes to, as fixed ones, from one change of the weights to the next.
+
+    Beside them it keeps sites, of any adapter, as long as the adapter is there.
+    """
 
     def __init__(self) -> None:
         self._terms: dict[Deltas, LowRanks] = {}
+        self._sites: WeakKeyDictionary[Adapter, Sites] = WeakKeyDictionary()
 
     def of(self, deltas: Deltas) -> LowRanks | None:
         """Return what is kept of these, if anything is."""
@@ -112,9 +140,14 @@ class KeptTerms:
         self._terms[deltas] = fixed = LowRanks(terms, fixed=True)
         return fixed
 
+    def sites_of(self, adapter: "Adapter") -> Sites:
+        """Return the sites of an adapter, to which calls through it add."""
+        return self._sites.setdefault(adapter, {})
+
     def forget(self) -> None:
         """Keep nothing: the weights change."""
         self._terms.clear()
+        self._sites.clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,12 +183,16 @@ class RowAdapters:
 
     Attributes:
         kept: what earlier calls with the same weights have kept; None where nobody would say that they change.
+        sites: of the adapter that all rows go through, as long as the weights stay; None where there are several.
     """
 
     groups: tuple[tuple[Adapter, torch.Tensor | None], ...] = ()
     kept: KeptTerms | None = None
+    sites: Sites | None = None
 
     @classmethod
     def all_through(cls, adapter: Adapter | None, kept: KeptTerms | None = None) -> "RowAdapters":
         """Return the choice of one adapter for all rows; None for the model alone."""
-        return cls() if adapter is None else cls(((adapter, None),), kept)
+        if adapter is None:
+            return cls()
+        return cls(((adapter, None),), kept, None if kept is None else kept.sites_of(adapter))

@@ -35,7 +35,7 @@ def add_low_rank(
         ValueError: shapes that do not match.
         TypeError: matrices of two dtypes.
     """
-    terms = None if torch.is_grad_enabled() else deltas.fixed or _terms_now(deltas, kept)
+    terms = None if torch.is_grad_enabled() else known_terms(deltas, kept)
     if terms is not None:
         _check(bases, x, terms.each)
         return operations_for(x).add_low_rank(bases, x, terms)
@@ -45,8 +45,17 @@ def add_low_rank(
     ]
 
 
-def _terms_now(deltas: Deltas, kept: KeptTerms | None) -> LowRanks | None:
+def add_checked(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: LowRanks) -> list[torch.Tensor]:
+    """Do as `add_low_rank` without gradients, with matrices that it has taken for such bases and such an ``x``."""
+    return operations_for(x).add_low_rank(bases, x, terms)
+
+
+def known_terms(deltas: Deltas, kept: KeptTerms | None) -> LowRanks | None:
     """Return the matrices as they are now; None where a module does more than multiply."""
+    return deltas.fixed or _terms_now(deltas, kept)
+
+
+def _terms_now(deltas: Deltas, kept: KeptTerms | None) -> LowRanks | None:
     found = None if kept is None or any(deltas.hooks) else kept.of(deltas)
     if found is not None:
         return found
