@@ -115,7 +115,7 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
     _check_tensors(inner)
     plan = Plan(family, _text_config(inner), inner, ssm_chunk, exact)
     bindings = [(part, plan.binding_of(name, part)) for name, part in inner.named_modules()]
-    bindings += plan.of_model(inner)
+    bindings += plan.of_model(inner, dict(bindings))
     for part, attached in bindings:
         if attached is not None:
             bound.attach(part, *attached)

@@ -53,6 +53,7 @@ class Family:
         delta: its Gated DeltaNet layers; None for a family without.
         latent: its attention over latents; None for a family with keys and values.
         gated_attention: ``q_proj`` also gives a gate a head, whose sigmoid is multiplied onto what is attended to.
+        pre_norm: its layers add attention of a norm, then an MLP of a norm: in a rollout each can be one call.
         wrapped: Hugging Face has its text model alone, and inside a ``...ForConditionalGeneration`` with vision too.
     """
 
@@ -79,6 +80,7 @@ class Family:
     delta: DeltaFamily | None = None
     latent: LatentFamily | None = None
     gated_attention: bool = False
+    pre_norm: bool = False
     wrapped: bool = False
 
     @property
@@ -120,10 +122,10 @@ _QWEN3_5 = replace(_QWEN3_NEXT, prefix="Qwen3_5", delta=DeltaFamily("joined"), e
 FAMILIES = {
     name: family
     for family in (
-        Family("Llama", unchanged),
-        Family("Qwen2", unchanged),
-        Family("Qwen3", unchanged, qk_norm="head"),
-        Family("Mistral", unchanged),
+        Family("Llama", unchanged, pre_norm=True),
+        Family("Qwen2", unchanged, pre_norm=True),
+        Family("Qwen3", unchanged, qk_norm="head", pre_norm=True),
+        Family("Mistral", unchanged, pre_norm=True),
         Family("Phi3", unchanged, fused=True, mlp="fused"),
         Family(
             "Gemma2",

@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from samebit.kernels.binding import modules as bound
 from samebit.kernels.binding.causal_lm import HeadFacts, causal_forward, head_forward, keeping_positions, own_forward
 from samebit.kernels.binding.delta.plan import DeltaPlan
+from samebit.kernels.binding.dense.layer import dense_layer_forward, facts_of
 from samebit.kernels.binding.experts.plan import ExpertPlan
 from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families import BindingError, Family
@@ -77,8 +78,11 @@ class Plan:
         """Return the layout of notes of what routers choose; None without routers, or where torch computes them."""
         return None if self.experts is None or not self.exact else self.experts.route_layout()
 
-    def of_model(self, model: nn.Module) -> list[tuple[nn.Module, Any]]:
-        """Return what can be bound only when all modules are known: the decoder, the head, and the whole."""
+    def of_model(self, model: nn.Module, parts: dict[nn.Module, Any]) -> list[tuple[nn.Module, Any]]:
+        """Return what can be bound only when all modules are known: the decoder, its layers, the head, and the whole.
+
+        ``parts``: what `binding_of` gave for each module.
+        """
         self._check_heads()
         adapters = self.lora.adapters()
         facts = bound.DecoderFacts(
@@ -91,6 +95,8 @@ class Plan:
         if adapters is not None:
             layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
             found += [(layer, (layer_forward,)) for layer in layers]
+        elif self.exact and self.family.pre_norm:
+            found += self._dense_layers(model, parts)
         if self.exact:
             head = model.get_submodule("lm_head")
             found.append((head, (head_forward, HeadFacts(self.family.epilogue, self.config))))
@@ -100,6 +106,14 @@ class Plan:
         own = keeping_positions(own) if self.family.drops_positions else own
         found.append((model, (causal_forward(own, known=known and self.exact),)))
         return found
+
+    def _dense_layers(self, model: nn.Module, parts: dict[nn.Module, Any]) -> list[tuple[nn.Module, Any]]:
+        """Return the decoder layers that a rollout may compute in one call; their class must be transformers' own."""
+        kind = self.family.class_name("DecoderLayer")
+        layers = [module for module in model.modules() if type(module).__name__ == kind]
+        known = [layer for layer in layers if type(layer).__module__.startswith("transformers.")]
+        found = [(layer, facts_of(layer, parts)) for layer in known]
+        return [(layer, (dense_layer_forward, facts)) for layer, facts in found if facts is not None]
 
     def _is_decoder(self, module: nn.Module) -> bool:
         names = ("TextModel",) if self.family.wrapped else ("Model", "TextModel")

@@ -191,7 +191,9 @@ class _Loops:
     backward: SharedKernel
 
 
-_SILU_LOOPS = _Loops(SharedKernel(_silu), SharedKernel(_silu_backward))
+silu_rows = SharedKernel(_silu)
+
+_SILU_LOOPS = _Loops(silu_rows, SharedKernel(_silu_backward))
 _GELU_TANH_LOOPS = _Loops(SharedKernel(_gelu_tanh), SharedKernel(_gelu_tanh_backward))
 _LOOPS = {
     "silu": _SILU_LOOPS,

@@ -6,6 +6,7 @@ from samebit.kernels.cpu.conv import conv_backward, conv_forward
 from samebit.kernels.cpu.delta.gates import gates
 from samebit.kernels.cpu.delta.gradients import delta_rule_backward
 from samebit.kernels.cpu.delta.operation import delta_rule
+from samebit.kernels.cpu.dense.layer import dense_layer
 from samebit.kernels.cpu.experts.operation import experts_backward, experts_forward
 from samebit.kernels.cpu.experts.routing import route_backward, route_forward
 from samebit.kernels.cpu.latent.operation import gradients_of_heads, latent_backward, latent_forward, multiply_heads
@@ -44,6 +45,7 @@ __all__ = [
     "conv_forward",
     "delta_rule",
     "delta_rule_backward",
+    "dense_layer",
     "draw",
     "entropies",
     "entropy_gradient",

@@ -13,9 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from samebit.kernels.layout.grids import QUERY_TILE, ceil_div
+from samebit.kernels.layout.grids import KV_CHUNK, QUERY_TILE, ceil_div
 
 Ints = npt.NDArray[np.int32]
+
+_BUNCH = 8
+"""At most so many sequences are bunched."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,6 +57,29 @@ class CallRows:
         before = np.repeat(np.cumsum(counts) - counts, counts)
         piece = np.arange(len(sequence), dtype=np.int32) - before
         return np.stack([sequence, piece * QUERY_TILE], axis=1).astype(np.int32)
+
+    @cached_property
+    def bunches(self) -> Ints:
+        """List ``[M + 1, 2]`` the first of the tiles that one item of attention works on, and how many chunks, from
+        position 0 on, all of them read from the same blocks; behind the last (number of tiles, 0).
+
+        In a decode step neighbours that share chunks are bunched; elsewhere each tile is alone.
+        """
+        count = len(self.tiles)
+        if count != len(self.lengths) or count < 2 or self.lengths.max() > 1:
+            return np.stack([np.arange(count + 1), np.zeros(count + 1, np.int64)], axis=1).astype(np.int32)
+        tables, whole = self.block_tables[self.table_rows], self.starts // KV_CHUNK
+        differ = tables[1:] != tables[:-1]
+        alike = np.where(differ.any(axis=1), differ.argmax(axis=1), tables.shape[1])
+        links = np.minimum(alike * self.block_size // KV_CHUNK, np.minimum(whole[1:], whole[:-1])).tolist()
+        bunches = [[0, 0]]
+        for tile, link in enumerate(links, start=1):
+            first, shared = bunches[-1]
+            if link and tile - first < _BUNCH and (not shared or shared <= link <= 2 * shared):
+                bunches[-1][1] = shared or link
+            else:
+                bunches.append([tile, 0])
+        return np.array([*bunches, [count, 0]], np.int32)
 
     @cached_property
     def computed(self) -> tuple[Ints, Ints, Ints]:

@@ -45,6 +45,74 @@ class HeadNorms(NamedTuple):
     offset: float
 
 
+class DenseWeights(NamedTuple):
+    """Holds the parameters of a decoder layer, all of one dtype, contiguous; None for what it does not have."""
+
+    first_norm: torch.Tensor
+    q: torch.Tensor
+    q_bias: torch.Tensor | None
+    k: torch.Tensor
+    k_bias: torch.Tensor | None
+    v: torch.Tensor
+    v_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    second_norm: torch.Tensor
+    gate: torch.Tensor
+    gate_bias: torch.Tensor | None
+    up: torch.Tensor
+    up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class DenseOptions:
+    """Tells one decoder layer of attention and a gated MLP from another.
+
+    Attributes:
+        attention: of its attention.
+        width: hidden size.
+        heads: of queries.
+        kv_heads: of keys.
+        head_dim: their size.
+        inner: width of the MLP.
+        norms: eps and offset of the norm before attention, of that before the MLP, and of those of the heads.
+    """
+
+    attention: AttentionOptions
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    norms: tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
+
+    @cached_property
+    def numbers(self) -> tuple[np.float32, ...]:
+        """Return the norms' as a kernel takes them."""
+        return tuple(np.float32(number) for norm in self.norms for number in norm)
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of `DenseWeights`, in its order."""
+        heads, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        width, inner = self.width, self.inner
+        of_heads = (self.head_dim,)
+        return (
+            (width,), (heads, width), (heads,), (keys, width), (keys,), (keys, width), (keys,), of_heads, of_heads,
+            (width, heads), (width,), (width,), (inner, width), (inner,), (inner, width), (inner,), (width, inner),
+            (width,),
+        )  # fmt: skip
+
+    @cached_property
+    def scales(self) -> tuple[np.float32, np.float32, int]:
+        """Return those of attention as a kernel takes them."""
+        return np.float32(self.attention.scale), np.float32(self.attention.softcap), self.attention.window
+
+
 @dataclass(frozen=True)
 class LatentOptions:
     """Tells one layer of attention over latents from another.

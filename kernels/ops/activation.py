@@ -17,6 +17,9 @@ from samebit.kernels.ops.dispatch import operations_for
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu", "sigmoid")
 """Lists the activations that are exact, by their Hugging Face names."""
 
+SILU = ("silu", "swish")
+"""Lists the names of one of them."""
+
 PLAIN_ACTIVATIONS = ("relu2",)
 """Lists the activations of MLPs without a gate."""
 

@@ -12,7 +12,7 @@ Rules for both sides of it:
 * Axis letters are those of `samebit.kernels`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -241,6 +241,12 @@ def operations_for(tensor: Tensor) -> Operations:
         return cpu
     device.check_current(tensor)
     return _gpu()
+
+
+def dense_layer_of(tensor: Tensor) -> Callable[..., Tensor] | None:
+    """Return what computes a whole decoder layer where the tensor is; None for a GPU, whose graphs spare the Python
+    between kernels."""
+    return None if device.on_gpu(tensor) else cpu.dense_layer
 
 
 @cache

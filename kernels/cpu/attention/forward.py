@@ -19,7 +19,14 @@ from typing import Any
 import numpy as np
 
 from samebit.kernels.cpu.attention.groups import Following, Pieces, Place, Shape, Softmax
-from samebit.kernels.cpu.attention.softmax import begin_rows, place_running, size_of_running, take_in, write_rows
+from samebit.kernels.cpu.attention.softmax import (
+    begin_rows,
+    place_running,
+    rows_from,
+    size_of_running,
+    take_in,
+    write_rows,
+)
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import elements, longs, scratch, whole_lines
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
@@ -27,13 +34,16 @@ from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
 
 _VECTORS = KV_CHUNK // LANES
+_ITEMS_A_THREAD = 4
+"""Tiles are bunched where that leaves so many items for each thread: an even load."""
+
 _ARRAYS = 2
 """The room of a thread holds so many arrays beside the running softmax, each from the start of a cache line on."""
 
 
 def _attend(
-    q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, scales: Any, sinks: Any, out: Any, lse: Any,
-    threads: int,
+    q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, bunches: Any, scales: Any, sinks: Any, out: Any,
+    lse: Any, threads: int,
 ) -> None:  # fmt: skip
     """Attend, T rows of S sequences.
 
@@ -42,33 +52,48 @@ def _attend(
         pages: ``[blocks, KV heads, 2, D * B]``.
         sequences: ``[4, S]``, first row, length, start and row of the block tables of each.
         block_tables: ``[tables, W]``.
-        tiles: ``[N, 2]``, sequence and first row in it of what a work item computes for one KV head.
+        tiles: ``[N, 2]``, sequence and first row in it of what is computed together for one KV head.
+        bunches: ``[M + 1, 2]``, first tile of each work item, and how many chunks its tiles read from the same blocks;
+            behind the last (N, 0).
         scales: factor on the scores, their softcap (0 for off), and how many tokens a token sees (0 for all).
         sinks: ``[H]``, the score that a head's softmax begins with; empty for none.
         out: ``[T, H, D]``.
         lse: ``[T, H]``, gets the log-sum-exp of the scores; empty to get none.
         threads: take the work items in turns: even loads.
     """
-    head_dim = q.shape[2]
-    longest = 0
-    for sequence in range(sequences.shape[1]):
-        longest = max(longest, min(QUERY_TILE, sequences[1, sequence]))
-    rows = longest * (q.shape[1] // pages.shape[1])
+    head_dim, kv_heads = q.shape[2], pages.shape[1]
+    together = (len(bunches) - 1) * kv_heads >= _ITEMS_A_THREAD * threads and scales[2] == 0
+    rows = most_rows(sequences, tiles, bunches, together) * (q.shape[1] // kv_heads)
     copied = 2 * head_dim * KV_CHUNK if pages.shape[3] < LANES * head_dim else 0
     size = whole_lines(size_of_running(rows, head_dim, head_dim) + 8 * _VECTORS + copied + _ARRAYS * LANES)
     share_out(
         _attend_items, threads, threads,
-        (threads, q, pages, sequences, block_tables, tiles, scales, sinks, out, lse, scratch(threads * size), size),
+        (threads, q, pages, sequences, block_tables, tiles, bunches, together, rows, scales, sinks, out, lse,
+         scratch(threads * size), size),
     )  # fmt: skip
 
 
+@kernel_part
+def most_rows(sequences: Any, tiles: Any, bunches: Any, together: bool) -> int:
+    """Return the most tokens of an item."""
+    most = 0
+    for bunch in range(len(bunches) - 1):
+        count = 0
+        for tile in range(bunches[bunch, 0], bunches[bunch + 1, 0]):
+            own = min(QUERY_TILE, sequences[1, tiles[tile, 0]] - tiles[tile, 1])
+            count = count + own if together else max(count, own)
+        most = max(most, count)
+    return most
+
+
 attend = compile_kernel(_attend)
+attend_part = kernel_part(_attend)
 
 
 @kernel_part
 def _attend_items(
-    thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, scales: Any,
-    sinks: Any, out: Any, lse: Any, rooms: Any, size: int,
+    thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, bunches: Any,
+    together: bool, rows: int, scales: Any, sinks: Any, out: Any, lse: Any, rooms: Any, size: int,
 ) -> None:  # fmt: skip
     """Attend for every ``threads``-th item from ``thread`` on.
 
@@ -79,29 +104,49 @@ def _attend_items(
     kv_heads, head_dim = pages.shape[1], q.shape[2]
     shape = Shape(kv_heads, q.shape[1] // kv_heads, head_dim, head_dim, pages.shape[3] // head_dim)
     softmax = Softmax(scales[0], scales[1], scales[2])
-    row_start, lengths, starts, table_rows = sequences[0], sequences[1], sequences[2], sequences[3]
-    longest = 0
-    for sequence in range(len(lengths)):
-        longest = max(longest, min(QUERY_TILE, lengths[sequence]))
     flat = pages.reshape(-1)
     kind = np.zeros(1, pages.dtype)[0]
-    running, end = place_running(rooms.ctypes.data + 4 * thread * size, longest * shape.group, head_dim, head_dim)
+    running, end = place_running(rooms.ctypes.data + 4 * thread * size, rows, head_dim, head_dim)
     pieces = _place_pieces(end, flat, kind, shape)
-    items = tiles.shape[0] * kv_heads
-    for item in range(thread, items, threads):
-        tile, after = item // kv_heads, min(item + threads, items - 1)  # this, and what the thread does next
-        sequence, first, coming = tiles[tile, 0], tiles[tile, 1], tiles[after // kv_heads, 0]
-        last_table = -1
-        if tile > 0:
-            last_table = table_rows[tiles[tile - 1, 0]]
-        place = Place(
-            table_rows[sequence], row_start[sequence] + first, starts[sequence] + first,
-            min(QUERY_TILE, lengths[sequence] - first), item % kv_heads,
-        )  # fmt: skip
-        following = Following(last_table, table_rows[coming], after % kv_heads, starts[coming])
-        begin_rows(q, sinks, shape, place, running)
-        _attend_tile(flat, block_tables, shape, softmax, place, following, running, pieces)
-        write_rows(shape, place, running, out, lse)
+    count = len(bunches) - 1 if together else len(tiles)
+    for item in range(thread, count * kv_heads, threads):
+        bunch, head = item // kv_heads, item % kv_heads
+        after = min(item + threads, count * kv_heads - 1)  # what the thread does next
+        first, last, shared = bunch, bunch + 1, 0
+        coming = after // kv_heads
+        if together:
+            first, last, shared = bunches[bunch, 0], bunches[bunch + 1, 0], bunches[bunch, 1]
+            coming = bunches[coming, 0]
+        begun = 0
+        for tile in range(first, last):
+            place = _place(sequences, tiles, tile, head)
+            begin_rows(q, sinks, shape, place, rows_from(running, begun, shape))
+            begun += place.count * shape.group
+        if shared > 0:
+            place = _place(sequences, tiles, first, head)
+            _attend_shared(flat, block_tables, shape, softmax, place, begun, shared, running, pieces)
+        begun = 0
+        for tile in range(first, last):
+            place = _place(sequences, tiles, tile, head)
+            own = rows_from(running, begun, shape)
+            last_table = sequences[3, tiles[tile - 1, 0]] if tile > 0 else -1
+            if tile + 1 < last:
+                following = Following(last_table, sequences[3, tiles[tile + 1, 0]], head, shared * KV_CHUNK)
+            else:
+                following = Following(last_table, sequences[3, tiles[coming, 0]], after % kv_heads, 0)
+            _attend_tile(flat, block_tables, shape, softmax, place, following, shared, own, pieces)
+            write_rows(shape, place, own, out, lse)
+            begun += place.count * shape.group
+
+
+@inlined_part
+def _place(sequences: Any, tiles: Any, tile: int, head: int) -> Any:
+    """Name what is computed of a tile for one KV head."""
+    sequence, first = tiles[tile, 0], tiles[tile, 1]
+    return Place(
+        sequences[3, sequence], sequences[0, sequence] + first, sequences[2, sequence] + first,
+        min(QUERY_TILE, sequences[1, sequence] - first), head,
+    )  # fmt: skip
 
 
 @inlined_part
@@ -119,21 +164,39 @@ def _place_pieces(address: int, pages: Any, kind: Any, shape: Any) -> Any:
 
 
 @kernel_part
+def _attend_shared(
+    pages: Any, block_tables: Any, shape: Any, softmax: Any, place: Any, rows: int, shared: int, running: Any,
+    pieces: Any,
+) -> None:  # fmt: skip
+    """Take in the chunks that all rows of an item see in the same blocks, those of the tile at ``place``."""
+    following = Following(-1, place.table, place.kv_head, 0)
+    for chunk in range(shared):
+        cold = _find_chunk(pages, block_tables, shape, place, following, chunk * KV_CHUNK, pieces)
+        take_in(shape, softmax, rows, chunk * KV_CHUNK, cold, running, pieces)
+
+
+@kernel_part
 def _attend_tile(
-    pages: Any, block_tables: Any, shape: Any, softmax: Any, place: Any, following: Any, running: Any, pieces: Any
-) -> None:
-    """Take in all chunks that the item's rows see, in order."""
+    pages: Any, block_tables: Any, shape: Any, softmax: Any, place: Any, following: Any, shared: int, running: Any,
+    pieces: Any,
+) -> None:  # fmt: skip
+    """Take in all chunks that the tile's rows see, in order, after those taken in with others."""
     window, newest = softmax.window, place.position + place.count - 1
-    begin = max(0, place.position - window + 1) // KV_CHUNK if window > 0 else 0
+    begin = max(0, place.position - window + 1) // KV_CHUNK if window > 0 else shared
     for chunk in range(begin, newest // KV_CHUNK + 1):
-        base = chunk * KV_CHUNK
-        cold = False
-        if shape.block_size < LANES:
-            _copy_chunk(pages, block_tables, shape, place, base, newest, pieces)
-        else:
-            _locate(block_tables[place.table], place.kv_head, shape, base, newest, pieces.keys, pieces.values)
-            cold = _locate_coming(block_tables, shape, place, following, base + KV_CHUNK, newest, pieces)
-        take_in(shape, softmax, place.count * shape.group, base, cold, running, pieces)
+        cold = _find_chunk(pages, block_tables, shape, place, following, chunk * KV_CHUNK, pieces)
+        take_in(shape, softmax, place.count * shape.group, chunk * KV_CHUNK, cold, running, pieces)
+
+
+@inlined_part
+def _find_chunk(pages: Any, block_tables: Any, shape: Any, place: Any, following: Any, base: int, pieces: Any) -> Any:
+    """Locate or copy the chunk at ``base``, and locate what comes next; return whether to ask for it."""
+    newest = place.position + place.count - 1
+    if shape.block_size < LANES:
+        _copy_chunk(pages, block_tables, shape, place, base, newest, pieces)
+        return False
+    _locate(block_tables[place.table], place.kv_head, shape, base, newest, pieces.keys, pieces.values)
+    return _locate_coming(block_tables, shape, place, following, base + KV_CHUNK, newest, pieces)
 
 
 @inlined_part
@@ -147,7 +210,7 @@ def _locate_coming(
     if base <= newest:
         table, head, last, at, reference = place.table, place.kv_head, newest, base, following.last_table
     else:
-        table, head, last, at = following.table, following.kv_head, following.newest, 0
+        table, head, last, at = following.table, following.kv_head, following.first + KV_CHUNK - 1, following.first
         reference = following.last_table if following.table == place.table else place.table
     _locate(block_tables[table], head, shape, at, last, pieces.coming_keys, pieces.coming_values)
     block = at // shape.block_size

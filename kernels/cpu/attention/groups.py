@@ -41,13 +41,14 @@ class Place(NamedTuple):
 class Following(NamedTuple):
     """Says what this thread computes after an item, and what was computed before it.
 
-    last_table: row of the block tables of the sequence before, whose blocks are cached; -1 for none.
+    last_table: row of the block tables of the sequence before, whose blocks are cached; -1 for none. first: the token
+    that it begins with.
     """
 
     last_table: Any
     table: Any
     kv_head: Any
-    newest: Any
+    first: Any
 
 
 class Running(NamedTuple):

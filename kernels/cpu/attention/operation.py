@@ -118,8 +118,8 @@ def _attend(
     q = q.contiguous()
     out = torch.empty_like(q) if context.covers_all_rows else torch.zeros_like(q)
     forward.attend(
-        array(q), array(pages), context.layout.numpy(), context.block_tables, context.tiles, _scales(options),
-        _NO_SINKS if sinks is None else parameter_array(sinks), array(out), _NO_LSE if lse is None else lse.numpy(),
-        get_num_threads(),
+        array(q), array(pages), context.layout.numpy(), context.block_tables, context.tiles, context.bunches,
+        _scales(options), _NO_SINKS if sinks is None else parameter_array(sinks), array(out),
+        _NO_LSE if lse is None else lse.numpy(), get_num_threads(),
     )  # fmt: skip
     return out

@@ -60,6 +60,16 @@ def place_running(query: int, rows: int, head_dim: int, value_dim: int) -> Any:
 
 
 @inlined_part
+def rows_from(running: Any, first: int, shape: Any) -> Any:
+    """Return the softmax of the rows from the ``first`` on."""
+    query, acc, sums, peaks, tokens, s = running
+    return Running(
+        query[first * shape.head_dim :], acc[first * shape.value_dim :], sums[first * LANES :], peaks[first:],
+        tokens[first:], s,
+    )  # fmt: skip
+
+
+@inlined_part
 def begin_rows(q: Any, sinks: Any, shape: Any, place: Any, running: Any) -> None:
     """Load the queries of an item, and begin its softmax with nothing, or with the sinks, whose values are 0."""
     group, head_dim, query = shape.group, shape.head_dim, running.query

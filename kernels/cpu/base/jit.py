@@ -16,7 +16,7 @@ from numba import get_num_threads
 from numba.core.registry import CPUDispatcher
 
 from samebit.kernels import openmp  # its import chooses the threading layer
-from samebit.kernels.cpu.base.part import OPTIONS, KernelCompiler
+from samebit.kernels.cpu.base.part import OPTIONS, KernelCompiler, kernel_part
 
 _PARALLEL_WORK = 1 << 15
 """With fewer elements, waking the other threads costs more than they save."""
@@ -48,10 +48,15 @@ def compile_kernel(function: Callable[..., None]) -> Callable[..., None]:
 
 
 class SharedKernel:
-    """Runs a function that shares out its items by `share_out`, among as many threads as its first argument says."""
+    """Runs a function that shares out its items by `share_out`, among as many threads as its first argument says.
+
+    Attributes:
+        part: the function, for kernels that call it among others.
+    """
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._compiled = _Kernel(function)
+        self.part = kernel_part(function)
 
     def __call__(self, work: int, *args: Any) -> None:
         """Run on ``args``; ``work`` is the number of elements touched."""

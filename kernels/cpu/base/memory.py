@@ -40,7 +40,7 @@ def with_unit_stride(rows: torch.Tensor) -> torch.Tensor:
 
 
 @intrinsic
-def _pointer(typingctx: Any, address: Any, kind: Any) -> Any:
+def pointer(typingctx: Any, address: Any, kind: Any) -> Any:
     """Make a pointer to elements of the type of ``kind``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -52,7 +52,7 @@ def _pointer(typingctx: Any, address: Any, kind: Any) -> Any:
 @inlined_part
 def elements(address: int, count: int, kind: Any) -> Any:
     """Make a flat array of ``count`` elements of the type of ``kind`` at the address ``tensor.data_ptr()``."""
-    return carray(_pointer(address, kind), (count,))
+    return carray(pointer(address, kind), (count,))
 
 
 @inlined_part

@@ -1,0 +1,298 @@
+"""Compute a whole decoder layer of attention and a gated MLP in one call, for the steps of a rollout on the CPU.
+
+Invariant: an element is computed by the parts that the operations of the layer's modules run, in their order, and
+rounded where they round. So a layer has the bits of its modules' own calls, which training makes.
+
+What it spares is Python between some fifteen kernels, which took half of a decode step of a small model, and the waking
+of threads: they are still awake from the kernel before. T rows, W hidden size, F width of the MLP, D head size.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import carray, get_num_threads
+
+from samebit.kernels.cpu.activation import silu_rows
+from samebit.kernels.cpu.attention.forward import attend_part
+from samebit.kernels.cpu.attention.write_pages import rotate_and_write
+from samebit.kernels.cpu.base.jit import array, compile_kernel
+from samebit.kernels.cpu.base.memory import elements, kind_of, pointer, whole_lines
+from samebit.kernels.cpu.base.numeric import narrow, widen
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
+from samebit.kernels.cpu.gemm import amx, amx_tiles, dots, dots_vectors, few_rows, many_rows
+from samebit.kernels.cpu.norm import rms_norm_row
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.grids import LANES
+from samebit.kernels.layout.options import DenseOptions, DenseWeights
+
+_rotate_and_write = rotate_and_write.part
+_silu = silu_rows.part
+_few, _many = few_rows.multiply.part, many_rows.multiply.part
+_few_pairs, _many_pairs = dots.multiply_few.part, dots.multiply.part
+_tiles = amx.multiply.part
+
+_PARTS = 16
+"""Rows are cut into so many pieces, so that scratch memory is allocated once a piece."""
+
+_WORTH_SHARING = 1 << 12
+"""Elements from which on a second thread is worth its while: it is awake."""
+
+_ROOMS = 12
+"""At most so many arrays lie in the room, each from a multiple of sixteen elements on."""
+
+_NO_SINKS = np.empty(0, np.float32)
+_NO_LSE = np.empty((0, 0), np.float32)
+
+
+class Sizes(NamedTuple):
+    """Holds T, W, heads of queries and of keys, D, angles, tokens a block and F."""
+
+    rows: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    angles: int
+    block_size: int
+    inner: int
+
+
+class Weights(NamedTuple):
+    """Holds the addresses of a layer's parameters; 0 for a bias, or norms of heads, that it does not have."""
+
+    first_norm: int
+    q: int
+    q_bias: int
+    k: int
+    k_bias: int
+    v: int
+    v_bias: int
+    q_norm: int
+    k_norm: int
+    o: int
+    o_bias: int
+    second_norm: int
+    gate: int
+    gate_bias: int
+    up: int
+    up_bias: int
+    down: int
+    down_bias: int
+
+
+class Numbers(NamedTuple):
+    """Holds the eps of each norm, and what is added to its weight."""
+
+    first_eps: Any
+    first_offset: Any
+    second_eps: Any
+    second_offset: Any
+    head_eps: Any
+    head_offset: Any
+
+
+class Call(NamedTuple):
+    """Holds the addresses of x, of the result, of cos and sin, and of a room for what is between the kernels."""
+
+    x: int
+    out: int
+    cos: int
+    sin: int
+    room: int
+
+
+@inlined_part
+def _shared(work: int, threads: int) -> int:
+    return threads if work >= _WORTH_SHARING else 1
+
+
+@kernel_part
+def _norm_part(
+    part: int, x_at: int, added_at: int, total_at: int, weight_at: int, offset: Any, eps: Any, rows: int, width: int,
+    out_at: int, kind: Any,
+) -> None:  # fmt: skip
+    """Write ``total = x + added`` and its norm to ``out`` for a share of the rows; without what is added, the norm of
+    x; without a weight, the sum alone."""
+    x, out = elements(x_at, rows * width, kind), elements(out_at, rows * width, kind)
+    added, total = elements(added_at, rows * width, kind), elements(total_at, rows * width, kind)
+    weight = elements(weight_at, width, kind)
+    lanes = np.empty(LANES, np.float32)
+    for row in range(rows * part // _PARTS, rows * (part + 1) // _PARTS):
+        first, last = row * width, (row + 1) * width
+        source = x[first:last]
+        if added_at:
+            one, other, source = x[first:last], added[first:last], total[first:last]
+            for i in range(width):
+                source[i] = narrow(widen(one[i]) + widen(other[i]), source[i])
+        if weight_at:
+            rms_norm_row(source, weight, offset, eps, lanes, out[first:last])
+
+
+@inlined_part
+def _normed(
+    threads: int, x_at: int, added_at: int, total_at: int, weight_at: int, offset: Any, eps: Any, sizes: Any,
+    out_at: int, kind: Any,
+) -> None:  # fmt: skip
+    share_out(
+        _norm_part, _PARTS, _shared(sizes.rows * sizes.width, threads),
+        (x_at, added_at, total_at, weight_at, offset, eps, sizes.rows, sizes.width, out_at, kind),
+    )  # fmt: skip
+
+
+def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
+    """Make the layer from a product of up to three layers of one input."""
+
+    @kernel_part
+    def layer(
+        threads: int, given: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
+    ) -> None:
+        """Compute the layer; ``given``: `Call`, `Weights`, `Sizes` and `Numbers`; ``layout``: blocks and offsets of
+        rows, then what `attention.forward` reads."""
+        call, weights, sizes, numbers = Call(*given[0]), Weights(*given[1]), Sizes(*given[2]), Numbers(*given[3])
+        blocks, offsets, sequences, block_tables, tiles, bunches = layout
+        rows, width, inner, dim = sizes.rows, sizes.width, sizes.inner, sizes.head_dim
+        heads, kv_heads = sizes.heads * dim, sizes.kv_heads * dim
+        itemsize, no = pages.itemsize, np.int64(0)
+        normed = call.room
+        q = normed + whole_lines(rows * width) * itemsize
+        k = q + whole_lines(rows * heads) * itemsize
+        v = k + whole_lines(rows * kv_heads) * itemsize
+        rotated = v + whole_lines(rows * kv_heads) * itemsize
+        gate = rotated + whole_lines(rows * heads) * itemsize
+        up = gate + whole_lines(rows * inner) * itemsize
+        activated = up + whole_lines(rows * inner) * itemsize
+        middle = activated + whole_lines(rows * inner) * itemsize
+        attended = q  # nobody reads the queries any more
+        _normed(threads, call.x, 0, 0, weights.first_norm, numbers.first_offset, numbers.first_eps, sizes, normed, kind)
+        multiply(
+            threads, normed, width, rows, width,
+            (weights.q, weights.q_bias, heads, q, weights.k, weights.k_bias, kv_heads, k, weights.v, weights.v_bias,
+             kv_heads, v), kind,
+        )  # fmt: skip
+        _rotate_and_write(
+            threads, (q, k, v, call.cos, call.sin, pages.ctypes.data, rotated),
+            (rows, sizes.heads, sizes.kv_heads, dim, sizes.angles, sizes.block_size),
+            (weights.q_norm, kind, weights.k_norm, kind, numbers.head_offset, numbers.head_eps), blocks, offsets, kind,
+        )  # fmt: skip
+        queries = carray(pointer(rotated, kind), (rows, sizes.heads, dim))
+        result = carray(pointer(attended, kind), (rows, sizes.heads, dim))
+        attend_part(queries, pages, sequences, block_tables, tiles, bunches, scales, no_sinks, result, no_lse, threads)
+        multiply(
+            threads, attended, heads, rows, heads,
+            (weights.o, weights.o_bias, width, normed, no, no, no, no, no, no, no, no), kind,
+        )  # fmt: skip
+        _normed(
+            threads, call.x, normed, middle, weights.second_norm, numbers.second_offset, numbers.second_eps, sizes,
+            normed, kind,
+        )  # fmt: skip
+        multiply(
+            threads, normed, width, rows, width,
+            (weights.gate, weights.gate_bias, inner, gate, weights.up, weights.up_bias, inner, up, no, no, no, no),
+            kind,
+        )  # fmt: skip
+        _silu(_shared(rows * inner, threads), gate, up, kind, rows, inner, inner, inner, activated)
+        multiply(
+            threads, activated, inner, rows, inner,
+            (weights.down, weights.down_bias, width, normed, no, no, no, no, no, no, no, no), kind,
+        )  # fmt: skip
+        _normed(threads, middle, normed, call.out, 0, numbers.first_offset, numbers.first_eps, sizes, normed, kind)
+
+    made: Callable[..., None] = layer
+    return made
+
+
+@kernel_part
+def _product(threads: int, x: int, stride: int, rows: int, inputs: int, layers: Any, kind: Any) -> None:
+    if rows <= few_rows.MOST_ROWS:
+        _few(threads, x, stride, rows, inputs, layers, kind)
+    else:
+        _many(threads, x, stride, rows, inputs, layers, kind)
+
+
+@kernel_part
+def _product_of_pairs(threads: int, x: int, stride: int, rows: int, inputs: int, layers: Any, kind: Any) -> None:
+    if rows <= dots.MOST_ROWS:
+        _few_pairs(threads, x, stride, rows, inputs, layers)
+    else:
+        _many_pairs(threads, x, stride, rows, inputs, layers)
+
+
+@kernel_part
+def _product_by_tiles(threads: int, x: int, stride: int, rows: int, inputs: int, layers: Any, kind: Any) -> None:
+    _tiles(threads, x, stride, rows, inputs, layers)
+
+
+_layer = _with_product(_product)
+_layer_by_pairs = _with_product(_product_of_pairs)
+_layer_by_tiles = _with_product(_product_by_tiles)
+
+
+def _run(threads: int, given: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any) -> None:
+    """Compute a layer, multiplying in float32."""
+    _layer(threads, given, pages, layout, scales, no_sinks, no_lse, kind)
+
+
+def _run_by_pairs(
+    threads: int, given: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
+) -> None:
+    """Compute a layer in bfloat16, multiplying in pairs of inputs."""
+    _layer_by_pairs(threads, given, pages, layout, scales, no_sinks, no_lse, kind)
+
+
+def _run_by_tiles(
+    threads: int, given: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
+) -> None:
+    """Compute a layer in bfloat16, multiplying with tile instructions."""
+    _layer_by_tiles(threads, given, pages, layout, scales, no_sinks, no_lse, kind)
+
+
+_rows_of_layer = compile_kernel(_run)
+_rows_of_layer_by_pairs = compile_kernel(_run_by_pairs)
+_rows_of_layer_by_tiles = compile_kernel(_run_by_tiles)
+
+
+def dense_layer(
+    x: torch.Tensor, weights: DenseWeights, angles: tuple[torch.Tensor, torch.Tensor], context: ForwardContext,
+    options: DenseOptions,
+) -> torch.Tensor:  # fmt: skip
+    """Implement `dispatch.dense_layer_of`."""
+    if context.pages is None:
+        raise ValueError("a context without pages; allowed: a rollout's")
+    pages, (cos, sin) = context.pages[options.attention.layer], angles
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    sizes = (
+        context.num_rows, options.width, options.heads, options.kv_heads, options.head_dim, cos.size(1),
+        context.block_size, options.inner,
+    )  # fmt: skip
+    room = _room(context, sizes, x.dtype)
+    given = (
+        (x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), room.data_ptr()),
+        tuple(0 if weight is None else weight.data_ptr() for weight in weights), sizes, options.numbers,
+    )  # fmt: skip
+    kernel = _rows_of_layer
+    if x.dtype == torch.bfloat16 and amx_tiles.available():
+        kernel = _rows_of_layer_by_tiles
+    elif x.dtype == torch.bfloat16 and dots_vectors.available():
+        kernel = _rows_of_layer_by_pairs
+    layout = (
+        *context.blocks_and_offsets, context.layout.numpy(), context.block_tables, context.tiles, context.bunches
+    )  # fmt: skip
+    kernel(
+        get_num_threads(), given, array(pages), layout, options.scales, _NO_SINKS, _NO_LSE, kind_of(x.dtype)
+    )  # fmt: skip
+    return out
+
+
+def _room(context: ForwardContext, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for what is between the kernels of a layer; the layers of a call share it."""
+    rows, width, heads, kv_heads, head_dim, _, _, inner = sizes
+    elements_of_row = 2 * width + (2 * heads + 2 * kv_heads) * head_dim + 3 * inner
+    key = "dense layer", elements_of_row, dtype
+    if key not in context.worked_out:
+        context.worked_out[key] = torch.empty(rows * elements_of_row + _ROOMS * LANES, dtype=dtype)
+    room: torch.Tensor = context.worked_out[key]
+    return room

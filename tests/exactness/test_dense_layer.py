@@ -1,0 +1,81 @@
+"""A decoder layer that a rollout computes in one call has the bits of its modules, and gives way to who listens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from samebit.kernels.binding.dense import layer as dense_layer
+from samebit.rollout import SamplingParams
+
+from .compare import assert_matches_trainer, assert_same_samples, run
+from .families import DTYPES, bound_model, token_ids
+
+PROMPTS = token_ids(1, 3, 65, 130)
+PARAMS = [
+    SamplingParams(n=n, seed=n, max_tokens=new, ignore_eos=True) for n, new in ((1, 16), (2, 12), (5, 12), (9, 8))
+]
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
+
+
+@pytest.fixture
+def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each layer had that was computed in one call."""
+    rows: list[int] = []
+    compute = dense_layer.dense_layer
+
+    def counted(x: torch.Tensor, *arguments: object) -> torch.Tensor | None:
+        out = compute(x, *arguments)
+        if out is not None:
+            rows.append(x.shape[-2])
+        return out
+
+    monkeypatch.setattr(dense_layer, "dense_layer", counted)
+    return rows
+
+
+@contextmanager
+def listening(model: nn.Module, name: str, heard: list[str]) -> Iterator[None]:
+    """Hear the calls of a module."""
+    handle = model.get_submodule(name).register_forward_hook(lambda *_: heard.append(name))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_call_gives_the_bits_of_the_modules(family: str, dtype: torch.dtype, layers_in_one_call: list[int]) -> None:
+    model = bound_model(family, dtype)
+    at_once, _ = run(model, PROMPTS, PARAMS)
+    assert min(layers_in_one_call) == 1
+    assert max(layers_in_one_call) > 16  # both kinds of matrix products
+    assert_matches_trainer(model, at_once, PARAMS)
+    layers_in_one_call.clear()
+    heard: list[str] = []
+    with listening(model, "model.layers.0.mlp.up_proj", heard), listening(model, "model.layers.1.self_attn", heard):
+        one_by_one, _ = run(model, PROMPTS, PARAMS)
+    assert not layers_in_one_call
+    assert_same_samples(one_by_one, at_once)
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "self_attn", "self_attn.k_norm", "self_attn.o_proj", "mlp"])
+def test_who_listens_to_a_part_of_a_layer_hears_each_call(name: str, layers_in_one_call: list[int]) -> None:
+    model = bound_model("Qwen3")
+    heard: list[str] = []
+    with listening(model, f"model.layers.1.{name}", heard):
+        run(model, PROMPTS[1:2], PARAMS[:1])
+    assert len(heard) == PARAMS[0].max_tokens
+    assert len(layers_in_one_call) == PARAMS[0].max_tokens  # those of the other layer
+
+
+def test_a_layer_hears_of_its_own_hooks(layers_in_one_call: list[int]) -> None:
+    model = bound_model("Qwen3")
+    heard: list[str] = []
+    with listening(model, "model.layers.1", heard):
+        run(model, PROMPTS[1:2], PARAMS[:1])
+    assert len(heard) == PARAMS[0].max_tokens
+    assert len(layers_in_one_call) == 2 * PARAMS[0].max_tokens

@@ -1,0 +1,84 @@
+"""On the CPU a row of a decode step has the same bits alone and beside sequences that read the same blocks."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.kv_pages import KVLayout
+from samebit.kernels.ops.attention import attention
+
+from .attention_layer import Shape
+from .helpers import DTYPES, THREADS, threads
+
+SHAPES = (
+    Shape(4, 2, 50),
+    Shape(7, 1, 80, softcap=2.0),
+    Shape(6, 6, 33, has_sinks=True),
+    Shape(4, 2, 64, window=100),
+)
+COMMON = (0, 256, 280, 130, 190, 64, 64)
+"""Tokens that each sequence has in common with the one before it."""
+STARTS = (330, 300, 300, 200, 193, 129, 70)
+
+
+def decode(shape: Shape, block_size: int, dtype: torch.dtype) -> ForwardContext:
+    """Lay out a step of sequences that have these tokens, four times, in blocks of their own but for those in common;
+    pages hold random numbers, and NaN where no token is."""
+    layout, width = KVLayout(1, shape.kv_heads, shape.head_dim), -(-(max(STARTS) + 1) // block_size)
+    starts = np.array(STARTS * 4, np.int32)
+    tables = np.arange(1, len(starts) * width + 1, dtype=np.int32).reshape(len(starts), width)
+    for place in range(1, len(starts)):
+        common = min(COMMON[place % len(COMMON)], starts[place]) // block_size
+        tables[place, :common] = tables[place - 1, :common]
+    pages = layout.allocate(len(starts) * width, block_size, dtype)[0].normal_()
+    for table, start in zip(tables, starts, strict=True):
+        last = table[start // block_size]
+        pages[last].view(shape.kv_heads, 2, -1)[:, 0].view(-1, shape.head_dim, block_size)[
+            ..., start % block_size :
+        ] = torch.nan
+        pages[last, :, 1].view(-1, block_size, shape.head_dim)[:, start % block_size :] = torch.nan
+    count = len(starts)
+    return ForwardContext(
+        positions=torch.zeros(count, dtype=torch.int64),
+        row_start=np.arange(count, dtype=np.int32),
+        lengths=np.ones(count, np.int32),
+        starts=starts,
+        table_rows=np.arange(count, dtype=np.int32),
+        block_tables=tables,
+        block_size=block_size,
+        pages=(pages,),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [4, 16, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_beside_others_that_read_the_same_blocks_have_the_bits_of_each_alone(
+    shape: Shape, block_size: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    together = decode(shape, block_size, dtype)
+    assert together.bunches[:-1, 1].tolist() == 4 * [4, 2, 1]
+    count = together.num_rows
+    q = 3 * torch.randn(count, shape.heads, shape.head_dim)
+    k, v = torch.randn(2, count, shape.kv_heads, shape.head_dim)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    for number in THREADS:
+        with threads(number):
+            found = attention(q, k, v, together, shape.options, shape.sinks)
+        for row in range(count):
+            only = slice(row, row + 1)
+            alone = replace(
+                together,
+                positions=together.positions[only],
+                row_start=together.row_start[:1],
+                lengths=together.lengths[only],
+                starts=together.starts[only],
+                table_rows=together.table_rows[only],
+            )
+            expected = attention(q[only], k[only], v[only], alone, shape.options, shape.sinks)
+            assert torch.equal(found[only], expected), row
+        assert not found.isnan().any()
