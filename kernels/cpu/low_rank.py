@@ -276,8 +276,8 @@ def _add_tiles(x: Any, at: int, stride: int, rows: int, panel: Any, width: int, 
         many = _tile_of(rows - row)
         for lane in range(0, width, VECTORS * LANES):
             multiply_tile(
-                min(VECTORS, (width - lane) // LANES), many, panel, lane, width,
-                x, at + row * stride, stride, 1, depth, sums, row * width + lane,
+                min(VECTORS * LANES, width - lane), many, panel, lane, width,
+                x, at + row * stride, stride, 1, 0, depth, sums, row * width + lane,
             )  # fmt: skip
         row += many
 

@@ -81,8 +81,8 @@ def _add_products(
         many = _TILE if output + _TILE <= end else (_PAIR if output + _PAIR <= end else 1)
         for lane in range(0, width, VECTORS * LANES):
             multiply_tile(
-                min(VECTORS, (width - lane) // LANES), many, panel, lane, width,
-                grad, at + output, 1, stride, depth, sums, (output - begin) * width + lane,
+                min(VECTORS * LANES, width - lane), many, panel, lane, width,
+                grad, at + output, 1, stride, 0, depth, sums, (output - begin) * width + lane,
             )  # fmt: skip
         output += many
 

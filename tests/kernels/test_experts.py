@@ -80,6 +80,7 @@ SKEWED = {
     "experts without rows": [[0, 12], [0, 4]],
     "one row each": [[expert] for expert in range(13)],
     "one row beside many": [[3]] * 60 + [[7]] + [[9]] * 8,
+    "panels of half vectors": [[2]] * 6 + [[3]] * 20 + [[4]] * 37 + [[6]] * 107 + [[7]] * 129,
 }
 
 

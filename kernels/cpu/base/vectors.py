@@ -18,6 +18,9 @@ from samebit.kernels.layout.grids import LANES
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
 """A vector has this type."""
 
+HALF_VECTOR = ir.VectorType(ir.FloatType(), LANES // 2)
+"""Half of one."""
+
 _BITS = ir.VectorType(ir.IntType(32), LANES)
 _HALF_BITS = ir.VectorType(ir.IntType(16), LANES)
 
@@ -44,6 +47,11 @@ def row_of(context: Any, builder: Any, array_type: Any, array: Any, base: Any, s
     """Return where a row begins of an array whose rows are ``stride`` apart, the first at ``base``."""
     offset = builder.add(base, builder.mul(stride, base.type(row)))
     return pointer_to(context, builder, array_type, array, offset)
+
+
+def in_register(builder: Any, pointer: Any) -> Any:
+    """Return the pointer itself, of which LLVM then knows nothing: in a loop it would compute it anew from others."""
+    return builder.call(ir.InlineAsm(ir.FunctionType(pointer.type, [pointer.type]), "", "=r,0"), [pointer])
 
 
 def load_vector(builder: Any, pointer: Any, dtype: Any) -> Any:
@@ -88,24 +96,24 @@ def stream_vector(builder: Any, value: Any, pointer: Any) -> None:
     stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
 
 
-def splat_pair(builder: Any, pointer: Any) -> tuple[Any, Any]:
+def splat_pair(builder: Any, pointer: Any, kind: Any = VECTOR) -> tuple[Any, Any]:
     """Load two neighbouring bfloat16 (uint16 bits), each widened and in every lane: one load, two instructions."""
-    pair = ir.VectorType(ir.IntType(32), LANES)
+    bits = ir.VectorType(ir.IntType(32), kind.count)
     word = builder.load(builder.bitcast(pointer, ir.IntType(32).as_pointer()), align=2)
-    lane0 = builder.insert_element(ir.Constant(pair, ir.Undefined), word, ir.IntType(32)(0))
-    words = builder.shuffle_vector(lane0, ir.Constant(pair, ir.Undefined), ir.Constant(_BITS, [0] * LANES))
-    low = builder.shl(words, ir.Constant(_BITS, [16] * LANES))
-    high = builder.and_(words, ir.Constant(_BITS, [0xFFFF0000] * LANES))
-    return builder.bitcast(low, VECTOR), builder.bitcast(high, VECTOR)
+    lane0 = builder.insert_element(ir.Constant(bits, ir.Undefined), word, ir.IntType(32)(0))
+    words = builder.shuffle_vector(lane0, ir.Constant(bits, ir.Undefined), ir.Constant(bits, [0] * kind.count))
+    low = builder.shl(words, ir.Constant(bits, [16] * kind.count))
+    high = builder.and_(words, ir.Constant(bits, [0xFFFF0000] * kind.count))
+    return builder.bitcast(low, kind), builder.bitcast(high, kind)
 
 
-def splat_element(builder: Any, pointer: Any, dtype: Any) -> Any:
+def splat_element(builder: Any, pointer: Any, dtype: Any, kind: Any = VECTOR) -> Any:
     """Load an element into every lane; bfloat16 (uint16 bits) is widened."""
     element = builder.load(pointer)
     if dtype != types.float32:
         i32 = ir.IntType(32)
         element = builder.bitcast(builder.shl(builder.zext(element, i32), i32(16)), ir.FloatType())
-    return splat(builder, element)
+    return splat(builder, element, kind)
 
 
 def gather_elements(builder: Any, pointers: list[Any], dtype: Any) -> Any:
@@ -120,6 +128,23 @@ def gather_elements(builder: Any, pointers: list[Any], dtype: Any) -> Any:
 def load_as(builder: Any, pointer: Any, kind: Any) -> Any:
     """Load float32 as a vector of this type."""
     return builder.load(builder.bitcast(pointer, kind.as_pointer()), align=4)
+
+
+def store_as(builder: Any, value: Any, pointer: Any) -> None:
+    """Store float32 of a vector of any type."""
+    builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=4)
+
+
+def half_of(builder: Any, vector: Any, half: int) -> Any:
+    """Return the lower (0) or the upper (1) half of a vector."""
+    count = LANES // 2
+    lanes = ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(half * count, (half + 1) * count)))
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), lanes)
+
+
+def part_of(builder: Any, vector: Any, kind: Any) -> Any:
+    """Return a vector, or its lower half where that is of the type ``kind``."""
+    return vector if kind == vector.type else half_of(builder, vector, 0)
 
 
 def splat(builder: Any, scalar: Any, kind: Any = VECTOR) -> Any:

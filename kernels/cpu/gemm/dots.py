@@ -15,24 +15,25 @@ from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import elements, scratch
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.gemm.dots_vectors import OUTPUTS, ROWS, VECTORS, add_pair_products, dot_few
+from samebit.kernels.cpu.gemm import few_rows
+from samebit.kernels.cpu.gemm.dots_vectors import ROWS, add_pair_products, dot_few
 from samebit.kernels.cpu.gemm.few_rows import fetch_next, tile_rows, write_few
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
-from samebit.kernels.cpu.gemm.many_rows import DEPTH, PANEL_ROWS, Panel, with_panels
-from samebit.kernels.cpu.gemm.many_rows_vectors import fetch
+from samebit.kernels.cpu.gemm.many_rows import DEPTH, PANEL_ROWS, Panel, tile_of, width_of, with_panels
+from samebit.kernels.cpu.gemm.many_rows_vectors import HALVES_ARE_FASTER, MANY_OUTPUTS, OUTPUTS, VECTORS
 from samebit.kernels.cpu.gemm.pairs import STEP, pair_rows
-from samebit.kernels.layout.grids import CACHE_LINE, LANES
+from samebit.kernels.layout.grids import LANES
 
-MOST_ROWS = ROWS[-1]
+MOST_ROWS = few_rows.MOST_ROWS if HALVES_ARE_FASTER else ROWS[-1]
 """Rows up to which the kernel of a few rows is the faster one."""
 
-_TILE, _PAIR, _ = OUTPUTS
+_TILE = OUTPUTS[0]
 
 
 @inlined_part
 def new_panel(inputs: int, row: int, rows: int) -> Any:
     """Return a panel for the pairs of up to `PANEL_ROWS` rows from ``row`` on."""
-    width = (rows + LANES - 1) // LANES * LANES
+    width = width_of(rows)
     return Panel(scratch((min(inputs, DEPTH) + STEP - 1) // STEP * (STEP // 2) * width), width, row, rows)
 
 
@@ -50,22 +51,21 @@ def _add_products(
 ) -> None:  # fmt: skip
     """Go on with the chains of some outputs by the panel's inputs, which are those from ``depth`` on."""
     pairs = count // 2
-    patch = np.zeros(2 * _TILE, np.uint16)  # last inputs without a partner
+    patch = np.zeros(2 * MANY_OUTPUTS, np.uint16)  # last inputs without a partner
     output = begin
     while output < end:
-        many = _TILE if output + _TILE <= end else (_PAIR if output + _PAIR <= end else 1)
+        many = tile_of(end - output, width)
         at = output * weight_stride + depth
-        for coming in range(output + many, min(output + many + _TILE, last)):  # what the next tile reads
-            for k in range(0, count, CACHE_LINE // weight.itemsize):
-                fetch(weight, coming * weight_stride + depth + k)
+        ahead = many * weight_stride if output + 2 * many <= last else 0  # what the next tile reads
         if count % 2:
             for j in range(many):
                 patch[2 * j] = weight[at + j * weight_stride + count - 1]
         for lane in range(0, width, VECTORS * LANES):
-            vectors, sums_at = min(VECTORS, (width - lane) // LANES), (output - begin) * width + lane
-            add_pair_products(vectors, many, panel, lane, width, weight, at, weight_stride, pairs, sums, sums_at)
+            lanes, sums_at = min(VECTORS * LANES, width - lane), (output - begin) * width + lane
+            add_pair_products(lanes, many, panel, lane, width, weight, at, weight_stride, ahead, pairs, sums, sums_at)
             if count % 2:
-                add_pair_products(vectors, many, panel, pairs * width + lane, width, patch, 0, 2, 1, sums, sums_at)
+                place = pairs * width + lane
+                add_pair_products(lanes, many, panel, place, width, patch, 0, 2, 0, 1, sums, sums_at)
         output += many
 
 

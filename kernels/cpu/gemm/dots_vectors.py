@@ -20,21 +20,20 @@ from samebit.kernels.cpu.base.vectors import (
     VECTOR,
     accumulate,
     dispatch,
-    load_vector,
+    in_register,
+    load_as,
+    part_of,
     pointer_to,
+    prefetch,
     row_of,
     splat,
+    store_as,
     store_vector,
     transposed,
     zeros,
 )
+from samebit.kernels.cpu.gemm.many_rows_vectors import dispatch_tile, halves_of, in_lines
 from samebit.kernels.layout.grids import LANES
-
-VECTORS = 4
-"""Vectors of rows that a tile of many rows covers."""
-
-OUTPUTS = (6, 2, 1)
-"""Outputs that a tile of many rows may cover."""
 
 ROWS = (1, 2, 4, 8, 16)
 """Rows that a tile of few rows may cover."""
@@ -52,7 +51,7 @@ def available() -> bool:
 
 def _dot(builder: Any, pairs: Any, others: Any, total: Any) -> Any:
     """Return the total plus the products of both elements of each pair."""
-    function_type = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    function_type = ir.FunctionType(total.type, [total.type] * 3)
     assembly = ir.InlineAsm(function_type, "vdpbf16ps $2, $1, $0", "=v,v,v,0")
     return builder.call(assembly, [pairs, others, total])
 
@@ -62,15 +61,15 @@ def _load_pairs(builder: Any, pointer: Any) -> Any:
     return builder.load(builder.bitcast(pointer, VECTOR.as_pointer()), align=2)
 
 
-def _splat_pair(builder: Any, pointer: Any) -> Any:
+def _splat_pair(builder: Any, pointer: Any, kind: Any = VECTOR) -> Any:
     """Load a pair into every lane, as bits in float32."""
-    return splat(builder, builder.load(builder.bitcast(pointer, ir.FloatType().as_pointer()), align=2))
+    return splat(builder, builder.load(builder.bitcast(pointer, ir.FloatType().as_pointer()), align=2), kind)
 
 
 @intrinsic
 def add_pair_products(
     typingctx: Any,
-    vectors: Any,
+    lanes: Any,
     outputs: Any,
     panel: Any,
     panel_at: Any,
@@ -78,45 +77,55 @@ def add_pair_products(
     weights: Any,
     weights_at: Any,
     weights_stride: Any,
+    ahead: Any,
     pairs: Any,
     sums: Any,
     sums_at: Any,
 ) -> Any:
-    """Go on with the chains ``sums[j, 16 v + lane]`` by ``pairs`` of ``weight[j]`` and row ``16 v + lane`` of a panel.
+    """Go on with the chains ``sums[j, lane]`` by ``pairs`` of ``weight[j]`` and row ``lane`` of a panel.
 
-    ``vectors`` (v) is 1 to `VECTORS`, ``outputs`` (j) one of `OUTPUTS`. ``panel[p, row]`` is pair p of a row; rows of
-    it and of the sums are ``width`` apart, rows of the weight ``weights_stride``.
+    ``lanes``, ``outputs`` (j) and ``ahead`` are those of `many_rows_vectors.multiply_tile`. ``panel[p, row]`` is pair p
+    of a row; rows of it and of the sums are ``width`` apart, rows of the weight ``weights_stride``.
     """
     i64 = types.int64
-    signature = types.void(i64, i64, panel, i64, i64, weights, i64, i64, i64, sums, i64)
+    signature = types.void(i64, i64, panel, i64, i64, weights, i64, i64, i64, i64, sums, i64)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        many, wide, panel_array, panel_from, step, weight, weight_from, weight_step, n, sums_array, sums_from = args
+        many, wide, panel_array, panel_from, step, weight, *place, n, sums_array, sums_from = args
+        weight_from, weight_step, further = place
         index = many.type
 
-        def emit(vector_count: int, output_count: int) -> None:
-            rows = [row_of(context, builder, weights, weight, weight_from, weight_step, j) for j in range(output_count)]
-            start = pointer_to(context, builder, panel, panel_array, panel_from)
-            lanes = [index(LANES * v) for v in range(vector_count)]
-            targets = [
-                builder.gep(row_of(context, builder, sums, sums_array, sums_from, step, j), [lane])
+        def emit(lane_count: int, output_count: int) -> None:
+            rows = [
+                in_register(builder, row_of(context, builder, weights, weight, weight_from, weight_step, j))
                 for j in range(output_count)
-                for lane in lanes
+            ]
+            start = pointer_to(context, builder, panel, panel_array, panel_from)
+            vectors = halves_of(lane_count)
+            targets = [
+                (builder.gep(row_of(context, builder, sums, sums_array, sums_from, step, j), [index(lane)]), kind)
+                for j in range(output_count)
+                for lane, kind in vectors
             ]
 
             def add(pair: Any, totals: list[Any]) -> list[Any]:
                 here = builder.gep(start, [builder.mul(pair, step)])
-                loaded = [load_vector(builder, builder.gep(here, [lane]), types.float32) for lane in lanes]
+                loaded = [load_as(builder, builder.gep(here, [index(lane)]), kind) for lane, kind in vectors]
                 first = builder.shl(pair, index(1))
-                factors = [_splat_pair(builder, builder.gep(row, [first])) for row in rows]
-                both = [(factor, vector) for factor in factors for vector in loaded]
+                factors = [_splat_pair(builder, builder.gep(row, [first]), vectors[0][1]) for row in rows]
+                both = [(part_of(builder, factor, vector.type), vector) for factor in factors for vector in loaded]
                 return [_dot(builder, *each, total) for each, total in zip(both, totals, strict=True)]
 
-            so_far = [load_vector(builder, target, types.float32) for target in targets]
-            for target, total in zip(targets, accumulate(builder, n, so_far, add), strict=True):
-                store_vector(builder, total, target)
+            def fetch_line(pair: Any) -> None:
+                for row in rows:
+                    prefetch(builder, builder.gep(row, [builder.add(builder.shl(pair, index(1)), further)]))
 
-        dispatch(builder, [(many, tuple(range(1, VECTORS + 1))), (wide, OUTPUTS)], emit)
+            so_far = [load_as(builder, target, kind) for target, kind in targets]
+            totals = in_lines(builder, n, LANES, so_far, fetch_line, add)
+            for (target, _), total in zip(targets, totals, strict=True):
+                store_as(builder, total, target)
+
+        dispatch_tile(builder, many, wide, emit)
         return context.get_dummy_value()
 
     return signature, generate

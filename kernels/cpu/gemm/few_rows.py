@@ -17,11 +17,11 @@ from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.few_rows_vectors import ROWS, multiply_few
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
 from samebit.kernels.cpu.gemm.many_rows import SUM_BLOCK
-from samebit.kernels.cpu.gemm.many_rows_vectors import fetch
+from samebit.kernels.cpu.gemm.many_rows_vectors import HALF, HALVES_ARE_FASTER, fetch
 from samebit.kernels.layout.grids import CACHE_LINE, LANES
 
-MOST_ROWS = ROWS[-1]
-"""Up to so many rows this kernel is the faster one."""
+MOST_ROWS = HALF // 2 if HALVES_ARE_FASTER else ROWS[-1]
+"""Up to so many rows this kernel is the faster one: more fill a half vector of `many_rows`, where that is worth it."""
 
 READING = 4
 """The products of so many rows take the time of reading the weight."""

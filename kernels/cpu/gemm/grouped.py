@@ -20,7 +20,7 @@ from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm import amx, dots, few_rows, many_rows
 from samebit.kernels.cpu.gemm.amx_tiles import TILE_INPUTS, configure_tiles, release_tiles
 from samebit.kernels.cpu.gemm.layers import Share
-from samebit.kernels.cpu.gemm.many_rows import PANEL_ROWS, Panel
+from samebit.kernels.cpu.gemm.many_rows import PANEL_ROWS, Panel, width_of
 from samebit.kernels.cpu.gemm.many_rows_vectors import transpose_tile
 from samebit.kernels.cpu.gemm.pairs import pair_rows
 from samebit.kernels.layout.grids import LANES
@@ -71,7 +71,7 @@ def multiply_rows(x: Any, stride: int, rows: int, inputs: int, share: Any) -> No
         few_rows.copy_rows(x, stride, rows, inputs, values)
         few_rows.multiply_share(values, rows, inputs, share)
     else:
-        width = (rows + LANES - 1) // LANES * LANES
+        width = width_of(rows)
         panel = Panel(scratch(min(inputs, many_rows.DEPTH) * width), width, 0, rows)
         many_rows.multiply_panel(x, stride, inputs, panel, False, share)
 

@@ -21,11 +21,20 @@ import numpy as np
 from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import elements, scratch
 from samebit.kernels.cpu.base.numeric import narrow, widen
-from samebit.kernels.cpu.base.part import kernel_part
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
-from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, VECTORS, fetch, multiply_tile, transpose_tile
-from samebit.kernels.layout.grids import CACHE_LINE, LANES
+from samebit.kernels.cpu.gemm.many_rows_vectors import (
+    HALF,
+    MANY_OUTPUTS,
+    NARROW,
+    OUTPUTS,
+    VECTORS,
+    multiply_tile,
+    transpose_strip,
+    write_strip,
+)
+from samebit.kernels.layout.grids import LANES
 
 SUM_BLOCK = 128
 """The inputs that are summed in one chain. A constant of the arithmetic: changing it changes bits."""
@@ -35,12 +44,10 @@ PANEL_ROWS = 64
 DEPTH = 8 * SUM_BLOCK
 """Inputs of a panel that are transposed at a time: it stays in the second-level cache."""
 
-_SHARE = 252
+_SHARE = 240
 """The outputs whose sums are kept at a time; a whole number of tiles."""
 
 _TILE, _PAIR, _ = OUTPUTS
-_LINE = CACHE_LINE // 4
-"""A cache line holds so many float32: weights are asked for in steps of as many, bfloat16 too."""
 
 _ZERO = np.float32(0.0)
 
@@ -54,21 +61,32 @@ class Panel(NamedTuple):
     rows: int
 
 
+@inlined_part
+def width_of(rows: int) -> int:
+    """Return the lanes of a panel of so many rows: half vectors, or whole ones where a tile has no half."""
+    halves = (rows + HALF - 1) // HALF * HALF
+    return halves if VECTORS == 1 or halves < 2 * LANES else (rows + LANES - 1) // LANES * LANES
+
+
+@inlined_part
+def tile_of(outputs: int, width: int) -> int:
+    """Return how many of the outputs that are left the next tile covers."""
+    if outputs >= MANY_OUTPUTS and width <= NARROW:
+        return MANY_OUTPUTS
+    return _TILE if outputs >= _TILE else (_PAIR if outputs >= _PAIR else 1)
+
+
 @kernel_part
 def _transpose_rows(x: Any, at: int, stride: int, rows: int, count: int, panel: Any, width: int) -> None:
-    """Write ``panel[k, row] = x[row, k]`` for ``count`` inputs, rows beyond the last being 0."""
+    """Write ``panel[k, row] = x[row, k]`` for ``count`` inputs, the last row standing for those beyond it."""
     whole = count // LANES * LANES
-    for row in range(0, width, LANES):
-        if row + LANES <= rows:
-            for k in range(0, whole, LANES):
-                transpose_tile(x, at + row * stride + k, stride, panel, k * width + row, width)
-            for k in range(whole, count):
-                for lane in range(row, row + LANES):
-                    panel[k * width + lane] = widen(x[at + lane * stride + k])
-        else:
-            for k in range(count):
-                for lane in range(row, row + LANES):
-                    panel[k * width + lane] = widen(x[at + lane * stride + k]) if lane < rows else _ZERO
+    for k in range(0, whole, LANES):  # all rows of a few inputs: lines of the panel are written whole
+        for row in range(0, width, HALF):
+            strip, there = at + min(row, rows - 1) * stride, max(1, min(HALF, rows - row))
+            transpose_strip(x, strip + k, stride, there, panel, k * width + row, width)
+    for k in range(whole, count):
+        for row in range(width):
+            panel[k * width + row] = widen(x[at + min(row, rows - 1) * stride + k])
 
 
 @kernel_part
@@ -79,15 +97,13 @@ def _add_products(
     """Add to ``sums[output, row]`` the products of the panel's inputs from ``depth`` on, block after block."""
     output = begin
     while output < end:
-        many = _TILE if output + _TILE <= end else (_PAIR if output + _PAIR <= end else 1)
-        for coming in range(output + many, min(output + many + _TILE, last)):  # what the next tile reads
-            for k in range(0, count, _LINE):
-                fetch(weight, coming * weight_stride + depth + k)
+        many = tile_of(end - output, width)
+        ahead = many * weight_stride if output + 2 * many <= last else 0  # what the next tile reads
         for k in range(0, count, SUM_BLOCK):
             for lane in range(0, width, VECTORS * LANES):
                 multiply_tile(
-                    min(VECTORS, (width - lane) // LANES), many, panel, k * width + lane, width,
-                    weight, output * weight_stride + depth + k, weight_stride, 1, min(SUM_BLOCK, count - k),
+                    min(VECTORS * LANES, width - lane), many, panel, k * width + lane, width,
+                    weight, output * weight_stride + depth + k, weight_stride, 1, ahead, min(SUM_BLOCK, count - k),
                     sums, (output - begin) * width + lane,
                 )  # fmt: skip
         output += many
@@ -103,13 +119,15 @@ def write_rows(sums: Any, panel: Any, share: Any, begin: int, end: int) -> None:
         for output in range(begin, end):
             for row in range(width):
                 sums[(output - begin) * width + row] += widen(bias[output])
-    whole_rows = rows // LANES * LANES
     whole = (end - begin) // LANES * LANES
     for output in range(0, whole, LANES):
-        for row in range(0, whole_rows, LANES):
-            transpose_tile(sums, output * width + row, width, out, at + row * stride + begin + output, stride)
+        for row in range(0, rows, HALF):
+            write_strip(
+                sums, output * width + row, width, out, at + row * stride + begin + output, stride,
+                min(HALF, rows - row),
+            )  # fmt: skip
     for row in range(rows):
-        for output in range(whole if row < whole_rows else 0, end - begin):
+        for output in range(whole, end - begin):
             out[at + row * stride + begin + output] = narrow(sums[output * width + row], out[0])
 
 
@@ -148,7 +166,7 @@ def _multiply_item(
     row, part = item % panels * PANEL_ROWS, item // panels
     x = elements(x_address, rows * x_stride, kind)
     count = min(PANEL_ROWS, rows - row)
-    width = (count + LANES - 1) // LANES * LANES
+    width = width_of(count)
     panel = Panel(scratch(min(inputs, DEPTH) * width), width, row, count)
     filled = False
     for place in range(MOST_LAYERS):

@@ -4,41 +4,99 @@ A panel holds rows of ``x`` transposed, ``panel[k, row]``, so that the lanes of 
 read where it lies, one scalar for all rows of the panel.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from llvmlite import ir
 from numba import types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.vectors import (
+    HALF_VECTOR,
+    VECTOR,
     accumulate,
     dispatch,
     fma,
+    half_of,
+    in_register,
+    load_as,
     load_columns,
     load_vector,
+    part_of,
     pointer_to,
     prefetch,
     row_of,
     splat_element,
     splat_pair,
+    store_as,
     store_vector,
-    zeros,
+    transposed,
 )
 from samebit.kernels.layout.grids import LANES
 
-_FEATURES = cpu_target.target_context.codegen().magic_tuple()[-1].split(",")
+_, _PROCESSOR, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
 
-VECTORS = 4 if "+avx512f" in _FEATURES else 1
+VECTORS = 4 if "+avx512f" in _FEATURES.split(",") else 1
 """A tile covers so many vectors of rows: as many as leave its accumulators in registers."""
 
 OUTPUTS = (6, 2, 1)
 """A tile may cover so many outputs."""
 
+HALF = LANES // 2
+"""Rows of a panel fill half vectors."""
+
+HALVES_ARE_FASTER = VECTORS == 1 or _PROCESSOR == "znver4"
+"""The processor multiplies 256 bits at a time, so that a half vector takes half of the time of a whole one."""
+
+NARROW = 2 * LANES if VECTORS > 1 else HALF
+"""Up to so many lanes a tile may cover more outputs, whose chains hide the latency of their products."""
+
+MANY_OUTPUTS = 8
+"""So many then."""
+
+
+def widths() -> tuple[int, ...]:
+    """Return how many lanes a tile may cover: half vectors while few, whole ones then."""
+    whole = range(2 * LANES, VECTORS * LANES + 1, LANES)
+    return (HALF, LANES, *([LANES + HALF, *whole] if VECTORS > 1 else []))
+
+
+def halves_of(lanes: int) -> list[tuple[int, Any]]:
+    """Return the vectors that cover so many lanes: where each begins, and its type."""
+    whole = [(lane, VECTOR) for lane in range(0, lanes // LANES * LANES, LANES)]
+    return [*whole, (lanes - HALF, HALF_VECTOR)] if lanes % LANES else whole
+
+
+def dispatch_tile(builder: Any, lanes: Any, outputs: Any, emit: Callable[[int, int], None]) -> None:
+    """Emit all tiles, and branch to the one asked for."""
+    for width in widths():
+        with builder.if_then(builder.icmp_signed("==", lanes, lanes.type(width))):
+            allowed = (MANY_OUTPUTS, *OUTPUTS) if width <= NARROW else OUTPUTS
+            dispatch(builder, [(outputs, allowed)], partial(emit, width))
+
+
+def in_lines(
+    builder: Any, count: Any, line: int, totals: list[Any], fetch_line: Callable[[Any], None], step: Any
+) -> list[Any]:
+    """Emit ``for i in range(count): totals = step(i, totals)``, and ``fetch_line(i)`` at each multiple of ``line``."""
+    index = count.type
+    whole = builder.and_(count, index(-line))
+
+    def one_line(number: Any, carried: list[Any]) -> list[Any]:
+        first = builder.mul(number, index(line))
+        fetch_line(first)
+        return accumulate(builder, index(line), carried, lambda i, sums: step(builder.add(first, i), sums))
+
+    totals = accumulate(builder, builder.udiv(count, index(line)), totals, one_line)
+    return accumulate(builder, builder.sub(count, whole), totals, lambda i, sums: step(builder.add(whole, i), sums))
+
 
 @intrinsic
 def multiply_tile(
     typingctx: Any,
-    vectors: Any,
+    lanes: Any,
     outputs: Any,
     panel: Any,
     panel_at: Any,
@@ -47,62 +105,76 @@ def multiply_tile(
     weights_at: Any,
     weights_stride: Any,
     weights_step: Any,
+    ahead: Any,
     count: Any,
     sums: Any,
     sums_at: Any,
 ) -> Any:
-    """Add to ``sums[j, 16 v + lane]`` the chain over i < count of ``weight[j, i] * panel[i, 16 v + lane]``, from 0.
+    """Add to ``sums[j, lane]`` the chain over i < count of ``weight[j, i] * panel[i, lane]``, from 0.
 
-    ``vectors`` (v) is 1 to `VECTORS`, ``outputs`` (j) one of `OUTPUTS`; rows of the panel and of the sums are
-    ``width`` apart, rows of the weight ``weights_stride``, its inputs ``weights_step``. The weight is float32, or the
-    uint16 bits of bfloat16, whose inputs lie side by side.
+    ``lanes`` is one of `widths`, ``outputs`` (j) one of `OUTPUTS`, or `MANY_OUTPUTS` up to `NARROW` lanes; rows of the
+    panel and of the sums are ``width`` apart, rows of the weight ``weights_stride``, its inputs ``weights_step``. The
+    weight is float32, or the uint16 bits of bfloat16, whose inputs lie side by side. On the way what lies ``ahead``
+    elements after it is asked for.
     """
     i64 = types.int64
-    signature = types.void(i64, i64, panel, i64, i64, weights, i64, i64, i64, i64, sums, i64)
+    signature = types.void(i64, i64, panel, i64, i64, weights, i64, i64, i64, i64, i64, sums, i64)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         many, wide, panel_array, panel_from, step, weight, *place, n, sums_array, sums_from = args
-        weight_from, weight_stride, weight_step = place
+        weight_from, weight_stride, weight_step, further = place
         index = many.type
+        paired = weights.dtype != types.float32
 
-        def emit(vector_count: int, output_count: int) -> None:
+        def emit(lane_count: int, output_count: int) -> None:
             rows = [
-                row_of(context, builder, weights, weight, weight_from, weight_stride, j) for j in range(output_count)
+                in_register(builder, row_of(context, builder, weights, weight, weight_from, weight_stride, j))
+                for j in range(output_count)
             ]
             start = pointer_to(context, builder, panel, panel_array, panel_from)
-            lanes = [index(LANES * v) for v in range(vector_count)]
+            vectors = halves_of(lane_count)
+            kind = vectors[0][1]
             targets = [
-                builder.gep(row_of(context, builder, sums, sums_array, sums_from, step, j), [lane])
+                (builder.gep(row_of(context, builder, sums, sums_array, sums_from, step, j), [index(lane)]), each)
                 for j in range(output_count)
-                for lane in lanes
+                for lane, each in vectors
             ]
 
             def add(i: Any, factors: list[Any], totals: list[Any]) -> list[Any]:
                 here = builder.gep(start, [builder.mul(i, step)])
-                loaded = [load_vector(builder, builder.gep(here, [lane]), types.float32) for lane in lanes]
-                pairs = [(factor, vector) for factor in factors for vector in loaded]
+                loaded = [load_as(builder, builder.gep(here, [index(lane)]), each) for lane, each in vectors]
+                pairs = [(part_of(builder, factor, vector.type), vector) for factor in factors for vector in loaded]
                 return [fma(builder, *pair, total) for pair, total in zip(pairs, totals, strict=True)]
 
-            def one(i: Any, totals: list[Any]) -> list[Any]:
-                at = builder.add(done, i)
+            def one(at: Any, totals: list[Any]) -> list[Any]:
                 here = builder.mul(at, weight_step)
-                factors = [splat_element(builder, builder.gep(row, [here]), weights.dtype) for row in rows]
+                factors = [splat_element(builder, builder.gep(row, [here]), weights.dtype, kind) for row in rows]
                 return add(at, factors, totals)
 
             def two(pair: Any, totals: list[Any]) -> list[Any]:
                 i = builder.shl(pair, index(1))
-                factors = [splat_pair(builder, builder.gep(row, [i])) for row in rows]
+                factors = [splat_pair(builder, builder.gep(row, [i]), kind) for row in rows]
                 totals = add(i, [low for low, _ in factors], totals)
                 return add(builder.add(i, index(1)), [high for _, high in factors], totals)
 
-            chains, done = [zeros() for _ in targets], index(0)
-            if weights.dtype != types.float32:
-                chains, done = accumulate(builder, builder.lshr(n, index(1)), chains, two), builder.and_(n, index(-2))
-            for target, chain in zip(targets, accumulate(builder, builder.sub(n, done), chains, one), strict=True):
-                so_far = load_vector(builder, target, types.float32)
-                store_vector(builder, builder.fadd(so_far, chain), target)
+            def fetch_line(i: Any) -> None:
+                first = builder.shl(i, index(1)) if paired else builder.mul(i, weight_step)
+                for row in rows:
+                    prefetch(builder, builder.gep(row, [builder.add(first, further)]))
 
-        dispatch(builder, [(many, tuple(range(1, VECTORS + 1))), (wide, OUTPUTS)], emit)
+            chains = [ir.Constant(each, [0.0] * each.count) for _, each in targets]
+            if paired:
+                chains = in_lines(builder, builder.lshr(n, index(1)), LANES, chains, fetch_line, two)
+                done = builder.and_(n, index(-2))
+                chains = accumulate(
+                    builder, builder.sub(n, done), chains, lambda i, totals: one(builder.add(done, i), totals)
+                )
+            else:
+                chains = in_lines(builder, n, LANES, chains, fetch_line, one)
+            for (target, each), chain in zip(targets, chains, strict=True):
+                store_as(builder, builder.fadd(load_as(builder, target, each), chain), target)
+
+        dispatch_tile(builder, many, wide, emit)
         return context.get_dummy_value()
 
     return signature, generate
@@ -130,6 +202,66 @@ def transpose_tile(
             store_vector(
                 builder, column, row_of(context, builder, target, to_array, target_first, target_step, i), target.dtype
             )
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def places_of(builder: Any, first: Any, stride: Any, there: Any) -> list[Any]:
+    """Return where eight rows begin, of which ``there`` are there: the last stands for those beyond."""
+    index, last = there.type, builder.sub(there, there.type(1))
+    rows = [builder.select(builder.icmp_signed("<", index(i), there), index(i), last) for i in range(HALF)]
+    return [builder.add(first, builder.mul(stride, row)) for row in rows]
+
+
+def store_columns(builder: Any, rows: list[Any], first: Any, stride: Any) -> None:
+    """Store the sixteen columns of eight vectors, from this place on and so far apart."""
+    for i, pair in enumerate(transposed(builder, rows)):
+        for half in range(2):
+            place = builder.mul(stride, stride.type(i + half * HALF))
+            store_as(builder, half_of(builder, pair, half), builder.gep(first, [place]))
+
+
+@intrinsic
+def transpose_strip(
+    typingctx: Any, source: Any, source_at: Any, source_stride: Any, there: Any, target: Any, target_at: Any,
+    target_stride: Any,
+) -> Any:  # fmt: skip
+    """Write ``target[j, i] = source[i, j]`` of eight rows and sixteen columns, in float32.
+
+    Of the rows ``there`` are there (1 to 8): the last stands for those beyond.
+    """
+    i64 = types.int64
+    signature = types.void(source, i64, i64, i64, target, i64, i64)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        from_array, first, step, rows, to_array, target_first, target_step = args
+        loaded = [
+            load_vector(builder, pointer_to(context, builder, source, from_array, place), source.dtype)
+            for place in places_of(builder, first, step, rows)
+        ]
+        store_columns(builder, loaded, pointer_to(context, builder, target, to_array, target_first), target_step)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def write_strip(
+    typingctx: Any, source: Any, source_at: Any, source_stride: Any, target: Any, target_at: Any, target_stride: Any,
+    there: Any,
+) -> Any:  # fmt: skip
+    """Write ``target[j, i] = source[i, j]`` of sixteen rows, and of ``there`` columns (1 to 8)."""
+    i64 = types.int64
+    signature = types.void(source, i64, i64, target, i64, i64, i64)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        from_array, first, step, to_array, target_first, target_step, columns = args
+        rows = [row_of(context, builder, source, from_array, first, step, i) for i in range(LANES)]
+        for i, column in enumerate(load_columns(builder, rows, source.dtype)):
+            with builder.if_then(builder.icmp_signed("<", columns.type(i), columns)):
+                to = row_of(context, builder, target, to_array, target_first, target_step, i)
+                store_vector(builder, column, to, target.dtype)
         return context.get_dummy_value()
 
     return signature, generate
