@@ -112,6 +112,16 @@ def release_idle_threads() -> None:
         runtime.omp_pause_resource_all(_PAUSE_SOFT)
 
 
+def num_threads() -> int:
+    """Return how many threads a kernel that the calling thread runs may use.
+
+    The number of `numba.get_num_threads`, which looks under two locks first whether the pool has started.
+    """
+    start_pool()
+    found: int = _threads_of_pool()
+    return found
+
+
 @cache
 def _runtimes() -> tuple[ctypes.CDLL, ...]:
     """List every libgomp of this process that can pause (OpenMP 5.0); none where there is no such list."""
@@ -123,3 +133,4 @@ def _runtimes() -> tuple[ctypes.CDLL, ...]:
 
 load_openmp(lambda: import_module("numba.np.ufunc.omppool"), _copies_of_torch)
 require_openmp()
+_threads_of_pool = ctypes.CFUNCTYPE(ctypes.c_int)(import_module("numba.np.ufunc.omppool").get_num_threads)

@@ -29,7 +29,7 @@ from samebit.kernels.cpu.norm import (
     rms_norm_backward,
     rms_norm_forward,
 )
-from samebit.kernels.cpu.rope import rotate
+from samebit.kernels.cpu.rope import join_rotated, rotate
 from samebit.kernels.cpu.sampling import draw, keep_likely, uniforms
 from samebit.kernels.cpu.ssd.operation import scan_backward, scan_forward
 
@@ -61,6 +61,7 @@ __all__ = [
     "gradient_of_inputs",
     "gradient_of_weight",
     "gradients_of_heads",
+    "join_rotated",
     "keep_likely",
     "latent_backward",
     "latent_forward",

@@ -1,4 +1,4 @@
-"""Rotate the first ``2 * R`` elements of each head on the CPU, and copy the rest.
+"""Rotate the first ``2 * R`` elements of each head on the CPU, and copy the rest; or all, behind what is not rotated.
 
 T tokens, H heads, D head size, R angles.
 """
@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from samebit.kernels.cpu.base.jit import SharedKernel, array
+from samebit.kernels.cpu.base.memory import NO_END, elements, kind_of
 from samebit.kernels.cpu.base.numeric import fma, narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
+from samebit.kernels.cpu.latent.vectors import copy_elements
 
 
 @inlined_part
@@ -54,5 +56,51 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -
     _rotate_rows(
         x.numel(), array(x).reshape(-1), heads * head_dim, heads, head_dim, cos.numpy(), sin.numpy(),
         np.float32(sign), array(out).reshape(-1),
+    )  # fmt: skip
+    return out
+
+
+def _join(
+    threads: int, x: Any, y: int, row_step: int, head_step: int, neighbours: bool, cos: Any, sin: Any, out: Any,
+    kind: Any,
+) -> None:  # fmt: skip
+    """Write ``[T, H, W + 2 R]``: a head of ``x`` ``[T, H, W]``, and behind it that of ``y``, rotated.
+
+    ``y`` is an address; its rows and heads are these steps apart. With ``neighbours``, its elements 2 i and 2 i + 1
+    become i and i + R first.
+    """
+    share_out(_join_row, len(x), threads, (x, y, row_step, head_step, neighbours, cos, sin, out, kind))
+
+
+@kernel_part
+def _join_row(
+    row: int, x: Any, y: int, row_step: int, head_step: int, neighbours: bool, cos: Any, sin: Any, out: Any, kind: Any,
+) -> None:  # fmt: skip
+    heads, width, half = x.shape[1], x.shape[2], cos.shape[1]
+    given, source, target = elements(y, NO_END, kind), x.reshape(-1), out.reshape(-1)
+    step, apart = (2, 1) if neighbours else (1, half)
+    for head in range(heads):
+        at, to = row * row_step + head * head_step, (row * heads + head) * (width + 2 * half)
+        copy_elements(source, (row * heads + head) * width, width, target, to)
+        low, high = target[to + width : to + width + half], target[to + width + half : to + width + 2 * half]
+        for i in range(half):
+            x1, x2, turn = widen(given[at + step * i]), widen(given[at + step * i + apart]), sin[row, i]
+            low[i] = narrow(fma(x1, cos[row, i], -(x2 * turn)), low[i])
+            high[i] = narrow(fma(x2, cos[row, i], x1 * turn), high[i])
+
+
+_join_rows = SharedKernel(_join)
+
+
+def join_rotated(
+    x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neighbours: bool
+) -> torch.Tensor:
+    """Implement `Operations.join_rotated`."""
+    x, y = x.contiguous(), y if y.stride(2) == 1 else y.contiguous()
+    rows, heads, width = x.shape
+    out = torch.empty(rows, heads, width + y.shape[2], dtype=x.dtype)
+    _join_rows(
+        y.numel(), array(x), y.data_ptr(), y.stride(0), y.stride(1), neighbours, cos.numpy(), sin.numpy(), array(out),
+        kind_of(x.dtype),
     )  # fmt: skip
     return out

@@ -125,6 +125,11 @@ class CallRows:
         return torch.from_numpy(np.ascontiguousarray(self.captures, np.int32))
 
     @cached_property
+    def longest(self) -> int:
+        """Return how many tokens the longest sequence has, those of this call included; 0 without sequences."""
+        return int((self.starts + self.lengths).max(initial=0))
+
+    @cached_property
     def num_rows(self) -> int:
         """Return T."""
         return len(self.positions)

@@ -102,6 +102,9 @@ class Operations(Protocol):
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
         """Rotate heads by the angles of their token, or back for ``sign`` -1."""
 
+    def join_rotated(self, x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
+        """Return ``[T, H, W + 2 R]``: ``x`` ``[T, H, W]``, and behind it ``y`` ``[T, H, 2 R]``, rotated."""
+
     # samebit.kernels.ops.attention
     def attention_forward(
         self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, options: AttentionOptions,

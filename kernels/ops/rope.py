@@ -63,6 +63,35 @@ def rotate(x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
     return operations_for(x).rotate(x, tables.cos, tables.sin, 1.0)
 
 
+def in_halves(x: torch.Tensor) -> torch.Tensor:
+    """Put elements ``[..., 2 R]`` that are rotated together, neighbours, R apart."""
+    halves: torch.Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return halves
+
+
+def join_rotated(x: torch.Tensor, y: torch.Tensor, tables: RotaryTables, neighbours: bool) -> torch.Tensor:
+    """Return ``[T, H, W + 2 R]``: ``x`` ``[T, H, W]``, and behind it ``y`` ``[T, H, 2 R]``, rotated as halves.
+
+    Without gradients by one kernel. ``neighbours``: elements of ``y`` that are rotated together stand side by side.
+
+    Raises:
+        ValueError: another number of rows than of angles, heads that differ, or elements that are not rotated.
+        TypeError: dtypes that differ.
+    """
+    check_rotation("y", y, tables)
+    rows, heads, size = y.shape
+    if x.dim() != 3 or x.shape[:2] != y.shape[:2] or size != 2 * tables.cos.shape[1]:
+        raise ValueError(
+            f"x has the shape {list(x.shape)} and y {list(y.shape)}; allowed: [{rows}, {heads}, W] and [{rows}, "
+            f"{heads}, {2 * tables.cos.shape[1]}]"
+        )
+    if x.dtype is not y.dtype:
+        raise TypeError(f"x is {x.dtype} and y {y.dtype}; allowed: two alike")
+    if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
+        return torch.cat([x, rotate(in_halves(y) if neighbours else y, tables)], dim=-1)
+    return operations_for(x).join_rotated(x, y, tables.cos, tables.sin, neighbours)
+
+
 def check_rotation(name: str, x: torch.Tensor, tables: RotaryTables) -> None:
     """Raise ValueError unless there are angles for each row of ``x``: ``[T, H, D]``, and elements for them to turn."""
     rows, half = tables.cos.shape

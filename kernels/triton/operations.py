@@ -33,7 +33,7 @@ from samebit.kernels.triton.norm import (
     rms_norm_backward,
     rms_norm_forward,
 )
-from samebit.kernels.triton.rope import rotate
+from samebit.kernels.triton.rope import join_rotated, rotate
 from samebit.kernels.triton.ssd import scan_forward
 from samebit.kernels.triton.vocabulary.filters import keep_likely
 from samebit.kernels.triton.vocabulary.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
@@ -66,6 +66,7 @@ __all__ = [
     "gradient_of_inputs",
     "gradient_of_weight",
     "gradients_of_heads",
+    "join_rotated",
     "keep_likely",
     "latent_backward",
     "latent_forward",

@@ -27,6 +27,14 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -
     return out
 
 
+def join_rotated(
+    x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neighbours: bool
+) -> torch.Tensor:
+    """Implement `Operations.join_rotated`."""
+    y = y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if neighbours else y
+    return torch.cat([x, rotate(y, cos, sin, 1.0)], dim=-1)
+
+
 @jit()
 def turned(first: tensor, second: tensor, c: tensor, s: tensor) -> Any:
     """Rotate pairs; which products are rounded is said here, and not left to whoever compiles it."""

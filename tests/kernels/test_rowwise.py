@@ -11,7 +11,7 @@ from samebit.kernels.layout.options import GatedNormOptions
 from samebit.kernels.ops.activation import ACTIVATIONS, gated
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.norm import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
-from samebit.kernels.ops.rope import rotary_tables, rotate
+from samebit.kernels.ops.rope import in_halves, join_rotated, rotary_tables, rotate
 
 from . import reference
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads
@@ -189,6 +189,40 @@ def test_rotary(head_dim: int, rotated: int, dtype: torch.dtype) -> None:
             with threads(number):
                 part = rotate(x[first : first + count], rotary_tables(frequencies, 1.25, layout))
             assert torch.equal(part, out[first : first + count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize(("heads", "width", "size"), [(1, 33, 2), (3, 100, 10), (8, 128, 32)])
+def test_what_is_rotated_behind_another_part_has_the_bits_of_rotate(
+    heads: int, width: int, size: int, neighbours: bool, dtype: torch.dtype
+) -> None:
+    """Parts of wider rows and of fewer rows; with gradients it is made of other operations."""
+    torch.manual_seed(width)
+    x, wide = torch.randn(130, heads, width).to(dtype), torch.randn(130, heads, size + 5).to(dtype)
+    y = wide[..., 3 : 3 + size]
+    tables = rotary_tables(100.0 ** -torch.arange(size // 2), 1.25, training_context((1, 130), None, None))
+    expected = torch.cat([x, rotate(in_halves(y) if neighbours else y, tables)], dim=-1)
+    for number in THREADS:
+        with threads(number):
+            assert torch.equal(join_rotated(x, y, tables, neighbours), expected)
+    few = replace(training_context((1, 3), None, None), positions=torch.arange(7, 10))
+    of_few = rotary_tables(100.0 ** -torch.arange(size // 2), 1.25, few)
+    assert torch.equal(join_rotated(x[7:10], y[7:10], of_few, neighbours), expected[7:10])
+    found = join_rotated(*leaves(x, y.contiguous()), tables, neighbours)
+    assert found.requires_grad
+    assert torch.equal(found, expected)
+
+
+def test_parts_that_can_not_be_joined_are_refused() -> None:
+    tables = rotary_tables(torch.ones(2), 1.0, training_context((1, 3), None, None))
+    x, y = torch.zeros(3, 2, 5), torch.zeros(3, 2, 4)
+    with pytest.raises(ValueError, match=r"allowed: \[3, 1, W\] and \[3, 1, 4\]"):
+        join_rotated(x, y[:, :1], tables, False)
+    with pytest.raises(ValueError, match=r"\[3, 2, 4\]"):
+        join_rotated(x, torch.zeros(3, 2, 6), tables, False)
+    with pytest.raises(TypeError, match="two alike"):
+        join_rotated(x, y.bfloat16(), tables, True)
 
 
 @pytest.mark.parametrize("width", [100, 129, 200])

@@ -21,7 +21,7 @@ from samebit.kernels.layout.forward_context import ForwardContext, layout_of
 from samebit.kernels.layout.options import LatentOptions
 from samebit.kernels.ops.latent.attention import latent_attention
 from samebit.kernels.ops.latent.heads import multiply_heads
-from samebit.kernels.ops.rope import RotaryTables, rotate
+from samebit.kernels.ops.rope import RotaryTables, join_rotated
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,10 @@ def _attention(
         chosen = self.indexer(x, low_rank, tables)
     q = q.view(-1, heads.heads, heads.nope + options.rope)
     absorbed = self.kv_b_proj(q[..., : heads.nope], "keys")
-    rotated = _rotated(q[..., heads.nope :], tables, facts)
-    key = _rotated(compressed[:, None, options.rank :], tables, facts)[:, 0]
     latent = self.kv_a_layernorm(compressed[:, : options.rank].contiguous())
-    attended = latent_attention(
-        torch.cat([absorbed, rotated], dim=-1), torch.cat([latent, key], dim=-1), context, options, chosen
-    )
+    queries = _joined(absorbed, q[..., heads.nope :], tables, facts)
+    keys = _joined(latent[:, None], compressed[:, None, options.rank :], tables, facts)[:, 0]
+    attended = latent_attention(queries, keys, context, options, chosen)
     out = self.kv_b_proj(attended, "values")
     projected: torch.Tensor = self.o_proj(out.view(*hidden_states.shape[:-1], -1))
     return (projected, None, chosen) if facts.returns_choice else (projected, None)
@@ -111,16 +109,10 @@ def _queries_and_latents(
     return self.q_b_proj(low_rank), compressed, low_rank
 
 
-def _rotated(x: torch.Tensor, tables: RotaryTables | None, facts: LatentFacts) -> torch.Tensor:
-    """Rotate ``[T, heads, rope]``, as halves; without tables, leave it as it is."""
-    return x if tables is None else rotated_as_halves(x, tables, facts.interleaved)
-
-
-def rotated_as_halves(x: torch.Tensor, tables: RotaryTables, interleaved: bool) -> torch.Tensor:
-    """Rotate ``[T, heads, rope]``, as halves."""
-    if interleaved:
-        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return rotate(x, tables)
+def _joined(x: torch.Tensor, y: torch.Tensor, tables: RotaryTables | None, facts: LatentFacts) -> torch.Tensor:
+    """Put ``y`` ``[T, heads, rope]`` behind ``x`` ``[T, heads, rank]``, rotated, as halves; without tables, as it
+    is."""
+    return torch.cat([x, y], dim=-1) if tables is None else join_rotated(x, y, tables, facts.interleaved)
 
 
 def expansion_forward(self: Any, x: torch.Tensor, half: Literal["keys", "values"]) -> torch.Tensor:

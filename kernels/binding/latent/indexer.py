@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from samebit.kernels.binding.latent.forwards import rotated_as_halves
 from samebit.kernels.layout.options import IndexOptions
 from samebit.kernels.ops.latent.selection import choose_keys
 from samebit.kernels.ops.linear import linear
-from samebit.kernels.ops.rope import RotaryTables
+from samebit.kernels.ops.rope import RotaryTables, in_halves, rotate
 
 
 @dataclass(frozen=True)
@@ -70,5 +69,6 @@ def weights_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _rotated(x: torch.Tensor, tables: RotaryTables, facts: IndexerFacts) -> torch.Tensor:
-    rotated = rotated_as_halves(x[..., : facts.rope], tables, facts.interleaved)
+    first = x[..., : facts.rope]
+    rotated = rotate(in_halves(first) if facts.interleaved else first, tables)
     return torch.cat([rotated, x[..., facts.rope :]], dim=-1)

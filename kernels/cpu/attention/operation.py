@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import get_num_threads
 
 from samebit.kernels.cpu.attention import backward, forward, write_pages
 from samebit.kernels.cpu.base.jit import array, parameter_array
 from samebit.kernels.cpu.base.memory import kind_of
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import AttentionOptions, HeadNorms, Saved
+from samebit.kernels.openmp import num_threads
 
 _SCATTER = 8
 """Writing a key touches a cache line for each element: it weighs more than its number of elements."""
@@ -83,7 +83,7 @@ def attention_backward(
     backward.backward(
         array(q.contiguous()), array(pages), context.layout.numpy(), context.block_tables, _scales(options),
         array(out), lse.numpy(), array(grad.contiguous()), grad_q.numpy(), grad_kv.numpy(), deltas.numpy(),
-        get_num_threads(),
+        num_threads(),
     )  # fmt: skip
     grad_sinks = _gradient_of_sinks(sinks[0], lse, deltas) if sinks else None
     return grad_q.to(q.dtype), grad_kv[0].to(q.dtype), grad_kv[1].to(q.dtype), grad_sinks
@@ -120,6 +120,6 @@ def _attend(
     forward.attend(
         array(q), array(pages), context.layout.numpy(), context.block_tables, context.tiles, context.bunches,
         _scales(options), _NO_SINKS if sinks is None else parameter_array(sinks), array(out),
-        _NO_LSE if lse is None else lse.numpy(), get_num_threads(),
+        _NO_LSE if lse is None else lse.numpy(), num_threads(),
     )  # fmt: skip
     return out

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
-from numba import get_num_threads
 from numba.core.registry import CPUDispatcher
 
 from samebit.kernels import openmp  # its import chooses the threading layer
@@ -60,7 +59,7 @@ class SharedKernel:
 
     def __call__(self, work: int, *args: Any) -> None:
         """Run on ``args``; ``work`` is the number of elements touched."""
-        self._compiled(1 if work < _PARALLEL_WORK else get_num_threads(), *args)
+        self._compiled(1 if work < _PARALLEL_WORK else openmp.num_threads(), *args)
 
 
 def array(tensor: torch.Tensor) -> Any:

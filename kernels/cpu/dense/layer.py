@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, get_num_threads
+from numba import carray
 
 from samebit.kernels.cpu.activation import silu_rows
 from samebit.kernels.cpu.attention.forward import attend_part
@@ -282,7 +282,7 @@ def dense_layer(
         *context.blocks_and_offsets, context.layout.numpy(), context.block_tables, context.tiles, context.bunches
     )  # fmt: skip
     kernel(
-        get_num_threads(), given, array(pages), layout, options.scales, _NO_SINKS, _NO_LSE, kind_of(x.dtype)
+        num_threads(), given, array(pages), layout, options.scales, _NO_SINKS, _NO_LSE, kind_of(x.dtype)
     )  # fmt: skip
     return out
 

@@ -33,11 +33,13 @@ _LEAST = np.int64(-(1 << 31))
 """No key is less."""
 
 
-def _score(
-    queries: Any, weights: Any, pages: Any, sequences: Any, block_tables: Any, pieces: Any, parts: int, scale: Any,
-    scores: Any, threads: int,
+def _select(
+    queries: Any, weights: Any, pages: Any, sequences: Any, block_tables: Any, slab: Any, parts: int, scale: Any,
+    scores: Any, chosen: Any, threads: int,
 ) -> None:  # fmt: skip
-    """Score, T rows of S sequences.
+    """Score the tokens of a slab's rows, and choose; T rows of S sequences.
+
+    Both by one call: the threads that have scored are still awake when they choose.
 
     Args:
         queries: ``[T, H, D]``.
@@ -45,25 +47,29 @@ def _score(
         pages: ``[blocks, B, D]``.
         sequences: ``[4, S]``, first row, length, start and row of the block tables of each.
         block_tables: ``[tables, blocks of a sequence]``.
-        pieces: ``[N, 4]``, sequence, first row in it, rows, and the first of them in ``scores``.
+        slab: arrays ``pieces`` ``[N, 4]``, sequence, first row in it, rows, and the first of them in ``scores``;
+            ``rows``, of q, one after the other, and ``counts``, the tokens up to each one's own, more than K.
         parts: of the keys of a piece, each an item of its own.
         scale: factor on the products.
         scores: ``[rows, keys]``, whole chunks; gets the scores of the tokens up to the newest of a piece.
+        chosen: ``[T, K]``, gets the chosen of the rows.
         threads: take the items in turns.
     """
-    rows = 0
+    pieces, rows, counts = slab
+    most = 0
     for piece in range(len(pieces)):
-        rows = max(rows, pieces[piece, 2])
-    lanes, size = whole_lines(rows * queries.shape[1]), queries.shape[2]
+        most = max(most, pieces[piece, 2])
+    lanes, size = whole_lines(most * queries.shape[1]), queries.shape[2]
     room = lanes * (size + KV_CHUNK) + KV_CHUNK * size + 6 * KV_CHUNK
     share_out(
         _score_items, threads, threads,
         (threads, queries, weights, pages, sequences, block_tables, pieces, parts, scale, scores,
          scratch(threads * room), lanes, room),
     )  # fmt: skip
+    share_out(_choose_place, len(rows), threads, (scores, rows, counts, chosen))
 
 
-score = compile_kernel(_score)
+select = compile_kernel(_select)
 
 
 class _Memory(NamedTuple):
@@ -162,25 +168,24 @@ def _multiply(memory: Any, rows: int, size: int, count: int, more: bool) -> None
         v += together
 
 
-def _choose(threads: int, scores: Any, rows: Any, counts: Any, chosen: Any) -> None:
-    """Write the chosen of each of ``rows`` to its line of ``chosen`` ``[T, K]``.
+@kernel_part
+def _choose_place(place: int, scores: Any, rows: Any, counts: Any, chosen: Any) -> None:
+    _choose_row(scores[place], counts[place], chosen[rows[place]])
 
-    ``counts``: the tokens up to its own. ``scores``: a line for each of them, empty where none has more than K.
-    """
-    share_out(_choose_place, len(rows), threads, (scores, rows, counts, chosen))
+
+def _take(threads: int, rows: Any, counts: Any, chosen: Any) -> None:
+    """Write all tokens of rows that see no more than K to their lines of ``chosen`` ``[T, K]``, and -1 behind them."""
+    share_out(_take_place, len(rows), threads, (rows, counts, chosen))
 
 
 @kernel_part
-def _choose_place(place: int, scores: Any, rows: Any, counts: Any, chosen: Any) -> None:
-    count, out = counts[place], chosen[rows[place]]
-    if count <= len(out):
-        for token in range(count):
-            out[token] = token
-    else:
-        _choose_row(scores[place], count, out)
+def _take_place(place: int, rows: Any, counts: Any, chosen: Any) -> None:
+    out = chosen[rows[place]]
+    for token in range(len(out)):
+        out[token] = token if token < counts[place] else -1
 
 
-choose = SharedKernel(_choose)
+take = SharedKernel(_take)
 
 
 @inlined_part

@@ -3,9 +3,10 @@
 T tokens, H heads, W elements of a latent and its rotated key, R of the latent.
 """
 
+from functools import cache
+
 import numpy as np
 import torch
-from numba import get_num_threads
 
 from samebit.kernels.cpu.base.jit import array
 from samebit.kernels.cpu.base.memory import kind_of
@@ -14,6 +15,7 @@ from samebit.kernels.cpu.latent import backward, forward, write_pages
 from samebit.kernels.cpu.linear import PRODUCTS_AN_ELEMENT
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import LatentOptions, Saved
+from samebit.kernels.openmp import num_threads
 
 _NO_LSE = np.empty((0, 0), np.float32)
 _NO_LISTS = np.empty((0, 0), np.int32)
@@ -43,7 +45,7 @@ def latent_forward(
     q = q.contiguous()
     empty = torch.empty if context.covers_all_rows else torch.zeros
     out = empty(tokens, count, options.rank, dtype=q.dtype)
-    threads = get_num_threads()
+    threads = num_threads()
     together = _divisor(count, _HEADS)
     while together % 2 == 0 and len(context.tiles) * (count // together) < threads:
         together //= 2
@@ -70,7 +72,7 @@ def latent_backward(
         array(q), array(pages), context.layout.numpy(), context.block_tables,
         chosen[0].numpy() if chosen else _NO_LISTS, together, np.float32(options.scale), array(out), lse.numpy(),
         array(grad.contiguous()), torch.empty_like(lse).numpy(), grad_q.numpy(), grad_latents.numpy(),
-        get_num_threads(),
+        num_threads(),
     )  # fmt: skip
     total = grad_latents[0]
     for part in grad_latents[1:]:
@@ -78,6 +80,7 @@ def latent_backward(
     return grad_q.to(q.dtype), total.to(q.dtype)
 
 
+@cache
 def _divisor(count: int, most: int) -> int:
     """Return the greatest divisor that is not more than ``most``."""
     return next(size for size in range(min(count, most), 0, -1) if count % size == 0)

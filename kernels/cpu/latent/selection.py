@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import get_num_threads
 
 from samebit.kernels.cpu.base.jit import array
 from samebit.kernels.cpu.latent import index, write_pages
@@ -16,6 +15,7 @@ from samebit.kernels.layout.call_rows import Ints
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK, QUERY_TILE, ceil_div
 from samebit.kernels.layout.options import IndexOptions
+from samebit.kernels.openmp import num_threads
 
 _SCORES = 1 << 23
 """Scores that are kept at a time, at most, if those of one piece are not more."""
@@ -23,7 +23,8 @@ _SCORES = 1 << 23
 _ROWS = 256
 """Rows, tokens times heads, that meet a chunk together, at least a token's heads."""
 
-_NO_SCORES = np.empty((0, 0), np.float32)
+_FEW = 8
+"""Pieces a thread, at least, that are shared out whole: of fewer, each thread scores a part of the keys."""
 
 
 class _Slab(NamedTuple):
@@ -48,28 +49,28 @@ def choose_keys(
 ) -> torch.Tensor:
     """Implement `Operations.choose_keys`."""
     pages = None if context.pages is None else context.pages[options.layer]
-    most = int((context.starts + context.lengths).max(initial=0))
-    if pages is None and most > options.top_k:
+    if pages is None and context.longest > options.top_k:
         pages = torch.empty(context.num_blocks, context.block_size, options.size, dtype=keys.dtype)
     if pages is not None:
         blocks, offsets = context.blocks_and_offsets
         write_pages.write_pages(keys.numel(), array(keys.contiguous()), blocks, offsets, array(pages))
-    if pages is None or most <= options.top_k:
+    if pages is None or context.longest <= options.top_k:
         return torch.empty(context.num_rows, 0, dtype=torch.int32)
-    chosen = torch.full((context.num_rows, options.top_k), -1, dtype=torch.int32)
+    chosen = torch.empty(context.num_rows, options.top_k, dtype=torch.int32)
     out = chosen.numpy()
+    if not context.covers_all_rows:
+        out[:] = -1
     plan = _plan_of(context, options)
     if plan.rows.size > 0:
-        index.choose(plan.rows.size * options.top_k, _NO_SCORES, plan.rows, plan.counts, out)
-    threads = get_num_threads()
+        index.take(plan.rows.size * options.top_k, plan.rows, plan.counts, out)
+    threads = num_threads()
     queries, weights = queries.contiguous(), weights.contiguous()
     for slab in plan.slabs:
-        scores = torch.empty(len(slab.rows), plan.width).numpy()
-        index.score(
-            array(queries), array(weights), array(pages), context.layout.numpy(), context.block_tables, slab.pieces,
-            ceil_div(threads, len(slab.pieces)), np.float32(options.scale), scores, threads,
+        index.select(
+            array(queries), array(weights), array(pages), context.layout.numpy(), context.block_tables, slab,
+            threads if len(slab.pieces) < _FEW * threads else 1, np.float32(options.scale),
+            np.empty((len(slab.rows), plan.width), np.float32), out, threads,
         )  # fmt: skip
-        index.choose(scores.size, scores, slab.rows, slab.counts, out)
     return chosen
 
 
@@ -81,7 +82,7 @@ def _plan_of(context: ForwardContext, options: IndexOptions) -> _Plan:
     plans, key = context.worked_out, ("selection", options.top_k, options.heads)
     if key not in plans:
         few = _rows_of(context, np.minimum(context.lengths, np.maximum(options.top_k - context.starts, 0)))
-        width = ceil_div(int((context.starts + context.lengths).max(initial=0)), KV_CHUNK) * KV_CHUNK
+        width = ceil_div(context.longest, KV_CHUNK) * KV_CHUNK
         plans[key] = _Plan(*few, width, list(_slabs(context, options, width)))
     plan: _Plan = plans[key]
     return plan
