@@ -79,7 +79,8 @@ def _spared_work() -> Iterator[None]:
         patch.setattr(GridExecutor, "__call__", launched)
         patch.setattr(interpreter, "_get_np_dtype", array_dtype_of)
         patch.setattr(interpreter.interpreter_builder, "options", InterpreterOptions(sanitize_overflow=False))
-        _describe_shapes_once(patch)
+        if knobs.runtime.interpret:
+            _describe_shapes_once(patch)
         yield
 
 
