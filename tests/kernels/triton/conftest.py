@@ -7,7 +7,8 @@ row other bits in another place of the tile on many processors.)
 
 It is spared work of which nothing is seen (a quarter of its time). At each call of a function by a kernel it looks
 through all of `triton.language` for what it replaces there; here once a launch for each file that the functions stand
-in. It computes whether integers overflow, and drops the answer. It makes its table of dtypes at each use.
+in. It computes whether integers overflow, and drops the answer. It makes its table of dtypes at each use, and the
+objects that describe a shape for each tensor and each type; here once a shape.
 """
 
 import warnings
@@ -23,6 +24,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
+from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, InterpreterOptions, TensorHandle
 
@@ -77,7 +79,39 @@ def _spared_work() -> Iterator[None]:
         patch.setattr(GridExecutor, "__call__", launched)
         patch.setattr(interpreter, "_get_np_dtype", array_dtype_of)
         patch.setattr(interpreter.interpreter_builder, "options", InterpreterOptions(sanitize_overflow=False))
+        if knobs.runtime.interpret:
+            _describe_shapes_once(patch)
         yield
+
+
+def _describe_shapes_once(patch: pytest.MonkeyPatch) -> None:
+    """Make tensors and block types of one shape share what describes it, as Triton itself makes it for the first."""
+    new_tensor, new_block = core.tensor.__init__, core.block_type.__init__
+
+    @cache
+    def first_block(sizes: tuple[int, ...]) -> tuple[core.tuple, int, str]:
+        made = core.block_type.__new__(core.block_type)
+        new_block(made, core.int1, list(sizes))
+        return made.shape, made.numel, str(made.shape)
+
+    @cache
+    def first_tensor(sizes: tuple[int, ...]) -> tuple[core.tuple, core.constexpr]:
+        made = core.tensor.__new__(core.tensor)
+        new_tensor(made, None, core.block_type(core.int1, list(sizes)) if sizes else core.int1)
+        return made.shape, made.numel
+
+    def block(self: core.block_type, element: core.dtype, shape: Any) -> None:
+        assert isinstance(shape, list | core.tuple)
+        self.element_ty = element
+        self.shape, self.numel, said = first_block(tuple(map(core._unwrap_if_constexpr, shape)))
+        self.name = f"<{said}, {element}>"
+
+    def tensor(self: core.tensor, handle: Any, kind: core.dtype) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = first_tensor(tuple(kind.shape) if kind.is_block() else ())
+
+    patch.setattr(core.block_type, "__init__", block)
+    patch.setattr(core.tensor, "__init__", tensor)
 
 
 @pytest.fixture(autouse=True)
