@@ -27,6 +27,7 @@ from samebit.kernels.cpu.norm import rms_norm_row
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.options import DenseOptions, DenseWeights
+from samebit.kernels.openmp import num_threads
 
 _rotate_and_write = rotate_and_write.part
 _silu = silu_rows.part
