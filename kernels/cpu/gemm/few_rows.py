@@ -21,10 +21,10 @@ from samebit.kernels.cpu.gemm.many_rows_vectors import fetch
 from samebit.kernels.layout.grids import CACHE_LINE, LANES
 
 MOST_ROWS = ROWS[-1]
-"""Up to so many rows this kernel is the faster one."""
+"""The most rows for which this kernel is the faster one."""
 
 READING = 4
-"""The products of so many rows take the time of reading the weight."""
+"""Count of rows whose products take the time of reading the weight."""
 
 _ZERO = np.float32(0.0)
 

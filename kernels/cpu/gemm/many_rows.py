@@ -40,7 +40,7 @@ _SHARE = 252
 
 _TILE, _PAIR, _ = OUTPUTS
 _LINE = CACHE_LINE // 4
-"""A cache line holds so many float32: weights are asked for in steps of as many, bfloat16 too."""
+"""Count of float32 in a cache line: weights are prefetched in steps of as many elements, bfloat16 too."""
 
 _ZERO = np.float32(0.0)
 

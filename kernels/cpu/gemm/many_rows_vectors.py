@@ -29,10 +29,10 @@ from samebit.kernels.layout.grids import LANES
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[-1].split(",")
 
 VECTORS = 4 if "+avx512f" in _FEATURES else 1
-"""A tile covers so many vectors of rows: as many as leave its accumulators in registers."""
+"""Count of vectors of rows that a tile covers: as many as leave its accumulators in registers."""
 
 OUTPUTS = (6, 2, 1)
-"""A tile may cover so many outputs."""
+"""Counts of outputs that a tile may cover."""
 
 
 @intrinsic
