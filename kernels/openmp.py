@@ -35,7 +35,7 @@ _PAUSE_SOFT = 1
 
 
 def process_environment(num_threads: int) -> dict[str, str]:
-    """Return what a process that computes with so many threads needs in its environment before it loads torch."""
+    """Return what a process that computes with this count of threads needs in its environment before it loads torch."""
     return {**ENVIRONMENT, "OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
 
 
@@ -100,7 +100,7 @@ def require_openmp() -> None:
 
 @cache
 def start_pool() -> None:
-    """Start Numba's pool, if nobody has yet, and let no parallel operation of the calling thread hold another one."""
+    """Start Numba's pool unless it runs, and let no parallel operation of the calling thread hold another one."""
     numba.get_num_threads()
     for runtime in _runtimes():
         runtime.omp_set_max_active_levels(1)

@@ -189,7 +189,7 @@ class Learner:
 
 
 def shares(rows: Sequence[Trajectory], count: int) -> list[Sequence[Trajectory]]:
-    """Cut the rows of a step into so many even shares, in their order."""
+    """Cut the rows of a step into this count of even shares, in their order."""
     cuts = [len(rows) * at // count for at in range(count + 1)]
     return [rows[begin:end] for begin, end in pairwise(cuts)]
 

@@ -1,4 +1,4 @@
-"""Say what the recipes need of whoever samples: every `Worker` has it, and engines of others can."""
+"""Say what the recipes need of a sampler: every `Worker` has it, and engines of others can."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 _LONGEST = 200
-"""An error shows at most so many characters of a value."""
+"""The most characters of a value that an error shows."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)

@@ -172,7 +172,7 @@ class CheckpointNames:
         return place if place.name in known else None
 
     def ignores(self, name: str) -> bool:
-        """Tell whether a tensor that has no place is one that nobody misses."""
+        """Tell whether a tensor that has no place may be left out."""
         return any(re.search(pattern, name) for pattern in self.ignored)
 
     def fusion_of(self, name: str) -> Fusion | Joining | None:

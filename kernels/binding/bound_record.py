@@ -28,7 +28,7 @@ float32, that of gradient checkpointing, which newer transformers put around the
 without caches."""
 
 _NAMED_AT_ONCE = 4
-"""An error spells out at most so many differences."""
+"""The most differences that an error spells out."""
 
 _REMEDY = (
     "Undo that, or change a model that is not bound, and call samebit.kernels.bind on it as it is to stay; adapters, "

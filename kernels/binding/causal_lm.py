@@ -106,7 +106,7 @@ def _refuse_router_losses(config: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _is_bound_alone(head: nn.Module) -> bool:
-    """Return whether a call of the head gives what `head_forward` gives: nobody wraps it, nobody but FSDP2 hooks it."""
+    """Return whether a call of the head gives what `head_forward` gives: it is not wrapped, and only FSDP2 hooks it."""
     forward = head.__dict__.get("forward")
     hooks = len(head._forward_hooks) - isinstance(head, FSDPModule)
     return isinstance(forward, MethodType) and forward.__func__ is head_forward and hooks == 0

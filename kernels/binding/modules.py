@@ -158,7 +158,7 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if casts:
             stack.enter_context(torch.autocast(ids.device.type, enabled=False))
         out = type(self).forward(self, *args, **kwargs)
-    if facts.adapters is not None:  # somebody may have merged them meanwhile
+    if facts.adapters is not None:  # they may have been merged meanwhile
         facts.adapters.check_unmerged()
     return out
 

@@ -5,7 +5,7 @@ Hugging Face's layers add (``hidden = residual + hidden``) and call a norm with 
 
 Invariants:
 
-* Whoever else reads a sum first, by any function or method of torch, finds it added: it only looks like a tensor that
+* Any function or method of torch that reads a sum first finds it added: it only looks like a tensor that
   was computed. What is computed from it is a plain tensor.
 * It lives within one forward of a rollout, without gradients: nothing saves it, and nothing differentiates it.
 * The sum has the bits of torch's: one addition an element, rounded once to the dtype.
@@ -40,7 +40,7 @@ class Addend(torch.Tensor):
 
 
 class WaitingSum(torch.Tensor):
-    """Has room for a sum, and what is to be added until somebody reads it."""
+    """Has room for a sum, and what is to be added until it is read."""
 
     parts: tuple[torch.Tensor, torch.Tensor] | None = None
 

@@ -3,8 +3,8 @@
 Invariants:
 
 * What is not text is refused by name before anything is computed.
-* The modules of vision stay as they are: no text reaches them. Their parameters belong to the model, for whoever saves
-  or shards it.
+* The modules of vision stay as they are: no text reaches them. Their parameters stay the model's, for a caller that
+  saves or shards it.
 """
 
 from typing import Any

@@ -21,7 +21,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import Saved
 
 _PARTS = 16
-"""Rows are cut into so many pieces, so that scratch memory is allocated once a piece."""
+"""Count of pieces that rows are cut into: scratch memory is allocated once a piece."""
 
 
 def _convolve(
@@ -32,7 +32,7 @@ def _convolve(
     """Convolve all rows, then move the windows on; takes addresses, sizes and strides.
 
     ``layout``: first row, length, start and slot, each of all sequences; rows of none are left as they are. ``grid``:
-    the window as of the last multiple of so many tokens is kept in ``block_windows``; 0 for a call without memory.
+    the window as of the last multiple of this count is kept in ``block_windows``; 0 for a call without memory.
     ``captures``: (sequence, position, checkpoint).
     """
     filters = np.empty((taps + 1, width), np.float32)
@@ -196,6 +196,6 @@ def conv_backward(
 
 
 def _back(x: torch.Tensor, sequence: torch.Tensor, within: torch.Tensor, distance: int) -> torch.Tensor:
-    """Return each row's input ``distance`` rows earlier in its sequence, 0 where there is none."""
+    """Return each row's input ``distance`` rows earlier in its sequence, 0 before the first row."""
     moved = F.pad(x, (0, 0, distance, 0))[: len(x)]
     return moved * ((sequence >= 0) & (within >= distance))[:, None]

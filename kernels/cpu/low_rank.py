@@ -31,7 +31,7 @@ from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.lora.adapters import LowRank, LowRanks
 
 _MOST_ROWS = 64
-"""An item has at most so many rows: their sums stay in the first-level cache."""
+"""The most rows of an item: their sums stay in the first-level cache."""
 
 _LEAST_ROWS = 8
 """With fewer rows an item would spend its time on turning the matrices over."""

@@ -26,7 +26,7 @@ from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, VECTORS
 from samebit.kernels.layout.grids import LANES
 
 ROWS = OUTPUTS
-"""A tile may cover so many rows."""
+"""Counts of rows that a tile may cover."""
 
 
 @intrinsic

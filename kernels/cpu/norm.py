@@ -59,7 +59,7 @@ def _mean(x: Any, lanes: Any) -> Any:
 
 
 _PARTS = 16
-"""Rows are cut into so many pieces, so that scratch memory is allocated once a piece."""
+"""Count of pieces that rows are cut into: scratch memory is allocated once a piece."""
 
 
 def _rms_norm(

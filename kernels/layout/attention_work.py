@@ -131,7 +131,7 @@ def room_for_items(name: str, rows: int, sequences: int, longest: int) -> Ints:
 
 
 def room_for_slots(sequences: int, longest: int) -> int:
-    """Return how many softmaxes of a row the items of so many sequences of at most ``longest`` tokens keep at once."""
+    """Return how many softmaxes of a row the items of these sequences, of at most ``longest`` tokens, keep at once."""
     return 2 * sequences + _most_splits(sequences, longest, SLOTS)
 
 
@@ -226,7 +226,7 @@ class _Units:
 
 
 def _longest_that_fit(splits: Ints, slots: Ints, items: Ints) -> npt.NDArray[np.bool_]:
-    """Choose units with so many splits, slots and items, the longest first."""
+    """Choose units with these counts of splits, slots and items, the longest first."""
     most = max(PARTS, int(splits.max(initial=0)))
     chosen = (splits > 0) & (slots <= SLOTS) & (items <= most)
     if not chosen.any():
@@ -238,7 +238,7 @@ def _longest_that_fit(splits: Ints, slots: Ints, items: Ints) -> npt.NDArray[np.
 
 
 def _numbered(counts: Ints) -> tuple[Ints, Ints]:
-    """Return of each thing, where there are so many in each place: the place, and its number there."""
+    """Return the place of each thing and its number there, from the count of things in each place."""
     place = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     return place, np.arange(len(place), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
 
@@ -259,7 +259,7 @@ def _runs(call: CallRows) -> tuple[Ints, Ints, Ints]:
     order = np.argsort(decisive, kind="stable")
     single, decisive = single[order], decisive[order]
     after = np.flatnonzero(decisive[1:] == decisive[:-1]) + 1
-    common = np.zeros(len(single) + 1, np.int32)  # of each with the one before; nobody is before the first
+    common = np.zeros(len(single) + 1, np.int32)  # of each with the one before; the first has no predecessor
     common[after] = _common(call, single[after - 1], single[after])
     joined = common.copy()
     joined[1:-1][(common[1:-1] < common[:-2]) | (common[1:-1] < common[2:])] = 0

@@ -31,7 +31,7 @@ class CallRows:
         lengths: ``[S]`` rows of each sequence in this call, at least 1.
         starts: ``[S]`` tokens of each sequence that earlier calls have put into its pages.
         table_rows: ``[S]`` row of ``block_tables`` that each sequence reads.
-        block_tables: ``[rows, W]`` block of each ``block_size`` tokens; block 0 is nobody's.
+        block_tables: ``[rows, W]`` block of each ``block_size`` tokens; block 0 belongs to no sequence.
         block_size: tokens a block (B).
         write_from: ``[S]`` tokens of each sequence that are not written, because the pages have them already;
             None for none.

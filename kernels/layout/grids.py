@@ -11,33 +11,33 @@ import numpy.typing as npt
 Number = TypeVar("Number", int, npt.NDArray[np.int32])
 
 LANES = 16
-"""A vector holds so many float32: independent partial sums of a reduction over a row, added up in a fixed order.
+"""Count of float32 in a vector: independent partial sums of a reduction over a row, added up in a fixed order.
 Arithmetic."""
 
 KV_CHUNK = 64
-"""A softmax accumulator takes in so many tokens at once (C). Arithmetic."""
+"""Count of tokens that a softmax accumulator takes in at once (C). Arithmetic."""
 
 KV_SPLIT = 512
-"""The softmax of so many tokens is one of its own on a GPU, and is then merged with those before it. Arithmetic."""
+"""Count of tokens whose softmax is one of its own on a GPU, and is then merged with those before it. Arithmetic."""
 
 SCAN_CHUNK = LANES
 """The tokens between two moves of the state of a Mamba layer (C). Arithmetic."""
 
 VOCAB_CHUNK = 1024
-"""The exponentials of so many tokens of the vocabulary are summed in float32, before sums go on in float64 (C).
+"""Count of tokens of the vocabulary whose exponentials are summed in float32, before sums go on in float64 (C).
 Arithmetic."""
 
 GRADIENT_CHUNK = 64
-"""A chunk of the scan's gradients has so many tokens. They agree with the recurrence to rounding, whatever this is."""
+"""Count of tokens in a chunk of the scan's gradients, which agree with the recurrence to rounding, whatever this is."""
 
 QUERY_TILE = 64
-"""A work item of attention covers so many query tokens on the CPU. Speed."""
+"""Count of query tokens that a work item of attention covers on the CPU. Speed."""
 
 HEAD_TILE = 8
 """The heads of one group that share a copy of the group's B and its scores. Speed."""
 
 CACHE_LINE = 64
-"""A cache line of the processor has so many bytes. Speed."""
+"""Bytes of a cache line of the processor. Speed."""
 
 
 def ceil_div(count: Number, size: int) -> Number:

@@ -3,7 +3,7 @@
 Of keys and values ``pages[layer]`` is ``[blocks, kv_heads, 2, D * B]``: half 0 holds keys as ``[D, B]``, half 1 values
 as ``[B, D]``; on a GPU keys are ``[B, D]`` too. Of latents it is ``[blocks, B, rank + rope]``: a token's latent and its
 rotated key, side by side. A layer with an indexer has a second tensor behind that, its index keys, ``[blocks, B,
-index]``. Block 0 is the null block: padding rows write there and nobody reads it.
+index]``. Block 0 is the null block: padding rows write there and it is never read.
 """
 
 from dataclasses import dataclass

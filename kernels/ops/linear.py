@@ -59,7 +59,7 @@ def linear_part(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def linears(x: torch.Tensor, modules: Sequence[Any]) -> list[torch.Tensor]:
-    """Make each module's own call on the same ``x``, or one call of all where nobody could tell: the same bits.
+    """Make each module's own call on the same ``x``, or one call of all where no hook could tell: the same bits.
 
     Args:
         x: ``[..., K]``.
@@ -94,7 +94,7 @@ def weight_and_bias(module: nn.Module) -> Layer:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether somebody listens to the calls of a module, or to their gradients."""
+    """Return whether a hook listens to the calls of a module, or to their gradients."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

@@ -105,7 +105,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the output, and the log-sum-exp of the scores of each row and head, to base 2.
 
-    ``out``: room for the output, like ``q``, in which padding rows are zeros already; None: there is none yet.
+    ``out``: room for the output, like ``q``, in which padding rows are zeros already; None: it is allocated here.
     """
     tokens, heads, head_dim = q.shape
     kv_heads, group = pages.shape[1], heads // pages.shape[1]

@@ -17,10 +17,10 @@ from samebit.kernels.triton.numeric import aligned, dot, jit
 from samebit.kernels.triton.tiles.file import MatmulTile
 
 GROUP = 8
-"""Programs of so many row tiles run side by side for one tile of outputs after the other: they share the cache."""
+"""Count of row tiles whose programs run side by side for one tile of outputs after the other: they share the cache."""
 
 MOST_LAYERS = 3
-"""One launch computes at most so many layers."""
+"""The most layers that one launch computes."""
 
 
 def multiply(

@@ -37,7 +37,7 @@ def join_rotated(
 
 @jit()
 def turned(first: tensor, second: tensor, c: tensor, s: tensor) -> Any:
-    """Rotate pairs; which products are rounded is said here, and not left to whoever compiles it."""
+    """Rotate pairs; which products are rounded is said here, and not left to the compiler."""
     return tl.fma(first, c, second * -s), tl.fma(second, c, first * s)
 
 

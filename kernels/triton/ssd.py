@@ -41,13 +41,13 @@ from samebit.kernels.triton.tiles.table import power_of_two
 _WARPS = 4
 
 _HEAD_PART = 64
-"""A program takes at most so many elements of a head."""
+"""The most elements of a head that a program takes."""
 
 _STATE_ELEMENTS = 8192
-"""A program holds at most so many elements of the state (more of N > 512): 64 registers of each thread."""
+"""The most elements of the state that a program holds (more of N > 512): 64 registers of each thread."""
 
 _REGISTERS = 168
-"""A thread has so many registers: three programs fit on an H100's multiprocessor; while one computes the others
+"""Registers of a thread: three programs fit on an H100's multiprocessor; while one computes the others
 load."""
 
 

@@ -41,7 +41,7 @@ PROMPT_LENGTHS = (1, 2, 3, 63, 64, 65, 17, 130)
 LONGEST_PROMPT = 300
 NEW_TOKENS = 32
 BEYOND_CHOICE = 65
-"""The longest prompt has at least so many tokens more than sparse attention reads."""
+"""The longest prompt has at least this count of tokens more than sparse attention reads."""
 
 UNLIMITED_LEN = 512
 """A model whose config knows no limit is checked to at least this length."""

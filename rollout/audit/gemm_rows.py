@@ -16,7 +16,7 @@ from samebit.kernels.ops.linear import linear
 MOST_ROWS = 320
 TILE_ROWS = 16
 LARGE = 1 << 24
-"""From so many elements of a weight on only some numbers of rows are tried."""
+"""Weights of at least this count of elements are tried with only some numbers of rows."""
 
 
 @torch.no_grad()

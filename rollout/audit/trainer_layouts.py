@@ -11,7 +11,7 @@ from torch import nn
 from samebit.kernels import logprobs_from_logits, token_logprobs
 
 MICRO_BATCH = 1024
-"""One training forward has at most so many tokens, padding included, which bounds the memory of the logits."""
+"""The most tokens of one training forward, padding included, which bounds the memory of the logits."""
 
 
 @dataclass(frozen=True)

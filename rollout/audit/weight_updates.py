@@ -32,7 +32,7 @@ from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, Weight
 CYCLES = 100
 STEPS = 50
 SPILL_BYTES = 8 << 30
-"""The sleeps of one check write at most so many bytes to disk; a large model's weights sleep less often."""
+"""The most bytes that the sleeps of one check write to disk; a large model's weights sleep less often."""
 CAUGHT_TOKENS = 64
 ATTEMPTS = 5
 

@@ -3,7 +3,7 @@
 Invariants
 ----------
 * While a caller waits, or is in its block, no request starts. Several may wait at once: admission opens after the last.
-* Whoever ends a step, or a command, under the lock says so (`look_again`); a caller that waits looks then.
+* The thread that ends a step, or a command, under the lock says so (`look_again`); a caller that waits looks then.
 * A worker that does not compute can not drain: that raises instead of waiting for ever.
 """
 

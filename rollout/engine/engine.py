@@ -8,8 +8,8 @@ Invariants
   fail their own request and no other; it publishes nothing.
 * An exception from the runner leaves this engine unusable; the caller fails what is in flight.
 * With `run_ahead`, a step may be launched before the tokens of the one before it are read, and is then in flight
-  between two calls of `step()`. Whoever changes what it computes with (weights, memory) commits it first: `settle()`.
-  What it computed of a sequence that had ended is dropped.
+  between two calls of `step()`. A caller that changes weights or memory commits it first: `settle()`. What it
+  computed of a sequence that had ended is dropped.
 * Which experts compute a token is noted from the first request on that asks for it. Blocks that were computed before
   have no notes: the index is cleared then, once.
 * Weights that were written without `weights_changed` (`WeightWatch`) are noticed before a step is launched, and again
@@ -233,7 +233,7 @@ class Engine:
         self.scheduler.drop(plan)
 
     def _start_over(self) -> None:
-        """Compute what runs again under the weights that there are now, of which nobody said that they are others."""
+        """Compute what runs again under the weights as they are now, whose change was not announced."""
         if self.counters.untold_updates == 0:
             logger.warning(UNTOLD)
         self.counters.untold_updates += 1

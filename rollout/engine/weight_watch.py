@@ -1,4 +1,4 @@
-"""Notice that somebody has written to the weights of a shared module without saying so.
+"""Notice writes to the weights of a shared module that were not announced.
 
 Invariants
 ----------
@@ -31,7 +31,7 @@ class WeightWatch(Protocol):
 
 
 class Unwatched:
-    """Stands in for a watch where nobody but the worker can reach the weights."""
+    """Stands in for a watch where only the worker can reach the weights."""
 
     def moved(self) -> bool:
         return False

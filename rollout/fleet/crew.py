@@ -314,6 +314,6 @@ class Crew:
 
 
 def _hear(feed: asyncio.Future[Feed]) -> None:
-    """Take note of the error of a feed that nobody waits for any more: the fleet closes."""
+    """Take note of the error of a feed that is not awaited any more: the fleet closes."""
     if not feed.cancelled():
         feed.exception()

@@ -165,7 +165,7 @@ class Fleet(Closing):
         self._carrier.abort(ids)
 
     def after_steps(self, listener: Callable[[], None]) -> None:
-        """Call it when tokens have come for somebody who streams, for as long as the fleet lives. It must not wait."""
+        """Call it when tokens have come for a caller that streams, for as long as the fleet lives. It must not wait."""
         self._carrier.after_steps(listener)
 
     # -- weights -----------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class Fleet(Closing):
         return {**total, **self.fleet_stats()}
 
     def replica_stats(self) -> dict[str, dict[str, float]]:
-        """Return the numbers of each replica as of its last feed, at most about a second old; nobody is asked."""
+        """Return the numbers of each replica as of its last feed, at most about a second old; no replica is asked."""
         return {name: dict(member.stats) for name, member in self._crew.members.items()}
 
     def last_stats(self) -> dict[str, float]:
@@ -278,7 +278,7 @@ class Fleet(Closing):
         return {**total, **self.fleet_stats()}
 
     def fleet_stats(self) -> dict[str, float]:
-        """Return the numbers of the fleet and its router; nobody is asked."""
+        """Return the numbers of the fleet and its router; no replica is asked."""
         return {
             "weight_version": self.weight_version,
             "replicas": len(self._crew.members),

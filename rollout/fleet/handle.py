@@ -49,7 +49,7 @@ class FleetHandle:
 
     @property
     def followed(self) -> bool:
-        """Return whether somebody streams."""
+        """Return whether the caller streams."""
         return self._followed
 
     def cancel(self) -> None:

@@ -16,8 +16,8 @@ class RouterOptions:
 
     beta: what load weighs against cached tokens. With 1, a replica whose load is the mean and a half must have half a
         prompt more in its cache than one whose load is the mean.
-    overload: a replica with more than so many times the mean load is saturated, as one is that has all the samples it
-        can run; sessions leave it.
+    overload: a replica with more than this multiple of the mean load is saturated, as one is that has all the samples
+        it can run; sessions leave it.
     max_group: samples of one prompt that stay together; None for as many as a replica runs at once.
     max_sessions: sessions whose replica is remembered; those not used for longest are forgotten.
     max_shadow_blocks: digests that all shadows together record.

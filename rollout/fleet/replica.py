@@ -5,7 +5,7 @@ Invariants
 * One feed is open at a time, and holds everything since the one before: tokens at once, what is cached and the numbers
   at most twenty times a second. A step costs the generation thread at most one call into the loop, and none while there
   is nothing to tell.
-* Nobody waits for the reader of a feed: the journal is bounded, and tokens stay in their sequences.
+* No thread waits for the reader of a feed: the journal is bounded, and tokens stay in their sequences.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class Shadow:
         self._ending += digests
 
     def disappoint(self, digests: list[bytes]) -> None:
-        """Note that nobody will publish these."""
+        """Note that these will not be published."""
         known = self._known
         for digest in digests:
             if known.get(digest) is False:

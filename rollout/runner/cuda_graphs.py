@@ -35,7 +35,7 @@ from samebit.rollout.runner.logits import logits_of
 from samebit.rollout.runner.step_arrays import Size, StepArrays
 
 SIZES = tuple(sorted({*(1 << power for power in range(16)), *(3 << power for power in range(3, 14))}))
-"""Graphs are made for so many rows: powers of two, and from 24 on the middles between them."""
+"""Counts of rows that graphs are made for: powers of two, and from 24 on the middles between them."""
 
 
 class StepGraphs:

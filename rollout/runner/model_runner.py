@@ -121,7 +121,7 @@ class ModelRunner:
         """Note from the next step on which experts compute each token.
 
         Raises:
-            ValueError: there are none.
+            ValueError: the model has no routed experts.
         """
         if self.route_layout is None:
             raise ValueError("this model has no routed experts that could be noted")

@@ -31,7 +31,7 @@ class Memory:
     """Holds what a step reads and writes beside its arrays.
 
     states: None without recurrent layers. kept_terms: of the trainer's adapters, until the weights change. routes: of
-    what routers choose; None while nobody asks.
+    what routers choose; None while no request asks.
     """
 
     pages: tuple[torch.Tensor, ...]

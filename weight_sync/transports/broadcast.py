@@ -57,7 +57,7 @@ BROADCAST_BUCKET = 32 << 20
 _DELTA_BUCKET = 1 << 20
 _MESSAGE_BYTES = 4096
 _LONGEST_REASON = 600
-"""A reason is cut to so many characters; as JSON each has six bytes at most."""
+"""The most characters of a reason, which is cut; as JSON each has six bytes at most."""
 
 _SLICE = 0.05
 _SHORTEST = 0.001

@@ -37,7 +37,7 @@ from samebit.weight_sync.wire.link import (
 from samebit.weight_sync.wire.patience import Patience
 
 _LONGEST_REASON = 100_000
-"""A reason is cut to so many characters; as JSON each has six bytes at most."""
+"""The most characters of a reason, which is cut; as JSON each has six bytes at most."""
 
 Memory = TypeVar("Memory")
 

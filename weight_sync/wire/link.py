@@ -30,7 +30,7 @@ from samebit.weight_sync.wire.destination import Destination
 DEFAULT_BUCKET = 8 << 20
 DEFAULT_TIMEOUT = 300.0
 MOST_BYTES = 1 << 20
-"""A message has at most so many bytes, except for the announcement of a model that needs more."""
+"""The most bytes of a message, except for the announcement of a model that needs more."""
 
 _MOST_DIMENSIONS = 64
 

@@ -1,4 +1,4 @@
-"""Note which experts computed each token, during a forward call, where somebody wants to know.
+"""Note which experts computed each token, during a forward call, where the caller asks for it.
 
 Invariants:
 

@@ -22,7 +22,7 @@ HOLDERS = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embeddi
 _MERGED = attrgetter("merged_adapters")
 
 _NAMED_AT_ONCE = 4
-"""An error spells out at most so many reasons."""
+"""The most reasons that an error spells out."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ BYTES_AT_ONCE = 128 << 20
 """A buffer of float32 logits holds at most this many bytes; a few such buffers exist at a time."""
 
 _ROWS = 64
-"""Chunks of more rows than this have a multiple of it: the CPU's matrix product takes panels of so many."""
+"""Larger chunks have a multiple of this count of rows: it is a panel of the CPU's matrix product."""
 
 _LEAST_COLUMNS = 256
 

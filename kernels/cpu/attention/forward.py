@@ -38,7 +38,7 @@ _ITEMS_A_THREAD = 4
 """Tiles are bunched where that leaves so many items for each thread: an even load."""
 
 _ARRAYS = 2
-"""The room of a thread holds so many arrays beside the running softmax, each from the start of a cache line on."""
+"""Count of arrays that a thread's room holds beside the running softmax, each from the start of a cache line on."""
 
 
 def _attend(
@@ -221,7 +221,7 @@ def _locate_coming(
 def _locate(blocks: Any, kv_head: int, shape: Any, base: int, newest: int, keys: Any, values: Any) -> None:
     """Find where the keys and values of each sixteen tokens from ``base`` on begin.
 
-    Beyond the newest token they are those of the newest: nobody reads them, they are only fetched.
+    Beyond the newest token they are those of the newest: they are not read, only fetched.
     """
     block_size, head_dim = shape.block_size, shape.head_dim
     half = head_dim * block_size

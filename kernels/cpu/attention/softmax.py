@@ -23,7 +23,7 @@ from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
 ARRAYS = 6
-"""`place_running` places so many arrays, each from the start of a cache line on."""
+"""Count of arrays that `place_running` places, each from the start of a cache line on."""
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)

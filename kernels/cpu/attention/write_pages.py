@@ -19,7 +19,7 @@ from samebit.kernels.layout.grids import LANES
 _FORWARD = np.float32(1.0)
 
 _PARTS = 16
-"""Rows are cut into so many pieces, so that scratch memory is allocated once a piece."""
+"""Count of pieces that rows are cut into: scratch memory is allocated once a piece."""
 
 
 @inlined_part

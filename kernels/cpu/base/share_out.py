@@ -30,7 +30,7 @@ def share_out(typing: Any, function: Any, items: Any, threads: Any, arguments: A
         typing: Numba's.
         function: compiled, returns nothing.
         items: their number.
-        threads: at most so many take items, the caller among them.
+        threads: the most threads that take items, the caller among them.
         arguments: a tuple; what it refers to is the caller's to hold.
 
     Raises:

@@ -28,7 +28,7 @@ from samebit.kernels.cpu.base.vectors import (
 from samebit.kernels.layout.grids import LANES
 
 FETCH_AHEAD = 1024
-"""`tile_multiply` asks for what lies so many elements behind what it reads meanwhile (4 KiB in float32)."""
+"""`tile_multiply` prefetches this count of elements ahead of what it reads (4 KiB in float32)."""
 
 MOST_SUMS = 16
 """Vectors of sums that a tile holds at most: they and what is added to them stay in registers."""

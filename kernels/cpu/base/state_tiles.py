@@ -65,7 +65,7 @@ def dots(
         builder.store(index(0), done)
 
         def some(together: int) -> None:
-            """Emit what runs while so many keys are left."""
+            """Emit what runs while at least this count of keys is left."""
             check, body, after = (builder.append_basic_block(f"dots.{name}") for name in ("check", "body", "after"))
             builder.branch(check)
             builder.position_at_end(check)

@@ -91,7 +91,7 @@ def store_vector(builder: Any, value: Any, pointer: Any, dtype: Any = types.floa
 
 
 def stream_vector(builder: Any, value: Any, pointer: Any) -> None:
-    """Store past the caches, where the target begins a cache line: what nobody reads soon would only fill them."""
+    """Store past the caches, where the target begins a cache line: what is not read soon would only fill them."""
     stored = builder.store(value, builder.bitcast(pointer, VECTOR.as_pointer()), align=64)
     stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
 

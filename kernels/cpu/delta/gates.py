@@ -1,6 +1,6 @@
 """Compute the gates of the delta rule on the CPU, an element at a time.
 
-T tokens, H value heads, each of so many channels that decay (1: as a whole).
+T tokens, H value heads, each with its channels that decay (1: the head decays as a whole).
 """
 
 from typing import Any

@@ -55,7 +55,7 @@ def _rule(threads: int, tensors: Any, sizes: Any, layout: Any, memory: Any, capt
         tensors: addresses of qkv and its stride, of decay, beta and out.
         sizes: Hk, Hv, K, V; whether each channel of a key decays by itself.
         layout: address of the first row, length, start and slot, each of all sequences; number of sequences.
-        memory: the state as of the last multiple of so many tokens is kept in the block states, 0 for a call without
+        memory: the state as of the last multiple of this count is kept in the block states, 0 for a call without
             memory; where the addresses of states, block states, and the tails' k, u and sums lie.
         captures: address of (sequence, position, checkpoint) of each, their number, address of the checkpoints.
         kind: a number of the elements' type.

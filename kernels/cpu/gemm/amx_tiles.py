@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from samebit.kernels.cpu.base.vectors import dispatch, pointer_to
 
 TILE_INPUTS = 32
-"""One instruction takes so many inputs."""
+"""Count of inputs that one instruction takes."""
 
 TILE_OUTPUTS = 16
 

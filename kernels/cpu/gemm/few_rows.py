@@ -24,7 +24,7 @@ MOST_ROWS = HALF // 2 if HALVES_ARE_FASTER else ROWS[-1]
 """Up to so many rows this kernel is the faster one: more fill a half vector of `many_rows`, where that is worth it."""
 
 READING = 4
-"""The products of so many rows take the time of reading the weight."""
+"""Count of rows whose products take the time of reading the weight."""
 
 _ZERO = np.float32(0.0)
 

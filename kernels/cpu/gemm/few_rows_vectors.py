@@ -24,7 +24,7 @@ from samebit.kernels.cpu.base.vectors import (
 from samebit.kernels.layout.grids import LANES
 
 ROWS = (1, 2, 4, 8)
-"""A tile may cover so many rows."""
+"""Counts of rows that a tile may cover."""
 
 _DEPTH = LANES // 2
 """The inputs that are transposed at a time."""

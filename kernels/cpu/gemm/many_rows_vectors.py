@@ -42,7 +42,7 @@ VECTORS = 4 if "+avx512f" in _FEATURES.split(",") else 1
 """A tile covers so many vectors of rows: as many as leave its accumulators in registers."""
 
 OUTPUTS = (6, 2, 1)
-"""A tile may cover so many outputs."""
+"""Counts of outputs that a tile may cover."""
 
 HALF = LANES // 2
 """Rows of a panel fill half vectors."""

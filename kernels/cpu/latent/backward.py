@@ -258,7 +258,7 @@ def _add_gradients(wide: int, deep: int, tile: Any, chunk: Any) -> None:
 
 @inlined_part
 def _add(weights: Any, vectors: Any, columns: int, out_stride: int, count: int, out: Any, at: int) -> None:
-    """Add to four rows of ``out`` the sums of ``count`` weighted vectors of so many columns, whole vectors of them."""
+    """Add to four rows of ``out`` the sums of ``count`` weighted vectors, in whole vectors of columns."""
     d = 0
     while d < columns:
         wide = 4 if d + 4 * LANES <= columns else (2 if d + 2 * LANES <= columns else 1)

@@ -199,7 +199,7 @@ def _ordered(score: Any) -> Any:
 def _choose_row(scores: Any, count: int, out: Any) -> None:
     """Write the places of the greatest of the first ``count`` scores, as many as ``out`` holds, ascending.
 
-    The greatest number that so many keys reach is found bit by bit.
+    The greatest number that as many keys reach as are wanted is found bit by bit.
     """
     keys = np.empty(count, np.int32)
     for token in range(count):

@@ -89,7 +89,7 @@ def _plan_of(context: ForwardContext, options: IndexOptions) -> _Plan:
 
 
 def _rows_of(context: ForwardContext, numbers: Ints) -> tuple[Ints, Ints]:
-    """Return the first so many rows of each sequence, and the tokens up to each one's own."""
+    """Return the first rows of each sequence, and for each row the count of tokens up to its own."""
     sequence = np.repeat(np.arange(len(numbers)), numbers)
     within = np.arange(len(sequence)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
     rows, counts = context.row_start[sequence] + within, context.starts[sequence] + within + 1

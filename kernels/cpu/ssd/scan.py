@@ -53,7 +53,7 @@ def _scan(
         dt_high: upper bound.
         sizes: H, P, groups, N.
         layout: address of the first row, length, start and slot, each of all sequences; number of sequences.
-        memory: the state as of the last multiple of so many tokens is kept in the block states, 0 for a call without
+        memory: the state as of the last multiple of this count is kept in the block states, 0 for a call without
             memory; where the addresses of states, block states, and the tails' x, B, time steps and sums lie.
         captures: address of (sequence, position, checkpoint) of each, their number, address of the checkpoints.
         kind: a number of the elements' type.

@@ -61,7 +61,7 @@ class Delta:
     Attributes:
         down: ``[r, K]``, without a bias.
         up: ``[N, r]``, without a bias, the same dtype.
-        fixed: nobody else has the two modules; once written, their matrices stay what and where they are.
+        fixed: the two modules have no other owner; once written, their matrices stay what and where they are.
     """
 
     down: nn.Linear
@@ -78,7 +78,7 @@ class Deltas:
 
     @cached_property
     def hooks(self) -> tuple[Mapping[int, Any], ...]:
-        """Return where the modules keep who listens to their calls; nobody does while all are empty."""
+        """Return where the modules keep the hooks of their calls; there are no hooks while all are empty."""
         modules = [module for delta in self.each for module in (delta.down, delta.up)]
         return tuple(
             hooks

@@ -81,7 +81,7 @@ def _check(q: torch.Tensor, latents: torch.Tensor, context: ForwardContext, opti
 
 
 def check_pages(name: str, pages: torch.Tensor, width: int, context: ForwardContext) -> None:
-    """Raise ValueError unless these are contiguous pages of rows of so many elements, as the context needs them."""
+    """Raise ValueError unless these are contiguous pages of rows of this width, as the context needs them."""
     check_shape(f"the layer's memory of {name}", pages, len(pages), context.block_size, width)
     if not pages.is_contiguous():
         raise ValueError(f"the layer's memory of {name} is not contiguous: what is written to a copy would be lost")

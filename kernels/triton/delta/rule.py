@@ -43,10 +43,10 @@ from samebit.kernels.triton.tiles.table import power_of_two
 _WARPS = 4
 
 _VALUE_PART = 32
-"""A program takes at most so many elements of a value."""
+"""The most elements of a value that a program takes."""
 
 _STATE_ELEMENTS = 8192
-"""A program holds at most so many elements of the state (more of K > 512): 64 registers of each thread."""
+"""The most elements of the state that a program holds (more of K > 512): 64 registers of each thread."""
 
 
 def delta_rule(

@@ -56,7 +56,7 @@ class Pairs:
         return self.choice_of, self.place_of, self.offsets
 
     def items(self, rows: int) -> torch.Tensor:
-        """List the work of a product whose tiles have so many rows, ``[P // rows + E, ITEM]``; some items are empty.
+        """List the work of a product with this count of rows a tile, ``[P // rows + E, ITEM]``; some items are empty.
 
         The items of an expert begin at a place that its offset alone decides, with room for all.
         """

@@ -19,7 +19,7 @@ from samebit.kernels.layout.options import Saved
 from samebit.kernels.triton.numeric import aligned, jit, sigmoid, with_aligned_rows
 
 _ROWS, _CHANNELS, _WARPS = 64, 64, 8
-"""A program takes so many rows and channels with so many warps; its rows are one part of the sums."""
+"""Rows and channels that a program takes, and its warps; its rows are one part of the sums."""
 
 
 def conv_backward(

@@ -35,13 +35,13 @@ from samebit.kernels.triton.numeric import aligned, dot, jit
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _PART = 32
-"""A program takes at most so many elements of a value at once."""
+"""The most elements of a value that a program takes at once."""
 
 _DEPTH = 16
-"""A chunk takes so many elements of a key at once: with 32, an H100 runs out of registers."""
+"""Count of elements of a key that a chunk takes at once: with 32, an H100 runs out of registers."""
 
 _WALK_ELEMENTS = 8192
-"""A walk holds at most so many elements of the state."""
+"""The most elements of the state that a walk holds."""
 
 _WALK_WARPS, _CHUNK_WARPS = 8, 16
 

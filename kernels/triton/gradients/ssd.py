@@ -32,7 +32,7 @@ from samebit.kernels.triton.numeric import aligned, dot, jit, sigmoid, softplus
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _DEPTH = 32
-"""A program takes at most so many elements of N at once: with 64, an H100 runs out of registers."""
+"""The most elements of N that a program takes at once: with 64, an H100 runs out of registers."""
 
 _WALK_WARPS, _CHUNK_WARPS = 8, 16
 

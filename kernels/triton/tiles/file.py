@@ -21,7 +21,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in sorted(device.DT
 """Lists the dtypes that entries name."""
 
 LARGEST_HEAD = 256
-"""Attention on a GPU takes at most so many elements of a head."""
+"""The most elements of a head that attention on a GPU takes."""
 
 _Entry = TypeVar("_Entry", "MatmulEntry", "AttentionEntry")
 
@@ -71,7 +71,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class MatmulEntry:
-    """Gives layers of these sizes ``tile``, and calls of few rows the first rung of ``few`` that is for so many."""
+    """Gives layers of these sizes ``tile``, and calls of few rows the first rung of ``few`` that takes them."""
 
     dtypes: tuple[str, ...]
     tile: MatmulTile

@@ -30,10 +30,10 @@ _OUTPUTS = 512
 """The outputs that are compared, at most. A multiple of those of any tile."""
 
 _COUNTS = (1, 7, 16, 33, 64, 100, 129, 200)
-"""The compared calls have so many rows, as far as the rung is for so many."""
+"""Counts of rows of the compared calls, as far as the rung takes them."""
 
 _ROWS = 300
-"""The call that they are compared with has so many rows."""
+"""Count of rows of the call that they are compared with."""
 
 _EXPONENT = 4
 """Operands are scaled by powers of two from the inverse of this one's to it: float16 holds every sum."""
@@ -135,7 +135,7 @@ def joined_tiles_of(
 ) -> tuple[Rung, ...]:
     """Return the tiles of layers that share a launch, those of one layer with all of their outputs.
 
-    The first call compares them. Calls of more rows than the last rung has, or of any if there is none, are to be
+    The first call compares them. Calls of more rows than the last rung has, or of any without a rung, are to be
     launched a layer.
 
     Raises:

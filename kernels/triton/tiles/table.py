@@ -25,10 +25,10 @@ from samebit.kernels.triton.tiles.file import (
 FILE = Path(__file__).with_name("tiles.json")
 
 _ROW_ELEMENTS = 2048
-"""A program of a row-wise kernel takes so many elements, or one whole row."""
+"""Count of elements that a program of a row-wise kernel takes, or one whole row."""
 
 ELEMENTS = 1024
-"""A program of an elementwise kernel takes so many elements."""
+"""Count of elements that a program of an elementwise kernel takes."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -20,10 +20,10 @@ WARPS = 4
 """Sets the threads that share a chunk, and so the order of its sum."""
 
 PART = 8
-"""A program takes so many chunks."""
+"""Count of chunks that a program takes."""
 
 AHEAD = tl.constexpr(8)
-"""Sums of so many chunks are read before the first is added."""
+"""Count of chunks whose sums are read before the first is added."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Invariants
 * An event costs O(1). What is noted is bounded: when too much is noted before it is taken, it is dropped, a number of
   the sequence is left out, and the router asks for a snapshot.
 * A message says what became of each digest since the message before it: whether it is there at the end. Of what
-  happened in between nobody can profit.
+  happened in between is of no use.
 * (incarnation, epoch, sequence) order the messages: an incarnation is one life of a replica, an epoch one of its index,
   and the sequence counts messages. A reader that misses one knows it.
 """
@@ -71,8 +71,8 @@ class CacheJournal:
         return self._cleared or bool(self._noted)
 
     def take(self) -> CacheNews | None:
-        """Hand out the next message; None if nothing has happened. Call it again until there is none: long ones come in
-        parts."""
+        """Hand out the next message; None if nothing has happened. Long ones come in parts: call it again until it
+        returns None."""
         with self._mutex:
             if not self.pending:
                 return None
@@ -98,5 +98,5 @@ class CacheJournal:
         with self._mutex:
             if len(self._noted) >= self._most and digest not in self._noted:
                 self._noted = {}
-                self._sequence += 1  # whoever reads on sees the gap
+                self._sequence += 1  # a reader that goes on sees the gap
             self._noted[digest] = there

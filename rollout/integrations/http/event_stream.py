@@ -2,7 +2,7 @@
 
 Invariants
 ----------
-* A client that goes away, or does not read, ends the stream; what ran for it is aborted by whoever gave the events.
+* A client that goes away, or does not read, ends the stream; what ran for it is aborted by the source of the events.
 * An error before the first event is an answer with its own status; one after it is the last event.
 """
 
@@ -33,7 +33,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Is an answer that sends events as they come. `deadline`: raised into the stream after so many seconds."""
+    """Is an answer that sends events as they come. `deadline`: raised into the stream after that number of seconds."""
 
     media_type = "text/event-stream"
 

@@ -58,7 +58,9 @@ class ServeSettings:
     max_body_bytes: int = field(default=16 << 20, metadata={"help": "bytes of a request"})
     max_sessions: int = field(default=1024, metadata={"help": "conversations whose token ids are kept"})
     request_seconds: float | None = field(default=None, metadata={"help": "a request is ended after so long"})
-    stall_seconds: float = field(default=60.0, metadata={"help": "a stream that nobody reads is ended after so long"})
+    stall_seconds: float = field(
+        default=60.0, metadata={"help": "a stream that its client does not read is ended after so long"}
+    )
     shutdown_seconds: int = field(default=30, metadata={"help": "running requests may take so long at the end"})
     otlp_traces_endpoint: str | None = field(
         default=None, metadata={"help": "collector that gets traces, as http://localhost:4318/v1/traces"}

@@ -3,7 +3,7 @@
 Invariants
 ----------
 * A step costs the generation thread at most one call into the loop, however many streams there are, and none while
-  nobody streams.
+  no caller streams.
 * A stream that is not read for `stall_seconds` is ended; what it has not read costs no memory beside its tokens.
 """
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 HEALTH_TIMEOUT = 2.0
 MOST_CALLS = 10_000
-"""At most so many calls wait in an actor at once; they wait without a thread."""
+"""The most calls that wait in an actor at once; they wait without a thread."""
 
 
 def start_actor(actor_class: type, *, num_cpus: int = 1, num_threads: int | None = None, **options: Any) -> Any:

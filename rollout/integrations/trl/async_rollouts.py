@@ -122,7 +122,7 @@ class _Loop(_AsyncRolloutLoop):
         return sample.token_ids, sample.logprobs
 
     def _unfinished(self) -> tuple[list[int], list[float]]:
-        """Return a turn that ends its conversation; after the stop nobody scores it."""
+        """Return a turn that ends its conversation; after the stop it is not scored."""
         return [self.eos_token_ids[0]], [0.0]
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:

@@ -1,4 +1,4 @@
-"""Know the versions of TRL that the trainers were made for: they stand on methods of it that are nobody's promise.
+"""Know the versions of TRL that the trainers were made for: they stand on methods of it that TRL does not promise.
 
 Importing this raises under another one.
 """

@@ -84,7 +84,7 @@ class RequestMetrics:
         self._between.observe(seconds)
 
     def synced(self, seconds: float, moved: int) -> None:
-        """Observe an update of the weights, which took so long and moved so many bytes."""
+        """Observe an update of the weights: its seconds, and the bytes that it moved."""
         self.syncs.inc()
         self.sync_seconds.inc(seconds)
         self.sync_bytes.inc(moved)

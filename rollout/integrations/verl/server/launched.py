@@ -19,7 +19,7 @@ from samebit.rollout.integrations.verl.server.metrics import of_servers
 logger = logging.getLogger(__name__)
 
 ASK_SECONDS = 5.0
-"""A server has so many seconds to answer that it is well."""
+"""Seconds that a server has to answer that it is well."""
 
 
 class Replica(Protocol):
