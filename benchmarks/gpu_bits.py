@@ -34,7 +34,7 @@ from samebit.kernels.triton.tiles.file import DTYPES, AttentionEntry, AttentionT
 from samebit.kernels.triton.tiles.proved_equal import Layer, operands
 
 DEPTH = 16
-"""A tensor core adds the products of so many elements at once; their order among themselves is the hardware's."""
+"""Count of elements whose products a tensor core adds at once; their order among themselves is the hardware's."""
 
 BLOCK = 64
 

@@ -144,7 +144,7 @@ class Record:
 
 
 class _Limited(io.TextIOBase):
-    """Passes on so many characters; the rest goes nowhere."""
+    """Passes on the first characters; the rest goes nowhere."""
 
     def __init__(self, target: TextIO, most: int) -> None:
         self._target, self._left = target, most

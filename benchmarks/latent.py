@@ -55,7 +55,7 @@ class Sparse:
     top_k: int
 
     def work(self, length: int) -> float:
-        """Return the products of a token with so many before it, over those of dense attention."""
+        """Return the products of a token with this count before it, over those of dense attention."""
         a_key = self.attention.heads * (2 * self.attention.rank + self.attention.rope)
         scored = length * self.heads * self.size if length > self.top_k else 0
         return (min(length, self.top_k) * a_key + scored) / (length * a_key)

@@ -26,7 +26,7 @@ RUNNING = 64
 PROMPT = 256
 BLOCK = 16
 STEPS = 200
-"""One repetition takes so many steps of each engine."""
+"""Count of steps of each engine in one repetition."""
 
 
 class IdleRunner:

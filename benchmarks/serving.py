@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="NAME", help="http, vllm (both)")
     parser.add_argument(
         "--vllm-python", type=Path, default=commands.VLLM_PYTHON, metavar="FILE",
-        help="the Python that has vLLM; its part is left out where there is none",
+        help="the Python that has vLLM; without it its part is left out",
     )  # fmt: skip
     parser.add_argument(
         "--server-threads", choices=commands.SERVER_THREADS, default=commands.SERVER_THREADS[0],

@@ -29,7 +29,7 @@ from samebit.kernels import bind, token_logprobs
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sets a micro-batch: sequences of so many tokens, and how often a turn computes it."""
+    """Sets a micro-batch: count and length of its sequences, and how often a turn computes it."""
 
     sequences: int = 4
     tokens: int = 384

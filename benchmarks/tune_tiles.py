@@ -51,7 +51,7 @@ from samebit.kernels.triton.tiles.file import (
 from samebit.kernels.triton.tiles.proved_equal import Layer, proved_equal
 
 CACHE_BYTES = 1 << 28
-"""Weights of so many bytes take turns, so that none is in the GPU's cache: more than any has."""
+"""Bytes of the weights that take turns, so that none is in the GPU's cache: more than any has."""
 
 LIMIT = 150.0
 """Seconds that a layer may take."""

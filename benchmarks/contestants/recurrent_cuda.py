@@ -14,7 +14,7 @@ from samebit.kernels.triton.numeric import softplus
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _COLUMNS = 32
-"""A program takes so many elements of a head."""
+"""Count of elements of a head that a program takes."""
 
 
 def recurrent_step(

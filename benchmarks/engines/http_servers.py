@@ -59,7 +59,7 @@ class Answers:
         return statistics.median(one.first for one in self.each if one.first is not None)
 
     def check(self, tokens: int) -> None:
-        """Raise RuntimeError unless each has so many tokens, and as many log-probabilities."""
+        """Raise RuntimeError unless each has this count of tokens, and as many log-probabilities."""
         counts = {(one.tokens, one.logprobs) for one in self.each}
         if counts != {(tokens, tokens)}:
             raise RuntimeError(f"a server gave {sorted(counts)} tokens and log-probabilities, asked for {tokens}")
@@ -73,7 +73,7 @@ class CompletionServer:
         self._name = name
 
     def ask(self, prompts: list[list[int]], tokens: int, *, stream: bool) -> Answers:
-        """Send all prompts at once, and wait for so many tokens of each."""
+        """Send all prompts at once, and wait for this count of tokens of each."""
         return asyncio.run(self._ask([self._body(prompt, tokens, stream) for prompt in prompts]))
 
     def _body(self, prompt: list[int], tokens: int, stream: bool) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class PartsFile:
         return [name for name in names if name not in self.content["meta"]["parts"]]
 
     def add(self, name: str, about: dict[str, Any], metrics: dict[str, Spread]) -> None:
-        """Add a part that is done, and write: whoever reads sees the file before or after, never in between."""
+        """Add a part that is done, and write: a reader sees the file before or after, never in between."""
         self.content["meta"]["parts"][name] = about
         self.content["metrics"] |= {metric: asdict(value) for metric, value in metrics.items()}
         if self._path is not None:

@@ -47,7 +47,7 @@ class Sizes:
         }[name]
 
     def tokens(self, rows: int, count: int, seed: int) -> Tokens:
-        """Return random rows of so many tokens."""
+        """Return random rows of this count of tokens."""
         generator = torch.Generator().manual_seed(seed)
         ids: Tokens = torch.randint(self.vocab_size, (rows, count), generator=generator).tolist()
         return ids

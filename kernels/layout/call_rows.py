@@ -18,7 +18,7 @@ from samebit.kernels.layout.grids import KV_CHUNK, QUERY_TILE, ceil_div
 Ints = npt.NDArray[np.int32]
 
 _BUNCH = 8
-"""At most so many sequences are bunched."""
+"""The most sequences that are bunched."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

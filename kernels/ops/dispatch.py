@@ -50,7 +50,7 @@ class Operations(Protocol):
         """Multiply ``x`` ``[..., K]`` with each of up to three layers: ``[..., N]``."""
 
     def multiply_part(self, x: Tensor, part: Layer, outputs: int) -> Tensor:
-        """Multiply ``x`` ``[..., K]`` with a part of a layer of so many ``outputs``, as the layer is multiplied."""
+        """Multiply ``x`` ``[..., K]`` with a part of a layer of ``outputs`` outputs, as the layer is multiplied."""
 
     def gradient_of_inputs(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Return ``grad @ weight`` ``[..., K]``."""

@@ -47,7 +47,7 @@ def _in_one_launch(rows: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Te
 
 
 def _product(rows: torch.Tensor, layer: Layer, outputs: int) -> torch.Tensor:
-    """Multiply with the tile of a layer of so many outputs."""
+    """Multiply with the tile of a layer of ``outputs`` outputs."""
     weight, bias = layer
     tile = tiles_of(rows.device, weight.shape[1], outputs, rows.dtype, bias is not None).for_rows(len(rows))
     return multiply_tiles(rows, aligned(weight).t(), bias, tile)

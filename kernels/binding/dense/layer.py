@@ -1,4 +1,4 @@
-"""Run a decoder layer of attention and a gated MLP as one call in a rollout, where nobody could tell.
+"""Run a decoder layer of attention and a gated MLP as one call in a rollout, where no hook could tell.
 
 `Family.layer` says of which families the layers are ``x + attention(norm(x))``, then ``x + mlp(norm(x))``. What each
 part computes stands in the facts that `bind` gave to its module; here they are put together.
@@ -138,6 +138,6 @@ def _weights(layer: Any, facts: DenseLayerFacts) -> DenseWeights | None:
 
 
 def _runs(module: Any, forward: Any) -> bool:
-    """Return whether a call of the module is the forward that `bind` gave it, and nobody listens."""
+    """Return whether a call of the module is the forward that `bind` gave it, and no hook listens."""
     own = module.__dict__.get("forward")
     return isinstance(own, MethodType) and own.__func__ is forward and not is_hooked(module)

@@ -136,7 +136,7 @@ def projection(x: torch.Tensor, module: Any) -> torch.Tensor:
 
 
 def _by_site(x: torch.Tensor, modules: tuple[nn.Module, ...], adapters: RowAdapters) -> list[torch.Tensor] | None:
-    """Compute what the modules would, without calling them; None where somebody could tell."""
+    """Compute what the modules would, without calling them; None where a hook could tell."""
     sites = adapters.sites
     if sites is None or torch.is_grad_enabled():
         return None

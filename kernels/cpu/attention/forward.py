@@ -35,7 +35,7 @@ from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
 
 _VECTORS = KV_CHUNK // LANES
 _ITEMS_A_THREAD = 4
-"""Tiles are bunched where that leaves so many items for each thread: an even load."""
+"""Tiles are bunched where that leaves this count of items for each thread: an even load."""
 
 _ARRAYS = 2
 """Count of arrays that a thread's room holds beside the running softmax, each from the start of a cache line on."""

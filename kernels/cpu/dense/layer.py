@@ -36,13 +36,13 @@ _few_pairs, _many_pairs = dots.multiply_few.part, dots.multiply.part
 _tiles = amx.multiply.part
 
 _PARTS = 16
-"""Rows are cut into so many pieces, so that scratch memory is allocated once a piece."""
+"""Count of pieces that rows are cut into: scratch memory is allocated once a piece."""
 
 _WORTH_SHARING = 1 << 12
 """Elements from which on a second thread is worth its while: it is awake."""
 
 _ROOMS = 12
-"""At most so many arrays lie in the room, each from a multiple of sixteen elements on."""
+"""The most arrays that lie in the room, each from a multiple of sixteen elements on."""
 
 _NO_SINKS = np.empty(0, np.float32)
 _NO_LSE = np.empty((0, 0), np.float32)
@@ -166,7 +166,7 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
         up = gate + whole_lines(rows * inner) * itemsize
         activated = up + whole_lines(rows * inner) * itemsize
         middle = activated + whole_lines(rows * inner) * itemsize
-        attended = q  # nobody reads the queries any more
+        attended = q  # the queries are not read any more
         _normed(threads, call.x, 0, 0, weights.first_norm, numbers.first_offset, numbers.first_eps, sizes, normed, kind)
         multiply(
             threads, normed, width, rows, width,

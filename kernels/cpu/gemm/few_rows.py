@@ -21,7 +21,7 @@ from samebit.kernels.cpu.gemm.many_rows_vectors import HALF, HALVES_ARE_FASTER, 
 from samebit.kernels.layout.grids import CACHE_LINE, LANES
 
 MOST_ROWS = HALF // 2 if HALVES_ARE_FASTER else ROWS[-1]
-"""Up to so many rows this kernel is the faster one: more fill a half vector of `many_rows`, where that is worth it."""
+"""The most rows for which this kernel is faster: more fill a half vector of `many_rows`, where that is worth it."""
 
 READING = 4
 """Count of rows whose products take the time of reading the weight."""

@@ -63,7 +63,7 @@ class Panel(NamedTuple):
 
 @inlined_part
 def width_of(rows: int) -> int:
-    """Return the lanes of a panel of so many rows: half vectors, or whole ones where a tile has no half."""
+    """Return the lanes of a panel of this count of rows: half vectors, or whole ones where a tile has no half."""
     halves = (rows + HALF - 1) // HALF * HALF
     return halves if VECTORS == 1 or halves < 2 * LANES else (rows + LANES - 1) // LANES * LANES
 

@@ -39,7 +39,7 @@ from samebit.kernels.layout.grids import LANES
 _, _PROCESSOR, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
 
 VECTORS = 4 if "+avx512f" in _FEATURES.split(",") else 1
-"""A tile covers so many vectors of rows: as many as leave its accumulators in registers."""
+"""Count of vectors of rows that a tile covers: as many as leave its accumulators in registers."""
 
 OUTPUTS = (6, 2, 1)
 """Counts of outputs that a tile may cover."""
@@ -51,10 +51,10 @@ HALVES_ARE_FASTER = VECTORS == 1 or _PROCESSOR == "znver4"
 """The processor multiplies 256 bits at a time, so that a half vector takes half of the time of a whole one."""
 
 NARROW = 2 * LANES if VECTORS > 1 else HALF
-"""Up to so many lanes a tile may cover more outputs, whose chains hide the latency of their products."""
+"""The most lanes of a tile that may cover more outputs, whose chains hide the latency of their products."""
 
 MANY_OUTPUTS = 8
-"""So many then."""
+"""Count of outputs of such a tile."""
 
 
 def widths() -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def widths() -> tuple[int, ...]:
 
 
 def halves_of(lanes: int) -> list[tuple[int, Any]]:
-    """Return the vectors that cover so many lanes: where each begins, and its type."""
+    """Return the vectors that cover these lanes: where each begins, and its type."""
     whole = [(lane, VECTOR) for lane in range(0, lanes // LANES * LANES, LANES)]
     return [*whole, (lanes - HALF, HALF_VECTOR)] if lanes % LANES else whole
 
