@@ -92,11 +92,11 @@ class Plan:
         found: list[tuple[nn.Module, Any]] = [(module, (bound.decoder_forward, facts)) for module in decoders]
         if self.wrapping is not None:
             found.append((self.wrapping, (wrapping_forward,)))
+        dense = self._dense_layers(model, parts, adapters is not None) if self.exact and self.family.pre_norm else {}
+        found += dense.items()
         if adapters is not None:
             layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-            found += [(layer, (layer_forward,)) for layer in layers]
-        elif self.exact and self.family.pre_norm:
-            found += self._dense_layers(model, parts)
+            found += [(layer, (layer_forward,)) for layer in layers if layer not in dense]
         if self.exact:
             head = model.get_submodule("lm_head")
             found.append((head, (head_forward, HeadFacts(self.family.epilogue, self.config))))
@@ -107,13 +107,13 @@ class Plan:
         found.append((model, (causal_forward(own, known=known and self.exact),)))
         return found
 
-    def _dense_layers(self, model: nn.Module, parts: dict[nn.Module, Any]) -> list[tuple[nn.Module, Any]]:
+    def _dense_layers(self, model: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> dict[nn.Module, Any]:
         """Return the decoder layers that a rollout may compute in one call; their class must be transformers' own."""
         kind = self.family.class_name("DecoderLayer")
         layers = [module for module in model.modules() if type(module).__name__ == kind]
         known = [layer for layer in layers if type(layer).__module__.startswith("transformers.")]
-        found = [(layer, facts_of(layer, parts)) for layer in known]
-        return [(layer, (dense_layer_forward, facts)) for layer, facts in found if facts is not None]
+        found = [(layer, facts_of(layer, parts, adapters)) for layer in known]
+        return {layer: (dense_layer_forward, facts) for layer, facts in found if facts is not None}
 
     def _is_decoder(self, module: nn.Module) -> bool:
         names = ("TextModel",) if self.family.wrapped else ("Model", "TextModel")

@@ -39,7 +39,7 @@ _LEAST_ROWS = 8
 _WIDTH = VECTORS * LANES
 """Outputs that are computed at a time."""
 
-_PRODUCTS = 64
+PRODUCTS = 64
 """Products that take the time of one element of a row-wise kernel."""
 
 _ROOM = 1 << 15
@@ -55,7 +55,7 @@ _TILE, _PAIR, _ = OUTPUTS
 _ZERO = np.float32(0.0)
 
 
-class _Matrices(NamedTuple):
+class Matrices(NamedTuple):
     """Holds what the kernel is told of the matrices.
 
     held: what the addresses point to. layers: of each the address of its first matrix (0 with a panel), rank, address
@@ -70,10 +70,17 @@ class _Matrices(NamedTuple):
     work: int
 
     @staticmethod
-    def of(terms: LowRanks) -> "_Matrices | None":
-        """Return that of float32 matrices; None of others."""
-        if any(term.down.dtype != torch.float32 for term in terms.each):
+    def of(terms: LowRanks) -> "Matrices | None":
+        """Return that of float32 matrices, worked out once; None of others."""
+        if not terms.in_float32:
             return None
+        if _KEY not in terms.worked_out:
+            terms.worked_out[_KEY] = Matrices._worked_out(terms)
+        found: Matrices = terms.worked_out[_KEY]
+        return found
+
+    @staticmethod
+    def _worked_out(terms: LowRanks) -> "Matrices":
         downs, ups = [term.down for term in terms.each], [term.up for term in terms.each]
         held = (
             (_panel(downs), *(_blocks(up) for up in ups))
@@ -88,7 +95,7 @@ class _Matrices(NamedTuple):
             fields += first, rank, second, outputs
             work += rank * (inputs + outputs)
         layers = (*fields, *(0,) * (MOST_LAYERS * _FIELDS - len(fields)))
-        return _Matrices(held, layers, panel, _scales(terms.each), work)
+        return Matrices(held, layers, panel, _scales(terms.each), work)
 
 
 def _panel(downs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -111,15 +118,13 @@ def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: LowRanks
     rows = with_unit_stride(x.reshape(-1, inputs))
     count = rows.size(0)
     results = [base.contiguous() for base in bases]
-    if _KEY not in terms.worked_out:
-        terms.worked_out[_KEY] = _Matrices.of(terms)
-    matrices: _Matrices | None = terms.worked_out[_KEY]
+    matrices = Matrices.of(terms)
     if matrices is None:
         _add_products_of_linear(results, rows, terms.each)
         return results
     addresses = [out.data_ptr() for out in results]
-    _add_terms(
-        count * matrices.work // _PRODUCTS,
+    add_terms(
+        count * matrices.work // PRODUCTS,
         rows.data_ptr(), rows.stride(0), count, inputs, matrices.layers, matrices.panel,
         matrices.scales, (*addresses, *(0,) * (MOST_LAYERS - len(addresses))), kind_of(x.dtype),
     )  # fmt: skip
@@ -143,7 +148,7 @@ def _add_to_rows(
     )
 
 
-_add_terms = SharedKernel(_add_to_rows)
+add_terms = SharedKernel(_add_to_rows)
 
 
 @kernel_part

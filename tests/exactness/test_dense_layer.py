@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from samebit.kernels import bind
 from samebit.kernels.binding.dense import layer as dense_layer
-from samebit.rollout import SamplingParams
+from samebit.rollout import RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
-from .families import DTYPES, bound_model, token_ids
+from .families import DTYPES, bound_model, make_model, token_ids
+from .lora import SMALLER, config_for, lora_config, make_peft
 
 PROMPTS = token_ids(1, 3, 65, 130)
 PARAMS = [
@@ -79,3 +81,43 @@ def test_a_layer_hears_of_its_own_hooks(layers_in_one_call: list[int]) -> None:
         run(model, PROMPTS[1:2], PARAMS[:1])
     assert len(heard) == PARAMS[0].max_tokens
     assert len(layers_in_one_call) == 2 * PARAMS[0].max_tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj", "down_proj"], None], ids=["some layers", "all layers"])
+def test_one_call_adds_an_adapter_as_the_modules_do(
+    targets: list[str] | None, dtype: torch.dtype, layers_in_one_call: list[int]
+) -> None:
+    config = config_for("Qwen3", 5) if targets is None else lora_config(17, target_modules=targets)
+    model = bind(make_peft("Qwen3", dtype, config))
+    at_once, _ = run(model, PROMPTS, PARAMS)
+    assert min(layers_in_one_call) == 1
+    assert max(layers_in_one_call) > 16
+    assert_matches_trainer(model, at_once, PARAMS)
+    layers_in_one_call.clear()
+    heard: list[str] = []
+    layers = "base_model.model.model.layers"
+    with listening(model, f"{layers}.0.mlp.up_proj", heard), listening(model, f"{layers}.1.self_attn", heard):
+        one_by_one, _ = run(model, PROMPTS, PARAMS)
+    assert not layers_in_one_call
+    assert_same_samples(one_by_one, at_once)
+
+
+def test_a_loaded_adapter_and_the_model_alone_are_one_call_each(layers_in_one_call: list[int]) -> None:
+    trainer = bind(make_peft("Qwen3"))
+    tensors = {key: tensor for key, tensor in trainer.state_dict().items() if ".default." in key}
+    adapted = SamplingParams(max_tokens=6, seed=1, ignore_eos=True, adapter="policy")
+    alone = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    with RolloutWorker(make_model("Qwen3", **SMALLER["Qwen3"])) as worker:
+        worker.load_adapter("policy", tensors, config=trainer.peft_config["default"])
+        through = worker.generate(PROMPTS[1:3], adapted)
+        assert len(layers_in_one_call) >= 2 * (adapted.max_tokens - 1)  # the first step finds out what to multiply
+        assert_matches_trainer(trainer, through, [adapted] * 2)
+        layers_in_one_call.clear()
+        base = worker.generate(PROMPTS[1:3], alone)
+        assert len(layers_in_one_call) >= 2 * alone.max_tokens
+        layers_in_one_call.clear()
+        mixed = worker.generate(PROMPTS[1:3], [adapted, alone])
+        assert_same_samples(mixed, [through[0], base[1]])
+    with trainer.disable_adapter():
+        assert_matches_trainer(trainer, base, [alone] * 2)

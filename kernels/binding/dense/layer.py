@@ -5,9 +5,10 @@ part computes stands in the facts that `bind` gave to its module; here they are 
 
 Invariants:
 
-* The modules decide: a hook on one of them, a forward that was replaced, an adapter in its place or for its rows, and
-  gradients bring back the class's own forward, which calls them one by one. Hooks of the layer itself are torch's.
-* Nothing of a module is kept: its parameters are looked up at each call.
+* The modules decide: a hook on one of them, a forward that was replaced, several adapters in one call, and gradients
+  bring back the class's own forward, which calls them one by one. Hooks of the layer itself are torch's.
+* Nothing of a module is kept: its parameters are looked up at each call. Those of an adapter that all rows go through
+  are in the sites that the modules' own calls made (`lora.forwards`), and are forgotten with them.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from samebit.kernels.binding.lora.forwards import linear_forward
+from samebit.kernels.binding.lora.forwards import LinearFacts, layer_forward, linear_forward, wrapped_forward
 from samebit.kernels.binding.modules import (
     AttentionFacts,
     MLPFacts,
@@ -28,7 +29,8 @@ from samebit.kernels.binding.modules import (
     rms_norm_forward,
 )
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.options import DenseOptions, DenseWeights
+from samebit.kernels.layout.lora.adapters import DenseTerms, PlacedTerms, Site, Sites
+from samebit.kernels.layout.options import DenseOptions, DenseWeights, Layer
 from samebit.kernels.ops.activation import SILU
 from samebit.kernels.ops.dense.layer import dense_layer
 from samebit.kernels.ops.linear import is_hooked, weight_and_bias
@@ -37,18 +39,26 @@ from samebit.kernels.ops.rope import RotaryTables
 
 @dataclass(frozen=True)
 class DenseLayerFacts:
-    """Holds what the layer's call needs to know beside its parameters; ``head_norms``: queries and keys have some."""
+    """Holds what the layer's call needs to know beside its parameters.
+
+    Attributes:
+        options: sizes and constants.
+        head_norms: queries and keys have norms.
+        adapters: of peft are in the model, so that the layer may be recomputed inside a context of its own.
+    """
 
     options: DenseOptions
     head_norms: bool
+    adapters: bool
 
 
-def facts_of(layer: nn.Module, parts: dict[nn.Module, Any]) -> DenseLayerFacts | None:
+def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> DenseLayerFacts | None:
     """Put together the facts of a layer's modules; None for one that is to call them one by one.
 
     Args:
         layer: as transformers has it, with ``self_attn``, ``mlp`` and the norm before each.
         parts: what `bind` gives to each module, its forward and its facts.
+        adapters: of peft are in the model.
     """
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     norms = [layer.get_submodule(name) for name in ("input_layernorm", "post_attention_layernorm")]
@@ -64,17 +74,23 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any]) -> DenseLayerFacts |
     if len(pairs) != 3:
         return None
     size = of_attention.head_dim
-    outputs, width = attention.get_parameter("q_proj.weight").shape
+    outputs, width = _weight(attention.get_submodule("q_proj"), parts).shape
     options = DenseOptions(
         of_attention.options,
         width,
         outputs // size,
         of_attention.kv_heads,
         size,
-        mlp.get_parameter("gate_proj.weight").shape[0],
+        _weight(mlp.get_submodule("gate_proj"), parts).shape[0],
         (pairs[0], pairs[1], pairs[2]),
     )
-    return DenseLayerFacts(options, of_attention.qk_norm == "head")
+    return DenseLayerFacts(options, of_attention.qk_norm == "head", adapters)
+
+
+def _weight(module: nn.Module, parts: dict[nn.Module, Any]) -> torch.Tensor:
+    facts = _facts(parts.get(module))
+    wrapped = isinstance(facts, LinearFacts) and facts.wrapped
+    return (module.get_submodule("base_layer") if wrapped else module).get_parameter("weight")
 
 
 def _facts(attached: Any) -> Any:
@@ -95,46 +111,97 @@ def dense_layer_forward(
     self: Any, hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
 ) -> Any:
     """Run the layer as one call, or its class's own forward."""
+    facts: DenseLayerFacts = self.samebit
     if isinstance(position_embeddings, RotaryTables) and _in_rollout(position_embeddings.context):
-        facts: DenseLayerFacts = self.samebit
-        weights = _weights(self, facts)
-        if weights is not None:
-            out = dense_layer(hidden_states, weights, position_embeddings, facts.options)
+        found = _weights(self, facts, position_embeddings.context)
+        if found is not None:
+            out = dense_layer(hidden_states, found[0], position_embeddings, facts.options, found[1])
             if out is not None:
                 return out
-    return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
+    own = layer_forward if facts.adapters else type(self).forward
+    return own(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
 
 
 def _in_rollout(context: ForwardContext) -> bool:
-    adapted = context.adapters is not None and bool(context.adapters.groups)
-    return context.pages is not None and not adapted and not torch.is_grad_enabled()
+    return context.pages is not None and not torch.is_grad_enabled()
 
 
-def _weights(layer: Any, facts: DenseLayerFacts) -> DenseWeights | None:
-    """Return the layer's parameters; None where a call of its modules does more than compute with them."""
+def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tuple[DenseWeights, DenseTerms] | None:
+    """Return the layer's parameters, and what the call's adapter adds; None where a call of its modules does more than
+    compute with them."""
     if torch_modules._has_any_global_hook():
         return None
     children = layer._modules
-    first, second = children["input_layernorm"], children["post_attention_layernorm"]
     attention, mlp = children["self_attn"], children["mlp"]
     of_attention, of_mlp = attention._modules, mlp._modules
-    linears = [of_attention[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    linears += [of_mlp[name] for name in ("gate_proj", "up_proj", "down_proj")]
-    norms = [first, second]
+    norms = [children["input_layernorm"], children["post_attention_layernorm"]]
     if facts.head_norms:
         norms += [of_attention["q_norm"], of_attention["k_norm"]]
     untouched = (
         _runs(attention, attention_forward)
         and _runs(mlp, mlp_forward)
         and all(_runs(norm, rms_norm_forward) for norm in norms)
-        and all(_runs(linear, linear_forward) and type(linear) is nn.Linear for linear in linears)
     )
     if not untouched:
         return None
-    q, k, v, o, gate, up, down = map(weight_and_bias, linears)
+    groups = (
+        (of_attention["q_proj"], of_attention["k_proj"], of_attention["v_proj"]),
+        (of_attention["o_proj"],),
+        (of_mlp["gate_proj"], of_mlp["up_proj"]),
+        (of_mlp["down_proj"],),
+    )
+    linears = _linears(groups, context)
+    if linears is None:
+        return None
+    ((q, k, v), (o,), (gate, up), (down,)), terms = linears
     of_norms = [norm._parameters["weight"] for norm in norms]
     of_heads = of_norms[2:] or (None, None)
-    return DenseWeights._make((of_norms[0], *q, *k, *v, *of_heads, *o, of_norms[1], *gate, *up, *down))
+    weights = DenseWeights._make((of_norms[0], *q, *k, *v, *of_heads, *o, of_norms[1], *gate, *up, *down))
+    return weights, terms
+
+
+_Groups = tuple[tuple[Any, ...], ...]
+"""Lists the linear layers of a decoder layer, those of one input together."""
+
+_Linears = tuple[list[tuple[Layer, ...]], DenseTerms]
+
+
+def _linears(groups: _Groups, context: ForwardContext) -> _Linears | None:
+    """Return weights and biases of the groups' layers, and the terms of the adapter; None where a hook could tell, or
+    where its sites are not there yet."""
+    adapters = context.adapters
+    if adapters is not None and adapters.groups:
+        return None if adapters.sites is None else _linears_of_sites(groups, adapters.sites)
+    if not all(_only_multiplies(module) for modules in groups for module in modules):
+        return None
+    return [tuple(weight_and_bias(_multiplied(module)) for module in modules) for modules in groups], DenseTerms()
+
+
+def _linears_of_sites(groups: _Groups, sites: Sites) -> _Linears | None:
+    found = [sites.get(modules) for modules in groups]
+    known = [site for site in found if site is not None and not any(site.hooks)]
+    if len(known) < len(groups):
+        return None
+    return [site.layers for site in known], DenseTerms(*map(_placed, known))
+
+
+def _placed(site: Site) -> PlacedTerms | None:
+    return None if site.terms is None else (site.places, site.terms)
+
+
+def _only_multiplies(module: Any) -> bool:
+    """Return whether a call of this linear layer, without an adapter, is a product with its weight and nothing else."""
+    base = _multiplied(module)
+    plain = type(base) is nn.Linear and _runs(base, linear_forward)
+    return plain and (module is base or _runs(module, wrapped_forward))
+
+
+def _multiplied(module: Any) -> nn.Module:
+    """Return the module that has the weight: the one that peft has wrapped, or the module itself."""
+    facts = vars(module).get("samebit")
+    wrapped = isinstance(facts, LinearFacts) and facts.wrapped
+    multiplied: nn.Module = module._modules["base_layer"] if wrapped else module
+    return multiplied
 
 
 def _runs(module: Any, forward: Any) -> bool:

@@ -23,9 +23,12 @@ from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm import amx, amx_tiles, dots, dots_vectors, few_rows, many_rows
+from samebit.kernels.cpu.gemm.layers import MOST_LAYERS
+from samebit.kernels.cpu.low_rank import PRODUCTS, Matrices, add_terms
 from samebit.kernels.cpu.norm import rms_norm_row
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES
+from samebit.kernels.layout.lora.adapters import DenseTerms, PlacedTerms
 from samebit.kernels.layout.options import DenseOptions, DenseWeights
 from samebit.kernels.openmp import num_threads
 
@@ -34,6 +37,7 @@ _silu = silu_rows.part
 _few, _many = few_rows.multiply.part, many_rows.multiply.part
 _few_pairs, _many_pairs = dots.multiply_few.part, dots.multiply.part
 _tiles = amx.multiply.part
+_add_terms = add_terms.part
 
 _PARTS = 16
 """Count of pieces that rows are cut into: scratch memory is allocated once a piece."""
@@ -43,6 +47,9 @@ _WORTH_SHARING = 1 << 12
 
 _ROOMS = 12
 """The most arrays that lie in the room, each from a multiple of sixteen elements on."""
+
+_NO_TERMS = ((0,) * 12, 0, (0.0,) * MOST_LAYERS, (0,) * MOST_LAYERS, 0)
+"""Stands for what an adapter does not add: `Terms` as a kernel takes them."""
 
 _NO_SINKS = np.empty(0, np.float32)
 _NO_LSE = np.empty((0, 0), np.float32)
@@ -105,6 +112,17 @@ class Call(NamedTuple):
     room: int
 
 
+class Terms(NamedTuple):
+    """Holds what an adapter adds to layers that share an input: `low_rank.Matrices`, the places of their layers, and
+    products a row; without products nothing is added."""
+
+    layers: Any
+    panel: int
+    scales: Any
+    places: Any
+    work: int
+
+
 @inlined_part
 def _shared(work: int, threads: int) -> int:
     return threads if work >= _WORTH_SHARING else 1
@@ -143,15 +161,33 @@ def _normed(
     )  # fmt: skip
 
 
-def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
-    """Make the layer from a product of up to three layers of one input."""
+@kernel_part
+def _add_nothing(threads: int, x: int, rows: int, inputs: int, terms: Any, outs: Any, kind: Any) -> None:
+    """Add what no adapter adds."""
+
+
+@kernel_part
+def _add_adapter(threads: int, x: int, rows: int, inputs: int, terms: Any, outs: Any, kind: Any) -> None:
+    """Add the terms of an adapter to the results ``outs`` of up to three layers."""
+    group = Terms(*terms)
+    if group.work > 0:
+        first, second, third = group.places
+        _add_terms(
+            _shared(rows * group.work // PRODUCTS, threads), x, inputs, rows, inputs, group.layers, group.panel,
+            group.scales, (outs[first], outs[second], outs[third]), kind,
+        )  # fmt: skip
+
+
+def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Callable[..., None]:
+    """Make the layer from a product of up to three layers of one input, and what adds an adapter's terms to it."""
 
     @kernel_part
     def layer(
-        threads: int, given: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
-    ) -> None:
-        """Compute the layer; ``given``: `Call`, `Weights`, `Sizes` and `Numbers`; ``layout``: blocks and offsets of
-        rows, then what `attention.forward` reads."""
+        threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any,
+        kind: Any,
+    ) -> None:  # fmt: skip
+        """Compute the layer; ``given``: `Call`, `Weights`, `Sizes` and `Numbers`; ``terms``: four `Terms`; ``layout``:
+        blocks and offsets of rows, then what `attention.forward` reads."""
         call, weights, sizes, numbers = Call(*given[0]), Weights(*given[1]), Sizes(*given[2]), Numbers(*given[3])
         blocks, offsets, sequences, block_tables, tiles, bunches = layout
         rows, width, inner, dim = sizes.rows, sizes.width, sizes.inner, sizes.head_dim
@@ -173,6 +209,7 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
             (weights.q, weights.q_bias, heads, q, weights.k, weights.k_bias, kv_heads, k, weights.v, weights.v_bias,
              kv_heads, v), kind,
         )  # fmt: skip
+        add(threads, normed, rows, width, terms[0], (q, k, v), kind)
         _rotate_and_write(
             threads, (q, k, v, call.cos, call.sin, pages.ctypes.data, rotated),
             (rows, sizes.heads, sizes.kv_heads, dim, sizes.angles, sizes.block_size),
@@ -185,6 +222,7 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
             threads, attended, heads, rows, heads,
             (weights.o, weights.o_bias, width, normed, no, no, no, no, no, no, no, no), kind,
         )  # fmt: skip
+        add(threads, attended, rows, heads, terms[1], (normed, no, no), kind)
         _normed(
             threads, call.x, normed, middle, weights.second_norm, numbers.second_offset, numbers.second_eps, sizes,
             normed, kind,
@@ -194,11 +232,13 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
             (weights.gate, weights.gate_bias, inner, gate, weights.up, weights.up_bias, inner, up, no, no, no, no),
             kind,
         )  # fmt: skip
+        add(threads, normed, rows, width, terms[2], (gate, up, no), kind)
         _silu(_shared(rows * inner, threads), gate, up, kind, rows, inner, inner, inner, activated)
         multiply(
             threads, activated, inner, rows, inner,
             (weights.down, weights.down_bias, width, normed, no, no, no, no, no, no, no, no), kind,
         )  # fmt: skip
+        add(threads, activated, rows, inner, terms[3], (normed, no, no), kind)
         _normed(threads, middle, normed, call.out, 0, numbers.first_offset, numbers.first_eps, sizes, normed, kind)
 
     made: Callable[..., None] = layer
@@ -226,38 +266,78 @@ def _product_by_tiles(threads: int, x: int, stride: int, rows: int, inputs: int,
     _tiles(threads, x, stride, rows, inputs, layers)
 
 
-_layer = _with_product(_product)
-_layer_by_pairs = _with_product(_product_of_pairs)
-_layer_by_tiles = _with_product(_product_by_tiles)
+_layer = _with_product(_product, _add_nothing)
+_layer_by_pairs = _with_product(_product_of_pairs, _add_nothing)
+_layer_by_tiles = _with_product(_product_by_tiles, _add_nothing)
+_adapted = _with_product(_product, _add_adapter)
+_adapted_by_pairs = _with_product(_product_of_pairs, _add_adapter)
+_adapted_by_tiles = _with_product(_product_by_tiles, _add_adapter)
 
 
-def _run(threads: int, given: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any) -> None:
+def _run(
+    threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
+) -> None:
     """Compute a layer, multiplying in float32."""
-    _layer(threads, given, pages, layout, scales, no_sinks, no_lse, kind)
+    _layer(threads, given, terms, pages, layout, scales, no_sinks, no_lse, kind)
 
 
 def _run_by_pairs(
-    threads: int, given: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
+    threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
 ) -> None:
     """Compute a layer in bfloat16, multiplying in pairs of inputs."""
-    _layer_by_pairs(threads, given, pages, layout, scales, no_sinks, no_lse, kind)
+    _layer_by_pairs(threads, given, terms, pages, layout, scales, no_sinks, no_lse, kind)
 
 
 def _run_by_tiles(
-    threads: int, given: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
+    threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
 ) -> None:
     """Compute a layer in bfloat16, multiplying with tile instructions."""
-    _layer_by_tiles(threads, given, pages, layout, scales, no_sinks, no_lse, kind)
+    _layer_by_tiles(threads, given, terms, pages, layout, scales, no_sinks, no_lse, kind)
 
 
-_rows_of_layer = compile_kernel(_run)
-_rows_of_layer_by_pairs = compile_kernel(_run_by_pairs)
-_rows_of_layer_by_tiles = compile_kernel(_run_by_tiles)
+def _run_adapted(
+    threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
+) -> None:
+    """Compute a layer with an adapter, multiplying in float32."""
+    _adapted(threads, given, terms, pages, layout, scales, no_sinks, no_lse, kind)
+
+
+def _run_adapted_by_pairs(
+    threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
+) -> None:
+    """Compute a layer with an adapter in bfloat16, multiplying in pairs of inputs."""
+    _adapted_by_pairs(threads, given, terms, pages, layout, scales, no_sinks, no_lse, kind)
+
+
+def _run_adapted_by_tiles(
+    threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
+) -> None:
+    """Compute a layer with an adapter in bfloat16, multiplying with tile instructions."""
+    _adapted_by_tiles(threads, given, terms, pages, layout, scales, no_sinks, no_lse, kind)
+
+
+class _Kernels(NamedTuple):
+    """Holds the kernels of a layer by what multiplies in them."""
+
+    plain: Callable[..., None]
+    by_pairs: Callable[..., None]
+    by_tiles: Callable[..., None]
+
+    def of(self, dtype: torch.dtype) -> Callable[..., None]:
+        if dtype != torch.bfloat16:
+            return self.plain
+        if amx_tiles.available():
+            return self.by_tiles
+        return self.by_pairs if dots_vectors.available() else self.plain
+
+
+_kernels = _Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
+_adapted_kernels = _Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles)))
 
 
 def dense_layer(
     x: torch.Tensor, weights: DenseWeights, angles: tuple[torch.Tensor, torch.Tensor], context: ForwardContext,
-    options: DenseOptions,
+    options: DenseOptions, terms: DenseTerms,
 ) -> torch.Tensor:  # fmt: skip
     """Implement `dispatch.dense_layer_of`."""
     if context.pages is None:
@@ -274,18 +354,27 @@ def dense_layer(
         (x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), room.data_ptr()),
         tuple(0 if weight is None else weight.data_ptr() for weight in weights), sizes, options.numbers,
     )  # fmt: skip
-    kernel = _rows_of_layer
-    if x.dtype == torch.bfloat16 and amx_tiles.available():
-        kernel = _rows_of_layer_by_tiles
-    elif x.dtype == torch.bfloat16 and dots_vectors.available():
-        kernel = _rows_of_layer_by_pairs
+    groups = tuple(map(_terms_of, terms))
+    kernels = _kernels if all(group is _NO_TERMS for group in groups) else _adapted_kernels
     layout = (
         *context.blocks_and_offsets, context.layout.numpy(), context.block_tables, context.tiles, context.bunches
     )  # fmt: skip
-    kernel(
-        num_threads(), given, array(pages), layout, options.scales, _NO_SINKS, _NO_LSE, kind_of(x.dtype)
+    kernels.of(x.dtype)(
+        num_threads(), given, groups, array(pages), layout, options.scales, _NO_SINKS, _NO_LSE, kind_of(x.dtype)
     )  # fmt: skip
     return out
+
+
+def _terms_of(placed: PlacedTerms | None) -> tuple[Any, ...]:
+    """Return `Terms` as a kernel takes them; ``placed`` has float32 matrices."""
+    if placed is None:
+        return _NO_TERMS
+    places, terms = placed
+    matrices = Matrices.of(terms)
+    if matrices is None:
+        raise TypeError("an adapter's matrices are not float32; allowed in a layer's one call: torch.float32")
+    padded = (*places, *(0,) * (MOST_LAYERS - len(places)))
+    return matrices.layers, matrices.panel, matrices.scales, padded, matrices.work
 
 
 def _room(context: ForwardContext, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -53,6 +53,24 @@ class LowRanks:
     fixed: bool = False
     worked_out: dict[str, Any] = field(default_factory=dict)
 
+    @cached_property
+    def in_float32(self) -> bool:
+        """Return whether all matrices are float32."""
+        return all(term.down.dtype is torch.float32 for term in self.each)
+
+
+PlacedTerms = tuple[tuple[int, ...], LowRanks]
+"""Names what is added to some of the layers that share an input: their places among these, and the terms."""
+
+
+class DenseTerms(NamedTuple):
+    """Holds what an adapter adds to the linear layers of a decoder layer; None for nothing."""
+
+    qkv: PlacedTerms | None = None
+    o: PlacedTerms | None = None
+    gate_up: PlacedTerms | None = None
+    down: PlacedTerms | None = None
+
 
 @dataclass(frozen=True, eq=False)
 class Delta:

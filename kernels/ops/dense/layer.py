@@ -7,24 +7,27 @@ call, or what is given does not fit it, there is no result, and the modules are 
 import torch
 
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.lora.adapters import DenseTerms
 from samebit.kernels.layout.options import DenseOptions, DenseWeights
 from samebit.kernels.ops.dispatch import dense_layer_of
 from samebit.kernels.ops.rope import RotaryTables
 
 
 def dense_layer(
-    x: torch.Tensor, weights: DenseWeights, tables: RotaryTables, options: DenseOptions
+    x: torch.Tensor, weights: DenseWeights, tables: RotaryTables, options: DenseOptions, terms: DenseTerms
 ) -> torch.Tensor | None:
     """Return what the layer makes of ``x``: ``[..., W]`` for the T rows of the tables' context, whose pages it writes
-    to and reads; or None."""
+    to and reads; or None. ``terms``: of the adapter that all rows go through, which fit the weights."""
     kernel = dense_layer_of(x)
     context = tables.context
     if kernel is None or context.pages is None or not context.covers_all_rows or torch.is_grad_enabled():
         return None
     pages = context.pages[options.attention.layer]
+    if any(placed is not None and not placed[1].in_float32 for placed in terms):
+        return None
     if not (_fits(x, weights, tables, options) and _pages_fit(pages, x.dtype, options, context)):
         return None
-    return kernel(x, weights, (tables.cos, tables.sin), context, options)
+    return kernel(x, weights, (tables.cos, tables.sin), context, options, terms)
 
 
 def _fits(x: torch.Tensor, weights: DenseWeights, tables: RotaryTables, options: DenseOptions) -> bool:
