@@ -150,7 +150,7 @@ def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tup
         (of_mlp["gate_proj"], of_mlp["up_proj"]),
         (of_mlp["down_proj"],),
     )
-    linears = _linears(groups, context)
+    linears = _linears(groups, context, facts.adapters)
     if linears is None:
         return None
     ((q, k, v), (o,), (gate, up), (down,)), terms = linears
@@ -166,13 +166,13 @@ _Groups = tuple[tuple[Any, ...], ...]
 _Linears = tuple[list[tuple[Layer, ...]], DenseTerms]
 
 
-def _linears(groups: _Groups, context: ForwardContext) -> _Linears | None:
-    """Return weights and biases of the groups' layers, and the terms of the adapter; None where a hook could tell, or
-    where its sites are not there yet."""
+def _linears(groups: _Groups, context: ForwardContext, wrapped: bool) -> _Linears | None:
+    """Return weights and biases of the groups' layers, and the terms of the adapter; None where a hook could tell,
+    where its sites are not there yet, or where a model that peft has ``wrapped`` is called without a choice."""
     adapters = context.adapters
     if adapters is not None and adapters.groups:
         return None if adapters.sites is None else _linears_of_sites(groups, adapters.sites)
-    if not all(_only_multiplies(module) for modules in groups for module in modules):
+    if (adapters is None and wrapped) or not all(_only_multiplies(module) for modules in groups for module in modules):
         return None
     return [tuple(weight_and_bias(_multiplied(module)) for module in modules) for modules in groups], DenseTerms()
 
