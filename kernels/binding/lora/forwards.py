@@ -106,7 +106,7 @@ def wrapped_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def projections(x: torch.Tensor, modules: tuple[nn.Module, ...]) -> list[torch.Tensor]:
-    """Make each module's own call on the same ``x``, or one call of all where nobody could tell: the same bits.
+    """Make each module's own call on the same ``x``, or one call of all where no hook could tell: the same bits.
 
     Args:
         x: ``[..., K]``.

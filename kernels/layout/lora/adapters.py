@@ -126,7 +126,7 @@ class Site:
         layers: weights and biases.
         places: of the layers that the adapter changes.
         terms: what it adds to these; None for nothing.
-        hooks: where all modules concerned keep who listens to their calls; while one is not empty, call them.
+        hooks: where all modules concerned keep the hooks of their calls; while one is not empty, call them.
     """
 
     layers: tuple[Layer, ...]
@@ -200,7 +200,7 @@ class RowAdapters:
     names go through the model alone.
 
     Attributes:
-        kept: what earlier calls with the same weights have kept; None where nobody would say that they change.
+        kept: what earlier calls with the same weights have kept; None where changes are not announced.
         sites: of the adapter that all rows go through, as long as the weights stay; None where there are several.
     """
 
