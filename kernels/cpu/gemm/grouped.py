@@ -3,9 +3,10 @@
 Invariant: a row is multiplied by the code that multiplies it in a linear layer, so it has the same bits. Which rows are
 beside it, in its panel or in its group, enters nowhere, nor do the threads.
 
-A thread has a share of the outputs, the same of every group, and with more threads than outputs are for, a share of the
-rows: an even load, whatever the sizes of the groups. A weight that has inputs before outputs is turned over in scratch,
-a block of outputs at a time. G groups, P rows, K inputs, N outputs.
+Where groups have few rows, a thread has a share of the outputs, the same of every group, and with more threads than
+outputs are for, a share of the rows: an even load, whatever the sizes of the groups. Where they have many, it has a
+share of the rows: a panel is prepared by one thread alone. A weight that has inputs before outputs is turned over in
+scratch, a block of outputs at a time. G groups, P rows, K inputs, N outputs.
 """
 
 from collections.abc import Callable
@@ -31,6 +32,9 @@ _TILE = 48
 _LEAST_SHARE = 64
 """Outputs below which a thread would spend its time on the rows it has to prepare for them."""
 
+_MANY_ROWS = PANEL_ROWS // 2
+"""Rows a group, in the mean, from which on preparing them takes longer than reading the weights evenly saves."""
+
 TURNED = 240
 """Outputs of a weight that are turned over at a time."""
 
@@ -55,10 +59,12 @@ class Product(NamedTuple):
 
 
 @inlined_part
-def _parts(outputs: int, threads: int) -> int:
+def _parts(product: Product, threads: int) -> int:
     """Return how many parts the outputs are shared out into, of equally many threads each."""
+    if longs(product.offsets, product.groups + 1)[product.groups] >= product.groups * _MANY_ROWS:
+        return 1
     parts = threads
-    while threads % parts or (parts > 1 and outputs < parts * _LEAST_SHARE):
+    while threads % parts or (parts > 1 and product.outputs < parts * _LEAST_SHARE):
         parts -= 1
     return parts
 
@@ -176,19 +182,19 @@ _multiply_share_by_tiles = _with_rows(multiply_rows_by_tiles)
 
 def _multiply(threads: int, product: Product, kind: Any) -> None:
     """Multiply each group's rows with its weight, in float32 or widened to it."""
-    parts = _parts(product.outputs, threads)
+    parts = _parts(product, threads)
     share_out(_multiply_share, threads, threads, (product, parts, threads // parts, kind))
 
 
 def _multiply_by_pairs(threads: int, product: Product, kind: Any) -> None:
     """Do so in bfloat16 in pairs of inputs."""
-    parts = _parts(product.outputs, threads)
+    parts = _parts(product, threads)
     share_out(_multiply_share_by_pairs, threads, threads, (product, parts, threads // parts, kind))
 
 
 def _multiply_by_tiles(threads: int, product: Product, kind: Any) -> None:
     """Do so in bfloat16 with tile instructions."""
-    parts = _parts(product.outputs, threads)
+    parts = _parts(product, threads)
     share_out(_multiply_share_by_tiles, threads, threads, (product, parts, threads // parts, kind))
 
 
