@@ -83,7 +83,7 @@ def _convolve(threads: int, tensors: Any, sizes: Any, layout: Any, memory: Any, 
     )  # fmt: skip
 
 
-_convolve_rows = SharedKernel(_convolve)
+convolve_rows = SharedKernel(_convolve)
 
 
 @kernel_part
@@ -192,7 +192,7 @@ def conv_forward(
         if captures:
             captured = context.captured.data_ptr()
             kept = context.states.checkpoints[layer].window.data_ptr()
-    _convolve_rows(
+    convolve_rows(
         x.numel() * taps, (x.data_ptr(), x.stride(0), weight.data_ptr(), bias.data_ptr(), out.data_ptr()),
         (rows, width, taps), (context.layout.data_ptr(), len(context.lengths)), (grid, windows, block_windows),
         (captured, captures, kept), (kind_of(x.dtype), kind_of(weight.dtype), kind_of(bias.dtype)),

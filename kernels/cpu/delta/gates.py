@@ -64,7 +64,7 @@ def _gates_of(a: Any, b: Any, a_log: Any, bias: Any, scale: Any, decay: Any, bet
         beta[h] = sigmoid(widen(b[h])) * scale
 
 
-_gates_rows = SharedKernel(_gates)
+gates_of_rows = SharedKernel(_gates)
 
 
 def gates(
@@ -79,5 +79,5 @@ def gates(
         beta.data_ptr(),
     )  # fmt: skip
     sizes = rows, heads, a.shape[1] // heads
-    _gates_rows(a.numel(), tensors, sizes, np.float32(scale), kind_of(a.dtype))
+    gates_of_rows(a.numel(), tensors, sizes, np.float32(scale), kind_of(a.dtype))
     return decay, beta
