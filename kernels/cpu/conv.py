@@ -6,7 +6,7 @@ come from: the rows of this call or the window of those before it. Inputs before
 T tokens, S sequences, W channels, K taps.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,38 +24,66 @@ _PARTS = 16
 """Count of pieces that rows are cut into: scratch memory is allocated once a piece."""
 
 
-def _convolve(
-    threads: int, x_at: int, stride: int, weight_at: int, bias_at: int, rows: int, width: int, taps: int,
-    layout_at: int, sequences: int, grid: int, windows_at: int, block_windows_at: int, captures_at: int,
-    num_captures: int, captured_at: int, out_at: int, kind: Any, weight_kind: Any, bias_kind: Any,
-) -> None:  # fmt: skip
-    """Convolve all rows, then move the windows on; takes addresses, sizes and strides.
+class Inputs(NamedTuple):
+    """Holds what is convolved, flat: x and its stride; ``filters [K + 1, W]``, the taps and the bias behind them."""
 
-    ``layout``: first row, length, start and slot, each of all sequences; rows of none are left as they are. ``grid``:
-    the window as of the last multiple of this count is kept in ``block_windows``; 0 for a call without memory.
-    ``captures``: (sequence, position, checkpoint).
+    x: Any
+    stride: int
+    filters: Any
+
+
+class Layout(NamedTuple):
+    """Holds first row, length, start and slot, each of all sequences, in ``of``; rows of none are left as they are."""
+
+    of: Any
+    sequences: int
+
+
+class Windows(NamedTuple):
+    """Holds the last inputs of each slot, and those as of the last multiple of ``grid``; 0 for a call without."""
+
+    grid: int
+    now: Any
+    of_block: Any
+
+
+def _convolve(threads: int, tensors: Any, sizes: Any, layout: Any, memory: Any, captures: Any, kinds: Any) -> None:
+    """Convolve all rows, then move the windows on; addresses and numbers come in plain tuples, which cost a call less
+    than named ones.
+
+    Args:
+        threads: take shares of the rows.
+        tensors: addresses of x and its stride, of weight, bias and out.
+        sizes: T, W and K.
+        layout: address of what `Layout` holds; number of sequences.
+        memory: the grid of `Windows`, addresses of the windows now and of a block.
+        captures: address of (sequence, position, checkpoint) of each, their number, address of the checkpoints.
+        kinds: numbers of the types of x, weight and bias.
     """
+    x_at, stride, weight_at, bias_at, out_at = tensors
+    rows, width, taps = sizes
+    kind, weight_kind, bias_kind = kinds
+    layout_at, sequences = layout
+    grid, now_at, of_block_at = memory
+    captures_at, num_captures, captured_at = captures
     filters = np.empty((taps + 1, width), np.float32)
     _spread(elements(weight_at, width * taps, weight_kind), filters)
     _spread(elements(bias_at, width, bias_kind), filters[taps:])
-    x, windows = elements(x_at, NO_END, kind), elements(windows_at, NO_END, kind)
-    layout, parts = integers(layout_at, 4 * sequences), min(_PARTS, rows)
+    inputs = Inputs(elements(x_at, NO_END, kind), stride, filters)
+    rows_of = Layout(integers(layout_at, 4 * sequences), sequences)
+    windows = Windows(grid, elements(now_at, NO_END, kind), elements(of_block_at, NO_END, kind))
+    parts = min(_PARTS, rows)
     share_out(
         _conv_rows, parts, threads,
-        (
-            parts, x, stride, filters, rows, layout, sequences, windows, elements(out_at, rows * width, kind),
-        ),
+        (parts, inputs, rows, rows_of, windows.now, elements(out_at, rows * width, kind)),
     )  # fmt: skip
     share_out(
         _move_windows, sequences if grid else 0, threads,
-        (
-            x, stride, width, taps - 1, layout, sequences, grid, windows, elements(block_windows_at, NO_END, kind),
-            integers(captures_at, 3 * num_captures), elements(captured_at, NO_END, kind),
-        ),
+        (inputs, rows_of, windows, integers(captures_at, 3 * num_captures), elements(captured_at, NO_END, kind)),
     )  # fmt: skip
 
 
-_convolve_rows = SharedKernel(_convolve)
+convolve_rows = SharedKernel(_convolve)
 
 
 @kernel_part
@@ -69,27 +97,24 @@ def _spread(weight: Any, filters: Any) -> None:
 
 
 @kernel_part
-def _conv_rows(
-    part: int, parts: int, x: Any, stride: int, filters: Any, rows: int, layout: Any, sequences: int, windows: Any,
-    out: Any,
-) -> None:  # fmt: skip
-    width = filters.shape[1]
+def _conv_rows(part: int, parts: int, inputs: Any, rows: int, layout: Any, now: Any, out: Any) -> None:
+    width = inputs.filters.shape[1]
+    of, sequences = layout
     acc = np.empty(width, np.float32)
     first, last = rows * part // parts, rows * (part + 1) // parts
     for sequence in range(sequences):
-        begin, start, slot = layout[sequence], layout[2 * sequences + sequence], layout[3 * sequences + sequence]
-        for row in range(max(first, begin), min(last, begin + layout[sequences + sequence])):
-            _conv_row(x, stride, filters, row, row - begin, start, slot, windows, acc)
+        begin, start, slot = of[sequence], of[2 * sequences + sequence], of[3 * sequences + sequence]
+        for row in range(max(first, begin), min(last, begin + of[sequences + sequence])):
+            _conv_row(inputs, row, row - begin, start, slot, now, acc)
             result = out[row * width : (row + 1) * width]
             for c in range(width):
                 result[c] = narrow(acc[c] * sigmoid(acc[c]), result[c])
 
 
 @inlined_part
-def _conv_row(
-    x: Any, stride: int, filters: Any, row: int, within: int, start: int, slot: int, windows: Any, acc: Any
-) -> None:
+def _conv_row(inputs: Any, row: int, within: int, start: int, slot: int, windows: Any, acc: Any) -> None:
     """Compute the row before its activation, in ``acc``."""
+    x, stride, filters = inputs
     taps, width = filters.shape[0] - 1, len(acc)
     for c in range(width):
         acc[c] = filters[taps, c]
@@ -110,13 +135,14 @@ def _add(weight: Any, source: Any, acc: Any) -> None:
 
 
 @kernel_part
-def _move_windows(
-    sequence: int, x: Any, stride: int, width: int, size: int, layout: Any, sequences: int, grid: int, windows: Any,
-    block_windows: Any, captures: Any, captured: Any,
-) -> None:  # fmt: skip
+def _move_windows(sequence: int, inputs: Any, layout: Any, memory: Any, captures: Any, captured: Any) -> None:
     """Keep the inputs before a call's end, before its last block boundary, and where captures want them."""
-    row, length = layout[sequence], layout[sequences + sequence]
-    start, slot = layout[2 * sequences + sequence], layout[3 * sequences + sequence]
+    x, stride, filters = inputs
+    of, sequences = layout
+    grid, windows, block_windows = memory
+    width, size = filters.shape[1], filters.shape[0] - 2
+    row, length = of[sequence], of[sequences + sequence]
+    start, slot = of[2 * sequences + sequence], of[3 * sequences + sequence]
     held = size * width
     window = windows[slot * held : (slot + 1) * held]
     for c in range(0, len(captures), 3):
@@ -166,10 +192,10 @@ def conv_forward(
         if captures:
             captured = context.captured.data_ptr()
             kept = context.states.checkpoints[layer].window.data_ptr()
-    _convolve_rows(
-        x.numel() * taps, x.data_ptr(), x.stride(0), weight.data_ptr(), bias.data_ptr(), rows, width, taps,
-        context.layout.data_ptr(), len(context.lengths), grid, windows, block_windows,
-        captured, captures, kept, out.data_ptr(), kind_of(x.dtype), kind_of(weight.dtype), kind_of(bias.dtype),
+    convolve_rows(
+        x.numel() * taps, (x.data_ptr(), x.stride(0), weight.data_ptr(), bias.data_ptr(), out.data_ptr()),
+        (rows, width, taps), (context.layout.data_ptr(), len(context.lengths)), (grid, windows, block_windows),
+        (captured, captures, kept), (kind_of(x.dtype), kind_of(weight.dtype), kind_of(bias.dtype)),
     )  # fmt: skip
     return out, saved
 

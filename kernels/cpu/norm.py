@@ -166,7 +166,7 @@ def _gated_rms_norm_group(
 
 _rms_norm_rows = SharedKernel(_rms_norm)
 _layer_norm_rows = SharedKernel(_layer_norm)
-_gated_rms_norm_rows = SharedKernel(_gated_rms_norm)
+gated_rms_norm_rows = SharedKernel(_gated_rms_norm)
 
 
 def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, Saved]:
@@ -241,7 +241,7 @@ def gated_rms_norm_forward(
     """Implement `Operations.gated_rms_norm_forward`."""
     dense, gates, factors = x.contiguous(), with_unit_stride(gate), weight.contiguous()
     out = torch.empty_like(dense)
-    _gated_rms_norm_rows(
+    gated_rms_norm_rows(
         x.numel(), (dense.data_ptr(), gates.data_ptr(), factors.data_ptr(), out.data_ptr()), gates.stride(0),
         (*x.shape, options.groups, len(factors)), np.float32(options.eps), options.gate_first, options.sigmoid,
         kind_of(x.dtype), kind_of(weight.dtype),

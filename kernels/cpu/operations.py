@@ -5,6 +5,7 @@ from samebit.kernels.cpu.attention.operation import attention_backward, attentio
 from samebit.kernels.cpu.conv import conv_backward, conv_forward
 from samebit.kernels.cpu.delta.gates import gates
 from samebit.kernels.cpu.delta.gradients import delta_rule_backward
+from samebit.kernels.cpu.delta.mixer import delta_mixer
 from samebit.kernels.cpu.delta.operation import delta_rule
 from samebit.kernels.cpu.dense.layer import dense_layer
 from samebit.kernels.cpu.experts.operation import experts_backward, experts_forward
@@ -43,6 +44,7 @@ __all__ = [
     "choose_keys",
     "conv_backward",
     "conv_forward",
+    "delta_mixer",
     "delta_rule",
     "delta_rule_backward",
     "dense_layer",

@@ -257,6 +257,55 @@ class DeltaOptions:
         return 2 * self.key_heads * self.key_dim + self.inner
 
 
+class MixerWeights(NamedTuple):
+    """Holds the parameters of a Gated DeltaNet layer, contiguous: biases None where there are none."""
+
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    gate: torch.Tensor
+    gate_bias: torch.Tensor | None
+    b: torch.Tensor
+    b_bias: torch.Tensor | None
+    a: torch.Tensor
+    a_bias: torch.Tensor | None
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    taps: torch.Tensor
+    norm: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+
+@dataclass(frozen=True)
+class MixerOptions:
+    """Tells one whole Gated DeltaNet layer from another: its rule, its norm, hidden size, taps, and the most of beta.
+
+    The norm's weight is that of one head, which all heads share.
+    """
+
+    rule: DeltaOptions
+    norm: GatedNormOptions
+    width: int
+    taps: int
+    beta_scale: float
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of `MixerWeights`, in its order."""
+        rule, width, taps = self.rule, self.width, self.taps
+        heads = (rule.value_heads,)
+        return (
+            (rule.width, width), (rule.width,), (rule.inner, width), (rule.inner,), (*heads, width), heads,
+            (*heads, width), heads, (width, rule.inner), (width,), (rule.width, 1, taps), (rule.value_dim,), heads,
+            heads,
+        )  # fmt: skip
+
+    @cached_property
+    def numbers(self) -> tuple[np.float32, bool, np.float32]:
+        """Return the norm's eps, whether its gate is a sigmoid, and the most of beta as a kernel takes them."""
+        return np.float32(self.norm.eps), self.norm.sigmoid, np.float32(self.beta_scale)
+
+
 @dataclass(frozen=True)
 class RoutingOptions:
     """Says how a router makes weights of its logits, and how many experts it chooses for a row.

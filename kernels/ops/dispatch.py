@@ -252,6 +252,11 @@ def dense_layer_of(tensor: Tensor) -> Callable[..., Tensor] | None:
     return None if device.on_gpu(tensor) else cpu.dense_layer
 
 
+def delta_mixer_of(tensor: Tensor) -> Callable[..., Tensor] | None:
+    """Return what computes a whole Gated DeltaNet layer where the tensor is; None for a GPU, likewise."""
+    return None if device.on_gpu(tensor) else cpu.delta_mixer
+
+
 @cache
 def _gpu() -> Operations:
     from samebit.kernels.triton import operations

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_modules
 
 from samebit.kernels.binding.delta.family import DeltaFamily
+from samebit.kernels.binding.dense.untouched import multiplied, only_multiplies
 from samebit.kernels.binding.lora.forwards import projections
-from samebit.kernels.layout.forward_context import recurrent_layout_of
-from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions
+from samebit.kernels.layout.forward_context import ForwardContext, recurrent_layout_of
+from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions, MixerOptions, MixerWeights
 from samebit.kernels.ops.conv import causal_conv
 from samebit.kernels.ops.delta.gates import gates
+from samebit.kernels.ops.delta.mixer import delta_mixer
 from samebit.kernels.ops.delta.rule import delta_rule
+from samebit.kernels.ops.linear import weight_and_bias
 from samebit.kernels.ops.norm import gated_rms_norm
 
 
@@ -29,6 +33,7 @@ class DeltaFacts:
         convolutions: the names of its convolutions: one, or those of q, k and v.
         norm: the gated norm's options; its weight is that of one head.
         beta_scale: beta is at most this.
+        one_call: of a layer that a rollout may compute in one call.
     """
 
     family: DeltaFamily
@@ -36,6 +41,7 @@ class DeltaFacts:
     convolutions: tuple[str, ...]
     norm: GatedNormOptions
     beta_scale: float
+    one_call: MixerOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,11 @@ def delta_forward(
     """
     facts: DeltaFacts = self.samebit
     context = recurrent_layout_of(attention_mask)
-    x = _projections(self, facts, hidden_states.reshape(-1, hidden_states.shape[-1]))
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    whole = _in_one_call(self, facts, rows, context)
+    if whole is not None:
+        return whole.view(hidden_states.shape)
+    x = _projections(self, facts, rows)
     taps = [self.get_submodule(name).weight for name in facts.convolutions]
     qkv = causal_conv(x.qkv, taps[0] if len(taps) == 1 else torch.cat(taps), None, context, facts.options.layer)
     owner = self.forget_gate if facts.family.by_channel else self
@@ -69,6 +79,24 @@ def delta_forward(
     weight = self.get_submodule(facts.family.norm).weight
     out: torch.Tensor = self.get_submodule(facts.family.out)(gated_rms_norm(y, x.gate, weight, facts.norm))
     return out.view(hidden_states.shape)
+
+
+def _in_one_call(self: Any, facts: DeltaFacts, x: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
+    """Compute the layer by one call where no hook or adapter could tell; None where its parts are to be called."""
+    if facts.one_call is None or context.states is None or torch.is_grad_enabled():
+        return None
+    children = self._modules
+    linears = [children[name] for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", facts.family.out)]
+    bases = [multiplied(module) for module in linears]
+    alone = bases == linears if context.adapters is None else not context.adapters.groups
+    if not (alone and all(map(only_multiplies, linears))) or torch_modules._has_any_global_hook():
+        return None
+    parameters = self._parameters
+    a_log, dt_bias = (parameters[name].float() for name in ("A_log", "dt_bias"))
+    taps, norm = (children[name]._parameters["weight"] for name in (facts.convolutions[0], facts.family.norm))
+    layers = [part for base in bases for part in weight_and_bias(base)]
+    weights = MixerWeights._make((*layers, taps, norm, a_log, dt_bias))
+    return delta_mixer(x, weights, context, facts.one_call)
 
 
 def _projections(self: Any, facts: DeltaFacts, x: torch.Tensor) -> Projected:

@@ -9,7 +9,7 @@ from torch import nn
 from samebit.kernels.binding.delta.family import DeltaFamily
 from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
 from samebit.kernels.binding.families import BindingError
-from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions
+from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions, MixerOptions
 from samebit.kernels.layout.states.delta import DeltaShape
 from samebit.kernels.layout.states.memory import StateLayout
 
@@ -57,21 +57,20 @@ class DeltaPlan:
         self.shapes.append(shape)
         self._leave_to_the_layer(name, module, (*convolutions, self.family.norm))
         negative = self.family.negative_eigenvalues
-        facts = DeltaFacts(
-            family=self.family,
-            options=DeltaOptions(
-                layer=len(self.shapes) - 1,
-                chunk=self.chunk,
-                key_heads=shape.key_heads,
-                value_heads=shape.value_heads,
-                key_dim=shape.key_dim,
-                value_dim=shape.value_dim,
-                by_channel=shape.by_channel,
-            ),
-            convolutions=convolutions,
-            norm=norm,
-            beta_scale=2.0 if negative and self.config.to_dict()[negative] else 1.0,
+        options = DeltaOptions(
+            layer=len(self.shapes) - 1,
+            chunk=self.chunk,
+            key_heads=shape.key_heads,
+            value_heads=shape.value_heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            by_channel=shape.by_channel,
         )
+        beta_scale = 2.0 if negative and self.config.to_dict()[negative] else 1.0
+        one_call = None
+        if self.family.projections == "joined":
+            one_call = MixerOptions(options, norm, attributes["hidden_size"], taps, beta_scale)
+        facts = DeltaFacts(self.family, options, convolutions, norm, beta_scale, one_call)
         return delta_forward, facts
 
     def _check_sizes(self, name: str, shape: DeltaShape) -> None:

@@ -12,14 +12,14 @@ Invariants:
 """
 
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from samebit.kernels.binding.lora.forwards import LinearFacts, layer_forward, linear_forward, wrapped_forward
+from samebit.kernels.binding.dense.untouched import multiplied, only_multiplies, runs
+from samebit.kernels.binding.lora.forwards import LinearFacts, layer_forward
 from samebit.kernels.binding.modules import (
     AttentionFacts,
     MLPFacts,
@@ -33,7 +33,7 @@ from samebit.kernels.layout.lora.adapters import DenseTerms, PlacedTerms, Site, 
 from samebit.kernels.layout.options import DenseOptions, DenseWeights, Layer
 from samebit.kernels.ops.activation import SILU
 from samebit.kernels.ops.dense.layer import dense_layer
-from samebit.kernels.ops.linear import is_hooked, weight_and_bias
+from samebit.kernels.ops.linear import weight_and_bias
 from samebit.kernels.ops.rope import RotaryTables
 
 
@@ -138,9 +138,9 @@ def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tup
     if facts.head_norms:
         norms += [of_attention["q_norm"], of_attention["k_norm"]]
     untouched = (
-        _runs(attention, attention_forward)
-        and _runs(mlp, mlp_forward)
-        and all(_runs(norm, rms_norm_forward) for norm in norms)
+        runs(attention, attention_forward)
+        and runs(mlp, mlp_forward)
+        and all(runs(norm, rms_norm_forward) for norm in norms)
     )
     if not untouched:
         return None
@@ -172,9 +172,9 @@ def _linears(groups: _Groups, context: ForwardContext, wrapped: bool) -> _Linear
     adapters = context.adapters
     if adapters is not None and adapters.groups:
         return None if adapters.sites is None else _linears_of_sites(groups, adapters.sites)
-    if (adapters is None and wrapped) or not all(_only_multiplies(module) for modules in groups for module in modules):
+    if (adapters is None and wrapped) or not all(only_multiplies(module) for modules in groups for module in modules):
         return None
-    return [tuple(weight_and_bias(_multiplied(module)) for module in modules) for modules in groups], DenseTerms()
+    return [tuple(weight_and_bias(multiplied(module)) for module in modules) for modules in groups], DenseTerms()
 
 
 def _linears_of_sites(groups: _Groups, sites: Sites) -> _Linears | None:
@@ -187,24 +187,3 @@ def _linears_of_sites(groups: _Groups, sites: Sites) -> _Linears | None:
 
 def _placed(site: Site) -> PlacedTerms | None:
     return None if site.terms is None else (site.places, site.terms)
-
-
-def _only_multiplies(module: Any) -> bool:
-    """Return whether a call of this linear layer, without an adapter, is a product with its weight and nothing else."""
-    base = _multiplied(module)
-    plain = type(base) is nn.Linear and _runs(base, linear_forward)
-    return plain and (module is base or _runs(module, wrapped_forward))
-
-
-def _multiplied(module: Any) -> nn.Module:
-    """Return the module that has the weight: the one that peft has wrapped, or the module itself."""
-    facts = vars(module).get("samebit")
-    wrapped = isinstance(facts, LinearFacts) and facts.wrapped
-    multiplied: nn.Module = module._modules["base_layer"] if wrapped else module
-    return multiplied
-
-
-def _runs(module: Any, forward: Any) -> bool:
-    """Return whether a call of the module is the forward that `bind` gave it, and no hook listens."""
-    own = module.__dict__.get("forward")
-    return isinstance(own, MethodType) and own.__func__ is forward and not is_hooked(module)

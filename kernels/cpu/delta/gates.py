@@ -3,7 +3,7 @@
 T tokens, H value heads, each with its channels that decay (1: the head decays as a whole).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,28 +15,35 @@ from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 
 
-def _gates(
-    threads: int, a_at: int, a_stride: int, b_at: int, b_stride: int, a_log_at: int, bias_at: int, scale: Any,
-    rows: int, heads: int, channels: int, decay_at: int, beta_at: int, kind: Any,
-) -> None:  # fmt: skip
-    share_out(
-        _gates_row, rows, threads,
-        (a_at, a_stride, b_at, b_stride, a_log_at, bias_at, scale, rows, heads, channels, decay_at, beta_at, kind),
-    )  # fmt: skip
+class Tensors(NamedTuple):
+    """Holds the addresses of what is read and written, and the strides of a and b."""
+
+    a: int
+    a_stride: int
+    b: int
+    b_stride: int
+    a_log: int
+    bias: int
+    decay: int
+    beta: int
+
+
+def _gates(threads: int, tensors: Any, sizes: Any, scale: Any, kind: Any) -> None:
+    """Compute the gates of all rows; ``tensors``: `Tensors` as a plain tuple; ``sizes``: T, H, channels of a head."""
+    share_out(_gates_row, sizes[0], threads, (Tensors(*tensors), sizes, scale, kind))
 
 
 @kernel_part
-def _gates_row(
-    row: int, a_at: int, a_stride: int, b_at: int, b_stride: int, a_log_at: int, bias_at: int, scale: Any, rows: int,
-    heads: int, channels: int, decay_at: int, beta_at: int, kind: Any,
-) -> None:  # fmt: skip
-    a, b = elements(a_at, NO_END, kind), elements(b_at, NO_END, kind)
-    a_log, bias = floats(a_log_at, heads), floats(bias_at, heads * channels)
+def _gates_row(row: int, tensors: Any, sizes: Any, scale: Any, kind: Any) -> None:
+    rows, heads, channels = sizes
+    a, b = elements(tensors.a, NO_END, kind), elements(tensors.b, NO_END, kind)
+    a_log, bias = floats(tensors.a_log, heads), floats(tensors.bias, heads * channels)
     wide = heads * channels
-    decay, beta = floats(decay_at, rows * wide), floats(beta_at, rows * heads)
+    decay, beta = floats(tensors.decay, rows * wide), floats(tensors.beta, rows * heads)
     place = np.int64(row)
     _gates_of(
-        a[place * a_stride : place * a_stride + wide], b[place * b_stride : place * b_stride + heads], a_log, bias,
+        a[place * tensors.a_stride : place * tensors.a_stride + wide],
+        b[place * tensors.b_stride : place * tensors.b_stride + heads], a_log, bias,
         scale, decay[place * wide : (place + 1) * wide], beta[place * heads : (place + 1) * heads],
     )  # fmt: skip
 
@@ -57,7 +64,7 @@ def _gates_of(a: Any, b: Any, a_log: Any, bias: Any, scale: Any, decay: Any, bet
         beta[h] = sigmoid(widen(b[h])) * scale
 
 
-_gates_rows = SharedKernel(_gates)
+gates_of_rows = SharedKernel(_gates)
 
 
 def gates(
@@ -67,8 +74,10 @@ def gates(
     rows, heads = b.shape
     a, b, a_log, bias = with_unit_stride(a), with_unit_stride(b), a_log.contiguous(), bias.contiguous()
     decay, beta = torch.empty(a.shape), torch.empty(b.shape)
-    _gates_rows(
-        a.numel(), a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0), a_log.data_ptr(), bias.data_ptr(),
-        np.float32(scale), rows, heads, a.shape[1] // heads, decay.data_ptr(), beta.data_ptr(), kind_of(a.dtype),
+    tensors = (
+        a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0), a_log.data_ptr(), bias.data_ptr(), decay.data_ptr(),
+        beta.data_ptr(),
     )  # fmt: skip
+    sizes = rows, heads, a.shape[1] // heads
+    gates_of_rows(a.numel(), tensors, sizes, np.float32(scale), kind_of(a.dtype))
     return decay, beta

@@ -22,7 +22,7 @@ from samebit.kernels.cpu.base.memory import elements, kind_of, pointer, whole_li
 from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.gemm import amx, amx_tiles, dots, dots_vectors, few_rows, many_rows
+from samebit.kernels.cpu.dense.products import Kernels, product, product_by_tiles, product_of_pairs, shared
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS
 from samebit.kernels.cpu.low_rank import PRODUCTS, Matrices, add_terms
 from samebit.kernels.cpu.norm import rms_norm_row
@@ -34,16 +34,10 @@ from samebit.kernels.openmp import num_threads
 
 _rotate_and_write = rotate_and_write.part
 _silu = silu_rows.part
-_few, _many = few_rows.multiply.part, many_rows.multiply.part
-_few_pairs, _many_pairs = dots.multiply_few.part, dots.multiply.part
-_tiles = amx.multiply.part
 _add_terms = add_terms.part
 
 _PARTS = 16
 """Count of pieces that rows are cut into: scratch memory is allocated once a piece."""
-
-_WORTH_SHARING = 1 << 12
-"""Elements from which on a second thread is worth its while: it is awake."""
 
 _ROOMS = 12
 """The most arrays that lie in the room, each from a multiple of sixteen elements on."""
@@ -123,11 +117,6 @@ class Terms(NamedTuple):
     work: int
 
 
-@inlined_part
-def _shared(work: int, threads: int) -> int:
-    return threads if work >= _WORTH_SHARING else 1
-
-
 @kernel_part
 def _norm_part(
     part: int, x_at: int, added_at: int, total_at: int, weight_at: int, offset: Any, eps: Any, rows: int, width: int,
@@ -156,7 +145,7 @@ def _normed(
     out_at: int, kind: Any,
 ) -> None:  # fmt: skip
     share_out(
-        _norm_part, _PARTS, _shared(sizes.rows * sizes.width, threads),
+        _norm_part, _PARTS, shared(sizes.rows * sizes.width, threads),
         (x_at, added_at, total_at, weight_at, offset, eps, sizes.rows, sizes.width, out_at, kind),
     )  # fmt: skip
 
@@ -173,7 +162,7 @@ def _add_adapter(threads: int, x: int, rows: int, inputs: int, terms: Any, outs:
     if group.work > 0:
         first, second, third = group.places
         _add_terms(
-            _shared(rows * group.work // PRODUCTS, threads), x, inputs, rows, inputs, group.layers, group.panel,
+            shared(rows * group.work // PRODUCTS, threads), x, inputs, rows, inputs, group.layers, group.panel,
             group.scales, (outs[first], outs[second], outs[third]), kind,
         )  # fmt: skip
 
@@ -233,7 +222,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
             kind,
         )  # fmt: skip
         add(threads, normed, rows, width, terms[2], (gate, up, no), kind)
-        _silu(_shared(rows * inner, threads), gate, up, kind, rows, inner, inner, inner, activated)
+        _silu(shared(rows * inner, threads), gate, up, kind, rows, inner, inner, inner, activated)
         multiply(
             threads, activated, inner, rows, inner,
             (weights.down, weights.down_bias, width, normed, no, no, no, no, no, no, no, no), kind,
@@ -245,33 +234,12 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
     return made
 
 
-@kernel_part
-def _product(threads: int, x: int, stride: int, rows: int, inputs: int, layers: Any, kind: Any) -> None:
-    if rows <= few_rows.MOST_ROWS:
-        _few(threads, x, stride, rows, inputs, layers, kind)
-    else:
-        _many(threads, x, stride, rows, inputs, layers, kind)
-
-
-@kernel_part
-def _product_of_pairs(threads: int, x: int, stride: int, rows: int, inputs: int, layers: Any, kind: Any) -> None:
-    if rows <= dots.MOST_ROWS:
-        _few_pairs(threads, x, stride, rows, inputs, layers)
-    else:
-        _many_pairs(threads, x, stride, rows, inputs, layers)
-
-
-@kernel_part
-def _product_by_tiles(threads: int, x: int, stride: int, rows: int, inputs: int, layers: Any, kind: Any) -> None:
-    _tiles(threads, x, stride, rows, inputs, layers)
-
-
-_layer = _with_product(_product, _add_nothing)
-_layer_by_pairs = _with_product(_product_of_pairs, _add_nothing)
-_layer_by_tiles = _with_product(_product_by_tiles, _add_nothing)
-_adapted = _with_product(_product, _add_adapter)
-_adapted_by_pairs = _with_product(_product_of_pairs, _add_adapter)
-_adapted_by_tiles = _with_product(_product_by_tiles, _add_adapter)
+_layer = _with_product(product, _add_nothing)
+_layer_by_pairs = _with_product(product_of_pairs, _add_nothing)
+_layer_by_tiles = _with_product(product_by_tiles, _add_nothing)
+_adapted = _with_product(product, _add_adapter)
+_adapted_by_pairs = _with_product(product_of_pairs, _add_adapter)
+_adapted_by_tiles = _with_product(product_by_tiles, _add_adapter)
 
 
 def _run(
@@ -316,23 +284,8 @@ def _run_adapted_by_tiles(
     _adapted_by_tiles(threads, given, terms, pages, layout, scales, no_sinks, no_lse, kind)
 
 
-class _Kernels(NamedTuple):
-    """Holds the kernels of a layer by what multiplies in them."""
-
-    plain: Callable[..., None]
-    by_pairs: Callable[..., None]
-    by_tiles: Callable[..., None]
-
-    def of(self, dtype: torch.dtype) -> Callable[..., None]:
-        if dtype != torch.bfloat16:
-            return self.plain
-        if amx_tiles.available():
-            return self.by_tiles
-        return self.by_pairs if dots_vectors.available() else self.plain
-
-
-_kernels = _Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
-_adapted_kernels = _Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles)))
+_kernels = Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
+_adapted_kernels = Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles)))
 
 
 def dense_layer(

@@ -1,0 +1,30 @@
+"""Find out whether a call of a module does what `bind` gave it and no more: then its parameters are all that it is."""
+
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward, wrapped_forward
+from samebit.kernels.ops.linear import is_hooked
+
+
+def only_multiplies(module: Any) -> bool:
+    """Return whether a call of this linear layer, without an adapter, is a product with its weight and nothing else."""
+    base = multiplied(module)
+    plain = type(base) is nn.Linear and runs(base, linear_forward)
+    return plain and (module is base or runs(module, wrapped_forward))
+
+
+def multiplied(module: Any) -> nn.Module:
+    """Return the module that has the weight: the one that peft has wrapped, or the module itself."""
+    facts = vars(module).get("samebit")
+    wrapped = isinstance(facts, LinearFacts) and facts.wrapped
+    multiplied: nn.Module = module._modules["base_layer"] if wrapped else module
+    return multiplied
+
+
+def runs(module: Any, forward: Any) -> bool:
+    """Return whether a call of the module is the forward that `bind` gave it, and no hook listens."""
+    own = module.__dict__.get("forward")
+    return isinstance(own, MethodType) and own.__func__ is forward and not is_hooked(module)

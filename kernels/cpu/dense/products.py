@@ -1,0 +1,66 @@
+"""Multiply inside of a kernel that computes several operations in one call, and choose it by what multiplies.
+
+There is one kernel for each way to multiply: the way is the processor's and the dtype's, and as a part each costs
+compilation. T rows.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.gemm import amx, amx_tiles, dots, dots_vectors, few_rows, many_rows
+
+_few, _many = few_rows.multiply.part, many_rows.multiply.part
+_few_pairs, _many_pairs = dots.multiply_few.part, dots.multiply.part
+_tiles = amx.multiply.part
+
+_WORTH_SHARING = 1 << 12
+"""Elements from which on a second thread is worth its while: it is awake."""
+
+
+@inlined_part
+def shared(work: int, threads: int) -> int:
+    """Return how many threads take shares of ``work`` elements."""
+    return threads if work >= _WORTH_SHARING else 1
+
+
+@kernel_part
+def product(threads: int, x: int, stride: int, rows: int, inputs: int, layers: Any, kind: Any) -> None:
+    """Multiply T rows with up to three layers (`gemm.layers`) in float32."""
+    if rows <= few_rows.MOST_ROWS:
+        _few(threads, x, stride, rows, inputs, layers, kind)
+    else:
+        _many(threads, x, stride, rows, inputs, layers, kind)
+
+
+@kernel_part
+def product_of_pairs(threads: int, x: int, stride: int, rows: int, inputs: int, layers: Any, kind: Any) -> None:
+    """Multiply in bfloat16, in pairs of inputs."""
+    if rows <= dots.MOST_ROWS:
+        _few_pairs(threads, x, stride, rows, inputs, layers)
+    else:
+        _many_pairs(threads, x, stride, rows, inputs, layers)
+
+
+@kernel_part
+def product_by_tiles(threads: int, x: int, stride: int, rows: int, inputs: int, layers: Any, kind: Any) -> None:
+    """Multiply in bfloat16 with tile instructions."""
+    _tiles(threads, x, stride, rows, inputs, layers)
+
+
+class Kernels(NamedTuple):
+    """Holds the kernels of a layer by what multiplies in them."""
+
+    plain: Callable[..., None]
+    by_pairs: Callable[..., None]
+    by_tiles: Callable[..., None]
+
+    def of(self, dtype: torch.dtype) -> Callable[..., None]:
+        """Return the kernel for elements of this type, on this processor."""
+        if dtype != torch.bfloat16:
+            return self.plain
+        if amx_tiles.available():
+            return self.by_tiles
+        return self.by_pairs if dots_vectors.available() else self.plain
