@@ -46,26 +46,20 @@ class HeadNorms(NamedTuple):
 
 
 class DenseWeights(NamedTuple):
-    """Holds the parameters of a decoder layer, all of one dtype, contiguous; None for what it does not have."""
+    """Holds the parameters of a decoder layer, all of one dtype, contiguous: the norms before attention and before the
+    MLP, those of queries and keys or None, and the linear layers, those of one input together."""
 
-    first_norm: torch.Tensor
-    q: torch.Tensor
-    q_bias: torch.Tensor | None
-    k: torch.Tensor
-    k_bias: torch.Tensor | None
-    v: torch.Tensor
-    v_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    o: torch.Tensor
-    o_bias: torch.Tensor | None
-    second_norm: torch.Tensor
-    gate: torch.Tensor
-    gate_bias: torch.Tensor | None
-    up: torch.Tensor
-    up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    norms: tuple[torch.Tensor, torch.Tensor]
+    head_norms: tuple[torch.Tensor | None, torch.Tensor | None]
+    qkv: tuple[Layer, Layer, Layer]
+    o: tuple[Layer]
+    gate_up: tuple[Layer, Layer]
+    down: tuple[Layer]
+
+    def flat(self) -> tuple[torch.Tensor | None, ...]:
+        """Return them one by one; None for what the layer does not have."""
+        (q, k, v), (o,), (gate, up), (down,) = self.qkv, self.o, self.gate_up, self.down
+        return (*self.norms, *self.head_norms, *q, *k, *v, *o, *gate, *up, *down)
 
 
 @dataclass(frozen=True)
@@ -97,14 +91,14 @@ class DenseOptions:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of `DenseWeights`, in its order."""
+        """Return the shapes of `DenseWeights.flat`."""
         heads, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         width, inner = self.width, self.inner
         of_heads = (self.head_dim,)
         return (
-            (width,), (heads, width), (heads,), (keys, width), (keys,), (keys, width), (keys,), of_heads, of_heads,
-            (width, heads), (width,), (width,), (inner, width), (inner,), (inner, width), (inner,), (width, inner),
-            (width,),
+            (width,), (width,), of_heads, of_heads,
+            (heads, width), (heads,), (keys, width), (keys,), (keys, width), (keys,), (width, heads), (width,),
+            (inner, width), (inner,), (inner, width), (inner,), (width, inner), (width,),
         )  # fmt: skip
 
     @cached_property

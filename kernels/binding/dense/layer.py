@@ -153,10 +153,9 @@ def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tup
     linears = _linears(groups, context, facts.adapters)
     if linears is None:
         return None
-    ((q, k, v), (o,), (gate, up), (down,)), terms = linears
-    of_norms = [norm._parameters["weight"] for norm in norms]
-    of_heads = of_norms[2:] or (None, None)
-    weights = DenseWeights._make((of_norms[0], *q, *k, *v, *of_heads, *o, of_norms[1], *gate, *up, *down))
+    layers, terms = linears
+    first, second, *of_heads = [norm._parameters["weight"] for norm in norms]
+    weights = DenseWeights._make(((first, second), of_heads or (None, None), *layers))
     return weights, terms
 
 

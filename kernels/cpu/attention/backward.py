@@ -64,7 +64,7 @@ def _backward(
     share = (items + threads - 1) // threads
     share_out(
         _backward_head, share * threads, threads,
-        (share, threads, q, pages, sequences, block_tables, scales, out, lse, grad, grad_q, grad_kv, deltas),
+        (share, threads, q, pages, sequences, block_tables, scales, (out, lse, grad), (grad_q, grad_kv, deltas)),
     )  # fmt: skip
 
 
@@ -73,13 +73,16 @@ backward = compile_kernel(_backward)
 
 @kernel_part
 def _backward_head(
-    slot: int, share: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, scales: Any, out: Any,
-    lse: Any, grad: Any, grad_q: Any, grad_kv: Any, deltas: Any,
+    slot: int, share: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, scales: Any,
+    given: Any, results: Any,
 ) -> None:  # fmt: skip
     """Compute the gradients of one sequence's keys and values of a KV head, and of the queries that read them.
 
-    Threads take items in turns, each the next ``share`` slots; a slot may have none.
+    Threads take items in turns, each the next ``share`` slots; a slot may have none. ``given``: ``out``, ``lse`` and
+    ``grad``; ``results``: ``grad_q``, ``grad_kv`` and ``deltas``.
     """
+    out, lse, grad = given
+    grad_q, grad_kv, deltas = results
     kv_heads, head_dim = pages.shape[1], q.shape[2]
     item = slot % share * threads + slot // share
     if item >= sequences.shape[1] * kv_heads:

@@ -68,7 +68,7 @@ def _attend(
     size = whole_lines(size_of_running(rows, head_dim, head_dim) + 8 * _VECTORS + copied + _ARRAYS * LANES)
     share_out(
         _attend_items, threads, threads,
-        (threads, q, pages, sequences, block_tables, tiles, bunches, together, rows, scales, sinks, out, lse,
+        (threads, q, pages, sequences, block_tables, (tiles, bunches, together, rows), scales, sinks, (out, lse),
          scratch(threads * size), size),
     )  # fmt: skip
 
@@ -92,15 +92,18 @@ attend_part = kernel_part(_attend)
 
 @kernel_part
 def _attend_items(
-    thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, bunches: Any,
-    together: bool, rows: int, scales: Any, sinks: Any, out: Any, lse: Any, rooms: Any, size: int,
+    thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, work: Any, scales: Any,
+    sinks: Any, results: Any, rooms: Any, size: int,
 ) -> None:  # fmt: skip
-    """Attend for every ``threads``-th item from ``thread`` on.
+    """Attend for every ``threads``-th item from ``thread`` on; ``work``: tiles, their bunches, whether those are the
+    items, and the most rows of one; ``results``: ``out`` and ``lse``.
 
     What is kept meanwhile lies in its room of ``size``, as arrays over its address: reading arrays that count their
     references from a named tuple counts each time, which made a decode step a quarter slower. The caller holds
     ``rooms``.
     """
+    tiles, bunches, together, rows = work
+    out, lse = results
     kv_heads, head_dim = pages.shape[1], q.shape[2]
     shape = Shape(kv_heads, q.shape[1] // kv_heads, head_dim, head_dim, pages.shape[3] // head_dim)
     softmax = Softmax(scales[0], scales[1], scales[2])

@@ -63,26 +63,21 @@ class Sizes(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Holds the addresses of a layer's parameters; 0 for a bias, or norms of heads, that it does not have."""
+    """Holds the addresses of a layer's parameters as `DenseWeights` groups them, of linear layers weight and bias in
+    turn; 0 for a bias, or norms of heads, that it does not have."""
 
-    first_norm: int
-    q: int
-    q_bias: int
-    k: int
-    k_bias: int
-    v: int
-    v_bias: int
-    q_norm: int
-    k_norm: int
-    o: int
-    o_bias: int
-    second_norm: int
-    gate: int
-    gate_bias: int
-    up: int
-    up_bias: int
-    down: int
-    down_bias: int
+    norms: Any
+    head_norms: Any
+    qkv: Any
+    o: Any
+    gate_up: Any
+    down: Any
+
+    @staticmethod
+    def given(weights: DenseWeights) -> tuple[tuple[int, ...], ...]:
+        """Return them as a kernel takes them."""
+        found = tuple(0 if weight is None else weight.data_ptr() for weight in weights.flat())
+        return found[:2], found[2:4], found[4:10], found[10:12], found[12:16], found[16:]
 
 
 class Numbers(NamedTuple):
@@ -181,6 +176,10 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         blocks, offsets, sequences, block_tables, tiles, bunches = layout
         rows, width, inner, dim = sizes.rows, sizes.width, sizes.inner, sizes.head_dim
         heads, kv_heads = sizes.heads * dim, sizes.kv_heads * dim
+        first_norm, second_norm = weights.norms
+        q_norm, k_norm = weights.head_norms
+        q_weight, q_bias, k_weight, k_bias, v_weight, v_bias = weights.qkv
+        gate_weight, gate_bias, up_weight, up_bias = weights.gate_up
         itemsize, no = pages.itemsize, np.int64(0)
         normed = call.room
         q = normed + whole_lines(rows * width) * itemsize
@@ -192,40 +191,38 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         activated = up + whole_lines(rows * inner) * itemsize
         middle = activated + whole_lines(rows * inner) * itemsize
         attended = q  # the queries are not read any more
-        _normed(threads, call.x, 0, 0, weights.first_norm, numbers.first_offset, numbers.first_eps, sizes, normed, kind)
+        _normed(threads, call.x, 0, 0, first_norm, numbers.first_offset, numbers.first_eps, sizes, normed, kind)
         multiply(
             threads, normed, width, rows, width,
-            (weights.q, weights.q_bias, heads, q, weights.k, weights.k_bias, kv_heads, k, weights.v, weights.v_bias,
-             kv_heads, v), kind,
+            (q_weight, q_bias, heads, q, k_weight, k_bias, kv_heads, k, v_weight, v_bias, kv_heads, v), kind,
         )  # fmt: skip
         add(threads, normed, rows, width, terms[0], (q, k, v), kind)
         _rotate_and_write(
             threads, (q, k, v, call.cos, call.sin, pages.ctypes.data, rotated),
             (rows, sizes.heads, sizes.kv_heads, dim, sizes.angles, sizes.block_size),
-            (weights.q_norm, kind, weights.k_norm, kind, numbers.head_offset, numbers.head_eps), blocks, offsets, kind,
+            (q_norm, kind, k_norm, kind, numbers.head_offset, numbers.head_eps), blocks, offsets, kind,
         )  # fmt: skip
         queries = carray(pointer(rotated, kind), (rows, sizes.heads, dim))
         result = carray(pointer(attended, kind), (rows, sizes.heads, dim))
         attend_part(queries, pages, sequences, block_tables, tiles, bunches, scales, no_sinks, result, no_lse, threads)
         multiply(
             threads, attended, heads, rows, heads,
-            (weights.o, weights.o_bias, width, normed, no, no, no, no, no, no, no, no), kind,
+            (weights.o[0], weights.o[1], width, normed, no, no, no, no, no, no, no, no), kind,
         )  # fmt: skip
         add(threads, attended, rows, heads, terms[1], (normed, no, no), kind)
         _normed(
-            threads, call.x, normed, middle, weights.second_norm, numbers.second_offset, numbers.second_eps, sizes,
+            threads, call.x, normed, middle, second_norm, numbers.second_offset, numbers.second_eps, sizes,
             normed, kind,
         )  # fmt: skip
         multiply(
             threads, normed, width, rows, width,
-            (weights.gate, weights.gate_bias, inner, gate, weights.up, weights.up_bias, inner, up, no, no, no, no),
-            kind,
+            (gate_weight, gate_bias, inner, gate, up_weight, up_bias, inner, up, no, no, no, no), kind,
         )  # fmt: skip
         add(threads, normed, rows, width, terms[2], (gate, up, no), kind)
         _silu(shared(rows * inner, threads), gate, up, kind, rows, inner, inner, inner, activated)
         multiply(
             threads, activated, inner, rows, inner,
-            (weights.down, weights.down_bias, width, normed, no, no, no, no, no, no, no, no), kind,
+            (weights.down[0], weights.down[1], width, normed, no, no, no, no, no, no, no, no), kind,
         )  # fmt: skip
         add(threads, activated, rows, inner, terms[3], (normed, no, no), kind)
         _normed(threads, middle, normed, call.out, 0, numbers.first_offset, numbers.first_eps, sizes, normed, kind)
@@ -305,7 +302,7 @@ def dense_layer(
     room = _room(context, sizes, x.dtype)
     given = (
         (x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), room.data_ptr()),
-        tuple(0 if weight is None else weight.data_ptr() for weight in weights), sizes, options.numbers,
+        Weights.given(weights), sizes, options.numbers,
     )  # fmt: skip
     groups = tuple(map(_terms_of, terms))
     kernels = _kernels if all(group is _NO_TERMS for group in groups) else _adapted_kernels

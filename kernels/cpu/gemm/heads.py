@@ -28,25 +28,28 @@ from samebit.kernels.cpu.gemm.layers import Share
 from samebit.kernels.cpu.gemm.many_rows import PANEL_ROWS
 
 
+class Rows(NamedTuple):
+    """Names rows of heads by their address; ``stride`` from row to row, ``step`` from head to head."""
+
+    address: int
+    stride: int
+    step: int
+
+
 class Product(NamedTuple):
     """Names the operands by their addresses; strides are in elements, and the last axis of each lies side by side.
 
-    x: ``[T, H, K]``, rows and heads this far apart. weight: ``[H, N, K]``, transposed ``[H, K, N]``, heads this far
-    apart. out: ``[T, H, N]``, rows and heads this far apart.
+    x: ``[T, H, K]``. out: ``[T, H, N]``. weight: ``[H, N, K]``, transposed ``[H, K, N]``, heads ``weight_step`` apart.
     """
 
-    x: int
-    x_stride: int
-    x_step: int
+    x: Rows
+    out: Rows
     rows: int
     heads: int
     inputs: int
     outputs: int
     weight: int
     weight_step: int
-    out: int
-    out_stride: int
-    out_step: int
     transposed: bool
 
 
@@ -59,9 +62,9 @@ def _with_rows(rows_of_head: Callable[..., None]) -> Callable[..., None]:
         head, part = item // parts, item % parts
         first, last = product.rows * part // parts, product.rows * (part + 1) // parts
         inputs, outputs = product.inputs, product.outputs
-        x = elements(product.x, NO_END, kind)[head * product.x_step :]
+        x = elements(product.x.address, NO_END, kind)[head * product.x.step :]
         own = elements(product.weight, NO_END, kind)[head * product.weight_step :]
-        out = elements(product.out, NO_END, kind)[head * product.out_step :]
+        out = elements(product.out.address, NO_END, kind)[head * product.out.step :]
         step = min(TURNED, outputs) if product.transposed else outputs
         turned = np.empty(step * inputs if product.transposed else 0, np.array(kind).dtype)
         no_bias = own[:0]
@@ -73,8 +76,8 @@ def _with_rows(rows_of_head: Callable[..., None]) -> Callable[..., None]:
                 weight = turned[: count * inputs]
             for row in range(first, last, PANEL_ROWS):
                 rows = min(PANEL_ROWS, last - row)
-                share = Share(weight, no_bias, out[row * product.out_stride + output :], product.out_stride, 0, count)
-                rows_of_head(x[row * product.x_stride :], product.x_stride, rows, inputs, share)
+                share = Share(weight, no_bias, out[row * product.out.stride + output :], product.out.stride, 0, count)
+                rows_of_head(x[row * product.x.stride :], product.x.stride, rows, inputs, share)
 
     computed: Callable[..., None] = multiply_item
     return computed

@@ -93,18 +93,14 @@ def multiply_heads(x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> t
     outputs = weight.shape[2] if transposed else weight.shape[1]
     out = x.new_empty(rows, count, outputs)
     product = heads.Product(
-        x=x.data_ptr(),
-        x_stride=x.stride(0),
-        x_step=x.stride(1),
+        x=heads.Rows(x.data_ptr(), x.stride(0), x.stride(1)),
+        out=heads.Rows(out.data_ptr(), count * outputs, outputs),
         rows=rows,
         heads=count,
         inputs=inputs,
         outputs=outputs,
         weight=weight.data_ptr(),
         weight_step=weight.stride(0),
-        out=out.data_ptr(),
-        out_stride=count * outputs,
-        out_step=outputs,
         transposed=transposed,
     )
     multiply = heads.multiply

@@ -42,7 +42,7 @@ def _fits(x: torch.Tensor, weights: DenseWeights, tables: RotaryTables, options:
         and all(
             weight is None
             or (weight.dtype is dtype and weight.shape == shape and weight.is_contiguous() and weight.is_cpu)
-            for weight, shape in zip(weights, options.shapes, strict=True)
+            for weight, shape in zip(weights.flat(), options.shapes, strict=True)
         )
     )
 
