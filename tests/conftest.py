@@ -41,7 +41,10 @@ LONGEST = (
     "rollout/integrations/test_verl_turns.py",
     "benchmarks/test_benchmarks.py",
     "exactness/test_hybrids.py",
+    "exactness/test_expert_routes.py",
+    "exactness/test_latent_families.py",
     "exactness/test_hybrid_rollout.py",
+    "exactness/test_fsdp.py",
     "kernels/test_attention.py",
 )
 

@@ -367,6 +367,25 @@ DELTAS = tuple(_DELTA)
 HYBRIDS = (*_HYBRID, *(DELTAS if CAMPAIGN else DELTAS[:1]))
 """Families with states; all of those with Gated DeltaNet layers under `make soak`, otherwise the first of them."""
 
+DIFFERENT_HYBRIDS = (
+    "NemotronH",
+    "NemotronH, experts",
+    "Bamba",
+    "GraniteMoeHybrid, experts",
+    "FalconH1",
+    "FalconH1, norm after gate",
+    "Zamba2, adapters, rotary",
+    "Mamba2",
+    "Qwen3Next",
+)
+"""Of `HYBRIDS`, each that has a forward of its own: the others are these with another option."""
+
+
+def of_families(cases: Iterable[tuple[Any, ...]], names: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Return all cases under `make soak`, and otherwise those of these families, which each has in front."""
+    return [case for case in cases if CAMPAIGN or case[0] in names]
+
+
 EXPERTS = (
     "Qwen3Moe",
     "Olmoe",

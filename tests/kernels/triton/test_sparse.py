@@ -9,6 +9,7 @@ from samebit.kernels.layout.options import IndexOptions
 from samebit.kernels.ops.latent.attention import latent_attention
 from samebit.kernels.ops.latent.selection import choose_keys
 
+from ...campaign import first_of
 from ..helpers import assert_near, leaves
 from ..latent_layer import Shape
 from ..routes import ROUTES, left_padding, padded
@@ -65,7 +66,7 @@ def test_training_and_its_gradients_are_near_the_oracle() -> None:
     assert spread.queries.grad is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", first_of([torch.float32, torch.bfloat16]))
 def test_gradients_of_a_sequence_are_those_of_it_alone(dtype: torch.dtype) -> None:
     """Of its queries and latents, whatever is beside it: other sequences, in another order, padded or packed."""
     layer, lengths = Sparse(Shape(18, 17, 2), 3, 7, 5), (9, 1, 19)

@@ -30,6 +30,7 @@ from samebit.rollout.integrations.verl.server.adapters import adapter_config
 from samebit.rollout.integrations.verl.trainer import engine as engines
 from samebit.rollout.integrations.verl.trainer.routing import COMPARED, DIFFERING
 
+from ...campaign import in_pairs
 from .verl_model import save_model, save_sparse_model, save_wrapped_model
 
 PROMPTS = [[1], [1, 5, 6, 7], list(range(4, 20)) * 2]
@@ -114,9 +115,8 @@ def sampled(worker: RolloutWorker, adapter: str | None = None) -> tuple[list[Req
 
 
 @pytest.mark.filterwarnings("error:.*autocast")
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.soak
+@pytest.mark.parametrize(("dtype", "tied", "checkpointing"), in_pairs(["float32", "bfloat16"], *2 * [[True, False]]))
 def test_the_engine_gives_the_workers_log_probabilities(
     tmp_path: Path, dtype: str, tied: bool, checkpointing: bool
 ) -> None:
