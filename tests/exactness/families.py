@@ -482,7 +482,7 @@ def bound_model(name: str, dtype: torch.dtype = torch.float32, ssm_chunk: int = 
     return bind(make_model(name, dtype, **changes), ssm_chunk=ssm_chunk)
 
 
-def paired(names: Sequence[str], *others: Iterable[Any], shift: int = 0) -> list[tuple[Any, ...]]:
+def paired(names: Sequence[Any], *others: Iterable[Any], shift: int = 0) -> list[tuple[Any, ...]]:
     """Return each name with each combination of the others under `make soak`, and otherwise with one, in turns.
 
     Tests of the same names shift the turns, so that a name meets another combination there.

@@ -86,8 +86,8 @@ def test_a_group_forks_the_state_of_its_prompt(dtype: torch.dtype, seats: int) -
         assert stats["prefill_tokens_computed"] == 100 + 64 + 3
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [100, 64, 3])
+@pytest.mark.soak
+@pytest.mark.parametrize(("length", "dtype"), paired([100, 64, 3], DTYPES))
 def test_samples_without_a_seat_fork_the_prompt_s_state_when_they_get_one(length: int, dtype: torch.dtype) -> None:
     """One prefill, whatever the number of seats: nothing of the prompt is computed again."""
     model = bound_model("NemotronH", dtype)
