@@ -380,6 +380,12 @@ DIFFERENT_HYBRIDS = (
 )
 """Of `HYBRIDS`, each that has a forward of its own: the others are these with another option."""
 
+
+def of_families(cases: Iterable[tuple[Any, ...]], names: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Return all cases under `make soak`, and otherwise those of these families, which each has in front."""
+    return [case for case in cases if CAMPAIGN or case[0] in names]
+
+
 EXPERTS = (
     "Qwen3Moe",
     "Olmoe",
@@ -476,7 +482,7 @@ def bound_model(name: str, dtype: torch.dtype = torch.float32, ssm_chunk: int = 
     return bind(make_model(name, dtype, **changes), ssm_chunk=ssm_chunk)
 
 
-def paired(names: Sequence[str], *others: Iterable[Any], shift: int = 0) -> list[tuple[Any, ...]]:
+def paired(names: Sequence[Any], *others: Iterable[Any], shift: int = 0) -> list[tuple[Any, ...]]:
     """Return each name with each combination of the others under `make soak`, and otherwise with one, in turns.
 
     Tests of the same names shift the turns, so that a name meets another combination there.

@@ -11,7 +11,17 @@ from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, Samplin
 from samebit.rollout.errors import ModelLoadError
 
 from .compare import assert_matches_trainer, assert_same_samples, budget, run
-from .families import CAMPAIGN, DIFFERENT_HYBRIDS, DTYPES, HYBRIDS, bound_model, make_model, paired, token_ids
+from .families import (
+    CAMPAIGN,
+    DIFFERENT_HYBRIDS,
+    DTYPES,
+    HYBRIDS,
+    bound_model,
+    make_model,
+    of_families,
+    paired,
+    token_ids,
+)
 
 MAX_LEN = 300
 STEM, OTHER = token_ids(200, 200, seed=5)
@@ -42,7 +52,7 @@ def uncached(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("family", "dtype"), paired(HYBRIDS if CAMPAIGN else DIFFERENT_HYBRIDS, DTYPES))
+@pytest.mark.parametrize(("family", "dtype"), of_families(paired(HYBRIDS, DTYPES), DIFFERENT_HYBRIDS))
 def test_cold_warm_and_next_turn(family: str, dtype: torch.dtype) -> None:
     model = bound_model(family, dtype)
     wanted = params(len(PROMPTS))
@@ -76,8 +86,8 @@ def test_a_group_forks_the_state_of_its_prompt(dtype: torch.dtype, seats: int) -
         assert stats["prefill_tokens_computed"] == 100 + 64 + 3
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [100, 64, 3])
+@pytest.mark.soak
+@pytest.mark.parametrize(("length", "dtype"), paired([100, 64, 3], DTYPES))
 def test_samples_without_a_seat_fork_the_prompt_s_state_when_they_get_one(length: int, dtype: torch.dtype) -> None:
     """One prefill, whatever the number of seats: nothing of the prompt is computed again."""
     model = bound_model("NemotronH", dtype)

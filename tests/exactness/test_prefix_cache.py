@@ -10,7 +10,7 @@ from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, Samplin
 
 from ..patience import HANG
 from .compare import assert_matches_trainer, assert_same_samples, run
-from .families import DTYPES, bound_model, make_model, token_ids
+from .families import DTYPES, bound_model, make_model, paired, token_ids
 from .layouts import assert_same_bits
 
 FAMILIES = ("Qwen3", "Gemma2")  # Gemma2: a sliding window of 20 tokens in every other layer, soft caps
@@ -124,20 +124,20 @@ def test_after_evictions_and_preemptions(dtype: torch.dtype, policy: str) -> Non
     assert_matches_trainer(model, whole, wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("family", "length", "config", "computed"),
-    [
-        ("Qwen3", 63, {"block_size": 16, "num_blocks": 11}, 63),
-        ("Qwen3", 63, {"block_size": 16, "num_blocks": 8}, None),
-        ("NemotronH", 97, {"num_blocks": 5}, 97),
-        ("NemotronH", 97, {"num_blocks": 4}, None),
-    ],
-)
-def test_a_group_in_tight_memory(
-    family: str, length: int, config: dict[str, int], computed: int | None, dtype: torch.dtype
-) -> None:
+TIGHT = [
+    ("Qwen3", 63, {"block_size": 16, "num_blocks": 11}, 63),
+    ("Qwen3", 63, {"block_size": 16, "num_blocks": 8}, None),
+    ("NemotronH", 97, {"num_blocks": 5}, 97),
+    ("NemotronH", 97, {"num_blocks": 4}, None),
+]
+"""(family, length, config, tokens of the prompt that are computed or None)"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("case", "dtype"), paired(TIGHT, DTYPES))
+def test_a_group_in_tight_memory(case: tuple[str, int, dict[str, int], int | None], dtype: torch.dtype) -> None:
     """The end of its prompt is copied from samples that run; where none does, it is computed and held again."""
+    family, length, config, computed = case
     model = bound_model(family, dtype)
     prompts, wanted = [STEM[:length]], [params(n=6, max_tokens=46 if length == 63 else 40)]
     config = {"max_num_seqs": 2, "max_model_len": 160, **config}

@@ -41,8 +41,10 @@ def test_every_family(family: str, dtype: torch.dtype) -> None:
     assert spread > 0.2, "logits this flat would hide a difference"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("change", ["block_size", "num_threads", "max_num_batched_tokens", "max_num_seqs"])
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("change", "dtype"), paired(("block_size", "num_threads", "max_num_batched_tokens", "max_num_seqs"), DTYPES)
+)
 def test_bits_do_not_depend_on_the_configuration(change: str, dtype: torch.dtype) -> None:
     values = {
         "block_size": (4, 16, 64, 256),
