@@ -119,7 +119,7 @@ class Engine:
         known = [self.requests.pop(i) for i in request_ids if i in self.requests]
         for request in known:
             self._end_rest(request)
-        self.counters.requests_aborted += len(known)
+        self.counters.requests.aborted += len(known)
         return known
 
     def abort_started(self) -> list[Request]:
@@ -324,8 +324,8 @@ class Engine:
             self._end_rest(request)
         for request in (*finished, *failed):
             del self.requests[request.request_id]
-        self.counters.requests_finished += len(finished)
-        self.counters.requests_failed += len(failed)
+        self.counters.requests.finished += len(finished)
+        self.counters.requests.failed += len(failed)
         return [*finished, *failed]
 
     def _keep_routes(self, sequence: Sequence, slot: int, count: int) -> None:

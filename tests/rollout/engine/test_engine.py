@@ -83,7 +83,7 @@ def test_rows_with_nan_fail_their_request_and_no_other(
         assert request.error is None
         assert request.sequences[1].output_ids.tolist() == oracle([1, 2], 1, 3)
     assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
-    assert (engine.counters.requests_failed, engine.counters.requests_finished) == (1, 2)
+    assert (engine.counters.requests.failed, engine.counters.requests.finished) == (1, 2)
 
 
 @pytest.mark.parametrize("preempt", [False, True])
