@@ -80,15 +80,16 @@ class RequestOutput:
 def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
     first = request.sequences[0]
     scores: list[float | None] | None = None
-    if first.prompt_logprobs is not None and not first.prompt_logprobs_wanted:
-        scores = [None, *first.prompt_logprobs[1:].tolist()]
+    found = first.prompt_scores
+    if found is not None and not found.wanted:
+        scores = [None, *found.logprobs[1:].tolist()]
     return RequestOutput(
         request_id=request.request_id,
         prompt_token_ids=request.prompt.tolist(),
         samples=[_sample_output(sequence, tokenizer) for sequence in request.sequences],
         num_cached_tokens=first.reported_cached_tokens,
         prompt_logprobs=scores,
-        prompt_top_logprobs=None if scores is None else first.prompt_top_logprobs,
+        prompt_top_logprobs=None if found is None or found.wanted else found.top_logprobs,
         events=list(request.events),
         adapter=None if request.adapter is None else request.adapter.name,
         adapter_version=None if request.adapter is None else request.adapter.version,
@@ -98,28 +99,28 @@ def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutp
 def _sample_output(sequence: Sequence, tokenizer: Tokenizer | None) -> SampleOutput:
     count = sequence.num_new_tokens
     token_ids = sequence.output_ids.tolist()
-    if sequence.finish_reason is None:
+    if sequence.ending.reason is None:
         raise RuntimeError(f"sample {sequence.sample_index} is not finished")
     return SampleOutput(
         index=sequence.sample_index,
         token_ids=token_ids,
-        logprobs=sequence.logprobs[:count].tolist(),
-        raw_logprobs=sequence.raw_logprobs[:count].tolist(),
-        top_logprobs=sequence.top_logprobs,
-        weight_versions=spans(sequence.weight_spans),
-        context_versions=spans(sequence.context_spans),
-        kv_versions=spans(sequence.reported_kv_spans),
-        finish_reason=sequence.finish_reason,
-        stop_reason=sequence.stop_reason,
+        logprobs=sequence.sampled.logprobs[:count].tolist(),
+        raw_logprobs=sequence.sampled.raw_logprobs[:count].tolist(),
+        top_logprobs=sequence.sampled.top_logprobs,
+        weight_versions=spans(sequence.sampled.weight_spans),
+        context_versions=spans(sequence.sampled.context_spans),
+        kv_versions=spans(sequence.kv.reported_spans),
+        finish_reason=sequence.ending.reason,
+        stop_reason=sequence.ending.stop_reason,
         text=_text(sequence, token_ids, tokenizer),
         num_cached_tokens=sequence.reported_cached_tokens,
-        routed_experts=sequence.routed_experts,
+        routed_experts=sequence.ending.routed_experts,
     )
 
 
 def _text(sequence: Sequence, token_ids: list[int], tokenizer: Tokenizer | None) -> str | None:
-    if sequence.matcher is not None:
-        return sequence.matcher.text
+    if sequence.ending.matcher is not None:
+        return sequence.ending.matcher.text
     if tokenizer is None:
         return None
     return decoded(tokenizer, token_ids)

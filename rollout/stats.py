@@ -23,7 +23,7 @@ def worker_stats(engine: Engine, num_unstarted: int = 0) -> dict[str, float]:
     scheduler, cache = engine.scheduler, engine.cache
     counters = cache.counters
     return {
-        **vars(engine.counters),
+        **engine.counters.named(),
         "forward_seconds": engine.runner.forward_seconds,
         "sampler_seconds": engine.runner.sampler_seconds,
         "running": len(scheduler.running),

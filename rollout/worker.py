@@ -98,7 +98,7 @@ class RolloutWorker(Closing):
         self._status = WorkerStatus(queue_while_asleep=parts.config.while_asleep == "wait")
         self._links = LinksInUse()
         self._thread = GenerationThread(engine, self._status, parts.on_thread_start)
-        self._finalizer = weakref.finalize(self, self._thread.request_stop)
+        weakref.finalize(self, self._thread.request_stop)
         self._sleep = Sleep(engine, parts.weights, self._status)
         self._member = Member(self._thread, parts.weights)
         self._adapters = WorkerAdapters(parts.adapters, self._thread, parts.weights, self._links)

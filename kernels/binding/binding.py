@@ -208,9 +208,9 @@ def _family_of(model: nn.Module) -> Family:
     if family is None:
         reasons.insert(0, "it is of no known family")
     else:
-        exact = PLAIN_ACTIVATIONS if family.mlp == "plain" else ACTIVATIONS
-        if config[family.activation] not in exact:
-            reasons.append(f"activation {config[family.activation]!r} (exact: {', '.join(exact)})")
+        exact = PLAIN_ACTIVATIONS if family.mlp.form == "plain" else ACTIVATIONS
+        if config[family.mlp.activation] not in exact:
+            reasons.append(f"activation {config[family.mlp.activation]!r} (exact: {', '.join(exact)})")
     if family is None or reasons:
         raise BindingError(
             f"{name} can not be bound exactly: {'; '.join(reasons)}. Bound families: {', '.join(FAMILIES)}"

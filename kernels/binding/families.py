@@ -11,7 +11,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from samebit.kernels.binding.delta.family import DeltaFamily
 from samebit.kernels.binding.epilogue import Epilogue, scaled_down, scaled_up, soft_capped, unchanged
-from samebit.kernels.binding.experts.family import SIGMOID, ExpertFamily
+from samebit.kernels.binding.experts.family import SIGMOID, ExpertFamily, Router, SharedExperts
 from samebit.kernels.binding.latent.family import IndexerFamily, LatentFamily
 
 RECURRENT_MASKS = "linear_attention" in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
@@ -26,67 +26,123 @@ class BindingError(ValueError):
 
 
 @dataclass(frozen=True)
+class AttentionFamily:
+    """Describes the attention of one family.
+
+    Attributes:
+        qk_norm: normalise queries and keys not at all, per head, or over all heads together.
+        qk_norm_switch: the config's key for whether they are normalised; empty where they always are.
+        sinks: the softmax has one more score a head, a parameter.
+        fused: one ``qkv_proj`` instead of three.
+        gated: ``q_proj`` also gives a gate a head, whose sigmoid is multiplied onto what is attended to.
+        rope_per_layer_type: separate rotary frequencies for local and global layers.
+    """
+
+    qk_norm: Literal["none", "head", "full"] = "none"
+    qk_norm_switch: str = ""
+    sinks: bool = False
+    fused: bool = False
+    gated: bool = False
+    rope_per_layer_type: bool = False
+
+
+@dataclass(frozen=True)
+class NormFamily:
+    """Describes the RMSNorm of one family: ``offset`` is added to its weight (Gemma stores weight - 1), and epsilon is
+    its attribute ``eps``."""
+
+    offset: float = 0.0
+    eps: str = "variance_epsilon"
+
+
+@dataclass(frozen=True)
+class MLPFamily:
+    """Describes the MLP of one family.
+
+    Attributes:
+        form: its projections: a gate and one up, both in one ``gate_up_proj`` or ``input_linear``, or no gate (plain).
+        activation: the config's name for it.
+    """
+
+    form: Literal["separate", "fused", "input_linear", "plain"] = "separate"
+    activation: str = "hidden_act"
+
+
+@dataclass(frozen=True)
+class MambaFamily:
+    """Describes the Mamba2 layers of one family.
+
+    Attributes:
+        mixer: what follows the prefix in the class name of the mixer; empty for a family without.
+        gated_norms: class names of its norm, over the versions of transformers.
+        conv_bias: the config's key for whether the mixers' convolutions have a bias.
+        dt_floor: the mixer's time step is at least the config's ``time_step_min``, not within ``time_step_limit``.
+        drops_positions: the causal language model does not hand ``position_ids`` on.
+    """
+
+    mixer: str = ""
+    gated_norms: tuple[str, ...] = ()
+    conv_bias: str = ""
+    dt_floor: bool = False
+    drops_positions: bool = False
+
+
+@dataclass(frozen=True)
+class LayerFamily:
+    """Describes the layers of one family.
+
+    Attributes:
+        types: what they may be, in the words of the configs before transformers 5.13.
+        required: a layer type without which Hugging Face can not run the family, if there is one.
+        pre_norm: they add attention of a norm, then an MLP of a norm: in a rollout each can be one call.
+    """
+
+    types: tuple[str, ...] = ("full_attention", "sliding_attention")
+    required: str = ""
+    pre_norm: bool = False
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """Return what they may be, in the words of the configs of this transformers."""
+        return tuple(dict.fromkeys(_NEW_NAMES.get(kind, kind) for kind in self.types))
+
+
+@dataclass(frozen=True)
 class Family:
     """Describes one Hugging Face decoder family.
 
     Attributes:
         prefix: of its class names.
         epilogue: what its causal language model does to the logits of its head. Every family says it.
-        qk_norm: normalise queries and keys not at all, per head, or over all heads together.
-        qk_norm_switch: the config's key for whether they are normalised; empty where they always are.
-        sinks: the softmax of its attention has one more score a head, a parameter.
+        attention: its attention; of latents, `latent`.
+        norm: its RMSNorm.
+        mlp: its MLP.
         experts: its blocks of routed experts; None for a family without.
-        fused: one ``qkv_proj`` instead of three.
-        mlp: its projections: a gate and one up, both in one ``gate_up_proj`` or ``input_linear``, or no gate (plain).
-        norm_offset: added to the RMSNorm weight (Gemma stores weight - 1).
-        norm_eps: the norm module's attribute that holds epsilon.
-        scaled_embedding: class of an embedding that multiplies by sqrt(hidden_size), if any.
-        activation: the config's name for the MLP activation.
-        rope_per_layer_type: separate rotary frequencies for local and global layers.
-        mixer: what follows the prefix in the class name of the Mamba2 mixer, if any.
-        gated_norms: class names of the mixer's norm, over the versions of transformers.
-        dt_floor: the mixer's time step is at least the config's ``time_step_min``, not within ``time_step_limit``.
-        drops_positions: the causal language model does not hand ``position_ids`` on.
-        layer_types: what its layers may be, in the words of the configs before transformers 5.13.
-        required_layer: a layer type without which Hugging Face can not run the family, if there is one.
-        conv_bias: the config's key for whether the mixers' convolutions have a bias; of families with a mixer.
+        layers: its layers.
+        mamba: its Mamba2 layers.
         delta: its Gated DeltaNet layers; None for a family without.
         latent: its attention over latents; None for a family with keys and values.
-        gated_attention: ``q_proj`` also gives a gate a head, whose sigmoid is multiplied onto what is attended to.
-        pre_norm: its layers add attention of a norm, then an MLP of a norm: in a rollout each can be one call.
+        scaled_embedding: class of an embedding that multiplies by sqrt(hidden_size), if any.
         wrapped: Hugging Face has its text model alone, and inside a ``...ForConditionalGeneration`` with vision too.
     """
 
     prefix: str
     epilogue: Epilogue
-    qk_norm: Literal["none", "head", "full"] = "none"
-    qk_norm_switch: str = ""
-    sinks: bool = False
+    attention: AttentionFamily = AttentionFamily()
+    norm: NormFamily = NormFamily()
+    mlp: MLPFamily = MLPFamily()
     experts: ExpertFamily | None = None
-    fused: bool = False
-    norm_offset: float = 0.0
-    norm_eps: str = "variance_epsilon"
-    scaled_embedding: str = ""
-    activation: str = "hidden_act"
-    rope_per_layer_type: bool = False
-    mlp: Literal["separate", "fused", "input_linear", "plain"] = "separate"
-    mixer: str = ""
-    gated_norms: tuple[str, ...] = ()
-    dt_floor: bool = False
-    drops_positions: bool = False
-    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
-    required_layer: str = ""
-    conv_bias: str = ""
+    layers: LayerFamily = LayerFamily()
+    mamba: MambaFamily = MambaFamily()
     delta: DeltaFamily | None = None
     latent: LatentFamily | None = None
-    gated_attention: bool = False
-    pre_norm: bool = False
+    scaled_embedding: str = ""
     wrapped: bool = False
 
     @property
     def recurs(self) -> bool:
         """Return whether it has layers with states."""
-        return bool(self.mixer) or self.delta is not None
+        return bool(self.mamba.mixer) or self.delta is not None
 
     @property
     def model_classes(self) -> tuple[str, ...]:
@@ -94,69 +150,64 @@ class Family:
         ends = ("ForCausalLM", "ForConditionalGeneration") if self.wrapped else ("ForCausalLM",)
         return tuple(map(self.class_name, ends))
 
-    @property
-    def allowed_layers(self) -> tuple[str, ...]:
-        """Return what its layers may be, in the words of the configs of this transformers."""
-        return tuple(dict.fromkeys(_NEW_NAMES.get(kind, kind) for kind in self.layer_types))
-
     def class_name(self, part: str) -> str:
         """Return Hugging Face's name of one of the family's classes: 'Attention', 'MLP', ..."""
         return self.prefix + part
 
 
+_HEAD_NORMS = AttentionFamily("head")
+_GEMMA_NORM = NormFamily(1.0, "eps")
+_PRE_NORM = LayerFamily(pre_norm=True)
+_DELTA_LAYERS = LayerFamily(("linear_attention", "full_attention"))
+_QWEN_SHARED = SharedExperts("shared_expert", "shared_expert_gate")
 _SOFTMAX = ExpertFamily("SparseMoeBlock", "softmax", normalised="norm_topk_prob")
 
 _QWEN3_NEXT = Family(
     "Qwen3Next",
     unchanged,
-    qk_norm="head",
-    gated_attention=True,
-    norm_offset=1.0,
-    norm_eps="eps",
+    attention=AttentionFamily("head", gated=True),
+    norm=_GEMMA_NORM,
     delta=DeltaFamily("by_key_head"),
-    experts=replace(_SOFTMAX, shared="shared_expert", shared_gate="shared_expert_gate"),
-    layer_types=("linear_attention", "full_attention"),
+    experts=replace(_SOFTMAX, shared=_QWEN_SHARED),
+    layers=_DELTA_LAYERS,
 )
 _QWEN3_5 = replace(_QWEN3_NEXT, prefix="Qwen3_5", delta=DeltaFamily("joined"), experts=None, wrapped=True)
 
 FAMILIES = {
     name: family
     for family in (
-        Family("Llama", unchanged, pre_norm=True),
-        Family("Qwen2", unchanged, pre_norm=True),
-        Family("Qwen3", unchanged, qk_norm="head", pre_norm=True),
-        Family("Mistral", unchanged, pre_norm=True),
-        Family("Phi3", unchanged, fused=True, mlp="fused"),
+        Family("Llama", unchanged, layers=_PRE_NORM),
+        Family("Qwen2", unchanged, layers=_PRE_NORM),
+        Family("Qwen3", unchanged, attention=_HEAD_NORMS, layers=_PRE_NORM),
+        Family("Mistral", unchanged, layers=_PRE_NORM),
+        Family("Phi3", unchanged, attention=AttentionFamily(fused=True), mlp=MLPFamily("fused")),
         Family(
             "Gemma2",
             soft_capped,
-            norm_offset=1.0,
-            norm_eps="eps",
+            norm=_GEMMA_NORM,
             scaled_embedding="Gemma2TextScaledWordEmbedding",
-            activation="hidden_activation",
+            mlp=MLPFamily(activation="hidden_activation"),
         ),
         Family(
             "Gemma3",
             soft_capped,
-            qk_norm="head",
-            norm_offset=1.0,
-            norm_eps="eps",
+            attention=AttentionFamily("head", rope_per_layer_type=True),
+            norm=_GEMMA_NORM,
             scaled_embedding="Gemma3TextScaledWordEmbedding",
-            activation="hidden_activation",
-            rope_per_layer_type=True,
+            mlp=MLPFamily(activation="hidden_activation"),
         ),
-        Family("Olmo2", unchanged, qk_norm="full"),
+        Family("Olmo2", unchanged, attention=AttentionFamily("full")),
         Family("StableLm", unchanged),
-        Family("Qwen3Moe", unchanged, qk_norm="head", experts=_SOFTMAX),
-        Family("Olmoe", unchanged, qk_norm="full", experts=_SOFTMAX),
+        Family("Qwen3Moe", unchanged, attention=_HEAD_NORMS, experts=_SOFTMAX),
+        Family("Olmoe", unchanged, attention=AttentionFamily("full"), experts=_SOFTMAX),
         Family("Mixtral", unchanged, experts=ExpertFamily("SparseMoeBlock", "softmax_of_chosen")),
-        Family("Glm4Moe", unchanged, qk_norm="head", qk_norm_switch="use_qk_norm", experts=SIGMOID),
+        Family("Glm4Moe", unchanged, attention=AttentionFamily("head", "use_qk_norm"), experts=SIGMOID),
         Family(
             "DeepseekV2",
             unchanged,
             latent=LatentFamily(),
             experts=ExpertFamily(
-                "Moe", "softmax", routers=("", "TopkRouter"), group_score="best", method="topk_method"
+                "Moe", "softmax", router=Router(classes=("", "TopkRouter")), group_score="best", method="topk_method"
             ),
         ),
         Family("DeepseekV3", unchanged, latent=LatentFamily("rope_interleave"), experts=SIGMOID),
@@ -166,23 +217,23 @@ FAMILIES = {
             unchanged,
             latent=LatentFamily(indexer=IndexerFamily(halves=True, shares=False)),
             experts=SIGMOID,
-            layer_types=("indexed_attention",),
+            layers=LayerFamily(("indexed_attention",)),
         ),
         Family(
             "GlmMoeDsa",
             unchanged,
             latent=LatentFamily(by_version=True, indexer=IndexerFamily(halves=False, shares=True)),
             experts=SIGMOID,
-            layer_types=("indexed_attention",),
+            layers=LayerFamily(("indexed_attention",)),
         ),
         Family(
             "GptOss",
             unchanged,
-            sinks=True,
+            attention=AttentionFamily(sinks=True),
             experts=ExpertFamily(
                 "MLP",
                 "softmax_of_chosen",
-                router="router",
+                router=Router("router"),
                 form="interleaved",
                 transposed=True,
                 biased=True,
@@ -192,60 +243,45 @@ FAMILIES = {
         Family(
             "Bamba",
             unchanged,
-            mixer="Mixer",
-            gated_norms=("BambaRMSNormGated",),
-            layer_types=("mamba", "attention", "full_attention"),
-            conv_bias="mamba_conv_bias",
+            mamba=MambaFamily("Mixer", ("BambaRMSNormGated",), "mamba_conv_bias"),
+            layers=LayerFamily(("mamba", "attention", "full_attention")),
         ),
         Family(
             "GraniteMoeHybrid",
             scaled_down,
-            mlp="input_linear",
-            experts=ExpertFamily("MoE", "softmax_of_chosen", routers=("TopKGating", "TopKRouter"), router="router"),
-            mixer="MambaLayer",
-            gated_norms=("GraniteMoeHybridRMSNormGated",),
-            layer_types=("mamba", "attention", "full_attention"),
-            conv_bias="mamba_conv_bias",
+            mlp=MLPFamily("input_linear"),
+            experts=ExpertFamily("MoE", "softmax_of_chosen", router=Router("router", ("TopKGating", "TopKRouter"))),
+            mamba=MambaFamily("MambaLayer", ("GraniteMoeHybridRMSNormGated",), "mamba_conv_bias"),
+            layers=LayerFamily(("mamba", "attention", "full_attention")),
         ),
         Family(
             "NemotronH",
             unchanged,
-            mlp="plain",
-            activation="mlp_hidden_act",
+            mlp=MLPFamily("plain", "mlp_hidden_act"),
             experts=replace(SIGMOID, form="plain"),
-            mixer="Mamba2Mixer",
-            gated_norms=("Zamba2RMSNormGated", "NemotronHRMSNormGated"),
-            dt_floor=True,
-            layer_types=("mamba", "attention", "mlp", "moe"),
-            conv_bias="use_conv_bias",
+            mamba=MambaFamily(
+                "Mamba2Mixer", ("Zamba2RMSNormGated", "NemotronHRMSNormGated"), "use_conv_bias", dt_floor=True
+            ),
+            layers=LayerFamily(("mamba", "attention", "mlp", "moe")),
         ),
         Family(
             "FalconH1",
             scaled_up,
-            mixer="Mixer",
-            gated_norms=("FalconH1RMSNormGated",),
-            layer_types=("hybrid",),
-            conv_bias="mamba_conv_bias",
+            mamba=MambaFamily("Mixer", ("FalconH1RMSNormGated",), "mamba_conv_bias"),
+            layers=LayerFamily(("hybrid",)),
         ),
         Family(
             "Zamba2",
             unchanged,
-            mlp="fused",
-            mixer="MambaMixer",
-            gated_norms=("Zamba2RMSNormGated",),
-            dt_floor=True,
-            layer_types=("mamba", "hybrid"),
-            required_layer="hybrid",
-            conv_bias="use_conv_bias",
+            mlp=MLPFamily("fused"),
+            mamba=MambaFamily("MambaMixer", ("Zamba2RMSNormGated",), "use_conv_bias", dt_floor=True),
+            layers=LayerFamily(("mamba", "hybrid"), required="hybrid"),
         ),
         Family(
             "Mamba2",
             unchanged,
-            mixer="Mixer",
-            gated_norms=("MambaRMSNormGated",),
-            drops_positions=True,
-            layer_types=("mamba",),
-            conv_bias="use_conv_bias",
+            mamba=MambaFamily("Mixer", ("MambaRMSNormGated",), "use_conv_bias", drops_positions=True),
+            layers=LayerFamily(("mamba",)),
         ),
         _QWEN3_NEXT,
         _QWEN3_5,
@@ -253,16 +289,14 @@ FAMILIES = {
             _QWEN3_5,
             prefix="Qwen3_5Moe",
             # Its softmax over all experts is divided by the sum of the chosen, always: the softmax over the chosen.
-            experts=ExpertFamily(
-                "SparseMoeBlock", "softmax_of_chosen", shared="shared_expert", shared_gate="shared_expert_gate"
-            ),
+            experts=ExpertFamily("SparseMoeBlock", "softmax_of_chosen", shared=_QWEN_SHARED),
         ),
         Family(
             "OlmoHybrid",
             unchanged,
-            qk_norm="full",
+            attention=AttentionFamily("full"),
             delta=DeltaFamily("apart", norm="o_norm", out="o_proj", negative_eigenvalues="linear_allow_neg_eigval"),
-            layer_types=("linear_attention", "full_attention"),
+            layers=_DELTA_LAYERS,
         ),
         Family(
             "KimiLinear",
@@ -270,7 +304,7 @@ FAMILIES = {
             delta=DeltaFamily("by_channel", norm="o_norm", out="o_proj", mixer="DeltaAttention"),
             latent=LatentFamily(rotated=False),
             experts=SIGMOID,
-            layer_types=("linear_attention", "full_attention"),
+            layers=_DELTA_LAYERS,
         ),
     )
     for name in family.model_classes
@@ -311,7 +345,7 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
         found.append(f"clamped queries, keys and values (clip_qkv={config['clip_qkv']}; exact: None)")
     found += _layer_features(family, config) + _rope_features(config)
     sinks = [name for name in parameter_names if name.endswith("sinks")]
-    if sinks and not (family is not None and family.sinks):
+    if sinks and not (family is not None and family.attention.sinks):
         found.append(f"attention sinks ({sinks[0]})")
     if config.get("alibi") or config.get("position_embedding_type") == "alibi":
         found.append("ALiBi position biases")
@@ -333,11 +367,11 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
 def _layer_features(family: Family | None, config: dict[str, Any]) -> list[str]:
     """Name the layers that Hugging Face may take for attention although the config calls them something else."""
     given = {*(config.get("layer_types") or ()), *(config.get("layers_block_type") or ())}
-    allowed = Family.layer_types if family is None else family.allowed_layers
-    names = f"layer types given: {', '.join(sorted(given))}; allowed: {', '.join(allowed)}"
-    found = [f"layers of type {kind!r} ({names})" for kind in sorted(given - {*allowed})]
-    if family is not None and family.required_layer and family.required_layer not in given:
-        found.append(f"no layer of type {family.required_layer!r}, without which Hugging Face can not run it ({names})")
+    layers = LayerFamily() if family is None else family.layers
+    names = f"layer types given: {', '.join(sorted(given))}; allowed: {', '.join(layers.allowed)}"
+    found = [f"layers of type {kind!r} ({names})" for kind in sorted(given - {*layers.allowed})]
+    if layers.required and layers.required not in given:
+        found.append(f"no layer of type {layers.required!r}, without which Hugging Face can not run it ({names})")
     return found
 
 

@@ -21,6 +21,7 @@ class MixerPlan:
 
     def __init__(self, family: Family, config: Any, chunk: int) -> None:
         self.family = family
+        self.mamba = family.mamba
         self.config = config
         self.chunk = chunk
         self.shapes: list[SSMShape] = []
@@ -32,7 +33,7 @@ class MixerPlan:
 
     def is_mixer(self, module: nn.Module) -> bool:
         """Return whether this module is a mixer of the family."""
-        return bool(self.family.mixer) and type(module).__name__ == self.family.class_name(self.family.mixer)
+        return bool(self.mamba.mixer) and type(module).__name__ == self.family.class_name(self.mamba.mixer)
 
     def computes(self, name: str) -> bool:
         """Return whether a bound mixer computes what the module of this name would."""
@@ -91,14 +92,14 @@ class MixerPlan:
             raise BindingError(f"{self.family.prefix}: {name} has other sizes than the mixers before it")
 
     def _check_bias(self, name: str, bias: torch.Tensor | None) -> None:
-        key = self.family.conv_bias
+        key = self.mamba.conv_bias
         said = self.config.to_dict()[key]
         if bool(said) != (bias is not None):
             found = "None" if bias is None else "a parameter"
             raise BindingError(f"{self.family.prefix}: {name} is {found}, but the config says {key}={said}")
 
     def _dt_limits(self) -> tuple[float, float]:
-        if self.family.dt_floor:
+        if self.mamba.dt_floor:
             return float(self.config.time_step_min), float("inf")
         low, high = self.config.time_step_limit or (0.0, float("inf"))
         return float(low), float(high)
@@ -108,7 +109,7 @@ class MixerPlan:
         if self.family.prefix == "FalconH1" and not facts["mamba_rms_norm"]:
             return None
         norm = module.norm
-        if type(norm).__name__ not in self.family.gated_norms:
+        if type(norm).__name__ not in self.mamba.gated_norms:
             raise BindingError(f"{self.family.prefix}: {name}.norm is a {type(norm).__name__}, not bound exactly")
         attributes = vars(norm)
         groups = attributes.get("n_groups") or shape.inner // attributes.get("group_size", shape.inner)

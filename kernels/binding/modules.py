@@ -101,7 +101,7 @@ class RotaryFacts:
 
 @dataclass(frozen=True)
 class MLPFacts:
-    """Holds the activation of an MLP, the form of its projections (`families.Family.mlp`), and factors.
+    """Holds the activation of an MLP, the form of its projections (`families.MLPFamily`), and factors.
 
     Attributes:
         gate_multiplier: factor on the gate.

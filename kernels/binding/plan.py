@@ -59,7 +59,7 @@ class Plan:
         self.experts = (
             None
             if family.experts is None
-            else ExpertPlan(family.prefix, family.experts, config, self.facts[family.activation])
+            else ExpertPlan(family.prefix, family.experts, config, self.facts[family.mlp.activation])
         )
 
     def kv_layout(self) -> PageLayout:
@@ -92,7 +92,9 @@ class Plan:
         found: list[tuple[nn.Module, Any]] = [(module, (bound.decoder_forward, facts)) for module in decoders]
         if self.wrapping is not None:
             found.append((self.wrapping, (wrapping_forward,)))
-        dense = self._dense_layers(model, parts, adapters is not None) if self.exact and self.family.pre_norm else {}
+        dense = (
+            self._dense_layers(model, parts, adapters is not None) if self.exact and self.family.layers.pre_norm else {}
+        )
         found += dense.items()
         if adapters is not None:
             layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -103,7 +105,7 @@ class Plan:
         own = own_forward(model)
         # A class of the same name from elsewhere, as code of a model's folder, may have another epilogue.
         known = own is type(model).forward and type(model).__module__.startswith("transformers.")
-        own = keeping_positions(own) if self.family.drops_positions else own
+        own = keeping_positions(own) if self.family.mamba.drops_positions else own
         found.append((model, (causal_forward(own, known=known and self.exact),)))
         return found
 
@@ -173,7 +175,7 @@ class Plan:
         if kind == family.class_name("MLP"):
             return bound.mlp_forward, self._mlp(name, module)
         if kind == family.class_name("RMSNorm"):
-            return bound.rms_norm_forward, bound.NormFacts(vars(module)[family.norm_eps], family.norm_offset)
+            return bound.rms_norm_forward, bound.NormFacts(vars(module)[family.norm.eps], family.norm.offset)
         if type(module) is nn.Linear:
             return linear_forward, LinearFacts(name)
         if type(module) is nn.LayerNorm and module.weight is not None and module.bias is not None:
@@ -183,7 +185,7 @@ class Plan:
     def _needs_no_binding(self, module: nn.Module) -> bool:
         containers = [self.family.class_name(part) for part in _CONTAINERS]
         idle = isinstance(module, nn.Dropout) and module.p == 0.0
-        activation = type(module) is type(ACT2FN[self.facts[self.family.activation]])  # the bound MLP computes it
+        activation = type(module) is type(ACT2FN[self.facts[self.family.mlp.activation]])  # the bound MLP computes it
         return (
             type(module).__name__ in containers
             or type(module) in (nn.ModuleList, nn.Sequential, nn.Embedding, nn.Identity)
@@ -194,7 +196,7 @@ class Plan:
     def _mlp(self, name: str, module: nn.Module) -> bound.MLPFacts:
         gate, down = self.facts.get("mlp_multipliers") or (1.0, 1.0)
         adapter = self._adapter(name, module, "gate_up_proj_adapter_list")
-        return bound.MLPFacts(self.facts[self.family.activation], self.family.mlp, gate, down, adapter)
+        return bound.MLPFacts(self.facts[self.family.mlp.activation], self.family.mlp.form, gate, down, adapter)
 
     def _attention(self, name: str, module: nn.Module) -> bound.AttentionFacts:
         layer = len(self.attentions)
@@ -206,10 +208,10 @@ class Plan:
         facts = bound.AttentionFacts(
             kv_heads=self.config.num_key_value_heads,
             head_dim=head_dim,
-            fused=self.family.fused,
+            fused=self.family.attention.fused,
             qk_norm=self._qk_norm(),
-            sinks=self.family.sinks,
-            gated=self.family.gated_attention,
+            sinks=self.family.attention.sinks,
+            gated=self.family.attention.gated,
             options=AttentionOptions(layer, scale, window, self.facts.get("attn_logit_softcapping") or 0.0),
             key_multiplier=self.facts.get("key_multiplier") or 1.0,
             adapter=self._adapter(name, module, "linear_q_adapter_list"),
@@ -218,8 +220,9 @@ class Plan:
         return facts
 
     def _qk_norm(self) -> Literal["none", "head", "full"]:
-        switch = self.family.qk_norm_switch
-        return self.family.qk_norm if not switch or self.facts[switch] else "none"
+        attention = self.family.attention
+        switch = attention.qk_norm_switch
+        return attention.qk_norm if not switch or self.facts[switch] else "none"
 
     def _head_dim_and_scale(self) -> tuple[int, float]:
         config = self.config
@@ -249,7 +252,7 @@ class Plan:
 
     def _rotary(self, module: Any) -> bound.RotaryFacts:
         frequencies, scaling = {}, {}
-        for layer_type in sorted(set(self.config.layer_types)) if self.family.rope_per_layer_type else [""]:
+        for layer_type in sorted(set(self.config.layer_types)) if self.family.attention.rope_per_layer_type else [""]:
             parameters = self.config.rope_parameters
             parameters = parameters[layer_type] if layer_type else parameters
             kind = parameters["rope_type"]

@@ -2,10 +2,11 @@
 
 What a cache and a sequence share
 ---------------------------------
-* A cache writes `slot`; and when it admits a sequence, through `Sequence.resume_at`, `num_computed`, `write_from` and
-  `num_cached_tokens`. It writes nothing else of a sequence or its request.
-* It reads `token_ids[:num_tokens]`, `num_prompt_tokens`, `num_computed`, `num_ahead`, `prompt_logprobs_wanted`, and of
-  the request `prompt`, `prompt_digests`, `params.cache_salt`, `adapter_number`, `sequences` and `error`.
+* A cache writes `slot`; and when it admits a sequence, through `Sequence.resume_at`, `num_computed` and of `kv`
+  `write_from` and `num_cached_tokens`. It writes nothing else of a sequence or its request.
+* It reads `token_ids[:num_tokens]`, `num_prompt_tokens`, `num_computed`, `prompt_logprobs_wanted`, of `schedule`
+  `num_ahead`, and of the request `prompt`, `prompt_digests`, `params.cache_salt`, `adapter_number`, `sequences` and
+  `error`.
 * What it remembers of a sequence between `track` and `forget` is its own (`CacheEntry`): no other writes it.
 
 Invariants

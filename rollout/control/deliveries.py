@@ -18,9 +18,10 @@ from samebit.rollout.requests.request import Request
 
 
 class Deliveries:
-    """Makes the delivery of each request, and ends it."""
+    """Makes the delivery of each request, and ends it. num_made: the ordinal of the next request."""
 
     def __init__(self) -> None:
+        self.num_made = 0
         self._started: dict[str, Delivery] = {}
         self._known: dict[str, weakref.ref[Delivery]] = {}
         self._streams: set[Delivery] = set()
@@ -31,6 +32,7 @@ class Deliveries:
         made = [Delivery(request, self._streams) for request in requests]
         for delivery in made:
             self._known[delivery.request.request_id] = weakref.ref(delivery)
+        self.num_made += len(made)
         return made
 
     def start(self, delivery: Delivery) -> None:

@@ -240,11 +240,11 @@ def _new_tokens(sequence: Sequence, seen: int) -> StreamChunk:
     return StreamChunk(
         sample=sequence.sample_index,
         token_ids=sequence.token_ids[start + seen : start + count].tolist(),
-        logprobs=sequence.logprobs[seen:count].tolist(),
+        logprobs=sequence.sampled.logprobs[seen:count].tolist(),
         finished=finished,
-        finish_reason=sequence.finish_reason if finished else None,
-        stop_reason=sequence.stop_reason if finished else None,
-        weight_versions=spans(sequence.weight_spans) if finished else None,
-        top_logprobs=None if sequence.top_logprobs is None else sequence.top_logprobs[seen:count],
+        finish_reason=sequence.ending.reason if finished else None,
+        stop_reason=sequence.ending.stop_reason if finished else None,
+        weight_versions=spans(sequence.sampled.weight_spans) if finished else None,
+        top_logprobs=None if sequence.sampled.top_logprobs is None else sequence.sampled.top_logprobs[seen:count],
         start=seen,
     )

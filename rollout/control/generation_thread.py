@@ -66,9 +66,7 @@ class GenerationThread:
         self._draining = Draining(engine, status)
         self._wake = _Bell()
         self._hold: weakref.ref[Hold[Any]] | None = None
-        self._next_ordinal = 0
-        self._listeners: tuple[Callable[[], None], ...] = ()
-        self._log = StatsLog(engine)
+        self._listeners: tuple[Callable[[], None], ...] = (StatsLog(engine).after_step,)
         self._thread = threading.Thread(target=self._main, name="samebit-generation", daemon=True)
         self._thread.start()
         self._at_exit = functools.partial(_stop_at_exit, weakref.ref(self))
@@ -93,9 +91,7 @@ class GenerationThread:
         """
         with self.status.mutex:
             self.status.check_accepts_requests()
-            requests = make_requests(self._next_ordinal)
-            deliveries = self._deliveries.make(requests)
-            self._next_ordinal += len(requests)
+            deliveries = self._deliveries.make(make_requests(self._deliveries.num_made))
             hand_out(deliveries)
             self._inbox.extend(deliveries)
         self._wake.ring()
@@ -232,7 +228,6 @@ class GenerationThread:
         if not self.status.may_step:
             return False
         self._hand_over(self.engine.step())
-        self._log.after_step()
         if self._draining.awaited and self.engine.drained:
             self._draining.look_again()
         return self.engine.has_work

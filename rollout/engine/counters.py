@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass
+class EndedRequests:
+    """Counts requests by how they ended."""
+
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
 
 
 @dataclass
@@ -24,8 +33,11 @@ class EngineCounters:
     output_tokens: int = 0
     first_tokens: int = 0
     first_token_seconds: float = 0.0
-    requests_finished: int = 0
-    requests_aborted: int = 0
-    requests_failed: int = 0
     step_seconds: float = 0.0
     runner_seconds: float = 0.0
+    requests: EndedRequests = field(default_factory=EndedRequests)
+
+    def named(self) -> dict[str, float]:
+        """Return each number with its name."""
+        requests = {f"requests_{how}": count for how, count in vars(self.requests).items()}
+        return {**{name: value for name, value in vars(self).items() if name != "requests"}, **requests}

@@ -119,7 +119,7 @@ class Engine:
         known = [self.requests.pop(i) for i in request_ids if i in self.requests]
         for request in known:
             self._end_rest(request)
-        self.counters.requests_aborted += len(known)
+        self.counters.requests.aborted += len(known)
         return known
 
     def abort_started(self) -> list[Request]:
@@ -292,8 +292,8 @@ class Engine:
             return False
         token = rows.tokens[row]
         version = self.weight_version
-        if rows.top is not None and sequence.top_logprobs is not None:
-            sequence.top_logprobs.append(rows.top[row] or {})  # before the token: who sees that sees these
+        if rows.top is not None and sequence.sampled.top_logprobs is not None:
+            sequence.sampled.top_logprobs.append(rows.top[row] or {})  # before the token: who sees that sees these
         sequence.append(token, rows.logprobs[row], rows.raw_logprobs[row], version=version, context=context)
         if sequence.num_new_tokens == 1:
             self._count_first_token(sequence)
@@ -306,11 +306,11 @@ class Engine:
     def _count_first_token(self, sequence: Sequence) -> None:
         """Count the first token of a request, whichever sample it is of."""
         request = sequence.request
+        answered = request.answered
         now = request.record("first_token", sequence.sample_index)
-        if not request.answered:
-            request.answered = True
+        if not answered:
             self.counters.first_tokens += 1
-            self.counters.first_token_seconds += now - request.arrival
+            self.counters.first_token_seconds += now - request.events[0].time
 
     def _collect(self, ended: list[Sequence]) -> list[Request]:
         """Retire what ended or failed in this step."""
@@ -318,21 +318,21 @@ class Engine:
             return []
         self.scheduler.retire(ended)
         failed, self._failed = self._failed, {}
-        done = {s.request: None for s in ended if s.request.unfinished == 0}
+        done = {s.request: None for s in ended if s.request.finished}
         finished = [request for request in done if request not in failed]
         for request in failed:
             self._end_rest(request)
         for request in (*finished, *failed):
             del self.requests[request.request_id]
-        self.counters.requests_finished += len(finished)
-        self.counters.requests_failed += len(failed)
+        self.counters.requests.finished += len(finished)
+        self.counters.requests.failed += len(failed)
         return [*finished, *failed]
 
     def _keep_routes(self, sequence: Sequence, slot: int, count: int) -> None:
         """Keep which experts computed a sequence that ends, as noted in the blocks of a slot; none without one."""
         if sequence.params.return_routed_experts:
             blocks = self.cache.tables.blocks(slot) if slot >= 0 else []
-            sequence.routed_experts = self.runner.routes_of(blocks, count)
+            sequence.ending.routed_experts = self.runner.routes_of(blocks, count)
 
     def _end_rest(self, request: Request) -> None:
         rest = [sequence for sequence in request.sequences if not sequence.finished]
@@ -355,9 +355,11 @@ class Engine:
             end = start + len(piece.logprobs)
             if np.isnan(piece.logprobs).any():
                 self._fail(sequence.request, not_finite(sequence))
-            if sequence.prompt_logprobs is not None:
-                sequence.prompt_logprobs[start:end] = piece.logprobs
-            if sequence.prompt_top_logprobs is not None and piece.top is not None:
-                sequence.prompt_top_logprobs[start:end] = piece.top
+            scores = sequence.prompt_scores
+            if scores is None:
+                continue
+            scores.logprobs[start:end] = piece.logprobs
+            if scores.top_logprobs is not None and piece.top is not None:
+                scores.top_logprobs[start:end] = piece.top
             if end == sequence.num_prompt_tokens:
-                sequence.prompt_logprobs_wanted = False
+                scores.wanted = False

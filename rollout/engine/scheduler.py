@@ -60,11 +60,11 @@ class Scheduler:
         first, *rest = request.sequences
         self._may_admit = True
         for sequence in request.sequences:
-            sequence.arrival = next(self._arrivals)
+            sequence.schedule.arrival = next(self._arrivals)
         self.num_unfinished += len(request.sequences)
         self.waiting.push(first)
         if self.cache.shares_prompts:
-            first.siblings = rest
+            first.schedule.siblings = rest
         else:
             self._wait(rest)
 
@@ -78,7 +78,7 @@ class Scheduler:
         for sequence in gone:
             self.waiting.discard(sequence)
             self.cache.forget(sequence)
-            sequence.siblings = []  # they end with it
+            sequence.schedule.siblings = []  # they end with it
         self.num_unfinished -= len(gone)
         self.running = [sequence for sequence in self.running if sequence not in gone]
 
@@ -113,7 +113,7 @@ class Scheduler:
         ahead = StepPlan(sources=[row for row, _ in continuing])
         self.cache.sweep()
         for _, item in continuing:
-            item.sequence.num_ahead = 1
+            item.sequence.schedule.num_ahead = 1
             ahead.add(item.sequence, item.start + 1, 1, True)
         if self.cache.keeps_checkpoints:
             self._plan_checkpoints(ahead)
@@ -122,7 +122,7 @@ class Scheduler:
     def take_ahead(self, plan: StepPlan) -> None:
         """Make the step that was launched ahead the current one."""
         for item in plan.items:
-            item.sequence.num_ahead = 0
+            item.sequence.schedule.num_ahead = 0
 
     def open_admission(self, is_open: bool) -> None:
         """Say whether requests that have not started may start."""
@@ -141,9 +141,9 @@ class Scheduler:
             sequence = item.sequence
             self.cache.checkpoints.free_captured(item.captures)
             if item.forks:
-                sequence.siblings = list(item.forks)
-            if not sequence.kv_spans:  # what it found in the cache goes with it
-                sequence.num_cached_tokens = None
+                sequence.schedule.siblings = list(item.forks)
+            if not sequence.kv.spans:  # what it found in the cache goes with it
+                sequence.kv.num_cached_tokens = None
 
     def fork(self, leader: Sequence, samples: tuple[Sequence, ...]) -> None:
         """Let the samples that took their first token from the leader's logits go on by themselves."""
@@ -190,7 +190,7 @@ class Scheduler:
             todo = sequence.num_tokens - start
             if not reserve(sequence, todo) and not self._make_room(sequence):
                 break
-            if todo == 1 and not sequence.siblings:
+            if todo == 1 and not sequence.schedule.siblings:
                 add(sequence, start, 1, True)
             else:
                 prefills.append(sequence)
@@ -254,7 +254,7 @@ class Scheduler:
         start, total = sequence.num_computed, sequence.num_tokens
         length = self.cache.chunk_end(sequence, min(total, start + budget)) - start
         ends = start + length == total
-        plan.add(sequence, start, length, ends, self._forks(sequence) if ends and sequence.siblings else ())
+        plan.add(sequence, start, length, ends, self._forks(sequence) if ends and sequence.schedule.siblings else ())
         return length
 
     def _forks(self, sequence: Sequence) -> tuple[Sequence, ...]:
@@ -262,11 +262,11 @@ class Scheduler:
 
         None of them does when weights changed while it was computed: the next sample then computes it again.
         """
-        siblings, sequence.siblings = sequence.siblings, []
+        siblings, sequence.schedule.siblings = sequence.schedule.siblings, []
         if self.cache.may_publish(sequence):
             return tuple(siblings)
         first, *rest = siblings
-        first.siblings = rest
+        first.schedule.siblings = rest
         self.waiting.push(first)
         return ()
 

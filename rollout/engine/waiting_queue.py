@@ -33,7 +33,9 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Queue a sequence, at the place of its arrival."""
         self._members.add(sequence)
-        heapq.heappush(self._started if sequence.request.started else self._fresh, (sequence.arrival, sequence))
+        heapq.heappush(
+            self._started if sequence.request.started else self._fresh, (sequence.schedule.arrival, sequence)
+        )
 
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out, if it waits."""
@@ -43,7 +45,7 @@ class WaitingQueue:
         """Let the waiting sequences of a request that has just started go on while admission is closed."""
         for sequence in request.sequences:
             if sequence in self._members:
-                heapq.heappush(self._started, (sequence.arrival, sequence))
+                heapq.heappush(self._started, (sequence.schedule.arrival, sequence))
 
     def head(self, admission_open: bool) -> Sequence | None:
         """Return the earliest to arrive of those that may be admitted."""
@@ -53,7 +55,7 @@ class WaitingQueue:
         fresh = self._top(self._fresh)
         if started is None or fresh is None:
             return started or fresh
-        return min(started, fresh, key=lambda sequence: sequence.arrival)
+        return min(started, fresh, key=lambda sequence: sequence.schedule.arrival)
 
     @property
     def any_started(self) -> bool:

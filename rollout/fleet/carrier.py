@@ -69,7 +69,7 @@ class Carrier:
                 handle, prompt, params, asked, ticket, member, next(self._runs)
             )
         try:
-            self._crew.spawn(self._run(running))
+            self._crew.background.spawn(self._run(running))
         except WorkerStateError:
             self._forget(running, computed=False)
             raise
@@ -81,7 +81,7 @@ class Carrier:
             running = self._running.get(request_id)
             if running is not None:
                 running.cancelled = True
-                self._crew.spawn(self._tell(running, "abort"))
+                self._crew.background.spawn(self._tell(running, "abort"))
 
     def after_steps(self, listener: Callable[[], None]) -> None:
         """Call it after each feed with tokens. It must not wait."""
@@ -132,7 +132,7 @@ class Carrier:
         running.run = next(self._runs)
         self.resubmitted += 1
         if running.handle.followed:
-            self._crew.keep(self._tell(running, "follow", running.run))
+            self._crew.background.keep(self._tell(running, "follow", running.run))
         return True
 
     async def _tell(self, running: Running, what: str, *more: int) -> None:
@@ -146,7 +146,7 @@ class Carrier:
     def _follow(self, request_id: str) -> None:
         running = self._running.get(request_id)
         if running is not None:
-            self._crew.spawn(self._tell(running, "follow", running.run))
+            self._crew.background.spawn(self._tell(running, "follow", running.run))
 
     def _feed(self, tokens: list[Streamed]) -> None:
         for request_id, run, chunks in tokens:

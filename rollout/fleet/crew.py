@@ -75,6 +75,43 @@ class Wanted:
     adapters: dict[str, WantedAdapter] = field(default_factory=dict)
 
 
+class Background:
+    """Runs an event loop in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop and wait for it."""
+        try:
+            return self.spawn(work).result()
+        except CancelledError as error:
+            raise WorkerStateError("the fleet was closed") from error
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop."""
+        if self.closed:
+            work.close()
+            raise WorkerStateError("the fleet is closed")
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine beside the others. On the loop."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def end(self) -> None:
+        """Stop the loop and its thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
 class Crew:
     """Holds the replicas. start: makes the port of one, with its model loaded; it may wait. limit: samples that a
     replica runs at once."""
@@ -88,22 +125,13 @@ class Crew:
         self.on_tokens: Callable[[list[Streamed]], None]
         self._start = start
         self._limit = limit
-        self._closed = False
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="samebit-fleet", daemon=True)
-        self._thread.start()
+        self.background = Background("samebit-fleet")
         try:
             self.introduction = self._start_all(count)
         except BaseException:
-            self._end_loop()
+            self.background.end()
             raise
         self.router = Router(self.introduction.limits.block_size, options.router)
-
-    @property
-    def closed(self) -> bool:
-        """Return whether it has ended."""
-        return self._closed
 
     # -- calls from other threads ------------------------------------------------------------------
 
@@ -111,21 +139,7 @@ class Crew:
         """Listen to all replicas, and let them take requests."""
         for member in self.members.values():
             self.router.add(member.name, self._limit)
-            self.wait(self._listen_to(member))
-
-    def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the fleet's loop and wait for it."""
-        try:
-            return self.spawn(work).result()
-        except CancelledError as error:
-            raise WorkerStateError("the fleet was closed") from error
-
-    def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the fleet's loop."""
-        if self._closed:
-            work.close()
-            raise WorkerStateError("the fleet is closed")
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+            self.background.wait(self._listen_to(member))
 
     def living(self) -> list[Member]:
         """Return the replicas that are not known to be dead."""
@@ -133,38 +147,32 @@ class Crew:
 
     def command(self, name: str, *args: Any, **options: Any) -> list[Any]:
         """Call a method of all living replicas at once, and wait. Raises the first error of one that lives."""
-        return self.wait(self._command_all(name, args, options))
+        return self.background.wait(self._command_all(name, args, options))
 
     def close(self) -> None:
         """End all replicas and the loop."""
-        if not self._closed:
-            ended = self.spawn(self._stop())
-            self._closed = True
+        if not self.background.closed:
+            ended = self.background.spawn(self._stop())
+            self.background.closed = True
             ended.result()
-            self._end_loop()
+            self.background.end()
 
     # -- on the loop -------------------------------------------------------------------------------
 
     async def lose(self, member: Member, life: int, error: WorkerLostError) -> None:
         """Note that a replica has died in this life, and start it again; the first call counts."""
-        if self._closed or not member.alive or member.starting or member.incarnation != life:
+        if self.background.closed or not member.alive or member.starting or member.incarnation != life:
             return
         member.alive = False
         logger.warning("replica %s has died: %s", member.name, error)
         self.router.remove(member.name)
         self.router.add(member.name, self._limit)
         self.router.close(member.name, DEAD, "its process has died")
-        self.keep(self._restart(member))
+        self.background.keep(self._restart(member))
 
     async def refresh(self, member: Member) -> None:
         """Bring up to date what is known of a replica."""
         self._take(member, await member.port.command("state"))
-
-    def keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine beside the others."""
-        task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -175,11 +183,11 @@ class Crew:
         errors = [error for one in starting.values() if (error := one.exception()) is not None]
         ports = {name: one.result() for name, one in starting.items() if one.exception() is None}
         if not errors:
-            told = {name: self.wait(port.begin(1)) for name, port in ports.items()}
+            told = {name: self.background.wait(port.begin(1)) for name, port in ports.items()}
             self.members = {name: Member(name, ports[name], told[name].state, told[name].pid) for name in names}
             return told[names[0]]
         for port in ports.values():
-            self.wait(port.stop())
+            self.background.wait(port.stop())
         raise errors[0]
 
     async def _command_all(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
@@ -204,7 +212,7 @@ class Crew:
         self.router.replace(member.name, await member.port.snapshot())
         self._take(member, member.state)
         member.stats = await member.port.command("stats")
-        self.keep(self._listen(member))
+        self.background.keep(self._listen(member))
 
     async def _listen(self, member: Member) -> None:
         life, port = member.incarnation, member.port
@@ -248,7 +256,7 @@ class Crew:
     async def _restart(self, member: Member) -> None:
         """Start a replica again, as often as it may be."""
         await member.port.stop()
-        while member.restarts < self.options.max_restarts and not self._closed:
+        while member.restarts < self.options.max_restarts and not self.background.closed:
             member.restarts += 1
             self.restarts += 1
             member.starting = True
@@ -267,7 +275,7 @@ class Crew:
         logger.error("replica %s is given up: %s", member.name, why)
 
     async def _begin_again(self, member: Member) -> None:
-        member.port = await self.loop.run_in_executor(None, self._start, member.name)
+        member.port = await self.background.loop.run_in_executor(None, self._start, member.name)
         member.incarnation += 1
         told = await member.port.begin(member.incarnation)
         member.state, member.pid = told.state, told.pid
@@ -306,11 +314,6 @@ class Crew:
             task.cancel()
         await asyncio.gather(*doing, return_exceptions=True)
         await asyncio.gather(*(member.port.stop() for member in self.members.values()), return_exceptions=True)
-
-    def _end_loop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
 
 
 def _hear(feed: asyncio.Future[Feed]) -> None:

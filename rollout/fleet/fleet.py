@@ -291,7 +291,7 @@ class Fleet(Closing):
 
     def check_usable(self) -> None:
         """Raise `WorkerLostError` if no replica is alive, `WorkerStateError` if the fleet is closed."""
-        if self._crew.closed:
+        if self._crew.background.closed:
             raise WorkerStateError("the fleet is closed")
         if not self._crew.living():
             raise WorkerLostError(f"no replica is alive: {self._crew.router.closed()}")
@@ -299,7 +299,7 @@ class Fleet(Closing):
     def trouble(self) -> str | None:
         """Say why a request would be refused now; None if a replica would take it."""
         closed = self._crew.router.closed()
-        if self._crew.closed:
+        if self._crew.background.closed:
             return "the fleet is closed"
         if len(closed) < len(self._crew.members):
             return None

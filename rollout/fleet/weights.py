@@ -73,7 +73,7 @@ class FleetWeights:
         """Let replicas that lack the fleet's weights try to get them."""
         for member in self._crew.living():
             if member.state.weight_version != self.version:
-                self._crew.wait(self._behind(member))
+                self._crew.background.wait(self._behind(member))
 
     async def catch_up(self, member: Member) -> None:
         """Give a replica the fleet's weights, from another that has them. Without one, it takes no requests.
@@ -81,7 +81,7 @@ class FleetWeights:
         Raises:
             WorkerLostError: the replica has died meanwhile.
         """
-        await self._crew.loop.run_in_executor(None, self._turn.acquire)
+        await self._crew.background.loop.run_in_executor(None, self._turn.acquire)
         try:
             await self._catch_up(member)
         finally:
@@ -148,7 +148,7 @@ class FleetWeights:
         return outcomes
 
     def _begin(self, member: Member, source: object, options: dict[str, Any]) -> Future[SyncReport]:
-        return self._crew.spawn(self._take(member, source, options))
+        return self._crew.background.spawn(self._take(member, source, options))
 
     async def _take(self, member: Member, source: object, options: dict[str, Any]) -> SyncReport:
         life = member.incarnation
@@ -195,7 +195,7 @@ class FleetWeights:
         for member, outcome in outcomes.items():
             if isinstance(outcome, Exception) and not isinstance(outcome, WorkerLostError):
                 logger.warning("replica %s did not take version %d: %s", member.name, version, outcome)
-                self._crew.spawn(self._behind(member))
+                self._crew.background.spawn(self._behind(member))
         return reports[0]
 
     async def _behind(self, member: Member) -> None:

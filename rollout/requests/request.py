@@ -6,20 +6,17 @@ Invariants
   `0 .. num_computed - 1` is in its blocks, and `num_computed < num_tokens` while it is unfinished.
 * Only the engine's thread writes. A reader in another thread that takes `finished` first, then
   `num_tokens`, then the buffers, sees whole tokens only.
-* Who writes what of a sequence: the cache `slot`, and through `resume_at` where it begins; the scheduler `arrival`,
-  `siblings`, `num_ahead`, and that it runs (`status`) or through `forget_computed` that it waits again; the engine what
-  was computed, sampled and scored, and through `finish` that it ended. What the cache remembers beside that is its own
+* Who writes what of a sequence: the cache `slot`, and through `resume_at` where it begins; the scheduler `schedule`,
+  and that it runs (`status`) or through `forget_computed` that it waits again; the engine what was computed (`kv`),
+  sampled and scored, and through `finish` that it ended. What the cache remembers beside that is its own
   (`CacheEntry`).
-* KV below `write_from` is shared: it is read, and never written by this sequence.
-* `kv_spans` says under which weights each computed position was computed, `weight_spans` under which each token
-  was sampled, `context_spans` what the oldest weights behind the KV were that it was sampled from.
 """
 
 from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -59,9 +56,10 @@ class RequestEvent:
 class Request:
     """Holds what was asked for, and the n sequences that answer it.
 
+    `end_ids`: the tokens that end a sample.
     `prompt_digests`: what the prompt's full blocks are called, None if it was not hashed at submission.
     `adapter`: what it goes through until it ends; None for the model alone. It has
-    `started` when a sequence was admitted, and is `answered` when one has a token.
+    `started` when a sequence was admitted.
     """
 
     def __init__(
@@ -82,24 +80,28 @@ class Request:
         self.params = params
         self.ordinal = ordinal
         self.max_new_tokens = max_new_tokens
-        ends = () if params.ignore_eos else eos_token_ids
-        self.eos_token_ids = tuple(dict.fromkeys((*ends, *params.stop_ids)))
-        self.end_ids = frozenset(self.eos_token_ids)
-        self.tokenizer = tokenizer
+        self.end_ids = frozenset((*(() if params.ignore_eos else eos_token_ids), *params.stop_ids))
         self.prompt_digests = prompt_digests
         self.adapter = adapter
-        self.arrival = time.monotonic()
-        self.events = [RequestEvent("added", self.arrival)]
+        self.events = [RequestEvent("added", time.monotonic())]
         self.started = False
-        self.answered = False
         self.error: Exception | None = None
-        self.sequences = [Sequence(self, index) for index in range(params.n)]
-        self.unfinished = params.n
+        self.sequences = [Sequence(self, index, tokenizer) for index in range(params.n)]
 
     @property
     def adapter_number(self) -> int:
         """Return the number of the adapter that it goes through; 0 for none."""
         return 0 if self.adapter is None else self.adapter.number
+
+    @property
+    def answered(self) -> bool:
+        """Return whether a sample of it has a token."""
+        return any(event.name == "first_token" for event in self.events)
+
+    @property
+    def finished(self) -> bool:
+        """Return whether all its samples have ended."""
+        return all(sequence.finished for sequence in self.sequences)
 
     def record(self, name: str, sample: int) -> float:
         """Note that this happened now; return the time."""
@@ -108,90 +110,143 @@ class Request:
         return now
 
 
+@dataclass(slots=True, eq=False)
+class Schedule:
+    """Holds what the scheduler notes of a sequence.
+
+    arrival: its place in the order in which sequences came to the scheduler.
+    siblings: samples that wait for this one to compute the prompt.
+    num_ahead: 1 while a step behind the current one, launched ahead, computes one more position; else 0.
+    """
+
+    arrival: int = 0
+    siblings: list[Sequence] = field(default_factory=list)
+    num_ahead: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class KVHistory:
+    """Says where the KV of a sequence comes from.
+
+    spans: `[start, end, version]` over the computed positions.
+    spans_before: `spans` of a sample that does not run: as of its preemption, or of the prompt that another sample has
+        computed for it.
+    write_from: KV below it is shared, and not written.
+    num_cached_tokens: prompt tokens that were not computed for it, since others had been; None before it first ran.
+    """
+
+    spans: list[list[int]] = field(default_factory=list)
+    spans_before: list[list[int]] = field(default_factory=list)
+    write_from: int = 0
+    num_cached_tokens: int | None = None
+
+    @property
+    def reported_spans(self) -> list[list[int]]:
+        """Return `spans`, of a sample that does not run too."""
+        return self.spans or self.spans_before
+
+
+class SampledTokens:
+    """Holds what is reported of each sampled token beside itself: its log-probabilities, the most likely alternatives
+    if they were asked for, and `[start, end, version]` of the weights it was sampled under and of the oldest behind the
+    KV that it was sampled from."""
+
+    __slots__ = ("context_spans", "logprobs", "raw_logprobs", "top_logprobs", "weight_spans")
+
+    def __init__(self, room: int, with_top: bool) -> None:
+        self.logprobs: FloatArray = np.empty(room, np.float32)
+        self.raw_logprobs: FloatArray = np.empty(room, np.float32)
+        self.top_logprobs: list[dict[int, float]] | None = [] if with_top else None
+        self.weight_spans: list[list[int]] = []
+        self.context_spans: list[list[int]] = []
+
+
+@dataclass(slots=True, eq=False)
+class PromptScores:
+    """Holds log-probabilities of a prompt's tokens, the most likely ones if they were asked for, and whether some are
+    still `wanted`."""
+
+    logprobs: FloatArray
+    top_logprobs: list[dict[int, float] | None] | None
+    wanted: bool
+
+    @classmethod
+    def of(cls, params: SamplingParams, length: int) -> PromptScores | None:
+        """Return room for those that are asked for; None for none."""
+        if params.prompt_logprobs is None:
+            return None
+        return cls(np.zeros(length, np.float32), [None] * length if params.prompt_logprobs else None, length > 1)
+
+
+@dataclass(slots=True, eq=False)
+class Ending:
+    """Says what may end a sample beside its tokens, `matcher`, and how it ended: `reason` is None until then.
+
+    routed_experts: which experts computed each position, if it was asked for.
+    """
+
+    matcher: StopStringMatcher | None = None
+    reason: str | None = None
+    stop_reason: int | str | None = None
+    routed_experts: npt.NDArray[np.int16] | None = None
+
+
 class Sequence:
     """Holds one sample of a request.
 
     slot: its row in the block tables while it runs, -1 otherwise.
-    num_ahead: 1 while a step behind the current one, launched ahead, computes one more position; else 0.
-    arrival: its place in the order in which sequences came to the scheduler.
-    siblings: samples that wait for this one to compute the prompt.
-    kv_spans, weight_spans, context_spans: `[start, end, version]` each.
-    kv_spans_before: `kv_spans` of a sample that does not run: as of its preemption, or of the prompt that another
-        sample has computed for it.
-    routed_experts: which experts computed each position, once it has ended and if it was asked for.
-    num_cached_tokens: prompt tokens that were not computed for it, since others had been;
-        None before it first ran.
+    prompt_scores: those of the prompt, which the first sample has where they were asked for.
     """
 
     __slots__ = (
-        "arrival",
-        "context_spans",
-        "finish_reason",
-        "kv_spans",
-        "kv_spans_before",
-        "logprobs",
-        "matcher",
-        "num_ahead",
-        "num_cached_tokens",
+        "ending",
+        "kv",
         "num_computed",
-        "num_prompt_tokens",
         "num_tokens",
-        "params",
-        "prompt_logprobs",
-        "prompt_logprobs_wanted",
-        "prompt_top_logprobs",
-        "raw_logprobs",
+        "prompt_scores",
         "request",
-        "routed_experts",
         "sample_index",
-        "siblings",
+        "sampled",
+        "schedule",
         "slot",
         "status",
-        "stop_reason",
         "token_ids",
-        "top_logprobs",
-        "weight_spans",
-        "write_from",
     )
 
-    def __init__(self, request: Request, sample_index: int) -> None:
+    def __init__(self, request: Request, sample_index: int, tokenizer: Tokenizer | None) -> None:
         params = request.params
         length = len(request.prompt)
         room = min(request.max_new_tokens, 64)
         self.request = request
-        self.params = params
         self.sample_index = sample_index
-        self.num_prompt_tokens = length
-        self.num_tokens = length
-        self.num_computed = 0
-        self.num_ahead = 0
-        self.write_from = 0
-        self.num_cached_tokens: int | None = None
-        self.arrival = 0
-        self.siblings: list[Sequence] = []
-        self.slot = -1
         self.status = SequenceStatus.WAITING
         self.token_ids: IntArray = np.empty(length + room, np.int64)
         self.token_ids[:length] = request.prompt
-        self.logprobs: FloatArray = np.empty(room, np.float32)
-        self.raw_logprobs: FloatArray = np.empty(room, np.float32)
-        self.top_logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
-        self.routed_experts: npt.NDArray[np.int16] | None = None
-        self.kv_spans: list[list[int]] = []
-        self.kv_spans_before: list[list[int]] = []
-        self.weight_spans: list[list[int]] = []
-        self.context_spans: list[list[int]] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.matcher: StopStringMatcher | None = None
-        if params.stop_strings and request.tokenizer is not None:
-            self.matcher = StopStringMatcher(request.tokenizer, params.stop_strings)
-        wants = params.prompt_logprobs is not None and sample_index == 0
-        self.prompt_logprobs_wanted = wants and length > 1
-        self.prompt_logprobs: FloatArray | None = np.zeros(length, np.float32) if wants else None
-        self.prompt_top_logprobs: list[dict[int, float] | None] | None = (
-            [None] * length if wants and params.prompt_logprobs else None
-        )
+        self.num_tokens = length
+        self.num_computed = 0
+        self.slot = -1
+        self.schedule = Schedule()
+        self.kv = KVHistory()
+        self.sampled = SampledTokens(room, params.logprobs is not None)
+        self.prompt_scores = PromptScores.of(params, length) if sample_index == 0 else None
+        self.ending = Ending()
+        if params.stop_strings and tokenizer is not None:
+            self.ending.matcher = StopStringMatcher(tokenizer, params.stop_strings)
+
+    @property
+    def params(self) -> SamplingParams:
+        """Return what was asked for."""
+        return self.request.params
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return how many tokens it begins with."""
+        return len(self.request.prompt)
+
+    @property
+    def prompt_logprobs_wanted(self) -> bool:
+        """Return whether the prompt's tokens are to be scored when they are computed."""
+        return self.prompt_scores is not None and self.prompt_scores.wanted
 
     @property
     def num_new_tokens(self) -> int:
@@ -212,76 +267,70 @@ class Sequence:
     @property
     def oldest_kv(self) -> int:
         """Return the oldest weights that a computed position depends on: those of the first one."""
-        return self.kv_spans[0][2]
+        return self.kv.spans[0][2]
 
     def append(self, token: int, logprob: float, raw_logprob: float, *, version: int, context: int) -> None:
         """Add a sampled token, its log-probabilities, the weights it was sampled under and the oldest of its KV's."""
-        position = self.num_tokens
+        position, sampled = self.num_tokens, self.sampled
         index = position - self.num_prompt_tokens
-        if index >= len(self.logprobs):
+        if index >= len(sampled.logprobs):
             self._grow()
         self.token_ids[position] = token
-        self.logprobs[index] = logprob
-        self.raw_logprobs[index] = raw_logprob
-        extend_spans(self.weight_spans, index, index + 1, version)
-        extend_spans(self.context_spans, index, index + 1, context)
+        sampled.logprobs[index] = logprob
+        sampled.raw_logprobs[index] = raw_logprob
+        extend_spans(sampled.weight_spans, index, index + 1, version)
+        extend_spans(sampled.context_spans, index, index + 1, context)
         self.num_tokens = position + 1
 
     def resume_at(self, start: int, *, write_from: int) -> None:
         """Begin behind `start` tokens, in blocks that have the KV of the first `write_from`; the cache calls this."""
         self.num_computed = start
-        self.write_from = write_from
-        if self.num_cached_tokens is None:
-            self.num_cached_tokens = min(start, self.num_prompt_tokens)
+        self.kv.write_from = write_from
+        if self.kv.num_cached_tokens is None:
+            self.kv.num_cached_tokens = min(start, self.num_prompt_tokens)
 
     def mark_computed(self, start: int, length: int, version: int) -> None:
         """Note that positions `start .. start + length - 1` were computed; KV up to `write_from` was there before, from
         the step in which this sequence was admitted."""
         self.num_computed = start + length
-        known = self.kv_spans[-1][1] if self.kv_spans else 0
-        end = max(self.num_computed, self.write_from)
+        kv = self.kv
+        known = kv.spans[-1][1] if kv.spans else 0
+        end = max(self.num_computed, kv.write_from)
         if end > known:
-            extend_spans(self.kv_spans, known, end, version)
+            extend_spans(kv.spans, known, end, version)
 
     def take_prompt_of(self, leader: Sequence) -> None:
         """Note that the first token is drawn from the logits of another sample of the request, which has computed the
         prompt."""
-        self.kv_spans_before = [list(span) for span in leader.kv_spans]
-
-    @property
-    def reported_kv_spans(self) -> list[list[int]]:
-        """Return `kv_spans`, of a sample that does not run too."""
-        return self.kv_spans or self.kv_spans_before
+        self.kv.spans_before = [list(span) for span in leader.kv.spans]
 
     @property
     def reported_cached_tokens(self) -> int:
-        """Return `num_cached_tokens`, or the whole prompt of a sample that never ran: another has given it its first
+        """Return `kv.num_cached_tokens`, or the whole prompt of a sample that never ran: another has given it its first
         token."""
-        if self.num_cached_tokens is None:
-            return self.num_prompt_tokens if self.kv_spans_before else 0
-        return self.num_cached_tokens
+        if self.kv.num_cached_tokens is None:
+            return self.num_prompt_tokens if self.kv.spans_before else 0
+        return self.kv.num_cached_tokens
 
     def forget_computed(self) -> None:
         """Go back to the waiting state: the tokens stay, their KV is gone."""
         self.num_computed = 0
-        self.write_from = 0
-        self.num_cached_tokens = self.num_cached_tokens or 0
-        self.kv_spans_before, self.kv_spans = self.reported_kv_spans, []
+        self.kv = KVHistory([], self.kv.reported_spans, 0, self.kv.num_cached_tokens or 0)
         self.status = SequenceStatus.WAITING
 
     def finish(self, reason: str, stop_reason: int | str | None) -> None:
         """End the sample, for this reason."""
-        self.finish_reason = reason
-        self.stop_reason = stop_reason
+        self.ending.reason = reason
+        self.ending.stop_reason = stop_reason
         self.status = SequenceStatus.FINISHED
-        self.request.unfinished -= 1
         self.request.record("finished", self.sample_index)
 
     def _grow(self) -> None:
-        room = min(2 * len(self.logprobs), self.request.max_new_tokens)
+        sampled = self.sampled
+        room = min(2 * len(sampled.logprobs), self.request.max_new_tokens)
         self.token_ids = _enlarged(self.token_ids, self.num_prompt_tokens + room)
-        self.raw_logprobs = _enlarged(self.raw_logprobs, room)
-        self.logprobs = _enlarged(self.logprobs, room)
+        sampled.raw_logprobs = _enlarged(sampled.raw_logprobs, room)
+        sampled.logprobs = _enlarged(sampled.logprobs, room)
 
 
 def extend_spans(spans: list[list[int]], start: int, end: int, version: int) -> None:

@@ -16,7 +16,7 @@ def end_of_sample(sequence: Sequence, token: int) -> bool:
     request = sequence.request
     new = sequence.num_tokens - sequence.num_prompt_tokens
     free_to_stop = new > sequence.params.min_tokens
-    matcher = sequence.matcher
+    matcher = sequence.ending.matcher
     stop_string = None if matcher is None else matcher.push(token, search=free_to_stop)
     ends = free_to_stop and token in request.end_ids
     if not ends and stop_string is None and new < request.max_new_tokens:

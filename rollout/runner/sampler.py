@@ -201,4 +201,4 @@ def _process(row: torch.Tensor, sequence: Sequence, may_end: bool) -> None:
     if params.logit_bias or params.penalizes:
         row.clamp_(max=LARGEST_LOGIT * min(1.0, params.temperature or 1.0))
     if not may_end:
-        kernels.rule_out(row, sequence.request.eos_token_ids)
+        kernels.rule_out(row, tuple(sequence.request.end_ids))

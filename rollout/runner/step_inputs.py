@@ -123,7 +123,7 @@ def _context(
         block_tables=block_tables,
         block_size=memory.block_size,
         pages=memory.pages,
-        write_from=np.array([item.sequence.write_from for item in items], np.int32),
+        write_from=np.array([item.sequence.kv.write_from for item in items], np.int32),
         states=memory.states,
         captures=_captures(items),
         adapters=_adapters(items, lengths, memory.kept_terms),

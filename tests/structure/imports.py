@@ -71,11 +71,42 @@ def find_cycles(imports: Iterable[Import]) -> list[list[str]]:
 
 
 def parameters_of(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield each function of a file, with the number of its parameters (without `self` or `cls`)."""
+    """Yield each function of a file, with the number of its parameters (without `self` or `cls`).
+
+    Instructions of LLVM (`intrinsic`) are left out: one takes what the instruction takes.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_intrinsic(node):
             names = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            yield f"{node.name}:{node.lineno}", len([name for name in names if name not in ("self", "cls")])
+            yield node.name, len([name for name in names if name not in ("self", "cls")])
+
+
+def attributes_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield each class of a file, with the number of attributes that it declares or that its methods set."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            declared = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and _is_name(one.target)}
+            methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+            yield node.name, len(declared.union(*map(_attributes_set_in, methods)))
+
+
+def _is_intrinsic(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(isinstance(one, ast.Name) and one.id == "intrinsic" for one in node.decorator_list)
+
+
+def _is_name(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name)
+
+
+def _attributes_set_in(method: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
 
 
 def _name_of(path: Path) -> str:

@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 
-from .imports import PACKAGES, ROOT, Import, find_cycles, module_files, parameters_of, read_imports
+from .imports import PACKAGES, ROOT, Import, attributes_of, find_cycles, module_files, parameters_of, read_imports
 
 # Per package: its rooms, from the ground up. A module imports from its own floor and from those below it.
 FLOORS = {
@@ -45,6 +47,25 @@ SCRIPTS = ("benchmarks", "recipes")  # each of their modules is a command of its
 MOST_MODULES = 12
 MOST_LINES = 400
 MOST_PARAMETERS = 12
+MOST_ATTRIBUTES = 12
+LONG_FUNCTIONS = {
+    "samebit.kernels.triton.*": "a kernel of Triton takes each pointer, stride and constant by itself",
+    "samebit.kernels.cpu.latent.*": "the kernels of latent attention: not grouped yet",
+    "samebit.kernels.cpu.delta.*": "the kernels of the delta rule: not grouped yet",
+    "samebit.kernels.cpu.conv.*": "the convolution: not grouped yet",
+}
+"""Names functions that may have more parameters, each with the reason."""
+LARGE_CLASSES = {
+    "samebit.rollout.config.RolloutConfig": "flat options, with the names that the field has for them",
+    "samebit.rollout.sampling_params.SamplingParams": "flat options, with the names that the field has for them",
+    "samebit.rollout.integrations.http.settings.ServeSettings": "options of a command line",
+    "samebit.rollout.integrations.http.openai.requests.*": "bodies of requests, which pydantic reads",
+    "samebit.rollout.integrations.verl.options.ServerOptions": "options that verl has flat too",
+    "samebit.rollout.outputs.SampleOutput": "what a user reads of a sample",
+    "samebit.kernels.layout.device_layout.DeviceLayout": "arrays of one call on a device, which Triton's kernels take",
+    "samebit.rollout.runner.model_runner.ModelRunner": "the sizes of its memory: not grouped yet",
+}
+"""Names classes that may have more attributes, each with the reason."""
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +119,19 @@ def test_no_module_is_too_long() -> None:
     assert not {name: count for name, count in lines.items() if count > MOST_LINES}
 
 
-def test_no_function_of_the_worker_has_too_many_parameters() -> None:
-    rollout = {name: path for name, path in module_files().items() if _within(name, "samebit.rollout")}
-    counts = {f"{name}.{function}": count for name, path in rollout.items() for function, count in parameters_of(path)}
-    assert len(counts) > 500, "the functions were not found"
-    assert not {name: count for name, count in counts.items() if count > MOST_PARAMETERS}
+@pytest.mark.parametrize(
+    ("count_in", "most", "exempt"),
+    [(parameters_of, MOST_PARAMETERS, LONG_FUNCTIONS), (attributes_of, MOST_ATTRIBUTES, LARGE_CLASSES)],
+    ids=["parameters", "attributes"],
+)
+def test_nothing_has_more_parts_than_a_reader_holds(
+    count_in: Callable[[Path], Iterator[tuple[str, int]]], most: int, exempt: dict[str, str]
+) -> None:
+    product = {name: path for name, path in module_files().items() if any(fnmatch(name, one) for one in PRODUCT)}
+    counts = [(f"{name}.{part}", count) for name, path in product.items() for part, count in count_in(path)]
+    assert len(counts) > 500, "the parts were not found"
+    large = {name: count for name, count in counts if count > most}
+    assert not {name: count for name, count in large.items() if not any(fnmatch(name, one) for one in exempt)}
 
 
 def test_every_folder_says_what_lives_there() -> None:

@@ -5,6 +5,23 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
+class Router:
+    """Names the router: in the block, and its classes; an empty class name stands for ``nn.Linear``."""
+
+    name: str = "gate"
+    classes: tuple[str, ...] = ("TopKRouter",)
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """Names the experts that compute every row, where a block has them, and their ``gate``: the projection to one
+    number a row, whose sigmoid is their weight; empty for none."""
+
+    name: str = "shared_experts"
+    gate: str = ""
+
+
+@dataclass(frozen=True)
 class ExpertFamily:
     """One family's blocks of experts.
 
@@ -14,8 +31,7 @@ class ExpertFamily:
         block: class name of the module that holds router and experts.
         scores: as in `layout.options.RoutingOptions`; routers of sigmoids have an ``e_score_correction_bias``.
         experts: class names of the module that holds the experts' weights; ``ParallelExperts`` are two of them.
-        routers: class names of the router; empty stands for ``nn.Linear``.
-        router: its name in the block.
+        router: its names.
         normalised: the config's key for whether weights are divided by their sum; empty where they are not.
         group_score: what groups of experts are compared by, in families whose configs have groups (``n_group``,
             ``topk_group``) and a factor on the weights (``routed_scaling_factor``).
@@ -24,15 +40,13 @@ class ExpertFamily:
         transposed: the experts' weights have inputs before outputs.
         biased: router and experts have biases.
         returns_weights: the block's result is a pair, with the weights of the chosen.
-        shared: the name of the experts in the block that compute every row, where it has them.
-        shared_gate: the name of the projection to one number a row, whose sigmoid is their weight; empty for none.
+        shared: the names of the experts that compute every row.
     """
 
     block: str
     scores: Literal["softmax", "softmax_of_chosen", "sigmoid"]
     experts: tuple[str, ...] = ("Experts",)
-    routers: tuple[str, ...] = ("TopKRouter",)
-    router: str = "gate"
+    router: Router = Router()
     normalised: str = ""
     group_score: Literal["none", "best", "best_two"] = "none"
     method: str = ""
@@ -40,15 +54,14 @@ class ExpertFamily:
     transposed: bool = False
     biased: bool = False
     returns_weights: bool = False
-    shared: str = "shared_experts"
-    shared_gate: str = ""
+    shared: SharedExperts = SharedExperts()
 
 
 SIGMOID = ExpertFamily(
     "MoE",
     "sigmoid",
     experts=("NaiveMoe", "Experts"),
-    routers=("TopkRouter",),
+    router=Router(classes=("TopkRouter",)),
     normalised="norm_topk_prob",
     group_score="best_two",
 )

@@ -59,7 +59,8 @@ class ExpertPlan:
         """
         children = dict(module.named_children())
         routing, options = self._routing_options(name), self._expert_options(name, children)
-        routed = self._plan_router(f"{name}.{self.family.router}", children[self.family.router], routing)
+        router, shared = self.family.router.name, self.family.shared
+        routed = self._plan_router(f"{name}.{router}", children[router], routing)
         held = self._plan_experts(name, children, options)
         if routed != held:
             raise BindingError(
@@ -68,11 +69,11 @@ class ExpertPlan:
             )
         self._check(name, check_options, routing, routed)
         return block_forward, BlockFacts(
-            router=self.family.router,
+            router=router,
             linears=None if "experts" in children else options,
             latent="fc1_latent_proj" in children,
-            shared=self.family.shared if self.family.shared in children else "",
-            shared_gate=self.family.shared_gate,
+            shared=shared.name if shared.name in children else "",
+            shared_gate=shared.gate,
             returns_weights=self.family.returns_weights,
         )
 
@@ -84,7 +85,7 @@ class ExpertPlan:
 
     def _plan_router(self, name: str, router: nn.Module, options: RoutingOptions) -> int:
         """Plan a router; return among how many experts it chooses."""
-        self._check_class(name, router, self.family.routers)
+        self._check_class(name, router, self.family.router.classes)
         nested = "layer" in dict(router.named_children())
         corrected = self.family.scores == "sigmoid"
         facts = RouterFacts(options, len(self.layers), corrected, self.family.biased, nested)

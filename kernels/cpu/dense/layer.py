@@ -62,24 +62,6 @@ class Sizes(NamedTuple):
     inner: int
 
 
-class Weights(NamedTuple):
-    """Holds the addresses of a layer's parameters as `DenseWeights` groups them, of linear layers weight and bias in
-    turn; 0 for a bias, or norms of heads, that it does not have."""
-
-    norms: Any
-    head_norms: Any
-    qkv: Any
-    o: Any
-    gate_up: Any
-    down: Any
-
-    @staticmethod
-    def given(weights: DenseWeights) -> tuple[tuple[int, ...], ...]:
-        """Return them as a kernel takes them."""
-        found = tuple(0 if weight is None else weight.data_ptr() for weight in weights.flat())
-        return found[:2], found[2:4], found[4:10], found[10:12], found[12:16], found[16:]
-
-
 class Numbers(NamedTuple):
     """Holds the eps of each norm, and what is added to its weight."""
 
@@ -170,16 +152,17 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any,
         kind: Any,
     ) -> None:  # fmt: skip
-        """Compute the layer; ``given``: `Call`, `Weights`, `Sizes` and `Numbers`; ``terms``: four `Terms`; ``layout``:
-        blocks and offsets of rows, then what `attention.forward` reads."""
-        call, weights, sizes, numbers = Call(*given[0]), Weights(*given[1]), Sizes(*given[2]), Numbers(*given[3])
+        """Compute the layer; ``given``: `Call`, the addresses of `DenseWeights.flat` (0 for what the layer does not
+        have), `Sizes` and `Numbers`; ``terms``: four `Terms`; ``layout``: blocks and offsets of rows, then what
+        `attention.forward` reads."""
+        call, sizes, numbers = Call(*given[0]), Sizes(*given[2]), Numbers(*given[3])
+        (
+            first_norm, second_norm, q_norm, k_norm, q_weight, q_bias, k_weight, k_bias, v_weight, v_bias,
+            o_weight, o_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
+        ) = given[1]  # fmt: skip
         blocks, offsets, sequences, block_tables, tiles, bunches = layout
         rows, width, inner, dim = sizes.rows, sizes.width, sizes.inner, sizes.head_dim
         heads, kv_heads = sizes.heads * dim, sizes.kv_heads * dim
-        first_norm, second_norm = weights.norms
-        q_norm, k_norm = weights.head_norms
-        q_weight, q_bias, k_weight, k_bias, v_weight, v_bias = weights.qkv
-        gate_weight, gate_bias, up_weight, up_bias = weights.gate_up
         itemsize, no = pages.itemsize, np.int64(0)
         normed = call.room
         q = normed + whole_lines(rows * width) * itemsize
@@ -207,7 +190,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         attend_part(queries, pages, sequences, block_tables, tiles, bunches, scales, no_sinks, result, no_lse, threads)
         multiply(
             threads, attended, heads, rows, heads,
-            (weights.o[0], weights.o[1], width, normed, no, no, no, no, no, no, no, no), kind,
+            (o_weight, o_bias, width, normed, no, no, no, no, no, no, no, no), kind,
         )  # fmt: skip
         add(threads, attended, rows, heads, terms[1], (normed, no, no), kind)
         _normed(
@@ -222,7 +205,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         _silu(shared(rows * inner, threads), gate, up, kind, rows, inner, inner, inner, activated)
         multiply(
             threads, activated, inner, rows, inner,
-            (weights.down[0], weights.down[1], width, normed, no, no, no, no, no, no, no, no), kind,
+            (down_weight, down_bias, width, normed, no, no, no, no, no, no, no, no), kind,
         )  # fmt: skip
         add(threads, activated, rows, inner, terms[3], (normed, no, no), kind)
         _normed(threads, middle, normed, call.out, 0, numbers.first_offset, numbers.first_eps, sizes, normed, kind)
@@ -302,7 +285,7 @@ def dense_layer(
     room = _room(context, sizes, x.dtype)
     given = (
         (x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), room.data_ptr()),
-        Weights.given(weights), sizes, options.numbers,
+        tuple(0 if weight is None else weight.data_ptr() for weight in weights.flat()), sizes, options.numbers,
     )  # fmt: skip
     groups = tuple(map(_terms_of, terms))
     kernels = _kernels if all(group is _NO_TERMS for group in groups) else _adapted_kernels

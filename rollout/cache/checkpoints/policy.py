@@ -167,7 +167,7 @@ class CheckpointPolicy(ResumePolicy):
         one."""
         sequence = entry.sequence
         number = sequence.num_computed // self._size
-        gone_on = (sequence.num_computed + sequence.num_ahead) // self._size > number
+        gone_on = (sequence.num_computed + sequence.schedule.num_ahead) // self._size > number
         if 0 < number <= num_published and not gone_on:
             cached = self._cached(sequence, number - 1)
             if cached is not None:

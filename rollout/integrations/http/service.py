@@ -71,6 +71,18 @@ class Asked:
         return len(self.prompts) * self.params.n
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """Is the model as clients see it. adapter_folders: where adapters came from, by their names. created: when it was
+    loaded."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase | None
+    chat_template: str | None
+    adapter_folders: dict[str, str] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
 class Service:
     """Holds a worker, or a fleet, and what stands between it and HTTP."""
 
@@ -84,14 +96,11 @@ class Service:
     ) -> None:
         self.worker = worker
         self.settings = settings
-        self.name = name
-        self.tokenizer = tokenizer
+        template = None if settings.chat_template is None else Path(settings.chat_template).read_text()
+        self.model = ServedModel(name=name, tokenizer=tokenizer, chat_template=template)
         self.tracing = tracing
-        self.chat_template = None if settings.chat_template is None else Path(settings.chat_template).read_text()
         self.sessions = Sessions(settings.max_sessions)
         self.versions = Versions()
-        self.adapter_folders: dict[str, str] = {}
-        self.created = int(time.time())
         self.admission = Admission(worker.config.max_num_seqs * replicas_of(worker), settings.max_waiting)
         self.stalls = StallWatch(settings.stall_seconds)
         self.metrics = RequestMetrics(name, worker.limits.max_model_len)
@@ -110,11 +119,11 @@ class Service:
         Raises:
             ApiError: 404, for a model that is not served.
         """
-        if model is None or model == self.name:
+        if model is None or model == self.model.name:
             return None
         adapters = self.adapters
         if model not in adapters:
-            there = ", ".join(map(repr, (self.name, *adapters)))
+            there = ", ".join(map(repr, (self.model.name, *adapters)))
             raise ApiError(
                 404, f"there is no model {model!r} here; there is {there}", param="model", code="model_not_found"
             )
@@ -130,9 +139,9 @@ class Service:
 
     def need_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer. Raises `ApiError` where the model's folder has none."""
-        if self.tokenizer is None:
+        if self.model.tokenizer is None:
             raise ApiError(400, "the model's folder has no tokenizer: pass token ids, and no stop strings")
-        return self.tokenizer
+        return self.model.tokenizer
 
     @contextmanager
     def submitted(self, asked: Asked) -> Iterator[list[ServedHandle]]:

@@ -197,7 +197,7 @@ class Server:
         """Serve until a signal, or `stop`."""
         for one in self._sockets.all:
             host, port = one.getsockname()[:2]
-            logger.info("%s is served at %s:%d", self._service.name, host, port)
+            logger.info("%s is served at %s:%d", self._service.model.name, host, port)
         self._server.run(self._sockets.all)
 
     def stop(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from samebit.rollout.engine.engine import Engine
-from samebit.rollout.requests.request import Request, Sequence
+from samebit.rollout.requests.request import KVHistory, Request, Schedule, Sequence
 
 READ = {
     Request: {"prompt", "prompt_digests", "params", "adapter_number", "sequences", "error"},
@@ -20,12 +20,19 @@ READ = {
         "num_tokens",
         "num_prompt_tokens",
         "num_computed",
-        "num_ahead",
+        "schedule",
         "prompt_logprobs_wanted",
         "resume_at",
     },
+    Schedule: {"num_ahead"},
+    KVHistory: set(),
 }
-WRITTEN = {"slot", "num_computed", "write_from", "num_cached_tokens"}
+WRITTEN = {
+    Request: set(),
+    Sequence: {"slot", "num_computed"},
+    Schedule: set(),
+    KVHistory: {"write_from", "num_cached_tokens"},
+}
 
 
 def note_accesses(monkeypatch: pytest.MonkeyPatch, owner: type, read: set[str], written: set[str]) -> None:
@@ -66,9 +73,9 @@ def test_a_cache_touches_the_fields_that_its_contract_names(
         make_request("long", [*range(8), *range(40, 50)], max_tokens=12),
         make_request("gone", list(range(9)), max_tokens=6),
     ]
-    read: dict[type, set[str]] = {Request: set(), Sequence: set()}
-    written: dict[type, set[str]] = {Request: set(), Sequence: set()}
-    for owner in (Request, Sequence):
+    read: dict[type, set[str]] = {owner: set() for owner in READ}
+    written: dict[type, set[str]] = {owner: set() for owner in READ}
+    for owner in READ:
         note_accesses(monkeypatch, owner, read[owner], written[owner])
     for request in requests:
         engine.add(request)
@@ -78,7 +85,8 @@ def test_a_cache_touches_the_fields_that_its_contract_names(
             engine.preempt_all()
         engine.step()
     assert not engine.has_work
-    assert written == {Request: set(), Sequence: {"slot"} if "prefix_caching" in options else WRITTEN}
+    nothing_shared = {**{owner: set() for owner in READ}, Sequence: {"slot"}}
+    assert written == (nothing_shared if "prefix_caching" in options else WRITTEN)
     if "recurrent" in options:
         assert read == READ
     else:

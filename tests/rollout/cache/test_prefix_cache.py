@@ -32,7 +32,7 @@ PROMPT = list(range(40))
 
 
 def cached(request: Request) -> int | None:
-    return request.sequences[0].num_cached_tokens
+    return request.sequences[0].kv.num_cached_tokens
 
 
 def output(request: Request) -> list[int]:
@@ -92,7 +92,7 @@ def test_the_last_token_is_computed_and_shared_blocks_are_not_written(
     one, two = (owned_blocks(engine.cache, request.sequences[0]) for request in (first, second))
     assert one[:full] == two[:full]
     assert not set(one[full:]) & set(two[full:])
-    assert second.sequences[0].write_from == 4 * full
+    assert second.sequences[0].kv.write_from == 4 * full
     run(engine)
 
 
@@ -107,7 +107,7 @@ def test_hits_on_free_blocks_take_capacity_and_a_refusal_changes_nothing(make_re
     before = (cache.counters.queries, cache.counters.evictions, cache.tables.rows.copy())
     for _ in range(2):
         assert not cache.admit(wanted), "two hits and three new blocks do not fit in four"
-        assert (wanted.slot, wanted.num_cached_tokens, wanted.num_computed) == (-1, None, 0)
+        assert (wanted.slot, wanted.kv.num_cached_tokens, wanted.num_computed) == (-1, None, 0)
     assert list(cache.pool._kept) == order
     assert before[:2] == (cache.counters.queries, cache.counters.evictions)
     assert np.array_equal(before[2], cache.tables.rows)
@@ -259,7 +259,7 @@ def test_what_attends_to_old_keys_is_not_published(make_engine: Make, make_reque
     assert cached(same) == 0
     engine.preempt_all()
     run(engine)
-    assert old.sequences[0].kv_spans == [[0, 25, 1]]
+    assert old.sequences[0].kv.spans == [[0, 25, 1]]
     assert len(engine.cache.index) == 6
 
 
@@ -270,11 +270,11 @@ def test_keys_that_were_shared_before_an_update_keep_its_version(make_engine: Ma
     scored = make_request("b", [*PROMPT[:16], 7], max_tokens=8, prompt_logprobs=0)
     engine.add(scored)
     engine.step()
-    assert (scored.sequences[0].num_computed, scored.sequences[0].write_from) == (6, 16)
+    assert (scored.sequences[0].num_computed, scored.sequences[0].kv.write_from) == (6, 16)
     engine.weights_changed(1)
     run(engine)
-    assert scored.sequences[0].kv_spans == [[0, 16, 0], [16, 24, 1]]
-    assert scored.sequences[0].context_spans == [[0, 8, 0]]
+    assert scored.sequences[0].kv.spans == [[0, 16, 0], [16, 24, 1]]
+    assert scored.sequences[0].sampled.context_spans == [[0, 8, 0]]
 
 
 # -- eviction --------------------------------------------------------------------------------------
@@ -524,7 +524,7 @@ def test_each_block_of_tokens_is_hashed_once(
         if step % 5 == 4:
             engine.preempt_all()
         engine.step()
-    assert group.unfinished == 0
+    assert group.finished
     own = [(s.num_tokens - 1) // 4 - 22 // 4 for s in group.sequences]
     assert len(hashed) <= 22 // 4 + sum(own) + 4, "a preempted one may hash its last token's block"
 
@@ -565,7 +565,7 @@ def test_the_whole_prompt_is_scored_on_a_warm_request(make_engine: Make, make_re
     run(engine, make_request("cold", PROMPT, max_tokens=3))
     scored = make_request("scored", PROMPT, max_tokens=3, prompt_logprobs=0)
     run(engine, scored)
-    assert scored.sequences[0].prompt_logprobs[1:].tolist() == [-float(token) for token in PROMPT[1:]]
+    assert scored.sequences[0].prompt_scores.logprobs[1:].tolist() == [-float(token) for token in PROMPT[1:]]
     assert cached(scored) == 0, "none of it was skipped"
     assert len(engine.cache.index) == 10, "and none of it stored twice"
 
@@ -579,7 +579,7 @@ def test_switched_off_there_is_nothing_of_it(make_engine: Make, make_request: Ma
     for request in requests:
         assert request.prompt_digests is None
         for sequence in request.sequences:
-            assert not sequence.num_cached_tokens
+            assert not sequence.kv.num_cached_tokens
             assert sequence.output_ids.tolist() == oracle(PROMPT[:10], sequence.sample_index, 4)
     engine.clear_prefix_cache()
     assert cache.counters.queries == cache.counters.tokens_skipped == cache.pool.num_kept == 0
@@ -612,4 +612,4 @@ def test_what_a_preempted_request_finds_again_is_no_hit_of_its_prompt(
     while engine.has_work:
         engine.step()
     assert engine.cache.counters.tokens_skipped > skipped, "it resumed on its own blocks"
-    assert request.sequences[0].num_cached_tokens == (8 if warm else 0)
+    assert request.sequences[0].kv.num_cached_tokens == (8 if warm else 0)

@@ -70,7 +70,7 @@ def test_of_two_in_one_step_the_first_computes_what_they_share(
     assert ("b", 0, 12, 1) in engine.runner.plans[1]
     finish(engine)
     assert_right(oracle, a, b, other)
-    assert (follower.num_cached_tokens, engine.cache.counters.leader_waits) == (12, 1)
+    assert (follower.kv.num_cached_tokens, engine.cache.counters.leader_waits) == (12, 1)
 
 
 def _three() -> list[tuple[str, list[int]]]:
@@ -161,7 +161,7 @@ def test_a_leader_that_memory_takes_hands_over_to_an_earlier_arrival(
             computed.get(name, []).extend(range(start, start + length))
     assert computed["early"] == list(range(22, 30)), "on behind what the leader had published, each token once"
     assert computed["late"] == list(range(30)), "its scores need all of its prompt"
-    assert late.sequences[0].prompt_logprobs[1:].tolist() == [-float(token) for token in late.prompt[1:]]
+    assert late.sequences[0].prompt_scores.logprobs[1:].tolist() == [-float(token) for token in late.prompt[1:]]
 
 
 def test_a_leader_and_its_follower_that_are_preempted_begin_again(
@@ -205,8 +205,8 @@ def test_followers_go_on_when_weights_change_under_their_leader(
     engine.weights_changed(1)
     finish(engine)
     assert_right(oracle, a, b)
-    assert [len(s.kv_spans) for s in a.sequences] == ([1, 1] if recompute else [2, 1])
-    assert [s.kv_spans for s in b.sequences] == [[[0, 14, 1]]] * 2
+    assert [len(s.kv.spans) for s in a.sequences] == ([1, 1] if recompute else [2, 1])
+    assert [s.kv.spans for s in b.sequences] == [[[0, 14, 1]]] * 2
 
 
 def test_closed_admission_keeps_unstarted_followers_and_drains(
@@ -262,7 +262,7 @@ def test_a_group_computes_its_prompt_once(
     assert engine.counters.prefill_tokens_computed == length
     assert engine.counters.decode_tokens_computed == 5 * 6
     assert rows[0] == 1, "one row of prompt logits"
-    assert [sequence.num_cached_tokens for sequence in group.sequences] == [0] + [length] * 4
+    assert [sequence.kv.num_cached_tokens for sequence in group.sequences] == [0] + [length] * 4
     assert_right(oracle, group)
     assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
 
@@ -290,7 +290,7 @@ def test_a_held_prompt_goes_before_a_running_request_does(
     finish(engine)
     assert_right(oracle, long, group)
     assert engine.scheduler.preemptions == 0
-    assert group.sequences[1].num_cached_tokens == 4, (
+    assert group.sequences[1].kv.num_cached_tokens == 4, (
         "its full block is still there, the partly filled one was given up"
     )
     assert prompt_tokens_computed(engine, long, group) == 5 + 6 + 2, "what the partly filled one held, once"
@@ -590,7 +590,7 @@ def test_samples_that_stop_at_their_first_token(
     engine.add(group)
     finish(engine)
     assert [len(tokens) for tokens in outputs(group)] == [1, max_tokens, 1, max_tokens]
-    assert [s.finish_reason for s in group.sequences] == ["stop", "length"] * 2
+    assert [s.ending.reason for s in group.sequences] == ["stop", "length"] * 2
 
 
 def test_nan_in_the_step_that_forks_fails_the_whole_group_and_publishes_nothing(
@@ -629,7 +629,7 @@ def test_weights_that_change_within_a_prompt_make_the_next_sample_compute_it(
     engine.weights_changed(1)
     finish(engine)
     assert_right(oracle, group)
-    assert [[span[2] for span in s.kv_spans] for s in group.sequences] == [[0, 1], [1], [1]]
+    assert [[span[2] for span in s.kv.spans] for s in group.sequences] == [[0, 1], [1], [1]]
 
 
 def test_sleep_lets_go_of_held_prompts_and_nothing_is_lost(make_worker: MakeWorker, oracle: Oracle) -> None:

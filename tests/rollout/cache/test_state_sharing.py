@@ -102,7 +102,7 @@ def test_a_state_is_kept_where_one_that_waits_leaves_what_is_decoded(
     known = [*STEM[:6], *oracle(STEM[:6], 0, 6)]
     turn = make_request("turn", [*known, 90, 91], max_tokens=1)
     run(engine, turn)
-    assert turn.sequences[0].num_cached_tokens == len(known) == 12
+    assert turn.sequences[0].kv.num_cached_tokens == len(known) == 12
 
 
 def test_a_state_is_kept_where_a_preempted_one_leaves(make: Make, make_request: MakeRequest) -> None:
@@ -143,6 +143,6 @@ def test_a_hit_that_resumes_at_the_first_token_is_a_counted_miss(
     for name in ("cold", "warm"):
         request = make_request(name, STEM[:length], max_tokens=1)
         run(engine, request)
-    assert request.sequences[0].num_cached_tokens == (0 if missed else (length - 1) // 4 * 4)
+    assert request.sequences[0].kv.num_cached_tokens == (0 if missed else (length - 1) // 4 * 4)
     counters = engine.cache.checkpoints.counters
     assert (counters.misses_no_checkpoint, counters.misses_evicted, counters.misses_diverged) == (missed, 0, 0)

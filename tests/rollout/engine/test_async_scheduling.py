@@ -128,7 +128,7 @@ def test_an_engine_refuses_to_change_under_a_step_in_flight(make_engine: Build, 
     engine.weights_changed(1)
     while engine.has_work:
         engine.step()
-    assert engine.counters.requests_finished == 1
+    assert engine.counters.requests.finished == 1
 
 
 def test_commands_meet_no_step_in_flight(make_worker: Build, oracle: Oracle) -> None:

@@ -83,7 +83,7 @@ def test_rows_with_nan_fail_their_request_and_no_other(
         assert request.error is None
         assert request.sequences[1].output_ids.tolist() == oracle([1, 2], 1, 3)
     assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
-    assert (engine.counters.requests_failed, engine.counters.requests_finished) == (1, 2)
+    assert (engine.counters.requests.failed, engine.counters.requests.finished) == (1, 2)
 
 
 @pytest.mark.parametrize("preempt", [False, True])
@@ -138,8 +138,8 @@ def test_end_tokens_stop_tokens_and_ignore_eos(make_engine: Make, make_request: 
 
 def test_the_ids_to_mask_before_min_tokens(make_request: MakeRequest) -> None:
     both = make_request("a", [1], eos=(7, 8), stop_token_ids=[8, 9])
-    assert both.eos_token_ids == (7, 8, 9)
-    assert make_request("a", [1], eos=(7, 8), stop_token_ids=[8, 9], ignore_eos=True).eos_token_ids == (8, 9)
+    assert both.end_ids == {7, 8, 9}
+    assert make_request("a", [1], eos=(7, 8), stop_token_ids=[8, 9], ignore_eos=True).end_ids == {8, 9}
 
 
 def test_an_eos_setting_may_be_absent_one_or_many() -> None:
@@ -200,7 +200,7 @@ def test_a_stop_string_ends_the_sample_with_its_text(
     whole = oracle([3, 1], 0, 8)
     engine = make_engine()
     request = make_request("a", [3, 1], max_tokens=8, stop=[f"{whole[2]}><{whole[3]}"])
-    request.sequences[0].matcher = StopStringMatcher(Letters(), request.params.stop_strings)
+    request.sequences[0].ending.matcher = StopStringMatcher(Letters(), request.params.stop_strings)
     engine.add(request)
     run(engine)
     sample = request_output(request, Letters()).samples[0]

@@ -192,7 +192,7 @@ def run_machine(
         def _check_place(self, sequence: Sequence, running: bool) -> None:
             """Each unfinished sequence runs, waits, follows, or stands behind a sibling; in exactly one place."""
             cache, scheduler = self.engine.cache, self.engine.scheduler
-            siblings = [s for other in sequence.request.sequences for s in other.siblings]
+            siblings = [s for other in sequence.request.sequences for s in other.schedule.siblings]
             follows = isinstance(cache, PrefixCache) and sequence in cache.leaders
             places = [running, sequence in scheduler.waiting, follows, siblings.count(sequence) == 1]
             assert sum(places) == (not sequence.finished)
@@ -254,9 +254,9 @@ def run_machine(
                     assert got == whole[: len(got)]
                     continue
                 assert got == whole
-                assert sequence.finish_reason == ("stop" if stops else "length")
-                if sequence.prompt_logprobs is not None:
-                    assert sequence.prompt_logprobs[1:].tolist() == [-float(t) for t in request.prompt[1:]]
+                assert sequence.ending.reason == ("stop" if stops else "length")
+                if sequence.prompt_scores is not None:
+                    assert sequence.prompt_scores.logprobs[1:].tolist() == [-float(t) for t in request.prompt[1:]]
 
     run_state_machine_as_test(
         Machine,

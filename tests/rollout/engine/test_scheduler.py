@@ -104,7 +104,7 @@ def test_aborting_waiting_and_running_requests_frees_what_they_own(
     engine.step()
     aborted = engine.abort(["0", "3", "unknown"])
     assert aborted == [requests[0], requests[3]]
-    assert [request.sequences[0].finish_reason for request in aborted] == ["abort", "abort"]
+    assert [request.sequences[0].ending.reason for request in aborted] == ["abort", "abort"]
     assert len(aborted[0].sequences[0].output_ids) == 1
     assert len(aborted[1].sequences[0].output_ids) == 0
     check_cache(engine.cache)

@@ -124,7 +124,7 @@ class LocalFleet:
         return port
 
     def kill(self, name: str) -> None:
-        self.ports[name].kill(self.fleet._crew.loop)
+        self.ports[name].kill(self.fleet._crew.background.loop)
 
     def busy(self) -> list[str]:
         """The replicas that have a request in flight."""

@@ -241,7 +241,7 @@ def test_a_silent_replica_takes_no_requests_until_it_speaks() -> None:
         assert "it has said nothing for 2 s" in local.fleet._crew.router.closed()["0"]
         local.fleet.generate(PROMPTS, PARAMS)
         mute, port.mute = port.mute, None
-        local.fleet._crew.loop.call_soon_threadsafe(mute.set)
+        local.fleet._crew.background.loop.call_soon_threadsafe(mute.set)
         wait_until(lambda: local.fleet.replicas["0"])
 
 
@@ -319,7 +319,7 @@ def test_an_update_during_which_a_replica_dies_reaches_the_others() -> None:
         receive = port.side.receive_weights
 
         async def die(source: object, **options: object) -> object:
-            port.kill(local.fleet._crew.loop)
+            port.kill(local.fleet._crew.background.loop)
             return await receive(source, **options)
 
         port.side.receive_weights = die

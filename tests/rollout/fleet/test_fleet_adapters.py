@@ -62,7 +62,7 @@ class ModelFleet:
         return port
 
     def kill(self, name: str) -> None:
-        self.ports[name].kill(self.fleet._crew.loop)
+        self.ports[name].kill(self.fleet._crew.background.loop)
 
 
 class RefusingPort(LocalPort):

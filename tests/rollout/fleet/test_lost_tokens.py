@@ -59,7 +59,7 @@ def test_what_comes_late_of_a_request_is_not_of_the_next_with_its_id() -> None:
         second = local.fleet.submit([5, 6], params, "mine")
         reader = second.reader()
         for tokens in feeds:
-            local.fleet._crew.loop.call_soon_threadsafe(take, tokens)
+            local.fleet._crew.background.loop.call_soon_threadsafe(take, tokens)
         local.fleet._crew.on_tokens = take
         gate.release(100)
         assert second.result(HANG).samples[0].token_ids == fake_continuation([5, 6], 0, 3)

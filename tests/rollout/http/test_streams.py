@@ -58,7 +58,7 @@ async def ask(
 
 def beside(served: Served, **changes: Any) -> Service:
     """Another service over the same worker."""
-    return Service(served.service.worker, ServeSettings(**changes), NAME, served.service.tokenizer)
+    return Service(served.service.worker, ServeSettings(**changes), NAME, served.service.model.tokenizer)
 
 
 def test_a_client_that_never_reads_holds_nothing(served: Served) -> None:

@@ -49,7 +49,7 @@ def spans_of(served: Served, body: dict[str, Any], *headers: tuple[bytes, bytes]
     kept, provider = InMemorySpanExporter(), sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     tracing = Tracing(provider.get_tracer("test"), NAME)
-    service = Service(served.service.worker, ServeSettings(**settings), NAME, served.service.tokenizer, tracing)
+    service = Service(served.service.worker, ServeSettings(**settings), NAME, served.service.model.tokenizer, tracing)
     asyncio.run(ask(service, body, ignore, *headers))
     return list(kept.get_finished_spans())
 

@@ -6,7 +6,7 @@ Invariant: a request is observed once, when it has left the server, whatever end
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -36,6 +36,51 @@ class Seen:
             self.metrics.observe(handle)
 
 
+class _Times:
+    """Holds the histograms of how long requests took."""
+
+    def __init__(self, histogram: Callable[[str, str, Iterable[float]], Histogram]) -> None:
+        self.first = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST)
+        self.between = histogram(
+            "vllm:inter_token_latency_seconds", "Between the tokens of a stream, as they are sent.", _BETWEEN
+        )
+        self.per_token = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time between the tokens of a request.", _BETWEEN
+        )
+        self.whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
+        self.queued = histogram("vllm:request_queue_time_seconds", "From arrival to the first step.", _WHOLE)
+
+    def observe(self, output: RequestOutput) -> None:
+        """Observe the times of a request that has ended."""
+        times = {event.name: event.time for event in reversed(output.events)}  # the first of each
+        added, ended = times["added"], output.events[-1].time
+        if "scheduled" in times:
+            self.queued.observe(times["scheduled"] - added)
+        if "first_token" in times:
+            self.first.observe(times["first_token"] - added)
+            longest = max(len(sample.token_ids) for sample in output.samples)
+            if longest > 1:
+                self.per_token.observe((ended - times["first_token"]) / (longest - 1))
+        self.whole.observe(ended - added)
+
+
+class _Syncs:
+    """Counts updates of the weights. at: when the last one was."""
+
+    def __init__(self, counter: Callable[[str, str], Counter], labels: tuple[str, ...]) -> None:
+        self.count = counter("samebit_weight_syncs", "Updates of the weights.").labels(*labels)
+        self.seconds = counter("samebit_weight_sync_seconds", "Time of updates.").labels(*labels)
+        self.bytes = counter("samebit_weight_sync_bytes", "Bytes of updates.").labels(*labels)
+        self.at = time.time()
+
+    def add(self, seconds: float, moved: int) -> None:
+        """Count an update, its seconds, and the bytes that it moved."""
+        self.count.inc()
+        self.seconds.inc(seconds)
+        self.bytes.inc(moved)
+        self.at = time.time()
+
+
 class RequestMetrics:
     """Holds the counters and histograms of one server, in a registry of their own."""
 
@@ -43,15 +88,7 @@ class RequestMetrics:
         self.registry = CollectorRegistry()
         self._labels = (model, ENGINE)
         lengths = _one_two_five(max_model_len)
-        self._first = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST)
-        self._between = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between the tokens of a stream, as they are sent.", _BETWEEN
-        )
-        self._per_token = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time between the tokens of a request.", _BETWEEN
-        )
-        self._whole = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
-        self._queued = self._histogram("vllm:request_queue_time_seconds", "From arrival to the first step.", _WHOLE)
+        self._times = _Times(self._histogram)
         self._prompt = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", lengths)
         self._generated = self._histogram("vllm:request_generation_tokens", "Tokens of a request's samples.", lengths)
         self._n = self._histogram("vllm:request_params_n", "Samples asked for.", _SAMPLES)
@@ -61,10 +98,7 @@ class RequestMetrics:
         self._inside = Gauge(
             "samebit_requests_inside", "Requests of HTTP that have not been answered.", LABELS, registry=self.registry
         ).labels(*self._labels)
-        self.syncs = self._counter("samebit_weight_syncs", "Updates of the weights.").labels(*self._labels)
-        self.sync_seconds = self._counter("samebit_weight_sync_seconds", "Time of updates.").labels(*self._labels)
-        self.sync_bytes = self._counter("samebit_weight_sync_bytes", "Bytes of updates.").labels(*self._labels)
-        self.synced_at = time.time()
+        self.syncs = _Syncs(self._counter, self._labels)
 
     @contextmanager
     def counted(self, params: SamplingParams, prompts: int) -> Iterator[Seen]:
@@ -81,14 +115,7 @@ class RequestMetrics:
 
     def between_tokens(self, seconds: float) -> None:
         """Observe the time between two tokens of a stream."""
-        self._between.observe(seconds)
-
-    def synced(self, seconds: float, moved: int) -> None:
-        """Observe an update of the weights: its seconds, and the bytes that it moved."""
-        self.syncs.inc()
-        self.sync_seconds.inc(seconds)
-        self.sync_bytes.inc(moved)
-        self.synced_at = time.time()
+        self._times.between.observe(seconds)
 
     def observe(self, handle: ServedHandle) -> None:
         """Observe a request that has left the server."""
@@ -102,21 +129,9 @@ class RequestMetrics:
             return
         for sample in output.samples:
             self._success.labels(*self._labels, sample.finish_reason).inc()
-        self._observe_times(output)
+        self._times.observe(output)
         self._prompt.observe(len(output.prompt_token_ids))
         self._generated.observe(sum(len(sample.token_ids) for sample in output.samples))
-
-    def _observe_times(self, output: RequestOutput) -> None:
-        times = {event.name: event.time for event in reversed(output.events)}  # the first of each
-        added, ended = times["added"], output.events[-1].time
-        if "scheduled" in times:
-            self._queued.observe(times["scheduled"] - added)
-        if "first_token" in times:
-            self._first.observe(times["first_token"] - added)
-            longest = max(len(sample.token_ids) for sample in output.samples)
-            if longest > 1:
-                self._per_token.observe((ended - times["first_token"]) / (longest - 1))
-        self._whole.observe(ended - added)
 
     def _histogram(self, name: str, says: str, buckets: Iterable[float]) -> Histogram:
         whole = Histogram(name, says, LABELS, registry=self.registry, buckets=tuple(buckets))

@@ -80,7 +80,7 @@ class WorkerCollector(Collector):
 
     def _of_server(self) -> Iterable[Metric]:
         service = self._service
-        age = time.time() - service.metrics.synced_at
+        age = time.time() - service.metrics.syncs.at
         inside, refused = service.admission.inside, service.admission.refused
 
         def own(name: str, says: str, value: float, *, gauge: bool = True) -> Metric:
@@ -92,13 +92,13 @@ class WorkerCollector(Collector):
         yield own("samebit_paused", "1 while generation is paused.", service.worker.paused)
         asleep = GaugeMetricFamily("samebit_sleeping", "1 while this memory is given back.", labels=(*LABELS, "tag"))
         for tag in TAGS:
-            asleep.add_metric((service.name, ENGINE, tag), tag in service.worker.sleeping)
+            asleep.add_metric((service.model.name, ENGINE, tag), tag in service.worker.sleeping)
         yield asleep
 
     def _family(self, name: str, says: str, values: dict[str, float], *, gauge: bool) -> Metric:
         family = (GaugeMetricFamily if gauge else CounterMetricFamily)(name, says, labels=LABELS)
         for engine, value in values.items():
-            family.add_metric((self._service.name, engine), value)
+            family.add_metric((self._service.model.name, engine), value)
         return family
 
 

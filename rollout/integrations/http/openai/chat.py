@@ -68,7 +68,7 @@ class _Chat:
         self._texts = TokenTexts(self._tokenizer, as_ids=bool(asked.return_tokens_as_token_ids))
 
     def _head(self, kind: str) -> dict[str, Any]:
-        model = self._asked.model or self._service.name
+        model = self._asked.model or self._service.model.name
         return {"id": self._job.id, "object": kind, "created": self._job.created, "model": model}
 
     def _parser(self) -> ToolParser | None:

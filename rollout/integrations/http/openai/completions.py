@@ -51,12 +51,12 @@ class _Completion:
         self._service = service
         self._asked = asked
         self._job = job
-        self._texts = TokenTexts(service.tokenizer, as_ids=bool(asked.return_tokens_as_token_ids))
+        self._texts = TokenTexts(service.model.tokenizer, as_ids=bool(asked.return_tokens_as_token_ids))
 
     def _head(self) -> dict[str, Any]:
         return {
             "id": self._job.id, "object": "text_completion", "created": self._job.created,
-            "model": self._asked.model or self._service.name,
+            "model": self._asked.model or self._service.model.name,
         }  # fmt: skip
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class _Completion:
         return {**self._head(), "choices": choices, "usage": usage(outputs, sampled=not scored)}
 
     def _choice(self, index: int, prompt: Prompt, output: RequestOutput, sample: SampleOutput) -> dict[str, Any]:
-        asked, tokenizer = self._asked, self._service.tokenizer
+        asked, tokenizer = self._asked, self._service.model.tokenizer
         scored = asked.max_tokens == 0
         before = self._prompt_text(prompt) if asked.echo else ""
         text = "" if scored or tokenizer is None else whole_text(tokenizer, sample)
@@ -115,9 +115,9 @@ class _Completion:
             async for number, chunk in service.chunks(handles):
                 index = number * params.n + chunk.sample
                 piece = ""
-                if service.tokenizer is not None:
+                if service.model.tokenizer is not None:
                     if index not in texts:
-                        texts[index] = SampleText(service.tokenizer, params.stop_strings, end_ids)
+                        texts[index] = SampleText(service.model.tokenizer, params.stop_strings, end_ids)
                     piece = texts[index].push(chunk)
                 began = index in offsets
                 if not began:

@@ -82,7 +82,7 @@ async def chat_text(service: Service, asked: Chat, messages: list[Message]) -> s
             text: object = tokenizer.apply_chat_template(
                 [plain(message) for message in messages],
                 tools=tools,
-                chat_template=service.chat_template,
+                chat_template=service.model.chat_template,
                 add_generation_prompt=asked.add_generation_prompt,
                 continue_final_message=asked.continue_final_message,
                 tokenize=False,

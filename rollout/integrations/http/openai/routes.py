@@ -68,17 +68,17 @@ def routes(service: Service) -> APIRouter:
 
 
 def _adapter(service: Service, name: str) -> dict[str, Any]:
-    root = service.adapter_folders.get(name, name)
-    return {**_model(service), "id": name, "root": root, "parent": service.name}
+    root = service.model.adapter_folders.get(name, name)
+    return {**_model(service), "id": name, "root": root, "parent": service.model.name}
 
 
 def _model(service: Service) -> dict[str, Any]:
     return {
-        "id": service.name,
+        "id": service.model.name,
         "object": "model",
-        "created": service.created,
+        "created": service.model.created,
         "owned_by": "samebit",
-        "root": service.name,
+        "root": service.model.name,
         "parent": None,
         "max_model_len": service.worker.limits.max_model_len,
         "weight_version": service.worker.weight_version,

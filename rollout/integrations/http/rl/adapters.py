@@ -31,14 +31,14 @@ class AdapterLoads:
         service = self._service
         path = below(service.settings.weight_root, folder, "lora_path")
         async with self._turn:
-            if name == service.name:
+            if name == service.model.name:
                 raise ApiError(400, f"{name!r} is the model that is served; give another name", param="lora_name")
             if name in await self._worker.adapters() and not replace:
                 raise ApiError(
                     400, f"there is an adapter {name!r}: unload it, or set load_inplace=true", param="lora_name"
                 )
             await self._worker.load_adapter(name, str(path))
-            service.adapter_folders[name] = folder
+            service.model.adapter_folders[name] = folder
 
     async def unload(self, name: str) -> None:
         """Forget an adapter; requests that have begun end under it.
@@ -47,7 +47,7 @@ class AdapterLoads:
             ApiError: none was loaded under this name.
         """
         async with self._turn:
-            if name not in self._service.adapter_folders:
+            if name not in self._service.model.adapter_folders:
                 raise ApiError(404, f"no adapter {name!r} was loaded here", param="lora_name", code="not_found")
             await self._worker.drop_adapter(name)
-            del self._service.adapter_folders[name]
+            del self._service.model.adapter_folders[name]

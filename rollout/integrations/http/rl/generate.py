@@ -104,7 +104,7 @@ class _Generation:
         self._service = service
         self._asked = asked
         self._job = job
-        self._head: dict[str, Any] = {"request_id": job.id, "model": asked.model or service.name}
+        self._head: dict[str, Any] = {"request_id": job.id, "model": asked.model or service.model.name}
         self._tokenizer = service.need_tokenizer() if asked.output_mode == "text" else None
         self._texts = TokenTexts(self._tokenizer)
 

@@ -217,8 +217,8 @@ def _server_info(service: Service) -> dict[str, Any]:
     return {
         "vllm_config": {
             "model_config": {
-                "model": service.name,
-                "served_model_name": service.name,
+                "model": service.model.name,
+                "served_model_name": service.model.name,
                 "max_model_len": limits.max_model_len,
                 "dtype": str(limits.dtype),
                 "logprobs_mode": "processed_logprobs" if not config.exact else "exact: at the sampling temperature",

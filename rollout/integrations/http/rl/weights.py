@@ -116,7 +116,7 @@ class WeightTransfer:
             report = await self._worker.in_thread(lambda: worker.receive_weights(source, cast=True))
         else:
             report = await self._worker.receive_weights(source, cast=True)
-        self._metrics.synced(time.monotonic() - began, _moved(report))
+        self._metrics.syncs.add(time.monotonic() - began, _moved(report))
 
 
 def _moved(report: SyncReport) -> int:
