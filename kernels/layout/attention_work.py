@@ -190,12 +190,12 @@ class _Units:
         if not members:
             return _Units._apart(work, each)
         first = np.concatenate([np.flatnonzero(work.places % tokens == 0), np.arange(members, sequences)])
-        counts = np.diff(first, append=sequences)
+        counts = np.diff(first, append=sequences).astype(np.int32)
         shared = np.zeros(len(first), np.int32)
         several = counts > 1
         shared[several] = work.shared[first[several]]
-        most: Ints = np.maximum.reduceat(each, first)
-        total: Ints = np.add.reduceat(each, first)
+        most: Ints = np.maximum.reduceat(each, first, dtype=np.int32)
+        total: Ints = np.add.reduceat(each, first, dtype=np.int32)
         split = _longest_that_fit(most, counts * most, total - (counts - 1) * (shared // KV_SPLIT))
         shared = np.where(split, shared // KV_SPLIT * KV_SPLIT, shared)
         strides = np.where(split, most, (shared >= KV_SPLIT).astype(np.int32) + (shared % KV_SPLIT > 0))
