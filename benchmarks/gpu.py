@@ -29,6 +29,7 @@ from transformers import PreTrainedModel  # noqa: E402
 
 from samebit.benchmarks import gpu_figures as measure  # noqa: E402
 from samebit.benchmarks.gpu_experts import QWEN3_30B_A3B, experts  # noqa: E402
+from samebit.benchmarks.gpu_profile import profiles  # noqa: E402
 from samebit.benchmarks.rounds import results_file  # noqa: E402
 from samebit.benchmarks.rounds.limited import emit, run_limited  # noqa: E402
 from samebit.benchmarks.workloads import models  # noqa: E402
@@ -64,7 +65,7 @@ EXPERTS = "experts of qwen3-30b-a3b"
 
 PARTS = {
     "exactness": measure.exactness, "decode": measure.decode, "recurrent": measure.recurrent,
-    "prefill": measure.prefill, "cache": measure.cache, "control": measure.control,
+    "profile": profiles, "prefill": measure.prefill, "cache": measure.cache, "control": measure.control,
 }  # fmt: skip
 """Lists the parts that take one model."""
 

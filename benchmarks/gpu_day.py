@@ -19,6 +19,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -80,6 +81,16 @@ def part(model: str, name: str, limit: float) -> Item:
     return script("gpu.py", limit, "--item", model, name)
 
 
+def sanitized(limit: float) -> list[Item]:
+    """Make an item that looks for bad addresses and races in short tests; none where the machine has no sanitizer."""
+    found = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if found is None:
+        return []
+    plain = tests("memcheck of norms and heads", limit, "gpu/test_heads.py", "gpu/test_norm_sums.py")
+    alone = tuple(word for word in plain.command if word not in ("-n", "8", "--dist", "load"))
+    return [Item(plain.name, (found, "--tool", "memcheck", "--error-exitcode", "9", *alone), limit)]
+
+
 def calls(out: Path) -> dict[str, list[Item]]:
     """Return the items of each call, in the order of their turns."""
     near = [path for path in sorted((ROOT / "tests/kernels/triton").glob("test_*.py")) if path.stem != "test_compile"]
@@ -98,9 +109,10 @@ def calls(out: Path) -> dict[str, list[Item]]:
         "speed": [
             part("qwen3-8b", "exactness", 120),
             part("qwen3-8b", "decode", 170),
-            part("qwen3-8b", "training", 100),
-            part("nemotron-h-8b", "exactness", 100),
-            part("nemotron-h-8b", "recurrent", 60),
+            part("qwen3-8b", "profile", 50),
+            part("qwen3-8b", "training", 80),
+            part("nemotron-h-8b", "exactness", 90),
+            part("nemotron-h-8b", "recurrent", 50),
         ],
         "tiles": [
             script("tune_tiles.py", 560, "--models", "qwen3-8b", "--minutes", "9", "--out", str(out / "tiles.json"))
@@ -113,7 +125,8 @@ def calls(out: Path) -> dict[str, list[Item]]:
             part("experts of qwen3-30b-a3b", "layer", 60),
             part("qwen3-0.6b", "cache", 60),
             part("qwen3-0.6b", "control", 60),
-            part("qwen3-0.6b", "hugging_face", 90),
+            part("qwen3-0.6b", "hugging_face", 70),
+            *sanitized(50),
         ],
     }  # fmt: skip
 

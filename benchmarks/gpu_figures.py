@@ -62,12 +62,12 @@ def seconds(run: Callable[[], object], device: str, repeats: int) -> float:
 
 def exactness(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
     """Count tokens that differ between a worker's report and the training forward, with graphs and without."""
-    prompts = _prompts(model, (1, 2, 63, 64, 65, sizes.prompt, 3 * sizes.prompt // 2))
+    prompts = prompts_of(model, (1, 2, 63, 64, 65, sizes.prompt, 3 * sizes.prompt // 2))
     params = [SamplingParams(seed=index, max_tokens=sizes.new_tokens, ignore_eos=True) for index in range(len(prompts))]
     tokens, differing = 0, 0
     for budget, eager in ((sizes.max_model_len, False), (96, False), (96, True)):
         changes = {"max_num_batched_tokens": budget, "enforce_eager": eager}
-        with _worker(model, sizes, len(prompts), device, **changes) as worker:
+        with worker_of(model, sizes, len(prompts), device, **changes) as worker:
             outputs = worker.generate(prompts, params)
         for out in outputs:
             ids = torch.tensor([out.prompt_token_ids + out.samples[0].token_ids], device=device)
@@ -85,7 +85,7 @@ def decode(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure
     yield Figure("bandwidth of a copy", copied / 1e9, "GB/s")
     for count in sizes.sequences:
         step = _decode_step(model, sizes, count, device)
-        needed = _weight_bytes(model) + count * (sizes.prompt + sizes.new_tokens // 2) * _kv_bytes(model)
+        needed = weight_bytes(model) + count * (sizes.prompt + sizes.new_tokens // 2) * kv_bytes(model)
         yield Figure(f"decode, {count} sequences", count / step, "tokens/s")
         yield Figure(f"decode, {count} sequences: of the bandwidth", needed / step / copied, "")
 
@@ -146,19 +146,19 @@ def hugging_face(model: PreTrainedModel, plain: PreTrainedModel, sizes: Sizes, d
     count = min(64, max(sizes.sequences))
     workload = Workload(prompts=count, samples=1, prompt_tokens=sizes.prompt, new_tokens=sizes.new_tokens)
     run = hf_continuous(plain, workload, LIKE_SAMEBIT)
-    prompts = _prompts(model, (sizes.prompt,) * count)
+    prompts = prompts_of(model, (sizes.prompt,) * count)
     run(prompts, 4)
     theirs, _ = run(prompts, sizes.new_tokens)
-    with _worker(model, sizes, count, device) as worker:
-        ours = seconds(lambda: worker.generate(prompts, _params(sizes.new_tokens)), device, 1)
+    with worker_of(model, sizes, count, device) as worker:
+        ours = seconds(lambda: worker.generate(prompts, sampled(sizes.new_tokens)), device, 1)
     yield Figure(f"Hugging Face continuous batching, {count} sequences", count * sizes.new_tokens / theirs, "tokens/s")
     yield Figure("samebit, the same requests", count * sizes.new_tokens / ours, "tokens/s")
 
 
 def cache(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
     """Compare the time of a request whose prompt is cached with one whose prompt is not."""
-    prompts = _prompts(model, (sizes.max_model_len - 64,) * (sizes.repeats + 1))
-    with _worker(model, sizes, 4, device) as worker:
+    prompts = prompts_of(model, (sizes.max_model_len - 64,) * (sizes.repeats + 1))
+    with worker_of(model, sizes, 4, device) as worker:
         cold = [_timed(worker, prompt) for prompt in prompts]
         warm = [_timed(worker, prompt) for prompt in prompts]
     yield Figure(f"first token of {len(prompts[0])} tokens, not cached", statistics.median(cold[1:]) * 1e3, "ms")
@@ -168,8 +168,8 @@ def cache(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]
 def control(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
     """Measure an update from a state dict on the host, and sleep and wake of the KV memory."""
     state = {name: part.detach().cpu() for name, part in model.state_dict().items()}
-    with _worker(model, sizes, 4, device) as worker:
-        worker.generate(_prompts(model, (8,)), _params(2))
+    with worker_of(model, sizes, 4, device) as worker:
+        worker.generate(prompts_of(model, (8,)), sampled(2))
         yield Figure("load_state_dict from the host", seconds(lambda: worker.load_state_dict(state), device, 1), "s")
 
         def nap() -> None:
@@ -227,7 +227,8 @@ def recorded(run: Callable[[], object], device: str) -> Callable[[], object]:
         return CudaRecorder(torch.device("cuda", torch.cuda.current_device()))(run) if device == "cuda" else run
 
 
-def _worker(model: PreTrainedModel, sizes: Sizes, count: int, device: str, **changes: int | bool) -> RolloutWorker:
+def worker_of(model: PreTrainedModel, sizes: Sizes, count: int, device: str, **changes: int | bool) -> RolloutWorker:
+    """Make a worker for this many sequences."""
     fields = {"max_num_batched_tokens": max(2048, count), **changes}
     config = RolloutConfig(
         device=device, max_num_seqs=count, max_model_len=sizes.max_model_len,
@@ -244,25 +245,27 @@ def _blocks(model: PreTrainedModel, sizes: Sizes, count: int) -> int:
 
 def _decode_step(model: PreTrainedModel, sizes: Sizes, count: int, device: str, exact: bool = True) -> float:
     """Return the seconds of a step of this many sequences: a long run minus the run that makes two tokens."""
-    prompts = _prompts(model, (sizes.prompt,) * count)
-    with _worker(model, sizes, count, device, exact=exact) as worker:
-        worker.generate(prompts, _params(2))  # compiles, and fills the prefix cache
-        short = seconds(lambda: worker.generate(prompts, _params(2)), device, sizes.repeats)
-        long = seconds(lambda: worker.generate(prompts, _params(2 + sizes.new_tokens)), device, sizes.repeats)
+    prompts = prompts_of(model, (sizes.prompt,) * count)
+    with worker_of(model, sizes, count, device, exact=exact) as worker:
+        worker.generate(prompts, sampled(2))  # compiles, and fills the prefix cache
+        short = seconds(lambda: worker.generate(prompts, sampled(2)), device, sizes.repeats)
+        long = seconds(lambda: worker.generate(prompts, sampled(2 + sizes.new_tokens)), device, sizes.repeats)
     return (long - short) / sizes.new_tokens
 
 
 def _timed(worker: RolloutWorker, prompt: list[int]) -> float:
     began = time.perf_counter()
-    worker.generate([prompt], _params(1))
+    worker.generate([prompt], sampled(1))
     return time.perf_counter() - began
 
 
-def _params(new_tokens: int) -> SamplingParams:
+def sampled(new_tokens: int) -> SamplingParams:
+    """Ask for this many tokens, whatever they are."""
     return SamplingParams(max_tokens=new_tokens, ignore_eos=True)
 
 
-def _prompts(model: PreTrainedModel, lengths: tuple[int, ...]) -> list[list[int]]:
+def prompts_of(model: PreTrainedModel, lengths: tuple[int, ...]) -> list[list[int]]:
+    """Make random prompts of these lengths, the same each time."""
     generator = torch.Generator().manual_seed(sum(lengths))
     vocab = model.config.vocab_size
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
@@ -275,13 +278,13 @@ def bandwidth(device: str) -> float:
     return 2 * source.numel() / seconds(lambda: target.copy_(source), device, 5)
 
 
-def _weight_bytes(model: PreTrainedModel) -> int:
+def weight_bytes(model: PreTrainedModel) -> int:
     """Return the bytes that a step reads: everything but a separate embedding."""
     tied = model.config.tie_word_embeddings
     own = 0 if tied else model.get_input_embeddings().weight.nbytes
     return sum(part.nbytes for part in model.parameters()) - own
 
 
-def _kv_bytes(model: PreTrainedModel) -> int:
+def kv_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of one token over all attention layers."""
     return binding_of(model).kv_layout.bytes_per_block(1, model.dtype)

@@ -16,6 +16,7 @@ Invariants:
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,9 @@ class AttentionWork:
     def of(call: CallRows) -> "AttentionWork":
         """Order the call's sequences."""
         sharers, places, shared = _runs(call)
+        if not len(sharers):
+            order = np.arange(len(call.lengths), dtype=np.int32)
+            return AttentionWork(order, call.row_start, call.lengths, call.starts, places, shared)
         alone = np.ones(len(call.lengths), np.bool_)
         alone[sharers] = False
         order = np.concatenate([sharers, np.flatnonzero(alone)])
@@ -70,10 +74,17 @@ class AttentionWork:
 
     def queries(self) -> Ints:
         """List ``[N, 2]`` row and position of each token that is computed, sequence after sequence."""
+        if self.one_token_each:
+            return np.stack([self.row_start, self.starts], axis=1)
         before = np.cumsum(self.lengths) - self.lengths
         within = np.arange(int(self.lengths.sum())) - np.repeat(before, self.lengths)
         firsts = np.stack([self.row_start, self.starts], axis=1)
         return (np.repeat(firsts, self.lengths, axis=0) + within[:, None]).astype(np.int32)
+
+    @cached_property
+    def one_token_each(self) -> bool:
+        """Tell whether each sequence computes one token, as in most steps: such work is listed faster."""
+        return len(self.lengths) > 0 and bool(self.lengths.min() == self.lengths.max() == 1)
 
     def items(self, tokens: int) -> Arrays:
         """List two ``[N, ITEM]`` by name: those that keep softmaxes, then pieces, of at most ``tokens``."""
@@ -88,6 +99,9 @@ class AttentionWork:
 
     def _pieces(self, tokens: int, units: "_Units") -> Ints:
         """List the pieces of each sequence, which end their rows."""
+        if self.one_token_each:
+            since, slots, kept = units.begun()
+            return _items(self.order, self.first_queries, 1, self.starts, since, self.starts + 1, slots, kept)
         owner, within = self._cut(tokens)
         rows = np.minimum(tokens, self.lengths[owner] - within)
         oldest = self.starts[owner] + within
@@ -98,6 +112,8 @@ class AttentionWork:
     @property
     def first_queries(self) -> Ints:
         """The place in ``queries`` of each sequence's first token, ``[S]``."""
+        if self.one_token_each:
+            return np.arange(len(self.order), dtype=np.int32)
         return (np.cumsum(self.lengths) - self.lengths).astype(np.int32)
 
     def _cut(self, tokens: int) -> tuple[Ints, Ints]:
@@ -168,23 +184,39 @@ class _Units:
     def of(work: AttentionWork, tokens: int) -> "_Units":
         """Gather units of at most ``tokens`` sequences, and choose which are split."""
         members, sequences = len(work.places), len(work.order)
-        each = np.where(work.lengths == 1, work.starts // KV_SPLIT, 0)
+        each: Ints = work.starts // KV_SPLIT
+        if not work.one_token_each:
+            each = np.where(work.lengths == 1, each, 0)
+        if not members:
+            return _Units._apart(work, each)
         first = np.concatenate([np.flatnonzero(work.places % tokens == 0), np.arange(members, sequences)])
-        counts = np.diff(first, append=sequences)
+        counts = np.diff(first, append=sequences).astype(np.int32)
         shared = np.zeros(len(first), np.int32)
         several = counts > 1
         shared[several] = work.shared[first[several]]
-        most, total = (reduce.reduceat(each, first) if sequences else each for reduce in (np.maximum, np.add))
+        most: Ints = np.maximum.reduceat(each, first, dtype=np.int32)
+        total: Ints = np.add.reduceat(each, first, dtype=np.int32)
         split = _longest_that_fit(most, counts * most, total - (counts - 1) * (shared // KV_SPLIT))
         shared = np.where(split, shared // KV_SPLIT * KV_SPLIT, shared)
         strides = np.where(split, most, (shared >= KV_SPLIT).astype(np.int32) + (shared % KV_SPLIT > 0))
         slots = np.cumsum(counts * strides) - counts * strides
         return _Units(work, each, first, counts, split, shared, strides, slots)
 
+    @staticmethod
+    def _apart(work: AttentionWork, each: Ints) -> "_Units":
+        """Make a unit of each sequence: none shares with another."""
+        order, nothing = work.order, np.zeros_like(each)
+        split = _longest_that_fit(each, each, each)
+        strides = each * split
+        slots = np.cumsum(strides, dtype=np.int32) - strides
+        return _Units(work, each, order, nothing + 1, split, nothing, strides, slots)
+
     def kept(self) -> Ints:
         """List the items that keep softmaxes."""
         if not self.strides.any():
             return np.empty((0, ITEM), np.int32)
+        if not len(self.work.places):
+            return self._own_splits()
         return np.concatenate([self._prefixes(), self._own_splits()])
 
     def _prefixes(self) -> Ints:
@@ -201,17 +233,16 @@ class _Units:
 
     def _own_splits(self) -> Ints:
         """List the items of splits that sequences do not share."""
-        unit, slots = self._of_each()
+        unit, slots = self._of_each
         before = self.shared[unit] // KV_SPLIT
         place, part = _numbered(np.where(self.split[unit], self.each - before, 0))
-        since, one = (before[place] + part) * KV_SPLIT, np.ones(len(place), np.int32)
-        oldest, kept = self.work.starts[place], slots[place] + before[place] + part
-        first = self.work.first_queries[place]
-        return _items(self.work.order[place], first, one, oldest, since, since + KV_SPLIT, kept, one)
+        number = before[place] + part
+        since, oldest, first = number * KV_SPLIT, self.work.starts[place], self.work.first_queries[place]
+        return _items(self.work.order[place], first, 1, oldest, since, since + KV_SPLIT, slots[place] + number, 1)
 
     def begun(self) -> tuple[Ints, Ints, Ints]:
         """Return ``[S]`` from which key on pieces walk, where what is kept of those before begins, and its number."""
-        unit, slots = self._of_each()
+        unit, slots = self._of_each
         split = self.split[unit]
         return (
             np.where(split, self.each * KV_SPLIT, self.shared[unit]),
@@ -219,8 +250,11 @@ class _Units:
             np.where(split, self.each, self.strides[unit]),
         )
 
+    @cached_property
     def _of_each(self) -> tuple[Ints, Ints]:
         """Return the unit of each sequence, and its first slot, ``[S]``."""
+        if not len(self.work.places):
+            return self.first, self.slots
         unit, place = _numbered(self.counts)
         return unit, self.slots[unit] + place * self.strides[unit]
 
@@ -229,7 +263,7 @@ def _longest_that_fit(splits: Ints, slots: Ints, items: Ints) -> npt.NDArray[np.
     """Choose units with these counts of splits, slots and items, the longest first."""
     most = max(PARTS, int(splits.max(initial=0)))
     chosen = (splits > 0) & (slots <= SLOTS) & (items <= most)
-    if not chosen.any():
+    if not chosen.any() or ((slots * chosen).sum() <= SLOTS and (items * chosen).sum() <= most):
         return chosen
     order = np.argsort(np.where(chosen, -splits, 1), kind="stable")
     for sizes, limit in ((slots, SLOTS), (items, most)):
@@ -243,8 +277,12 @@ def _numbered(counts: Ints) -> tuple[Ints, Ints]:
     return place, np.arange(len(place), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
 
 
-def _items(*columns: Ints) -> Ints:
-    return np.stack(columns, axis=1).astype(np.int32)
+def _items(sequences: Ints, *columns: Ints | int) -> Ints:
+    items = np.empty((len(sequences), ITEM), np.int32)
+    items[:, 0] = sequences
+    for place, column in enumerate(columns, start=1):
+        items[:, place] = column
+    return items
 
 
 def _runs(call: CallRows) -> tuple[Ints, Ints, Ints]:
@@ -259,6 +297,8 @@ def _runs(call: CallRows) -> tuple[Ints, Ints, Ints]:
     order = np.argsort(decisive, kind="stable")
     single, decisive = single[order], decisive[order]
     after = np.flatnonzero(decisive[1:] == decisive[:-1]) + 1
+    if not len(after):
+        return single[:0], single[:0], single[:0]
     common = np.zeros(len(single) + 1, np.int32)  # of each with the one before; the first has no predecessor
     common[after] = _common(call, single[after - 1], single[after])
     joined = common.copy()

@@ -101,7 +101,10 @@ def layout_parts(call: CallRows, work: AttentionWork, item_sizes: Iterable[int] 
     """Return what the device needs of a call; ``item_sizes``: those that `DeviceLayout.items` will be asked for."""
     blocks, offsets = call.blocks_and_offsets
     sequences, within = call.tokens_of_rows
-    captures = call.captures[np.argsort(call.captures[:, 0], kind="stable")]
+    captures, first_capture = call.captures, np.zeros(len(call.lengths) + 1, np.int32)
+    if len(captures):
+        captures = captures[np.argsort(captures[:, 0], kind="stable")]
+        first_capture = np.searchsorted(captures[:, 0], np.arange(len(first_capture))).astype(np.int32)
     return {
         "row_start": call.row_start,
         "lengths": call.lengths,
@@ -114,6 +117,6 @@ def layout_parts(call: CallRows, work: AttentionWork, item_sizes: Iterable[int] 
         "sequences": sequences,
         "within": within,
         "captures": captures,
-        "first_capture": np.searchsorted(captures[:, 0], np.arange(len(call.lengths) + 1)).astype(np.int32),
+        "first_capture": first_capture,
         **{name: array for size in item_sizes for name, array in work.items(size).items()},
     }

@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +25,15 @@ from samebit.rollout.engine.step_plan import StepResult
 from samebit.rollout.requests.request import Sequence
 
 TopLogprobs = list[dict[int, float] | None]
+Words = npt.NDArray[np.uint32]
 
 _UNSEEDED = 1 << 31
 """Set in the counter of requests without a seed: their streams never meet those of seeded ones."""
 
-_WORD = 0xFFFFFFFF
+_WORDS = 0xFFFFFFFF_FFFFFFFF
+
+_SEED, _TEMPERATURE = attrgetter("params.seed"), attrgetter("params.temperature")
+_ORDINAL, _SAMPLE = attrgetter("request.ordinal"), attrgetter("sample_index")
 
 LARGEST_LOGIT = 3e38
 """A logit is at most this, the greatest of float32, with room for rounding where it is divided by a temperature
@@ -79,29 +84,47 @@ class Draws:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class _Streams:
+    """Holds what sequences draw from at any position: of the step before, since most steps have the same sequences."""
+
+    sequences: list[Sequence]
+    temperatures: torch.Tensor
+    keys: torch.Tensor
+    counters: Words
+
+
 class Sampler:
     """Chooses the next token of each row and reports its log-probability."""
 
     def __init__(self, seed: int, exact: bool) -> None:
         self.seed = seed
+        self._last: _Streams | None = None
         self._report = logprobs_of_rows if exact else _torch_logprobs
 
     def draw_inputs(self, sequences: list[Sequence], positions: list[int], rows: npt.NDArray[np.int64]) -> DrawInputs:
         """Return what drawing each sequence's token for its position needs; on the host."""
-        streams = np.array([self._stream(sequence) for sequence in sequences], np.uint32).reshape(-1, 5)
-        keys = np.ascontiguousarray(streams[:, :2])
-        counters = np.empty((len(sequences), 4), np.uint32)
-        counters[:, 0], counters[:, 1:] = positions, streams[:, 2:]
-        temperatures = torch.tensor([s.params.temperature for s in sequences], dtype=torch.float32)
-        return DrawInputs(torch.from_numpy(rows), temperatures, torch.from_numpy(keys), torch.from_numpy(counters))
+        if self._last is None or self._last.sequences != sequences:
+            self._last = self._streams(sequences)
+        counters = self._last.counters.copy()
+        counters[:, 0] = positions
+        of_step = torch.from_numpy(rows), self._last.temperatures, self._last.keys, torch.from_numpy(counters)
+        return DrawInputs(*of_step)
 
-    def _stream(self, sequence: Sequence) -> tuple[int, int, int, int, int]:
-        """Return the key of a sequence's random numbers, and of their counters what is not the position."""
-        seed, sample = sequence.params.seed, sequence.sample_index
-        if seed is not None:
-            return seed & _WORD, (seed >> 32) & _WORD, sample, 0, 0
-        ordinal = sequence.request.ordinal
-        return self.seed & _WORD, (self.seed >> 32) & _WORD, sample, ordinal & _WORD, (ordinal >> 32) | _UNSEEDED
+    def _streams(self, sequences: list[Sequence]) -> _Streams:
+        """Work out what sequences draw from in all steps."""
+        seeds = list(map(_SEED, sequences))
+        of_requests = np.fromiter(map(_ORDINAL, sequences), np.uint64) | np.uint64(_UNSEEDED << 32)
+        given = [place for place, seed in enumerate(seeds) if seed is not None]
+        keys = np.full(len(seeds), self.seed & _WORDS, np.uint64)
+        if given:
+            keys[given] = [seed & _WORDS for seed in seeds if seed is not None]
+            of_requests[given] = 0
+        counters = np.zeros((len(sequences), 4), np.uint32)
+        counters[:, 1] = np.fromiter(map(_SAMPLE, sequences), np.uint32)
+        counters[:, 2:] = _words(of_requests)
+        temperatures = np.fromiter(map(_TEMPERATURE, sequences), np.float32)
+        return _Streams(sequences, torch.from_numpy(temperatures), torch.from_numpy(_words(keys)), counters)
 
     def sample(
         self, logits: torch.Tensor, sequences: list[Sequence], positions: list[int], inputs: DrawInputs
@@ -124,6 +147,12 @@ class Sampler:
         at_one = scores if plain else self._report(logits, tokens, torch.ones_like(report_at))
         found = Arrival(torch.stack([chosen.double(), scores.double(), at_one.double()]))
         return Draws(tokens, found, _top_logprobs(logits, tokens, report_at, sequences))
+
+
+def _words(numbers: npt.NDArray[np.uint64]) -> Words:
+    """Return ``[R, 2]``, the lower and the upper half of each number."""
+    halves = np.stack([numbers & np.uint64(0xFFFFFFFF), numbers >> np.uint64(32)], axis=1)
+    return halves.astype(np.uint32)
 
 
 def _torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

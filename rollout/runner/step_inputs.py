@@ -8,7 +8,10 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +27,12 @@ from samebit.rollout.runner.sampler import NO_DRAWS, DrawInputs, Sampler
 
 Ints = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int64]
+
+# read by `map`, so that no step of Python is taken for a sequence
+_SEQUENCE, _START, _LENGTH = attrgetter("sequence"), attrgetter("start"), attrgetter("length")
+_SAMPLES, _FORKS, _CAPTURES = attrgetter("samples"), attrgetter("forks"), attrgetter("captures")
+_SLOT, _WRITE_FROM, _ADAPTER = attrgetter("slot"), attrgetter("kv.write_from"), attrgetter("request.adapter")
+_SCORED = attrgetter("prompt_logprobs_wanted")
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,20 +88,21 @@ class StepInputs:
 def step_inputs(plan: StepPlan, block_tables: Ints, memory: Memory, sampler: Sampler) -> StepInputs:
     """Make the arrays of a plan; row `sequence.slot` of `block_tables` lists a sequence's blocks."""
     items = plan.items
-    lengths = np.array([item.length for item in items], np.int32)
+    owners = list(map(_SEQUENCE, items))
+    starts, lengths = _ints(_START, items), _ints(_LENGTH, items)
     ends = np.cumsum(lengths, dtype=np.int64)
-    context = _context(items, lengths, ends, block_tables, memory)
-    sampling = [item for item in items if item.samples]
-    sampling_rows = [int(end) - 1 for item, end in zip(items, ends, strict=True) if item.samples]
-    pieces = _prompt_pieces(items, ends)
-    sequences = [sequence for item in sampling for sequence in (item.sequence, *item.forks)]
-    positions = [item.start + item.length for item in sampling for _ in range(1 + len(item.forks))]
-    drawn_rows = np.repeat(np.arange(len(sampling)), [1 + len(item.forks) for item in sampling])
+    sampling = np.flatnonzero(np.fromiter(map(_SAMPLES, items), np.bool_, len(items)))
+    sequences, drawn_rows = _drawn(items, owners, sampling)
+    positions: list[int] = (starts + lengths)[sampling[drawn_rows]].tolist()
+    pieces = _prompt_pieces(items, owners, ends)
+    head_rows = ends[sampling] - 1
+    if pieces:
+        head_rows = np.concatenate([head_rows, *(np.arange(piece.rows.start, piece.rows.stop) for piece in pieces)])
     return StepInputs(
-        context=context,
-        token_ids=_token_ids(plan),
+        context=_context(items, owners, starts, lengths, ends, block_tables, memory),
+        token_ids=_token_ids(plan, owners, starts.tolist()),
         sources=None if plan.sources is None else np.array(plan.sources, np.int64),
-        head_rows=np.array(sampling_rows + [row for piece in pieces for row in piece.rows], np.int64),
+        head_rows=head_rows,
         num_sampling_rows=len(sampling),
         sequences=sequences,
         positions=positions,
@@ -101,38 +111,53 @@ def step_inputs(plan: StepPlan, block_tables: Ints, memory: Memory, sampler: Sam
     )
 
 
-def _token_ids(plan: StepPlan) -> Rows:
+def _ints(number: Callable[[Any], int], things: Iterable[Any]) -> Ints:
+    return np.fromiter(map(number, things), np.int32)
+
+
+def _drawn(items: list[ScheduledSequence], owners: list[Sequence], sampling: Rows) -> tuple[list[Sequence], Rows]:
+    """Return the sequences that get a token, each before its forks, and which of the `sampling` items each is of."""
+    if not any(map(_FORKS, items)):
+        chosen = owners if len(sampling) == len(owners) else [owners[place] for place in sampling.tolist()]
+        return chosen, np.arange(len(sampling))
+    families = [(owners[place], *items[place].forks) for place in sampling.tolist()]
+    return [one for family in families for one in family], np.repeat(np.arange(len(families)), list(map(len, families)))
+
+
+def _token_ids(plan: StepPlan, owners: list[Sequence], starts: list[int]) -> Rows:
     """Return the token of each row, zeros where they are not known yet."""
     if plan.sources is not None:
         return np.zeros(plan.num_tokens, np.int64)
+    if plan.num_tokens == len(owners):
+        return np.fromiter((one.token_ids.item(at) for one, at in zip(owners, starts, strict=True)), np.int64)
     return np.concatenate([item.sequence.token_ids[item.start : item.start + item.length] for item in plan.items])
 
 
 def _context(
-    items: list[ScheduledSequence], lengths: Ints, ends: Rows, block_tables: Ints, memory: Memory
-) -> ForwardContext:
-    count = int(ends[-1])
-    starts = np.array([item.start for item in items], np.int32)
-    positions = np.arange(count) + np.repeat(starts - (ends - lengths), lengths)
+    items: list[ScheduledSequence], owners: list[Sequence], starts: Ints, lengths: Ints, ends: Rows,
+    block_tables: Ints, memory: Memory,
+) -> ForwardContext:  # fmt: skip
+    first = ends - lengths
+    positions = np.arange(int(ends[-1])) + np.repeat(starts - first, lengths)
     return ForwardContext(
         positions=torch.from_numpy(positions),
-        row_start=(ends - lengths).astype(np.int32),
+        row_start=first.astype(np.int32),
         lengths=lengths,
         starts=starts,
-        table_rows=np.array([item.sequence.slot for item in items], np.int32),
+        table_rows=_ints(_SLOT, owners),
         block_tables=block_tables,
         block_size=memory.block_size,
         pages=memory.pages,
-        write_from=np.array([item.sequence.kv.write_from for item in items], np.int32),
+        write_from=_ints(_WRITE_FROM, owners),
         states=memory.states,
         captures=_captures(items),
-        adapters=_adapters(items, lengths, memory.kept_terms),
+        adapters=_adapters(owners, lengths, memory.kept_terms),
     )
 
 
-def _adapters(items: list[ScheduledSequence], lengths: Ints, kept: KeptTerms) -> RowAdapters:
+def _adapters(owners: list[Sequence], lengths: Ints, kept: KeptTerms) -> RowAdapters:
     """Group the rows by the adapters of their requests."""
-    wanted = [item.sequence.request.adapter for item in items]
+    wanted = list(map(_ADAPTER, owners))
     kinds = dict.fromkeys(wanted)
     if len(kinds) == 1:
         return RowAdapters.all_through(wanted[0], kept)
@@ -149,11 +174,15 @@ def _adapters(items: list[ScheduledSequence], lengths: Ints, kept: KeptTerms) ->
 
 def _captures(items: list[ScheduledSequence]) -> Ints:
     """Return ``[M, 3]`` (item, position, checkpoint)."""
+    if not any(map(_CAPTURES, items)):
+        return np.empty((0, 3), np.int32)
     rows = [(number, *capture) for number, item in enumerate(items) for capture in item.captures]
     return np.array(rows, np.int32).reshape(-1, 3)
 
 
-def _prompt_pieces(items: list[ScheduledSequence], ends: Rows) -> list[PromptPiece]:
+def _prompt_pieces(items: list[ScheduledSequence], owners: list[Sequence], ends: Rows) -> list[PromptPiece]:
+    if not any(map(_SCORED, owners)):
+        return []
     pieces = [
         _prompt_piece(item, int(end))
         for item, end in zip(items, ends, strict=True)

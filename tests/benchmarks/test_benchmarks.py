@@ -279,6 +279,7 @@ def test_gpu_measures_a_model_on_the_cpu_too(tmp_path: Path, capsys: pytest.Capt
     assert report.figures["tiny exactness: exactness: tokens compared"].value == 63
     assert report.figures["tiny exactness: exactness: tokens that differ"].value == 0
     assert report.figures["tiny training: training step"].value > 0
+    assert report.figures["tiny profile: decode step of 2: launches"].value > 0
     layer = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=32, num_experts=5, num_experts_per_tok=2)
     found = {figure.name: figure.value for figure in gpu_experts.experts(layer, sizes, "cpu")}
     assert found["rows of 16 that differ alone"] == 0

@@ -84,6 +84,17 @@ def test_the_calls_name_what_there_is(tmp_path: Path) -> None:
     assert tested == set(map(str, (ROOT / "tests/gpu").glob("test_*.py"))), "each file of tests/gpu has its turn"
 
 
+def test_a_sanitizer_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process: it would not follow those that pytest-xdist starts."""
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert gpu_day.sanitized(50.0) == []
+    monkeypatch.setattr("shutil.which", lambda name: f"/somewhere/{name}")
+    (item,) = gpu_day.sanitized(50.0)
+    assert item.command[:3] == ("/somewhere/compute-sanitizer", "--tool", "memcheck")
+    assert "-n" not in item.command
+    assert "pytest" in item.command
+
+
 def test_a_call_begins_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its items never run in the interpreter."""
     code = "import sys; sys.exit(int(os.environ['TRITON_INTERPRET']))"
