@@ -252,22 +252,23 @@ class DeltaOptions:
 
 
 class MixerWeights(NamedTuple):
-    """Holds the parameters of a Gated DeltaNet layer, contiguous: biases None where there are none."""
+    """Holds the parameters of a Gated DeltaNet layer, contiguous: its linear layers, the first four of one input (that
+    of queries, keys and values, those of the norm's gate, of beta and of the decays), and the others."""
 
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    gate: torch.Tensor
-    gate_bias: torch.Tensor | None
-    b: torch.Tensor
-    b_bias: torch.Tensor | None
-    a: torch.Tensor
-    a_bias: torch.Tensor | None
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
+    qkv: Layer
+    gate: Layer
+    b: Layer
+    a: Layer
+    out: Layer
     taps: torch.Tensor
     norm: torch.Tensor
     a_log: torch.Tensor
     dt_bias: torch.Tensor
+
+    def flat(self) -> tuple[torch.Tensor | None, ...]:
+        """Return them one by one; None for a bias that a layer does not have."""
+        others = self.taps, self.norm, self.a_log, self.dt_bias
+        return (*self.qkv, *self.gate, *self.b, *self.a, *self.out, *others)
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ class MixerOptions:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of `MixerWeights`, in its order."""
+        """Return the shapes of `MixerWeights.flat`."""
         rule, width, taps = self.rule, self.width, self.taps
         heads = (rule.value_heads,)
         return (

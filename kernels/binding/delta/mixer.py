@@ -94,8 +94,7 @@ def _in_one_call(self: Any, facts: DeltaFacts, x: torch.Tensor, context: Forward
     parameters = self._parameters
     a_log, dt_bias = (parameters[name].float() for name in ("A_log", "dt_bias"))
     taps, norm = (children[name]._parameters["weight"] for name in (facts.convolutions[0], facts.family.norm))
-    layers = [part for base in bases for part in weight_and_bias(base)]
-    weights = MixerWeights._make((*layers, taps, norm, a_log, dt_bias))
+    weights = MixerWeights(*map(weight_and_bias, bases), taps, norm, a_log, dt_bias)
     return delta_mixer(x, weights, context, facts.one_call)
 
 

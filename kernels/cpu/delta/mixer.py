@@ -52,25 +52,6 @@ class Sizes(NamedTuple):
     value_dim: int
 
 
-class Weights(NamedTuple):
-    """Holds the addresses of a layer's parameters, 0 for a bias that it does not have; ``conv_bias`` is all zeros."""
-
-    qkv: int
-    qkv_bias: int
-    gate: int
-    gate_bias: int
-    b: int
-    b_bias: int
-    a: int
-    a_bias: int
-    out: int
-    out_bias: int
-    taps: int
-    norm: int
-    a_log: int
-    dt_bias: int
-
-
 def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
     """Make the layer from a product of up to three layers of one input."""
 
@@ -84,7 +65,7 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
         Args:
             threads: take shares of each kernel.
             call: addresses of x, of the result and of a room for what is between the kernels; bytes of an element.
-            given: `Weights`.
+            given: the addresses of `MixerWeights.flat`, 0 for a bias that a layer does not have.
             sizes_given: `Sizes`.
             numbers: eps of the norm, whether its gate is a sigmoid, the most of beta.
             layout: as `rule` and the convolution take it.
@@ -93,7 +74,11 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
             kind: a number of the elements' type.
         """
         x, out, room, itemsize = call
-        weights, sizes = Weights(*given), Sizes(*sizes_given)
+        sizes = Sizes(*sizes_given)
+        (
+            qkv_weight, qkv_bias, gate_weight, gate_bias, b_weight, b_bias, a_weight, a_bias, out_weight, out_bias,
+            taps, norm_weight, a_log, dt_bias,
+        ) = given  # fmt: skip
         rows, width, heads = sizes.rows, sizes.width, sizes.value_heads
         inner = heads * sizes.value_dim
         channels = 2 * sizes.key_heads * sizes.key_dim + inner
@@ -115,20 +100,20 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
         zeros[:] = 0.0
         multiply(
             threads, x, width, rows, width,
-            (weights.qkv, weights.qkv_bias, channels, qkv, weights.gate, weights.gate_bias, inner, gate, weights.b,
-             weights.b_bias, heads, b), kind,
+            (qkv_weight, qkv_bias, channels, qkv, gate_weight, gate_bias, inner, gate, b_weight, b_bias, heads, b),
+            kind,
         )  # fmt: skip
         multiply(
             shared(rows * width * heads // _PRODUCTS, threads), x, width, rows, width,
-            (weights.a, weights.a_bias, heads, a, no, no, no, no, no, no, no, no), kind,
+            (a_weight, a_bias, heads, a, no, no, no, no, no, no, no, no), kind,
         )  # fmt: skip
         _convolve(
-            shared(rows * channels * sizes.taps, threads), (qkv, channels, weights.taps, no_bias, convolved),
+            shared(rows * channels * sizes.taps, threads), (qkv, channels, taps, no_bias, convolved),
             (rows, channels, sizes.taps), layout, (grid, windows, block_windows),
             (captures_at, num_captures, captured_windows), (kind, kind, kind),
         )  # fmt: skip
         _gates(
-            shared(rows * heads, threads), (a, heads, b, heads, weights.a_log, weights.dt_bias, decay, beta),
+            shared(rows * heads, threads), (a, heads, b, heads, a_log, dt_bias, decay, beta),
             (rows, heads, 1), scale, kind,
         )  # fmt: skip
         _rule(
@@ -137,12 +122,12 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
             (captures_at, num_captures, captured_states), kind,
         )  # fmt: skip
         _norm(
-            shared(rows * inner, threads), (mixed, gate, weights.norm, normed), inner,
+            shared(rows * inner, threads), (mixed, gate, norm_weight, normed), inner,
             (rows, inner, heads, sizes.value_dim), eps, False, by_sigmoid, kind, kind,
         )  # fmt: skip
         multiply(
             threads, normed, inner, rows, inner,
-            (weights.out, weights.out_bias, width, out, no, no, no, no, no, no, no, no), kind,
+            (out_weight, out_bias, width, out, no, no, no, no, no, no, no, no), kind,
         )  # fmt: skip
 
     made: Callable[..., None] = mixer
@@ -192,7 +177,7 @@ def delta_mixer(x: torch.Tensor, weights: MixerWeights, context: ForwardContext,
         captures = context.captured.data_ptr(), count, kept.state.data_ptr(), kept.window.data_ptr()
     _kernels.of(x.dtype)(
         num_threads(), (x.data_ptr(), out.data_ptr(), room.data_ptr(), x.element_size()),
-        tuple(0 if weight is None else weight.data_ptr() for weight in weights),
+        tuple(0 if weight is None else weight.data_ptr() for weight in weights.flat()),
         (rows, options.width, options.taps, *options.rule.sizes), options.numbers,
         (context.layout.data_ptr(), len(context.lengths)),
         (context.block_size, memory.addresses.data_ptr(), memory.window.data_ptr(), memory.block_window.data_ptr()),

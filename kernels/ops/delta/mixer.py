@@ -27,7 +27,8 @@ def delta_mixer(
 
 def _fits(x: torch.Tensor, weights: MixerWeights, context: ForwardContext, options: MixerOptions) -> bool:
     """Return whether a kernel that trusts addresses and sizes may have them."""
-    gates = len(weights) - 2  # their parameters are float32
+    given = weights.flat()
+    gates = len(given) - 2  # their parameters are float32
     return x.shape == (context.num_rows, options.width) and all(
         weight is None
         or (
@@ -36,7 +37,7 @@ def _fits(x: torch.Tensor, weights: MixerWeights, context: ForwardContext, optio
             and weight.is_contiguous()
             and weight.is_cpu
         )
-        for place, (weight, shape) in enumerate(zip(weights, options.shapes, strict=True))
+        for place, (weight, shape) in enumerate(zip(given, options.shapes, strict=True))
     )
 
 
