@@ -61,11 +61,14 @@ def _git(*args: str) -> str:
 
 
 def _device() -> str:
+    """Return the processor's name with its family and model, where it says: AMD calls Zen 4 and Zen 5 alike."""
     info = Path("/proc/cpuinfo")
-    names = (
-        [line.split(":")[1] for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
-    )
-    return names[0].strip() if names else platform.processor() or platform.machine()
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = dict(reversed([tuple(part.strip() for part in line.split(":", 1)) for line in lines if ":" in line]))
+    name = found.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in found and "model" in found:
+        return f"{name} (family {found['cpu family']}, model {found['model']})"
+    return name
 
 
 def _version(package: str) -> str:

@@ -49,7 +49,7 @@ def available() -> bool:
     return True
 
 
-def _dot(builder: Any, pairs: Any, others: Any, total: Any) -> Any:
+def dot(builder: Any, pairs: Any, others: Any, total: Any) -> Any:
     """Return the total plus the products of both elements of each pair."""
     function_type = ir.FunctionType(total.type, [total.type] * 3)
     assembly = ir.InlineAsm(function_type, "vdpbf16ps $2, $1, $0", "=v,v,v,0")
@@ -114,7 +114,7 @@ def add_pair_products(
                 first = builder.shl(pair, index(1))
                 factors = [_splat_pair(builder, builder.gep(row, [first]), vectors[0][1]) for row in rows]
                 both = [(part_of(builder, factor, vector.type), vector) for factor in factors for vector in loaded]
-                return [_dot(builder, *each, total) for each, total in zip(both, totals, strict=True)]
+                return [dot(builder, *each, total) for each, total in zip(both, totals, strict=True)]
 
             def fetch_line(pair: Any) -> None:
                 for row in rows:
@@ -177,7 +177,7 @@ def dot_few(
             def add(pair: Any, column: Any, chains: list[Any]) -> list[Any]:
                 first = builder.shl(pair, index(1))
                 factors = [_splat_pair(builder, builder.gep(row, [first])) for row in x_rows]
-                return [_dot(builder, column, factor, chain) for factor, chain in zip(factors, chains, strict=True)]
+                return [dot(builder, column, factor, chain) for factor, chain in zip(factors, chains, strict=True)]
 
             def square(step: Any, chains: list[Any]) -> list[Any]:
                 pair = builder.shl(step, index(4))

@@ -22,6 +22,7 @@ from samebit.kernels.cpu.base.memory import elements, floats, integers, longs, s
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.latent.chunks import copy_rows, find_chosen, find_tokens
+from samebit.kernels.cpu.latent.dots import DOTS
 from samebit.kernels.cpu.latent.pairs import PAIRED_ROWS, copy_pairs
 from samebit.kernels.cpu.latent.softmax import (
     Following,
@@ -33,9 +34,11 @@ from samebit.kernels.cpu.latent.softmax import (
     see,
     size_of_running,
     weigh_all,
+    whole_columns,
     write_rows,
 )
 from samebit.kernels.cpu.latent.tiles import COLUMNS, TOKENS
+from samebit.kernels.cpu.latent.vectors import copy_elements
 from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
 
 _DEPTH = 192
@@ -66,7 +69,8 @@ def _attend(
     """
     width, rank = q.shape[2], out.shape[2]
     tokens = _tokens(heads)
-    size = whole_lines(size_of_running(tokens * heads, width, rank) + _room(rank) + 8 * KV_CHUNK)
+    deep = whole_columns(rank, pages.itemsize < 4)
+    size = whole_lines(size_of_running(tokens * heads, width + 1, deep) + _room(deep) + 8 * KV_CHUNK)
     share_out(
         _attend_items, threads, threads,
         (threads, q, pages, sequences, block_tables, tiles, chosen, heads, scale, out, lse, scratch(threads * size),
@@ -87,15 +91,16 @@ def _tokens(heads: int) -> int:
 
 
 @inlined_part
-def _room(rank: int) -> Any:
+def _room(deep: int) -> Any:
     """Return the room for a copy of tokens."""
-    return max(whole_lines(rank) * KV_CHUNK, _DEPTH * TOKENS)
+    return max(deep * KV_CHUNK, _DEPTH * TOKENS)
 
 
 class _Memory(NamedTuple):
     """Says where tokens lie.
 
-    pages: flat. read: the same as float32, if they are. copied: room in float32, flat. here, coming: ``[C]``, where the
+    pages: flat. read: the same as float32, if they are. copied: room in float32, flat. halves: as uint16. here,
+    coming: ``[C]``, where the
     tokens of a chunk begin in the pages, and those of the one behind it. own, own_values: where parts of keys begin in
     ``copied``, and values.
     """
@@ -103,6 +108,7 @@ class _Memory(NamedTuple):
     pages: Any
     read: Any
     copied: Any
+    halves: Any
     here: Any
     coming: Any
     own: Any
@@ -121,16 +127,17 @@ def _attend_items(
     groups, block_size, width, rank = q.shape[1] // heads, pages.shape[1], pages.shape[2], out.shape[2]
     row_start, lengths, starts, table_rows = sequences[0], sequences[1], sequences[2], sequences[3]
     tokens = _tokens(heads)
-    running, end = place_running(rooms.ctypes.data + 4 * thread * size, tokens * heads, width, rank)
-    room = _room(rank)
+    paired = DOTS and pages.itemsize < 4
+    running, end = place_running(rooms.ctypes.data + 4 * thread * size, tokens * heads, width, rank, paired)
+    room = _room(running.deep)
     at = end + 4 * room
     memory = _Memory(
         elements(pages.ctypes.data, pages.size, np.zeros(1, pages.dtype)[0]), floats(pages.ctypes.data, pages.size),
-        floats(end, room), longs(at, KV_CHUNK), longs(at + 8 * KV_CHUNK, KV_CHUNK), longs(at + 16 * KV_CHUNK, KV_CHUNK),
-        longs(at + 24 * KV_CHUNK, KV_CHUNK),
+        floats(end, room), elements(end, 2 * room, np.uint16(0)), longs(at, KV_CHUNK),
+        longs(at + 8 * KV_CHUNK, KV_CHUNK), longs(at + 16 * KV_CHUNK, KV_CHUNK), longs(at + 24 * KV_CHUNK, KV_CHUNK),
     )  # fmt: skip
     for j in range(KV_CHUNK):
-        memory.own[j], memory.own_values[j] = j % TOKENS * _DEPTH, j * whole_lines(rank)
+        memory.own[j], memory.own_values[j] = j % TOKENS * _DEPTH, j * running.deep
     top_k, lists = chosen.shape[1], integers(chosen.ctypes.data, chosen.size)
     each = tiles.shape[0] * groups
     for item in range(thread, each * (QUERY_TILE // tokens), threads):
@@ -162,7 +169,7 @@ def _walk(
 ) -> None:  # fmt: skip
     """Attend for the rows at a place: to the tokens listed, or up to each row's own where none are listed."""
     width, rank, rows = q.shape[2], out.shape[2], place.count * heads
-    begin_rows(q, heads, rank, place, running)
+    begin_rows(q, heads, place, running)
     halved = memory.pages.itemsize < 4 and rank % (2 * LANES) == 0
     newest, many = place.position, place.position + place.count
     if len(listed) > 0:
@@ -178,7 +185,7 @@ def _walk(
         following = Following(memory.pages, memory.coming, base + KV_CHUNK < many)
         _score_chunk(memory, rows, width, count, following, running)
         weigh_all(rows, scale, running)
-        _add_chunk(memory, rows, rank, count, following, running)
+        _add_chunk(memory, rows, width, rank, count, following, running)
     write_rows(heads, rank, halved, place, running, out, lse)
 
 
@@ -193,8 +200,11 @@ def _find(blocks: Any, block_size: int, width: int, listed: Any, base: int, many
 
 @kernel_part
 def _score_chunk(memory: Any, rows: int, width: int, count: int, following: Any, running: Any) -> None:
-    """Compute the scores of a chunk's first ``count`` tokens; keys in bfloat16 are widened part by part."""
+    """Compute the scores of a chunk's first ``count`` tokens; keys that are not paired are widened part by part."""
     for first in range(0, count, TOKENS):
+        if running.paired:
+            score(rows, first, 0, width, memory.pages, memory.here, 0, following, running)
+            continue
         for begin in range(0, width, _DEPTH):
             depth = min(_DEPTH, width - begin)
             if memory.pages.itemsize < 4 and rows <= PAIRED_ROWS:
@@ -202,19 +212,23 @@ def _score_chunk(memory: Any, rows: int, width: int, count: int, following: Any,
                 score_in_pairs(first, begin, depth, memory.copied, 2 * _DEPTH, following, running)
             elif memory.pages.itemsize < 4:
                 copy_rows(memory.pages, memory.here, first, TOKENS, begin, depth, memory.copied, _DEPTH)
-                score(rows, width, first, begin, depth, memory.copied, memory.own, 0, following, running)
+                score(rows, first, begin, depth, memory.copied, memory.own, 0, following, running)
             else:
-                score(rows, width, first, begin, depth, memory.read, memory.here, begin, following, running)
+                score(rows, first, begin, depth, memory.read, memory.here, begin, following, running)
 
 
 @kernel_part
-def _add_chunk(memory: Any, rows: int, rank: int, count: int, following: Any, running: Any) -> None:
+def _add_chunk(memory: Any, rows: int, width: int, rank: int, count: int, following: Any, running: Any) -> None:
     """Add the weighted values of a chunk's first ``count`` tokens: from the pages if their vectors are whole there."""
     narrow = memory.pages.itemsize < 4
-    if narrow and rank % (2 * LANES) == 0:
-        add_weighted(rows, rank, 2, memory.pages, memory.here, following, running)
+    if narrow and (rank % (2 * LANES) == 0 or (running.paired and running.deep <= width)):
+        add_weighted(rows, 2, memory.pages, memory.here, following, running)
+    elif running.paired:
+        for j in range(count):
+            copy_elements(memory.pages, memory.here[j], rank, memory.halves, j * running.deep)
+        add_weighted(rows, 2, memory.halves, memory.own_values, following, running)
     elif not narrow and rank % LANES == 0:
-        add_weighted(rows, rank, COLUMNS[-1], memory.read, memory.here, following, running)
+        add_weighted(rows, COLUMNS[-1], memory.read, memory.here, following, running)
     else:
-        copy_rows(memory.pages, memory.here, 0, count, 0, rank, memory.copied, whole_lines(rank))
-        add_weighted(rows, rank, COLUMNS[-1], memory.copied, memory.own_values, following, running)
+        copy_rows(memory.pages, memory.here, 0, count, 0, rank, memory.copied, running.deep)
+        add_weighted(rows, COLUMNS[-1], memory.copied, memory.own_values, following, running)

@@ -3,8 +3,8 @@
 Invariants:
 
 * A score is a chain over the heads, ascending, of fused multiply-adds of a weight and the positive part of a product,
-  itself a chain over the elements of a key, times the scale. It knows nothing else: not the rows or keys beside it, the
-  block size, the threads, nor which part of the keys an item covers.
+  itself a chain over the elements of a key (or pairs of them, as `dots` says), times the scale. It knows nothing
+  else: not the rows or keys beside it, the block size, the threads, nor which part of the keys an item covers.
 * Of equal scores the first are chosen; 0 and -0 are equal. A token behind a row's own is never looked at.
 
 Selection bit by bit, most significant first (radix select). T rows, H heads, D elements of a key, B tokens a block, C
@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from samebit.kernels.cpu.base.jit import SharedKernel, compile_kernel
-from samebit.kernels.cpu.base.memory import elements, floats, longs, scratch, whole_lines
+from samebit.kernels.cpu.base.memory import elements, floats, integers, longs, scratch, whole_lines
 from samebit.kernels.cpu.base.numeric import bits_of, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.many_rows_vectors import transpose_tile
+from samebit.kernels.cpu.gemm.pairs import STEP, transpose_pairs
 from samebit.kernels.cpu.latent.chunks import copy_rows, find_tokens
+from samebit.kernels.cpu.latent.dots import DOTS
 from samebit.kernels.cpu.latent.tiles import TOKENS, add_heads, score_and_fetch
 from samebit.kernels.cpu.latent.vectors import count_reaching
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
@@ -76,13 +78,15 @@ class _Memory(NamedTuple):
     """Says where an item's tokens lie, and holds what it computes with; all flat.
 
     pages: of the keys. read: the same as float32, if they are. query: ``[vectors, D, LANES]``, a lane is a head of a
-    row. products: ``[vectors, C, LANES]``, and then with sixteen tokens side by side. copied: ``[C, D]``, widened.
-    here, coming, own: ``[C]``, where the tokens of a chunk begin in the pages, those of the next one, and copies.
+    row; or pairs of elements. words: the same as int32. products: ``[vectors, C, LANES]``, and then with sixteen tokens
+    side by side. copied: ``[C, D]``, widened. here, coming, own: ``[C]``, where the tokens of a chunk begin in the
+    pages, those of the next one, and copies.
     """
 
     pages: Any
     read: Any
     query: Any
+    words: Any
     products: Any
     copied: Any
     here: Any
@@ -98,8 +102,9 @@ def _place(pages: Any, size: int, lanes: int, address: int) -> Any:
     at = copied + 4 * KV_CHUNK * size
     return _Memory(
         elements(pages.ctypes.data, pages.size, np.zeros(1, pages.dtype)[0]), floats(pages.ctypes.data, pages.size),
-        floats(address, lanes * size), floats(products, lanes * KV_CHUNK), floats(copied, KV_CHUNK * size),
-        longs(at, KV_CHUNK), longs(at + 8 * KV_CHUNK, KV_CHUNK), longs(at + 16 * KV_CHUNK, KV_CHUNK),
+        floats(address, lanes * size), integers(address, lanes * size), floats(products, lanes * KV_CHUNK),
+        floats(copied, KV_CHUNK * size), longs(at, KV_CHUNK), longs(at + 8 * KV_CHUNK, KV_CHUNK),
+        longs(at + 16 * KV_CHUNK, KV_CHUNK),
     )  # fmt: skip
 
 
@@ -116,7 +121,10 @@ def _score_items(
     for item in range(thread, len(pieces) * parts, threads):
         sequence, first, count, to = pieces[item // parts]
         row, newest = sequences[0, sequence] + first, sequences[2, sequence] + first + count - 1
-        _load_queries(queries.reshape(-1), row * heads * size, count * heads, size, memory.query)
+        if DOTS and queries.itemsize < 4:
+            _pair_queries(queries.reshape(-1), row * heads * size, count * heads, size, memory)
+        else:
+            _load_queries(queries.reshape(-1), row * heads * size, count * heads, size, memory.query)
         blocks = block_tables[sequences[3, sequence]]
         chunks, part = newest // KV_CHUNK + 1, item % parts
         begin, end = chunks * part // parts, chunks * (part + 1) // parts
@@ -145,10 +153,29 @@ def _load_queries(queries: Any, first: int, rows: int, size: int, query: Any) ->
 
 
 @kernel_part
+def _pair_queries(queries: Any, first: int, rows: int, size: int, memory: Any) -> None:
+    """Do as `_load_queries`, in pairs of elements; what is in the lanes that fill up the last vector is never read."""
+    steps, whole = (size + 1) // 2, size // STEP * STEP
+    for r in range(0, rows, LANES // 2):
+        at, to = first + r * size, r // LANES * LANES * steps + r % LANES
+        there = min(rows - r, LANES // 2)
+        for d in range(0, whole, STEP):
+            transpose_pairs(queries, at + d, size, there, memory.query, to + d // 2 * LANES, LANES)
+        for d in range(whole, size, 2):
+            for lane in range(there):
+                word = np.int32(queries[at + lane * size + d])
+                if d + 1 < size:
+                    word |= np.int32(queries[at + lane * size + d + 1]) << 16
+                memory.words[to + d // 2 * LANES + lane] = word
+
+
+@kernel_part
 def _multiply(memory: Any, rows: int, size: int, count: int, more: bool) -> None:
     """Multiply the queries with ``count`` tokens of a chunk; with ``more`` asks for those of the next one meanwhile."""
     vectors = whole_lines(rows) // LANES
     narrow = memory.pages.itemsize < 4
+    paired = DOTS and narrow
+    steps = (size + 1) // 2 if paired else size
     source, places = (memory.copied, memory.own) if narrow else (memory.read, memory.here)
     v = 0
     while v < vectors:
@@ -156,12 +183,18 @@ def _multiply(memory: Any, rows: int, size: int, count: int, more: bool) -> None
         tile = 0 if rows - v * LANES <= LANES // 2 else together
         memory.products[v * _TILE : (v + together) * _TILE] = _ZERO
         for token in range(0, count, TOKENS):
-            if narrow and v == 0:
+            if narrow and not paired and v == 0:
                 copy_rows(memory.pages, memory.here, token, TOKENS, 0, size, memory.copied[token * size :], size)
-            score_and_fetch(
-                tile, v == 0 and more, memory.query, v * size * LANES, size * LANES, size, source, places, 0, token,
-                memory.pages, memory.coming, 0, memory.products, v * _TILE,
-            )  # fmt: skip
+            if paired:
+                score_and_fetch(
+                    tile, v == 0 and more, memory.query, v * steps * LANES, steps * LANES, size, memory.pages,
+                    memory.here, 0, token, memory.pages, memory.coming, 0, memory.products, v * _TILE,
+                )  # fmt: skip
+            else:
+                score_and_fetch(
+                    tile, v == 0 and more, memory.query, v * steps * LANES, steps * LANES, size, source, places, 0,
+                    token, memory.pages, memory.coming, 0, memory.products, v * _TILE,
+                )  # fmt: skip
             for own in range(v, v + together):
                 at = own * _TILE + token * LANES
                 transpose_tile(memory.products, at, LANES, memory.products, at, LANES)

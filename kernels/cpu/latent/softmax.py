@@ -3,7 +3,8 @@
 Invariants:
 
 * A row takes in each chunk by the same operations in the same order, whatever rows are beside it: a score is a chain
-  over the key, an output one over the tokens, weights are added up in sixteen lanes, token j in lane j % 16.
+  over the key, an output one over the tokens, weights are added up in sixteen lanes, token j in lane j % 16. Both
+  chains go pair by pair where bfloat16 is multiplied so (`tiles`): pairs begin at even elements and even tokens.
 * A value that a row does not see is left out, never multiplied by 0: its page may hold anything.
 
 Online softmax: Milakov & Gimelshein 2018; tiling: Dao et al. 2022. H heads, W elements of a key, R of a value, C tokens
@@ -14,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from samebit.kernels.cpu.base.memory import floats, whole_lines
+from samebit.kernels.cpu.base.memory import floats, integers, whole_lines
 from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.latent.dots import write_columns
 from samebit.kernels.cpu.latent.pairs import score_pairs
 from samebit.kernels.cpu.latent.tiles import ROWS, add_values, score_tokens, weigh
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
@@ -32,12 +34,17 @@ _LOWEST = np.float32(-np.inf)
 class Running(NamedTuple):
     """Holds the online softmax of an item's rows, in whole vectors of them; all flat.
 
-    query: ``[vectors, W, LANES]``. acc: ``[rows, whole vectors of R]``. sums: ``[vectors, LANES, LANES]``, partial sums
-    of the weights. peaks: ``[rows]``, the greatest score so far. shrinks: ``[rows]``, what a chunk multiplies ``acc``
-    by. seen: ``[rows]``, how many tokens of a chunk a row sees. s: ``[vectors, C, LANES]``, scores and then weights.
+    query: ``[vectors, steps, LANES]``, elements, or pairs of them if ``paired``. words: the same as int32. acc:
+    ``[rows, deep]``. sums: ``[vectors, LANES, LANES]``, partial sums of the weights. peaks: ``[rows]``, the greatest
+    score so far. shrinks: ``[rows]``, what a chunk multiplies ``acc`` by. seen: ``[rows]``, how many tokens of a chunk
+    a row sees. s: ``[vectors, C, LANES]``, scores and then weights.
     """
 
+    paired: Any
+    steps: Any
+    deep: Any
     query: Any
+    words: Any
     acc: Any
     sums: Any
     peaks: Any
@@ -55,23 +62,31 @@ class Following(NamedTuple):
 
 
 @inlined_part
-def size_of_running(rows: int, width: int, rank: int) -> Any:
-    """Return how many float32 `place_running` needs."""
-    vectors = (rows + LANES - 1) // LANES
-    return vectors * LANES * (width + whole_lines(rank) + LANES + 3 + KV_CHUNK) + LANES
+def whole_columns(rank: int, paired: bool) -> Any:
+    """Return the elements of a value in whole vectors: of 32 elements where tokens are paired."""
+    return (rank + 2 * LANES - 1) // (2 * LANES) * (2 * LANES) if paired else whole_lines(rank)
 
 
 @inlined_part
-def place_running(address: int, rows: int, width: int, rank: int) -> Any:
+def size_of_running(rows: int, width: int, deep: int) -> Any:
+    """Return how many float32 `place_running` needs."""
+    vectors = (rows + LANES - 1) // LANES
+    return vectors * LANES * (width + deep + LANES + 3 + KV_CHUNK) + LANES
+
+
+@inlined_part
+def place_running(address: int, rows: int, width: int, rank: int, paired: bool) -> Any:
     """Place the online softmax of up to ``rows`` rows from an address on; return the address behind it too."""
     vectors = (rows + LANES - 1) // LANES
     lanes = vectors * LANES
-    acc = address + 4 * lanes * width
-    sums = acc + 4 * lanes * (whole_lines(rank))
+    deep, steps = whole_columns(rank, paired), (width + 1) // 2 if paired else width
+    acc = address + 4 * lanes * steps
+    sums = acc + 4 * lanes * deep
     peaks = sums + 4 * lanes * LANES
     s = peaks + 12 * lanes
     running = Running(
-        floats(address, lanes * width), floats(acc, (sums - acc) // 4), floats(sums, lanes * LANES),
+        paired, steps, deep, floats(address, lanes * steps), integers(address, lanes * steps),
+        floats(acc, lanes * deep), floats(sums, lanes * LANES),
         floats(peaks, lanes), floats(peaks + 4 * lanes, lanes), floats(peaks + 8 * lanes, lanes),
         floats(s, lanes * KV_CHUNK),
     )  # fmt: skip
@@ -79,19 +94,25 @@ def place_running(address: int, rows: int, width: int, rank: int) -> Any:
 
 
 @kernel_part
-def begin_rows(q: Any, heads: int, rank: int, place: Any, running: Any) -> None:
+def begin_rows(q: Any, heads: int, place: Any, running: Any) -> None:
     """Load the queries of an item, zeros for rows that fill up the last vector, and begin with nothing."""
     width, rows = q.shape[2], place.count * heads
     lanes = whole_lines(rows)
-    running.query[: lanes * width] = _ZERO
+    running.query[: lanes * running.steps] = _ZERO
     for r in range(rows):
-        to = r // LANES * LANES * width + r % LANES
+        to = r // LANES * LANES * running.steps + r % LANES
         source = q[place.row + r // heads, place.kv_head * heads + r % heads]
-        for d in range(width):
-            running.query[to + d * LANES] = widen(source[d])
+        if running.paired:
+            for pair in range(width // 2):
+                running.words[to + pair * LANES] = np.int32(source[2 * pair]) | np.int32(source[2 * pair + 1]) << 16
+            if width % 2:
+                running.words[to + width // 2 * LANES] = np.int32(source[width - 1])
+        else:
+            for d in range(width):
+                running.query[to + d * LANES] = widen(source[d])
     running.peaks[:lanes] = _LOWEST
     running.sums[: lanes * LANES] = _ZERO
-    running.acc[: lanes * whole_lines(rank)] = _ZERO
+    running.acc[: lanes * running.deep] = _ZERO
 
 
 @kernel_part
@@ -107,21 +128,21 @@ def see(heads: int, position: int, base: int, count: int, running: Any) -> None:
 
 @kernel_part
 def score(
-    rows: int, width: int, first: int, begin: int, count: int, source: Any, places: Any, offset: int, following: Any,
-    running: Any,
-) -> None:  # fmt: skip
+    rows: int, first: int, begin: int, count: int, source: Any, places: Any, offset: int, following: Any, running: Any
+) -> None:
     """Go on with the scores of `TOKENS` tokens of the chunk from the ``first`` on, by elements from ``begin`` on.
 
     These ``count`` lie at ``source[places[j] + offset]``.
     """
-    v, lanes = 0, whole_lines(rows)
+    v, lanes, step = 0, whole_lines(rows), begin // 2 if running.paired else begin
     while v < lanes // LANES:
         vectors = 2 if v + 2 <= lanes // LANES else 1
         if running.seen[(v + vectors) * LANES - 1] > np.float32(first):
             tile = 0 if rows - v * LANES <= LANES // 2 else vectors
             score_tokens(
-                tile, v == 0 and following.there, running.query, (v * width + begin) * LANES, width * LANES, count,
-                source, places, offset, first, following.pages, following.places, begin, running.s, v * _TILE,
+                tile, v == 0 and following.there, running.query, (v * running.steps + step) * LANES,
+                running.steps * LANES, count, source, places, offset, first, following.pages, following.places, begin,
+                running.s, v * _TILE,
             )  # fmt: skip
         v += vectors
 
@@ -146,34 +167,34 @@ def weigh_all(rows: int, scale: Any, running: Any) -> None:
             running.shrinks[v * LANES : (v + 1) * LANES] = _ONE
         else:
             weigh(
-                running.seen[v * LANES] == np.float32(KV_CHUNK), running.s, v * _TILE, scale, running.seen,
-                running.peaks, running.shrinks, v * LANES, running.sums, v * LANES * LANES,
+                running.seen[v * LANES] == np.float32(KV_CHUNK), running.paired, running.s, v * _TILE, scale,
+                running.seen, running.peaks, running.shrinks, v * LANES, running.sums, v * LANES * LANES,
             )  # fmt: skip
 
 
 @kernel_part
-def add_weighted(
-    rows: int, rank: int, columns: int, source: Any, places: Any, following: Any, running: Any
-) -> None:  # fmt: skip
+def add_weighted(rows: int, columns: int, source: Any, places: Any, following: Any, running: Any) -> None:
     """Multiply what the rows have gathered by what the chunk shrinks it by, and add the weighted values."""
-    column, deep = 0, whole_lines(rank)
-    while column < deep:
-        columns = columns if column + columns * LANES <= deep else 1
-        _add_columns(rows, columns, column, deep, source, places, following, running)
+    column = 0
+    while column < running.deep:
+        columns = columns if column + columns * LANES <= running.deep else 1
+        _add_columns(rows, columns, column, source, places, following, running)
         column += columns * LANES
 
 
 @kernel_part
 def _add_columns(
-    rows: int, columns: int, column: int, deep: int, source: Any, places: Any, following: Any, running: Any
+    rows: int, columns: int, column: int, source: Any, places: Any, following: Any, running: Any
 ) -> None:  # fmt: skip
     """Add some columns: of tokens that all rows of a tile see together, and of others row by row."""
-    r = 0
+    r, deep = 0, running.deep
     while r < rows:
         many = _MOST
         while many > 1 and many >= 2 * (rows - r):
             many //= 2
         together = np.int64(running.seen[r])
+        if running.paired and running.seen[min(r + many, rows) - 1] > running.seen[r]:
+            together -= together % 2  # a pair is multiplied as one
         add_values(
             many, columns, True, running.s, r // LANES * _TILE + r % LANES, 0, together, source, places, column,
             following.pages, following.places, running.shrinks, r, running.acc, r * deep + column, deep,
@@ -192,14 +213,20 @@ def _add_columns(
 @kernel_part
 def write_rows(heads: int, rank: int, halved: bool, place: Any, running: Any, out: Any, lse: Any) -> None:
     """Divide the sums of weighted values by the sums of weights; ``halved`` if even columns lie before odd ones."""
-    deep = whole_lines(rank)
+    deep = running.deep
     for r in range(place.count * heads):
         total = _ZERO
         for lane in range(LANES):
             total = total + running.sums[(r // LANES * LANES + lane) * LANES + r % LANES]
         token, head = place.row + r // heads, place.kv_head * heads + r % heads
         target, at = out[token, head], r * deep
-        if halved:
+        if running.paired:
+            for d in range(0, rank - rank % (2 * LANES), 2 * LANES):
+                write_columns(running.acc, at + d, total, target, d)
+            for d in range(rank - rank % (2 * LANES), rank):
+                lane = d // (2 * LANES) * (2 * LANES) + d // 4 % 2 * LANES + d // 8 % 4 * 4 + d % 4
+                target[d] = narrow(running.acc[at + lane] / total, target[0])
+        elif halved:
             for first in range(0, rank, 2 * LANES):
                 for d in range(LANES):
                     target[first + 2 * d] = narrow(running.acc[at + first + d] / total, target[0])

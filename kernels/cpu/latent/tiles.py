@@ -2,6 +2,9 @@
 
 Scores and weights lie as ``[C, LANES]`` for sixteen query rows at a time: the lanes of a vector are rows, and a key is
 read where it lies, one element for all rows, as in the matrix product. Values are added with lanes along the latent.
+
+Where pairs of bfloat16 are multiplied (`DOTS`), a step of a score's chain is two elements of a key, of an output's
+chain two tokens, whose weights are rounded to bfloat16.
 """
 
 from typing import Any
@@ -23,9 +26,12 @@ from samebit.kernels.cpu.base.vectors import (
     pointer_to,
     prefetch,
     splat,
+    splat_element,
     store_vector,
     zeros,
 )
+from samebit.kernels.cpu.gemm.dots_vectors import dot
+from samebit.kernels.cpu.latent.dots import DOTS, load_row, pair_of, side_by_side
 from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[-1].split(",")
@@ -51,6 +57,7 @@ UNROLLED = 8
 def _score_tokens(asked: int) -> Any:
     """Make a micro-kernel: for each d < count in turn, ``s[v, j, lane] += query[v, d, lane] * source[at + d]``.
 
+    Of a source in bfloat16 (``DOTS``) d counts pairs, of which ``query`` holds the bits; ``count`` counts elements.
     ``at`` is ``places[j] + offset``. For the `TOKENS` tokens j from ``first`` on and 1 or 2 vectors v of rows, or the
     first half of one if ``vectors`` is 0. The queries of a vector are ``query_step`` apart, ``s`` is ``[v, C, LANES]``
     from ``s_at`` on; flat arrays. With ``fetch``, asks for the elements from ``begin`` on of the first ``asked`` of
@@ -71,7 +78,10 @@ def _score_tokens(asked: int) -> Any:
             (many, fetching, query_array, query_from, pitch, depth, source_array, table, inside, token, page_array,
              next_table, behind, s_array, s_from) = args  # fmt: skip
             index = many.type
-            line = CACHE_LINE // context.get_abi_sizeof(context.get_value_type(pages.dtype))
+            paired = DOTS and source.dtype != types.float32
+            width = 2 if paired else 1  # elements of a step
+            line = CACHE_LINE // context.get_abi_sizeof(context.get_value_type(pages.dtype)) // width
+            steps = builder.lshr(depth, index(1)) if paired else depth
 
             def key_of(number: int) -> Any:
                 place = builder.load(pointer_to(context, builder, places, table, builder.add(token, index(number))))
@@ -83,7 +93,7 @@ def _score_tokens(asked: int) -> Any:
                 tokens, unrolled = _TOKENS[vector_count - 1], UNROLLED // vector_count
                 start = pointer_to(context, builder, query, query_array, query_from)
                 rows = [builder.gep(start, [builder.mul(pitch, index(v))]) for v in range(vector_count)]
-                blocks = builder.udiv(depth, index(unrolled))
+                blocks = builder.udiv(steps, index(unrolled))
                 done = builder.mul(blocks, index(unrolled))
 
                 def ask(d: Any, part: int) -> None:
@@ -93,19 +103,28 @@ def _score_tokens(asked: int) -> Any:
                         place = pointer_to(context, builder, coming, next_table, builder.add(token, index(t)))
                         place = builder.load(builder.gep(place, [turn]))
                         ahead = pointer_to(context, builder, pages, page_array, builder.add(place, behind))
-                        prefetch(builder, builder.gep(ahead, [d]))
+                        prefetch(builder, builder.gep(ahead, [builder.mul(d, index(width))]))
 
-                def add(keys: list[Any], d: Any, many_elements: int, sums: list[Any]) -> list[Any]:
+                def element(pointer: Any, half: bool) -> Any:
+                    if not paired:
+                        return splat_element(builder, pointer, source.dtype, kind)
+                    if half:
+                        word = builder.zext(builder.load(pointer), ir.IntType(32))
+                    else:
+                        word = builder.load(builder.bitcast(pointer, ir.IntType(32).as_pointer()), align=2)
+                    return splat(builder, builder.bitcast(word, ir.FloatType()), kind)
+
+                def add(keys: list[Any], d: Any, many_steps: int, sums: list[Any], half: bool = False) -> list[Any]:
                     found = list(sums)
-                    moved = [builder.mul(builder.add(d, index(u)), index(LANES)) for u in range(many_elements)]
+                    moved = [builder.mul(builder.add(d, index(u)), index(LANES)) for u in range(many_steps)]
                     factors = [[load_as(builder, builder.gep(row, [m]), kind) for m in moved] for row in rows]
                     for t, key in enumerate(keys):
-                        here = builder.gep(key, [d])
-                        for u in range(many_elements):
-                            element = splat(builder, builder.load(builder.gep(here, [index(u)])), kind)
+                        here = builder.gep(key, [builder.mul(d, index(width))])
+                        for u in range(many_steps):
+                            factor = element(builder.gep(here, [index(u * width)]), half)
                             for v in range(vector_count):
                                 at = t * vector_count + v
-                                found[at] = fma(builder, factors[v][u], element, found[at])
+                                found[at] = (dot if paired else fma)(builder, factors[v][u], factor, found[at])
                     return found
 
                 for part in range(0, TOKENS, tokens):
@@ -126,7 +145,13 @@ def _score_tokens(asked: int) -> Any:
                         return add(keys, builder.add(done, i), 1, sums)
 
                     sums = accumulate(builder, blocks, [load_as(builder, target, kind) for target in targets], block)
-                    sums = accumulate(builder, builder.sub(depth, done), sums, single)
+                    sums = accumulate(builder, builder.sub(steps, done), sums, single)
+                    if paired:  # a last element without a partner
+
+                        def last(_: Any, sums: list[Any], keys: list[Any] = keys) -> list[Any]:
+                            return add(keys, steps, 1, sums, half=True)
+
+                        sums = accumulate(builder, builder.and_(depth, index(1)), sums, last)
                     for target, total in zip(targets, sums, strict=True):
                         builder.store(total, builder.bitcast(target, kind.as_pointer()), align=4)
 
@@ -181,19 +206,21 @@ def add_heads(typingctx: Any, products: Any, first: Any, weights: Any, weights_a
 
 @intrinsic
 def weigh(
-    typingctx: Any, whole: Any, s: Any, s_at: Any, scale: Any, seen: Any, peaks: Any, shrinks: Any, row: Any, sums: Any,
-    sums_at: Any,
+    typingctx: Any, whole: Any, paired: Any, s: Any, s_at: Any, scale: Any, seen: Any, peaks: Any, shrinks: Any,
+    row: Any, sums: Any, sums_at: Any,
 ) -> Any:  # fmt: skip
     """Turn the raw scores ``s[j, lane]`` of sixteen rows into weights against their maxima so far, ``peaks``.
 
     A row sees the first ``seen`` tokens (float32) of the chunk, all of them if ``whole``; the others get weight 0.
     Maxima and the partial sums ``[LANES, lane]`` go on; ``shrinks`` gets what the accumulators are to be multiplied by.
+    With ``paired`` (`DOTS`) weights are rounded to bfloat16, and those of two tokens lie at the first, as `dot` reads.
     """
     i64 = types.int64
-    signature = types.void(types.boolean, s, i64, types.float32, seen, peaks, shrinks, i64, sums, i64)
+    signature = types.void(types.boolean, types.boolean, s, i64, types.float32, seen, peaks, shrinks, i64, sums, i64)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        whole_given, s_array, s_from, factor, seen_array, peak_array, shrink_array, at, sums_array, sums_from = args
+        (whole_given, paired_given, s_array, s_from, factor, seen_array, peak_array, shrink_array, at, sums_array,
+         sums_from) = args  # fmt: skip
         index = at.type
         start = pointer_to(context, builder, s, s_array, s_from)
         totals = pointer_to(context, builder, sums, sums_array, sums_from)
@@ -207,7 +234,7 @@ def weigh(
             number = splat(builder, builder.sitofp(j, ir.FloatType()))
             return builder.fcmp_ordered(">=", number, limit)
 
-        def emit(all_seen: int) -> None:
+        def emit(all_seen: int, in_pairs: int) -> None:
             scale_vector = splat(builder, factor)
 
             def scaled(i: Any, best: list[Any]) -> list[Any]:
@@ -228,26 +255,33 @@ def weigh(
             shrink = exponential(builder, builder.fsub(old, peak))
             shrink = builder.select(builder.fcmp_ordered(">", old, lowest), shrink, zeros())
 
-            def weights(lane: Any, none: list[Any]) -> list[Any]:
-                target = builder.gep(totals, [builder.mul(lane, index(LANES))])
-                total = builder.fmul(load_vector(builder, target, types.float32), shrink)
+            together = 1 + in_pairs
+
+            def weights(i: Any, none: list[Any]) -> list[Any]:
+                lanes = [builder.add(builder.mul(i, index(together)), index(part)) for part in range(together)]
+                targets = [builder.gep(totals, [builder.mul(lane, index(LANES))]) for lane in lanes]
+                sums = [builder.fmul(load_vector(builder, target, types.float32), shrink) for target in targets]
                 for piece in range(0, KV_CHUNK, LANES):
-                    j = builder.add(lane, index(piece))
-                    pointer = builder.gep(start, [builder.mul(j, index(LANES))])
-                    score = load_vector(builder, pointer, types.float32)
-                    weight = exponential(builder, builder.fsub(score, peak))
-                    if not all_seen:
-                        weight = builder.select(unseen(j), zeros(), weight)
-                    store_vector(builder, weight, pointer)
-                    total = builder.fadd(total, weight)
-                store_vector(builder, total, target)
+                    found = []
+                    for part, lane in enumerate(lanes):
+                        j = builder.add(lane, index(piece))
+                        score = load_vector(builder, builder.gep(start, [builder.mul(j, index(LANES))]), types.float32)
+                        weight = exponential(builder, builder.fsub(score, peak))
+                        if not all_seen:
+                            weight = builder.select(unseen(j), zeros(), weight)
+                        sums[part] = builder.fadd(sums[part], weight)
+                        found.append(weight)
+                    first = builder.gep(start, [builder.mul(builder.add(lanes[0], index(piece)), index(LANES))])
+                    store_vector(builder, pair_of(builder, *found) if in_pairs else found[0], first)
+                for total, target in zip(sums, targets, strict=True):
+                    store_vector(builder, total, target)
                 return none
 
-            accumulate(builder, index(LANES), [], weights)
+            accumulate(builder, index(LANES // together), [], weights)
             store_vector(builder, peak, peak_at)
             store_vector(builder, shrink, shrink_at)
 
-        dispatch(builder, [(whole_given, (0, 1))], emit)
+        dispatch(builder, [(whole_given, (0, 1)), (paired_given, (0, 1) if DOTS else (0,))], emit)
         return context.get_dummy_value()
 
     return signature, generate
@@ -267,13 +301,15 @@ def add_values(
 
     ``rows`` is one of `ROWS`, ``columns`` (c) one of `COLUMNS`. ``s`` is ``[C, LANES]`` from ``s_at`` on, rows of
     ``acc`` are ``acc_stride`` apart. With ``shrink``, ``acc`` is multiplied by the ``shrinks`` of the rows before.
-    Of a source in bfloat16 c is 2, and ``acc`` has the even columns before the odd ones.
+    Of a source in bfloat16 c is 2, and ``acc`` has the even columns before the odd ones; or, where pairs are multiplied
+    (`DOTS`), fours of columns in turns. Then ``lo`` is even, and a last token is multiplied beside zeros.
     """
     i64 = types.int64
     signature = types.void(
         i64, i64, types.boolean, s, i64, i64, i64, source, places, i64, pages, coming, shrinks, i64, acc, i64, i64
     )
-    halves = source.dtype != types.float32
+    narrow = source.dtype != types.float32
+    paired, halves = narrow and DOTS, narrow and not DOTS
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         (many, wide, shrinking, s_array, s_from, begin, end, source_array, table, first, page_array, next_table,
@@ -288,24 +324,46 @@ def add_values(
                 targets += [pointer_to(context, builder, acc, acc_array, builder.add(start, lane)) for lane in lanes]
             weights = pointer_to(context, builder, s, s_array, s_from)
 
+            def row_at(j: Any) -> Any:
+                place = builder.load(pointer_to(context, builder, places, table, j))
+                return pointer_to(context, builder, source, source_array, builder.add(place, first))
+
+            def factors_of(j: Any) -> list[Any]:
+                here = builder.gep(weights, [builder.mul(j, index(LANES))])
+                return [splat(builder, builder.load(builder.gep(here, [index(r)]))) for r in range(row_count)]
+
+            def ask(number: Any, line: Any) -> None:
+                place = builder.load(pointer_to(context, builder, coming, next_table, number))
+                at = builder.add(place, builder.add(first, line))
+                prefetch(builder, pointer_to(context, builder, pages, page_array, at))
+
+            def add_pair(j: Any, sums: list[Any], tokens: int = 2) -> list[Any]:
+                rows = [load_row(builder, row_at(builder.add(j, index(t)))) for t in range(tokens)]
+                loaded = side_by_side(builder, rows[0], rows[1] if tokens > 1 else None)
+                pairs = [(factor, vector) for factor in factors_of(j) for vector in loaded]
+                return [dot(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+
+            def add_two(i: Any, sums: list[Any]) -> list[Any]:
+                if shrunk:  # for the tokens that scores have not asked for
+                    group = builder.mul(builder.lshr(i, index(3)), index(TOKENS))
+                    within = builder.or_(builder.and_(i, index(7)), index(TOKENS // 2))
+                    ask(builder.add(group, within), index(0))
+                return add_pair(builder.add(begin, builder.shl(i, index(1))), sums)
+
+            def add_last(_: Any, sums: list[Any]) -> list[Any]:
+                return add_pair(builder.sub(end, index(1)), sums, 1)
+
             def add(i: Any, sums: list[Any]) -> list[Any]:
                 j = builder.add(begin, i)
-                place = builder.load(pointer_to(context, builder, places, table, j))
-                start = pointer_to(context, builder, source, source_array, builder.add(place, first))
+                start = row_at(j)
                 if shrunk:
                     half = builder.and_(j, index(TOKENS // 2))
-                    other = builder.load(
-                        pointer_to(context, builder, coming, next_table, builder.or_(j, index(TOKENS // 2)))
-                    )
-                    line = builder.add(first, builder.mul(half, index(LANES * 2 // TOKENS)))
-                    prefetch(builder, pointer_to(context, builder, pages, page_array, builder.add(other, line)))
+                    ask(builder.or_(j, index(TOKENS // 2)), builder.mul(half, index(LANES * 2 // TOKENS)))
                 if halves:
                     loaded = load_halves(builder, start)
                 else:
                     loaded = [load_vector(builder, builder.gep(start, [lane]), types.float32) for lane in lanes]
-                here = builder.gep(weights, [builder.mul(j, index(LANES))])
-                factors = [splat(builder, builder.load(builder.gep(here, [index(r)]))) for r in range(row_count)]
-                pairs = [(factor, vector) for factor in factors for vector in loaded]
+                pairs = [(factor, vector) for factor in factors_of(j) for vector in loaded]
                 return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
             initial = [load_vector(builder, target, types.float32) for target in targets]
@@ -319,11 +377,16 @@ def add_values(
                     builder.fmul(total, splat(builder, builder.load(place)))
                     for total, place in zip(initial, places_of, strict=True)
                 ]
-            found = accumulate(builder, builder.sub(end, begin), initial, add)
+            count = builder.sub(end, begin)
+            if paired:
+                found = accumulate(builder, builder.ashr(count, index(1)), initial, add_two)
+                found = accumulate(builder, builder.and_(count, index(1)), found, add_last)
+            else:
+                found = accumulate(builder, count, initial, add)
             for target, total in zip(targets, found, strict=True):
                 store_vector(builder, total, target)
 
-        columns_of = (2,) if halves else COLUMNS
+        columns_of = (2,) if narrow else COLUMNS
         dispatch(builder, [(many, ROWS), (wide, columns_of), (shrinking, (0, 1))], emit)
         return context.get_dummy_value()
 

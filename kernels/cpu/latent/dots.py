@@ -1,0 +1,82 @@
+"""Emit what multiplies pairs of bfloat16 in attention over latents: pairs of elements of a key, of tokens of a value.
+
+Weights are rounded to bfloat16 for it. Sixteen pairs are a vector, as bits in float32.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+from samebit.kernels.cpu.base.vectors import VECTOR, load_vector, pointer_to, splat, store_vector
+from samebit.kernels.cpu.gemm.dots_vectors import available
+from samebit.kernels.layout.grids import LANES
+
+_PROCESSOR = cpu_target.target_context.codegen().magic_tuple()[1]
+
+DOTS = available() and _PROCESSOR.startswith("znver")
+"""Whether bfloat16 is multiplied in pairs: by AMD's processors, which take as long for a vector of pairs as for one of
+float32. Intel's take twice as long, and would gain nothing. Arithmetic."""
+
+_HALF_BITS = ir.VectorType(ir.IntType(16), LANES)
+_BITS = ir.VectorType(ir.IntType(32), LANES)
+_HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
+
+
+def load_row(builder: Any, pointer: Any) -> Any:
+    """Load 32 bfloat16 (uint16 bits)."""
+    return builder.load(builder.bitcast(pointer, _HALVES.as_pointer()), align=2)
+
+
+def side_by_side(builder: Any, row: Any, other: Any | None) -> list[Any]:
+    """Return two vectors of pairs, an element of each of two rows of 32; zeros stand for a row that is not there.
+
+    The first has columns 0 to 3, 8 to 11, 16 to 19 and 24 to 27, the second the fours behind: an instruction each.
+    """
+    other = ir.Constant(_HALVES, None) if other is None else other
+    found = []
+    for half in range(2):
+        columns = [8 * (lane // 4) + 4 * half + lane % 4 for lane in range(LANES)]
+        mask = [column + 2 * LANES * which for column in columns for which in range(2)]
+        mixed = builder.shuffle_vector(row, other, ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), mask))
+        found.append(builder.bitcast(mixed, VECTOR))
+    return found
+
+
+def pair_of(builder: Any, first: Any, second: Any) -> Any:
+    """Return pairs of two vectors' float32, rounded to bfloat16."""
+    words = [builder.zext(_rounded(builder, vector), _BITS) for vector in (first, second)]
+    return builder.bitcast(builder.or_(words[0], builder.shl(words[1], ir.Constant(_BITS, [16] * LANES))), VECTOR)
+
+
+def _rounded(builder: Any, vector: Any) -> Any:
+    """Return the bits of sixteen bfloat16; what is too small for the exponent is 0, as a product takes it."""
+    assembly = ir.InlineAsm(ir.FunctionType(_HALF_BITS, [VECTOR]), "vcvtneps2bf16 $1, $0", "=v,v")
+    return builder.call(assembly, [vector])
+
+
+@intrinsic
+def write_columns(typingctx: Any, sums: Any, at: Any, divisor: Any, out: Any, out_at: Any) -> Any:
+    """Divide two vectors of ``sums``, whose columns lie as `side_by_side` leaves them, and write 32 elements."""
+    i64 = types.int64
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        given, first, total, target, to = args
+        index = first.type
+        start = pointer_to(context, builder, sums, given, first)
+        end = pointer_to(context, builder, out, target, to)
+        totals = splat(builder, total)
+        halves = [
+            builder.fdiv(load_vector(builder, builder.gep(start, [index(half * LANES)]), types.float32), totals)
+            for half in range(2)
+        ]
+        for part in range(2):
+            columns = range(part * LANES, (part + 1) * LANES)
+            lanes = [column // 4 % 2 * LANES + column // 8 * 4 + column % 4 for column in columns]
+            whole = builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(ir.IntType(32), LANES), lanes))
+            store_vector(builder, whole, builder.gep(end, [index(part * LANES)]), out.dtype)
+        return context.get_dummy_value()
+
+    return types.void(sums, i64, types.float32, out, i64), generate
