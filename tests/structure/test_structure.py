@@ -50,7 +50,6 @@ MOST_PARAMETERS = 12
 MOST_ATTRIBUTES = 12
 LONG_FUNCTIONS = {
     "samebit.kernels.triton.*": "a kernel of Triton takes each pointer, stride and constant by itself",
-    "samebit.kernels.cpu.latent.*": "the kernels of latent attention: not grouped yet",
 }
 """Names functions that may have more parameters, each with the reason."""
 LARGE_CLASSES = {

@@ -70,22 +70,21 @@ class _Item(NamedTuple):
 
 
 def _backward(
-    q: Any, pages: Any, sequences: Any, block_tables: Any, chosen: Any, heads: int, scale: Any, out: Any, lse: Any,
-    grad: Any, deltas: Any, grad_q: Any, grad_latents: Any, threads: int,
+    q: Any, pages: Any, sequences: Any, block_tables: Any, chosen: Any, heads: int, scale: Any, given: Any,
+    found: Any, threads: int,
 ) -> None:  # fmt: skip
     """Compute the gradients of q ``[T, H, W]`` and of the latents, each group of heads for itself, in float32.
 
-    ``out`` ``[T, H, R]`` and ``lse`` are what the forward gave, ``grad`` the gradient of ``out``, ``chosen`` is as
-    there; ``heads`` are a group's, ``grad_latents`` is ``[H / heads, T, W]``, both it and ``grad_q`` are given as
-    zeros. ``deltas`` ``[T, H]`` gets the product of each row's output and the gradient of it.
+    ``given``: ``out`` ``[T, H, R]`` and ``lse`` as the forward gave them, and the gradient of ``out``; ``chosen`` is as
+    there; ``heads`` are a group's. ``found``: ``deltas`` ``[T, H]``, which gets the product of each row's output and
+    the gradient of it, and, given as zeros, ``grad_q`` and ``grad_latents`` ``[H / heads, T, W]``.
     """
     groups = q.shape[1] // heads
     items = sequences.shape[1] * groups
     share = (items + threads - 1) // threads
     share_out(
         _backward_slot, share * threads, threads,
-        (share, threads, q, pages, sequences, block_tables, chosen, heads, scale, out, lse, grad, deltas, grad_q,
-         grad_latents),
+        (share, threads, q, pages, sequences, block_tables, chosen, heads, scale, given, found),
     )  # fmt: skip
 
 
@@ -95,9 +94,10 @@ backward = compile_kernel(_backward)
 @kernel_part
 def _backward_slot(
     slot: int, share: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, chosen: Any, heads: int,
-    scale: Any, out: Any, lse: Any, grad: Any, deltas: Any, grad_q: Any, grad_latents: Any,
+    scale: Any, given: Any, found: Any,
 ) -> None:  # fmt: skip
     """Compute an item, if the slot has one: threads take items in turns, each the next ``share`` slots."""
+    (out, lse, grad), (deltas, grad_q, grad_latents) = given, found
     groups = q.shape[1] // heads
     number = slot % share * threads + slot // share
     if number >= sequences.shape[1] * groups:

@@ -73,8 +73,8 @@ def _attend(
     size = whole_lines(size_of_running(tokens * heads, width + 1, deep) + _room(deep) + 8 * KV_CHUNK)
     share_out(
         _attend_items, threads, threads,
-        (threads, q, pages, sequences, block_tables, tiles, chosen, heads, scale, out, lse, scratch(threads * size),
-         size),
+        (threads, q, pages, sequences, block_tables, (tiles, chosen, heads), scale, (out, lse),
+         scratch(threads * size), size),
     )  # fmt: skip
 
 
@@ -117,13 +117,17 @@ class _Memory(NamedTuple):
 
 @kernel_part
 def _attend_items(
-    thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, tiles: Any, chosen: Any,
-    heads: int, scale: Any, out: Any, lse: Any, rooms: Any, size: int,
+    thread: int, threads: int, q: Any, pages: Any, sequences: Any, block_tables: Any, work: Any, scale: Any,
+    results: Any, rooms: Any, size: int,
 ) -> None:  # fmt: skip
     """Attend for every ``threads``-th item from ``thread`` on; the first items are the first tokens of all tiles.
 
+    ``work``: tiles, chosen tokens, and how many heads are an item's; ``results``: ``out`` and ``lse``.
+
     What is kept meanwhile lies in its room of ``size``, as arrays over its address. The caller holds ``rooms``.
     """
+    tiles, chosen, heads = work
+    out, lse = results
     groups, block_size, width, rank = q.shape[1] // heads, pages.shape[1], pages.shape[2], out.shape[2]
     row_start, lengths, starts, table_rows = sequences[0], sequences[1], sequences[2], sequences[3]
     tokens = _tokens(heads)

@@ -65,8 +65,8 @@ def _select(
     room = lanes * (size + KV_CHUNK) + KV_CHUNK * size + 6 * KV_CHUNK
     share_out(
         _score_items, threads, threads,
-        (threads, queries, weights, pages, sequences, block_tables, pieces, parts, scale, scores,
-         scratch(threads * room), lanes, room),
+        (threads, queries, weights, pages, sequences, block_tables, (pieces, parts), scale, scores,
+         scratch(threads * room), (lanes, room)),
     )  # fmt: skip
     share_out(_choose_place, len(rows), threads, (scores, rows, counts, chosen))
 
@@ -110,10 +110,14 @@ def _place(pages: Any, size: int, lanes: int, address: int) -> Any:
 
 @kernel_part
 def _score_items(
-    thread: int, threads: int, queries: Any, weights: Any, pages: Any, sequences: Any, block_tables: Any, pieces: Any,
-    parts: int, scale: Any, scores: Any, rooms: Any, lanes: int, room: int,
+    thread: int, threads: int, queries: Any, weights: Any, pages: Any, sequences: Any, block_tables: Any, work: Any,
+    scale: Any, scores: Any, rooms: Any, sizes: Any,
 ) -> None:  # fmt: skip
-    """Score every ``threads``-th item from ``thread`` on, in its room. The caller holds ``rooms``."""
+    """Score every ``threads``-th item from ``thread`` on, in its room. The caller holds ``rooms``.
+
+    ``work``: pieces, and the parts that a piece's chunks are cut into; ``sizes``: lanes, and elements of a room.
+    """
+    (pieces, parts), (lanes, room) = work, sizes
     heads, size, block_size = queries.shape[1], queries.shape[2], pages.shape[1]
     memory = _place(pages, size, lanes, rooms.ctypes.data + 4 * thread * room)
     for j in range(KV_CHUNK):

@@ -70,9 +70,9 @@ def latent_backward(
     grad_latents = torch.zeros(count // together, tokens, width, dtype=torch.float32)
     backward.backward(
         array(q), array(pages), context.layout.numpy(), context.block_tables,
-        chosen[0].numpy() if chosen else _NO_LISTS, together, np.float32(options.scale), array(out), lse.numpy(),
-        array(grad.contiguous()), torch.empty_like(lse).numpy(), grad_q.numpy(), grad_latents.numpy(),
-        num_threads(),
+        chosen[0].numpy() if chosen else _NO_LISTS, together, np.float32(options.scale),
+        (array(out), lse.numpy(), array(grad.contiguous())),
+        (torch.empty_like(lse).numpy(), grad_q.numpy(), grad_latents.numpy()), num_threads(),
     )  # fmt: skip
     total = grad_latents[0]
     for part in grad_latents[1:]:
