@@ -67,13 +67,13 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
     runner = ModelRunner(loaded.module, config)
     left = runner.bytes_left(config)
     cache = build_cache(
-        num_blocks=count_blocks(config, runner.bytes_per_block(), loaded.max_model_len, left),
-        block_size=runner.block_size,
+        num_blocks=count_blocks(config, runner.shape.bytes_per_block(), loaded.max_model_len, left),
+        block_size=runner.shape.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=loaded.max_model_len,
         prefix_caching=config.enable_prefix_caching,
         eviction_policy=config.eviction_policy,
-        checkpoints=runner.checkpoint_pool(),
+        checkpoints=runner.shape.checkpoint_pool(),
         digest_key=config.digest_key,
     )
     engine = Engine(
@@ -97,10 +97,10 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
         max_model_len=loaded.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         tokenizer=loaded.tokenizer,
-        has_experts=runner.route_layout is not None,
-        dtype=runner.dtype,
+        has_experts=runner.shape.routes is not None,
+        dtype=runner.shape.dtype,
         adapters=_adapters(loaded.module, adapter),
-        on_thread_start=_thread_setup(config.num_threads, runner.device),
+        on_thread_start=_thread_setup(config.num_threads, runner.shape.device),
     )
 
 

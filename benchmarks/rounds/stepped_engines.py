@@ -23,8 +23,8 @@ def engine_for(model: PreTrainedModel, sequences: int, max_len: int, *, prefix_c
     config = RolloutConfig(max_num_seqs=sequences, enable_prefix_caching=prefix_caching).with_block_size(None)
     runner = ModelRunner(model, config)
     cache = build_cache(
-        num_blocks=sequences * -(-max_len // runner.block_size),
-        block_size=runner.block_size,
+        num_blocks=sequences * -(-max_len // runner.shape.block_size),
+        block_size=runner.shape.block_size,
         max_num_seqs=sequences,
         max_model_len=max_len,
         prefix_caching=prefix_caching,

@@ -15,7 +15,7 @@ from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.models.loading import load_model, naming
-from samebit.rollout.runner.model_runner import ModelRunner
+from samebit.rollout.runner.memory_shape import MemoryShape
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
@@ -56,22 +56,20 @@ def memory_figures(
     loaded = load_model(folder, config, None, unlimited_len=1)
     with naming(folder):
         model = bind(loaded.module)
-    runner = ModelRunner(model, config.with_block_size(binding_of(model).ssm_chunk))
+    shape = MemoryShape.of(model, config.with_block_size(binding_of(model).ssm_chunk))
     sizes = {
-        f"kv_block_of_{runner.block_size}_tokens": runner.bytes_per_block(),
-        "state_of_a_sequence": runner.bytes_per_slot(),
-        "state_of_a_checkpoint": runner.bytes_per_checkpoint(),
+        f"kv_block_of_{shape.block_size}_tokens": shape.bytes_per_block(),
+        "state_of_a_sequence": shape.bytes_per_slot(),
+        "state_of_a_checkpoint": shape.bytes_per_checkpoint(),
     }
     bytes_each = [_exactly(name, "bytes", size) for name, size in sizes.items()]
-    if binding_of(model).state_layout is None:
+    if shape.states is None:
         return bytes_each
-    slots, checkpoints = runner.held_slots.stop, runner.num_checkpoints
-    total = slots * runner.bytes_per_slot() + checkpoints * runner.bytes_per_checkpoint()
     return [
         *bytes_each,
-        _exactly("sequences_running_or_held", "slots", slots),
-        _exactly("checkpoints", "slots", checkpoints),
-        _exactly("all_states", "bytes", total),
+        _exactly("sequences_running_or_held", "slots", shape.num_slots),
+        _exactly("checkpoints", "slots", shape.num_checkpoints),
+        _exactly("all_states", "bytes", shape.bytes_of_states()),
     ]
 
 

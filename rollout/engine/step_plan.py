@@ -103,9 +103,6 @@ class Runner(Protocol):
     forward_seconds: float
     sampler_seconds: float
 
-    def bytes_per_block(self) -> int:
-        """Return the bytes of one KV block over all layers."""
-
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate zeroed pages for blocks 0 .. num_blocks, block 0 being the null block."""
 

@@ -24,12 +24,12 @@ from samebit.kernels.binding.experts.routes import Routes, use_notes
 from samebit.kernels.layout.lora.adapters import KeptTerms
 from samebit.kernels.layout.states.memory import StateMemory
 from samebit.kernels.layout.transfer import indices
-from samebit.rollout.cache.checkpoints.pool import CheckpointMoves, CheckpointPool
+from samebit.rollout.cache.checkpoints.pool import CheckpointMoves
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.engine.step_plan import PromptLogprobs, StepInFlight, StepPlan, StepResult
 from samebit.rollout.runner.cuda_pool_size import kv_cache_bytes
 from samebit.rollout.runner.forward import forward_for
-from samebit.rollout.runner.pool_sizes import count_checkpoints, count_held_states
+from samebit.rollout.runner.memory_shape import MemoryShape
 from samebit.rollout.runner.sampler import Draws, Sampler, most_likely
 from samebit.rollout.runner.step_inputs import Memory, PromptPiece, idle_step, step_inputs
 
@@ -40,67 +40,36 @@ class ModelRunner:
     """Runs the bound model with its KV pages and its sampler. See `samebit.rollout.engine.step_plan.Runner`."""
 
     def __init__(self, model: nn.Module, config: RolloutConfig) -> None:
-        binding = binding_of(model)
         self.model = model
-        self.vocab_size = binding.vocab_size
-        self.layout = binding.kv_layout
-        head = model.get_parameter("lm_head.weight")
-        self.dtype, self.device = head.dtype, head.device
-        if config.block_size is None:
-            raise ValueError("the block size is not decided yet: see RolloutConfig.with_block_size()")
-        self.block_size = config.block_size
-        self.state_layout = binding.state_layout
-        self.held_slots = range(config.max_num_seqs, config.max_num_seqs + count_held_states(config))
-        self.num_checkpoints = count_checkpoints(config, self.bytes_per_checkpoint())
+        self.vocab_size = binding_of(model).vocab_size
+        self.shape = MemoryShape.of(model, config)
         self.sampler = Sampler(config.seed, config.exact)
-        self.route_layout = binding.route_layout
         self.notes_routes = False
         self.kept_terms = KeptTerms()
         self.memory: Memory | None = None
-        self.forward = forward_for(head, config)
+        self.forward = forward_for(model.get_parameter("lm_head.weight"), config)
         self.forward_seconds = 0.0
         self.sampler_seconds = 0.0
-
-    def bytes_per_block(self) -> int:
-        """Return the bytes of one KV block over all layers."""
-        return self.layout.bytes_per_block(self.block_size, self.dtype)
-
-    def bytes_per_slot(self) -> int:
-        """Return the bytes of a running sequence's state over all recurrent layers; 0 without."""
-        return 0 if self.state_layout is None else self.state_layout.bytes_per_slot(self.dtype)
-
-    def bytes_per_checkpoint(self) -> int:
-        """Return the bytes of a cached state over all recurrent layers; 0 without."""
-        return 0 if self.state_layout is None else self.state_layout.bytes_per_checkpoint(self.dtype)
 
     def bytes_left(self, config: RolloutConfig) -> int:
         """Return what is left for pages of the share of the device's memory in the config; 0 where it names none."""
         share = config.gpu_share
         if share is None:
             return 0
-        slots, kept = self.held_slots.stop * self.bytes_per_slot(), self.num_checkpoints * self.bytes_per_checkpoint()
         logits = config.max_num_seqs * self.vocab_size * torch.float32.itemsize
         return kv_cache_bytes(
             self.model, share, config.max_num_batched_tokens, config.max_num_seqs,
-            slots + kept + logits,
+            self.shape.bytes_of_states() + logits,
         )  # fmt: skip
-
-    def checkpoint_pool(self) -> CheckpointPool | None:
-        """Return the bookkeeping of the checkpoints; None without recurrent layers."""
-        if self.state_layout is None:
-            return None
-        return CheckpointPool(self.num_checkpoints, self.block_size, self.held_slots)
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate zeroed pages for blocks 0 .. num_blocks, block 0 being the null block, and zeroed states."""
-        pages = self.layout.allocate(num_blocks, self.block_size, self.dtype, self.device)
-        states = None
-        if self.state_layout is not None:
-            states = self.state_layout.allocate(self.held_slots.stop, self.dtype, self.num_checkpoints, self.device)
-        routes = None
-        if self.notes_routes and self.route_layout is not None:
-            routes = self.route_layout.allocate(num_blocks, self.block_size, self.device)
-        self.memory = Memory(pages, states, self.block_size, num_blocks, self.kept_terms, routes)
+        shape = self.shape
+        routes = shape.allocate_routes(num_blocks) if self.notes_routes else None
+        self.memory = Memory(
+            shape.allocate_pages(num_blocks), shape.allocate_states(), shape.block_size, num_blocks, self.kept_terms,
+            routes,
+        )  # fmt: skip
 
     def warm_up(self, block_tables: Ints) -> None:
         """Prepare for decodes, by a step that writes to the null block alone; ``block_tables``: as of `launch`."""
@@ -123,13 +92,12 @@ class ModelRunner:
         Raises:
             ValueError: the model has no routed experts.
         """
-        if self.route_layout is None:
+        if self.shape.routes is None:
             raise ValueError("this model has no routed experts that could be noted")
         self.notes_routes = True
         if self.memory is not None:
             self.forward.forget_memory()
-            routes = self.route_layout.allocate(self.memory.num_blocks, self.block_size, self.device)
-            self.memory = replace(self.memory, routes=routes)
+            self.memory = replace(self.memory, routes=self.shape.allocate_routes(self.memory.num_blocks))
 
     def routes_of(self, blocks: list[int], count: int) -> Routes:
         """Return `[count, layers, experts of a token]`, what was noted of the first `count` tokens in these blocks."""
@@ -168,7 +136,7 @@ class ModelRunner:
     def _copy_blocks(self, memory: Memory, copies: list[tuple[int, int]]) -> None:
         if not copies:
             return
-        sources, targets = indices(np.array(copies, np.int64).T, self.device)
+        sources, targets = indices(np.array(copies, np.int64).T, self.shape.device)
         for pages in memory.pages:
             pages[targets] = pages[sources]
         if memory.routes is not None:

@@ -94,7 +94,7 @@ class Replay:
         self._runner = ModelRunner(next(iter(models.values())), config)
         blocks = -(-max_model_len // block_size)
         cache = build_cache(
-            blocks, block_size, 1, max_model_len, prefix_caching=False, checkpoints=self._runner.checkpoint_pool()
+            blocks, block_size, 1, max_model_len, prefix_caching=False, checkpoints=self._runner.shape.checkpoint_pool()
         )
         self._engine = Engine(self._runner, cache, max_model_len)
 

@@ -40,7 +40,10 @@ def test_memory_is_that_of_the_formula_and_of_a_worker(
     config = RolloutConfig(num_blocks=7, max_num_seqs=3, max_model_len=100)
     with RolloutWorker(str(tmp_path), config=config) as worker:
         runner = worker._engine.runner
-        assert sum(page.nbytes for page in runner.memory.pages) == 8 * shown[f"kv_block_of_{runner.block_size}_tokens"]
+        assert (
+            sum(page.nbytes for page in runner.memory.pages)
+            == 8 * shown[f"kv_block_of_{runner.shape.block_size}_tokens"]
+        )
         if runner.memory.states is None:
             assert shown["state_of_a_sequence"] == shown["state_of_a_checkpoint"] == 0
             assert len(shown) == 3

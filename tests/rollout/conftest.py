@@ -105,9 +105,6 @@ class FakeRunner:
         self.forward_seconds = 0.0
         self.sampler_seconds = 0.0
 
-    def bytes_per_block(self) -> int:
-        return 8 * self.block_size
-
     def allocate_cache(self, num_blocks: int) -> None:
         assert self.pages is None, "allocated twice"
         self.pages = np.full((num_blocks + 1, self.block_size, 2), EMPTY, np.int64)

@@ -60,7 +60,6 @@ LARGE_CLASSES = {
     "samebit.rollout.integrations.verl.options.ServerOptions": "options that verl has flat too",
     "samebit.rollout.outputs.SampleOutput": "what a user reads of a sample",
     "samebit.kernels.layout.device_layout.DeviceLayout": "arrays of one call on a device, which Triton's kernels take",
-    "samebit.rollout.runner.model_runner.ModelRunner": "the sizes of its memory: not grouped yet",
 }
 """Names classes that may have more attributes, each with the reason."""
 

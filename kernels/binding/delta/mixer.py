@@ -94,7 +94,8 @@ def _in_one_call(self: Any, facts: DeltaFacts, x: torch.Tensor, context: Forward
     parameters = self._parameters
     a_log, dt_bias = (parameters[name].float() for name in ("A_log", "dt_bias"))
     taps, norm = (children[name]._parameters["weight"] for name in (facts.convolutions[0], facts.family.norm))
-    weights = MixerWeights(*map(weight_and_bias, bases), taps, norm, a_log, dt_bias)
+    qkv, gate, b, a, out = map(weight_and_bias, bases)
+    weights = MixerWeights(qkv, gate, b, a, out, taps, norm, a_log, dt_bias)
     return delta_mixer(x, weights, context, facts.one_call)
 
 

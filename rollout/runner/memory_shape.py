@@ -1,0 +1,105 @@
+"""Says what memory a model's steps read and write: pages, states of recurrent layers, routes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from samebit.kernels.binding.binding import binding_of
+from samebit.kernels.binding.experts.routes import RouteLayout, RoutePages
+from samebit.kernels.layout.kv_pages import PageLayout
+from samebit.kernels.layout.states.memory import StateLayout, StateMemory
+from samebit.rollout.cache.checkpoints.pool import CheckpointPool
+from samebit.rollout.config import RolloutConfig
+from samebit.rollout.runner.pool_sizes import count_checkpoints, count_held_states
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryShape:
+    """Holds the layouts of a bound model's memory, and how much of it a configuration asks for.
+
+    Attributes:
+        pages: of keys and values.
+        states: of recurrent layers; None without.
+        routes: of what routers choose; None without routed experts.
+        dtype, device: of the model.
+        block_size: tokens a block.
+        held_slots: live states behind those of running sequences, for prompts whose samples begin later.
+        num_checkpoints: cached states.
+    """
+
+    pages: PageLayout
+    states: StateLayout | None
+    routes: RouteLayout | None
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int
+    held_slots: range
+    num_checkpoints: int
+
+    @staticmethod
+    def of(model: nn.Module, config: RolloutConfig) -> MemoryShape:
+        """Return the shape for a bound model.
+
+        Raises:
+            ValueError: the block size is not decided, or states are asked for that the model does not have.
+        """
+        if config.block_size is None:
+            raise ValueError("the block size is not decided yet: see RolloutConfig.with_block_size()")
+        binding, head = binding_of(model), model.get_parameter("lm_head.weight")
+        states = binding.state_layout
+        bytes_each = 0 if states is None else states.bytes_per_checkpoint(head.dtype)
+        held = range(config.max_num_seqs, config.max_num_seqs + count_held_states(config))
+        return MemoryShape(
+            binding.kv_layout, states, binding.route_layout, head.dtype, head.device, config.block_size, held,
+            count_checkpoints(config, bytes_each),
+        )  # fmt: skip
+
+    @property
+    def num_slots(self) -> int:
+        """Count the live states: a sequence's that runs, or a prompt's that is held."""
+        return self.held_slots.stop
+
+    def bytes_per_block(self) -> int:
+        """Return the bytes of one KV block over all layers."""
+        return self.pages.bytes_per_block(self.block_size, self.dtype)
+
+    def bytes_per_slot(self) -> int:
+        """Return the bytes of a running sequence's state over all recurrent layers; 0 without."""
+        return 0 if self.states is None else self.states.bytes_per_slot(self.dtype)
+
+    def bytes_per_checkpoint(self) -> int:
+        """Return the bytes of a cached state over all recurrent layers; 0 without."""
+        return 0 if self.states is None else self.states.bytes_per_checkpoint(self.dtype)
+
+    def bytes_of_states(self) -> int:
+        """Return the bytes of all live and cached states."""
+        return self.num_slots * self.bytes_per_slot() + self.num_checkpoints * self.bytes_per_checkpoint()
+
+    def checkpoint_pool(self) -> CheckpointPool | None:
+        """Return the bookkeeping of the checkpoints; None without recurrent layers."""
+        if self.states is None:
+            return None
+        return CheckpointPool(self.num_checkpoints, self.block_size, self.held_slots)
+
+    def allocate_pages(self, num_blocks: int) -> tuple[torch.Tensor, ...]:
+        """Allocate zeroed pages for blocks 0 .. num_blocks, block 0 being the null block."""
+        return self.pages.allocate(num_blocks, self.block_size, self.dtype, self.device)
+
+    def allocate_states(self) -> StateMemory | None:
+        """Allocate zeroed states; None without recurrent layers."""
+        if self.states is None:
+            return None
+        return self.states.allocate(self.num_slots, self.dtype, self.num_checkpoints, self.device)
+
+    def allocate_routes(self, num_blocks: int) -> RoutePages:
+        """Allocate memory for what routers choose.
+
+        Raises:
+            ValueError: the model has no routed experts.
+        """
+        if self.routes is None:
+            raise ValueError("this model has no routed experts that could be noted")
+        return self.routes.allocate(num_blocks, self.block_size, self.device)
