@@ -298,7 +298,7 @@ def test_gpu_begins_with_what_matters_most() -> None:
     turns = [str(item) for item in gpu.items(list(gpu.SHAPES))]
     assert turns[:3] == ["qwen3-8b exactness", "qwen3-8b decode", "qwen3-8b training"]
     assert turns[-4:] == [f"{name} hugging_face" for name in gpu.SHAPES], "what may hang comes last"
-    assert len(turns) == len(set(turns)) == 4 * 8 + 2
+    assert len(turns) == len(set(turns)) == 4 * 9 + 2
     assert [turn for turn in turns if "recurrent" in turn] == ["nemotron-h-8b recurrent"]
 
 
