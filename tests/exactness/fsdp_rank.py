@@ -69,11 +69,6 @@ SPARSE: dict[str, Any] = {
 }
 """A choice goes from one sharded layer to the next; an indexer's parameters are gathered and have no gradient."""
 
-DENSE = [(torch.float32, True, True), (torch.bfloat16, False, True), (torch.bfloat16, True, False)]
-"""(dtype, tied, checkpointing); and, untied in float32, what `OTHERS` begins with."""
-OTHERS = [("experts", (torch.float32, False)), ("sparse", (torch.bfloat16, True))]
-"""Of the cases that `make soak` has."""
-
 LENGTHS = (1, 7, 130)
 ROWS_AT_ONCE = 30
 """Of the head: less than there are."""
@@ -184,19 +179,18 @@ def check_update(mesh: DeviceMesh, dtype: torch.dtype) -> None:
         assert not torch.equal(after, before)
 
 
-def main(rank: int, folder: str, ranks: str, every: str) -> None:
+def main(rank: int, folder: str, ranks: str) -> None:
     world = int(ranks)
     store = dist.FileStore(f"{folder}/store", world)
     scored_head.BYTES_AT_ONCE = 4 * CONFIG["vocab_size"] * ROWS_AT_ONCE
     bound_causal.logprobs_from_logits = None  # of all logits at once, which is not to happen
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=900))
     mesh = dist.init_device_mesh("cpu", (world,))
-    dense = product((torch.float32, torch.bfloat16), (True, False), (True, False))
-    for dtype, tied, checkpointing in dense if every == "every" else DENSE:
+    for dtype, tied, checkpointing in product((torch.float32, torch.bfloat16), (True, False), (True, False)):
         check(mesh, dtype, "dense", tied=tied, checkpointing=checkpointing)
-    others = product(("experts", "sparse"), ((torch.float32, False), (torch.bfloat16, True)))
-    for kind, (dtype, checkpointing) in others if every == "every" else OTHERS:
-        check(mesh, dtype, kind, tied=False, checkpointing=checkpointing)
+    for dtype, checkpointing in ((torch.float32, False), (torch.bfloat16, True)):
+        for kind in ("experts", "sparse"):
+            check(mesh, dtype, kind, tied=False, checkpointing=checkpointing)
     check_update(mesh, torch.bfloat16)
     dist.destroy_process_group()
     sys.stdout.write("all went well\n")
