@@ -124,7 +124,7 @@ class Engine:
 
     def abort_started(self) -> list[Request]:
         """Abort every request that has begun to compute."""
-        return self.abort([i for i, request in self.requests.items() if request.started])
+        return self.abort([i for i, request in self.requests.items() if request.progress.started])
 
     def preempt_all(self) -> None:
         """Drop the KV of every running sequence; they are recomputed by later steps."""
@@ -306,9 +306,9 @@ class Engine:
     def _count_first_token(self, sequence: Sequence) -> None:
         """Count the first token of a request, whichever sample it is of."""
         request = sequence.request
-        answered = request.answered
         now = request.record("first_token", sequence.sample_index)
-        if not answered:
+        if not request.progress.answered:
+            request.progress.answered = True
             self.counters.first_tokens += 1
             self.counters.first_token_seconds += now - request.events[0].time
 
@@ -318,7 +318,7 @@ class Engine:
             return []
         self.scheduler.retire(ended)
         failed, self._failed = self._failed, {}
-        done = {s.request: None for s in ended if s.request.finished}
+        done = {s.request: None for s in ended if s.request.progress.unfinished == 0}
         finished = [request for request in done if request not in failed]
         for request in failed:
             self._end_rest(request)

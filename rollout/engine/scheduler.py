@@ -244,8 +244,8 @@ class Scheduler:
         self.running.append(sequence)
         sequence.status = SequenceStatus.RUNNING
         request = sequence.request
-        if not request.started:
-            request.started = True
+        if not request.progress.started:
+            request.progress.started = True
             self.waiting.promote(request)
         request.record("scheduled", sequence.sample_index)
 

@@ -34,7 +34,7 @@ class WaitingQueue:
         """Queue a sequence, at the place of its arrival."""
         self._members.add(sequence)
         heapq.heappush(
-            self._started if sequence.request.started else self._fresh, (sequence.schedule.arrival, sequence)
+            self._started if sequence.request.progress.started else self._fresh, (sequence.schedule.arrival, sequence)
         )
 
     def discard(self, sequence: Sequence) -> None:
@@ -66,7 +66,7 @@ class WaitingQueue:
         """Return the first sequence of a heap that still waits there."""
         while heap:
             sequence = heap[0][1]
-            moved = heap is self._fresh and sequence.request.started
+            moved = heap is self._fresh and sequence.request.progress.started
             if sequence in self._members and not moved:
                 return sequence
             heapq.heappop(heap)

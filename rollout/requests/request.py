@@ -53,13 +53,21 @@ class RequestEvent:
     sample: int | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Progress:
+    """Says how far a request is: samples that have not ended, whether one was admitted, and whether one has a token."""
+
+    unfinished: int
+    started: bool = False
+    answered: bool = False
+
+
 class Request:
     """Holds what was asked for, and the n sequences that answer it.
 
     `end_ids`: the tokens that end a sample.
     `prompt_digests`: what the prompt's full blocks are called, None if it was not hashed at submission.
-    `adapter`: what it goes through until it ends; None for the model alone. It has
-    `started` when a sequence was admitted.
+    `adapter`: what it goes through until it ends; None for the model alone.
     """
 
     def __init__(
@@ -84,7 +92,7 @@ class Request:
         self.prompt_digests = prompt_digests
         self.adapter = adapter
         self.events = [RequestEvent("added", time.monotonic())]
-        self.started = False
+        self.progress = Progress(unfinished=params.n)
         self.error: Exception | None = None
         self.sequences = [Sequence(self, index, tokenizer) for index in range(params.n)]
 
@@ -92,16 +100,6 @@ class Request:
     def adapter_number(self) -> int:
         """Return the number of the adapter that it goes through; 0 for none."""
         return 0 if self.adapter is None else self.adapter.number
-
-    @property
-    def answered(self) -> bool:
-        """Return whether a sample of it has a token."""
-        return any(event.name == "first_token" for event in self.events)
-
-    @property
-    def finished(self) -> bool:
-        """Return whether all its samples have ended."""
-        return all(sequence.finished for sequence in self.sequences)
 
     def record(self, name: str, sample: int) -> float:
         """Note that this happened now; return the time."""
@@ -323,6 +321,7 @@ class Sequence:
         self.ending.reason = reason
         self.ending.stop_reason = stop_reason
         self.status = SequenceStatus.FINISHED
+        self.request.progress.unfinished -= 1
         self.request.record("finished", self.sample_index)
 
     def _grow(self) -> None:

@@ -99,10 +99,9 @@ def _room(deep: int) -> Any:
 class _Memory(NamedTuple):
     """Says where tokens lie.
 
-    pages: flat. read: the same as float32, if they are. copied: room in float32, flat. halves: as uint16. here,
-    coming: ``[C]``, where the
-    tokens of a chunk begin in the pages, and those of the one behind it. own, own_values: where parts of keys begin in
-    ``copied``, and values.
+    pages: flat. read: the same as float32, if they are. copied: room in float32, flat. halves: the same as uint16.
+    here, coming: ``[C]``, where the tokens of a chunk begin in the pages, and those of the one behind it. own,
+    own_values: where parts of keys begin in ``copied``, and values.
     """
 
     pages: Any

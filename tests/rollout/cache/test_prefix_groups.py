@@ -137,7 +137,7 @@ def test_a_leader_that_memory_takes_hands_over_to_an_earlier_arrival(
     late = make_request("late", [*stem, 31], max_tokens=2, prompt_logprobs=0)
     for request in others:
         engine.add(request)
-    while not all(request.answered for request in others):
+    while not all(request.progress.answered for request in others):
         engine.step()
     for request in (first, early):
         engine.add(request)
