@@ -318,7 +318,7 @@ class Engine:
             return []
         self.scheduler.retire(ended)
         failed, self._failed = self._failed, {}
-        done = {s.request: None for s in ended if s.request.progress.unfinished == 0}
+        done = {s.request: None for s in ended if s.request.finished}
         finished = [request for request in done if request not in failed]
         for request in failed:
             self._end_rest(request)

@@ -101,6 +101,11 @@ class Request:
         """Return the number of the adapter that it goes through; 0 for none."""
         return 0 if self.adapter is None else self.adapter.number
 
+    @property
+    def finished(self) -> bool:
+        """Return whether all its samples have ended."""
+        return self.progress.unfinished == 0
+
     def record(self, name: str, sample: int) -> float:
         """Note that this happened now; return the time."""
         now = time.monotonic()
