@@ -121,6 +121,10 @@ def test_kernels_compile_for_an_h100() -> None:
     for name, many in {"_score_keys": 2, "_choose_row": 1, "_attend_chosen": 2}.items():
         assert sum(kernel["name"] == name for kernel in sparse) == many, f"{name}: one of each layer, for all calls"
     assert [kernel for kernel in sparse if kernel["stack"] > STACK] == []
+    recent = [kernel for kernel in kernels if kernel["part"] in ("delta", "delta_gradients", "latents", "sparse")]
+    assert [kernel for kernel in recent if kernel["narrow loads"] > 1] == [], "an element a thread, of a single head"
+    gates = [kernel for kernel in recent if kernel["name"] == "_gates"]
+    assert [kernel for kernel in gates if kernel["narrow loads"]] == []
     dense = [kernel for kernel in kernels if kernel["part"] == "large_layers"]
     assert len(dense) == 9 + 2, "three products a layer, and an activation both ways"
     assert [kernel for kernel in dense if kernel["narrow loads"]] == []
