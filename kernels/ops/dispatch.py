@@ -194,9 +194,9 @@ class Operations(Protocol):
 
     # samebit.kernels.ops.experts.routed
     def experts_forward(
-        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, options: ExpertOptions
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, options: ExpertOptions, saving: bool
     ) -> tuple[Tensor, Saved]:
-        """Compute the weighted sum of the outputs of each row's experts."""
+        """Compute the weighted sum of the outputs of each row's experts; unless ``saving``, nothing is saved."""
 
     def experts_backward(
         self, saved: Saved, grad: Tensor, options: ExpertOptions, needed: Sequence[bool]

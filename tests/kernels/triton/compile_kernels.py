@@ -469,7 +469,7 @@ def expert_layer(
     for rows in (number, 100 * number):
         x, weights = torch.zeros(rows, width, dtype=dtype), torch.zeros(rows, top_k)
         ids = torch.zeros(rows, top_k, dtype=torch.int32)
-        out, saved = experts_forward(x, ids, weights, ExpertWeights(*parts), options)
+        out, saved = experts_forward(x, ids, weights, ExpertWeights(*parts), options, saving=True)
     experts_backward(saved, out, options, (True, True, True, True, biased, biased))
 
 
