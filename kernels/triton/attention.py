@@ -33,8 +33,7 @@ from samebit.kernels.layout.attention_work import ITEM
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.kernels.layout.options import AttentionOptions, Saved
-from samebit.kernels.triton.numeric import LOG2E, aligned, dot, jit, tanh
-from samebit.kernels.triton.padding import clear_if_idle
+from samebit.kernels.triton.numeric import LOG2E, aligned, clear_if_idle, dot, jit, tanh
 from samebit.kernels.triton.splits import SPLIT, keep, load_kept, merged, room_for_kept, taken_in
 from samebit.kernels.triton.tiles.table import attention_tiles, power_of_two
 

@@ -35,8 +35,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import HEAD_TILE, LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import Saved, SSMOptions
 from samebit.kernels.layout.states.mamba import SSMStates
-from samebit.kernels.triton.numeric import aligned, dot, jit, softplus
-from samebit.kernels.triton.padding import clear_idle_parts
+from samebit.kernels.triton.numeric import aligned, clear_idle_parts, dot, jit, softplus
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _WARPS = 4

@@ -37,8 +37,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import KEY_EPS, DeltaOptions
 from samebit.kernels.layout.states.delta import DeltaStates
-from samebit.kernels.triton.numeric import aligned, dot, jit
-from samebit.kernels.triton.padding import clear_idle_parts
+from samebit.kernels.triton.numeric import aligned, clear_idle_parts, dot, jit
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _WARPS = 4

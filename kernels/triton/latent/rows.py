@@ -10,8 +10,7 @@ import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.triton.numeric import aligned, jit
-from samebit.kernels.triton.padding import clear_if_idle
+from samebit.kernels.triton.numeric import aligned, clear_if_idle, jit
 from samebit.kernels.triton.tiles.table import power_of_two
 
 ROWS = 16

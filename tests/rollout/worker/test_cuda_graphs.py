@@ -55,7 +55,7 @@ def test_graphs_of_decodes_of_every_size_are_recorded_at_once(monkeypatch: pytes
     monkeypatch.setattr(StepGraphs, "_recorded", lambda self, model, room, context: sizes.append(room))
     arrays: Any = SimpleNamespace(room=lambda size, block_size: (size.rows, size.sequences))
     context: Any = SimpleNamespace(adapters=None, block_size=64)
-    graphs = StepGraphs(torch.device("cpu"), max_rows=512, max_sequences=40)
+    graphs, model = StepGraphs(torch.device("cpu"), max_rows=512, max_sequences=40), nn.Linear(1, 1)
     for _ in range(2):
-        graphs.record_decodes(nn.Linear(1, 1), arrays, context)
+        graphs.record_decodes(model, arrays, context)
     assert sizes == [(size, size) for size in (1, 2, 4, 8, 16, 24, 32, 40)]
