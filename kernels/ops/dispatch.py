@@ -98,7 +98,7 @@ class Operations(Protocol):
     def gated_backward(self, activation: str, saved: Saved, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of gate and up."""
 
-    # samebit.kernels.ops.gated_linear
+    # samebit.kernels.ops.dense.gated
     def multiply_gated(
         self, activation: str, x: Tensor, layers: Sequence[Layer], *, kept: bool
     ) -> tuple[Tensor, Saved]:

@@ -22,7 +22,7 @@ from functools import cache
 import torch
 
 from samebit.kernels.triton.activation import gated_forward
-from samebit.kernels.triton.gated import multiply_both
+from samebit.kernels.triton.dense.gated import multiply_both
 from samebit.kernels.triton.matmul import GROUP, multiply_first, multiply_layers
 from samebit.kernels.triton.numeric import aligned
 from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile, Rung
@@ -43,7 +43,7 @@ _EXPONENT = 4
 """Operands are scaled by powers of two from the inverse of this one's to it: float16 holds every sum."""
 
 _SPREAD = 38
-"""A product of two operands is on average about this large: of larger sums than a few an activation shows little."""
+"""The usual size of a product of two operands. An activation shows how it rounds only of sums near 1."""
 
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, MatmulTile, int], torch.Tensor]
@@ -209,6 +209,7 @@ def proved_joined(layers: JoinedLayers, tile: MatmulTile) -> bool:
     rows = min(_ROWS, *(GROUP * one.rows for one in own))
     x, weight, bias = operands(replace(each[0], outputs=max(layers.outputs)), rows)
     if layers.activation is not None:
+        # every fourth row's sums are near 1
         x[1::4] *= 2.0 ** -round(math.log2(_SPREAD * layers.inputs**0.5))
     weights = [weight[: layer.outputs] for layer in each]
     biases = None if bias is None else [bias[: layer.outputs] for layer in each]

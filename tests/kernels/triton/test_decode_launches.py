@@ -11,6 +11,7 @@ from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.residual import Addend
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext, use_context
+from samebit.kernels.layout.lora.adapters import RowAdapters
 
 from ...exactness.families import make_model
 from .gpu import DEVICE
@@ -46,6 +47,7 @@ def decode(layout_of: object) -> ForwardContext:
         block_tables=np.array([[1, 2], [1, 3], [4, 0]], np.int32),
         block_size=64,
         pages=layout_of.allocate(5, 64, torch.float32, DEVICE),  # type: ignore[attr-defined]
+        adapters=RowAdapters.all_through(None),
     )
 
 
