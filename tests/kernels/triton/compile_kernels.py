@@ -425,7 +425,8 @@ def gate_and_up(dtype: torch.dtype, biased: bool, activation: str, *, alone: boo
     for tile in dict.fromkeys(tile for one in entries for tile in (one.tile, *(rung.tile for rung in one.few))):
         if alone:
             multiply_layers(x, [weight, weight], biases, tile, (outputs, outputs))
-        multiply_both(activation, x, [weight, weight], biases, tile, outputs, kept=False)
+        for kept in (False, True):  # one compiled kernel
+            multiply_both(activation, x, [weight, weight], biases, tile, outputs, kept=kept)
 
 
 def heads_of_rollouts() -> None:
