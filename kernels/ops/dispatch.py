@@ -98,6 +98,13 @@ class Operations(Protocol):
     def gated_backward(self, activation: str, saved: Saved, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of gate and up."""
 
+    # samebit.kernels.ops.dense.gated
+    def multiply_gated(
+        self, activation: str, x: Tensor, layers: Sequence[Layer], *, kept: bool
+    ) -> tuple[Tensor, Saved]:
+        """Compute ``activation(gate) * up`` of the two layers' products with ``x`` ``[..., K]``; unless they are to be
+        ``kept`` for `gated_backward`, they may be left out."""
+
     # samebit.kernels.ops.rope
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
         """Rotate heads by the angles of their token, or back for ``sign`` -1."""

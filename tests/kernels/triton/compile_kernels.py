@@ -63,6 +63,7 @@ from samebit.kernels.ops.sampling import keep_likely
 from samebit.kernels.ops.ssd import scan
 from samebit.kernels.triton import heads as head_proofs
 from samebit.kernels.triton.attention import Places
+from samebit.kernels.triton.dense.gated import multiply_both
 from samebit.kernels.triton.experts.operation import experts_backward, experts_forward
 from samebit.kernels.triton.experts.routing import route_backward, route_forward
 from samebit.kernels.triton.heads import turn_and_write, turned_each
@@ -401,6 +402,34 @@ def joined_layers() -> None:
             multiply_layers(x, weights, biases, tile, outputs)
 
 
+def gated_layers() -> None:
+    """Gate and up of Qwen3-8B: with each of their tiles, without their activation and with it.
+
+    Under `make soak` with all tiles for an H100, with biases, in float16 and float32; then with another activation.
+    """
+    take_tiles_of("sm_90")
+    few = ((torch.bfloat16, False),)
+    more = ((torch.bfloat16, True), (torch.float16, False), (torch.float32, False))
+    for dtype, biased in few + more if CAMPAIGN else few:
+        gate_and_up(dtype, biased, "silu", alone=True)
+    if CAMPAIGN:
+        gate_and_up(torch.bfloat16, False, "gelu_pytorch_tanh", alone=False)
+
+
+def gate_and_up(dtype: torch.dtype, biased: bool, activation: str, *, alone: bool) -> None:
+    inputs, outputs = 4096, 12288
+    x, weight = torch.zeros(7, inputs, dtype=dtype), torch.zeros(outputs, inputs, dtype=dtype)
+    biases = [torch.zeros(outputs, dtype=dtype)] * 2 if biased else None
+    entry = tiles.matmul_tiles(x.device, inputs, 2 * outputs, dtype)
+    others = [one for one in tiles.family(x.device).matmul if one.dtypes == entry.dtypes]
+    entries = [entry, *(others if CAMPAIGN else ())]
+    for tile in dict.fromkeys(tile for one in entries for tile in (one.tile, *(rung.tile for rung in one.few))):
+        if alone:
+            multiply_layers(x, [weight, weight], biases, tile, (outputs, outputs))
+        for kept in (False, True):  # one compiled kernel
+            multiply_both(activation, x, [weight, weight], biases, tile, outputs, kept=kept)
+
+
 def heads_of_rollouts() -> None:
     """Norms, rotation and pages in one launch, then a launch each: of Qwen3-8B, Gemma-3, Llama; and an odd size."""
     for heads, kv_heads, size, angles, normed, dtype in (
@@ -494,6 +523,7 @@ if __name__ == "__main__":
         configurations,
         large_layers,
         joined_layers,
+        gated_layers,
         heads_of_rollouts,
         norms_of_sums,
         narrow_logits,
