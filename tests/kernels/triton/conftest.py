@@ -54,6 +54,7 @@ def _sums_in_order() -> Iterator[None]:
 def _spared_work() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         spared_work.replace_once_a_launch(patch)
+        spared_work.call_at_once(patch)
         spared_work.look_at_no_overflow(patch)
         spared_work.know_dtypes(patch)
         if knobs.runtime.interpret:

@@ -1,9 +1,10 @@
-"""Triton's interpreter, spared work of which nothing is seen: half of its time.
+"""Spare Triton's interpreter work of which nothing is seen: half of its time.
 
 At each call of a function by a kernel it looks through all of `triton.language` for what it replaces there; here once a
 launch for each file that the functions stand in. It computes whether integers overflow, and drops the answer. It makes
 its table of dtypes at each use, and the objects that describe a shape for each tensor and each type; here once a shape.
-It compares shapes, types and what a constant holds step by step; here two that are one object are equal at once.
+It compares shapes, types and what a constant holds step by step; here two that are one object are equal at once. And it
+takes floats apart to convert them; here torch does.
 """
 
 from functools import cache
@@ -36,6 +37,21 @@ def replace_once_a_launch(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(interpreter, "_patch_lang", replace_once)
     patch.setattr(GridExecutor, "__call__", launched)
+
+
+def call_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Hand a kernel's call on as it is. (Triton copies its named arguments each time, and asks if it is a kernel's.)"""
+
+    def replace(holder: object, name: str, member: Any, _: object, scope: interpreter._LangPatchScope) -> None:
+        function = vars(member).get("__wrapped__", member)
+
+        def called(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = interpreter.interpreter_semantic
+            return function(*arguments, **named)
+
+        scope.set_attr(holder, name, called)
+
+    patch.setattr(interpreter, "_patch_attr", replace)
 
 
 def look_at_no_overflow(patch: pytest.MonkeyPatch) -> None:
