@@ -1,4 +1,4 @@
-"""Let a residual sum wait for the norm that reads it, so that both are one launch on a GPU, in rollouts and in training.
+"""Let a residual sum wait for the norm that reads it, so that both are one launch on a GPU, in training too.
 
 Hugging Face's layers add (``hidden = residual + hidden``) and call a norm with the sum. Here what is added is an
 `Addend`, which turns that into a `WaitingSum`; a bound norm computes it together with its own result.
@@ -41,7 +41,10 @@ class Addend(torch.Tensor):
     @staticmethod
     def of(x: torch.Tensor) -> torch.Tensor:
         """Return what a layer hands to its residual; ``x`` itself on the CPU, where sums are computed at once."""
-        return x.as_subclass(Addend) if device.on_gpu(x) else x
+        if not device.on_gpu(x):
+            return x
+        plain = x.view_as(x) if isinstance(x, WaitingSum) else x
+        return plain.as_subclass(Addend)
 
     def __radd__(self, residual: Any) -> torch.Tensor:
         """Compute ``residual + self`` when it is read."""
@@ -77,7 +80,7 @@ class WaitingSum(torch.Tensor):
             return func(*plain, **named) if func in _OF_MEMORY else func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares what stands in where there is none
         cls,
         func: Callable[..., Any],
         types: Iterable[type],
@@ -91,6 +94,11 @@ class WaitingSum(torch.Tensor):
     def __add__(self, other: Any) -> torch.Tensor:
         """Compute ``self + other``, when it is read if that is a sum that may wait."""
         return _sum_of(self, other) if isinstance(other, Addend) else super().__add__(other)
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return itself, which goes on waiting, if its own dtype is asked for: some layers do so before their norm."""
+        same = not args and kwargs == {"dtype": self.room.dtype}
+        return self if same else super().to(*args, **kwargs)
 
     def added(self) -> torch.Tensor:
         """Return the sum without gradient: a plain tensor with the same memory."""
@@ -142,14 +150,14 @@ def normed_sum(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float)
 
 
 def _sum_of(residual: Any, addend: torch.Tensor) -> torch.Tensor:
-    parts = _detached(residual), addend.detach()
+    one, other = _detached(residual), addend.detach()
     with torch._C.DisableTorchFunctionSubclass():
-        if parts[0] is None or not _may_wait(parts[0], parts[1]):
+        if one is None or not _may_wait(one, other):
             return torch.add(residual, addend)
         if torch.is_grad_enabled() and (residual.requires_grad or addend.requires_grad):
-            total: torch.Tensor = _Sum.apply(residual, addend, parts)
+            total: torch.Tensor = _Sum.apply(residual, addend, (one, other))
             return total
-        return WaitingSum.of(*parts)
+        return WaitingSum.of(one, other)
 
 
 def _detached(x: Any) -> torch.Tensor | None:

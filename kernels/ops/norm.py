@@ -43,7 +43,7 @@ def add_rms_norm(
 
     Args:
         x: ``[..., W]`` float32 or bfloat16, without gradient; ``y`` is like it, both contiguous.
-        total: like them, a tensor that stands in a graph already where the sum has a gradient: it gets that of the norm.
+        total: like them; where the sum has a gradient it stands in its graph already, and gets that of the norm.
         weight: as in `rms_norm`, and so are the others.
 
     Raises:
