@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from samebit.kernels.binding.residual import Addend, WaitingSum
@@ -252,3 +256,19 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
         parts[leaf].requires_grad_()
         out = frozen(parts[0] + parts[1])
         assert torch.equal(gradient, torch.autograd.grad(out.square().sum(), [parts[leaf]])[0])
+
+
+def test_gradients_under_fsdp2() -> None:
+    """Some layers are sharded, in a group of one process: a sum is what a sharded layer is called with, and returns."""
+    model, x = Model(100, torch.float32), given(100)
+    expected = gradients(Model(100, torch.float32).apart(), x)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model.layers[1], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        found = gradients(model, x)
+        whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in found]
+    finally:
+        dist.destroy_process_group()
+    assert_equal(whole, expected)
