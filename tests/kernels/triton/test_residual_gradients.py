@@ -172,8 +172,8 @@ READERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "written": written,
     "a view that is written": written_in_a_view,
     "one more": lambda x: x + Addend.of(torch.ones(1, 7, 100, device=DEVICE)),
-    "elements": lambda x: x * sum(x.detach().flatten().tolist()),
-    "text": lambda x: x * len(repr(x.detach())),
+    "elements": lambda x: x * x.tolist()[0][2][3],
+    "text": lambda x: x * float(repr(x).split("[[[")[1].split(",")[0]),
 }
 
 
