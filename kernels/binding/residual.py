@@ -101,10 +101,14 @@ class WaitingSum(torch.Tensor):
         return self if same else super().to(*args, **kwargs)
 
     def added(self) -> torch.Tensor:
-        """Return the sum without gradient: a plain tensor with the same memory."""
+        """Return the sum without gradient: a plain tensor with the same memory.
+
+        That is no modification to autograd, which may have saved the sum already: nothing has read it.
+        """
         parts = self.taken()
         if parts is not None:
-            torch.add(*parts, out=self.room)
+            with torch.autograd._unsafe_preserve_version_counter(self.room):
+                torch.add(*parts, out=self.room)
         return self.room
 
     def taken(self) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -147,6 +147,17 @@ class Untouched(torch.autograd.Function):
         return grad * 2.0 + x
 
 
+def untouched_and_copied(x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        return Untouched.apply(x)
+
+
+def unseen(x: torch.Tensor) -> torch.Tensor:
+    """As code of torch for other classes of tensors calls it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.exp(x)
+
+
 def weighed(x: torch.Tensor) -> torch.Tensor:
     x.register_hook(lambda grad: grad * 3.0)
     return x
@@ -168,6 +179,8 @@ READERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a view": lambda x: x[:, :, :50].repeat(1, 1, 2),
     "no gradient": lambda x: x.detach() * x,
     "a function that reads nothing": Untouched.apply,
+    "a function that reads nothing, saved as a copy": untouched_and_copied,
+    "a function that Python does not see": unseen,
     "a hook of its gradient": weighed,
     "written": written,
     "a view that is written": written_in_a_view,
