@@ -1,1 +1,4 @@
-"""A decoder layer of attention and a gated MLP as one operation: its contract, and what fits it."""
+"""Define a decoder layer of attention and a gated MLP as one operation: `layer`, its contract and what fits it.
+
+Imports `layout` and, of `ops`, `dispatch` and `rope`.
+"""
