@@ -19,7 +19,7 @@ _NAMED = re.compile(r"(.*\.lora_[AB])\.([^.]+)\.weight")
 
 @dataclass(frozen=True)
 class AdapterNames(CheckpointNames):
-    """The names that the tensors of one adapter may come with."""
+    """Knows the names that the tensors of one adapter may come with."""
 
     def place(self, name: str, known: Container[str]) -> Place | None:
         found = _NAMED.fullmatch(name)

@@ -43,8 +43,8 @@ _CONVOLUTION, _PROJECTION = "_conv1d.weight", "_proj.weight"
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of the module; or, with an expert's number, one of the `parts` of that expert's rows in it; or its rows
-    from the first of `rows` up to the second."""
+    """Names a tensor of the module; or, with an expert's number, one of the `parts` of that expert's rows in it; or its
+    rows from the first of `rows` up to the second."""
 
     name: str
     expert: int | None = None
@@ -134,7 +134,7 @@ class Joining:
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """The names that checkpoints of a module have for its tensors; without rules, those of the module alone.
+    """Knows the names that saved weights have for a module's tensors; without rules, those of the module alone.
 
     ignored: what text has no use for, as regular expressions (vision, layers that only a draft model has).
     """

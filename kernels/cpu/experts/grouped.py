@@ -1,4 +1,4 @@
-"""The product of each expert with its own rows: the bits of `cpu.linear` of each row by itself.
+"""Multiply each expert with its own rows: the bits of `cpu.linear` of each row by itself.
 
 P pairs, sorted by expert; K inputs, N outputs.
 """
