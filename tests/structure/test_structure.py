@@ -36,7 +36,7 @@ FLOORS = {
         "cli",
     ],
     "samebit.weight_sync": [
-        "arithmetic closing manifest report checkpoint_names digest",
+        "arithmetic closing manifest report folder_names digest",
         "source apply quantized adapter_names",
         "wire",
         "transports",
