@@ -11,7 +11,7 @@ Invariants:
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -42,7 +42,11 @@ def head_forward(self: Any, x: torch.Tensor) -> torch.Tensor | Scores:
     """Compute a language model's logits in float32, or the scores that were asked for instead."""
     scoring, facts = installed_scoring(), self.samebit
     device = x.device.type
-    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+    with ExitStack() as stack:
+        if x.is_cuda:
+            stack.enter_context(torch.cuda.device_of(x))
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
         if scoring is None:
             return linear(x, self.weight, self.bias).float()
         x = x.to(self.weight.dtype)  # Mamba2's are float32, and its class rounds them before the head

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from samebit.kernels.binding.families import RECURRENT_MASKS
-from samebit.kernels.binding.lora.forwards import LayoutPositions, projection, projections
+from samebit.kernels.binding.lora.forwards import LayoutPositions, gated_projections, projection, projections
 from samebit.kernels.binding.lora.plan import PeftAdapters
 from samebit.kernels.binding.residual import Addend, normed_sum
 from samebit.kernels.binding.wrapped import positions_of_text
@@ -219,15 +219,22 @@ def mlp_forward(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
         gate, up = projection(x, self.input_linear).chunk(2, dim=-1)
         out = projection(gated(facts.activation, gate, up), self.output_linear)
         return out
+    out = projection(_gated(self, facts, x), self.down_proj)
+    return Addend.of(out if facts.down_multiplier == 1.0 else out * facts.down_multiplier)
+
+
+def _gated(self: Any, facts: MLPFacts, x: torch.Tensor) -> torch.Tensor:
+    """Return the activated gate times the up of an MLP that has them in one layer or in two."""
     if facts.form == "fused":
         joined = projection(x, self.gate_up_proj)
         joined = joined + self.gate_up_proj_adapter_list[facts.adapter](x) if facts.adapter >= 0 else joined
         gate, up = joined.chunk(2, dim=-1)
+    elif facts.gate_multiplier == 1.0:
+        return gated_projections(facts.activation, x, (self.gate_proj, self.up_proj))
     else:
         gate, up = projections(x, (self.gate_proj, self.up_proj))
     gate = gate if facts.gate_multiplier == 1.0 else gate * facts.gate_multiplier
-    out = projection(gated(facts.activation, gate, up), self.down_proj)
-    return Addend.of(out if facts.down_multiplier == 1.0 else out * facts.down_multiplier)
+    return gated(facts.activation, gate, up)
 
 
 def attention_forward(

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from samebit.kernels.cpu import weight_gradient
+from samebit.kernels.cpu.activation import gated_forward
 from samebit.kernels.cpu.base.memory import kind_of, with_unit_stride
 from samebit.kernels.cpu.gemm import amx, amx_tiles, dots, dots_vectors, few_rows, many_rows
 from samebit.kernels.cpu.gemm.layers import in_one
 from samebit.kernels.layout.grids import LANES, ceil_div
-from samebit.kernels.layout.options import Layer
+from samebit.kernels.layout.options import Layer, Saved
 
 _ROWS_OF_GRADIENTS = 64
 """With fewer rows torch's products are faster."""
@@ -55,6 +56,14 @@ def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
     else:
         many_rows.multiply(lanes * work, *arguments, kind_of(dtype))
     return results
+
+
+def multiply_gated(
+    activation: str, x: torch.Tensor, layers: Sequence[Layer], *, kept: bool
+) -> tuple[torch.Tensor, Saved]:
+    """Implement `Operations.multiply_gated`."""
+    gate, up = multiply(x, layers)
+    return gated_forward(activation, gate, up)
 
 
 def gradient_of_inputs(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from samebit.kernels.cpu.linear import (
     gradient_of_inputs,
     gradient_of_weight,
     multiply,
+    multiply_gated,
     multiply_part,
 )
 from samebit.kernels.cpu.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
@@ -71,6 +72,7 @@ __all__ = [
     "layer_norm_forward",
     "log_softmax",
     "multiply",
+    "multiply_gated",
     "multiply_heads",
     "multiply_part",
     "rms_norm_backward",

@@ -98,6 +98,13 @@ class Operations(Protocol):
     def gated_backward(self, activation: str, saved: Saved, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of gate and up."""
 
+    # samebit.kernels.ops.dense.gated
+    def multiply_gated(
+        self, activation: str, x: Tensor, layers: Sequence[Layer], *, kept: bool
+    ) -> tuple[Tensor, Saved]:
+        """Compute ``activation(gate) * up`` of the two layers' products with ``x`` ``[..., K]``; unless they are to be
+        ``kept`` for `gated_backward`, they may be left out."""
+
     # samebit.kernels.ops.rope
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
         """Rotate heads by the angles of their token, or back for ``sign`` -1."""
@@ -194,9 +201,9 @@ class Operations(Protocol):
 
     # samebit.kernels.ops.experts.routed
     def experts_forward(
-        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, options: ExpertOptions
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, options: ExpertOptions, saving: bool
     ) -> tuple[Tensor, Saved]:
-        """Compute the weighted sum of the outputs of each row's experts."""
+        """Compute the weighted sum of the outputs of each row's experts; unless ``saving``, nothing is saved."""
 
     def experts_backward(
         self, saved: Saved, grad: Tensor, options: ExpertOptions, needed: Sequence[bool]

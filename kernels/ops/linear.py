@@ -17,7 +17,7 @@ from samebit.kernels.layout import device
 from samebit.kernels.layout.device import EXACT_EVERYWHERE, exact_dtypes
 from samebit.kernels.layout.options import Layer
 from samebit.kernels.layout.shape_checks import check_host
-from samebit.kernels.ops.dispatch import operations_for
+from samebit.kernels.ops.dispatch import Operations, operations_for
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,7 +36,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         TypeError: dtypes that differ, or others than float32 and bfloat16 (on a GPU float16 too).
     """
     layers = ((weight, bias),)
-    _check(x, layers)
+    check_layers(x, layers)
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
@@ -54,7 +54,7 @@ def linear_part(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         bias: ``[N]``, the part's, or None.
         outputs: of the whole layer.
     """
-    _check(x, ((weight, bias),))
+    check_layers(x, ((weight, bias),))
     return operations_for(x).multiply_part(x, (weight, bias), outputs)
 
 
@@ -65,21 +65,23 @@ def linears(x: torch.Tensor, modules: Sequence[Any]) -> list[torch.Tensor]:
         x: ``[..., K]``.
         modules: up to three, each ``[N, K]``. Those that are not bound (``exact=False``) are called.
     """
-    if not all(is_plain(module) and "forward" in vars(module) for module in modules):
+    if not only_multiply(modules):
         return [module(x) for module in modules]
     layers = [weight_and_bias(module) for module in modules]
-    _check(x, layers)
-    if torch.is_grad_enabled():
-        tensors = (x, *(weight for weight, _ in layers), *(bias for _, bias in layers))
-        if any(tensor is not None and tensor.requires_grad for tensor in tensors):
-            return list(_Linears.apply(layers, *tensors))
-    return operations_for(x).multiply(x, layers)
+    check_layers(x, layers)
+    recorded = recorded_parts(x, layers)
+    return operations_for(x).multiply(x, layers) if recorded is None else list(_Linears.apply(layers, *recorded))
 
 
 def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
     """Compute `linear` of up to three layers of one ``x`` in one call, without gradients."""
-    _check(x, layers)
+    check_layers(x, layers)
     return operations_for(x).multiply(x, layers)
+
+
+def only_multiply(modules: Sequence[nn.Module]) -> bool:
+    """Return whether calls of bound modules may be one call: none of them does more, or is torch's."""
+    return all(is_plain(module) and "forward" in vars(module) for module in modules)
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -121,7 +123,13 @@ def add_gradient_of_inputs(sums: torch.Tensor, grad: torch.Tensor, weight: torch
     operations_for(grad).add_gradient_of_inputs(sums, grad, weight)
 
 
-def _check(x: torch.Tensor, layers: Sequence[Layer]) -> None:
+def check_layers(x: torch.Tensor, layers: Sequence[Layer]) -> None:
+    """Check shapes and dtypes.
+
+    Raises:
+        ValueError: shapes that do not match.
+        TypeError: dtypes that differ, or that are not exact.
+    """
     if not x.dim():
         raise ValueError("x is a single number; allowed: [..., K]")
     width, dtype, by_cpu = x.size(-1), x.dtype, not device.on_gpu(x)
@@ -140,6 +148,38 @@ def _check(x: torch.Tensor, layers: Sequence[Layer]) -> None:
             check_host("weight", weight)
             if bias is not None:
                 check_host("bias", bias)
+
+
+def recorded_parts(x: torch.Tensor, layers: Sequence[Layer]) -> tuple[torch.Tensor | None, ...] | None:
+    """Return what autograd is to see of a call of these layers: ``x``, all weights, all biases; None if it need not."""
+    if not torch.is_grad_enabled():
+        return None
+    parts = (x, *(weight for weight, _ in layers), *(bias for _, bias in layers))
+    return parts if any(part is not None and part.requires_grad for part in parts) else None
+
+
+def gradients_of_layers(
+    kernels: Operations, x: torch.Tensor, weights: Sequence[torch.Tensor], grads: Sequence[torch.Tensor],
+    needed: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of `recorded_parts`, None for each that is not ``needed``, from those of the results.
+
+    That of x is the sum of theirs from the last layer to the first, as autograd adds it up for layers of their own.
+    """
+    of_x, *of_parts = needed
+    inputs, grad_x = x.reshape(-1, x.shape[-1]), None
+    rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+    of_weights, of_biases = of_parts[: len(grads)], of_parts[len(grads) :]
+    grad_weights = [
+        kernels.gradient_of_weight(of_rows, inputs) if wanted else None
+        for of_rows, wanted in zip(rows, of_weights, strict=True)
+    ]
+    grad_biases = [of_rows.sum(0) if wanted else None for of_rows, wanted in zip(rows, of_biases, strict=True)]
+    if of_x:
+        for grad, weight in zip(reversed(grads), reversed(weights), strict=True):
+            product = kernels.gradient_of_inputs(grad, weight)
+            grad_x = product if grad_x is None else grad_x.add_(product)
+    return grad_x, *grad_weights, *grad_biases
 
 
 class _Linear(torch.autograd.Function):
@@ -163,10 +203,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Linears(torch.autograd.Function):
-    """Computes layers of one ``x``, given as all weights and then all biases; gradients are `_Linear`'s of each layer.
-
-    That of x is the sum of theirs from the last layer to the first, as autograd adds it up for layers of their own.
-    """
+    """Computes layers of one ``x``, given as `recorded_parts`; gradients are `_Linear`'s of each layer."""
 
     @staticmethod
     def forward(ctx: Any, layers: Sequence[Layer], x: torch.Tensor, *parts: torch.Tensor | None) -> Any:
@@ -178,17 +215,4 @@ class _Linears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        _, of_x, *of_parts = ctx.needs_input_grad
-        inputs, grad_x = x.reshape(-1, x.shape[-1]), None
-        rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        of_weights, of_biases = of_parts[: len(grads)], of_parts[len(grads) :]
-        grad_weights = [
-            ctx.kernels.gradient_of_weight(of_rows, inputs) if wanted else None
-            for of_rows, wanted in zip(rows, of_weights, strict=True)
-        ]
-        grad_biases = [of_rows.sum(0) if wanted else None for of_rows, wanted in zip(rows, of_biases, strict=True)]
-        if of_x:
-            for grad, weight in zip(reversed(grads), reversed(weights), strict=True):
-                product = ctx.kernels.gradient_of_inputs(grad, weight)
-                grad_x = product if grad_x is None else grad_x.add_(product)
-        return None, grad_x, *grad_weights, *grad_biases
+        return None, *gradients_of_layers(ctx.kernels, x, weights, grads, ctx.needs_input_grad[1:])

@@ -23,6 +23,7 @@ T tokens, S sequences, H heads, G query heads a KV head, D head size, B tokens a
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton.language as tl
@@ -32,11 +33,27 @@ from samebit.kernels.layout.attention_work import ITEM
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.kernels.layout.options import AttentionOptions, Saved
-from samebit.kernels.triton.numeric import LOG2E, aligned, dot, jit, tanh
+from samebit.kernels.triton.numeric import LOG2E, aligned, clear_if_idle, dot, jit, tanh
 from samebit.kernels.triton.splits import SPLIT, keep, load_kept, merged, room_for_kept, taken_in
 from samebit.kernels.triton.tiles.table import attention_tiles, power_of_two
 
 _ITEM = tl.constexpr(ITEM)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Says where keys and values of each row go: ``[T]`` each as in `DeviceLayout`, and the tokens of a block."""
+
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+    sequences: torch.Tensor
+    block_size: int
+
+    @staticmethod
+    def of(context: ForwardContext) -> "Places":
+        """Return those of a call."""
+        layout = context.on_device
+        return Places(layout.blocks, layout.offsets, layout.sequences, context.block_size)
 
 
 def attention_forward(
@@ -45,40 +62,34 @@ def attention_forward(
 ) -> tuple[torch.Tensor, Saved]:  # fmt: skip
     """Implement `Operations.attention_forward`."""
     q = aligned(q)
+    out, places = torch.empty_like(q), Places.of(context)
     if context.pages is not None:
         pages = context.pages[options.layer]
-        write_pages(k, v, pages, context)
-        return attend(q, pages, context, options, sinks)[0], ()
+        write(k, v, pages, out, places)
+        return attend(q, pages, context, options, sinks, out)[0], ()
     _, kv_heads, head_dim = k.shape
     shape = (context.num_blocks, kv_heads, 2, head_dim * context.block_size)
     pages = torch.empty(shape, dtype=k.dtype, device=k.device)
-    write_pages(k, v, pages, context)
-    out, lse = attend(q, pages, context, options, sinks)
+    write(k, v, pages, out, places)
+    out, lse = attend(q, pages, context, options, sinks, out)
     return out, (q, pages, out, lse) if sinks is None else (q, pages, out, lse, sinks)
 
 
-def write_pages(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
-    """Put the call's keys and values into their pages."""
-    layout = context.on_device
-    write(k, v, pages, layout.blocks, layout.offsets, context.block_size)
-
-
-def write(
-    k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, block_size: int
-) -> None:
-    """Put keys and values of each row at an offset of a block."""
+def write(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, places: Places) -> None:
+    """Put keys and values of each row into their pages, and zeros into padding rows of ``out``, room for attention."""
     tokens, kv_heads, head_dim = k.shape
     if tokens:
         _write[(tokens,)](
-            aligned(k), aligned(v), pages, blocks, offsets, block_size, kv_heads, head_dim, power_of_two(kv_heads),
-            power_of_two(head_dim),
+            aligned(k), aligned(v), pages, out, places.blocks, places.offsets, places.sequences, places.block_size,
+            kv_heads, head_dim, out.shape[1] * head_dim, power_of_two(kv_heads), power_of_two(head_dim),
         )  # fmt: skip
 
 
 @jit(do_not_specialize=["block_size"])
 def _write(
-    k: tensor, v: tensor, pages: tensor, blocks: tensor, offsets: tensor, block_size: tensor, KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_DIM: tl.constexpr,
+    k: tensor, v: tensor, pages: tensor, out: tensor, blocks: tensor, offsets: tensor, sequences: tensor,
+    block_size: tensor, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED_HEADS: tl.constexpr, PADDED_DIM: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head, d = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED_DIM)[None, :]
@@ -87,6 +98,7 @@ def _write(
     page = put(blocks, offsets, row, head, True, block_size, KV_HEADS)
     tl.store(pages + page * HEAD_DIM + d, tl.load(k + source, mask=real), mask=real)
     tl.store(pages + (page + block_size) * HEAD_DIM + d, tl.load(v + source, mask=real), mask=real)
+    clear_if_idle(out, sequences, row, WIDTH)
 
 
 @jit()
@@ -101,17 +113,15 @@ def put(
 
 def attend(
     q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: AttentionOptions,
-    sinks: torch.Tensor | None, out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None, out: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the output, and the log-sum-exp of the scores of each row and head, to base 2.
+    """Return ``out``, and the log-sum-exp of the scores of each row and head, to base 2.
 
-    ``out``: room for the output, like ``q``, in which padding rows are zeros already; None: it is allocated here.
+    ``out``: room for the output, like ``q``, in which padding rows are zeros already.
     """
     tokens, heads, head_dim = q.shape
     kv_heads, group = pages.shape[1], heads // pages.shape[1]
     layout = context.on_device
-    if out is None:
-        out = torch.empty_like(q) if context.covers_all_rows else torch.zeros_like(q)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     tile = attention_tiles(q.device, head_dim, q.dtype).tile
     rows = max(tile.rows, power_of_two(group))

@@ -110,7 +110,7 @@ def _window_at(
 ) -> None:  # fmt: skip
     """Copy the last inputs before row ``offset``, ascending, a channel by one thread: ``target`` may be ``before``."""
     for j in tl.static_range(SIZE):
-        place = tl.full(channel.shape, offset - SIZE + j, tl.int32)
+        place = tl.full(channel.shape, offset - SIZE + j, tl.int64)
         real = channel < WIDTH
         here = tl.load(rows + place * STRIDE + channel, mask=real & (place >= 0), other=0.0)
         old = tl.load(before + (SIZE + place) * WIDTH + channel, mask=real & (place < 0), other=0.0)

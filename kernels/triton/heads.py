@@ -2,8 +2,8 @@
 
 Invariants:
 
-* An element has the operations of the launches of their own (`norm`, `rope`, `write_pages`), in their order, rounded
-  where they round: a head is one row of `norm`'s tile, whatever rows are beside it.
+* An element has the operations of the launches of their own (`norm`, `rope`, `attention.write`), in their order,
+  rounded where they round: a head is one row of `norm`'s tile, whatever rows are beside it.
 * That these are the same bits is compared on the device, once a layer's sizes; where they are not, each is a launch.
 
 T tokens, H heads, D head size, R angles.
@@ -21,7 +21,7 @@ from triton.language import tensor
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.layout.options import AttentionOptions, HeadNorms
-from samebit.kernels.triton.attention import attend, attention_forward, put, write
+from samebit.kernels.triton.attention import Places, attend, attention_forward, put, write
 from samebit.kernels.triton.norm import rms_norm_forward, statistics
 from samebit.kernels.triton.numeric import aligned, jit
 from samebit.kernels.triton.rope import rotate, turned
@@ -40,9 +40,8 @@ def attention_of_unrotated(
     """Implement `Operations.attention_of_unrotated`."""
     if context.pages is None or not joins(Heads.of(q, k, angles, norms)):
         return attention_forward(*turned_each(q, k, angles, norms), v, context, options, sinks)[0]
-    layout, pages = context.on_device, context.pages[options.layer]
-    places = Places(layout.blocks, layout.offsets, layout.sequences, context.block_size)
-    rotated, out = turn_and_write(q, k, v, angles, norms, pages, places)
+    pages = context.pages[options.layer]
+    rotated, out = turn_and_write(q, k, v, angles, norms, pages, Places.of(context))
     return attend(rotated, pages, context, options, sinks, out)[0]
 
 
@@ -69,16 +68,6 @@ class Heads:
         """Return those of a call."""
         weights = None if norms is None else (norms.queries.dtype, norms.keys.dtype)
         return Heads(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], angles[0].shape[1], weights)
-
-
-@dataclass(frozen=True)
-class Places:
-    """Says where keys and values of each row go: ``[T]`` each as in `DeviceLayout`, and the tokens of a block."""
-
-    blocks: torch.Tensor
-    offsets: torch.Tensor
-    sequences: torch.Tensor
-    block_size: int
 
 
 @cache
@@ -121,7 +110,7 @@ def proved_equal(heads: Heads) -> bool:
     one, each = empty.to(heads.dtype), empty.to(heads.dtype)
     rotated, _ = turn_and_write(q, k, v, angles, norms, one, places)
     expected, turned_keys = turned_each(q, k, angles, norms)
-    write(turned_keys, v, each, places.blocks, places.offsets, size)
+    write(turned_keys, v, each, torch.empty_like(q), places)
     return torch.equal(rotated, expected) and torch.equal(one, each)
 
 

@@ -207,7 +207,7 @@ def _norm_gradients(
         tl.store(grad_x + place, (inward * scale[:, None]).to(grad_x.dtype.element_ty), mask=real)
         of_weight += tl.sum(upstream * normed, axis=0)
         of_bias += tl.sum(upstream, axis=0)
-    at = tl.program_id(0) * WIDTH + column
+    at = tl.program_id(0).to(tl.int64) * WIDTH + column
     tl.store(weight_parts + at, of_weight, mask=column < WIDTH)
     tl.store(bias_parts + at, of_bias, mask=column < WIDTH)
 
@@ -299,5 +299,5 @@ def _gated_gradients(
         tl.store(grad_x + place, to_x.to(grad_x.dtype.element_ty), mask=real)
         tl.store(grad_gate + place, to_gate.to(grad_gate.dtype.element_ty), mask=real)
         of_weight += tl.sum(upstream * normed, axis=0)
-    at = tl.program_id(0) * (GROUPS * WIDTH) + inside
+    at = tl.program_id(0).to(tl.int64) * (GROUPS * WIDTH) + inside
     tl.store(weight_parts + at, of_weight, mask=column < WIDTH)

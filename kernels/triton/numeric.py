@@ -16,6 +16,9 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 LOG2E = tl.constexpr(math.log2(math.e))
 
+_CLEARED = tl.constexpr(1024)
+"""Count of elements that are cleared at once."""
+
 _LAUNCHES = threading.RLock()
 """Is held while a kernel is launched, and compiled and loaded before that."""
 
@@ -91,3 +94,29 @@ def softplus(x: tensor) -> Any:
     p = p * square + (1 / 5)
     p = p * square + (1 / 3)
     return tl.maximum(x, 0.0) + 2.0 * (p * square * w + w)
+
+
+@jit()
+def clear_if_idle(out: tensor, sequences: tensor, row: tensor, WIDTH: tl.constexpr) -> None:
+    """Write zeros to a row ``[WIDTH]`` of ``out`` if it is of no sequence: a CUDA graph has room for more rows.
+
+    Such a row goes on through norms and products, which are computed a row at a time. So it changes no other one, but
+    it has to be numbers: what memory happens to hold may be NaN, and a router, say, has to choose something.
+    """
+    if tl.load(sequences + row) < 0:
+        for first in range(0, WIDTH, _CLEARED):
+            place = first + tl.arange(0, _CLEARED)
+            tl.store(out + row * WIDTH + place, tl.zeros((_CLEARED,), out.dtype.element_ty), mask=place < WIDTH)
+
+
+@jit()
+def clear_idle_parts(
+    out: tensor, sequences: tensor, rows: tensor, part: tensor, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write zeros to one of the parts ``[WIDTH]`` of each such row: programs along axis 0 take turns."""
+    place = tl.arange(0, PADDED)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        if tl.load(sequences + row) < 0:
+            at = (tl.cast(row, tl.int64) * PARTS + part) * WIDTH + place
+            tl.store(out + at, tl.zeros((PADDED,), out.dtype.element_ty), mask=place < WIDTH)

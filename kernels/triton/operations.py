@@ -22,6 +22,7 @@ from samebit.kernels.triton.linear import (
     gradient_of_inputs,
     gradient_of_weight,
     multiply,
+    multiply_gated,
     multiply_part,
 )
 from samebit.kernels.triton.norm import (
@@ -74,6 +75,7 @@ __all__ = [
     "layer_norm_forward",
     "log_softmax",
     "multiply",
+    "multiply_gated",
     "multiply_heads",
     "multiply_part",
     "rms_norm_backward",

@@ -35,7 +35,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import HEAD_TILE, LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import Saved, SSMOptions
 from samebit.kernels.layout.states.mamba import SSMStates
-from samebit.kernels.triton.numeric import aligned, dot, jit, softplus
+from samebit.kernels.triton.numeric import aligned, clear_idle_parts, dot, jit, softplus
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _WARPS = 4
@@ -61,7 +61,7 @@ def scan_forward(
     out = _scan(xbc, dt, decay_rate, dt_bias, skip, context, options, layer)
     if layer is None:
         return out, (xbc, dt, decay_rate, dt_bias, skip)
-    _append(xbc, dt, context, options, layer)
+    _append(xbc, dt, context, options, layer, out)
     return out, ()
 
 
@@ -78,8 +78,8 @@ def _scan(
     heads, groups, size = len(decay_rate), options.groups, options.state_size
     inner = xbc.shape[1] - 2 * groups * size
     head_dim, layout = inner // heads, context.on_device
-    empty = torch.empty if context.covers_all_rows else torch.zeros
-    out = empty(len(xbc), inner, dtype=xbc.dtype, device=xbc.device)
+    filled = context.covers_all_rows or (layer is not None and len(context.lengths) > 0)  # by `_append`
+    out = (torch.empty if filled else torch.zeros)(len(xbc), inner, dtype=xbc.dtype, device=xbc.device)
     if layer is None or context.states is None:  # nothing of the memory is touched; one compiled kernel serves both
         floats, grid = decay_rate, 0
         memory = floats, floats, xbc, floats, floats, floats
@@ -201,27 +201,30 @@ def _fed(state: tensor, s: tensor, left: tensor, from_x: tensor, from_b: tensor,
 
 
 def _append(
-    xbc: torch.Tensor, dt: torch.Tensor, context: ForwardContext, options: SSMOptions, layer: SSMStates
-) -> None:
-    """Put the call's tokens of the unfinished chunks into the tails."""
+    xbc: torch.Tensor, dt: torch.Tensor, context: ForwardContext, options: SSMOptions, layer: SSMStates,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    """Put the call's tokens of the unfinished chunks into the tails, and zeros into padding rows of ``out``."""
     heads, groups, size = dt.shape[1], options.groups, options.state_size
     head_dim, layout = (xbc.shape[1] - 2 * groups * size) // heads, context.on_device
     if len(context.lengths):
         _append_head[(len(context.lengths), heads)](
             xbc, dt, layout.row_start, layout.lengths, layout.starts, layout.slots, layer.tail_x, layer.tail_b,
-            layer.tail_dt, heads, head_dim, groups, size, ceil_div(head_dim, LANES) * LANES,
-            ceil_div(size, LANES) * LANES, ceil_div(heads // groups, HEAD_TILE), SCAN_CHUNK, power_of_two(head_dim),
-            power_of_two(size), num_warps=_WARPS,
+            layer.tail_dt, out, layout.sequences, 0 if context.covers_all_rows else len(xbc), heads, head_dim, groups,
+            size, ceil_div(head_dim, LANES) * LANES, ceil_div(size, LANES) * LANES,
+            ceil_div(heads // groups, HEAD_TILE), SCAN_CHUNK, power_of_two(head_dim), power_of_two(size),
+            num_warps=_WARPS,
         )  # fmt: skip
 
 
-@jit()
+@jit(do_not_specialize=["rows"])
 def _append_head(
     xbc: tensor, dt: tensor, row_start: tensor, lengths: tensor, starts: tensor, slots: tensor, tail_x: tensor,
-    tail_b: tensor, tail_dt: tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
-    PADDED_DIM: tl.constexpr, PADDED_SIZE: tl.constexpr,
+    tail_b: tensor, tail_dt: tensor, out: tensor, sequences: tensor, rows: tensor, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
+    TILES: tl.constexpr, CHUNK: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
+    clear_idle_parts(out, sequences, rows, tl.program_id(1), HEADS, HEAD_DIM, PADDED_DIM)
     sequence, head = tl.program_id(0), tl.program_id(1)
     row, slot = tl.load(row_start + sequence), tl.load(slots + sequence).to(tl.int64)
     start = tl.load(starts + sequence)

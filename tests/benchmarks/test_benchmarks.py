@@ -392,6 +392,20 @@ def test_the_tuner_knows_the_layers_of_a_model_and_keeps_what_it_found(
     assert default.matmul[2:] == tune.tiles.families()["default"].matmul
 
 
+def test_the_tuner_does_not_take_a_broken_gpu_for_a_tile_that_does_not_fit() -> None:
+    """After an illegal address every launch of the process fails; a layer's process ends with it."""
+
+    def too_large() -> dict[int, float]:
+        raise tune_tiles.OutOfResources(300_000, 232_448, "shared memory")
+
+    def broken() -> dict[int, float]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert tune_tiles.fitting(too_large) is None
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        tune_tiles.fitting(broken)
+
+
 FEW_EXPERTS = models.EXPERTS | {
     "vocab_size": 97, "hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 8, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,

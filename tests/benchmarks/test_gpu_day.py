@@ -77,6 +77,7 @@ def test_the_calls_name_what_there_is(tmp_path: Path) -> None:
             files = [part for part in item.command if part.endswith(".py")]
             assert files
             assert [file for file in files if not Path(file).exists()] == []
+            assert "-P" in item.command, "else folders of a checkout are packages"
             if "--item" in item.command:
                 model, part = item.command[item.command.index("--item") + 1 :]
                 assert {model, f"{model} {part}"} & known

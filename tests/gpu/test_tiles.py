@@ -49,6 +49,20 @@ def test_layers_in_one_launch_have_the_bits_of_their_own(
             assert proved_joined(JoinedLayers(device, inputs, outputs, dtype, biased), tile), tile
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 12288), (2560, 9728), (1024, 3072), (129, 100)])
+def test_gate_and_up_with_their_activation_have_the_bits_of_a_launch_each(
+    inputs: int, outputs: int, activation: str, dtype: torch.dtype
+) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    entry = matmul_tiles(device, inputs, 2 * outputs, dtype)
+    for biased in (False, True):
+        for tile in (entry.tile, *(rung.tile for rung in entry.few)):
+            layers = JoinedLayers(device, inputs, (outputs, outputs), dtype, biased, activation)
+            assert proved_joined(layers, tile), tile
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), LAYERS)
 def test_rows_have_the_bits_that_they_have_among_4096(inputs: int, outputs: int, dtype: torch.dtype) -> None:

@@ -104,6 +104,17 @@ def test_a_row_has_the_same_bits_however_the_others_are_routed(name: str, arithm
             assert torch.equal(skewed.run(), expected)
 
 
+@pytest.mark.parametrize("name", ["gated", "interleaved", "all rows on one expert"])
+def test_a_row_has_the_same_bits_where_a_few_experts_are_computed_at_a_time(name: str) -> None:
+    few = layer(*LAYERS.get(name, LAYERS["gated"]), torch.float32)
+    few = chosen_by(few, SKEWED[name]) if name in SKEWED else few
+    times = 8  # several thousand pairs
+    many = replace(few, x=few.x.repeat(times, 1), ids=few.ids.repeat(times, 1), weights=few.weights.repeat(times, 1))
+    with threads(1):
+        assert torch.equal(many.run(), few.run().repeat(times, 1))
+        assert torch.equal(many.run(), many.with_tensors(*leaves(*many.tensors())).run())
+
+
 @pytest.mark.parametrize("name", ["gated", "gelu"])
 def test_outputs_of_experts_have_the_bits_of_linear_layers_and_their_sum_is_one_chain(
     name: str, arithmetic: torch.dtype

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numba import types
+from numba.core.registry import CPUDispatcher
 
 from samebit.kernels.cpu.base.jit import compile_kernel
-from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.base.part import OPTIONS, KernelCompiler, inlined_part, kernel_part
 
 from ..campaign import long
 
@@ -52,6 +54,21 @@ def test_a_part_is_no_function_of_python() -> None:
     for one in (_twice, _sum_of_doubles):
         with pytest.raises(TypeError, match=f"{one.py_func.__name__} is a part of kernels, which compiled code alone"):
             one(np.ones(2, np.float32))
+
+
+def test_a_part_is_compiled_once_for_a_variable_that_begins_as_a_constant() -> None:
+    @kernel_part
+    def doubled(value: int) -> int:
+        return value + value
+
+    def walk(end: int) -> int:
+        at = 0
+        while at < end:
+            at += doubled(at) + 1
+        return at
+
+    assert CPUDispatcher(walk, targetoptions=OPTIONS, pipeline_class=KernelCompiler)(5) == 13
+    assert list(doubled.overloads) == [(types.int64,)]
 
 
 def test_a_kernel_shows_other_kernels_nothing_of_what_it_is_made_of(tmp_path: Path) -> None:

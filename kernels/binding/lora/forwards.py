@@ -18,6 +18,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from samebit.kernels.layout.forward_context import ForwardContext, LayoutMask, installed_context, use_context
 from samebit.kernels.layout.lora.adapters import Deltas, KeptTerms, RowAdapters, Site
+from samebit.kernels.ops.activation import gated
+from samebit.kernels.ops.dense.gated import gated_linears
 from samebit.kernels.ops.linear import is_hooked, is_plain, linear, linears, multiply, weight_and_bias
 from samebit.kernels.ops.lora.low_rank import add_checked, add_low_rank, known_terms
 from samebit.kernels.ops.rope import RotaryTables
@@ -120,11 +122,29 @@ def projections(x: torch.Tensor, modules: tuple[nn.Module, ...]) -> list[torch.T
         return found
     if not all(map(_is_named, modules)):
         return linears(x, modules)
-    bases = [_multiplied(module) for module in modules]
-    if torch.is_grad_enabled() or not all(map(is_plain, bases)) or any(map(is_hooked, modules)):
+    bases = _bases_of(modules)
+    if bases is None:
         return [module(x) for module in modules]
     out = linears(x, bases)
     return _adapted(x, out, tuple(map(_name_of, modules)), adapters) if adapters.groups else out
+
+
+def gated_projections(activation: str, x: torch.Tensor, modules: tuple[nn.Module, ...]) -> torch.Tensor:
+    """Compute ``activation(gate) * up`` of the modules' own calls, in one call where no hook could tell and the call
+    goes through no adapter: the same bits.
+
+    Args:
+        activation: one of `ops.activation.ACTIVATIONS`.
+        x: ``[..., K]``.
+        modules: gate and up, two bound linear layers, each ``[N, K]``.
+    """
+    adapters, bases = _adapters_of_call(), modules
+    if adapters is not None and all(map(_is_named, modules)):
+        found = None if adapters.groups else _bases_of(modules)
+        if found is None:
+            return gated(activation, *projections(x, modules))
+        bases = found
+    return gated_linears(activation, x, bases)
 
 
 def projection(x: torch.Tensor, module: Any) -> torch.Tensor:
@@ -188,6 +208,13 @@ def _multiplied(module: Any) -> nn.Module:
     facts: LinearFacts = module.samebit
     multiplied: nn.Module = module._modules["base_layer"] if facts.wrapped else module
     return multiplied
+
+
+def _bases_of(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...] | None:
+    """Return what has the weights of named modules; None where calls of these are recorded, or hooks could tell."""
+    bases = tuple(map(_multiplied, modules))
+    called = torch.is_grad_enabled() or not all(map(is_plain, bases)) or any(map(is_hooked, modules))
+    return None if called else bases
 
 
 def _name_of(module: Any) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from llvmlite.binding import Linkage, create_new_module_pass_manager
+from numba.core import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
@@ -94,6 +95,15 @@ class _Part(CPUDispatcher):  # type: ignore[misc]
         result = result._replace(entry_point=object())
         self.overloads[tuple(result.signature.args)] = result
         self.targetctx.insert_user_function(result.entry_point, result.fndesc, [result.library])
+
+    def get_call_template(self, args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
+        """Type a call without the values of its constants.
+
+        Inference takes a variable that begins as a constant for that constant first, and would have the part, and all
+        that it calls, compiled for it in vain.
+        """
+        named = {name: types.unliteral(kind) for name, kind in kws.items()}
+        return super().get_call_template(tuple(map(types.unliteral, args)), named)
 
     def _compile_for_args(self, *args: Any, **kws: Any) -> NoReturn:
         raise TypeError(f"{self.py_func.__qualname__} is a part of kernels, which compiled code alone calls")

@@ -14,7 +14,12 @@ from samebit.kernels.layout.options import Layer
 
 
 def multiply_grouped(
-    x: torch.Tensor, row_of: torch.Tensor | None, layer: Layer, offsets: torch.Tensor, transposed: bool
+    x: torch.Tensor,
+    row_of: torch.Tensor | None,
+    layer: Layer,
+    offsets: torch.Tensor,
+    transposed: bool,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``[P, N]``: each row times the weight of its expert.
 
@@ -24,11 +29,12 @@ def multiply_grouped(
         layer: weight ``[E, N, K]``, transposed ``[E, K, N]``, and bias ``[E, N]`` or None.
         offsets: ``[E + 1]``, where each expert's pairs begin.
         transposed: how the weights lie.
+        out: contiguous, where the products go; None for a new tensor.
     """
     x, weight, bias = x.contiguous(), layer[0].contiguous(), None if layer[1] is None else layer[1].contiguous()
     inputs, outputs = weight.shape[1:] if transposed else weight.shape[:0:-1]
     pairs = len(x) if row_of is None else len(row_of)
-    out = x.new_empty(pairs, outputs)
+    out = x.new_empty(pairs, outputs) if out is None else out
     product = grouped.Product(
         x=x.data_ptr(),
         row_of=0 if row_of is None else row_of.data_ptr(),

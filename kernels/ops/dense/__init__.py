@@ -1,4 +1,5 @@
-"""Define a decoder layer of attention and a gated MLP as one operation: `layer`, its contract and what fits it.
+"""Define layers that are one operation, their contract and what fits it.
 
-Imports `layout` and, of `ops`, `dispatch` and `rope`.
+`gated` is gate and up of an MLP with their activation, `layer` a decoder layer of attention and a gated MLP. Imports
+`layout` and, of `ops`, `dispatch`, `linear` and `rope`.
 """

@@ -50,7 +50,7 @@ def routed_experts(
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, weights, *tensors)):
         out: torch.Tensor = _RoutedExperts.apply(x, ids, weights, *tensors, options)
         return out
-    return operations_for(x).experts_forward(x, ids, weights, experts, options)[0]
+    return operations_for(x).experts_forward(x, ids, weights, experts, options, saving=False)[0]
 
 
 def check_expert_options(options: ExpertOptions) -> None:
@@ -131,7 +131,7 @@ class _RoutedExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         kernels = ctx.kernels = operations_for(x)
         experts = ExpertWeights(up, down, up_bias, down_bias)
-        out, saved = kernels.experts_forward(x, ids, weights, experts, options)
+        out, saved = kernels.experts_forward(x, ids, weights, experts, options, saving=True)
         ctx.save_for_backward(*saved)
         ctx.options = options
         return out

@@ -6,7 +6,7 @@ from triton.language import tensor
 
 from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.triton.numeric import aligned, jit, sigmoid, softplus
-from samebit.kernels.triton.tiles.table import ELEMENTS
+from samebit.kernels.triton.tiles.table import ELEMENTS, power_of_two
 
 
 def gates(
@@ -15,31 +15,30 @@ def gates(
     """Implement `Operations.gates`."""
     a, b = aligned(a), aligned(b)
     decay, beta = (torch.empty(part.shape, device=a.device) for part in (a, b))
+    rows, width = a.shape
+    size = min(power_of_two(width), ELEMENTS)
+    together = ELEMENTS // size
     if a.numel():
-        _gates[(ceil_div(a.numel(), ELEMENTS),)](
-            a,
-            b,
-            aligned(a_log),
-            aligned(bias),
-            scale,
-            decay,
-            beta,
-            a.numel(),
-            b.numel(),
-            b.shape[1],
-            a.shape[1] // b.shape[1],
-            ELEMENTS,
-        )
+        _gates[(ceil_div(rows, together), ceil_div(width, size))](
+            a, b, aligned(a_log), aligned(bias), scale, decay, beta, rows, b.shape[1], width // b.shape[1], together,
+            size,
+        )  # fmt: skip
     return decay, beta
 
 
-@jit(do_not_specialize=["scale", "count", "count_b"])
+@jit(do_not_specialize=["scale", "rows"])
 def _gates(
-    a: tensor, b: tensor, a_log: tensor, bias: tensor, scale: tensor, decay: tensor, beta: tensor, count: tensor,
-    count_b: tensor, HEADS: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
+    a: tensor, b: tensor, a_log: tensor, bias: tensor, scale: tensor, decay: tensor, beta: tensor, rows: tensor,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    real, of_b, channel = place < count, place < count_b, place % (HEADS * CHANNELS)
-    step = softplus(tl.load(a + place, mask=real, other=0.0).to(tl.float32) + tl.load(bias + channel))
-    tl.store(decay + place, -tl.exp(tl.load(a_log + channel // CHANNELS)) * step, mask=real)
-    tl.store(beta + place, sigmoid(tl.load(b + place, mask=of_b, other=0.0).to(tl.float32)) * scale, mask=of_b)
+    """Compute a tile of rows and channels: along these only the width, a layer's own, ends a mask."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    channel = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    held = channel < HEADS * CHANNELS
+    place, real = row * (HEADS * CHANNELS) + channel[None, :], (row < rows) & held[None, :]
+    raw = tl.load(a + place, mask=real, other=0.0).to(tl.float32)
+    step = softplus(raw + tl.load(bias + channel, mask=held, other=0.0)[None, :])
+    rate = tl.exp(tl.load(a_log + channel // CHANNELS, mask=held, other=0.0))
+    tl.store(decay + place, -rate[None, :] * step, mask=real)
+    place, real = row * HEADS + channel[None, :], (row < rows) & (channel < HEADS)[None, :]
+    tl.store(beta + place, sigmoid(tl.load(b + place, mask=real, other=0.0).to(tl.float32)) * scale, mask=real)

@@ -37,7 +37,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import KEY_EPS, DeltaOptions
 from samebit.kernels.layout.states.delta import DeltaStates
-from samebit.kernels.triton.numeric import aligned, dot, jit
+from samebit.kernels.triton.numeric import aligned, clear_idle_parts, dot, jit
 from samebit.kernels.triton.tiles.table import power_of_two
 
 _WARPS = 4
@@ -57,7 +57,7 @@ def delta_rule(
     layer = None if context.states is None else context.states.layer(options.layer, DeltaStates)
     out = _run(qkv, decay, beta, context, options, layer)
     if layer is not None:
-        _append(qkv, decay, context, options, layer)
+        _append(qkv, decay, context, options, layer, out)
     return out
 
 
@@ -67,8 +67,8 @@ def _run(
 ) -> torch.Tensor:  # fmt: skip
     key_heads, heads, key_dim, value_dim = options.sizes
     layout = context.on_device
-    empty = torch.empty if context.covers_all_rows else torch.zeros
-    out = empty(len(qkv), heads * value_dim, dtype=qkv.dtype, device=qkv.device)
+    filled = context.covers_all_rows or (layer is not None and len(context.lengths) > 0)  # by `_append`
+    out = (torch.empty if filled else torch.zeros)(len(qkv), heads * value_dim, dtype=qkv.dtype, device=qkv.device)
     if layer is None or context.states is None:  # nothing of the memory is touched; one compiled kernel serves both
         held = decay if options.by_channel else decay.new_empty(0, dtype=torch.float64)
         memory, grid = (decay, decay, decay, decay, held, decay), 0
@@ -195,24 +195,29 @@ def _decayed(k: tensor, through: tensor, keeps: tensor, t: tensor) -> Any:
 
 
 def _append(
-    qkv: torch.Tensor, decay: torch.Tensor, context: ForwardContext, options: DeltaOptions, layer: DeltaStates
-) -> None:
-    """Put keys and decays of the call's tokens of the unfinished chunks into the tails."""
+    qkv: torch.Tensor, decay: torch.Tensor, context: ForwardContext, options: DeltaOptions, layer: DeltaStates,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    """Put keys and decays of the call's tokens of the unfinished chunks into the tails, zeros into padding rows of
+    ``out``."""
     layout = context.on_device
     if len(context.lengths):
         _append_tokens[(len(context.lengths), options.value_heads)](
             qkv, decay, layout.row_start, layout.lengths, layout.starts, layout.slots, layer.tail_k, layer.tail_sums,
-            *options.sizes, ceil_div(options.key_dim, LANES) * LANES, SCAN_CHUNK, power_of_two(options.key_dim),
-            options.by_channel, num_warps=_WARPS,
+            out, layout.sequences, 0 if context.covers_all_rows else len(qkv), *options.sizes,
+            ceil_div(options.key_dim, LANES) * LANES, SCAN_CHUNK, power_of_two(options.key_dim),
+            power_of_two(options.value_dim), options.by_channel, num_warps=_WARPS,
         )  # fmt: skip
 
 
-@jit()
+@jit(do_not_specialize=["rows"])
 def _append_tokens(
     qkv: tensor, decay: tensor, row_start: tensor, lengths: tensor, starts: tensor, slots: tensor, tail_k: tensor,
-    tail_decay: tensor, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    DEEP: tl.constexpr, CHUNK: tl.constexpr, PADDED_KEY: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    tail_decay: tensor, out: tensor, sequences: tensor, rows: tensor, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DEEP: tl.constexpr, CHUNK: tl.constexpr, PADDED_KEY: tl.constexpr,
+    PADDED_VALUE: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ) -> None:  # fmt: skip
+    clear_idle_parts(out, sequences, rows, tl.program_id(1), HEADS, VALUE_DIM, PADDED_VALUE)
     sequence, head = tl.program_id(0), tl.program_id(1)
     row, slot = tl.load(row_start + sequence), tl.load(slots + sequence).to(tl.int64)
     start = tl.load(starts + sequence)

@@ -20,8 +20,9 @@ from samebit.kernels.triton.tiles.table import matmul_tiles
 
 
 def experts_forward(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: ExpertWeights, options: ExpertOptions
-) -> tuple[torch.Tensor, Saved]:
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: ExpertWeights, options: ExpertOptions,
+    saving: bool,
+) -> tuple[torch.Tensor, Saved]:  # fmt: skip
     """Implement `Operations.experts_forward`."""
     x, weights = aligned(x), aligned(weights)
     up, down = _inputs_first(experts.up, options), _inputs_first(experts.down, options)
@@ -29,6 +30,8 @@ def experts_forward(
     products = multiply_grouped(x, up, experts.up_bias, pairs, gathered=True)
     outputs = multiply_grouped(activate(products, options), down, experts.down_bias, pairs, gathered=False)
     out = combine(outputs, pairs, weights)
+    if not saving:
+        return out, ()
     down_bias = x.new_empty(0, x.shape[1]) if experts.down_bias is None else experts.down_bias
     return out, (x, ids, weights, experts.up, experts.down, down_bias, products, *pairs.saved())
 

@@ -49,24 +49,23 @@ def latent_forward(
     if pages is None:
         shape = context.num_blocks, context.block_size, options.width
         pages = torch.empty(shape, dtype=latents.dtype, device=latents.device)
-    write_pages(latents, pages, context)
+    out = q.new_empty(*q.shape[:2], options.rank)
+    write_pages(latents, pages, context, out)
     if chosen is None:
-        out, lse = _attend(q, pages, context, options)
+        lse = _attend(q, pages, context, options, out)
     else:
-        out, lse = attend_chosen(q, pages, chosen, context, options)
+        lse = attend_chosen(q, pages, chosen, context, options, out)
     if context.pages is not None:
         return out, ()
     return out, (q, pages, out, lse) if chosen is None else (q, pages, out, lse, chosen)
 
 
 def _attend(
-    q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: LatentOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output, and the log-sum-exp of the scores of each row and head."""
+    q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: LatentOptions, out: torch.Tensor
+) -> torch.Tensor:
+    """Fill ``out``, but for padding rows, and return the log-sum-exp of the scores of each row and head."""
     tokens, heads, _ = q.shape
     layout, together = context.on_device, heads_together(heads)
-    empty = torch.empty if context.covers_all_rows else torch.zeros
-    out = empty(tokens, heads, options.rank, dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     items = layout.items(ROWS // together)
     sums, levels = room_for_kept(context, lse, options.rank) if len(items.kept) else (lse, lse)
@@ -78,7 +77,7 @@ def _attend(
                 ROWS, KV_CHUNK, power_of_two(max(options.rank, 16)), power_of_two(max(options.rope, 16)),
                 num_warps=WARPS, num_stages=1,
             )  # fmt: skip
-    return out, lse
+    return lse
 
 
 @jit(do_not_specialize=["table_width", "block_size"])

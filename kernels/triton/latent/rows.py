@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language import tensor
 
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.triton.numeric import aligned, jit
+from samebit.kernels.triton.numeric import aligned, clear_if_idle, jit
 from samebit.kernels.triton.tiles.table import power_of_two
 
 ROWS = 16
@@ -24,25 +24,31 @@ def heads_together(heads: int) -> int:
     return min(ROWS, power_of_two(heads))
 
 
-def write_pages(latents: torch.Tensor, pages: torch.Tensor, context: ForwardContext) -> None:
-    """Write rows ``[T, W]`` to their blocks in ``pages``, ``[blocks, B, W]``."""
+def write_pages(
+    latents: torch.Tensor, pages: torch.Tensor, context: ForwardContext, out: torch.Tensor | None = None
+) -> None:
+    """Write rows ``[T, W]`` to their blocks in ``pages``, ``[blocks, B, W]``; and zeros to padding rows of ``out``
+    ``[T, ...]``."""
     tokens, width = latents.shape
     layout = context.on_device
     if tokens:
         _write[(tokens,)](
-            aligned(latents), pages, layout.blocks, layout.offsets, context.block_size, width, power_of_two(width)
+            aligned(latents), pages, pages if out is None else out, layout.blocks, layout.offsets, layout.sequences,
+            context.block_size, width, power_of_two(width), 0 if out is None else out[0].numel(),
         )  # fmt: skip
 
 
 @jit(do_not_specialize=["block_size"])
 def _write(
-    latents: tensor, pages: tensor, blocks: tensor, offsets: tensor, block_size: tensor, WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
+    latents: tensor, pages: tensor, out: tensor, blocks: tensor, offsets: tensor, sequences: tensor,
+    block_size: tensor, WIDTH: tl.constexpr, PADDED: tl.constexpr, CLEARED: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, PADDED)
     target = (tl.load(blocks + row).to(tl.int64) * block_size + tl.load(offsets + row)) * WIDTH
     tl.store(pages + target + d, tl.load(latents + row * WIDTH + d, mask=d < WIDTH), mask=d < WIDTH)
+    if CLEARED > 0:
+        clear_if_idle(out, sequences, row, CLEARED)
 
 
 @jit()

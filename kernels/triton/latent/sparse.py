@@ -25,13 +25,12 @@ from samebit.kernels.triton.tiles.table import power_of_two
 
 
 def attend_chosen(
-    q: torch.Tensor, pages: torch.Tensor, chosen: torch.Tensor, context: ForwardContext, options: LatentOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output, and the log-sum-exp of the scores of each row and head."""
+    q: torch.Tensor, pages: torch.Tensor, chosen: torch.Tensor, context: ForwardContext, options: LatentOptions,
+    out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Fill ``out``, but for padding rows, and return the log-sum-exp of the scores of each row and head."""
     tokens, heads, _ = q.shape
     layout, together = context.on_device, heads_together(heads)
-    empty = torch.empty if context.covers_all_rows else torch.zeros
-    out = empty(tokens, heads, options.rank, dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if tokens:
         _attend_chosen[(tokens, ceil_div(heads, together))](
@@ -40,7 +39,7 @@ def attend_chosen(
             options.rank, options.rope, together, ROWS, KV_CHUNK, power_of_two(max(options.rank, 16)),
             power_of_two(max(options.rope, 16)), num_warps=WARPS, num_stages=1,
         )  # fmt: skip
-    return out, lse
+    return lse
 
 
 @jit(do_not_specialize=["table_width", "block_size", "top_k"])

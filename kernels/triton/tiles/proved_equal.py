@@ -1,6 +1,7 @@
 """Choose the tiles of a layer's product: one for few rows only where it was seen to have the bits of that for many.
 
-Likewise those of layers that share a launch: it is used only where each layer's bits were seen to be those of its own.
+Likewise those of layers that share a launch: it is used only where each layer's bits were seen to be those of its own,
+and those of a launch that has their activation too, where these were seen to be those of a launch of its own.
 
 Invariants:
 
@@ -12,6 +13,7 @@ Invariants:
 """
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +21,8 @@ from functools import cache
 
 import torch
 
+from samebit.kernels.triton.activation import gated_forward
+from samebit.kernels.triton.dense.gated import multiply_both
 from samebit.kernels.triton.matmul import GROUP, multiply_first, multiply_layers
 from samebit.kernels.triton.numeric import aligned
 from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile, Rung
@@ -37,6 +41,9 @@ _ROWS = 300
 
 _EXPONENT = 4
 """Operands are scaled by powers of two from the inverse of this one's to it: float16 holds every sum."""
+
+_SPREAD = 38
+"""The usual size of a product of two operands. An activation shows how it rounds only of sums near 1."""
 
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, MatmulTile, int], torch.Tensor]
@@ -112,17 +119,39 @@ def proved_equal(layer: Layer, tile: MatmulTile, rung: Rung) -> bool:
 
 @dataclass(frozen=True)
 class JoinedLayers:
-    """Holds what decides which kernel two or three layers that share a launch compile to, beside the tile."""
+    """Holds what decides which kernel two or three layers that share a launch compile to, beside the tile.
+
+    Attributes:
+        activation: of gate and up, which the launch applies too; None for none.
+    """
 
     device: torch.device
     inputs: int
     outputs: tuple[int, ...]
     dtype: torch.dtype
     biased: bool
+    activation: str | None = None
 
     def each(self) -> list[Layer]:
         """Return the layers by themselves."""
         return [Layer(self.device, self.inputs, size, self.dtype, self.biased) for size in self.outputs]
+
+    def multiply(
+        self, x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor] | None, tile: MatmulTile
+    ) -> list[torch.Tensor]:
+        """Compute the first of their outputs in one launch, activated ones before them."""
+        if self.activation is None:
+            return multiply_layers(x, weights, biases, tile, self.outputs)
+        return multiply_both(self.activation, x, weights, biases, tile, self.outputs[0], kept=True)
+
+    def activated(self, products: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the first of each layer's outputs, in a launch of its own activated before them."""
+        if self.activation is None:
+            return products
+        gate, up = wide = products[0].new_zeros(2, len(products[0]), self.outputs[0])  # the layer's own kernel
+        for whole, product in zip(wide, products, strict=True):
+            whole[:, : product.shape[1]] = product
+        return [gated_forward(self.activation, gate, up)[0][:, : products[0].shape[1]], *products]
 
 
 JoinedProver = Callable[[JoinedLayers, MatmulTile], bool]
@@ -131,9 +160,14 @@ JoinedProver = Callable[[JoinedLayers, MatmulTile], bool]
 
 @cache
 def joined_tiles_of(
-    device: torch.device, inputs: int, outputs: tuple[int, ...], dtype: torch.dtype, biased: bool
+    device: torch.device,
+    inputs: int,
+    outputs: tuple[int, ...],
+    dtype: torch.dtype,
+    biased: bool,
+    activation: str | None = None,
 ) -> tuple[Rung, ...]:
-    """Return the tiles of layers that share a launch, those of one layer with all of their outputs.
+    """Return the tiles of layers that share a launch (and their activation), those of one layer with all their outputs.
 
     The first call compares them. Calls of more rows than the last rung has, or of any without a rung, are to be
     launched a layer.
@@ -143,7 +177,7 @@ def joined_tiles_of(
         RuntimeError: the first call is one of those that a CUDA graph records.
     """
     entry = matmul_tiles(device, inputs, sum(outputs), dtype)
-    return joined(JoinedLayers(device, inputs, outputs, dtype, biased), entry, proved_joined)
+    return joined(JoinedLayers(device, inputs, outputs, dtype, biased, activation), entry, proved_joined)
 
 
 def joined(layers: JoinedLayers, entry: MatmulEntry, equal: JoinedProver) -> tuple[Rung, ...]:
@@ -154,9 +188,10 @@ def joined(layers: JoinedLayers, entry: MatmulEntry, equal: JoinedProver) -> tup
             kept.append(rung)
         else:
             logger.warning(
-                "products of %d inputs and %s outputs in %s, in one launch: on %s %s does not have the bits of the "
+                "products of %d inputs and %s outputs in %s, in one launch%s: on %s %s does not have the bits of the "
                 "layers by themselves, so it is not used",
-                layers.inputs, " + ".join(map(str, layers.outputs)), layers.dtype, layers.device, rung.tile,
+                layers.inputs, " + ".join(map(str, layers.outputs)), layers.dtype,
+                "" if layers.activation is None else f" with {layers.activation}", layers.device, rung.tile,
             )  # fmt: skip
     return tuple(kept)
 
@@ -173,18 +208,20 @@ def proved_joined(layers: JoinedLayers, tile: MatmulTile) -> bool:
     own = [matmul_tiles(layers.device, layers.inputs, size, layers.dtype).tile for size in layers.outputs]
     rows = min(_ROWS, *(GROUP * one.rows for one in own))
     x, weight, bias = operands(replace(each[0], outputs=max(layers.outputs)), rows)
+    if layers.activation is not None:
+        # every fourth row's sums are near 1
+        x[1::4] *= 2.0 ** -round(math.log2(_SPREAD * layers.inputs**0.5))
     weights = [weight[: layer.outputs] for layer in each]
     biases = None if bias is None else [bias[: layer.outputs] for layer in each]
     wholes = [
         multiply_first(x, part.t(), None if biases is None else biases[place], own[place], layers.outputs[place])
         for place, part in enumerate(weights)
     ]
+    expected = layers.activated(wholes)
     return all(
         torch.equal(found, whole[part])
         for part in _parts(rows, rows)
-        for found, whole in zip(
-            multiply_layers(aligned(x[part]), weights, biases, tile, layers.outputs), wholes, strict=True
-        )
+        for found, whole in zip(layers.multiply(aligned(x[part]), weights, biases, tile), expected, strict=True)
     )
 
 

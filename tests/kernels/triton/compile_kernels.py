@@ -62,9 +62,11 @@ from samebit.kernels.ops.rope import RotaryTables, rotate
 from samebit.kernels.ops.sampling import keep_likely
 from samebit.kernels.ops.ssd import scan
 from samebit.kernels.triton import heads as head_proofs
+from samebit.kernels.triton.attention import Places
+from samebit.kernels.triton.dense.gated import multiply_both
 from samebit.kernels.triton.experts.operation import experts_backward, experts_forward
 from samebit.kernels.triton.experts.routing import route_backward, route_forward
-from samebit.kernels.triton.heads import Places, turn_and_write, turned_each
+from samebit.kernels.triton.heads import turn_and_write, turned_each
 from samebit.kernels.triton.matmul import multiply, multiply_layers
 from samebit.kernels.triton.norm import added
 from samebit.kernels.triton.tiles import proved_equal as tile_proofs
@@ -400,6 +402,34 @@ def joined_layers() -> None:
             multiply_layers(x, weights, biases, tile, outputs)
 
 
+def gated_layers() -> None:
+    """Gate and up of Qwen3-8B: with each of their tiles, without their activation and with it.
+
+    Under `make soak` with all tiles for an H100, with biases, in float16 and float32; then with another activation.
+    """
+    take_tiles_of("sm_90")
+    few = ((torch.bfloat16, False),)
+    more = ((torch.bfloat16, True), (torch.float16, False), (torch.float32, False))
+    for dtype, biased in few + more if CAMPAIGN else few:
+        gate_and_up(dtype, biased, "silu", alone=True)
+    if CAMPAIGN:
+        gate_and_up(torch.bfloat16, False, "gelu_pytorch_tanh", alone=False)
+
+
+def gate_and_up(dtype: torch.dtype, biased: bool, activation: str, *, alone: bool) -> None:
+    inputs, outputs = 4096, 12288
+    x, weight = torch.zeros(7, inputs, dtype=dtype), torch.zeros(outputs, inputs, dtype=dtype)
+    biases = [torch.zeros(outputs, dtype=dtype)] * 2 if biased else None
+    entry = tiles.matmul_tiles(x.device, inputs, 2 * outputs, dtype)
+    others = [one for one in tiles.family(x.device).matmul if one.dtypes == entry.dtypes]
+    entries = [entry, *(others if CAMPAIGN else ())]
+    for tile in dict.fromkeys(tile for one in entries for tile in (one.tile, *(rung.tile for rung in one.few))):
+        if alone:
+            multiply_layers(x, [weight, weight], biases, tile, (outputs, outputs))
+        for kept in (False, True):  # one compiled kernel
+            multiply_both(activation, x, [weight, weight], biases, tile, outputs, kept=kept)
+
+
 def heads_of_rollouts() -> None:
     """Norms, rotation and pages in one launch, then a launch each: of Qwen3-8B, Gemma-3, Llama; and an odd size."""
     for heads, kv_heads, size, angles, normed, dtype in (
@@ -468,7 +498,7 @@ def expert_layer(
     for rows in (number, 100 * number):
         x, weights = torch.zeros(rows, width, dtype=dtype), torch.zeros(rows, top_k)
         ids = torch.zeros(rows, top_k, dtype=torch.int32)
-        out, saved = experts_forward(x, ids, weights, ExpertWeights(*parts), options)
+        out, saved = experts_forward(x, ids, weights, ExpertWeights(*parts), options, saving=True)
     experts_backward(saved, out, options, (True, True, True, True, biased, biased))
 
 
@@ -493,6 +523,7 @@ if __name__ == "__main__":
         configurations,
         large_layers,
         joined_layers,
+        gated_layers,
         heads_of_rollouts,
         norms_of_sums,
         narrow_logits,

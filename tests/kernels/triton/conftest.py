@@ -5,15 +5,11 @@ GPU. Equal bits in it mean equal tiles and an equal order of sums: in these test
 product adds in the order of the depth, as a GPU's does. (NumPy's, which it would take, gives a
 row other bits in another place of the tile on many processors.)
 
-It is spared work of which nothing is seen (a quarter of its time). At each call of a function by a kernel it looks
-through all of `triton.language` for what it replaces there; here once a launch for each file that the functions stand
-in. It computes whether integers overflow, and drops the answer. It makes its table of dtypes at each use, and the
-objects that describe a shape for each tensor and each type; here once a shape.
+It is spared work, see spared_work.py.
 """
 
 import warnings
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import numba
@@ -24,9 +20,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
-from triton.language import core
-from triton.runtime import interpreter
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, InterpreterOptions, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from . import spared_work
 
 if not torch.cuda.is_available() and not knobs.runtime.interpret:
     pytest.skip("no GPU, and Triton was imported before its interpreter was asked for", allow_module_level=True)
@@ -56,62 +52,17 @@ def _sums_in_order() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _spared_work() -> Iterator[None]:
-    replace, launch = interpreter._patch_lang, GridExecutor.__call__
-    replaced: set[int] = set()
-    array_dtype = cache(interpreter._get_np_dtype)
-
-    def replace_once(function: Any) -> Any:
-        place = id(function.__globals__)
-        if place in replaced:
-            return interpreter._LangPatchScope()
-        replaced.add(place)
-        return replace(function)
-
-    def launched(self: GridExecutor, *arguments: Any, **named: Any) -> None:
-        replaced.clear()
-        launch(self, *arguments, **named)
-
-    def array_dtype_of(kind: Any) -> np.dtype[Any]:
-        return np.dtype(np.uint64) if kind.scalar.is_ptr() else array_dtype(kind.scalar)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", replace_once)
-        patch.setattr(GridExecutor, "__call__", launched)
-        patch.setattr(interpreter, "_get_np_dtype", array_dtype_of)
-        patch.setattr(interpreter.interpreter_builder, "options", InterpreterOptions(sanitize_overflow=False))
+        spared_work.replace_once_a_launch(patch)
+        spared_work.call_at_once(patch)
+        spared_work.look_at_no_overflow(patch)
+        spared_work.know_dtypes(patch)
         if knobs.runtime.interpret:
-            _describe_shapes_once(patch)
+            spared_work.describe_shapes_once(patch)
+            spared_work.unwrap_what_is_wrapped(patch)
+            spared_work.see_equals_at_once(patch)
+            spared_work.round_at_once(patch)
         yield
-
-
-def _describe_shapes_once(patch: pytest.MonkeyPatch) -> None:
-    """Make tensors and block types of one shape share what describes it, as Triton itself makes it for the first."""
-    new_tensor, new_block = core.tensor.__init__, core.block_type.__init__
-
-    @cache
-    def first_block(sizes: tuple[int, ...]) -> tuple[core.tuple, int, str]:
-        made = core.block_type.__new__(core.block_type)
-        new_block(made, core.int1, list(sizes))
-        return made.shape, made.numel, str(made.shape)
-
-    @cache
-    def first_tensor(sizes: tuple[int, ...]) -> tuple[core.tuple, core.constexpr]:
-        made = core.tensor.__new__(core.tensor)
-        new_tensor(made, None, core.block_type(core.int1, list(sizes)) if sizes else core.int1)
-        return made.shape, made.numel
-
-    def block(self: core.block_type, element: core.dtype, shape: Any) -> None:
-        assert isinstance(shape, list | core.tuple)
-        self.element_ty = element
-        self.shape, self.numel, said = first_block(tuple(map(core._unwrap_if_constexpr, shape)))
-        self.name = f"<{said}, {element}>"
-
-    def tensor(self: core.tensor, handle: Any, kind: core.dtype) -> None:
-        self.handle, self.type, self.dtype = handle, kind, kind.scalar
-        self.shape, self.numel = first_tensor(tuple(kind.shape) if kind.is_block() else ())
-
-    patch.setattr(core.block_type, "__init__", block)
-    patch.setattr(core.tensor, "__init__", tensor)
 
 
 @pytest.fixture(autouse=True)
@@ -120,5 +71,6 @@ def _poison() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic")
+        warnings.filterwarnings("ignore", message="overflow encountered")  # of activations far from 0
         yield
     torch.use_deterministic_algorithms(False)

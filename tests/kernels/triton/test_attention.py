@@ -15,7 +15,7 @@ from ..routes import ROUTES, left_padding, padded
 from ..shared_prefixes import Decode, Group
 from .gpu import DEVICE, leaf
 
-LENGTHS = (1, 3, 66, 129)
+LENGTHS = (1, 66, 129)
 
 
 @pytest.fixture(autouse=True)

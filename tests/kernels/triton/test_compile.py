@@ -47,7 +47,7 @@ Few = Callable[[str], list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def few() -> Few:
     """Return what was found of a part that compiles soon. One process compiles them all."""
-    kernels = compiled("routers", "joined_layers", "heads_of_rollouts", "norms_of_sums")
+    kernels = compiled("routers", "joined_layers", "gated_layers", "heads_of_rollouts", "norms_of_sums")
     return lambda part: [kernel for kernel in kernels if kernel["part"] == part]
 
 
@@ -70,6 +70,20 @@ def test_layers_that_share_a_launch_compile_to_what_a_layer_alone_does(few: Few)
             assert one[what] == other[what], (what, one, other)
         assert other["narrow loads"] <= one["narrow loads"]
     assert [kernel for kernel in joined[:9] if kernel["narrow loads"] or kernel["stack"]] == []
+
+
+def test_gate_and_up_with_their_activation_compile_to_what_they_do_without(few: Few) -> None:
+    """The same loop: as many instructions of tensor cores and copies. What is behind it has room in registers."""
+    kernels = few("gated_layers")
+    products, activated = (
+        [kernel for kernel in kernels if kernel["name"] == name] for name in ("_multiply_layers", "_multiply_gated")
+    )
+    assert (len(products), len(activated)) == ((22, 29) if CAMPAIGN else (4, 4))
+    for one, other in zip(products, activated, strict=False):  # another activation needs no other products
+        for what in ("products", "wide copies", "shared"):
+            assert one[what] == other[what], (what, one, other)
+    assert [kernel for kernel in activated if kernel["stack"]] == []
+    assert all(kernel["products"] and kernel["wide copies"] and not kernel["narrow loads"] for kernel in activated[:4])
 
 
 def test_heads_are_summed_in_the_order_of_their_norms(few: Few) -> None:
@@ -101,7 +115,7 @@ def test_norms_of_sums_are_summed_in_the_order_of_norms(few: Few) -> None:
 @pytest.mark.skipif(not CAMPAIGN, reason="make soak: compiles for minutes")
 def test_kernels_compile_for_an_h100() -> None:
     kernels = compiled()
-    assert len({kernel["name"] for kernel in kernels}) == 55
+    assert len({kernel["name"] for kernel in kernels}) == 56
     of_layers = [kernel for kernel in kernels if (kernel["name"], kernel["part"]) == ("_attend_items", "attentions")]
     assert len(of_layers) == 4, "one of each of the attention layers"
     forward, of_queries, of_keys = (
@@ -121,6 +135,10 @@ def test_kernels_compile_for_an_h100() -> None:
     for name, many in {"_score_keys": 2, "_choose_row": 1, "_attend_chosen": 2}.items():
         assert sum(kernel["name"] == name for kernel in sparse) == many, f"{name}: one of each layer, for all calls"
     assert [kernel for kernel in sparse if kernel["stack"] > STACK] == []
+    recent = [kernel for kernel in kernels if kernel["part"] in ("delta", "delta_gradients", "latents", "sparse")]
+    assert [kernel for kernel in recent if kernel["narrow loads"] > 1] == [], "an element a thread, of a single head"
+    gates = [kernel for kernel in recent if kernel["name"] == "_gates"]
+    assert [kernel for kernel in gates if kernel["narrow loads"]] == []
     dense = [kernel for kernel in kernels if kernel["part"] == "large_layers"]
     assert len(dense) == 9 + 2, "three products a layer, and an activation both ways"
     assert [kernel for kernel in dense if kernel["narrow loads"]] == []

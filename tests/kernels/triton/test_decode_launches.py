@@ -11,6 +11,7 @@ from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.residual import Addend
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext, use_context
+from samebit.kernels.layout.lora.adapters import RowAdapters
 
 from ...exactness.families import make_model
 from .gpu import DEVICE
@@ -19,11 +20,11 @@ from .launches import launches
 LAYER = Counter(
     {
         "_norm_sums": 2,
-        "_multiply_layers": 2,
+        "_multiply_layers": 1,
+        "_multiply_gated": 1,
         "_multiply": 2,
         "_turn_and_write": 1,
         "_attend_items": 2,
-        "_forward": 1,
     }
 )
 """Of a Qwen3, in a step with a group of sequences and with room for more rows than there are."""
@@ -46,6 +47,7 @@ def decode(layout_of: object) -> ForwardContext:
         block_tables=np.array([[1, 2], [1, 3], [4, 0]], np.int32),
         block_size=64,
         pages=layout_of.allocate(5, 64, torch.float32, DEVICE),  # type: ignore[attr-defined]
+        adapters=RowAdapters.all_through(None),
     )
 
 
@@ -68,13 +70,13 @@ def computed(layers: int, *, apart: bool = False) -> tuple[torch.Tensor, Counter
 def test_a_layer_of_a_decode_step_launches_so_many_kernels() -> None:
     (_, one), (_, two) = computed(1), computed(2)
     assert two - one == LAYER
-    assert LAYER.total() == 10
+    assert LAYER.total() == 9
 
 
 def test_it_has_the_bits_of_a_launch_each(monkeypatch: pytest.MonkeyPatch) -> None:
     together, _ = computed(2)
     monkeypatch.setattr(Addend, "of", staticmethod(lambda x: x))
     apart, names = computed(2, apart=True)
-    assert not {"_multiply_layers", "_norm_sums"} & set(names)
+    assert not {"_multiply_layers", "_multiply_gated", "_norm_sums"} & set(names)
     assert names["_norm_rows"] == 2 * 4 + 1
     assert torch.equal(together, apart)

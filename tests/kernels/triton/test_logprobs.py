@@ -8,11 +8,14 @@ from samebit.kernels.layout import device
 from samebit.kernels.layout.options import Filters
 from samebit.kernels.ops import logprobs, sampling
 from samebit.kernels.ops.logprobs import entropy_from_logits, log_softmax, logprobs_from_logits
+from samebit.kernels.triton.vocabulary import chunks
+from samebit.kernels.triton.vocabulary import logprobs as gpu_logprobs
 from samebit.kernels.triton.vocabulary import sampling as gpu
 
 from .. import reference
 from ..helpers import assert_near
 from .gpu import DEVICE, DTYPES, leaf
+from .launches import launches
 
 VOCABULARIES = (100, 1024, 8201)
 
@@ -98,6 +101,33 @@ def test_the_likely_tokens_are_those_of_the_cpu(vocab: int, monkeypatch: pytest.
     assert torch.equal(found.cpu(), expected)
     assert torch.equal(expected[[1, 4, 6, 8]], logits[[1, 4, 6, 8]])
     assert (expected[0] > -torch.inf).sum() == 5
+
+
+def test_a_row_has_the_same_bits_however_its_chunks_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine chunks: among programs of eight, of one, and all by one."""
+    logits = logits_of(3, 8201).to(DEVICE)
+    tokens, temperatures = torch.tensor([1, 4001, 8200], device=DEVICE), torch.tensor([1.0, 0.7, 2.0], device=DEVICE)
+    uniform = torch.tensor([0.3, 0.6, 0.9], dtype=torch.float64, device=DEVICE)
+    found = []
+    for part in (8, 1, 16):
+        for module in (chunks, gpu_logprobs, gpu):
+            monkeypatch.setattr(module, "PART", part)
+        scores = logprobs_from_logits(logits, tokens, temperatures)
+        found.append((scores, log_softmax(logits, temperatures), gpu.draw(logits, temperatures, uniform)))
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_rows_that_ask_for_likely_tokens_share_their_launches() -> None:
+    launched = []
+    for count in (1, 6):
+        each = np.ones(count)
+        asked = Filters(np.arange(count), each, np.full(count, 5), 0.9 * each, 0.1 * each)
+        logits = logits_of(6, 1024).to(DEVICE)
+        with launches() as names:
+            sampling.keep_likely(logits, asked)
+        launched.append([name for name in names if name.startswith("_") or "sort" in name])
+    assert launched[0] == launched[1] == ["aten.sort.stable", "_sum_ranks", "_rule_out_unlikely"]
 
 
 def test_padding_beyond_the_vocabulary_is_not_read() -> None:

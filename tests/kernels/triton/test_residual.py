@@ -46,13 +46,10 @@ class Norm(nn.Module):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [100, 129, 1000])
 def test_one_launch_has_the_bits_of_a_launch_each(width: int, dtype: torch.dtype) -> None:
-    """Of numbers whose sums bfloat16 holds: Triton's interpreter truncates to it, where a GPU rounds as torch does."""
     torch.manual_seed(width)
     weight = poisoned(torch.randn(width).to(dtype))
     for rows in (1, 2, 3, 7, 70):
-        x, y = (poisoned(torch.randint(-60, 60, (rows, width)).to(dtype) / 4) for _ in range(2))
-        if dtype is not torch.bfloat16:
-            x, y = (poisoned(torch.randn(rows, width).to(dtype)) for _ in range(2))
+        x, y = (poisoned(torch.randn(rows, width).to(dtype)) for _ in range(2))
         total = torch.empty_like(x)
         found = norm.added(x, y, total, weight, EPS, 1.0)
         assert torch.equal(total, x + y)

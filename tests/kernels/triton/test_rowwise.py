@@ -13,6 +13,7 @@ from samebit.kernels.ops.activation import ACTIVATIONS, gated
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotate
+from samebit.kernels.triton import norm
 
 from .. import reference
 from ..helpers import assert_near
@@ -125,6 +126,23 @@ def test_rotary(head_dim: int, rotated: int, dtype: torch.dtype) -> None:
         lambda x: reference.rotate(x, context.positions, frequencies, 1.25),
     )
     check(op, op.inputs(7, head_dim), dtype)
+
+
+def test_weights_of_norms_have_their_gradients_from_programs_enough_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt of 8,192 tokens: an H100 has 132 multiprocessors."""
+    grids = []
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(norm, "_norm_gradients", Noted())
+    monkeypatch.setattr(norm, "_gated_gradients", Noted())
+    x, weight = torch.zeros(8192, 8), torch.zeros(8)
+    norm.rms_norm_backward((x, weight), x, EPS, 0.0)
+    norm.gated_rms_norm_backward((x, x, weight), x, GatedNormOptions(EPS, 2, True))
+    assert grids == [(256,), (256, 2)]
 
 
 def test_no_rows_are_no_rows() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from samebit.kernels.layout.grids import ceil_div
 from samebit.kernels.triton.matmul import multiply, multiply_first
 from samebit.kernels.triton.tiles.file import (
     AttentionEntry,
@@ -110,6 +111,16 @@ def test_the_tile_depends_on_the_layer_and_an_unknown_gpu_has_one_a_layer() -> N
         matmul_tiles(nowhere, 4096, 4096, torch.float64)
     with pytest.raises(ValueError, match="head_dim 257: attention on a GPU takes heads of up to 256"):
         attention_tiles(nowhere, 257, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "programs"), [(1024, 64), (4096, 80), (6144, 120), (12288, 144), (24576, 288), (151936, 594)]
+)
+def test_the_ladder_keeps_an_h100_busy(outputs: int, programs: int) -> None:
+    """The fewest programs of any launch of up to 1,024 rows, of Qwen3-8B's layers; there are 132 multiprocessors."""
+    entry = families()["sm_90"].for_layer(4096, outputs, "bfloat16")
+    tiles = [(rows, entry.for_rows(rows)) for rows in range(1, 1025)]
+    assert min(ceil_div(rows, tile.rows) * ceil_div(outputs, tile.outputs) for rows, tile in tiles) == programs
 
 
 def test_few_rows_take_a_rung_only_where_it_was_found_equal(caplog: pytest.LogCaptureFixture) -> None:

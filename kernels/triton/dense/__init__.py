@@ -1,0 +1,1 @@
+"""Compute parts of a decoder layer of attention and a gated MLP in one launch, in Triton."""

@@ -1,0 +1,155 @@
+"""Gate, up and their activation in one launch: the bits of a launch each, and what decides whether they share one."""
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from samebit.kernels.binding.lora.forwards import linear_forward
+from samebit.kernels.binding.modules import attach
+from samebit.kernels.layout import device
+from samebit.kernels.layout.options import Layer
+from samebit.kernels.ops.activation import gated
+from samebit.kernels.ops.dense.gated import gated_linears
+from samebit.kernels.triton import linear as operation
+from samebit.kernels.triton.activation import gated_forward
+from samebit.kernels.triton.dense.gated import multiply_both
+from samebit.kernels.triton.linear import multiply, multiply_gated
+from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile, Rung
+from samebit.kernels.triton.tiles.proved_equal import JoinedLayers, joined, proved_joined
+
+from ...campaign import CAMPAIGN, in_pairs
+from .gpu import DEVICE, DTYPES, poisoned
+from .launches import launches
+
+TILE = MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=2)
+SMALL = MatmulTile(rows=32, outputs=16, depth=64, warps=4, stages=2)
+EVERY = CAMPAIGN or DEVICE == "cuda"
+SIZES = [(100, 129), (129, 77), (64, 100)] if EVERY else [(100, 129), (129, 77)]
+"""Inputs, and outputs of gate and of up."""
+
+ROWS = (1, 2, 3, 7, 70) if EVERY else (1, 3, 70)
+"""The last is more than a tile has."""
+
+KINDS = ("silu", "gelu_pytorch_tanh", "gelu", "sigmoid") if EVERY else ("silu", "gelu_pytorch_tanh")
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+
+
+def gate_and_up(inputs: int, outputs: int, biased: Sequence[bool], dtype: torch.dtype) -> list[Layer]:
+    return [
+        (
+            poisoned(torch.randn(outputs, inputs).to(dtype) / inputs**0.5),
+            poisoned(torch.randn(outputs).to(dtype)) if added else None,
+        )
+        for added in biased
+    ]
+
+
+def of_both(inputs: int = 100, outputs: int = 77, dtype: torch.dtype = torch.bfloat16) -> JoinedLayers:
+    return JoinedLayers(torch.device(DEVICE), inputs, (outputs, outputs), dtype, biased=False, activation="silu")
+
+
+def launched(x: torch.Tensor, layers: list[Layer], activation: str = "silu") -> list[str]:
+    with launches() as names:
+        multiply_gated(activation, x, layers, kept=False)
+    return [name for name in names if not name.startswith("aten")]
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "biased"), in_pairs(SIZES, DTYPES, (False, True), every=EVERY))
+def test_they_have_the_bits_of_a_launch_each(sizes: tuple[int, int], dtype: torch.dtype, biased: bool) -> None:
+    torch.manual_seed(sum(sizes))
+    layers = gate_and_up(*sizes, (biased, biased), dtype)
+    x = torch.randn(70, sizes[0]).to(dtype)
+    for rows in ROWS:
+        some = poisoned(x[-rows:])
+        gate, up = (multiply(some, [layer])[0] for layer in layers)
+        for activation in KINDS if EVERY else KINDS[biased : biased + 1]:
+            out, saved = multiply_gated(activation, some, layers, kept=True)
+            assert out.is_contiguous()
+            for found, expected in zip((out, *saved), (gated_forward(activation, gate, up)[0], gate, up), strict=True):
+                assert torch.equal(found, expected)
+            alone, saved = multiply_gated(activation, some, layers, kept=False)
+            assert torch.equal(alone, out)
+            assert saved == ()
+    assert launched(poisoned(x), layers, KINDS[biased]) == ["_multiply_gated"]
+
+
+def test_layers_of_which_only_one_has_a_bias_are_launched_each() -> None:
+    layers = gate_and_up(100, 20, (True, False), torch.float32)
+    assert launched(poisoned(torch.randn(3, 100)), layers) == ["_multiply", "_multiply", "_forward"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_have_the_bits_of_calls_of_each(dtype: torch.dtype) -> None:
+    """One launch here too, of the same kernel. Of one input, weights and biases, and where not all are wanted."""
+    torch.manual_seed(0)
+    modules = [nn.Linear(100, 33).to(DEVICE, dtype) for _ in range(2)]
+    for module in modules:
+        attach(module, linear_forward)
+    for frozen in (None, modules[0]):
+        for module in modules:
+            module.requires_grad_(module is not frozen)
+        x, upstream, found = torch.randn(2, 3, 100), torch.randn(2, 3, 33).to(DEVICE, dtype), []
+        for apart in (False, True):
+            given = x.to(DEVICE, dtype).requires_grad_()
+            with launches() as names:
+                out = (
+                    gated("silu", *(module(given) for module in modules))
+                    if apart
+                    else gated_linears("silu", given, modules)
+                )
+            assert ("_multiply_gated" in names) is not apart
+            out.backward(upstream)
+            parts = [part for module in modules for part in module.parameters()]
+            found.append([out, given.grad, *(part.grad for part in parts)])
+            for part in parts:
+                part.grad = None
+        for one, other in zip(*found, strict=True):
+            assert one is other is None or torch.equal(one, other)
+
+
+def test_a_tile_that_gives_other_bits_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = MatmulEntry(("bfloat16",), TILE, (Rung(64, SMALL),))
+    assert [rung.tile for rung in joined(of_both(), entry, proved_joined)] == [SMALL, TILE]
+    assert caplog.messages == []
+    with caplog.at_level(logging.WARNING):
+        assert [rung.tile for rung in joined(of_both(), entry, lambda layers, tile: tile == SMALL)] == [SMALL]
+    [message] = caplog.messages
+    assert "100 inputs and 77 + 77 outputs in torch.bfloat16, in one launch with silu" in message
+    layers = gate_and_up(100, 77, (False, False), torch.bfloat16)
+    monkeypatch.setattr(operation, "joined_tiles_of", lambda *given: (Rung(2 if given[-1] else 64, SMALL),))
+    for rows, names in ((2, ["_multiply_gated"]), (3, ["_multiply_layers", "_forward"])):
+        assert launched(poisoned(torch.randn(rows, 100).bfloat16()), layers) == names
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_order_or_rounding_is_seen(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Stand-ins: up's depth in pieces of sixteen from the last to the first; an activation of what is not rounded, or,
+    where nothing is rounded, by another sigmoid."""
+
+    def reversed_up(
+        activation: str, x: torch.Tensor, weights: list[torch.Tensor], *given: object, **kept: bool
+    ) -> object:
+        order = torch.cat(torch.arange(x.shape[1], device=x.device).split(16)[::-1])
+        found = multiply_both(activation, x, weights, *given, **kept)  # type: ignore[arg-type]
+        turned = multiply_both(activation, x[:, order], [one[:, order] for one in weights], *given, **kept)  # type: ignore[arg-type]
+        return [*found[:2], turned[2]]
+
+    def not_rounded(
+        activation: str, x: torch.Tensor, weights: list[torch.Tensor], *given: object, **kept: bool
+    ) -> object:
+        found = multiply_both(activation, x, weights, *given, **kept)  # type: ignore[arg-type]
+        gate, up = (x.float() @ one.float().T for one in weights)
+        return [(gate * gate.sigmoid() * up).to(x.dtype), *found[1:]]
+
+    for stand_in in (reversed_up, not_rounded):
+        monkeypatch.setattr("samebit.kernels.triton.tiles.proved_equal.multiply_both", stand_in)
+        assert not proved_joined(of_both(96, 77, dtype), TILE)

@@ -1,0 +1,61 @@
+"""What graphs of steps are made for, and what makes them be recorded anew; nothing is recorded here."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from samebit.rollout.runner.cuda_graphs import StepGraphs, _Watched
+
+
+def test_whatever_a_replay_would_not_compute_is_noticed() -> None:
+    """A parameter that moved; and what a graph can not see: hooks, another module, another forward."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    inner: Any = model[1]
+    hooks: list[Any] = []
+
+    def replaced_data() -> None:
+        model[0].weight.data = model[0].weight.data.clone()
+
+    def replaced_parameter() -> None:
+        inner[0].bias = nn.Parameter(torch.ones(2))
+
+    def replaced_module() -> None:
+        inner[0] = nn.Linear(2, 2)
+
+    def wrapped_forward() -> None:
+        plain = inner.forward
+        inner.forward = lambda x: plain(x)
+
+    def hooked() -> None:
+        hooks.append(inner[0].register_forward_hook(lambda module, given, out: out))
+
+    def hooked_before() -> None:
+        hooks.append(inner[0].register_forward_pre_hook(lambda module, given: given))
+
+    def unhooked() -> None:
+        hooks.pop().remove()
+
+    changes = (
+        replaced_data, replaced_parameter, replaced_module, wrapped_forward, hooked, hooked_before, unhooked,
+    )  # fmt: skip
+    watched = _Watched(model)
+    assert watched.changed(), "the first look"
+    for change in changes:
+        assert not watched.changed()
+        change()
+        assert watched.changed(), change.__name__
+
+
+def test_graphs_of_decodes_of_every_size_are_recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker starts, and not while it serves; the largest is of as many sequences as it runs."""
+    sizes = []
+    monkeypatch.setattr(StepGraphs, "_recorded", lambda self, model, room, context: sizes.append(room))
+    arrays: Any = SimpleNamespace(room=lambda size, block_size: (size.rows, size.sequences))
+    context: Any = SimpleNamespace(adapters=None, block_size=64)
+    graphs, model = StepGraphs(torch.device("cpu"), max_rows=512, max_sequences=40), nn.Linear(1, 1)
+    for _ in range(2):
+        graphs.record_decodes(model, arrays, context)
+    assert sizes == [(size, size) for size in (1, 2, 4, 8, 16, 24, 32, 40)]
