@@ -16,7 +16,7 @@ Axis letters, here and in all kernels:
     C  tokens of a chunk of a grid        P  head size of a Mamba layer
     V  tokens of the vocabulary           N  state size of a Mamba layer
 
-Local letters, of which the kernels say again what they take:
+Local letters, in these meanings; a docstring says which one it takes:
 
     K  inputs of a matrix; size of a key of Gated DeltaNet; taps of a convolution; tokens chosen for a row
     N  outputs of a matrix; tiles or pieces of a call

@@ -6,7 +6,7 @@ is shared. Blocks are owned in `block_pool`, reached by sequences through `block
 samples of a group. `counters` count, `recent_digests` and `freed_later` keep bookkeeping cheap. `checkpoints` are of
 recurrent states, `publishing` tells a router what can be hit.
 
-Imports `requests`, `keys` and the grids of `samebit.kernels.layout`; nothing above `requests`, and no torch.
+Imports `requests`, `keys` and the grids of `samebit.kernels.layout`; nothing above `requests`.
 """
 
 from samebit.rollout.cache.block_pool import NULL_BLOCK, BlockPool

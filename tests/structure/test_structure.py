@@ -190,13 +190,13 @@ def _room(module: str, package: str) -> str | None:
 
 
 def _rooms(files: dict[str, Path]) -> dict[str, set[str]]:
-    """Return the product's folders that hold more than two modules or folders, each with their names."""
+    """Return the folders that hold more than two modules or folders, with their names; commands are no room's parts."""
     parts: dict[str, set[str]] = {}
     for name in files:
         room, _, part = name.rpartition(".")
         parts.setdefault(room, set()).add(part)
-    product = {room: held for room, held in parts.items() if any(fnmatch(room, package) for package in PRODUCT)}
-    return {room: held for room, held in product.items() if len(held) > 2}
+    scripts = {f"samebit.{package}" for package in SCRIPTS}
+    return {room: held for room, held in parts.items() if len(held) > 2 and room not in {"samebit", *scripts}}
 
 
 def _folder(module: str, files: dict[str, Path]) -> str:
