@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from samebit.kernels.binding.residual import Addend
 from samebit.kernels.layout.forward_context import recurrent_layout_of
 from samebit.kernels.layout.options import GatedNormOptions, SSMOptions
 from samebit.kernels.ops.activation import gated
@@ -55,7 +56,7 @@ def mamba_forward(
     y = scan(xbc, dt, rate, self.dt_bias.float(), self.D.float(), context, facts.options)
     y = gated("silu", gate, y) if facts.norm is None else gated_rms_norm(y, gate, self.norm.weight, facts.norm)
     out: torch.Tensor = self.out_proj(y)
-    return out.view(hidden_states.shape)
+    return Addend.of(out.view(hidden_states.shape))
 
 
 def _projected(self: Any, facts: MambaFacts, hidden_states: torch.Tensor) -> torch.Tensor:

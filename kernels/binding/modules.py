@@ -213,8 +213,7 @@ def mlp_forward(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
     """Compute an MLP; what remains of the arguments is the layer number, which `bind` knows."""
     facts: MLPFacts = self.samebit
     if facts.form == "plain":
-        out = projection(activated(facts.activation, projection(x, self.up_proj)), self.down_proj)
-        return out
+        return Addend.of(projection(activated(facts.activation, projection(x, self.up_proj)), self.down_proj))
     if facts.form == "input_linear":
         gate, up = projection(x, self.input_linear).chunk(2, dim=-1)
         out = projection(gated(facts.activation, gate, up), self.output_linear)

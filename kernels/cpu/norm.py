@@ -185,9 +185,9 @@ def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: 
 
 def add_rms_norm(
     x: torch.Tensor, y: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, Saved]:
     """Implement `Operations.add_rms_norm`."""
-    return rms_norm_forward(torch.add(x, y, out=total), weight, eps, offset)[0]
+    return rms_norm_forward(torch.add(x, y, out=total), weight, eps, offset)
 
 
 def rms_norm_backward(saved: Saved, grad: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]:

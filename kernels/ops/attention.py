@@ -18,8 +18,8 @@ from samebit.kernels.layout.options import AttentionOptions, HeadNorms
 from samebit.kernels.layout.shape_checks import check_dtype, check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.ops.dispatch import operations_for
 from samebit.kernels.ops.errors import changed_dtype
-from samebit.kernels.ops.norm import check_rows, rms_norm
-from samebit.kernels.ops.rope import RotaryTables, check_rotation, rotate
+from samebit.kernels.ops.norm import check_rows
+from samebit.kernels.ops.rope import RotaryTables, check_rotation
 
 
 def attention(
@@ -59,23 +59,23 @@ def attention_of_rotated(
 ) -> torch.Tensor:  # fmt: skip
     """Do as `attention` of queries and keys that are normalised, where there are ``norms``, and rotated.
 
-    In a rollout that may happen on their way to the pages, with the same bits. Arguments, result and errors are those
-    of `attention`; ``tables``: the angles and the layout of the T rows.
+    That may happen on their way to the pages, with the same bits. Arguments, result and errors are those of
+    `attention`; ``tables``: the angles and the layout of the T rows.
     """
     context = tables.context
-    if context.pages is None:
-        if norms is not None:
-            q = rms_norm(q, norms.queries, norms.eps, norms.offset)
-            k = rms_norm(k, norms.keys, norms.eps, norms.offset)
-        return attention(rotate(q, tables), rotate(k, tables), v, context, options, sinks)
     check_rotation("q", q, tables)
     check_rotation("k", k, tables)
     _check(q, k, v, context, options, sinks)
     if norms is not None:
         check_rows(q, weight=norms.queries)
         check_rows(k, weight=norms.keys)
+    weights = (None, None) if norms is None else (norms.queries, norms.keys)
+    given = [tensor for tensor in (q, k, v, sinks, *weights) if tensor is not None]
+    if context.pages is None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        out: torch.Tensor = _AttentionOfRotated.apply(q, k, v, sinks, *weights, tables, options, norms)
+        return out
     angles = tables.cos, tables.sin
-    return operations_for(q).attention_of_unrotated(q, k, v, angles, context, options, sinks, norms)
+    return operations_for(q).attention_of_unrotated(q, k, v, angles, context, options, sinks, norms)[0]
 
 
 def _check(
@@ -142,3 +142,38 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *ctx.kernels.attention_backward(ctx.saved_tensors, grad, ctx.layout, ctx.options), None, None
+
+
+class _AttentionOfRotated(torch.autograd.Function):
+    """Goes back as the operations each would: through attention, the rotation, and the norms where there are any."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+        query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, tables: RotaryTables,
+        options: AttentionOptions, norms: HeadNorms | None,
+    ) -> torch.Tensor:  # fmt: skip
+        kernels = ctx.kernels = operations_for(q)
+        angles = tables.cos, tables.sin
+        out, saved = kernels.attention_of_unrotated(q, k, v, angles, tables.context, options, sinks, norms)
+        ctx.save_for_backward(*(tensor for part in saved for tensor in part))
+        ctx.lengths = [len(part) for part in saved]
+        ctx.tables, ctx.options = tables, options
+        ctx.of_norms = None if norms is None else (norms.eps, norms.offset)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        kernels, tables = ctx.kernels, ctx.tables
+        attended, keys = ctx.lengths[0], sum(ctx.lengths[:2])
+        saved = ctx.saved_tensors
+        grad_q, grad_k, grad_v, grad_sinks = kernels.attention_backward(
+            saved[:attended], grad, tables.context, ctx.options
+        )
+        grad_q, grad_k = (kernels.rotate(part, tables.cos, tables.sin, -1.0) for part in (grad_q, grad_k))
+        of_queries = of_keys = None
+        if ctx.of_norms is not None:
+            grad_q, of_queries = kernels.rms_norm_backward(saved[attended:keys], grad_q, *ctx.of_norms)
+            grad_k, of_keys = kernels.rms_norm_backward(saved[keys:], grad_k, *ctx.of_norms)
+        return grad_q, grad_k, grad_v, grad_sinks, of_queries, of_keys, None, None, None

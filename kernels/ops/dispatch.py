@@ -72,8 +72,10 @@ class Operations(Protocol):
     def rms_norm_backward(self, saved: Saved, grad: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and weight."""
 
-    def add_rms_norm(self, x: Tensor, y: Tensor, total: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        """Write ``x + y`` to ``total``, and return its RMSNorm."""
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor, total: Tensor, weight: Tensor, eps: float, offset: float
+    ) -> tuple[Tensor, Saved]:
+        """Write ``x + y`` to ``total``, and compute its RMSNorm, whose backward is that above."""
 
     def layer_norm_forward(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Saved]:
         """Compute LayerNorm over the last axis."""
@@ -122,9 +124,9 @@ class Operations(Protocol):
     def attention_of_unrotated(
         self, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], context: ForwardContext,
         options: AttentionOptions, sinks: Tensor | None, norms: HeadNorms | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, tuple[Saved, Saved, Saved]]:  # fmt: skip
         """Normalise the heads of queries and keys where there are norms, rotate them by ``angles``, cosines and sines,
-        then attend as above in the context's pages."""
+        then attend as above. Backwards read what attention saves, and what the norms of queries and of keys save."""
 
     def attention_backward(
         self, saved: Saved, grad: Tensor, context: ForwardContext, options: AttentionOptions

@@ -42,7 +42,9 @@ def add_rms_norm(
     """Write ``x + y``, rounded to their dtype, to ``total``, and return its RMSNorm as `rms_norm` computes it.
 
     Args:
-        x: ``[..., W]`` float32 or bfloat16, without gradient; ``y`` and ``total`` are like it, all contiguous.
+        x: ``[..., W]`` float32 or bfloat16, without gradient; ``y`` is like it, both contiguous.
+        total: like them; where the sum has a gradient it stands in its graph already, and gets that of the norm.
+        weight: as in `rms_norm`, and so are the others.
 
     Raises:
         ValueError: other shapes, or a weight of another width.
@@ -52,7 +54,10 @@ def add_rms_norm(
     for name, part in (("y", y), ("total", total)):
         check_shape(name, part, *x.shape)
         check_dtype(name, part, x.dtype)
-    return operations_for(x).add_rms_norm(x, y, total, weight, eps, offset)
+    if torch.is_grad_enabled() and (total.requires_grad or weight.requires_grad):
+        normed: torch.Tensor = _AddRMSNorm.apply(total, weight, x, y, eps, offset)
+        return normed
+    return operations_for(x).add_rms_norm(x, y, total, weight, eps, offset)[0]
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
@@ -132,6 +137,23 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         return *ctx.kernels.rms_norm_backward(ctx.saved_tensors, grad, ctx.eps, ctx.offset), None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, total: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor, eps: float, offset: float
+    ) -> torch.Tensor:
+        kernels = ctx.kernels = operations_for(x)
+        out, saved = kernels.add_rms_norm(x, y, total.detach(), weight, eps, offset)
+        ctx.save_for_backward(*saved)
+        ctx.eps, ctx.offset = eps, offset
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
+        return *ctx.kernels.rms_norm_backward(ctx.saved_tensors, grad, ctx.eps, ctx.offset), None, None, None, None
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -61,17 +61,28 @@ def attention_forward(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Saved]:  # fmt: skip
     """Implement `Operations.attention_forward`."""
-    q = aligned(q)
-    out, places = torch.empty_like(q), Places.of(context)
-    if context.pages is not None:
-        pages = context.pages[options.layer]
-        write(k, v, pages, out, places)
-        return attend(q, pages, context, options, sinks, out)[0], ()
-    _, kv_heads, head_dim = k.shape
-    shape = (context.num_blocks, kv_heads, 2, head_dim * context.block_size)
-    pages = torch.empty(shape, dtype=k.dtype, device=k.device)
+    q, pages, places = aligned(q), pages_of(k, context, options), Places.of(context)
+    out = torch.empty_like(q)
     write(k, v, pages, out, places)
+    return attended(q, pages, context, options, sinks, out)
+
+
+def pages_of(k: torch.Tensor, context: ForwardContext, options: AttentionOptions) -> torch.Tensor:
+    """Return the layer's pages: the context's, or in training new ones, for the keys of this call."""
+    if context.pages is not None:
+        return context.pages[options.layer]
+    _, kv_heads, head_dim = k.shape
+    return k.new_empty(context.num_blocks, kv_heads, 2, head_dim * context.block_size)
+
+
+def attended(
+    q: torch.Tensor, pages: torch.Tensor, context: ForwardContext, options: AttentionOptions,
+    sinks: torch.Tensor | None, out: torch.Tensor,
+) -> tuple[torch.Tensor, Saved]:  # fmt: skip
+    """Do as `attend`; return the output, and what the backward of a training call reads."""
     out, lse = attend(q, pages, context, options, sinks, out)
+    if context.pages is not None:
+        return out, ()
     return out, (q, pages, out, lse) if sinks is None else (q, pages, out, lse, sinks)
 
 

@@ -1,4 +1,4 @@
-"""Normalise and rotate queries and keys, and put keys and values into pages, in one launch, for a rollout's attention.
+"""Normalise and rotate queries and keys, and put keys and values into pages, in one launch, for attention.
 
 Invariants:
 
@@ -20,8 +20,8 @@ from triton.language import tensor
 
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import ceil_div
-from samebit.kernels.layout.options import AttentionOptions, HeadNorms
-from samebit.kernels.triton.attention import Places, attend, attention_forward, put, write
+from samebit.kernels.layout.options import AttentionOptions, HeadNorms, Saved
+from samebit.kernels.triton.attention import Places, attended, attention_forward, pages_of, put, write
 from samebit.kernels.triton.norm import rms_norm_forward, statistics
 from samebit.kernels.triton.numeric import aligned, jit
 from samebit.kernels.triton.rope import rotate, turned
@@ -36,13 +36,16 @@ _TOKENS = 67
 def attention_of_unrotated(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor],
     context: ForwardContext, options: AttentionOptions, sinks: torch.Tensor | None, norms: HeadNorms | None,
-) -> torch.Tensor:  # fmt: skip
+) -> tuple[torch.Tensor, tuple[Saved, Saved, Saved]]:  # fmt: skip
     """Implement `Operations.attention_of_unrotated`."""
-    if context.pages is None or not joins(Heads.of(q, k, angles, norms)):
-        return attention_forward(*turned_each(q, k, angles, norms), v, context, options, sinks)[0]
-    pages = context.pages[options.layer]
-    rotated, out = turn_and_write(q, k, v, angles, norms, pages, Places.of(context))
-    return attend(rotated, pages, context, options, sinks, out)[0]
+    of_norms: tuple[Saved, Saved] = ((), ()) if norms is None else ((q, norms.queries), (k, norms.keys))
+    if not joins(Heads.of(q, k, angles, norms)):
+        out, saved = attention_forward(*turned_each(q, k, angles, norms), v, context, options, sinks)
+        return out, (saved, *of_norms)
+    pages = pages_of(k, context, options)
+    rotated, room = turn_and_write(q, k, v, angles, norms, pages, Places.of(context))
+    out, saved = attended(rotated, pages, context, options, sinks, room)
+    return out, (saved, *of_norms)
 
 
 @dataclass(frozen=True)

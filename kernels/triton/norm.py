@@ -33,11 +33,11 @@ def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: 
 
 def add_rms_norm(
     x: torch.Tensor, y: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, Saved]:
     """Implement `Operations.add_rms_norm`."""
     if _sums_in_one_launch(x.device, x.shape[-1], x.dtype, weight.dtype):
-        return added(x, y, total, weight, eps, offset)
-    return rms_norm_forward(torch.add(x, y, out=total), weight, eps, offset)[0]
+        return added(x, y, total, weight, eps, offset), (total, weight)
+    return rms_norm_forward(torch.add(x, y, out=total), weight, eps, offset)
 
 
 @cache

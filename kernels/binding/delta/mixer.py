@@ -13,6 +13,7 @@ from torch.nn.modules import module as torch_modules
 from samebit.kernels.binding.delta.family import DeltaFamily
 from samebit.kernels.binding.dense.untouched import multiplied, only_multiplies
 from samebit.kernels.binding.lora.forwards import projections
+from samebit.kernels.binding.residual import Addend
 from samebit.kernels.layout.forward_context import ForwardContext, recurrent_layout_of
 from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions, MixerOptions, MixerWeights
 from samebit.kernels.ops.conv import causal_conv
@@ -78,7 +79,7 @@ def delta_forward(
     y = delta_rule(qkv, decay, beta, context, facts.options)
     weight = self.get_submodule(facts.family.norm).weight
     out: torch.Tensor = self.get_submodule(facts.family.out)(gated_rms_norm(y, x.gate, weight, facts.norm))
-    return out.view(hidden_states.shape)
+    return Addend.of(out.view(hidden_states.shape))
 
 
 def _in_one_call(self: Any, facts: DeltaFacts, x: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:

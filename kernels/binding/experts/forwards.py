@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from samebit.kernels.binding.experts.routes import installed_notes
+from samebit.kernels.binding.residual import Addend
 from samebit.kernels.layout.options import ExpertOptions, ExpertWeights, RoutingOptions
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.experts.routed import routed_experts
@@ -109,6 +110,7 @@ def block_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor | tupl
     out = out.view(hidden_states.shape)
     if facts.shared:
         out = out + _shared(self, facts, hidden_states)
+    out = Addend.of(out)
     return (out, weights) if facts.returns_weights else out
 
 

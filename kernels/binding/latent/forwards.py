@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from samebit.kernels.binding.lora.forwards import projections
+from samebit.kernels.binding.residual import Addend
 from samebit.kernels.layout.forward_context import ForwardContext, layout_of
 from samebit.kernels.layout.options import LatentOptions
 from samebit.kernels.ops.latent.attention import latent_attention
@@ -92,7 +93,7 @@ def _attention(
     keys = _joined(latent[:, None], compressed[:, None, options.rank :], tables, facts)[:, 0]
     attended = latent_attention(queries, keys, context, options, chosen)
     out = self.kv_b_proj(attended, "values")
-    projected: torch.Tensor = self.o_proj(out.view(*hidden_states.shape[:-1], -1))
+    projected = Addend.of(self.o_proj(out.view(*hidden_states.shape[:-1], -1)))
     return (projected, None, chosen) if facts.returns_choice else (projected, None)
 
 

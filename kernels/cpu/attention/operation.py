@@ -11,6 +11,8 @@ import torch
 from samebit.kernels.cpu.attention import backward, forward, write_pages
 from samebit.kernels.cpu.base.jit import array, parameter_array
 from samebit.kernels.cpu.base.memory import kind_of
+from samebit.kernels.cpu.norm import rms_norm_forward
+from samebit.kernels.cpu.rope import rotate
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import AttentionOptions, HeadNorms, Saved
 from samebit.kernels.openmp import num_threads
@@ -43,10 +45,18 @@ def attention_forward(
 def attention_of_unrotated(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor],
     context: ForwardContext, options: AttentionOptions, sinks: torch.Tensor | None, norms: HeadNorms | None,
-) -> torch.Tensor:  # fmt: skip
-    """Implement `Operations.attention_of_unrotated`: queries and keys are rotated on their way to the pages."""
+) -> tuple[torch.Tensor, tuple[Saved, Saved, Saved]]:  # fmt: skip
+    """Implement `Operations.attention_of_unrotated`: in a rollout all is done on the way to the pages, in training one
+    after the other, because each saves something."""
     if context.pages is None:
-        raise ValueError("a context without pages; allowed: a rollout's")
+        of_queries: Saved = ()
+        of_keys: Saved = ()
+        if norms is not None:
+            q, of_queries = rms_norm_forward(q, norms.queries, norms.eps, norms.offset)
+            k, of_keys = rms_norm_forward(k, norms.keys, norms.eps, norms.offset)
+        q, k = rotate(q, *angles, 1.0), rotate(k, *angles, 1.0)
+        out, saved = attention_forward(q, k, v, context, options, sinks)
+        return out, (saved, of_queries, of_keys)
     if norms is not None:
         norms = norms._replace(queries=norms.queries.contiguous(), keys=norms.keys.contiguous())
     pages, (cos, sin) = context.pages[options.layer], angles
@@ -57,7 +67,7 @@ def attention_of_unrotated(
         (*q.shape[:2], *k.shape[1:], cos.size(1), context.block_size), _weights(norms, q.dtype),
         *context.blocks_and_offsets, kind_of(q.dtype),
     )  # fmt: skip
-    return _attend(rotated, pages, context, options, sinks, None)
+    return _attend(rotated, pages, context, options, sinks, None), ((), (), ())
 
 
 def _weights(norms: HeadNorms | None, dtype: torch.dtype) -> tuple[Any, ...]:

@@ -1,6 +1,8 @@
 """Norms of heads, rotation and pages in one launch: the bits of a launch each, and attention behind both ways."""
 
 import logging
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,6 +85,59 @@ def test_one_launch_has_the_bits_of_a_launch_each(
             found.append((out, context.pages[0][1:]))  # type: ignore[index]
         for one, other in zip(*found, strict=True):
             assert torch.equal(one.view(torch.int8), other.view(torch.int8)), "also in what nobody wrote"
+
+
+def leaves(rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, context: ForwardContext) -> list[Any]:
+    """Operands of which all want a gradient, with sinks, and what else a call needs."""
+    torch.manual_seed(rows)
+    qkv, tables, norms = operands(rows, sizes, dtype, context)
+    sinks = torch.randn(sizes[0]).to(DEVICE)
+    parts = [part.detach().requires_grad_() for part in (*qkv, sinks, norms.queries, norms.keys)]
+    return [parts, tables, HeadNorms(parts[4], parts[5], 1e-6, 1.0)]
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "normed"), in_pairs(SIZES, DTYPES, (False, True), every=EVERY))
+def test_training_has_the_bits_of_a_launch_each_and_its_gradients_too(
+    sizes: tuple[int, int, int, int], normed: bool, dtype: torch.dtype
+) -> None:
+    """In a call whose last row is padding; its gradient is zero."""
+    options, rows = AttentionOptions(0, 0.3), 7
+    context = replace(step(rows, KVLayout(1, sizes[1], sizes[2]), dtype), pages=None)
+    found = []
+    for apart in (False, True):
+        (q, k, v, sinks, *weights), tables, norms = leaves(rows, sizes, dtype, context)
+        with launches() as names:
+            if apart:
+                turned = [q, k]
+                if normed:
+                    turned = [
+                        rms_norm(x, weight, norms.eps, norms.offset) for x, weight in zip(turned, norms, strict=False)
+                    ]
+                out = attention(*(rotate(x, tables) for x in turned), v, context, options, sinks)
+            else:
+                out = attention_of_rotated(q, k, v, tables, options, sinks, norms if normed else None)
+        turns = [name for name in names if name in ("_turn_and_write", "_norm_rows", "_rotate_token", "_write")]
+        each = ["_norm_rows"] * (2 * normed) + ["_rotate_token"] * 2 + ["_write"]
+        assert apart or turns[-1] == "_turn_and_write"
+        assert not apart or turns == each
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+        given = (q, k, v, sinks, *(weights if normed else ()))
+        gradients = torch.autograd.grad(out, given, upstream, retain_graph=True)
+        again = torch.autograd.grad(out, given, upstream)
+        assert all(map(torch.equal, gradients, again))
+        assert not any(part[rows:].any() for part in (out, *gradients[:3]))
+        found.append((out, *gradients))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_training_without_gradients_is_one_launch_too() -> None:
+    context = replace(step(3, KVLayout(1, 1, 32), torch.float32), pages=None)
+    (q, k, v), tables, norms = operands(3, SIZES[0], torch.float32, context)
+    attention_of_rotated(q, k, v, tables, AttentionOptions(0, 1.0), norms=norms)  # compared
+    with launches() as names:
+        attention_of_rotated(q, k, v, tables, AttentionOptions(0, 1.0), norms=norms)
+    assert [name for name in names if name.startswith("_")] == ["_turn_and_write", "_attend_items"]
 
 
 def test_it_is_one_launch_where_the_bits_were_seen_to_be_equal(

@@ -9,29 +9,22 @@ from torch import nn
 from samebit.kernels.binding.modules import NormFacts, attach, rms_norm_forward
 from samebit.kernels.binding.residual import Addend, WaitingSum
 from samebit.kernels.layout import device
-from samebit.kernels.layout.forward_context import ForwardContext, use_context
-from samebit.kernels.layout.kv_pages import KVLayout
 from samebit.kernels.ops.norm import add_rms_norm, rms_norm
 from samebit.kernels.triton import norm
 
 from .gpu import DEVICE, DTYPES, poisoned
 from .launches import launches
-from .test_heads import step
 
 EPS = 1e-6
 
 
 @pytest.fixture(autouse=True)
-def _rollout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _without_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
     norm._sums_in_one_launch.cache_clear()
-    with use_context(context()), torch.no_grad():
+    with torch.no_grad():
         yield
     norm._sums_in_one_launch.cache_clear()
-
-
-def context() -> ForwardContext:
-    return step(2, KVLayout(1, 1, 32), torch.float32)
 
 
 class Norm(nn.Module):
@@ -138,16 +131,28 @@ def test_hooks_of_norms_read_sums() -> None:
     assert torch.equal(heard[0], x + y)
 
 
-def test_sums_are_computed_at_once_elsewhere() -> None:
-    """With gradients, outside of a rollout, of other shapes or dtypes, and from the other side."""
+def test_sums_are_computed_at_once_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other shapes or dtypes, from the other side, of tensors without a version, and on the CPU."""
     x, y = (torch.randn(1, 3, 100, device=DEVICE) for _ in range(2))
     for other in (x[:, :1], x.double(), x.transpose(1, 2).contiguous().transpose(1, 2), 1.0):
         assert not isinstance(other + Addend.of(y), WaitingSum)
         assert torch.equal(other + Addend.of(y), other + y)
     assert type(Addend.of(y) + x) is torch.Tensor
-    with torch.enable_grad():
-        assert Addend.of(y) is y
-        waiting = x + Addend.of(y.as_subclass(Addend))
-        assert type(waiting) is torch.Tensor
-    with use_context(None):  # type: ignore[arg-type]
-        assert Addend.of(y) is y
+    with torch.inference_mode():
+        assert not isinstance(x.clone() + Addend.of(y.clone()), WaitingSum)
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: False)
+    assert Addend.of(y) is y
+
+
+def test_a_part_that_is_modified_before_the_sum_is_read_is_an_error() -> None:
+    for changed in (0, 1):
+        parts = [torch.randn(1, 3, 100, device=DEVICE) for _ in range(2)]
+        waiting = parts[0] + Addend.of(parts[1])
+        parts[changed].zero_()
+        for read in (Norm(100), torch.exp):
+            with pytest.raises(RuntimeError, match="modified in place before their sum was read"):
+                read(waiting)
+        read_first = parts[0] + Addend.of(parts[1])
+        expected = read_first.clone()
+        parts[changed].add_(1.0)
+        assert torch.equal(read_first, expected)

@@ -1,0 +1,99 @@
+"""How many kernels a layer launches in training: those of a rollout, and its gradients those of a launch each."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from samebit.kernels import bind
+from samebit.kernels.binding.residual import Addend
+from samebit.kernels.layout import device
+from samebit.kernels.triton import heads
+
+from ...exactness.families import make_model
+from .gpu import DEVICE
+from .launches import launches
+
+LAYER = Counter(
+    {
+        "_norm_sums": 2,
+        "_multiply_layers": 1,
+        "_multiply_gated": 1,
+        "_multiply": 2,
+        "_turn_and_write": 1,
+        "_attend_items": 1,
+    }
+)
+"""Of a Qwen3, in a call without padding."""
+
+IDS = torch.tensor([[5, 6, 7]], device=DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+
+
+def qwen(layers: int) -> nn.Module:
+    model = make_model("Qwen3", vocab_size=50, hidden_size=64, intermediate_size=100, num_hidden_layers=layers)
+    return bind(model).to(DEVICE).train()
+
+
+def forward(model: nn.Module) -> tuple[torch.Tensor, Counter[str]]:
+    """Hidden states, and what was launched."""
+    model.model(input_ids=IDS)  # tiles are compared
+    with launches() as names:
+        hidden = model.model(input_ids=IDS)[0]
+    return hidden, Counter(names)
+
+
+def test_a_layer_of_a_training_call_launches_so_many_kernels() -> None:
+    found = []
+    for layers in (1, 2):
+        hidden, names = forward(qwen(layers))
+        assert hidden.requires_grad
+        found.append(names)
+    assert found[1] - found[0] == LAYER
+    assert LAYER.total() == 8
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_its_gradients_have_the_bits_of_a_launch_each(reentrant: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether layers are computed again in the backward or not."""
+    found = []
+    for apart in (False, True):
+        model = qwen(2)
+        if reentrant is not None and not apart:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        if apart:
+            monkeypatch.setattr(Addend, "of", staticmethod(lambda x: x))
+            monkeypatch.setattr(heads, "joins", lambda given: False)
+            for module in model.modules():
+                module.register_forward_hook(lambda module, given, out: None)
+        hidden, names = forward(model)
+        for name in ("_norm_sums", "_turn_and_write", "_multiply_layers", "_multiply_gated"):
+            assert bool(names[name]) != apart
+        hidden.square().sum().backward()
+        found.append([hidden, *(part.grad for part in model.model.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+SUMS = {
+    "NemotronH": ({"num_hidden_layers": 2, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 2}, 2),
+    "Qwen3Moe": ({"num_hidden_layers": 1, "mlp_only_layers": []}, 2),
+    "DeepseekV3": ({"num_hidden_layers": 1, "first_k_dense_replace": 0}, 2),
+    "Qwen3_5": ({"num_hidden_layers": 1, "layer_types": ["linear_attention"]}, 2),
+}
+"""Models with mixers, experts, latents and the delta rule, and how many sums have a norm behind them."""
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_other_layers_share_the_launch_of_their_norm(name: str) -> None:
+    config, sums = SUMS[name]
+    model = bind(make_model(name, vocab_size=50, hidden_size=64, intermediate_size=100, **config)).to(DEVICE)
+    with torch.no_grad():
+        _, names = forward(model)
+    assert names["_norm_sums"] == sums
