@@ -16,7 +16,7 @@ FILE = re.compile(r"(?<![\w/.<-])((?:[\w.-]+/)+[\w.-]+\.(?:py|json|yaml|md))\b")
 BARE = re.compile(r"`([\w-]+\.py)`")
 NO_PROSE = re.compile(r"(    |#|\s*\|)")  # code, headings, tables
 WIDTH = 100
-UNWRAPPED = ("benchmarks/README.md", "docs/cuda.md")  # pages that are written line by line, as things are measured
+UNWRAPPED = ("benchmarks/README.md",)  # written line by line, as things are measured
 SHORTHANDS = (
     ROOT,
     ROOT / "kernels",
