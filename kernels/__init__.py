@@ -6,6 +6,7 @@ same functions.
 
 The way down, each floor importing only those below it: `binding` puts `ops` into a Hugging Face model; `ops` checks and
 calls, through `ops.dispatch` alone, `cpu` or `triton`, which know nothing of each other; both read `layout`.
+`openmp` sets up threads before torch is loaded. Imports nothing of `samebit.rollout` or `samebit.weight_sync`.
 
 Axis letters, here and in all kernels:
 
@@ -15,8 +16,18 @@ Axis letters, here and in all kernels:
     C  tokens of a chunk of a grid        P  head size of a Mamba layer
     V  tokens of the vocabulary           N  state size of a Mamba layer
 
-Where layers are matrices, K are the inputs and N the outputs; W is the width of a row, R the angles of a head. E are
-the experts of a layer, I the width of one.
+Local letters, in these meanings; a docstring says which one it takes:
+
+    K  inputs of a matrix; size of a key of Gated DeltaNet; taps of a convolution; tokens chosen for a row
+    N  outputs of a matrix; tiles or pieces of a call
+    W  width of a row; of a latent with its rotated key; of a table of blocks
+    R  angles of a head, half of what is rotated; width of a latent; rows of logits
+    r  rank of an adapter
+    E  experts of a layer; in attention, size of a value where it is not D
+    I  width of an expert; M work items
+    P  pairs of a row and an expert, or other pairs; P_t, in a recurrent layer, the product of decays up to token t
+    G  groups, of heads or of rows
+    S  in formulas of recurrent layers, the state; L_t the sum of decays up to token t
 
 A public name is loaded when it is first asked for: kernels need no transformers, which takes as long to load as all
 the rest.

@@ -65,7 +65,7 @@ class RolloutConfig:
         one uses it.
     state_cache_gb: memory for cached states of recurrent layers; None for a quarter of a GiB (at least one state), 0
         for none: then a prefix that is hit saves memory only. Refused for models without such layers.
-    dtype: "float32", "bfloat16", on CUDA "float16" too (or the torch dtypes), or "auto"/None for the checkpoint's own.
+    dtype: "float32", "bfloat16", on CUDA "float16" too (or the torch dtypes), or "auto"/None for the folder's own.
     device: "cpu", or "cuda" for the process's current CUDA device. A folder is loaded there; a module must be there.
     async_scheduling: launch a decode while the one before it still computes. None for yes on CUDA; on the CPU there is
         no time to gain. No result depends on it.
@@ -156,7 +156,7 @@ class RolloutConfig:
         self.torch_dtype()
 
     def torch_dtype(self) -> torch.dtype | None:
-        """Return the dtype asked for, None for the checkpoint's own."""
+        """Return the dtype asked for, None for the folder's own."""
         if self.dtype is None or self.dtype == "auto":
             return None
         allowed = self.allowed_dtypes()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass
 
-from samebit.weight_sync.checkpoint_names import CheckpointNames, Place
+from samebit.weight_sync.folder_names import FolderNames, Place
 
 PREFIX = "base_model.model."
 
@@ -18,8 +18,8 @@ _NAMED = re.compile(r"(.*\.lora_[AB])\.([^.]+)\.weight")
 
 
 @dataclass(frozen=True)
-class AdapterNames(CheckpointNames):
-    """The names that the tensors of one adapter may come with."""
+class AdapterNames(FolderNames):
+    """Knows the names that the tensors of one adapter may come with."""
 
     def place(self, name: str, known: Container[str]) -> Place | None:
         found = _NAMED.fullmatch(name)

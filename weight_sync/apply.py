@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from samebit.weight_sync.checkpoint_names import Place
 from samebit.weight_sync.digest import copy_scanned, digest_of, hexadecimal, scan
+from samebit.weight_sync.folder_names import Place
 from samebit.weight_sync.manifest import (
     Manifest,
     NonFiniteWeightError,

@@ -111,27 +111,27 @@ def copy_scanned(source: Tensor, target: Tensor) -> Scan:
 
 def scan_bytes(source: Bytes, lanes: Lanes, *, offset: int = 0) -> Scan:
     """Scan a piece that begins `offset` bytes (a multiple of 8) into its tensor."""
-    words, tail = _split(source)
+    words, rest = _split(source)
     first = np.uint64(offset // WORD + 1)
     digest, bad = _scan_words(words, first, lanes.magnitude, lanes.step)
-    if tail.size:
-        last_digest, last_bad = _scan_words(_padded(tail), first + np.uint64(words.size), lanes.magnitude, lanes.step)
+    if rest.size:
+        last_digest, last_bad = _scan_words(_padded(rest), first + np.uint64(words.size), lanes.magnitude, lanes.step)
         digest, bad = (int(digest) + int(last_digest)) % MODULUS, int(bad) | int(last_bad)
     return Scan(int(digest), not int(bad) & lanes.sign)
 
 
 def copy_bytes(source: Bytes, target: Bytes, lanes: Lanes, *, offset: int = 0) -> Scan:
     """Copy a piece that begins `offset` bytes (a multiple of 8) into its tensor, and scan it."""
-    words, tail = _split(source)
+    words, rest = _split(source)
     first = np.uint64(offset // WORD + 1)
     digest, bad, changed = _copy_words(words, _split(target)[0], first, lanes.magnitude, lanes.step)
-    if not tail.size:
+    if not rest.size:
         return Scan(int(digest), not int(bad) & lanes.sign, bool(changed))
-    last = scan_bytes(tail, lanes, offset=offset + words.size * WORD)
-    tail_changed = not np.array_equal(target[words.size * WORD :], tail)
-    target[words.size * WORD :] = tail
+    last = scan_bytes(rest, lanes, offset=offset + words.size * WORD)
+    rest_changed = not np.array_equal(target[words.size * WORD :], rest)
+    target[words.size * WORD :] = rest
     finite = last.finite and not int(bad) & lanes.sign
-    return Scan((int(digest) + last.digest) % MODULUS, finite, bool(changed) or tail_changed)
+    return Scan((int(digest) + last.digest) % MODULUS, finite, bool(changed) or rest_changed)
 
 
 def add_digests(digests: Iterable[int]) -> int:
@@ -186,9 +186,9 @@ def _split(array: Bytes) -> tuple[Any, Bytes]:
     return array[:whole].view(np.uint64), array[whole:]
 
 
-def _padded(tail: Bytes) -> Any:
+def _padded(rest: Bytes) -> Any:
     word = np.zeros(WORD, np.uint8)
-    word[: tail.size] = tail
+    word[: rest.size] = rest
     return word.view(np.uint64)
 
 

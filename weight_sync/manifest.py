@@ -23,7 +23,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from samebit.weight_sync.checkpoint_names import CheckpointNames, Place
+from samebit.weight_sync.folder_names import FolderNames, Place
 
 
 class WeightMismatchError(ValueError):
@@ -73,13 +73,13 @@ class Manifest:
     """Lists the names, shapes and dtypes of a model's tensors.
 
     specs: every name of the model's. ties: the names that share one storage, first name first. buffers: the names that
-    are no parameters. names: what checkpoints call these tensors, and their parts.
+    are no parameters. names: what folders call these tensors, and their parts.
     """
 
     specs: dict[str, TensorSpec]
     ties: tuple[tuple[str, ...], ...]
     buffers: frozenset[str] = frozenset()
-    names: CheckpointNames = field(default_factory=CheckpointNames)
+    names: FolderNames = field(default_factory=FolderNames)
 
     @classmethod
     def of(cls, module: nn.Module) -> Manifest:
@@ -92,7 +92,7 @@ class Manifest:
             {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()},
             tuple(tuple(names) for names in groups.values()),
             frozenset(name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)),
-            CheckpointNames.of(module),
+            FolderNames.of(module),
         )
 
     def place(self, name: str) -> Place | None:

@@ -42,7 +42,7 @@ _BYTES_A_GROUP = 16
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor that is stored in two: what it is, under its own name, and how it is made of them."""
+    """Describes a tensor that is stored in two: what it is, under its own name, and how it is made of them."""
 
     spec: TensorSpec
     values: str
@@ -51,7 +51,7 @@ class Packed:
 
 
 class Dequantized(TensorSource):
-    """A source over one that holds some tensors quantized."""
+    """Offers the tensors of a source that holds some of them quantized."""
 
     def __init__(self, stored: TensorSource, packed: Mapping[str, Packed]) -> None:
         self._stored = stored

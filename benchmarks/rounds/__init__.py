@@ -1,1 +1,6 @@
-"""Run the rounds of a comparison: contestants take turns, disturbed rounds are dropped, results are written."""
+"""Run the rounds of a comparison: contestants take turns, disturbed rounds are dropped, results are written.
+
+The way through: `turns` runs them, by `machine_noise`; `stepped_engines` steps engines by hand; `limited` gives a part
+a process and a limit; `parts_file` keeps the parts of a long measurement. `results_file` writes, `table` and
+`mismatch_report` show. Imports `workloads` and, to step it, `samebit.rollout`.
+"""

@@ -1,7 +1,13 @@
 """Turn a Hugging Face model into a bound model: the same module, computing with samebit's operations.
 
-`binding` is the door; `plan` finds each module's forward by `families`; the forwards are in `modules`, `mamba_mixer`,
-`causal_lm`; `training` and `logprob_head` are the trainer's side.
+The way through: `binding` is the door; `plan` walks the modules and gives each a forward by `families`, the list of
+what is bound exactly (`wrapped`: models with vision around them). The forwards are in `modules`, where `residual` lets
+a sum wait for its norm, in `mamba_mixer`, which `mamba_plan` finds, and in `causal_lm`, whose logits end in `epilogue`.
+`bound_record` checks that modules are still what was bound, `users` knows which objects use one model. `delta`,
+`latent` and `experts` are layers of those kinds, `dense` is a whole decoder layer in one call, `lora` is adapters,
+`trainer` is a trainer's side.
+
+Imports `samebit.kernels.ops`, `samebit.kernels.layout` and transformers; knows neither device's kernels.
 """
 
 from samebit.kernels.binding.binding import Binding, bind, binding_of, is_bound

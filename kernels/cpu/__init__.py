@@ -2,8 +2,11 @@
 implemented.
 
 It imports `samebit.kernels.layout`, `samebit.kernels.openmp` and nothing else of the package. A file or folder has the
-name of its operation; `base` is what all are made of, `gemm` the matrix products. A kernel (`base.jit`) shares out its
-items among threads (`base.share_out`); what an item calls are parts (`base.part`), compiled within the kernel.
+name of its operation: `activation`, `conv`, `norm`, `rope`, `logprobs`, `sampling` (with the numbers of `philox`),
+`linear` (with `weight_gradient`), `low_rank` (with `low_rank_vectors`); `attention`, `latent`, `ssd`, `delta`,
+`experts` and `dense` are folders. `base` is what all are made of, `gemm` the matrix products. A kernel (`base.jit`)
+shares out its items among threads (`base.share_out`); what an item calls are parts (`base.part`), compiled within the
+kernel. The way through: `base.part`, `base.jit`, then `norm`, the shortest whole operation, then `linear`.
 
 Invariant: every Numba kernel fixes the order of its operations in the source (``fastmath`` off, fused
 multiply-adds written out), so its bits do not depend on vector width, thread count or the other rows.

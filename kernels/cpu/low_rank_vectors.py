@@ -1,7 +1,7 @@
 """Define the micro-kernel that adds products of low rank to rows, as LLVM vectors (why: see `base.small_tiles`).
 
 A matrix ``[N, r]`` is given turned over, so that the lanes of a vector are outputs: sums stay in registers until they
-are scaled and added where the result lies.
+are scaled and added where the result lies. N outputs of a layer, r the rank.
 """
 
 from typing import Any

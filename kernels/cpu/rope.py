@@ -1,6 +1,6 @@
 """Rotate the first ``2 * R`` elements of each head on the CPU, and copy the rest; or all, behind what is not rotated.
 
-T tokens, H heads, D head size, R angles.
+T tokens, H heads, D head size, R angles, W elements that are not rotated.
 """
 
 from typing import Any

@@ -111,7 +111,7 @@ class AttentionWork:
 
     @property
     def first_queries(self) -> Ints:
-        """The place in ``queries`` of each sequence's first token, ``[S]``."""
+        """Return the place in ``queries`` of each sequence's first token, ``[S]``."""
         if self.one_token_each:
             return np.arange(len(self.order), dtype=np.int32)
         return (np.cumsum(self.lengths) - self.lengths).astype(np.int32)

@@ -15,7 +15,7 @@ from samebit.kernels.layout.memory_pool import zeroed_pool
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Shapes the KV memory of a model: one attention layer after the other, all alike."""
+    """Describes the shape of a model's KV memory: one attention layer after the other, all alike."""
 
     num_layers: int
     num_kv_heads: int
@@ -35,7 +35,7 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class LatentLayout:
-    """Shapes the memory of a model whose attention reads latents (MLA): one layer after the other, all alike.
+    """Describes the memory of a model whose attention reads latents (MLA): one layer after the other, all alike.
 
     Attributes:
         num_layers: attention layers.
@@ -66,7 +66,7 @@ class LatentLayout:
 
 @dataclass(frozen=True)
 class SparseLayout:
-    """Shapes the memory of a model whose attention reads chosen latents (DSA): one layer after the other.
+    """Describes the memory of a model whose attention reads chosen latents (DSA): one layer after the other.
 
     Attributes:
         rank, rope: as in `LatentLayout`.

@@ -2,5 +2,10 @@
 
 A file holds one operation: it checks, and it is the one place where autograd meets the operation. What computes is the
 table of the tensor's device (`dispatch`); nothing else here imports `samebit.kernels.cpu` or `samebit.kernels.triton`.
-Below lies `samebit.kernels.layout`, above `samebit.kernels.binding`.
+All import `samebit.kernels.layout`; above lies `samebit.kernels.binding`.
+
+The way through: `linear`, then `attention`, which takes `norm` and `rope` in, then `logprobs` and `sampling`;
+`activation`; `conv` and `ssd` of Mamba layers. `score_arguments` checks what a caller says of a score, `errors` raises
+what several operations refuse. Folders: `delta`, `latent` and `experts` are operations of those layers, `lora` what
+adapters add, `dense` a whole layer.
 """

@@ -1,7 +1,7 @@
 """Compute gated activations ``act(gate) * up`` with autograd.
 
 Contract: elementwise in float32, rounded once. torch's own ``silu`` and tanh-``gelu`` round differently in
-their vector body and scalar tail, so an element would change with the number of elements around it.
+their vector body and scalar rest, so an element would change with the number of elements around it.
 """
 
 from typing import Any

@@ -1,7 +1,10 @@
 """Compute on a GPU, with kernels in Triton; `operations` is the table of what is implemented.
 
-It imports `samebit.kernels.layout` and nothing else of the package. A file has the name of its operation; gradients
-that have kernels of their own are in `gradients`, the sizes of tiles in `tiles`.
+It imports `samebit.kernels.layout` and nothing else of the package. A file or folder has the name of its operation:
+`activation`, `attention` (with `splits`), `conv`, `heads`, `linear` (with `matmul`), `norm`, `rope`, `ssd`; `delta`,
+`dense`, `experts`, `latent` and `vocabulary` are folders. Gradients that have kernels of their own are in `gradients`,
+the sizes of tiles in `tiles`, what all are made of in `numeric`. The way through: `numeric`, `norm`, then `matmul` and
+the tiles it takes, then `attention`.
 
 Rules, beside those of the kernels on the CPU:
 

@@ -22,7 +22,7 @@ chunk, where the plain recurrence reads and writes it at each token.
 The memory is laid out as on the CPU (`samebit.kernels.layout.states.mamba`) with two differences: ``tail_dt`` holds
 the time step before bias and softplus, so that one code computes it, and sums are not kept, they are those of the tile.
 
-T tokens, S sequences, H heads of size P in groups, N state size, C tokens a chunk.
+T tokens, H heads of size P in groups, N state size, C tokens a chunk; S is the state alone.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""Teach a small model with latents a task of reasoning-gym, and answer few-shot prompts with the prefix cache on and
-off.
+"""Teach a small model with latents a task, and answer few-shot prompts with the prefix cache on and off.
 
-`benchmarks/accuracy.py` runs it.
+`benchmarks/accuracy.py` runs it: `models`, taught the `task` by `teaching` (`indexer`: the choice of tokens too), then
+`answers`. Imports `samebit.rollout`, and of `recipes` the task and how it is taught.
 """

@@ -1,4 +1,4 @@
-"""The experts that a worker reports for each token, beside those that the training forward chooses."""
+"""Compare the experts that a worker reports for each token with those that the training forward chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a GEMM give a row the same bits among any number of rows, on this machine and these shapes?
+"""Check whether a GEMM gives a row the same bits among any number of rows, on this machine and these shapes.
 
 On the CPU it does by its source, which this row of the table shows. On a GPU it is measured: what a tensor core does
 with a row of a tile is the hardware's.

@@ -1,4 +1,4 @@
-"""The tokens that each layer of sparse attention reads in a worker, beside those that the training forward chooses."""
+"""Compare the tokens that sparse attention reads in a worker with those that the training forward chooses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,12 @@
 """Manage KV memory: which block belongs to whom, and what of it can be used again.
 
-`contract` says what the scheduler may ask; `prefix_cache` and `no_prefix_cache` answer. It stands on `requests` and
-imports nothing above it.
+The way through: `contract` says what the scheduler may ask; `prefix_cache` answers, and `no_prefix_cache` where nothing
+is shared. Blocks are owned in `block_pool`, reached by sequences through `block_tables`, found again in `prefix_tree`;
+`cache_entry` is what a sequence has in it, `leaders` who computes what several need, `held_prompts` what waits for the
+samples of a group. `counters` count, `recent_digests` and `freed_later` keep bookkeeping cheap. `checkpoints` are of
+recurrent states, `publishing` tells a router what can be hit.
+
+Imports `requests`, `keys` and the grids of `samebit.kernels.layout`; nothing above `requests`.
 """
 
 from samebit.rollout.cache.block_pool import NULL_BLOCK, BlockPool

@@ -19,7 +19,7 @@ from samebit.rollout.requests.request import Sequence
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """Compute positions `start .. start + length - 1` of a sequence.
+    """Asks to compute positions `start .. start + length - 1` of a sequence.
 
     `samples` is True when the chunk ends at the sequence's last known token: the next one is sampled, from
     the same logits for this sequence and for each of `forks`. captures: (position, checkpoint) of recurrent

@@ -1,6 +1,11 @@
 """Stand in front of several workers with the same model: choose who computes a request, and keep them alike.
 
-`router` chooses, by the digests of a prompt's blocks, on what `shadow` knows of each replica's cache. `Fleet` is the
-front: a worker that is made of workers. What carries its calls to a replica is a `ReplicaPort`: an actor of Ray
-(`integrations/ray`), or whatever else a test puts there.
+The way through: `fleet` is the front, a worker made of workers; `carrier` takes requests to replicas and back to their
+`handle`; `router` chooses, by the digests of a prompt's blocks, on the `places` it knows and on what `shadow` has of
+each replica's cache; `crew` starts and restarts replicas; `weights` and `adapters` reach all of them; `options` is how
+a fleet is run. What carries its calls to a `replica` is a `port.ReplicaPort`: an actor of Ray (`integrations/ray`), or
+whatever else a test puts there.
+
+Imports what a worker's callers have, the words of `adapters`, `control`, `cache`, `requests`, `keys` and
+`integrations.links`, and `samebit.weight_sync`; no model and no kernel.
 """

@@ -1,1 +1,4 @@
-"""Hold what is secret: the key that a fleet's block digests are made with (`digest_key`)."""
+"""Hold what is secret: the key that a fleet's block digests are made with (`digest_key`).
+
+Imports nothing of ours.
+"""

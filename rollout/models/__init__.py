@@ -1,4 +1,6 @@
 """Bring what a user calls a model into memory as a module: `hub` finds the folder, `loading` reads and checks it.
 
-Imports the configuration and the kernels' errors; knows nothing of the engine.
+`own_reading` builds a module without transformers' reading, by the config that `text_config` reads. Imports `config`,
+`errors`, `requests` for end tokens and tokenizer, `samebit.weight_sync`, and `binding` of `samebit.kernels` for what it
+refuses; knows nothing of the engine.
 """

@@ -2,7 +2,7 @@
 
 Invariants
 ----------
-* A folder is read locally and without pickle; weights that the checkpoint lacks are an error, never a
+* A folder is read locally and without pickle; weights that the folder lacks are an error, never a
   random initialisation. A name of the hub becomes a folder first (`hub`).
 * Whatever is wrong with a folder, the error is a `ModelLoadError` that names it, or a `BindingError`.
 * A module is taken as it is: no copy, no `train()`/`eval()`, no change of dtype or device.
@@ -31,7 +31,7 @@ from samebit.rollout.models.text_config import read_text_config
 from samebit.rollout.requests.stopping import as_token_ids
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.weight_sync.apply import first_non_finite
-from samebit.weight_sync.checkpoint_names import CheckpointNames
+from samebit.weight_sync.folder_names import FolderNames
 from samebit.weight_sync.manifest import live_tensors
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -149,7 +149,7 @@ def _from_pretrained(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
             f"the weights in {folder} lack {len(info['missing_keys'])} tensors: "
             f"{', '.join(sorted(info['missing_keys']))}"
         )
-    names = CheckpointNames.of(module)
+    names = FolderNames.of(module)
     unknown = [name for name in info["unexpected_keys"] if not names.ignores(name)]
     if unknown:
         raise ModelLoadError(

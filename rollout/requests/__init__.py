@@ -1,4 +1,6 @@
 """Hold what a request is: its parameters checked, its sequences, the names of its blocks, when a sample ends.
 
-Ground floor of `samebit.rollout`: it imports nothing of the other rooms.
+The way through: `request`, then `limits` (can it be served?), `stopping`, which asks `stop_strings`, whose texts come
+from `tokenizer`, and `block_digests`. Near the ground of `samebit.rollout`: imports `errors`, `sampling_params`, `keys`
+and `samebit.kernels.layout`.
 """

@@ -49,8 +49,8 @@ class ChainHasher:
     def whole(self, named: PromptDigests, tokens: npt.NDArray[np.int64]) -> bytes:
         """Name a prompt with all of its tokens, those behind its full blocks too."""
         last = named.blocks[-1] if named.blocks else named.root
-        tail = tokens[len(named.blocks) * self.block_size :].astype(_TOKEN).tobytes()
-        return hashlib.blake2b(last + tail, key=self._key, digest_size=DIGEST_BYTES, person=b"whole").digest()
+        rest = tokens[len(named.blocks) * self.block_size :].astype(_TOKEN).tobytes()
+        return hashlib.blake2b(last + rest, key=self._key, digest_size=DIGEST_BYTES, person=b"whole").digest()
 
     def extend(self, parent: bytes, tokens: npt.NDArray[np.int64]) -> list[bytes]:
         """Return the digests of the full blocks among `tokens`, which follow the block `parent`."""

@@ -1,6 +1,8 @@
-"""Computes a step: a plan in, tokens and their log-probabilities out.
+"""Compute a step: a plan in, tokens and their log-probabilities out.
 
 `model_runner` goes through `step_inputs` (arrays on the host), `forward` (the module's call, whose contract is in
 `logits`) and `sampler`. `memory_shape` says what memory that takes, `pool_sizes` how much of it a configuration buys.
-`step_arrays` and the `cuda_*` files are what a GPU does differently.
+`step_arrays` and the `cuda_*` files are what a GPU does differently: `cuda_forward` calls, `cuda_graphs` records by
+`cuda_recorder`, `cuda_pool_size` measures. Imports `engine` (its plan), `requests`, `cache` (where checkpoints are),
+`config` and `samebit.kernels`; nothing above them.
 """

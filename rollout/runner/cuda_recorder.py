@@ -28,7 +28,7 @@ class CudaRecorder:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Run:
-        """Runs it once before, on the recording's own stream: that compiles its kernels and takes what they keep."""
+        """Run it once before, on the recording's own stream: that compiles its kernels and takes what they keep."""
         graph = torch.cuda.CUDAGraph()
         with _ONE_AT_A_TIME:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))

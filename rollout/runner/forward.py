@@ -1,4 +1,4 @@
-"""Chooses a step's forward call for the device of the model; on the host, makes it."""
+"""Choose a step's forward call for the device of the model; on the host, make it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says what memory a model's steps read and write: pages, states of recurrent layers, routes."""
+"""Say what memory a model's steps read and write: pages, states of recurrent layers, routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes a step: token rows in, sampled tokens and their log-probabilities out.
+"""Compute a step: token rows in, sampled tokens and their log-probabilities out.
 
 Invariants
 ----------

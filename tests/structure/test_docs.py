@@ -1,4 +1,4 @@
-"""Every file, link and anchor that the documentation names is there."""
+"""Every file, link and anchor that the documentation names is there, and its prose wraps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"(?<![\w/.<-])((?:[\w.-]+/)+[\w.-]+\.(?:py|json|yaml|md))\b")
 BARE = re.compile(r"`([\w-]+\.py)`")
+NO_PROSE = re.compile(r"(    |#|\s*\|)")  # code, headings, tables
+WIDTH = 100
+UNWRAPPED = ("benchmarks/README.md",)  # written line by line, as things are measured
 SHORTHANDS = (
     ROOT,
     ROOT / "kernels",
@@ -48,3 +51,13 @@ def test_what_a_page_names_exists(page: Path) -> None:
     missing += [name for name in FILE.findall(LINK.sub("", text)) if not any((at / name).exists() for at in folders)]
     missing += [name for name in BARE.findall(text) if name not in NAMES]
     assert not [name for name in missing if not name.startswith(("runs/", "path/", "models/"))]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "SECURITY.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_wraps(page: Path) -> None:
+    """What can not be broken, such as a link longer than a line, may be longer."""
+    if str(page.relative_to(ROOT)) in UNWRAPPED:
+        pytest.skip("not wrapped")
+    lines = FENCE.sub(lambda fence: "\n" * fence.group().count("\n"), page.read_text()).splitlines()
+    prose = {number: line for number, line in enumerate(lines, 1) if not NO_PROSE.match(line)}
+    assert not {number: line for number, line in prose.items() if len(line) > WIDTH and " " in line.strip()}

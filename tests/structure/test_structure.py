@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,7 @@ FLOORS = {
         "cli",
     ],
     "samebit.weight_sync": [
-        "arithmetic closing manifest report checkpoint_names digest",
+        "arithmetic closing manifest report folder_names digest",
         "source apply quantized adapter_names",
         "wire",
         "transports",
@@ -136,6 +138,23 @@ def test_every_folder_says_what_lives_there() -> None:
     assert not [str(folder) for folder in folders if not (folder / "__init__.py").read_text().startswith('"""')]
 
 
+def test_every_room_says_what_it_imports_and_names_what_is_in_it(imports: list[Import]) -> None:
+    """A room is a folder of more than two; it names the folders outside of it that its own modules import from."""
+    files = module_files()
+    pairs = {(_folder(found.source, files), _folder(found.target, files)) for found in imports}
+    unsaid = {}
+    for room, parts in _rooms(files).items():
+        docstring = ast.get_docstring(ast.parse(files[room].read_text())) or ""
+        words = {word for quoted in re.findall("`([^`]+)`", docstring) for word in re.split(r"\W+", quoted)}
+        ways = {_way(room, target) for source, target in pairs if source == room}
+        missing = parts - words
+        missing |= {".".join(way) for way in ways if way and not words.intersection(way)}
+        missing |= set() if re.search(r"\bimport", docstring, re.IGNORECASE) else {"imports"}
+        if missing:
+            unsaid[room] = sorted(missing)
+    assert not unsaid
+
+
 def test_a_checkout_works_in_its_root_without_an_install() -> None:
     """`samebit.*` is found through the links in `samebit/`; transformers does not take our `kernels` for another."""
     script = (
@@ -163,6 +182,29 @@ def test_kernels_load_without_transformers() -> None:
 def _room(module: str, package: str) -> str | None:
     """Return the part of `package` that holds `module`; None outside it, and for the package's own `__init__`."""
     return module[len(package) + 1 :].split(".")[0] if module.startswith(f"{package}.") else None
+
+
+def _rooms(files: dict[str, Path]) -> dict[str, set[str]]:
+    """Return the folders that hold more than two modules or folders, with their names; commands are no room's parts."""
+    parts: dict[str, set[str]] = {}
+    for name in files:
+        room, _, part = name.rpartition(".")
+        parts.setdefault(room, set()).add(part)
+    scripts = {f"samebit.{package}" for package in SCRIPTS}
+    return {room: held for room, held in parts.items() if len(held) > 2 and room not in {"samebit", *scripts}}
+
+
+def _folder(module: str, files: dict[str, Path]) -> str:
+    return module if files[module].stem == "__init__" else module.rpartition(".")[0]
+
+
+def _way(room: str, folder: str) -> tuple[str, ...]:
+    """Return the steps to `folder` from where it parts from `room`; none to `room`, into it, or to what holds it."""
+    if _within(folder, room) or _within(room, folder):
+        return ()
+    steps = tuple(zip_longest(room.split("."), folder.split(".")))
+    parting = next(number for number, (here, there) in enumerate(steps) if here != there)
+    return tuple(there for _, there in steps[parting:] if there is not None)
 
 
 def _within(module: str, package: str) -> bool:

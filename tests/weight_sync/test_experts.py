@@ -1,4 +1,4 @@
-"""Weights of routed experts: checkpoints that hold them apart are written into the tensors that hold them together."""
+"""Weights of routed experts: folders that hold them apart are written into the tensors that hold them together."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from samebit.weight_sync import (
     WeightSourceError,
     WeightStream,
     apply_weights,
-    checkpoint_names,
+    folder_names,
 )
-from samebit.weight_sync.checkpoint_names import CheckpointNames
+from samebit.weight_sync.folder_names import FolderNames
 
 from .expert_models import EXPERT_MODELS, IN_PARTS, differing, expert_model, values
 
@@ -93,7 +93,7 @@ def test_a_matrix_is_written_into_its_slice(family: str) -> None:
 
 
 def broken(change: Callable[[dict[str, Tensor]], None], family: str = "Qwen3Moe") -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint after a change."""
+    """Return the tensors of a folder after a change."""
     from transformers.core_model_loading import revert_weight_conversion
 
     model = expert_model(family, seed=1)
@@ -202,8 +202,8 @@ def test_tensors_that_are_put_together_in_another_way_have_no_parts(
     operations: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule = WeightConverter(["experts.*.w1.weight", "experts.*.w3.weight"], "experts.gate_up_proj", operations)
-    monkeypatch.setattr(checkpoint_names, "get_model_conversion_mapping", lambda module: [rule])
-    assert CheckpointNames.of(expert_model("Qwen3Moe")).fusions == ()
+    monkeypatch.setattr(folder_names, "get_model_conversion_mapping", lambda module: [rule])
+    assert FolderNames.of(expert_model("Qwen3Moe")).fusions == ()
 
 
 def test_infinities_are_named_by_the_expert() -> None:
@@ -253,7 +253,7 @@ def sent(sources: list[object], model: torch.nn.Module, *, cast: bool = False, *
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "NemotronH", "GptOss"])
 def test_over_shared_memory(family: str, tmp_path: Path) -> None:
-    """Of the module's names, of the checkpoint's names, and as differences of both."""
+    """Of the module's names, of the folder's names, and as differences of both."""
     donor = expert_model(family, seed=1)
     stored = saved(family, tmp_path)
     model = expert_model(family)

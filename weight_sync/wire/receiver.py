@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from samebit.weight_sync.apply import verify_digests
 from samebit.weight_sync.arithmetic import arithmetic_of
-from samebit.weight_sync.checkpoint_names import Place
 from samebit.weight_sync.digest import digest_of, hexadecimal, readable_bytes, scan
+from samebit.weight_sync.folder_names import Place
 from samebit.weight_sync.manifest import Manifest, TensorSpec, UpdateTerms, WeightMismatchError, live_tensors
 from samebit.weight_sync.report import SyncBrokenError, SyncReport
 from samebit.weight_sync.wire.buckets import BucketHeader, Ending, Kind, Record

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from samebit.weight_sync.checkpoint_names import CheckpointNames, ignored_names
 from samebit.weight_sync.digest import Lanes
+from samebit.weight_sync.folder_names import FolderNames, ignored_names
 from samebit.weight_sync.manifest import TensorSpec, check_name, dtype_name, live_tensors
 from samebit.weight_sync.report import SyncBrokenError
 from samebit.weight_sync.source import check_readable
@@ -91,7 +91,7 @@ class WeightStream:
 
 
 def _of_text(module: nn.Module) -> dict[str, Tensor]:
-    names = CheckpointNames(ignored=ignored_names(module))
+    names = FolderNames(ignored=ignored_names(module))
     return {name: tensor for name, tensor in live_tensors(module).items() if not names.ignores(name)}
 
 

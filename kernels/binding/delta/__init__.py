@@ -1,1 +1,4 @@
-"""Gated DeltaNet: `family` tells families apart, `plan` reads a model, `mixer` is the forward that its layers get."""
+"""Bind Gated DeltaNet layers: `plan` reads a model, by `family`, which tells families apart; its layers get `mixer`.
+
+Imports `ops`, `layout` and, of `binding`, `families`, `dense` and `lora`.
+"""

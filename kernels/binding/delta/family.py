@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class DeltaFamily:
-    """One family's Gated DeltaNet layers.
+    """Describes one family's Gated DeltaNet layers.
 
     Attributes:
         projections: ``by_key_head``: ``in_proj_qkvz`` and ``in_proj_ba``, whose outputs stand together per key head;

@@ -1,4 +1,5 @@
-"""Blocks of routed experts: `family` tells families apart, `plan` reads a model, `forwards` is what modules get.
+"""Bind blocks of routed experts: `plan` reads a model, by `family`, which tells families apart.
 
-`routes` notes which experts were chosen, for who asks.
+`forwards` is what modules get; `routes` notes which experts were chosen, where the caller asks for it. Imports `ops`,
+`layout` and, of `binding`, `families`.
 """

@@ -23,7 +23,7 @@ class SharedExperts:
 
 @dataclass(frozen=True)
 class ExpertFamily:
-    """One family's blocks of experts.
+    """Describes one family's blocks of experts.
 
     Class names are given by what follows the family's prefix, names over the versions of transformers as tuples.
 

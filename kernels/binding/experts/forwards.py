@@ -1,4 +1,4 @@
-"""The forwards that `bind` gives to a block of routed experts, to its router and to its experts.
+"""Define the forwards that `bind` gives to a block of routed experts, to its router and to its experts.
 
 Invariants:
 

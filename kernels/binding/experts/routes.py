@@ -32,7 +32,7 @@ class RouteNotes(Protocol):
 
 @dataclass(frozen=True)
 class RouteLayout:
-    """Shapes the notes of a model: the numbers of its layers with routed experts, and how many layers there are in all.
+    """Describes the shape of a model's notes: which layers have routed experts, and how many layers there are in all.
 
     top_k: the experts of a token.
     """

@@ -1,1 +1,5 @@
-"""Latent attention (MLA): `family` tells families apart, `plan` reads a model, `forwards` are what its modules get."""
+"""Bind latent attention (MLA): `plan` reads a model, by `family`, which tells families apart.
+
+`forwards` is what attention gets, `indexer` what chooses the tokens that sparse attention reads. Imports `ops`,
+`layout` and, of `binding`, `families` and `lora`.
+"""

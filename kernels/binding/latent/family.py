@@ -12,7 +12,7 @@ _ROTATES_NEIGHBOURS = "apply_rotary_pos_emb_interleave"
 
 @dataclass(frozen=True)
 class IndexerFamily:
-    """One family's indexers, which choose the tokens that attention reads.
+    """Describes one family's indexers, which choose the tokens that attention reads.
 
     Attributes:
         halves: its rotated elements stand in halves, whatever those of attention do.
@@ -26,7 +26,7 @@ class IndexerFamily:
 
 @dataclass(frozen=True)
 class LatentFamily:
-    """One family's attention over latents.
+    """Describes one family's attention over latents.
 
     Attributes:
         interleaved: the config's key for whether the two elements that are rotated together stand side by side; empty

@@ -122,7 +122,7 @@ class LatentPlan:
         return IndexOptions(attention.layer + 1, heads, size, attributes["softmax_scale"], top_k)
 
     def _check_rotation(self, attention: bool, indexer: bool) -> None:
-        """Check that the classes rotate as a checkpoint's config says, which they do not look at."""
+        """Check that the classes rotate as a folder's config says, which they do not look at."""
         config = self.config.to_dict()
         for key, found in (("rope_interleave", attention), ("indexer_rope_interleave", indexer)):
             if key in config and bool(config[key]) != found:

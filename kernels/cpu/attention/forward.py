@@ -11,7 +11,8 @@ A page holds ``block_size`` tokens of one layer: ``pages[block, kv_head, 0]`` is
 (scores vectorise over tokens), ``pages[block, kv_head, 1]`` the values as ``[B, D]`` (the output
 vectorises over the head).
 
-T tokens, S sequences, H heads, G query heads a KV head, D head size, B tokens a block, C tokens a chunk.
+T tokens, S sequences, H heads, G query heads a KV head, D head size, B tokens a block, C tokens a chunk,
+W blocks of the longest table, N tiles, M work items.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Define the scalar building blocks of the Numba kernels: exact by IEEE rules, and vectorisable.
 
 No libm call appears in a loop that LLVM may vectorise: a vector math library rounds differently in the
-vector body and in the scalar tail. ``exp`` and ``tanh`` are Cephes polynomials written with explicit
+vector body and in the scalar rest. ``exp`` and ``tanh`` are Cephes polynomials written with explicit
 fused multiply-adds instead, the same operations for every element.
 
 bfloat16 travels as its ``uint16`` bits (Numba has no such type): `widen` on the way in, `narrow` out.

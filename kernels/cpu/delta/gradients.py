@@ -2,11 +2,11 @@
 CPU.
 
 The states at the chunk boundaries are computed again, chunk by chunk over all sequences at once, then the chunks are
-walked backwards. In a chunk, with S the state before it and G the running sum of the decay::
+walked backwards. In a chunk, with S the state before it and L the running sum of the decay::
 
-    A[t, s] = beta_t exp(G_t - G_s) (k_t . k_s) for s < t        (I + A) u = beta (v - exp(G) k S)
-    M[t, s] = exp(G_t - G_s) (q_t . k_s) for s <= t              o = exp(G) q S + M u
-    S' = exp(G_end) S + sum over s of k_s^T exp(G_end - G_s) u_s
+    A[t, s] = beta_t exp(L_t - L_s) (k_t . k_s) for s < t        (I + A) u = beta (v - exp(L) k S)
+    M[t, s] = exp(L_t - L_s) (q_t . k_s) for s <= t              o = exp(L) q S + M u
+    S' = exp(L_end) S + sum over s of k_s^T exp(L_end - L_s) u_s
 
 Axes: z sequence, t and s tokens of a chunk, g key head, r value head of the key head, n key size, p value size.
 
@@ -58,7 +58,7 @@ class _Solved:
     """Holds what a chunk's tokens write, ``u`` ``[z, t, g, r, p]``, and what that was found of.
 
     system: ``I + A`` ``[z, g, r, t, s]``. kept: the decay of pairs. matches: ``k_t . k_s`` ``[z, g, 1, t, s]``. read:
-    ``k S`` ``[z, t, g, r, p]``. decayed: ``exp(G)`` ``[z, t, g, r, 1]``.
+    ``k S`` ``[z, t, g, r, p]``. decayed: ``exp(L)`` ``[z, t, g, r, 1]``.
     """
 
     u: torch.Tensor

@@ -1,6 +1,6 @@
 """Define the groups of arguments that the functions of the delta rule hand to each other.
 
-Letters: T tokens, S sequences, Hk and Hv heads of keys and values, K and V their sizes, C tokens a chunk.
+Letters: T tokens, Hk and Hv heads of keys and values, K and V their sizes, C tokens a chunk.
 """
 
 from typing import Any, NamedTuple

@@ -1,6 +1,6 @@
 """Compute the gated delta rule on the CPU as operations call it: give the kernels of this folder addresses of tensors.
 
-T tokens, S sequences, H heads.
+T tokens, H heads.
 """
 
 import torch

@@ -3,9 +3,9 @@
 Invariants (the row rule and the grid rule):
 
 * Chunks of `SCAN_CHUNK` tokens are anchored at position 0 of each sequence. With S the state at the chunk's first
-  token and G the running sum of the decay in the chunk (float64), a token writes u and reads o:
-  ``u_t = beta_t (v_t - exp(G_t) k_t S - sum over s < t of exp(G_t - G_s) (k_t . k_s) u_s)``,
-  ``o_t = exp(G_t) q_t S + sum over s <= t of exp(G_t - G_s) (q_t . k_s) u_s``.
+  token and L the running sum of the decay in the chunk (float64), a token writes u and reads o:
+  ``u_t = beta_t (v_t - exp(L_t) k_t S - sum over s < t of exp(L_t - L_s) (k_t . k_s) u_s)``,
+  ``o_t = exp(L_t) q_t S + sum over s <= t of exp(L_t - L_s) (q_t . k_s) u_s``.
   Sums over the key's size and over s ascend; dot products and the squares of a norm are summed in sixteen lanes, then
   over them.
 * What has decayed to less than e**-60 is 0 (`numeric.share_left`).
@@ -14,7 +14,7 @@ Invariants (the row rule and the grid rule):
 * The state moves once a chunk, with the chunk's last token, from the chunk's whole tail.
 * Tokens are computed one or two at a time, their keys and queries together: each does the same operations in the same
   order, and the state is read once for all of them.
-* Where each channel of a key decays by itself, ``exp(G_t - G_s)`` stands inside the products: `tail`.
+* Where each channel of a key decays by itself, ``exp(L_t - L_s)`` stands inside the products: `tail`.
 
 Why sixteen: a decode step waits for memory. It reads the state and the tail, where the plain recurrence reads and
 writes the state; so the tail has to stay small beside the state.
@@ -23,7 +23,7 @@ One work item is a sequence and a key head with its value heads; it owns their s
 that begin within its share of the rows. State and u are padded to whole vectors of the value's size, keys and queries
 to whole vectors of theirs. "Gated Delta Networks", Yang et al. 2024.
 
-T tokens, S sequences, Hk and Hv heads of keys and values, K and V their sizes, C tokens a chunk.
+T tokens, Hk and Hv heads of keys and values, K and V their sizes, C tokens a chunk; S is the state alone.
 """
 
 from typing import Any
@@ -272,7 +272,7 @@ def _add_tail(weights: Any, u: Any, u_at: int, count: int, wide: int, target: An
 
 @kernel_part
 def _move(sizes: Any, memory: Any, scratch: Any, at: int, k_at: int, ends_block: bool) -> None:
-    """Compute the state at the end of a full chunk: S = exp(G) S + sum over s of k_s (exp(G - G_s) u_s).
+    """Compute the state at the end of a full chunk: S = exp(L) S + sum over s of k_s (exp(L - L_s) u_s).
 
     Where a block ends too, the block state gets a copy.
     """

@@ -3,9 +3,11 @@
 Where each channel of a key decays by itself, with e_t the exponential of a token's decay, each token multiplies the
 keys before it in the tail by its e, and so the product of the chunk's e up to it, P_t. A key of the tail is then what
 is left of it at the last token, in every call the same products in the same order, and
-``exp(G_t - G_s) k_s . q_t = (what is left of k_s) . q_t``: a token costs K exponentials, and nothing overflows. The
+``exp(L_t - L_s) k_s . q_t = (what is left of k_s) . q_t``: a token costs K exponentials, and nothing overflows. The
 state is read by ``P_t k_t`` and ``P_t q_t``. What is left is 0 once it is less than e**-60. "Kimi Linear", Kimi Team
 2025.
+
+K is the size of a key, L_t the sum of the chunk's decays up to token t, a number for each channel of a key as P_t.
 """
 
 import math

@@ -1,6 +1,8 @@
 """Add up a row's outputs on the CPU, and hand its gradient to each of them; a row is one thread's.
 
 Invariant: a sum over a row's experts goes in the order of its ids, one chain of fused multiply-adds from 0.
+
+T rows of width W.
 """
 
 from typing import Any

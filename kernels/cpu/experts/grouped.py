@@ -1,6 +1,6 @@
-"""The product of each expert with its own rows: the bits of `cpu.linear` of each row by itself.
+"""Multiply each expert with its own rows: the bits of `cpu.linear` of each row by itself.
 
-P pairs, sorted by expert; K inputs, N outputs.
+P pairs, sorted by expert; E experts, K inputs, N outputs.
 """
 
 from itertools import pairwise

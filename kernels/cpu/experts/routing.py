@@ -3,6 +3,8 @@
 Invariants: without a correction, and where no scores of a group are added up, the logits themselves are compared: the
 order of the scores without the ties that rounding makes of them. A sum over all experts is one of sixteen lanes, a sum
 over the chosen goes in order of their ids.
+
+T rows, E experts, k the chosen ones: logits are ``[T, E]``, ids and weights ``[T, k]``.
 """
 
 from typing import Any, NamedTuple

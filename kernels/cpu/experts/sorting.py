@@ -1,6 +1,8 @@
-"""The order in which experts take their rows: pairs of row and expert, sorted by expert and then by row.
+"""Find the order in which experts take their rows: pairs of row and expert, sorted by expert and then by row.
 
 Invariant: the place of a pair is counted, never compared: the order is a function of the ids alone.
+
+E experts.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Matrix product ``out = x @ weight.T + bias`` in bfloat16 on processors that multiply pairs of inputs.
+"""Compute the matrix product ``out = x @ weight.T + bias`` in bfloat16 on processors that multiply pairs of inputs.
 
 Invariants (the row rule): an output is one chain of `dots_vectors`' instruction, input pair after input pair from 0, in
 float32; then the bias; rounded once. A last pair that is not whole is filled up with zeros. Rows, threads and places

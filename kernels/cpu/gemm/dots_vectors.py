@@ -1,4 +1,4 @@
-"""Micro-kernels of the bfloat16 matrix product on processors that multiply pairs of inputs (AVX512-BF16).
+"""Define the micro-kernels of the bfloat16 matrix product on processors that multiply pairs of inputs (AVX512-BF16).
 
 ``vdpbf16ps`` adds to each lane the two products of a pair of inputs with a pair of weights, in float32; numbers too
 small for the exponent count as 0. The order inside a pair is the processor's own, which is why all products of bfloat16

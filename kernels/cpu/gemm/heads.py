@@ -1,4 +1,4 @@
-"""Matrix products of heads: each head's part of a row is multiplied with that head's weight.
+"""Multiply each head's part of a row with that head's weight.
 
 Invariant: as in `grouped`, a row is multiplied by the code that multiplies it in a linear layer, so it has the same
 bits, whatever rows and heads are beside it and however many threads there are.

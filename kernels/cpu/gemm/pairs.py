@@ -1,4 +1,4 @@
-"""Rows of bfloat16 in pairs of inputs, 32 bits each, as instructions take them that multiply two inputs at once."""
+"""Lay rows of bfloat16 out in pairs of inputs, as instructions take them that multiply two inputs at once."""
 
 from typing import Any
 

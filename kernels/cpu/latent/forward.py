@@ -9,7 +9,8 @@ Invariants (the row rule and the grid rule):
   chosen walks all of them: the same chunks.
 * A key is a row of a page, ``rank + rope`` elements; its first ``rank`` are the value. All heads read the same.
 
-T tokens, S sequences, H heads, W elements of a key, R of a value, B tokens a block, C tokens a chunk.
+T tokens, S sequences, H heads, W elements of a key, R of a value, B tokens a block, C tokens a chunk, N tiles, K tokens
+chosen for a row.
 """
 
 from typing import Any, NamedTuple

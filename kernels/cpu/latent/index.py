@@ -8,7 +8,7 @@ Invariants:
 * Of equal scores the first are chosen; 0 and -0 are equal. A token behind a row's own is never looked at.
 
 Selection bit by bit, most significant first (radix select). T rows, H heads, D elements of a key, B tokens a block, C
-tokens a chunk.
+tokens a chunk, N pieces, K tokens chosen for a row.
 """
 
 from typing import Any, NamedTuple

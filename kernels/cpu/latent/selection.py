@@ -1,6 +1,6 @@
 """Choose keys on the CPU as operations call it: find the rows that have to choose, score for some of them at a time.
 
-T tokens, H heads, D elements of an index key.
+T tokens, H heads, D elements of an index key, N pieces.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""Write latents into their pages on the CPU. `samebit.kernels.layout.kv_pages` defines the layout."""
+"""Write latents into their pages on the CPU. `samebit.kernels.layout.kv_pages` defines the layout.
+
+T tokens, W elements of a latent and its rotated key.
+"""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Define the groups of arguments that the functions of the scan hand to each other.
 
-Letters: T tokens, S sequences, H heads, P head size, N state size, G groups, C tokens a chunk.
+Letters: T tokens, H heads, P head size, N state size, G groups, C tokens a chunk.
 """
 
 from typing import Any, NamedTuple

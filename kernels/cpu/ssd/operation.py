@@ -1,6 +1,6 @@
 """Compute the chunked scan on the CPU as operations call it: give the kernels of this folder addresses of tensors.
 
-T tokens, S sequences, H heads of size P in groups, N state size.
+T tokens, H heads of size P in groups, N state size.
 """
 
 import torch

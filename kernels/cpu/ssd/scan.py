@@ -19,7 +19,7 @@ takes the items that begin within its share of the rows: neighbours in memory, a
 and x are padded to whole vectors of the head size, B and C to whole vectors of the state size.
 "Transformers are SSMs", Dao & Gu 2024.
 
-T tokens, S sequences, H heads of size P in groups, N state size, C tokens a chunk.
+T tokens, H heads of size P in groups, N state size, C tokens a chunk; S is the state alone.
 """
 
 from typing import Any

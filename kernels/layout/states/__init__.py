@@ -1,1 +1,5 @@
-"""Lay out what layers with a recurrent state keep of a sequence: `memory` of all kinds, `mamba` and `delta` of each."""
+"""Lay out what layers with a recurrent state keep of a sequence.
+
+`memory` is of all kinds of layers, `mamba` and `delta` of each. Imports `device`, `grids`, `memory_pool` and `transfer`
+of `layout`.
+"""

@@ -148,7 +148,7 @@ class StateMemory:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Shapes the state memory of a model: one layer with a state after the other, all alike.
+    """Describes the shape of a model's state memory: one layer with a state after the other, all alike.
 
     Attributes:
         num_layers: layers with a state.

@@ -1,1 +1,5 @@
-"""Compute what a Gated DeltaNet layer has beside its convolution: `rule` and the `gates` that it takes."""
+"""Compute what a Gated DeltaNet layer has beside its convolution: `rule` and the `gates` that it takes.
+
+`gradients` is the way back where a decay is a channel's; `mixer` is the whole layer in one call. Imports `layout` and,
+of `ops`, `dispatch` and `errors`.
+"""

@@ -1,12 +1,12 @@
 """Compute the gradients of the delta rule whose decay is a channel's, in torch operations, on any device.
 
 The states before the chunks of `SCAN_CHUNK` tokens are computed again, then the chunks are walked backwards, all
-sequences at once; the gradients of a chunk are autograd's of its formula. With S the state before it and G ``[t, n]``
+sequences at once; the gradients of a chunk are autograd's of its formula. With S the state before it and L ``[t, n]``
 the running sum of the decay in it::
 
-    A[t, s] = beta_t sum over n of exp(G_t - G_s) k_t k_s for s < t      (I + A) u = beta (v - (exp(G) k) S)
-    M[t, s] = sum over n of exp(G_t - G_s) q_t k_s for s <= t            o = (exp(G) q) S + M u
-    S' = exp(G_end) S + sum over s of (exp(G_end - G_s) k_s)^T u_s
+    A[t, s] = beta_t sum over n of exp(L_t - L_s) k_t k_s for s < t      (I + A) u = beta (v - (exp(L) k) S)
+    M[t, s] = sum over n of exp(L_t - L_s) q_t k_s for s <= t            o = (exp(L) q) S + M u
+    S' = exp(L_end) S + sum over s of (exp(L_end - L_s) k_s)^T u_s
 
 Axes: z sequence, t and s tokens of a chunk, h head, n key size, p value size.
 

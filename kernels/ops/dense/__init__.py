@@ -1,2 +1,5 @@
-"""Layers that are one operation, their contract and what fits it: gate and up of an MLP with their activation, and a
-decoder layer of attention and a gated MLP."""
+"""Define layers that are one operation, their contract and what fits it.
+
+`gated` is gate and up of an MLP with their activation, `layer` a decoder layer of attention and a gated MLP. Imports
+`layout` and, of `ops`, `activation`, `dispatch`, `linear` and `rope`.
+"""

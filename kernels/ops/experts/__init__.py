@@ -1,1 +1,4 @@
-"""Routed experts: `routing` chooses the experts of a row and their weights, `routed` computes with them."""
+"""Define routed experts: `routing` chooses the experts of a row and their weights, `routed` computes with them.
+
+Imports `layout` and, of `ops`, `dispatch`, `activation` and `linear`.
+"""

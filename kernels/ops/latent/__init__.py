@@ -1,1 +1,4 @@
-"""Attention over latents (MLA): the attention itself, and the products that put queries and outputs into its form."""
+"""Define attention over latents (MLA): `attention` itself, and `heads`, the products around it.
+
+`selection` chooses the tokens that sparse attention reads. Imports `layout` and, of `ops`, `dispatch` and `errors`.
+"""

@@ -3,15 +3,15 @@
 Invariants (the row rule and the grid rule):
 
 * Chunks of `SCAN_CHUNK` tokens are anchored at position 0 of each sequence. With S the state at the chunk's first
-  token and G the running sum of the decay in the chunk (float64), a token writes u and reads o:
-  ``u_t = beta_t (v_t - exp(G_t) k_t S - sum over s < t of exp(G_t - G_s) (k_t . k_s) u_s)``,
-  ``o_t = exp(G_t) q_t S + sum over s <= t of exp(G_t - G_s) (q_t . k_s) u_s``.
+  token and L the running sum of the decay in the chunk (float64), a token writes u and reads o:
+  ``u_t = beta_t (v_t - exp(L_t) k_t S - sum over s < t of exp(L_t - L_s) (k_t . k_s) u_s)``,
+  ``o_t = exp(L_t) q_t S + sum over s <= t of exp(L_t - L_s) (q_t . k_s) u_s``.
 * Keys and u of a chunk are tiles of the whole chunk, whichever of its tokens belong to the call: those before come from
   the tail, those to come are zeros. A token's place in them is its position's in the chunk, in every call, and so is
   the order in which the squares of its key are summed.
 * Where each channel of a key decays by itself (Kimi Delta Attention), each token of the chunk, from the first on,
   multiplies the keys before it by its decay, in every call in the same order, and so the product that is left of the
-  state; ``exp(G_t - G_s)`` is then in the keys.
+  state; ``exp(L_t - L_s)`` is then in the keys.
 * The tokens of the call are computed one after the other by one piece of code, which a decode runs once.
 * The state moves once a chunk, with the chunk's last token, by one product of the chunk's two tiles.
 * A program owns a slice of the value size of the state, and of u, of one sequence and value head: sums run over the
@@ -24,7 +24,7 @@ chunk, where the plain recurrence reads and writes it at each token.
 The memory is laid out as on the CPU (`samebit.kernels.layout.states.delta`) with two differences, so that one code
 computes each: ``tail_k`` holds keys before they are normalised, ``tail_sums`` the decay itself.
 
-T tokens, S sequences, Hk and Hv heads of keys and values, K and V their sizes, C tokens a chunk.
+T tokens, Hk and Hv heads of keys and values, K and V their sizes, C tokens a chunk; S is the state alone.
 """
 
 from typing import Any

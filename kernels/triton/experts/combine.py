@@ -1,4 +1,4 @@
-"""The sum of what lies at a row's places: the outputs of its experts by their weights, or the gradients of its pairs.
+"""Add up what lies at a row's places: the outputs of its experts by their weights, or the gradients of its pairs.
 
 Invariant: one chain of fused multiply-adds in float32 from 0, in the order of the row's ids, rounded once. T rows, W
 elements.

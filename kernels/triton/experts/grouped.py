@@ -1,4 +1,4 @@
-"""The product of each expert with its rows: one launch over (expert, tile of its rows) and tiles of outputs.
+"""Multiply each expert with its rows: one launch over (expert, tile of its rows) and tiles of outputs.
 
 Invariant: a row's products are the chain of `matmul`, with the tile of a linear layer of these inputs and outputs, and
 so have the bits of that layer. Which rows share a tile does not matter. Other tiles compute calls of few rows an

@@ -1,4 +1,4 @@
-"""Routed experts from pairs to rows, and back.
+"""Compute routed experts from pairs to rows, and back.
 
 With ``o = down h + bias`` the output of a row's expert and w its weight, gradients need no o: ``<grad, o>`` is
 ``<grad @ down, h> + <grad, bias>``, and that of ``down`` is the sum of ``grad.T @ (w h)``.

@@ -1,4 +1,4 @@
-"""The order in which experts take their rows: pairs of row and expert, sorted by expert and then by row.
+"""Find the order in which experts take their rows: pairs of row and expert, sorted by expert and then by row.
 
 Invariants: the place of a pair is counted, never compared, so the order is a function of the ids alone. No number that
 depends on the ids comes to the host: what is launched depends on sizes alone, and a CUDA graph can record it.

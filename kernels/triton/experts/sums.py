@@ -1,4 +1,4 @@
-"""Gradients of weights and biases: sums over the rows of each expert, in the order of the rows, by one program.
+"""Compute gradients of weights and biases: sums over the rows of each expert, in the order of the rows, by one program.
 
 Of an expert without rows they are zero. P sorted pairs, T rows, M and N the elements of a pair's or a row's vectors.
 """

@@ -1,1 +1,5 @@
-"""Compute the gradients of attention, convolution and scan in Triton."""
+"""Compute the gradients of operations whose way back has kernels of its own, in Triton.
+
+`attention` first, which recomputes a chunk's scores as the forward does; `conv`; then `ssd` and `delta`, the recurrent
+layers. Imports `layout` and, of `triton`, `attention`, `numeric` and `tiles`.
+"""

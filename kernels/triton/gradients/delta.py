@@ -1,15 +1,15 @@
 """Compute the gradients of the gated delta rule of a training call: every sequence starts at position 0 with no state.
 
-With S the state before a chunk, E the gradient of the state after it, g the gradient of o, G the running sum of the
-decay in the chunk, L what is left at the chunk's end (``exp(G_end - G)``), ``kept[t, s] = exp(G_t - G_s)``, w what a
+With S the state before a chunk, E the gradient of the state after it, g the gradient of o, L the running sum of the
+decay in the chunk, F what is left at the chunk's end (``exp(L_end - L)``), ``kept[t, s] = exp(L_t - L_s)``, w what a
 token would write with a strength of one, ``u = beta w``, and d the gradient of what it wants to write::
 
-    w_t = v_t - exp(G_t) k_t S - sum over s < t of kept (k_t . k_s) u_s
-    d_s = sum over t >= s of kept (q_t . k_s) g_t + L_s k_s E + sum over t > s of b_t kept (k_t . k_s),  b = -beta d
+    w_t = v_t - exp(L_t) k_t S - sum over s < t of kept (k_t . k_s) u_s
+    d_s = sum over t >= s of kept (q_t . k_s) g_t + F_s k_s E + sum over t > s of b_t kept (k_t . k_s),  b = -beta d
     v_t    beta_t d_t                         beta_t    d_t . w_t
-    q_t    sum over s <= t of kept (g_t . u_s) k_s + exp(G_t) S g_t
+    q_t    sum over s <= t of kept (g_t . u_s) k_s + exp(L_t) S g_t
     k_s    sum over t >= s of kept (g_t . u_s) q_t + sum over t > s of kept (b_t . u_s) k_t
-           + sum over t < s of kept (b_s . u_t) k_t + exp(G_s) S b_s + L_s E u_s
+           + sum over t < s of kept (b_s . u_t) k_t + exp(L_s) S b_s + F_s E u_s
 
 and the gradient of a token's decay adds up what decays over it: from tokens before it, or the state before the chunk,
 to tokens from it on, or the state after. No term of it is subtracted from another.

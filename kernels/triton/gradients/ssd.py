@@ -2,13 +2,13 @@
 state.
 
 With S the state before a chunk, E the gradient of the state after it, g the gradient of y, cum the running sum of
-``dt * A`` in the chunk, L what is left at the chunk's end (``exp(cum_end - cum)``), and
+``dt * A`` in the chunk, F what is left at the chunk's end (``exp(cum_end - cum)``), and
 ``M[t, u] = exp(cum_t - cum_u) C_t . B_u`` for u <= t, else 0:
 
-    x_u     dt_u (sum over t of M[t, u] g_t + L_u B_u E) + D g_u
-    B_u     sum over t of exp(cum_t - cum_u) dt_u (g_t . x_u) C_t + dt_u L_u E x_u
+    x_u     dt_u (sum over t of M[t, u] g_t + F_u B_u E) + D g_u
+    B_u     sum over t of exp(cum_t - cum_u) dt_u (g_t . x_u) C_t + dt_u F_u E x_u
     C_t     sum over u of exp(cum_t - cum_u) dt_u (g_t . x_u) B_u + exp(cum_t) S g_t
-    dt_u    x_u . (sum over t of M[t, u] g_t + L_u B_u E) + A a_u
+    dt_u    x_u . (sum over t of M[t, u] g_t + F_u B_u E) + A a_u
 
 where a_v, the gradient of ``dt_v * A``, adds up what decays over token v: from tokens before it (u < v) or the state
 before the chunk, to tokens from it on (t >= v) or the state after the chunk. No term of it is subtracted from another.

@@ -1,1 +1,4 @@
-"""Tell a router elsewhere which blocks can be hit: `journal`."""
+"""Tell a router elsewhere which blocks can be hit: `journal`.
+
+Imports nothing of ours: a fleet reads its messages without a cache.
+"""

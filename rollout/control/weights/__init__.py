@@ -2,5 +2,5 @@
 (`transaction`).
 
 `spill` keeps a copy in a file, `marks` tell what has changed in place, `links_in_use` ends waits for a sender.
-Imports the rest of `control`, and `samebit.weight_sync`.
+Imports the rest of `control`, `models`, `binding` of `samebit.kernels`, and `samebit.weight_sync`.
 """

@@ -23,7 +23,7 @@ class LinksInUse:
 
     @contextmanager
     def in_use(self, source: object) -> Iterator[None]:
-        """Raises `WorkerStateError` once the worker is closed. Sources that are no links are passed over."""
+        """Raise `WorkerStateError` once the worker is closed. Sources that are no links are passed over."""
         if not isinstance(source, ReceiverLink):
             yield
             return

@@ -61,7 +61,7 @@ class Member:
 
 
 class Transaction(AbstractContextManager["Transaction"]):
-    """Set `complete` inside the block when every weight was written. In a shelter, waiting at `gate`."""
+    """Is the block of one update: set `complete` in it when all weights were written. In a shelter, waits at `gate`."""
 
     def __init__(self, member: Member, version: int | None, in_flight: str, gate: Gate) -> None:
         self._member = member

@@ -1,7 +1,12 @@
 """Serve a worker over HTTP: OpenAI's endpoints, the RL dialect of vLLM's, metrics.
 
-Floors, from the top: `serving` (process, sockets, signals) > `app` (routes) > `openai`, `rl`, `metrics` > `service`
-(what all handlers share: the worker, the queue, the streams) > `settings`, `errors`.
+Floors, from the top: `serving` (process, sockets, signals) > `app` (routes), `middleware` (the doors before them) >
+`openai`, `rl`, `metrics` > `event_stream`, `service` (what all handlers share: the worker behind `served`, the queue in
+`admission`, the streams in `step_hub`, spans in `tracing`, `versions` of weights; it holds the counters of `metrics`
+and the sessions of `openai`) > `settings`, `errors`.
+
+Imports what a worker's callers have, `models`, `requests`, `control`, `fleet` and `ray` for replicas,
+`samebit.weight_sync`, and of `samebit.kernels` the names of adapters.
 """
 
 try:

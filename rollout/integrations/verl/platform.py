@@ -76,13 +76,13 @@ class CPUPlatform(PlatformBase):
         yield
 
     def profiler_start(self) -> None:
-        """verl's torch profiler needs no device profiler."""
+        """Do nothing: verl's torch profiler needs no device profiler."""
 
     def profiler_stop(self) -> None:
-        """See `profiler_start`."""
+        """Do nothing, as `profiler_start`."""
 
     def ray_resource_name(self) -> str:
-        """verl counts its workers in GPUs: give Ray as many (`ray_kwargs.ray_init.num_gpus`), they stand for slots."""
+        """Return what verl counts its workers in. Give Ray as many (`ray_kwargs.ray_init.num_gpus`): they are slots."""
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:

@@ -26,12 +26,12 @@ def device_bytes(tensor: Tensor) -> Tensor:
 def scan_device_bytes(source: Tensor, lanes: Lanes, *, offset: int = 0) -> Scan:
     """Scan a piece (uint8, contiguous) that begins `offset` bytes (a multiple of 8) into its tensor."""
     whole = source.numel() // WORD * WORD
-    words, tail = source[:whole].view(torch.int64), source[whole:]
+    words, rest = source[:whole].view(torch.int64), source[whole:]
     first = offset // WORD + 1
     found = [_scan(words[begin : begin + _CHUNK], first + begin, lanes) for begin in range(0, words.numel(), _CHUNK)]
-    if tail.numel():
+    if rest.numel():
         last = torch.zeros(WORD, dtype=torch.uint8, device=source.device)
-        last[: tail.numel()] = tail
+        last[: rest.numel()] = rest
         found.append(_scan(last.view(torch.int64), first + words.numel(), lanes))
     if not found:
         return Scan(0, True)

@@ -1,2 +1,5 @@
-"""Metrics of a server, under vLLM's names where it has one: of the worker (`worker`), of requests (`requests`), and a
-dashboard for Grafana (`dashboard.json`)."""
+"""Give a server's metrics, under vLLM's names where it has one: of the `worker`, of `requests`, and a dashboard for
+Grafana (`dashboard.json`).
+
+Imports `served` and `service` of `http`, `control` and `fleet` for what they report, and outputs.
+"""

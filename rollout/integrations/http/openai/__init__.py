@@ -1,2 +1,6 @@
-"""OpenAI's endpoints: what may be asked (`requests`, `prompts`, `sampling`), what is answered (`completions`, `chat`,
-`logprobs`, `answers`), and what a conversation needs (`tools`, `sessions`)."""
+"""Serve OpenAI's endpoints: `routes` first, then `completions` and `chat`.
+
+What may be asked is in `requests`, `prompts` and `sampling`; what is answered in `answers`, `logprobs` and
+`sample_text`; what a conversation needs in `tools` and `sessions`. Imports the modules of `http`, `requests` and
+`control` of `samebit.rollout`, and outputs and parameters.
+"""

@@ -1,4 +1,4 @@
-"""Lists OpenAI's endpoints, and vLLM's for a tokenizer."""
+"""List OpenAI's endpoints, and vLLM's for a tokenizer."""
 
 from __future__ import annotations
 

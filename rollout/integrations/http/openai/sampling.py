@@ -83,6 +83,6 @@ def _check_stops(stop: str | list[str] | None, most: int) -> None:
 
 
 def check_cap(name: str, value: int | None, most: int) -> None:
-    """Raises `ApiError` for a value above the server's cap."""
+    """Raise `ApiError` for a value above the server's cap."""
     if value is not None and value > most:
         raise ApiError(400, f"{name} may be at most {most} here, got {value}", param=name)

@@ -52,9 +52,9 @@ class Sessions:
         text = await render([*messages[: known - 1], answer, *messages[known:]])
         if text.count(mark) != 1:
             raise ApiError(400, "the chat template does not show an answer as it was given: leave out X-Session-ID")
-        tail = await encode(text.partition(mark)[2])
-        ended = bool(tail) and turn.token_ids[-1] == tail[0]
-        return turn.token_ids + (tail[1:] if ended else tail)
+        rest = await encode(text.partition(mark)[2])
+        ended = bool(rest) and turn.token_ids[-1] == rest[0]
+        return turn.token_ids + (rest[1:] if ended else rest)
 
     def note(self, name: str, messages: list[Message], answer: Message, token_ids: list[int]) -> None:
         """Keep a turn: what was asked, what was answered, and the ids of both."""

@@ -104,7 +104,7 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
 
 
 def check_parser(name: str | None, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raises ValueError for a parser that there is not, or that this tokenizer can not serve."""
+    """Raise ValueError for a parser that there is not, or that this tokenizer can not serve."""
     if name is None:
         return
     if name not in PARSERS:

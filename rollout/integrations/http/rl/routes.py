@@ -1,4 +1,4 @@
-"""Lists the endpoints of the RL dialect. What each does to the worker, the worker's own methods say."""
+"""List the endpoints of the RL dialect. What each does to the worker, the worker's own methods say."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 
 class Gate:
-    """Open; or closed, and then a request waits outside or is turned away."""
+    """Is open; or closed, and then a request waits outside or is turned away."""
 
     def __init__(self) -> None:
         self.inside: set[str] = set()

@@ -211,7 +211,7 @@ class SamebitServer:
         return {**self._worker.stats(), **self._counted, "generation_seconds": self._busy.seconds}
 
     async def check_usable(self) -> None:
-        """Raises what broke the worker."""
+        """Raise what broke the worker."""
         self._worker.check_usable()
 
     async def watch(self) -> None:

@@ -1,4 +1,4 @@
-"""The rollout's experts beside the trainer's, token by token.
+"""Compare the rollout's experts with the trainer's, token by token.
 
 verl carries the experts that a server reports (`rollout.custom.routed_experts`) in the field `routed_experts`
 `[tokens, layers, experts of a token]`, with zeros where a server computed nothing: behind the last sampled token but

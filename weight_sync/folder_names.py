@@ -1,7 +1,7 @@
-"""Find where a tensor of a checkpoint goes in the module: to which tensor, and to which part of it.
+"""Find where a tensor of a folder's saved weights goes in the module: to which tensor, and to which part of it.
 
 Hugging Face renames some on the way in (Nemotron-H's `backbone.` is `model.` in the module), and it merges: a
-checkpoint holds the matrices of each expert apart (`mlp.experts.7.gate_proj.weight`), the module those of all experts
+folder holds the matrices of each expert apart (`mlp.experts.7.gate_proj.weight`), the module those of all experts
 of a layer in one tensor. Others it puts one behind the other (OLMo-hybrid's convolutions of q, k and v). Its own
 tables are read here, but nothing is merged: a matrix has a place in the module's tensor, which it is written to.
 
@@ -38,13 +38,13 @@ _WRAPPED = ".base_layer."
 """Stands in the names of layers that peft wraps."""
 
 _CONVOLUTION, _PROJECTION = "_conv1d.weight", "_proj.weight"
-"""A convolution that a checkpoint holds apart has as many channels as the projection of the same name has outputs."""
+"""A convolution that a folder holds apart has as many channels as the projection of the same name has outputs."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of the module; or, with an expert's number, one of the `parts` of that expert's rows in it; or its rows
-    from the first of `rows` up to the second."""
+    """Names a tensor of the module; or, with an expert's number, one of the `parts` of that expert's rows in it; or its
+    rows from the first of `rows` up to the second."""
 
     name: str
     expert: int | None = None
@@ -81,7 +81,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Says how a checkpoint holds one tensor: the end of its name, and those of its parts, "*" the expert."""
+    """Says how a folder holds one tensor: the end of its name, and those of its parts, "*" the expert."""
 
     target: str
     sources: tuple[str, ...]
@@ -108,7 +108,7 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Joining:
-    """Says how a checkpoint holds one tensor in parts that stand behind each other in it: the ends of their names, and
+    """Says how a folder holds one tensor in parts that stand behind each other in it: the ends of their names, and
     their rows."""
 
     target: str
@@ -133,8 +133,8 @@ class Joining:
 
 
 @dataclass(frozen=True)
-class CheckpointNames:
-    """The names that checkpoints of a module have for its tensors; without rules, those of the module alone.
+class FolderNames:
+    """Knows the names that saved weights have for a module's tensors; without rules, those of the module alone.
 
     ignored: what text has no use for, as regular expressions (vision, layers that only a draft model has).
     """
@@ -144,7 +144,7 @@ class CheckpointNames:
     ignored: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, module: nn.Module) -> CheckpointNames:
+    def of(cls, module: nn.Module) -> FolderNames:
         if not isinstance(module, PreTrainedModel):
             return cls()
         rules = get_model_conversion_mapping(module)
@@ -176,12 +176,12 @@ class CheckpointNames:
         return any(re.search(pattern, name) for pattern in self.ignored)
 
     def fusion_of(self, name: str) -> Fusion | Joining | None:
-        """Return how a checkpoint may hold a tensor of the module in parts."""
+        """Return how a folder may hold a tensor of the module in parts."""
         return next((fusion for fusion in self.fusions if name.endswith(fusion.target)), None)
 
 
 def ignored_names(module: nn.Module) -> tuple[str, ...]:
-    """Return what text has no use for, in the module or in a checkpoint of it, as regular expressions.
+    """Return what text has no use for, in the module or in its saved weights, as regular expressions.
 
     That is what the module's class says, and, where it wraps a text model, what the class of that says; and the layers
     behind the last that the config announces for drafting.
