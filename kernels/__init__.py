@@ -27,7 +27,8 @@ Local letters, in these meanings; a docstring says which one it takes:
     I  width of an expert; M work items
     P  pairs of a row and an expert, or other pairs; P_t, in a recurrent layer, the product of decays up to token t
     G  groups, of heads or of rows
-    S  in formulas of recurrent layers, the state; L_t the sum of decays up to token t
+    S  in formulas of recurrent layers, the state, E its gradient; L_t the sum of decays up to token t, F what is left
+       of a token at its chunk's end
 
 A public name is loaded when it is first asked for: kernels need no transformers, which takes as long to load as all
 the rest.
