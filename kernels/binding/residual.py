@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_map_only
 
 from samebit.kernels.layout import device
@@ -107,7 +108,7 @@ class WaitingSum(torch.Tensor):
         """
         parts = self.taken()
         if parts is not None:
-            with torch.autograd._unsafe_preserve_version_counter(self.room):
+            with _unsafe_preserve_version_counter(self.room):
                 torch.add(*parts, out=self.room)
         return self.room
 
