@@ -1,7 +1,7 @@
 """Tests hold on other processors too: some again in a process in which the libraries take this one for another.
 
 OpenBLAS multiplies for NumPy, and so for Triton's interpreter; Numba compiles the kernels of the CPU. Under `make soak`
-all tests of the kernels as on each of them, otherwise a few, and of OpenBLAS's as on one.
+all tests of the kernels, otherwise a few.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from llvmlite.binding import get_host_cpu_features
 
-from ..campaign import CAMPAIGN, first_of, long
+from ..campaign import CAMPAIGN, long
 from ..patience import HANG
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def run_tests(arguments: list[str], environment: dict[str, str], minutes: float)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("core", first_of(["Haswell", "Zen", "SkylakeX"]))
+@pytest.mark.parametrize("core", ["Haswell", "Zen", "SkylakeX"])
 def test_as_openblas_multiplies_on_other_processors(core: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     needed = "avx512f" if core == "SkylakeX" else "avx2"
