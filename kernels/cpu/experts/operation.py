@@ -12,7 +12,7 @@ from samebit.kernels.cpu.experts.sorting import Pairs, sort_pairs
 from samebit.kernels.layout.options import ExpertOptions, ExpertWeights, Layer, Saved
 
 _PAIRS_A_THREAD = 2048
-"""Count of pairs whose products a thread computes before it goes on with them: they are still in a cache then."""
+"""Count of pairs a thread whose products are computed before what follows them: fewer gain nothing."""
 
 
 def experts_forward(
