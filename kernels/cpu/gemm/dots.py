@@ -19,8 +19,8 @@ from samebit.kernels.cpu.gemm import few_rows
 from samebit.kernels.cpu.gemm.dots_vectors import ROWS, add_pair_products, dot_few
 from samebit.kernels.cpu.gemm.few_rows import fetch_next, tile_rows, write_few
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
-from samebit.kernels.cpu.gemm.many_rows import DEPTH, PANEL_ROWS, Panel, tile_of, width_of, with_panels
-from samebit.kernels.cpu.gemm.many_rows_vectors import HALVES_ARE_FASTER, MANY_OUTPUTS, OUTPUTS, VECTORS
+from samebit.kernels.cpu.gemm.many_rows import DEPTH, PANEL_ROWS, Panel, lanes_of, tile_of, width_of, with_panels
+from samebit.kernels.cpu.gemm.many_rows_vectors import HALVES_ARE_FASTER, MANY_OUTPUTS, OUTPUTS
 from samebit.kernels.cpu.gemm.pairs import STEP, pair_rows
 from samebit.kernels.layout.grids import LANES
 
@@ -60,12 +60,14 @@ def _add_products(
         if count % 2:
             for j in range(many):
                 patch[2 * j] = weight[at + j * weight_stride + count - 1]
-        for lane in range(0, width, VECTORS * LANES):
-            lanes, sums_at = min(VECTORS * LANES, width - lane), (output - begin) * width + lane
+        lane = 0
+        while lane < width:
+            lanes, sums_at = lanes_of(width - lane), (output - begin) * width + lane
             add_pair_products(lanes, many, panel, lane, width, weight, at, weight_stride, ahead, pairs, sums, sums_at)
             if count % 2:
                 place = pairs * width + lane
                 add_pair_products(lanes, many, panel, place, width, patch, 0, 2, 0, 1, sums, sums_at)
+            lane += lanes
         output += many
 
 

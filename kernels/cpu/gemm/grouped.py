@@ -139,7 +139,9 @@ def _rows_of(product: Any, first: int, rows: int, gathered: Any, kind: Any) -> A
     x = elements(product.x, NO_END, kind)
     for row in range(rows):
         at = np.int64(places[first + row]) * inputs
-        gathered[row * inputs : (row + 1) * inputs] = x[at : at + inputs]
+        source, target = x[at : at + inputs], gathered[row * inputs : (row + 1) * inputs]
+        for i in range(inputs):  # assigning the slice takes four times as long
+            target[i] = source[i]
     return gathered
 
 

@@ -26,6 +26,7 @@ from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
 from samebit.kernels.cpu.gemm.many_rows_vectors import (
     HALF,
+    HALVES_ARE_FASTER,
     MANY_OUTPUTS,
     NARROW,
     OUTPUTS,
@@ -63,9 +64,16 @@ class Panel(NamedTuple):
 
 @inlined_part
 def width_of(rows: int) -> int:
-    """Return the lanes of a panel of this count of rows: half vectors, or whole ones where a tile has no half."""
+    """Return the lanes of a panel of this count of rows: half vectors, or whole ones where a half gains nothing."""
     halves = (rows + HALF - 1) // HALF * HALF
-    return halves if VECTORS == 1 or halves < 2 * LANES else (rows + LANES - 1) // LANES * LANES
+    return halves if HALVES_ARE_FASTER or halves < 2 * LANES else (rows + LANES - 1) // LANES * LANES
+
+
+@inlined_part
+def lanes_of(left: int) -> int:
+    """Return how many of the lanes that are left the next tile covers: of many, whole vectors first."""
+    most = min(VECTORS * LANES, left)
+    return most if most <= 2 * LANES else most // LANES * LANES
 
 
 @inlined_part
@@ -100,12 +108,15 @@ def _add_products(
         many = tile_of(end - output, width)
         ahead = many * weight_stride if output + 2 * many <= last else 0  # what the next tile reads
         for k in range(0, count, SUM_BLOCK):
-            for lane in range(0, width, VECTORS * LANES):
+            lane = 0
+            while lane < width:
+                lanes = lanes_of(width - lane)
                 multiply_tile(
-                    min(VECTORS * LANES, width - lane), many, panel, k * width + lane, width,
+                    lanes, many, panel, k * width + lane, width,
                     weight, output * weight_stride + depth + k, weight_stride, 1, ahead, min(SUM_BLOCK, count - k),
                     sums, (output - begin) * width + lane,
                 )  # fmt: skip
+                lane += lanes
         output += many
 
 
