@@ -86,7 +86,7 @@ def _choose_row(row: int, logits: Any, correction: Any, rule: Any, ids: Any, wei
     if rule.groups > 1:
         keys = _of_best_groups(keys, rule)
     _greatest(keys, chosen)
-    chosen.sort()
+    _sort(chosen)
     _weigh(own, chosen, rule, weights[row])
 
 
@@ -197,6 +197,17 @@ def _greatest(keys: Any, chosen: Any) -> None:
 
 
 @kernel_part
+def _sort(chosen: Any) -> None:
+    """Put a few ids in ascending order."""
+    for last in range(1, len(chosen)):
+        e, place = chosen[last], last
+        while place > 0 and chosen[place - 1] > e:
+            chosen[place] = chosen[place - 1]
+            place -= 1
+        chosen[place] = e
+
+
+@kernel_part
 def _weigh(logits: Any, chosen: Any, rule: Any, weights: Any) -> None:
     """Write the weights of the chosen."""
     if rule.sigmoid:
@@ -204,7 +215,12 @@ def _weigh(logits: Any, chosen: Any, rule: Any, weights: Any) -> None:
         for place, e in enumerate(chosen):
             weights[place] = sigmoid(logits[e]) / total * rule.scale
         return
-    peak = _peak(logits[chosen] if rule.normalised else logits)
+    peak = _LEAST
+    if rule.normalised:
+        for e in chosen:
+            peak = max(peak, logits[e])
+    else:
+        peak = _peak(logits)
     for place, e in enumerate(chosen):
         weights[place] = exp(logits[e] - peak)
     total = _ZERO
