@@ -1,5 +1,6 @@
 """Compute routed experts on the CPU, from pairs to rows and back."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -70,12 +71,11 @@ def _outputs(x: torch.Tensor, pairs: Pairs, experts: ExpertWeights, options: Exp
 
 def _runs_of_experts(bounds: list[int], most: int) -> Iterator[tuple[int, int]]:
     """Return runs of experts with at most that many pairs, or a single expert that has more."""
-    first = 0
-    for expert in range(1, len(bounds) - 1):
-        if bounds[expert + 1] - bounds[first] > most:
-            yield first, expert
-            first = expert
-    yield first, len(bounds) - 1
+    first, last = 0, len(bounds) - 1
+    while first < last:
+        following = max(first + 1, bisect_right(bounds, bounds[first] + most) - 1)
+        yield first, following
+        first = following
 
 
 def _part(weight: torch.Tensor, bias: torch.Tensor | None, first: int, last: int) -> Layer:

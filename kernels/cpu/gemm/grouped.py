@@ -33,7 +33,8 @@ _LEAST_SHARE = 64
 """Outputs below which a thread would spend its time on the rows it has to prepare for them."""
 
 _MANY_ROWS = PANEL_ROWS // 2
-"""Rows a group, in the mean, from which on preparing them takes longer than reading the weights evenly saves."""
+"""Rows a group, in the mean of those that have any, from which on preparing them takes longer than reading the weights
+evenly saves."""
 
 TURNED = 240
 """Outputs of a weight that are turned over at a time."""
@@ -61,7 +62,10 @@ class Product(NamedTuple):
 @inlined_part
 def _parts(product: Product, threads: int) -> int:
     """Return how many parts the outputs are shared out into, of equally many threads each."""
-    if longs(product.offsets, product.groups + 1)[product.groups] >= product.groups * _MANY_ROWS:
+    offsets, with_rows = longs(product.offsets, product.groups + 1), 0
+    for group in range(product.groups):
+        with_rows += int(offsets[group + 1] > offsets[group])
+    if offsets[product.groups] >= with_rows * _MANY_ROWS:
         return 1
     parts = threads
     while threads % parts or (parts > 1 and product.outputs < parts * _LEAST_SHARE):
