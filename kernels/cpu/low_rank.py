@@ -23,8 +23,7 @@ from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS
-from samebit.kernels.cpu.gemm.many_rows import SUM_BLOCK
-from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, VECTORS, multiply_tile, transpose_tile
+from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, SUM_BLOCK, VECTORS, multiply_tile, transpose_tile
 from samebit.kernels.cpu.linear import multiply
 from samebit.kernels.cpu.low_rank_vectors import add_term_tile
 from samebit.kernels.layout.grids import LANES

@@ -21,8 +21,7 @@ from samebit.kernels.cpu.base.vectors import (
     store_vector,
     zeros,
 )
-from samebit.kernels.cpu.gemm.many_rows import SUM_BLOCK
-from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, VECTORS
+from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, SUM_BLOCK, VECTORS
 from samebit.kernels.layout.grids import LANES
 
 ROWS = OUTPUTS

@@ -17,8 +17,7 @@ from samebit.kernels.cpu.base.memory import floats, scratch
 from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.layers import shares
-from samebit.kernels.cpu.gemm.many_rows import SUM_BLOCK
-from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, VECTORS, multiply_tile
+from samebit.kernels.cpu.gemm.many_rows_vectors import OUTPUTS, SUM_BLOCK, VECTORS, multiply_tile
 from samebit.kernels.layout.grids import LANES
 
 PANEL_WIDTH = 64

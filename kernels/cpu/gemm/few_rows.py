@@ -16,8 +16,7 @@ from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.few_rows_vectors import ROWS, multiply_few
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, share_of, shares
-from samebit.kernels.cpu.gemm.many_rows import SUM_BLOCK
-from samebit.kernels.cpu.gemm.many_rows_vectors import HALF, HALVES_ARE_FASTER, fetch
+from samebit.kernels.cpu.gemm.many_rows_vectors import HALF, HALVES_ARE_FASTER, SUM_BLOCK, fetch
 from samebit.kernels.layout.grids import CACHE_LINE, LANES
 
 MOST_ROWS = HALF // 2 if HALVES_ARE_FASTER else ROWS[-1]

@@ -30,15 +30,13 @@ from samebit.kernels.cpu.gemm.many_rows_vectors import (
     MANY_OUTPUTS,
     NARROW,
     OUTPUTS,
+    SUM_BLOCK,
     VECTORS,
     multiply_tile,
     transpose_strip,
     write_strip,
 )
 from samebit.kernels.layout.grids import LANES
-
-SUM_BLOCK = 128
-"""The inputs that are summed in one chain. A constant of the arithmetic: changing it changes bits."""
 
 PANEL_ROWS = 64
 
@@ -102,21 +100,19 @@ def _add_products(
     panel: Any, width: int, weight: Any, weight_stride: int, depth: int, count: int, begin: int, end: int, last: int,
     sums: Any,
 ) -> None:  # fmt: skip
-    """Add to ``sums[output, row]`` the products of the panel's inputs from ``depth`` on, block after block."""
+    """Add to ``sums[output, row]`` the products of the panel's inputs, which are those from ``depth`` on."""
     output = begin
     while output < end:
         many = tile_of(end - output, width)
         ahead = many * weight_stride if output + 2 * many <= last else 0  # what the next tile reads
-        for k in range(0, count, SUM_BLOCK):
-            lane = 0
-            while lane < width:
-                lanes = lanes_of(width - lane)
-                multiply_tile(
-                    lanes, many, panel, k * width + lane, width,
-                    weight, output * weight_stride + depth + k, weight_stride, 1, ahead, min(SUM_BLOCK, count - k),
-                    sums, (output - begin) * width + lane,
-                )  # fmt: skip
-                lane += lanes
+        lane = 0
+        while lane < width:
+            lanes = lanes_of(width - lane)
+            multiply_tile(
+                lanes, many, panel, lane, width, weight, output * weight_stride + depth, weight_stride, 1, ahead, count,
+                sums, (output - begin) * width + lane,
+            )  # fmt: skip
+            lane += lanes
         output += many
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
@@ -35,6 +36,9 @@ from samebit.kernels.cpu.base.vectors import (
     transposed,
 )
 from samebit.kernels.layout.grids import LANES
+
+SUM_BLOCK = 128
+"""The inputs that are summed in one chain. A constant of the arithmetic: changing it changes bits."""
 
 _, _PROCESSOR, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
 
@@ -116,7 +120,8 @@ def multiply_tile(
     sums: Any,
     sums_at: Any,
 ) -> Any:
-    """Add to ``sums[j, lane]`` the chain over i < count of ``weight[j, i] * panel[i, lane]``, from 0.
+    """Add to ``sums[j, lane]`` the sum over i < count of ``weight[j, i] * panel[i, lane]``, a chain from 0 each
+    `SUM_BLOCK` of them.
 
     ``lanes`` is one of `widths`, ``outputs`` (j) one of `OUTPUTS`, or `MANY_OUTPUTS` up to `NARROW` lanes; rows of the
     panel and of the sums are ``width`` apart, rows of the weight ``weights_stride``, its inputs ``weights_step``. The
@@ -132,19 +137,9 @@ def multiply_tile(
         index = many.type
         paired = weights.dtype != types.float32
 
-        def emit(lane_count: int, output_count: int) -> None:
-            rows = [
-                in_register(builder, row_of(context, builder, weights, weight, weight_from, weight_stride, j))
-                for j in range(output_count)
-            ]
-            start = pointer_to(context, builder, panel, panel_array, panel_from)
-            vectors = halves_of(lane_count)
+        def chains_of(rows: list[Any], start: Any, count: Any, vectors: list[tuple[int, Any]]) -> list[Any]:
+            """Return the chains of a block whose weights begin in ``rows`` and whose part of the panel at ``start``."""
             kind = vectors[0][1]
-            targets = [
-                (builder.gep(row_of(context, builder, sums, sums_array, sums_from, step, j), [index(lane)]), each)
-                for j in range(output_count)
-                for lane, each in vectors
-            ]
 
             def add(i: Any, factors: list[Any], totals: list[Any]) -> list[Any]:
                 here = builder.gep(start, [builder.mul(i, step)])
@@ -168,17 +163,33 @@ def multiply_tile(
                 for row in rows:
                     prefetch(builder, builder.gep(row, [builder.add(first, further)]))
 
-            chains = [ir.Constant(each, [0.0] * each.count) for _, each in targets]
-            if paired:
-                chains = in_lines(builder, builder.lshr(n, index(1)), LANES, chains, fetch_line, two)
-                done = builder.and_(n, index(-2))
-                chains = accumulate(
-                    builder, builder.sub(n, done), chains, lambda i, totals: one(builder.add(done, i), totals)
-                )
-            else:
-                chains = in_lines(builder, n, LANES, chains, fetch_line, one)
-            for (target, each), chain in zip(targets, chains, strict=True):
-                store_as(builder, builder.fadd(load_as(builder, target, each), chain), target)
+            chains = [ir.Constant(each, [0.0] * each.count) for _ in rows for _, each in vectors]
+            if not paired:
+                return in_lines(builder, count, LANES, chains, fetch_line, one)
+            chains = in_lines(builder, builder.lshr(count, index(1)), LANES, chains, fetch_line, two)
+            done = builder.and_(count, index(-2))
+            odd = builder.sub(count, done)
+            return accumulate(builder, odd, chains, lambda i, totals: one(builder.add(done, i), totals))
+
+        def emit(lane_count: int, output_count: int) -> None:
+            begin = pointer_to(context, builder, panel, panel_array, panel_from)
+            of_outputs = [
+                row_of(context, builder, weights, weight, weight_from, weight_stride, j) for j in range(output_count)
+            ]
+            vectors = halves_of(lane_count)
+            targets = [
+                builder.gep(row_of(context, builder, sums, sums_array, sums_from, step, j), [index(lane)])
+                for j in range(output_count)
+                for lane, _ in vectors
+            ]
+            with cgutils.for_range_slice(builder, index(0), n, index(SUM_BLOCK), intp=index) as (at, _):
+                left = builder.sub(n, at)
+                count = builder.select(builder.icmp_signed("<", left, index(SUM_BLOCK)), left, index(SUM_BLOCK))
+                start = builder.gep(begin, [builder.mul(at, step)])
+                along = builder.mul(at, weight_step)
+                rows = [in_register(builder, builder.gep(row, [along])) for row in of_outputs]
+                for target, chain in zip(targets, chains_of(rows, start, count, vectors), strict=True):
+                    store_as(builder, builder.fadd(load_as(builder, target, chain.type), chain), target)
 
         dispatch_tile(builder, many, wide, emit)
         return context.get_dummy_value()
