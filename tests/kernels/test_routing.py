@@ -204,6 +204,7 @@ def test_no_rows_have_no_experts() -> None:
         ({"groups": 12, "kept_groups": 6}, "groups of 1 experts have no two best"),
         ({"scores": "relu"}, "scores are 'relu', of groups 'best_two'; allowed: softmax"),
         ({"scale": 0.0}, "the scale is 0.0; allowed: above 0"),
+        ({"scale": 1e39}, r"the scale is 1e\+39; allowed: above 0, and finite in float32"),
     ],
 )
 def test_routers_that_can_not_work_are_refused(changed: dict[str, object], message: str) -> None:

@@ -90,8 +90,8 @@ def check_options(options: RoutingOptions, experts: int) -> None:
             f"scores are {options.scores!r}, of groups {options.group_score!r}; "
             f"allowed: {', '.join(_SCORES)}, and {', '.join(_GROUP_SCORES)}"
         )
-    if not options.scale > 0:
-        raise ValueError(f"the scale is {options.scale}; allowed: above 0")
+    if not 0 < options.scale <= torch.finfo(torch.float32).max:
+        raise ValueError(f"the scale is {options.scale}; allowed: above 0, and finite in float32")
     groups, kept = options.groups, options.kept_groups
     if not 1 <= kept <= groups or experts % groups:
         raise ValueError(f"{kept} of {groups} groups of {experts} experts; allowed: some of groups of equal size")
