@@ -29,13 +29,14 @@ class Sizes:
     """Sets the size of the measurement of layers.
 
     rows: of a call. few, many: the experts between which growth is measured; a model of few has more layers, so that
-    both have as many weights. pass_rows: rows that a turn computes at least.
+    both have as many weights. turn_rows: rows that a turn computes at least, those of each layer counted: a short turn
+    would be one of caches that another contestant has filled.
     """
 
     rows: tuple[int, ...] = (64, 2000)
     few: int = 8
     many: int = 256
-    pass_rows: int = 640
+    turn_rows: int = 5120
     rounds: int = 15
 
 
@@ -127,7 +128,8 @@ def growth(shape: dict[str, Any], dtype: str, sizes: Sizes, comparison: Comparis
 
 def _turn(contestants: ExpertLayers, run: Pass, rows: int, sizes: Sizes) -> Turn:
     contestants.seconds(run, 1)  # compiles
-    return lambda _: contestants.seconds(run, max(1, sizes.pass_rows // rows))
+    passes = max(1, sizes.turn_rows // (rows * contestants.layers))
+    return lambda _: contestants.seconds(run, passes)
 
 
 def _suffix(dtype: str) -> str:

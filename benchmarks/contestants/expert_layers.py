@@ -29,6 +29,11 @@ class ExpertLayers:
         self._theirs = [layer.mlp for layer in model.model.layers]
         self._ours = [layer.mlp for layer in bind(copy.deepcopy(model)).model.layers]
 
+    @property
+    def layers(self) -> int:
+        """Return their count."""
+        return len(self._ours)
+
     def rows(self, count: int) -> Tensor:
         generator = torch.Generator().manual_seed(count)
         return torch.randn(1, count, self.shape["hidden_size"], generator=generator).to(self.dtype)
@@ -70,7 +75,7 @@ class ExpertLayers:
             began = time.perf_counter()
             for _ in range(passes):
                 run()
-            return (time.perf_counter() - began) / (passes * len(self._ours))
+            return (time.perf_counter() - began) / (passes * self.layers)
 
     def check(self, count: int) -> None:
         """Raise unless both compute the same, within rounding."""

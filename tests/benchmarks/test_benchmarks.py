@@ -416,7 +416,7 @@ FEW_EXPERTS = models.EXPERTS | {
 def test_moe_figures() -> None:
     comparison = moe.Comparison()
     comparison.calibration = alternate.Calibration(size=8)
-    sizes = moe.Sizes(rows=(3, 20), few=4, many=32, pass_rows=20, rounds=1)
+    sizes = moe.Sizes(rows=(3, 20), few=4, many=32, turn_rows=20, rounds=1)
     metrics = moe.measure(FEW_EXPERTS, workload.Workload(2, 3, 20, 8), sizes, 1, comparison)
     of_layers = ("layer_over_grouped_mm", "layer_ms", "layer_growth", "layer_growth_same_experts", "grouped_mm_growth")
     of_rollouts = (
