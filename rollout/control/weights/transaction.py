@@ -75,10 +75,8 @@ class Transaction(AbstractContextManager["Transaction"]):
 
     def __enter__(self) -> Transaction:
         self._member.thread.check_thread()
-        members: list[Member] = self._member.weights.users.in_order()
-        self._member.status.check_usable()  # one that is not among them was closed before
         with ExitStack() as stack:
-            held = [member for member in members if self._hold(member, stack)]
+            held = self._hold_all(stack)
             if self._member.status.weights_asleep:
                 raise WorkerStateError('the weights are asleep; call wake_up("weights") first')
             self.version = self._next_version(self._member.thread.engine.weight_version)
@@ -87,6 +85,14 @@ class Transaction(AbstractContextManager["Transaction"]):
             self._others = [member for member in held if member is not self._member]
             self._stack = stack.pop_all()
         return self
+
+    def _hold_all(self, stack: ExitStack) -> list[Member]:
+        """Let all workers on these weights stand still until the end; one may come while others are waited for."""
+        users, holds = self._member.weights.users, dict[Member, bool]()
+        while new := [member for member in users.in_order() if member not in holds]:
+            holds |= {member: self._hold(member, stack) for member in new}
+        self._member.status.check_usable()  # one that is not among them was closed before
+        return [member for member, held in holds.items() if held]
 
     def _hold(self, member: Member, stack: ExitStack) -> bool:
         """Let a worker stand still until the end; False where another one has ended, which needs no new weights."""
