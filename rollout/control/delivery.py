@@ -141,7 +141,8 @@ class RequestHandle:
 
     def cancel(self) -> None:
         """Abort the request; `result()` then gives what it had, with finish_reason "abort"."""
-        self._cancel(self.request_id)
+        if not self.done:  # another request may have the id by now
+            self._cancel(self.request_id)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. Raises what failed the request, or TimeoutError (the request goes on)."""

@@ -173,6 +173,19 @@ def test_results_can_be_awaited(make_worker: MakeWorker, oracle: Oracle) -> None
     assert asyncio.run(first.result_async()) is first.result(0), "a result that is there already"
 
 
+def test_cancelling_a_finished_request_leaves_the_next_one_of_its_name_alone(
+    make_worker: MakeWorker, oracle: Oracle
+) -> None:
+    worker, runner = make_worker()
+    first = worker.submit([1, 2], FEW, request_id="mine")
+    first.result(HANG)
+    runner.gate = StepGate()
+    second = worker.submit([1, 3], FEW, request_id="mine")
+    first.cancel()
+    runner.gate.release(100)
+    assert second.result(HANG).samples[0].token_ids == oracle([1, 3], 0, 5)
+
+
 def test_an_await_that_is_cancelled_cancels_the_request(make_worker: MakeWorker) -> None:
     worker, runner = make_worker()
     runner.gate = StepGate()
