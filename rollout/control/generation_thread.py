@@ -105,10 +105,10 @@ class GenerationThread:
         """Call it in this thread after each step that committed tokens. It must not wait."""
         self._listeners = (*self._listeners, listener)
 
-    def all_request_ids(self) -> list[str]:
-        """Return the ids of all requests, those that have just come included. Under the lock."""
+    def abort_where(self, concerned: Callable[[Request], bool]) -> None:
+        """End these of all requests, those that have just come included, with what they have. Under the lock."""
         self._take_inbox()
-        return list(self.engine.requests)
+        self.deliver(self.engine.abort([i for i, request in self.engine.requests.items() if concerned(request)]))
 
     def run(self, act: Callable[[Engine], T]) -> T:
         """Call `act` with the engine between two steps."""
