@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -31,9 +30,7 @@ from samebit.rollout.runner.cuda_pool_size import kv_cache_bytes
 from samebit.rollout.runner.forward import forward_for
 from samebit.rollout.runner.memory_shape import MemoryShape
 from samebit.rollout.runner.sampler import Draws, Sampler, most_likely
-from samebit.rollout.runner.step_inputs import Memory, PromptPiece, idle_step, step_inputs
-
-Ints = npt.NDArray[np.int32]
+from samebit.rollout.runner.step_inputs import Ints, Memory, PromptPiece, step_inputs
 
 
 class ModelRunner:
@@ -72,10 +69,10 @@ class ModelRunner:
         )  # fmt: skip
 
     def warm_up(self, block_tables: Ints) -> None:
-        """Prepare for decodes, by a step that writes to the null block alone; ``block_tables``: as of `launch`."""
+        """Prepare for decodes, by steps that write to the null block alone; ``block_tables``: as of `launch`."""
         if self.memory is None:
             raise RuntimeError("the cache is not allocated: see allocate_cache()")
-        self.forward.warm_up(self.model, idle_step(self.memory, block_tables))
+        self.forward.warm_up(self.model, self.memory, block_tables)
 
     def release_cache(self) -> None:
         """Give pages and states back."""
