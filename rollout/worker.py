@@ -28,11 +28,11 @@ from samebit.rollout.control.generation_thread import GenerationThread
 from samebit.rollout.control.intake import Intake, paired
 from samebit.rollout.control.pausing import pause
 from samebit.rollout.control.shelter import Gate, Hold
-from samebit.rollout.control.sleep import TAGS, Sleep, check_sleep, check_tags
+from samebit.rollout.control.sleep import Sleep, check_sleep, check_tags
 from samebit.rollout.control.weights.links_in_use import LinksInUse
 from samebit.rollout.control.weights.transaction import Member, Transaction, WeightUpdate
 from samebit.rollout.control.worker_adapters import WorkerAdapters
-from samebit.rollout.control.worker_status import WorkerStatus
+from samebit.rollout.control.worker_status import TAGS, WorkerStatus
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.errors import RequestError, WorkerStateError
 from samebit.rollout.outputs import RequestOutput

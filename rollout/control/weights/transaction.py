@@ -77,7 +77,7 @@ class Transaction(AbstractContextManager["Transaction"]):
         self._member.thread.check_thread()
         with ExitStack() as stack:
             held = self._hold_all(stack)
-            if self._member.status.weights_asleep:
+            if "weights" in self._member.status.sleeping:
                 raise WorkerStateError('the weights are asleep; call wake_up("weights") first')
             self.version = self._next_version(self._member.thread.engine.weight_version)
             for member in held:
