@@ -36,7 +36,6 @@ from samebit.rollout.control.worker_status import TAGS, WorkerStatus
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.errors import RequestError, WorkerStateError
 from samebit.rollout.outputs import RequestOutput
-from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.stats import worker_stats
@@ -83,15 +82,7 @@ class RolloutWorker(Closing):
         engine = parts.engine
         self.config = parts.config
         self.tokenizer = parts.tokenizer
-        self.limits = RequestLimits(
-            vocab_size=engine.runner.vocab_size,
-            max_model_len=parts.max_model_len,
-            block_size=engine.cache.block_size,
-            num_blocks=engine.cache.pool.num_blocks,
-            has_tokenizer=parts.tokenizer is not None,
-            has_experts=parts.has_experts,
-            dtype=parts.dtype,
-        )
+        self.limits = parts.limits()
         self._intake = Intake(self.limits, engine.cache, parts.adapters, parts.eos_token_ids, parts.tokenizer)
         self._engine = engine
         self._weights = parts.weights
@@ -243,13 +234,9 @@ class RolloutWorker(Closing):
         Generation stands still inside the block, that of other workers on this module too, and worker calls from inside
         it raise.
         """
-        asked, member = UpdateOptions(version=version, in_flight=in_flight), self._member
+        asked = UpdateOptions(version=version, in_flight=in_flight)
         self._need_shared("weight_update()")
-
-        def make(gate: Gate) -> WeightUpdate:
-            return WeightUpdate(Transaction(member, asked.version, asked.in_flight, gate), member)
-
-        return self._thread.hold(make)
+        return self._thread.hold(lambda gate: WeightUpdate(self._update(asked, gate), self._member))
 
     def _accept_in_place(self, asked: UpdateOptions) -> SyncReport:
         self._need_shared("receive_weights() without a source")
