@@ -50,8 +50,7 @@ class PrefixCache(Cache):
         checkpoints: CheckpointPool | None = None,
         digest_key: DigestKey | None = None,
     ) -> None:
-        pool = CheckpointPool(0, block_size, range(0)) if checkpoints is None else checkpoints
-        super().__init__(num_blocks, block_size, max_num_seqs, max_model_len, pool)
+        super().__init__(num_blocks, block_size, max_num_seqs, max_model_len, checkpoints)
         self.index = PrefixTree(num_blocks, block_size)
         self.hasher = ChainHasher(block_size, digest_key)
         self.entries: dict[Sequence, CacheEntry] = {}
@@ -130,10 +129,6 @@ class PrefixCache(Cache):
 
     def may_publish(self, sequence: Sequence) -> bool:
         return self.entries[sequence].epoch == self.index.epoch
-
-    @property
-    def keeps_checkpoints(self) -> bool:
-        return self.policy.keeps_checkpoints
 
     @property
     def depends_on_tokens(self) -> bool:
