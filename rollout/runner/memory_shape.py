@@ -10,10 +10,12 @@ from torch import nn
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.experts.routes import RouteLayout, RoutePages
 from samebit.kernels.layout.kv_pages import PageLayout
-from samebit.kernels.layout.states.memory import StateLayout, StateMemory
+from samebit.kernels.layout.lora.adapters import KeptTerms
+from samebit.kernels.layout.states.memory import StateLayout
 from samebit.rollout.cache.checkpoints.pool import CheckpointPool
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.runner.pool_sizes import count_checkpoints, count_held_states
+from samebit.rollout.runner.step_inputs import Memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,15 +86,13 @@ class MemoryShape:
             return None
         return CheckpointPool(self.num_checkpoints, self.block_size, self.held_slots)
 
-    def allocate_pages(self, num_blocks: int) -> tuple[torch.Tensor, ...]:
-        """Allocate zeroed pages for blocks 0 .. num_blocks, block 0 being the null block."""
-        return self.pages.allocate(num_blocks, self.block_size, self.dtype, self.device)
-
-    def allocate_states(self) -> StateMemory | None:
-        """Allocate zeroed states; None without recurrent layers."""
-        if self.states is None:
-            return None
-        return self.states.allocate(self.num_slots, self.dtype, self.num_checkpoints, self.device)
+    def allocate(self, num_blocks: int, kept_terms: KeptTerms, routes: RoutePages | None) -> Memory:
+        """Allocate zeroed states, and zeroed pages for blocks 0 .. num_blocks, block 0 being the null block."""
+        pages = self.pages.allocate(num_blocks, self.block_size, self.dtype, self.device)
+        states = None
+        if self.states is not None:
+            states = self.states.allocate(self.num_slots, self.dtype, self.num_checkpoints, self.device)
+        return Memory(pages, states, self.block_size, num_blocks, kept_terms, routes)
 
     def allocate_routes(self, num_blocks: int) -> RoutePages:
         """Allocate memory for what routers choose.
