@@ -30,7 +30,13 @@ from samebit.rollout.control.pausing import pause
 from samebit.rollout.control.shelter import Gate, Hold
 from samebit.rollout.control.sleep import Sleep, check_sleep, check_tags
 from samebit.rollout.control.weights.links_in_use import LinksInUse
-from samebit.rollout.control.weights.transaction import Member, Transaction, WeightUpdate
+from samebit.rollout.control.weights.transaction import (
+    Member,
+    WeightUpdate,
+    check_update_args,
+    transaction,
+    weight_update,
+)
 from samebit.rollout.control.worker_adapters import WorkerAdapters
 from samebit.rollout.control.worker_status import TAGS, WorkerStatus
 from samebit.rollout.engine.engine import Engine
@@ -205,9 +211,9 @@ class RolloutWorker(Closing):
         self._status.check_usable()
 
         def write(update: PreparedUpdate, gate: Gate) -> SyncReport:
-            with self._update(asked, gate) as transaction:
-                report = self._weights.write(update, transaction.version, verify=asked.verify)
-                transaction.complete = not asked.partial
+            with transaction(self._member, asked.version, asked.in_flight, gate) as written:
+                report = self._weights.write(update, written.version, verify=asked.verify)
+                written.complete = not asked.partial
             return report
 
         def read_and_write(gate: Gate) -> SyncReport:
@@ -234,9 +240,9 @@ class RolloutWorker(Closing):
         Generation stands still inside the block, that of other workers on this module too, and worker calls from inside
         it raise.
         """
-        asked = UpdateOptions(version=version, in_flight=in_flight)
+        check_update_args(version, in_flight)
         self._need_shared("weight_update()")
-        return self._thread.hold(lambda gate: WeightUpdate(self._update(asked, gate), self._member))
+        return self._thread.hold(lambda gate: weight_update(self._member, version, in_flight, gate))
 
     def _accept_in_place(self, asked: UpdateOptions) -> SyncReport:
         self._need_shared("receive_weights() without a source")
@@ -246,16 +252,13 @@ class RolloutWorker(Closing):
         began = time.monotonic()
 
         def accept(gate: Gate) -> SyncReport:
-            with self._update(asked, gate) as transaction:
+            with transaction(self._member, asked.version, asked.in_flight, gate) as written:
                 if self._status.incomplete is not None:
                     self._weights.check_finite()
-                transaction.complete = True
-                return self._weights.accept_in_place(transaction.version, time.monotonic() - began, read=asked.verify)
+                written.complete = True
+                return self._weights.accept_in_place(written.version, time.monotonic() - began, read=asked.verify)
 
         return self._thread.shelter(accept)
-
-    def _update(self, asked: UpdateOptions, gate: Gate) -> Transaction:
-        return Transaction(self._member, asked.version, asked.in_flight, gate)
 
     def _need_shared(self, what: str) -> None:
         if not self._weights.shared:
