@@ -21,6 +21,7 @@ class BlockTables:
         self.rows = np.zeros((num_slots, blocks_per_slot), dtype=np.int32)
         self.block_size = block_size
         self._blocks: list[list[int]] = [[] for _ in range(num_slots)]
+        self._capacity = [0] * num_slots  # asked of each running sequence in each step
         self._free_slots = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -37,13 +38,14 @@ class BlockTables:
         return self._blocks[slot]
 
     def capacity(self, slot: int) -> int:
-        return len(self._blocks[slot]) * self.block_size
+        return self._capacity[slot]
 
     def extend(self, slot: int, blocks: list[int]) -> None:
         """Add blocks behind those of a slot."""
         listed = self._blocks[slot]
         self.rows[slot, len(listed) : len(listed) + len(blocks)] = blocks
         listed.extend(blocks)
+        self._capacity[slot] = len(listed) * self.block_size
 
     def replace(self, slot: int, number: int, block: int) -> None:
         """Put another block in one place of a table."""
@@ -54,4 +56,5 @@ class BlockTables:
         listed = self._blocks[slot]
         self.rows[slot, : len(listed)] = NULL_BLOCK
         listed.clear()
+        self._capacity[slot] = 0
         self._free_slots.append(slot)

@@ -33,6 +33,8 @@ class WeightWatch:
 
     def moved(self) -> bool:
         """Return whether they were written since they were accepted."""
+        if not self._tensors:
+            return False
         try:
             same = all(map(is_, map(getitem, self._holders, self._names), self._tensors))
         except KeyError:  # a tensor was taken out
