@@ -305,7 +305,13 @@ class RolloutWorker(Closing):
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
         """Make sure that nothing computed so far is hit again. Running requests go on with the KV they have, or compute
         it again."""
-        self._thread.run(lambda engine: _forget(engine, recompute_running))
+
+        def forget(engine: Engine) -> None:
+            engine.clear_prefix_cache()
+            if recompute_running:
+                engine.preempt_all()
+
+        self._thread.run(forget)
 
     def pause(self, mode: str = "keep") -> None:
         """Stand still between two steps until `resume()`; submissions are queued.
@@ -372,9 +378,3 @@ class RolloutWorker(Closing):
     def _release_memory(self, gate: Gate) -> None:
         with self._thread.lock.turn(gate):
             self._sleep.release_all()
-
-
-def _forget(engine: Engine, recompute_running: bool) -> None:
-    engine.clear_prefix_cache()
-    if recompute_running:
-        engine.preempt_all()

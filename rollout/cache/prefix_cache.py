@@ -182,12 +182,11 @@ class PrefixCache(Cache):
         return self.leaders.resign_all()
 
     def open_journal(self, incarnation: int) -> CacheJournal:
-        journal = CacheJournal(incarnation, self.index.epoch)
-        self.index.note_in(journal)
+        journal = self.index.journal = CacheJournal(incarnation, self.index.epoch)
         return journal
 
     def snapshot(self, journal: CacheJournal) -> CacheSnapshot:
-        return self.index.snapshot(journal)
+        return journal.snapshot([cached.digest for cached in self.index.by_block.values()])
 
     def sweep(self) -> None:
         self.index.sweep(SWEPT_PER_STEP)
