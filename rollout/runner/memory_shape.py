@@ -48,14 +48,12 @@ class MemoryShape:
         Raises:
             ValueError: the block size is not decided, or states are asked for that the model does not have.
         """
-        if config.block_size is None:
-            raise ValueError("the block size is not decided yet: see RolloutConfig.with_block_size()")
         binding, head = binding_of(model), model.get_parameter("lm_head.weight")
         states = binding.state_layout
         bytes_each = 0 if states is None else states.bytes_per_checkpoint(head.dtype)
         held = range(config.max_num_seqs, config.max_num_seqs + count_held_states(config))
         return MemoryShape(
-            binding.kv_layout, states, binding.route_layout, head.dtype, head.device, config.block_size, held,
+            binding.kv_layout, states, binding.route_layout, head.dtype, head.device, config.decided_block_size, held,
             count_checkpoints(config, bytes_each),
         )  # fmt: skip
 
