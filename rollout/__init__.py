@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from samebit.rollout.config import RolloutConfig
-    from samebit.rollout.control.delivery import RequestHandle, StreamChunk
+    from samebit.rollout.control.delivery import RequestHandle
     from samebit.rollout.errors import (
         AdapterError,
         ModelLoadError,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         WorkerLostError,
         WorkerStateError,
     )
-    from samebit.rollout.outputs import RequestOutput, SampleOutput
+    from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
     from samebit.rollout.requests.request import RequestEvent
     from samebit.rollout.sampling_params import SamplingParams
     from samebit.rollout.worker import RolloutWorker

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from samebit.rollout.adapters.loading import AdapterOptions
-from samebit.rollout.control.sleep import TAGS
+from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams

@@ -23,12 +23,13 @@ from samebit.rollout.cache import build_cache
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.engine.engine import Engine
-from samebit.rollout.engine.weight_watch import ModuleWatch
 from samebit.rollout.models.loading import load_model, naming
+from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.runner.model_runner import ModelRunner
 from samebit.rollout.runner.pool_sizes import count_blocks
 from samebit.rollout.self_test.self_test import self_test
+from samebit.weight_sync.in_place.watch import WeightWatch
 
 
 def _nothing() -> None:
@@ -53,6 +54,19 @@ class WorkerParts:
     has_experts: bool = False
     dtype: torch.dtype = torch.float32
     on_thread_start: Callable[[], None] = _nothing
+
+    def limits(self) -> RequestLimits:
+        """Return what the model and its memory allow a request."""
+        cache = self.engine.cache
+        return RequestLimits(
+            vocab_size=self.engine.runner.vocab_size,
+            max_model_len=self.max_model_len,
+            block_size=cache.block_size,
+            num_blocks=cache.pool.num_blocks,
+            has_tokenizer=self.tokenizer is not None,
+            has_experts=self.has_experts,
+            dtype=self.dtype,
+        )
 
 
 def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Tokenizer | None) -> WorkerParts:
@@ -81,7 +95,7 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
         cache,
         config.max_num_batched_tokens,
         run_ahead=config.runs_ahead,
-        watch=ModuleWatch(loaded.module) if loaded.shared else None,
+        watch=WeightWatch(loaded.module if loaded.shared else None),
     )
     runner.warm_up(cache.tables.rows)
     return WorkerParts(

@@ -183,6 +183,17 @@ class RolloutConfig:
         return self
 
     @property
+    def decided_block_size(self) -> int:
+        """Return the tokens of a block.
+
+        Raises:
+            ValueError: it depends on the model, and `with_block_size` was not called.
+        """
+        if self.block_size is None:
+            raise ValueError("the block size is not decided yet: see RolloutConfig.with_block_size()")
+        return self.block_size
+
+    @property
     def runs_ahead(self) -> bool:
         """Return whether a step is launched before the tokens of the one before it are read."""
         return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling

@@ -77,6 +77,25 @@ class RequestOutput:
         return times["first_token"] - times["added"] if "first_token" in times else None
 
 
+@dataclass(frozen=True)
+class StreamChunk:
+    """Holds new tokens of one sample; `finished` is True on its last chunk (which may be empty).
+
+    start: how many tokens of the sample came before.
+    top_logprobs: as in `SampleOutput`, of these tokens. stop_reason, weight_versions: of the sample, on its last chunk.
+    """
+
+    sample: int
+    token_ids: list[int]
+    logprobs: list[float]
+    finished: bool
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    weight_versions: list[Span] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    start: int = 0
+
+
 def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
     first = request.sequences[0]
     scores: list[float | None] | None = None
@@ -107,14 +126,32 @@ def _sample_output(sequence: Sequence, tokenizer: Tokenizer | None) -> SampleOut
         logprobs=sequence.sampled.logprobs[:count].tolist(),
         raw_logprobs=sequence.sampled.raw_logprobs[:count].tolist(),
         top_logprobs=sequence.sampled.top_logprobs,
-        weight_versions=spans(sequence.sampled.weight_spans),
-        context_versions=spans(sequence.sampled.context_spans),
-        kv_versions=spans(sequence.kv.reported_spans),
+        weight_versions=_spans(sequence.sampled.weight_spans),
+        context_versions=_spans(sequence.sampled.context_spans),
+        kv_versions=_spans(sequence.kv.reported_spans),
         finish_reason=sequence.ending.reason,
         stop_reason=sequence.ending.stop_reason,
         text=_text(sequence, token_ids, tokenizer),
         num_cached_tokens=sequence.reported_cached_tokens,
         routed_experts=sequence.ending.routed_experts,
+    )
+
+
+def new_tokens(sequence: Sequence, seen: int) -> StreamChunk:
+    """Return the tokens behind the first `seen`; `finished` is read first, so a last chunk lacks none."""
+    finished = sequence.finished
+    count = sequence.num_new_tokens
+    start = sequence.num_prompt_tokens
+    return StreamChunk(
+        sample=sequence.sample_index,
+        token_ids=sequence.token_ids[start + seen : start + count].tolist(),
+        logprobs=sequence.sampled.logprobs[seen:count].tolist(),
+        finished=finished,
+        finish_reason=sequence.ending.reason if finished else None,
+        stop_reason=sequence.ending.stop_reason if finished else None,
+        weight_versions=_spans(sequence.sampled.weight_spans) if finished else None,
+        top_logprobs=None if sequence.sampled.top_logprobs is None else sequence.sampled.top_logprobs[seen:count],
+        start=seen,
     )
 
 
@@ -126,6 +163,6 @@ def _text(sequence: Sequence, token_ids: list[int], tokenizer: Tokenizer | None)
     return decoded(tokenizer, token_ids)
 
 
-def spans(given: list[list[int]]) -> list[Span]:
+def _spans(given: list[list[int]]) -> list[Span]:
     """Return spans as plain tuples."""
     return [(start, end, version) for start, end, version in given]

@@ -28,15 +28,20 @@ from samebit.rollout.control.generation_thread import GenerationThread
 from samebit.rollout.control.intake import Intake, paired
 from samebit.rollout.control.pausing import pause
 from samebit.rollout.control.shelter import Gate, Hold
-from samebit.rollout.control.sleep import TAGS, Sleep, check_sleep, check_tags
+from samebit.rollout.control.sleep import Sleep, check_sleep, check_tags
 from samebit.rollout.control.weights.links_in_use import LinksInUse
-from samebit.rollout.control.weights.transaction import Member, Transaction, WeightUpdate
+from samebit.rollout.control.weights.transaction import (
+    Member,
+    WeightUpdate,
+    check_update_args,
+    transaction,
+    weight_update,
+)
 from samebit.rollout.control.worker_adapters import WorkerAdapters
-from samebit.rollout.control.worker_status import WorkerStatus
+from samebit.rollout.control.worker_status import TAGS, WorkerStatus
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.errors import RequestError, WorkerStateError
 from samebit.rollout.outputs import RequestOutput
-from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.stats import worker_stats
@@ -83,15 +88,7 @@ class RolloutWorker(Closing):
         engine = parts.engine
         self.config = parts.config
         self.tokenizer = parts.tokenizer
-        self.limits = RequestLimits(
-            vocab_size=engine.runner.vocab_size,
-            max_model_len=parts.max_model_len,
-            block_size=engine.cache.block_size,
-            num_blocks=engine.cache.pool.num_blocks,
-            has_tokenizer=parts.tokenizer is not None,
-            has_experts=parts.has_experts,
-            dtype=parts.dtype,
-        )
+        self.limits = parts.limits()
         self._intake = Intake(self.limits, engine.cache, parts.adapters, parts.eos_token_ids, parts.tokenizer)
         self._engine = engine
         self._weights = parts.weights
@@ -214,9 +211,9 @@ class RolloutWorker(Closing):
         self._status.check_usable()
 
         def write(update: PreparedUpdate, gate: Gate) -> SyncReport:
-            with self._update(asked, gate) as transaction:
-                report = self._weights.write(update, transaction.version, verify=asked.verify)
-                transaction.complete = not asked.partial
+            with transaction(self._member, asked.version, asked.in_flight, gate) as written:
+                report = self._weights.write(update, written.version, verify=asked.verify)
+                written.complete = not asked.partial
             return report
 
         def read_and_write(gate: Gate) -> SyncReport:
@@ -243,13 +240,9 @@ class RolloutWorker(Closing):
         Generation stands still inside the block, that of other workers on this module too, and worker calls from inside
         it raise.
         """
-        asked, member = UpdateOptions(version=version, in_flight=in_flight), self._member
+        check_update_args(version, in_flight)
         self._need_shared("weight_update()")
-
-        def make(gate: Gate) -> WeightUpdate:
-            return WeightUpdate(Transaction(member, asked.version, asked.in_flight, gate), member)
-
-        return self._thread.hold(make)
+        return self._thread.hold(lambda gate: weight_update(self._member, version, in_flight, gate))
 
     def _accept_in_place(self, asked: UpdateOptions) -> SyncReport:
         self._need_shared("receive_weights() without a source")
@@ -259,16 +252,13 @@ class RolloutWorker(Closing):
         began = time.monotonic()
 
         def accept(gate: Gate) -> SyncReport:
-            with self._update(asked, gate) as transaction:
+            with transaction(self._member, asked.version, asked.in_flight, gate) as written:
                 if self._status.incomplete is not None:
                     self._weights.check_finite()
-                transaction.complete = True
-                return self._weights.accept_in_place(transaction.version, time.monotonic() - began, read=asked.verify)
+                written.complete = True
+                return self._weights.accept_in_place(written.version, time.monotonic() - began, read=asked.verify)
 
         return self._thread.shelter(accept)
-
-    def _update(self, asked: UpdateOptions, gate: Gate) -> Transaction:
-        return Transaction(self._member, asked.version, asked.in_flight, gate)
 
     def _need_shared(self, what: str) -> None:
         if not self._weights.shared:
@@ -315,7 +305,13 @@ class RolloutWorker(Closing):
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
         """Make sure that nothing computed so far is hit again. Running requests go on with the KV they have, or compute
         it again."""
-        self._thread.run(lambda engine: _forget(engine, recompute_running))
+
+        def forget(engine: Engine) -> None:
+            engine.clear_prefix_cache()
+            if recompute_running:
+                engine.preempt_all()
+
+        self._thread.run(forget)
 
     def pause(self, mode: str = "keep") -> None:
         """Stand still between two steps until `resume()`; submissions are queued.
@@ -382,9 +378,3 @@ class RolloutWorker(Closing):
     def _release_memory(self, gate: Gate) -> None:
         with self._thread.lock.turn(gate):
             self._sleep.release_all()
-
-
-def _forget(engine: Engine, recompute_running: bool) -> None:
-    engine.clear_prefix_cache()
-    if recompute_running:
-        engine.preempt_all()

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-from samebit.rollout.control.sleep import TAGS
 from samebit.rollout.control.weights.transaction import check_update_args
+from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.sampling_params import SamplingParams

@@ -22,8 +22,8 @@ from samebit.rollout.audit.compare import Difference, compare, compare_samples, 
 from samebit.rollout.audit.sending_process import TIMEOUT, SendingProcess
 from samebit.rollout.audit.trainer_layouts import Sample, device_of, packed
 from samebit.rollout.config import RolloutConfig
-from samebit.rollout.control.sleep import TAGS
 from samebit.rollout.control.weights.transaction import IN_FLIGHT
+from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker

@@ -21,7 +21,7 @@ class BlockTables:
         self.rows = np.zeros((num_slots, blocks_per_slot), dtype=np.int32)
         self.block_size = block_size
         self._blocks: list[list[int]] = [[] for _ in range(num_slots)]
-        self._capacity = [0] * num_slots
+        self._capacity = [0] * num_slots  # asked of each running sequence in each step
         self._free_slots = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -38,7 +38,6 @@ class BlockTables:
         return self._blocks[slot]
 
     def capacity(self, slot: int) -> int:
-        """Return how many tokens a slot's blocks hold."""
         return self._capacity[slot]
 
     def extend(self, slot: int, blocks: list[int]) -> None:

@@ -35,6 +35,7 @@ from samebit.rollout.requests.request import IntArray, Request, Sequence
 class Cache(ABC):
     """Owns blocks and slots of the sequences that run, and whatever of their KV can be used again.
 
+    keeps_checkpoints: whether there are states to move before a step, and to keep during it.
     checkpoints: of recurrent states; a pool without slots where none are kept. held: prompts for samples that have not
     begun; none where nothing is shared.
     Methods that return sequences return the followers that wait no longer: the scheduler queues them again.
@@ -44,12 +45,18 @@ class Cache(ABC):
     """Says whether one sample of a request computes the prompt for all of them."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int, checkpoints: CheckpointPool
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        checkpoints: CheckpointPool | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.tables = BlockTables(max_num_seqs, ceil_div(max_model_len, block_size), block_size)
-        self.checkpoints = checkpoints
-        self.held = HeldPrompts(self.pool, self.tables, self._give_back, checkpoints)
+        self.keeps_checkpoints = checkpoints is not None
+        self.checkpoints = CheckpointPool(0, block_size, range(0)) if checkpoints is None else checkpoints
+        self.held = HeldPrompts(self.pool, self.tables, self._give_back, self.checkpoints)
         self.counters = CacheCounters()
         self._copies: list[tuple[int, int]] = []
 
@@ -113,11 +120,6 @@ class Cache(ABC):
     @abstractmethod
     def may_publish(self, sequence: Sequence) -> bool:
         """Tell whether others may use what a running sequence computes: all of its KV is of the current weights."""
-
-    @property
-    @abstractmethod
-    def keeps_checkpoints(self) -> bool:
-        """Return whether there are states to move before a step, and to keep during it."""
 
     @property
     @abstractmethod

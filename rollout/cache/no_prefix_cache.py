@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointPool
+from samebit.rollout.cache.checkpoints.pool import Captures
 from samebit.rollout.cache.contract import Cache
 from samebit.rollout.cache.publishing.journal import CacheJournal, CacheSnapshot
 from samebit.rollout.requests.request import IntArray, Request, Sequence
@@ -14,12 +14,8 @@ class NoPrefixCache(Cache):
     """Implements `Cache`, which says what each method is asked, without sharing."""
 
     shares_prompts = False
-    keeps_checkpoints = False
     depends_on_tokens = False
     num_hittable = 0
-
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int) -> None:
-        super().__init__(num_blocks, block_size, max_num_seqs, max_model_len, CheckpointPool(0, block_size, range(0)))
 
     def hash_prompt(self, prompt: IntArray, cache_salt: str | None, adapter: int = 0) -> None:
         return None

@@ -50,8 +50,7 @@ class PrefixCache(Cache):
         checkpoints: CheckpointPool | None = None,
         digest_key: DigestKey | None = None,
     ) -> None:
-        pool = CheckpointPool(0, block_size, range(0)) if checkpoints is None else checkpoints
-        super().__init__(num_blocks, block_size, max_num_seqs, max_model_len, pool)
+        super().__init__(num_blocks, block_size, max_num_seqs, max_model_len, checkpoints)
         self.index = PrefixTree(num_blocks, block_size)
         self.hasher = ChainHasher(block_size, digest_key)
         self.entries: dict[Sequence, CacheEntry] = {}
@@ -132,10 +131,6 @@ class PrefixCache(Cache):
         return self.entries[sequence].epoch == self.index.epoch
 
     @property
-    def keeps_checkpoints(self) -> bool:
-        return self.policy.keeps_checkpoints
-
-    @property
     def depends_on_tokens(self) -> bool:
         return self.policy.depends_on_tokens
 
@@ -187,12 +182,11 @@ class PrefixCache(Cache):
         return self.leaders.resign_all()
 
     def open_journal(self, incarnation: int) -> CacheJournal:
-        journal = CacheJournal(incarnation, self.index.epoch)
-        self.index.note_in(journal)
+        journal = self.index.journal = CacheJournal(incarnation, self.index.epoch)
         return journal
 
     def snapshot(self, journal: CacheJournal) -> CacheSnapshot:
-        return self.index.snapshot(journal)
+        return journal.snapshot([cached.digest for cached in self.index.by_block.values()])
 
     def sweep(self) -> None:
         self.index.sweep(SWEPT_PER_STEP)

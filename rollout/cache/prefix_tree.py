@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from samebit.rollout.cache.block_pool import NULL_BLOCK
 from samebit.rollout.cache.freed_later import FreedLater
-from samebit.rollout.cache.publishing.journal import CacheJournal, CacheSnapshot
+from samebit.rollout.cache.publishing.journal import CacheJournal
 from samebit.rollout.cache.recent_digests import RecentDigests
 from samebit.rollout.requests.block_digests import TokenChain
 from samebit.rollout.requests.request import IntArray
@@ -80,7 +80,10 @@ class CachedBlock:
 
 
 class PrefixTree:
-    """Holds the tree of the current epoch, and the tokens of each block in it: the index of a `PrefixCache`."""
+    """Holds the tree of the current epoch, and the tokens of each block in it: the index of a `PrefixCache`.
+
+    journal: where it notes what can be hit and what no longer.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -90,7 +93,7 @@ class PrefixTree:
         self.by_block: dict[int, CachedBlock] = {}
         self._evicted = RecentDigests(num_blocks)
         self._cleared: FreedLater[int, CachedBlock] = FreedLater()
-        self._journal: CacheJournal | None = None
+        self.journal: CacheJournal | None = None
 
     def __len__(self) -> int:
         return len(self.by_block)
@@ -138,8 +141,8 @@ class PrefixTree:
         cached = self.by_block[block] = CachedBlock(block, digest, self.epoch)
         parent.adopt(cached)
         self.tokens[block] = tokens
-        if self._journal is not None:
-            self._journal.published(digest)
+        if self.journal is not None:
+            self.journal.published(digest)
         return block
 
     def remove(self, block: int) -> None:
@@ -148,8 +151,8 @@ class PrefixTree:
         cached.detach()
         cached.stands = False
         self._evicted.add(cached.digest)
-        if self._journal is not None:
-            self._journal.evicted(cached.digest)
+        if self.journal is not None:
+            self.journal.evicted(cached.digest)
 
     def was_evicted(self, digest: bytes) -> bool:
         """Tell whether a block that is not here was, in this epoch, and had to go (the last ones are known)."""
@@ -161,16 +164,8 @@ class PrefixTree:
         self._cleared.add(self.by_block)
         self._evicted.clear()
         self.root, self.by_block = self._new_root(), {}
-        if self._journal is not None:
-            self._journal.cleared(self.epoch)
-
-    def note_in(self, journal: CacheJournal) -> None:
-        """Note from now on in this journal what can be hit and what no longer."""
-        self._journal = journal
-
-    def snapshot(self, journal: CacheJournal) -> CacheSnapshot:
-        """Return all that can be hit, as a message of the journal that it is noted in."""
-        return journal.snapshot([cached.digest for cached in self.by_block.values()])
+        if self.journal is not None:
+            self.journal.cleared(self.epoch)
 
     def sweep(self, limit: int) -> None:
         """Free a little of what `clear` left."""

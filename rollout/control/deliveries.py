@@ -9,8 +9,8 @@ Invariants
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
+from weakref import WeakValueDictionary
 
 from samebit.rollout.control.delivery import Delivery
 from samebit.rollout.errors import RequestError
@@ -23,7 +23,7 @@ class Deliveries:
     def __init__(self) -> None:
         self.num_made = 0
         self._started: dict[str, Delivery] = {}
-        self._known: dict[str, weakref.ref[Delivery]] = {}
+        self._known: WeakValueDictionary[str, Delivery] = WeakValueDictionary()
         self._streams: set[Delivery] = set()
 
     def make(self, requests: list[Request]) -> list[Delivery]:
@@ -31,7 +31,7 @@ class Deliveries:
         self._check_ids(requests)
         made = [Delivery(request, self._streams) for request in requests]
         for delivery in made:
-            self._known[delivery.request.request_id] = weakref.ref(delivery)
+            self._known[delivery.request.request_id] = delivery
         self.num_made += len(made)
         return made
 
@@ -43,7 +43,6 @@ class Deliveries:
         """Hand ended requests to their callers."""
         for request in ended:
             delivery = self._started.pop(request.request_id)
-            self._known.pop(request.request_id, None)
             self._streams.discard(delivery)
             delivery.finish(request.error)
 
@@ -60,14 +59,10 @@ class Deliveries:
     def _check_ids(self, requests: list[Request]) -> None:
         seen: set[str] = set()
         for request in requests:
-            if self._is_in_use(request.request_id) or request.request_id in seen:
+            known = self._known.get(request.request_id)
+            if (known is not None and not known.done) or request.request_id in seen:
                 raise RequestError(
                     f"request id {request.request_id!r} is in use by a request that has not finished; allowed: any "
                     "other non-empty string, or None for a new one"
                 )
             seen.add(request.request_id)
-
-    def _is_in_use(self, request_id: str) -> bool:
-        known = self._known.get(request_id)
-        delivery = None if known is None else known()
-        return delivery is not None and not delivery.done

@@ -18,32 +18,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 
 from samebit.kernels.openmp import release_idle_threads
 from samebit.rollout.guard import contained
-from samebit.rollout.outputs import RequestOutput, request_output, spans
-from samebit.rollout.requests.request import Request, Sequence, Span
+from samebit.rollout.outputs import RequestOutput, StreamChunk, new_tokens, request_output
+from samebit.rollout.requests.request import Request, Sequence
 from samebit.rollout.requests.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class StreamChunk:
-    """Holds new tokens of one sample; `finished` is True on its last chunk (which may be empty).
-
-    start: how many tokens of the sample came before.
-    top_logprobs: as in `SampleOutput`, of these tokens. stop_reason, weight_versions: of the sample, on its last chunk.
-    """
-
-    sample: int
-    token_ids: list[int]
-    logprobs: list[float]
-    finished: bool
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    weight_versions: list[Span] | None = None
-    top_logprobs: list[dict[int, float]] | None = None
-    start: int = 0
 
 
 class Delivery:
@@ -141,7 +121,8 @@ class RequestHandle:
 
     def cancel(self) -> None:
         """Abort the request; `result()` then gives what it had, with finish_reason "abort"."""
-        self._cancel(self.request_id)
+        if not self.done:  # another request may have the id by now
+            self._cancel(self.request_id)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. Raises what failed the request, or TimeoutError (the request goes on)."""
@@ -217,7 +198,7 @@ class TokenReader:
         chunks: list[StreamChunk] = []
         still_open: list[tuple[Sequence, int]] = []
         for sequence, seen in self._open:
-            chunk = _new_tokens(sequence, seen)
+            chunk = new_tokens(sequence, seen)
             if chunk.token_ids or chunk.finished:
                 chunks.append(chunk)
             if not chunk.finished:
@@ -230,21 +211,3 @@ def _wake(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
     """Set the event from another thread. A loop that was closed meanwhile (RuntimeError) has no caller that waits."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(ended.set)
-
-
-def _new_tokens(sequence: Sequence, seen: int) -> StreamChunk:
-    """Return the tokens behind the first `seen`; `finished` is read first, so a last chunk lacks none."""
-    finished = sequence.finished
-    count = sequence.num_new_tokens
-    start = sequence.num_prompt_tokens
-    return StreamChunk(
-        sample=sequence.sample_index,
-        token_ids=sequence.token_ids[start + seen : start + count].tolist(),
-        logprobs=sequence.sampled.logprobs[seen:count].tolist(),
-        finished=finished,
-        finish_reason=sequence.ending.reason if finished else None,
-        stop_reason=sequence.ending.stop_reason if finished else None,
-        weight_versions=spans(sequence.sampled.weight_spans) if finished else None,
-        top_logprobs=None if sequence.sampled.top_logprobs is None else sequence.sampled.top_logprobs[seen:count],
-        start=seen,
-    )

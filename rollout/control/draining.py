@@ -45,7 +45,7 @@ class Draining:
                     self._waiting.append(gate)
                 wait_at(gate)
         finally:
-            with lock:
+            with lock.turn():
                 self._count_caller(-1)
 
     @property

@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from samebit.kernels.openmp import release_idle_threads
 from samebit.rollout.control.deliveries import Deliveries
 from samebit.rollout.control.delivery import Delivery
 from samebit.rollout.control.draining import Draining
-from samebit.rollout.control.shelter import Gate, Hold, Once, in_main_thread
+from samebit.rollout.control.shelter import Gate, Hold, in_main_thread
 from samebit.rollout.control.turn_lock import TurnLock
 from samebit.rollout.control.worker_status import WorkerStatus, broken_error
 from samebit.rollout.engine.engine import Engine
@@ -105,10 +105,10 @@ class GenerationThread:
         """Call it in this thread after each step that committed tokens. It must not wait."""
         self._listeners = (*self._listeners, listener)
 
-    def all_request_ids(self) -> list[str]:
-        """Return the ids of all requests, those that have just come included. Under the lock."""
+    def abort_where(self, concerned: Callable[[Request], bool]) -> None:
+        """End these of all requests, those that have just come included, with what they have. Under the lock."""
         self._take_inbox()
-        return list(self.engine.requests)
+        self.deliver(self.engine.abort([i for i, request in self.engine.requests.items() if concerned(request)]))
 
     def run(self, act: Callable[[Engine], T]) -> T:
         """Call `act` with the engine between two steps."""
@@ -121,7 +121,7 @@ class GenerationThread:
 
     def shelter(self, work: Callable[[Gate], T]) -> T:
         """Call `work` where no signal handler breaks it off; it waits at the gate that it is given."""
-        with self.hold(lambda gate: Once(lambda: work(gate))) as result:
+        with self.hold(lambda gate: nullcontext(work(gate))) as result:
             return result
 
     def hold(self, make: Callable[[Gate], AbstractContextManager[T]]) -> Hold[T]:

@@ -7,27 +7,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
-from samebit.kernels.layout.lora.adapters import Adapter
 from samebit.rollout.adapters.registry import AdapterRegistry
 from samebit.rollout.cache.contract import Cache
 from samebit.rollout.errors import RequestError
-from samebit.rollout.requests.block_digests import PromptDigests
 from samebit.rollout.requests.limits import RequestLimits
-from samebit.rollout.requests.request import IntArray, Request
+from samebit.rollout.requests.request import Request
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.sampling_params import SamplingParams
-
-
-class _Checked(NamedTuple):
-    """Holds what a request is made of, once it is known to be good."""
-
-    ids: IntArray
-    params: SamplingParams
-    max_new_tokens: int
-    adapter: Adapter | None
-    digests: PromptDigests | None
 
 
 class Intake:
@@ -56,7 +44,7 @@ class Intake:
         Raises:
             RequestError: a prompt or its parameters can not be taken; says which, where there are several.
         """
-        good: list[_Checked] = []
+        good: list[partial[Request]] = []
         for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             try:
                 good.append(self._check(prompt, wanted))
@@ -67,30 +55,26 @@ class Intake:
 
         def make(first_ordinal: int) -> list[Request]:
             return [
-                self._request(one, first_ordinal + index, request_id)
+                one(request_id or f"request-{next(self._names)}", ordinal=first_ordinal + index)
                 for index, (one, request_id) in enumerate(zip(good, request_ids, strict=True))
             ]
 
         return make
 
-    def _check(self, prompt: list[int], params: SamplingParams) -> _Checked:
+    def _check(self, prompt: list[int], params: SamplingParams) -> partial[Request]:
+        """Return what makes the request, given its id and ordinal."""
         ids = self._limits.check_prompt(prompt)
         max_new_tokens = self._limits.check_params(params, len(ids))
         adapter = self._adapters.resolve(params.adapter)
-        digests = self._cache.hash_prompt(ids, params.cache_salt, 0 if adapter is None else adapter.number)
-        return _Checked(ids, params, max_new_tokens, adapter, digests)
-
-    def _request(self, checked: _Checked, ordinal: int, request_id: str | None) -> Request:
-        return Request(
-            request_id or f"request-{next(self._names)}",
-            checked.ids,
-            checked.params,
-            ordinal=ordinal,
-            max_new_tokens=checked.max_new_tokens,
+        return partial(
+            Request,
+            prompt=ids,
+            params=params,
+            max_new_tokens=max_new_tokens,
             eos_token_ids=self.eos_token_ids,
             tokenizer=self._tokenizer,
-            prompt_digests=checked.digests,
-            adapter=checked.adapter,
+            prompt_digests=self._cache.hash_prompt(ids, params.cache_salt, 0 if adapter is None else adapter.number),
+            adapter=adapter,
         )
 
 

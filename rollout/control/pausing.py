@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from samebit.rollout.control.generation_thread import GenerationThread
 from samebit.rollout.control.shelter import Gate
-from samebit.rollout.engine.engine import Engine
 
 PAUSE_MODES = ("keep", "wait", "abort")
 """Names what a pause does to requests: keep them as they are, let those that have begun finish, or end them all."""
@@ -25,12 +24,12 @@ def pause(thread: GenerationThread, mode: str) -> None:
     if mode == "wait":
         thread.shelter(lambda gate: _pause_drained(thread, gate))
     else:
-        thread.run(lambda engine: _pause_now(thread, engine, abort=mode == "abort"))
+        thread.run(lambda _: _pause_now(thread, abort=mode == "abort"))
 
 
-def _pause_now(thread: GenerationThread, engine: Engine, *, abort: bool) -> None:
+def _pause_now(thread: GenerationThread, *, abort: bool) -> None:
     if abort:
-        thread.deliver(engine.abort(thread.all_request_ids()))
+        thread.abort_where(lambda _: True)
     thread.status.paused = True
 
 

@@ -191,16 +191,3 @@ class Hold(Generic[T]):
             return word
         error = KeyboardInterrupt("interrupted at the end of the block") if self._inside else CallerLeftError()
         return _Leaving(type(error), error, None)
-
-
-class Once(AbstractContextManager[T]):
-    """Does all of a command on entry."""
-
-    def __init__(self, act: Callable[[], T]) -> None:
-        self._act = act
-
-    def __enter__(self) -> T:
-        return self._act()
-
-    def __exit__(self, *_: object) -> None:
-        return None

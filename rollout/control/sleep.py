@@ -13,13 +13,10 @@ from collections.abc import Iterable
 
 from samebit.rollout.control.free_memory import return_free_memory
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
-from samebit.rollout.control.worker_status import WorkerStatus
+from samebit.rollout.control.worker_status import TAGS, WorkerStatus
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.errors import WorkerStateError
 from samebit.weight_sync import VerificationError
-
-TAGS = ("weights", "kv_cache")
-"""Names what sleeps and wakes up."""
 
 
 def check_tags(tags: str | Iterable[str]) -> tuple[str, ...]:
@@ -58,7 +55,7 @@ class Sleep:
         if "weights" in tags:
             self._free_weights(keep_copy=keep_copy)
         self._engine.clear_prefix_cache()
-        if "kv_cache" in tags and not self._status.kv_asleep:
+        if "kv_cache" in tags and "kv_cache" not in self._status.sleeping:
             self._engine.preempt_all()
             self._release_cache()
         return_free_memory()
@@ -69,27 +66,27 @@ class Sleep:
         Raises:
             VerificationError: the copy of the weights was damaged meanwhile.
         """
-        if "weights" in tags and self._status.weights_asleep:
+        if "weights" in tags and "weights" in self._status.sleeping:
             self._restore_weights()
-        if "kv_cache" in tags and self._status.kv_asleep:
+        if "kv_cache" in tags and "kv_cache" in self._status.sleeping:
             self._engine.runner.allocate_cache(self._engine.cache.pool.num_blocks)
-            self._status.set_asleep(kv_cache=False)
+            self._status.set_asleep("kv_cache", False)
 
     def release_all(self) -> None:
         """Free what a worker that is closed still has of its own."""
         self._weights.drop_spill()
-        if not self._status.kv_asleep:
+        if "kv_cache" not in self._status.sleeping:
             self._release_cache()
 
     def _release_cache(self) -> None:
         """Free pages and states."""
         self._engine.runner.release_cache()
-        self._status.set_asleep(kv_cache=True)
+        self._status.set_asleep("kv_cache", True)
 
     def _free_weights(self, *, keep_copy: bool) -> None:
-        if not self._status.weights_asleep:
+        if "weights" not in self._status.sleeping:
             self._weights.free(keep_copy=keep_copy and self._status.incomplete is None)
-            self._status.set_asleep(weights=True)
+            self._status.set_asleep("weights", True)
         elif not keep_copy:
             self._weights.drop_spill()
         elif not self._weights.spilled and self._status.incomplete is None:
@@ -101,6 +98,6 @@ class Sleep:
                 self._status.set_incomplete("they were discarded by sleep(level=2)")
         except VerificationError as error:
             self._status.set_incomplete(str(error), error)
-            self._status.set_asleep(weights=False)
+            self._status.set_asleep("weights", False)
             raise
-        self._status.set_asleep(weights=False)
+        self._status.set_asleep("weights", False)

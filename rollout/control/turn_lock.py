@@ -22,8 +22,7 @@ from samebit.rollout.control.shelter import GO, CallerLeftError, Gate, wait_at
 
 
 class TurnLock:
-    """Gives turns: `with lock:` is a command's turn, `with lock.generation():` a turn of generation, which is one
-    thread.
+    """Gives turns: `with lock.turn():` to a command, `with lock.generation():` to generation, which is one thread.
 
     owed: whether generation wants a turn now. Once it has said yes, generation must come: no command gets the lock
     before.
@@ -46,8 +45,9 @@ class TurnLock:
         """Return how many commands are in the queue."""
         return len(self._queue)
 
-    def acquire(self, gate: Gate | None = None) -> None:
-        """Take the lock for a command, which waits at `gate`.
+    @contextmanager
+    def turn(self, gate: Gate | None = None) -> Iterator[None]:
+        """Hold the lock for a command's turn, which is waited for at `gate`.
 
         Raises:
             CallerLeftError: the caller of the command went away meanwhile; the place in the queue is given up.
@@ -60,21 +60,11 @@ class TurnLock:
             else:
                 self._stand_in_line(ticket)
         self._wait(ticket)
-
-    def release(self) -> None:
-        """Give the lock back, at the end of a command."""
-        with self._mutex:
-            self._check_holder()
-            self._pass_on()
-
-    @contextmanager
-    def turn(self, gate: Gate) -> Iterator[None]:
-        """Hold the lock for a command's turn, which is waited for at `gate`."""
-        self.acquire(gate)
         try:
             yield
         finally:
-            self.release()
+            with self._mutex:
+                self._pass_on()
 
     @contextmanager
     def generation(self) -> Iterator[None]:
@@ -92,10 +82,6 @@ class TurnLock:
         finally:
             with self._mutex:
                 self._give_to_next()
-
-    def _check_holder(self) -> None:
-        if self._holder != threading.get_ident():
-            raise RuntimeError("this thread does not hold the lock")
 
     def _check_not_holder(self) -> None:
         if self._holder == threading.get_ident():
@@ -141,13 +127,6 @@ class TurnLock:
                 self._queue.remove(ticket)
             else:
                 self._pass_on()
-
-    def __enter__(self) -> TurnLock:
-        self.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 class Ticket:

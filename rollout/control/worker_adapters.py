@@ -9,17 +9,13 @@ Invariants
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 from samebit.kernels.layout.lora.adapters import Adapter
 from samebit.rollout.adapters.loading import AdapterOptions, check_in_flight, read_adapter
 from samebit.rollout.adapters.registry import AdapterRegistry
 from samebit.rollout.control.generation_thread import GenerationThread
 from samebit.rollout.control.weights.links_in_use import LinksInUse
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
-from samebit.rollout.engine.engine import Engine
 from samebit.weight_sync import SyncReport
-from samebit.weight_sync.wire.link import ReceiverLink
 
 
 class WorkerAdapters:
@@ -38,8 +34,7 @@ class WorkerAdapters:
         self._thread.check_thread()
         self._thread.status.check_usable()
         before = self.registry.loaded(self.registry.check_free(name))
-        held = self._links.in_use(source) if isinstance(source, ReceiverLink) else nullcontext()
-        with held:
+        with self._links.in_use(source):
             loaded, report = read_adapter(name, source, asked, self._weights.module, self.registry)
         self.registry.put(loaded)
         if before is not None and asked.in_flight == "abort":
@@ -56,7 +51,4 @@ class WorkerAdapters:
             self._abort_requests_of(dropped)
 
     def _abort_requests_of(self, adapter: Adapter) -> None:
-        def abort(engine: Engine) -> None:
-            self._thread.deliver(engine.abort([i for i, one in engine.requests.items() if one.adapter is adapter]))
-
-        self._thread.run(abort)
+        self._thread.run(lambda _: self._thread.abort_where(lambda request: request.adapter is adapter))

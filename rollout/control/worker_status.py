@@ -14,19 +14,22 @@ from dataclasses import dataclass, field
 
 from samebit.rollout.errors import WorkerStateError
 
+TAGS = ("weights", "kv_cache")
+"""Names what sleeps and wakes up."""
+
 
 @dataclass
 class WorkerStatus:
     """Holds the flags of one worker, and says what they allow.
 
+    sleeping: the `TAGS` that sleep, in their order.
     incomplete: why the weights are, None for weights that may generate. broken: what ended the generation thread.
     process: where the worker was built.
     """
 
     closed: bool = False
     paused: bool = False
-    kv_asleep: bool = False
-    weights_asleep: bool = False
+    sleeping: tuple[str, ...] = ()
     incomplete: str | None = None
     broken: BaseException | None = None
     incomplete_cause: BaseException | None = None
@@ -36,35 +39,20 @@ class WorkerStatus:
 
     @property
     def may_step(self) -> bool:
-        return not (self.closed or self.broken or self.paused or self.asleep or self.incomplete)
+        return not (self.closed or self.broken or self.paused or self.sleeping or self.incomplete)
 
     @property
     def ended(self) -> bool:
         """Return whether nothing will be computed any more."""
         return self.closed or self.broken is not None
 
-    @property
-    def asleep(self) -> bool:
-        return self.kv_asleep or self.weights_asleep
-
-    @property
-    def sleeping(self) -> tuple[str, ...]:
-        """Return the tags that sleep."""
-        return tuple(
-            name for name, asleep in (("weights", self.weights_asleep), ("kv_cache", self.kv_asleep)) if asleep
-        )
-
     def end_pause(self) -> None:
         """Note that steps may run again. Under the worker's lock."""
         self.paused = False
 
-    def set_asleep(self, *, weights: bool | None = None, kv_cache: bool | None = None) -> None:
-        """Note what sleeps now; None leaves it as it is."""
+    def set_asleep(self, tag: str, asleep: bool) -> None:
         with self.mutex:
-            if weights is not None:
-                self.weights_asleep = weights
-            if kv_cache is not None:
-                self.kv_asleep = kv_cache
+            self.sleeping = tuple(one for one in TAGS if (asleep if one == tag else one in self.sleeping))
 
     def set_incomplete(self, reason: str | None, cause: BaseException | None = None) -> None:
         with self.mutex:
@@ -92,7 +80,7 @@ class WorkerStatus:
         self.check_usable()
         if self.queue_while_asleep and self.incomplete_cause is None:
             return
-        if self.asleep:
+        if self.sleeping:
             raise WorkerStateError(f"the worker is asleep ({', '.join(self.sleeping)}); call wake_up() first")
         if self.incomplete is not None:
             raise WorkerStateError(

@@ -31,10 +31,10 @@ from samebit.rollout.engine.counters import EngineCounters
 from samebit.rollout.engine.failures import not_decoded, not_finite, nothing_drawn
 from samebit.rollout.engine.scheduler import Scheduler
 from samebit.rollout.engine.step_plan import Runner, ScheduledSequence, StepInFlight, StepPlan, StepResult
-from samebit.rollout.engine.weight_watch import Unwatched, WeightWatch
 from samebit.rollout.errors import TokenizerError
 from samebit.rollout.requests.request import Request, Sequence
 from samebit.rollout.requests.stopping import end_of_sample
+from samebit.weight_sync.in_place.watch import WeightWatch
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Engine:
         watch: WeightWatch | None = None,
     ) -> None:
         self.runner = runner
-        self.watch = Unwatched() if watch is None else watch
+        self.watch = WeightWatch() if watch is None else watch
         self.run_ahead = run_ahead
         self.cache = cache
         self.scheduler = Scheduler(cache, max_num_batched_tokens)

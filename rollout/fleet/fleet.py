@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from samebit.rollout.checks import check_positive_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.intake import paired
-from samebit.rollout.control.sleep import TAGS, check_sleep, check_tags
+from samebit.rollout.control.sleep import check_sleep, check_tags
+from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.adapters import FleetAdapters
 from samebit.rollout.fleet.carrier import Carrier

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from samebit.rollout.control.delivery import StreamChunk
 from samebit.rollout.errors import StreamGapError
-from samebit.rollout.outputs import RequestOutput, SampleOutput
+from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
 
 
 class FleetHandle:

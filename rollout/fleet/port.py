@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from samebit.rollout.cache.publishing.journal import CacheNews, CacheSnapshot
-from samebit.rollout.control.delivery import StreamChunk
-from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.outputs import RequestOutput, StreamChunk
 from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.sampling_params import SamplingParams
 

@@ -31,8 +31,8 @@ from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.transfer import Packing, Staging, Tensors
 from samebit.rollout.runner.cuda_recorder import CudaRecorder, Recorder
+from samebit.rollout.runner.cuda_step_arrays import Size, StepArrays
 from samebit.rollout.runner.logits import logits_of
-from samebit.rollout.runner.step_arrays import Size, StepArrays
 
 SIZES = tuple(sorted({*(1 << power for power in range(16)), *(3 << power for power in range(3, 14))}))
 """Counts of rows that graphs are made for: powers of two, and from 24 on the middles between them."""

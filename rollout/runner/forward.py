@@ -8,7 +8,7 @@ from torch import nn
 from samebit.kernels.layout import device
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.runner.logits import Forward, StepLogits, logits_of
-from samebit.rollout.runner.step_inputs import StepInputs
+from samebit.rollout.runner.step_inputs import Ints, Memory, StepInputs
 
 
 def forward_for(weight: torch.Tensor, config: RolloutConfig) -> Forward:
@@ -33,7 +33,7 @@ class HostForward:
         logits = logits_of(model, token_ids, head_rows, inputs.context)
         return StepLogits(logits, inputs.draws)
 
-    def warm_up(self, model: nn.Module, inputs: StepInputs) -> None:
+    def warm_up(self, model: nn.Module, memory: Memory, block_tables: Ints) -> None:
         """Do nothing: there is nothing to record."""
 
     def forget_memory(self) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from samebit.kernels.layout.forward_context import ForwardContext, use_context
 from samebit.rollout.runner.sampler import DrawInputs
-from samebit.rollout.runner.step_inputs import StepInputs
+from samebit.rollout.runner.step_inputs import Ints, Memory, StepInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +29,9 @@ class Forward(Protocol):
         """Call the model, which writes to the memory that the inputs name. ``drawn``: the tokens that
         ``inputs.sources`` are rows of, int64 on the model's device; None without them."""
 
-    def warm_up(self, model: nn.Module, inputs: StepInputs) -> None:
-        """Prepare for decodes of any number of sequences; ``inputs``: a step of one that computes nothing of value."""
+    def warm_up(self, model: nn.Module, memory: Memory, block_tables: Ints) -> None:
+        """Prepare for decodes of any number of sequences, by steps that write to the null block of the memory alone;
+        ``block_tables``: of the shape that steps have."""
 
     def forget_memory(self) -> None:
         """Forget where pages and states were: they are elsewhere from now on."""

@@ -10,10 +10,12 @@ from torch import nn
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.experts.routes import RouteLayout, RoutePages
 from samebit.kernels.layout.kv_pages import PageLayout
-from samebit.kernels.layout.states.memory import StateLayout, StateMemory
+from samebit.kernels.layout.lora.adapters import KeptTerms
+from samebit.kernels.layout.states.memory import StateLayout
 from samebit.rollout.cache.checkpoints.pool import CheckpointPool
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.runner.pool_sizes import count_checkpoints, count_held_states
+from samebit.rollout.runner.step_inputs import Memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +48,12 @@ class MemoryShape:
         Raises:
             ValueError: the block size is not decided, or states are asked for that the model does not have.
         """
-        if config.block_size is None:
-            raise ValueError("the block size is not decided yet: see RolloutConfig.with_block_size()")
         binding, head = binding_of(model), model.get_parameter("lm_head.weight")
         states = binding.state_layout
         bytes_each = 0 if states is None else states.bytes_per_checkpoint(head.dtype)
         held = range(config.max_num_seqs, config.max_num_seqs + count_held_states(config))
         return MemoryShape(
-            binding.kv_layout, states, binding.route_layout, head.dtype, head.device, config.block_size, held,
+            binding.kv_layout, states, binding.route_layout, head.dtype, head.device, config.decided_block_size, held,
             count_checkpoints(config, bytes_each),
         )  # fmt: skip
 
@@ -84,15 +84,13 @@ class MemoryShape:
             return None
         return CheckpointPool(self.num_checkpoints, self.block_size, self.held_slots)
 
-    def allocate_pages(self, num_blocks: int) -> tuple[torch.Tensor, ...]:
-        """Allocate zeroed pages for blocks 0 .. num_blocks, block 0 being the null block."""
-        return self.pages.allocate(num_blocks, self.block_size, self.dtype, self.device)
-
-    def allocate_states(self) -> StateMemory | None:
-        """Allocate zeroed states; None without recurrent layers."""
-        if self.states is None:
-            return None
-        return self.states.allocate(self.num_slots, self.dtype, self.num_checkpoints, self.device)
+    def allocate(self, num_blocks: int, kept_terms: KeptTerms, routes: RoutePages | None) -> Memory:
+        """Allocate zeroed states, and zeroed pages for blocks 0 .. num_blocks, block 0 being the null block."""
+        pages = self.pages.allocate(num_blocks, self.block_size, self.dtype, self.device)
+        states = None
+        if self.states is not None:
+            states = self.states.allocate(self.num_slots, self.dtype, self.num_checkpoints, self.device)
+        return Memory(pages, states, self.block_size, num_blocks, kept_terms, routes)
 
     def allocate_routes(self, num_blocks: int) -> RoutePages:
         """Allocate memory for what routers choose.

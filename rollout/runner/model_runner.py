@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -31,13 +30,12 @@ from samebit.rollout.runner.cuda_pool_size import kv_cache_bytes
 from samebit.rollout.runner.forward import forward_for
 from samebit.rollout.runner.memory_shape import MemoryShape
 from samebit.rollout.runner.sampler import Draws, Sampler, most_likely
-from samebit.rollout.runner.step_inputs import Memory, PromptPiece, idle_step, step_inputs
-
-Ints = npt.NDArray[np.int32]
+from samebit.rollout.runner.step_inputs import Ints, Memory, PromptPiece, step_inputs
 
 
 class ModelRunner:
-    """Runs the bound model with its KV pages and its sampler. See `samebit.rollout.engine.step_plan.Runner`."""
+    """Runs the bound model with its KV pages and its sampler. Implements `samebit.rollout.engine.step_plan.Runner`,
+    which says what each method is asked."""
 
     def __init__(self, model: nn.Module, config: RolloutConfig) -> None:
         self.model = model
@@ -63,53 +61,34 @@ class ModelRunner:
         )  # fmt: skip
 
     def allocate_cache(self, num_blocks: int) -> None:
-        """Allocate zeroed pages for blocks 0 .. num_blocks, block 0 being the null block, and zeroed states."""
-        shape = self.shape
-        routes = shape.allocate_routes(num_blocks) if self.notes_routes else None
-        self.memory = Memory(
-            shape.allocate_pages(num_blocks), shape.allocate_states(), shape.block_size, num_blocks, self.kept_terms,
-            routes,
-        )  # fmt: skip
+        routes = self.shape.allocate_routes(num_blocks) if self.notes_routes else None
+        self.memory = self.shape.allocate(num_blocks, self.kept_terms, routes)
 
     def warm_up(self, block_tables: Ints) -> None:
-        """Prepare for decodes, by a step that writes to the null block alone; ``block_tables``: as of `launch`."""
+        """Prepare for decodes, by steps that write to the null block alone; ``block_tables``: as of `launch`."""
         if self.memory is None:
             raise RuntimeError("the cache is not allocated: see allocate_cache()")
-        self.forward.warm_up(self.model, idle_step(self.memory, block_tables))
+        self.forward.warm_up(self.model, self.memory, block_tables)
 
     def release_cache(self) -> None:
-        """Give pages and states back."""
         self.forward.forget_memory()
         self.memory = None
 
     def forget_weights(self) -> None:
-        """Keep nothing that was worked out of the weights: they change, or sleep."""
         self.kept_terms.forget()
 
     def note_routes(self) -> None:
-        """Note from the next step on which experts compute each token.
-
-        Raises:
-            ValueError: the model has no routed experts.
-        """
-        if self.shape.routes is None:
-            raise ValueError("this model has no routed experts that could be noted")
         self.notes_routes = True
         if self.memory is not None:
             self.forward.forget_memory()
             self.memory = replace(self.memory, routes=self.shape.allocate_routes(self.memory.num_blocks))
 
     def routes_of(self, blocks: list[int], count: int) -> Routes:
-        """Return `[count, layers, experts of a token]`, what was noted of the first `count` tokens in these blocks."""
         if self.memory is None or self.memory.routes is None:
             raise RuntimeError("no routes are noted: see note_routes()")
         return self.memory.routes.of_tokens(blocks, count)
 
     def launch(self, plan: StepPlan, block_tables: Ints, before: StepInFlight | None = None) -> StepInFlight:
-        """Start to compute the plan; row ``sequence.slot`` of ``block_tables`` lists a sequence's blocks.
-
-        `before`: the step whose draws a plan with `sources` goes on from, of this runner.
-        """
         if self.memory is None:
             raise RuntimeError("the cache is not allocated: see allocate_cache()")
         drawn = None

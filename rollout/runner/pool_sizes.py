@@ -48,8 +48,6 @@ def count_blocks(config: RolloutConfig, bytes_per_block: int, max_model_len: int
 
     bytes_left: for pages, of the share that is `gpu_memory_utilization`.
     """
-    if config.block_size is None:
-        raise ValueError("the block size is not decided yet: see with_block_size()")
     if config.num_blocks is not None:
         return config.num_blocks
     if config.kv_cache_gb is not None:
@@ -60,7 +58,7 @@ def count_blocks(config: RolloutConfig, bytes_per_block: int, max_model_len: int
                 f"(block_size={config.block_size}); at least {_gib(bytes_per_block)} are needed"
             )
         return blocks
-    per_sequence = math.ceil(max_model_len / config.block_size)
+    per_sequence = math.ceil(max_model_len / config.decided_block_size)
     if config.gpu_share is not None:
         blocks = bytes_left // max(1, bytes_per_block)
         if blocks < per_sequence:

@@ -79,6 +79,14 @@ class StepInputs:
     draws: DrawInputs
     pieces: list[PromptPiece]
 
+    @classmethod
+    def undrawn(cls, context: ForwardContext, token_ids: Rows, head_rows: Rows) -> StepInputs:
+        """Return the inputs of a step from whose logits nothing is drawn."""
+        return cls(
+            context, token_ids, sources=None, head_rows=head_rows, num_sampling_rows=0, sequences=[], positions=[],
+            draws=NO_DRAWS, pieces=[],
+        )  # fmt: skip
+
     @property
     def all_rows_sample(self) -> bool:
         """Return whether the rows that reach the head are all rows, in their order."""
@@ -195,32 +203,3 @@ def _prompt_piece(item: ScheduledSequence, end: int) -> PromptPiece:
     count = min(item.start + item.length, item.sequence.num_prompt_tokens - 1) - item.start
     first = end - item.length
     return PromptPiece(item.sequence, item.start + 1, range(first, first + max(count, 0)))
-
-
-def idle_step(memory: Memory, block_tables: Ints) -> StepInputs:
-    """Make the arrays of a decode of one sequence, whose one token lies in the null block; nothing is drawn from it."""
-    none = np.zeros(1, np.int32)
-    context = ForwardContext(
-        positions=torch.zeros(1, dtype=torch.int64),
-        row_start=none,
-        lengths=none + 1,
-        starts=none,
-        table_rows=none,
-        block_tables=np.zeros_like(block_tables),
-        block_size=memory.block_size,
-        pages=memory.pages,
-        write_from=none,
-        states=memory.states,
-        adapters=RowAdapters.all_through(None),
-    )
-    return StepInputs(
-        context=context,
-        token_ids=np.zeros(1, np.int64),
-        sources=None,
-        head_rows=np.zeros(1, np.int64),
-        num_sampling_rows=0,
-        sequences=[],
-        positions=[],
-        draws=NO_DRAWS,
-        pieces=[],
-    )

@@ -15,7 +15,6 @@ from torch import nn
 from samebit.kernels.binding.binding import Binding, binding_of
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
 from samebit.rollout.runner.logits import Forward, logits_of
-from samebit.rollout.runner.sampler import NO_DRAWS
 from samebit.rollout.runner.step_inputs import StepInputs
 
 LENGTHS = (1, 7, 66, 133)
@@ -131,16 +130,6 @@ class _Steps:
             states=self._states,
         )
         ids = [self._sequences[sequence][start : start + count] for sequence, start, count in pieces]
-        inputs = StepInputs(
-            context=context,
-            token_ids=torch.cat(ids).numpy(),
-            sources=None,
-            head_rows=rows,
-            num_sampling_rows=0,
-            sequences=[],
-            positions=[],
-            draws=NO_DRAWS,
-            pieces=[],
-        )
+        inputs = StepInputs.undrawn(context, torch.cat(ids).numpy(), rows)
         logits = self._forward(self._model, inputs, None).logits
         return list(logits.split(counts.tolist()))

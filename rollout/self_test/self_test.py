@@ -53,9 +53,7 @@ def self_test(model: nn.Module, config: RolloutConfig, max_model_len: int) -> No
 
 def _compare(model: nn.Module, config: RolloutConfig, max_model_len: int) -> int:
     """Compare the routes; return how many tokens were."""
-    if config.block_size is None:
-        raise ValueError("the block size is not decided yet: see RolloutConfig.with_block_size()")
-    routes = Routes.of(model, config.block_size, max_model_len)
+    routes = Routes.of(model, config.decided_block_size, max_model_len)
     head = model.get_parameter("lm_head.weight")
     tokens = sum(map(len, routes.sequences))
     room = replace(config, max_num_batched_tokens=max(tokens, config.max_num_seqs), max_num_seqs=config.max_num_seqs)

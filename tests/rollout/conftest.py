@@ -26,10 +26,10 @@ from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.engine.step_plan import PromptLogprobs, ScheduledSequence, StepPlan, StepResult
-from samebit.rollout.engine.weight_watch import ModuleWatch, WeightWatch
 from samebit.rollout.requests.request import Request
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
+from samebit.weight_sync.in_place.watch import WeightWatch
 
 from .step_gate import StepGate
 
@@ -310,7 +310,7 @@ def make_worker() -> Iterator[Callable[..., tuple[RolloutWorker, FakeRunner]]]:
         if module is None:
             module = TinyModule() if beside is None else beside.module
         users = None if beside is None else beside._weights.users
-        core = build_engine(**engine, watch=ModuleWatch(module) if shared else None)
+        core = build_engine(**engine, watch=WeightWatch(module if shared else None))
         runner = core.runner
         parts = WorkerParts(
             RolloutConfig(while_asleep=while_asleep),

@@ -38,6 +38,7 @@ FLOORS = {
     "samebit.weight_sync": [
         "arithmetic closing manifest report folder_names digest",
         "source apply quantized adapter_names",
+        "in_place",
         "wire",
         "transports",
         "opened_update",

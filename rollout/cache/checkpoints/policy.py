@@ -25,8 +25,6 @@ from samebit.rollout.requests.request import Sequence
 class ResumePolicy:
     """Decides where sequences resume, of a model whose only memory is KV: there is nothing to keep."""
 
-    keeps_checkpoints = False
-
     def __init__(self, leaders: Leaders) -> None:
         self._leaders = leaders
 
@@ -82,8 +80,6 @@ class ResumePolicy:
 
 class CheckpointPolicy(ResumePolicy):
     """Decides where sequences resume and where checkpoints are taken, of a model with recurrent states."""
-
-    keeps_checkpoints = True
 
     def __init__(self, leaders: Leaders, pool: CheckpointPool, index: PrefixTree, tables: BlockTables) -> None:
         super().__init__(leaders)

@@ -28,7 +28,8 @@ class LinksInUse:
             yield
             return
         with self._mutex:
-            self._check_open()
+            if self._closed:
+                raise WorkerStateError("the worker is closed")
             self._links.append(source)
         try:
             yield
@@ -46,7 +47,3 @@ class LinksInUse:
             links = list(self._links)
         for link in links:
             link.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise WorkerStateError("the worker is closed")

@@ -14,9 +14,9 @@ Invariants
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 from samebit.rollout.control.generation_thread import GenerationThread
 from samebit.rollout.control.shelter import CallerLeftError, Gate
@@ -60,103 +60,91 @@ class Member:
         self.thread.engine.clear_prefix_cache()
 
 
-class Transaction(AbstractContextManager["Transaction"]):
-    """Is the block of one update: set `complete` in it when all weights were written. In a shelter, waits at `gate`."""
+@dataclass(eq=False)
+class Transaction:
+    """Stands for one update while it is written; set `complete` when all weights were. version: that it will have."""
 
-    def __init__(self, member: Member, version: int | None, in_flight: str, gate: Gate) -> None:
-        self._member = member
-        self._others: list[Member] = []
-        self._gate = gate
-        self._asked = version
-        self._in_flight = in_flight
-        self._stack = ExitStack()
-        self.version = 0
-        self.complete = False
+    version: int
+    complete: bool = False
 
-    def __enter__(self) -> Transaction:
-        self._member.thread.check_thread()
-        members: list[Member] = self._member.weights.users.in_order()
-        self._member.status.check_usable()  # one that is not among them was closed before
-        with ExitStack() as stack:
-            held = [member for member in members if self._hold(member, stack)]
-            if self._member.status.weights_asleep:
-                raise WorkerStateError('the weights are asleep; call wake_up("weights") first')
-            self.version = self._next_version(self._member.thread.engine.weight_version)
-            for member in held:
-                member.preempt_or_abort(self._in_flight)
-            self._others = [member for member in held if member is not self._member]
-            self._stack = stack.pop_all()
-        return self
 
-    def _hold(self, member: Member, stack: ExitStack) -> bool:
-        """Let a worker stand still until the end; False where another one has ended, which needs no new weights."""
-        thread = member.thread
+@contextmanager
+def transaction(member: Member, version: int | None, in_flight: str, gate: Gate) -> Iterator[Transaction]:
+    """Let all workers on these weights stand still for the block of an update. In a shelter; waits at `gate`.
+
+    version: as of `UpdateOptions`, like `in_flight`.
+    """
+    member.thread.check_thread()
+    with ExitStack() as stack:
+        held = _hold_all(member, in_flight, gate, stack)
+        if "weights" in member.status.sleeping:
+            raise WorkerStateError('the weights are asleep; call wake_up("weights") first')
+        update = Transaction(_next_version(version, member.thread.engine.weight_version))
+        for one in held:
+            one.preempt_or_abort(in_flight)
         try:
-            hold = thread.drained_command if self._in_flight == "wait" else thread.command
-            stack.enter_context(hold(self._gate))
-            thread.share_block(self._member.thread)
-        except WorkerStateError:
-            if member is self._member or not thread.status.ended:
-                raise
-            return False
-        return True
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with self._stack:
-            if isinstance(error, CallerLeftError):
-                return
-            if error is not None:
-                reason = f"an update broke off ({type(error).__name__}: {error})"
-                for member in (self._member, *self._others):
-                    member.break_off(reason, error)
-                return
-            self._member.take_new_weights(self.version, complete=self.complete)
-            for other in self._others:
-                other.weights.accept()
-                other.take_new_weights(other.thread.engine.weight_version + 1, complete=self.complete)
-
-    def _next_version(self, current: int) -> int:
-        if self._asked is None:
-            return current + 1
-        if self._asked <= current:
-            raise ValueError(f"version must be above the current {current}, got {self._asked}")
-        return self._asked
+            yield update
+        except CallerLeftError:
+            raise
+        except BaseException as error:
+            reason = f"an update broke off ({type(error).__name__}: {error})"
+            for one in held:
+                one.break_off(reason, error)
+            raise
+        member.take_new_weights(update.version, complete=update.complete)
+        for other in (one for one in held if one is not member):
+            other.weights.accept()
+            other.take_new_weights(other.thread.engine.weight_version + 1, complete=update.complete)
 
 
-class WeightUpdate(AbstractContextManager["WeightUpdate"]):
-    """Is the block in which the trainer changes shared parameters; `report` is there after it."""
+def _hold_all(member: Member, in_flight: str, gate: Gate, stack: ExitStack) -> list[Member]:
+    """Let all workers on the weights of one stand still until the end; one may come while others are waited for."""
+    users, holds = member.weights.users, dict[Member, bool]()
+    while new := [user for user in users.in_order() if user not in holds]:
+        holds |= {user: _hold(user, member, in_flight, gate, stack) for user in new}
+    member.status.check_usable()  # one that is not among them was closed before
+    return [user for user, held in holds.items() if held]
 
-    def __init__(self, transaction: Transaction, member: Member) -> None:
-        self._transaction = transaction
-        self._member = member
-        self._began = 0.0
-        self.report: SyncReport | None = None
 
-    def __enter__(self) -> WeightUpdate:
-        if self._member.status.incomplete is not None:
-            self._member.status.check_accepts_requests()
-        self._began = time.monotonic()
-        self._transaction.__enter__()
-        return self
+def _hold(user: Member, member: Member, in_flight: str, gate: Gate, stack: ExitStack) -> bool:
+    """Let a worker stand still until the end; False where another than `member` has ended, and needs no new weights."""
+    thread = user.thread
+    try:
+        hold = thread.drained_command if in_flight == "wait" else thread.command
+        stack.enter_context(hold(gate))
+        thread.share_block(member.thread)
+    except WorkerStateError:
+        if user is member or not thread.status.ended:
+            raise
+        return False
+    return True
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._transaction.__exit__(kind, error, trace)
-            return
-        with ExitStack() as stack:
-            stack.push(self._transaction)
-            seconds = time.monotonic() - self._began
-            self.report = self._member.weights.accept_in_place(self._transaction.version, seconds)
+
+def _next_version(asked: int | None, current: int) -> int:
+    if asked is None:
+        return current + 1
+    if asked <= current:
+        raise ValueError(f"version must be above the current {current}, got {asked}")
+    return asked
+
+
+@dataclass(eq=False)
+class WeightUpdate:
+    """Stands for a block in which the trainer changes shared parameters; `report` is there after it."""
+
+    report: SyncReport | None = None
+
+
+@contextmanager
+def weight_update(member: Member, version: int | None, in_flight: str, gate: Gate) -> Iterator[WeightUpdate]:
+    """Let the trainer change shared parameters in the block, as a `transaction`."""
+    if member.status.incomplete is not None:
+        member.status.check_accepts_requests()
+    began = time.monotonic()
+    update = WeightUpdate()
+    with transaction(member, version, in_flight, gate) as written:
+        yield update
+        update.report = member.weights.accept_in_place(written.version, time.monotonic() - began)
 
 
 def check_update_args(version: object, in_flight: object) -> None:

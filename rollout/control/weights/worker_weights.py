@@ -7,14 +7,12 @@ Invariants
 * On a shared module nothing is ever reallocated: the trainer's optimizer holds the same tensors.
 * Sleeping frees parameters and persistent buffers; every other buffer stays. Waking at level 1 restores
   the same bits in the same memory layout, or raises: the copy is checksummed.
-* What a report does not know it does not say: on a shared module, that nothing changed (`Marks`).
 * No locks here: the caller holds the worker's.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +22,6 @@ from torch import Tensor, nn
 
 from samebit.kernels.binding.binding import binding_of, is_bound
 from samebit.kernels.binding.users import Users
-from samebit.rollout.control.weights.marks import Marks
 from samebit.rollout.control.weights.spill import Spill
 from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.guard import contained
@@ -39,7 +36,8 @@ from samebit.weight_sync import (
     open_update,
 )
 from samebit.weight_sync.apply import first_non_finite
-from samebit.weight_sync.digest import digest_of, hexadecimal, scan
+from samebit.weight_sync.digest import scan
+from samebit.weight_sync.in_place.changes import InPlaceChanges
 from samebit.weight_sync.manifest import live_tensors
 
 logger = logging.getLogger(__name__)
@@ -84,7 +82,7 @@ class WorkerWeights:
         self.users: Users[Any] = Users() if users is None else users
         self.manifest = Manifest.of(module)
         self._adapters = binding_of(module).adapters if is_bound(module) else None
-        self._seen = self._marks() if shared else None
+        self._in_place = InPlaceChanges(module, self.manifest) if shared else None
         self._layouts: dict[str, _Layout] = {}
         self._spill: Spill | None = None
 
@@ -97,19 +95,17 @@ class WorkerWeights:
 
     def write(self, update: PreparedUpdate, version: int, *, verify: bool) -> SyncReport:
         """Copy a checked update in; on a shared module, what the trainer changed in place counts too."""
-        in_place = self._changed_in_place()
+        if self._in_place is None:
+            return _warned_if_unchanged(update.write(self.module, version=version, verify=verify))
+        before = self._in_place.names()
         report = update.write(self.module, version=version, verify=verify)
-        self.accept()
-        written = report.changed or ()
-        changed = (*in_place, *(name for name in written if name not in in_place))
-        if self.shared and not changed:
-            return replace(report, changed=None, bytes=None)
-        return _warned_if_unchanged(replace(report, changed=changed, bytes=self._bytes(changed)))
+        self._in_place.accept()
+        return self._in_place.added(before, report)
 
     def accept(self) -> None:
         """Take the shared weights as they are now: what has changed is no part of this worker's next report."""
-        if self.shared:
-            self._seen = self._marks()
+        if self._in_place is not None:
+            self._in_place.accept()
 
     def check_module(self) -> None:
         """Raise if a shared module is not what was bound any more, or was sharded.
@@ -125,7 +121,7 @@ class WorkerWeights:
         if binding.adapters is not self._adapters:  # the trainer has bound it again, with other adapters
             self._adapters = binding.adapters
             self.manifest = Manifest.of(self.module)
-            self.accept()
+            self._in_place = InPlaceChanges(self.module, self.manifest)
         if is_sharded(self.module.get_parameter("lm_head.weight")):
             raise WorkerStateError(
                 "the module was sharded (DTensor) after this worker was built on it, and can not be served in place: "
@@ -133,47 +129,16 @@ class WorkerWeights:
             )
 
     def accept_in_place(self, version: int, seconds: float, *, read: bool = False) -> SyncReport:
-        """Take shared parameters that the trainer changed itself; report which are seen to have changed.
-
-        Of the values only samples are read unless `read`, which adds the digest and checks that all are finite.
-        """
+        """Take shared parameters that the trainer changed itself; see `InPlaceChanges.report`."""
         self.check_module()
-        digest = self._read() if read else None
-        changed = self._changed_in_place()
-        self.accept()
-        return SyncReport(
-            version=version,
-            tensors=len(self.manifest.ties),
-            bytes=self._bytes(changed) if changed else None,
-            seconds=seconds,
-            changed=changed or None,
-            casts=(),
-            digest=digest,
-            verified=read,
-            dense_bytes=self._bytes(names[0] for names in self.manifest.ties),
-        )
-
-    def _bytes(self, names: Iterable[str]) -> int:
-        return sum(self.manifest.specs[name].num_bytes for name in names)
-
-    def _read(self) -> str:
-        tensors = live_tensors(self.module)
-        scans = {names[0]: scan(tensors[names[0]]) for names in self.manifest.ties}
-        bad = [name for name, found in scans.items() if not found.finite]
-        if bad:
-            raise NonFiniteWeightError(f"NaN or infinity in {', '.join(bad)}")
-        return hexadecimal(digest_of({name: found.digest for name, found in scans.items()}))
+        if self._in_place is None:
+            raise WorkerStateError("only a shared module is written in place")
+        return self._in_place.report(version, seconds, read=read)
 
     def check_finite(self) -> None:
         bad = first_non_finite(live_tensors(self.module))
         if bad is not None:
             raise NonFiniteWeightError(f"{bad} holds NaN or infinity")
-
-    def _marks(self) -> Marks:
-        return Marks(live_tensors(self.module), [names[0] for names in self.manifest.ties])
-
-    def _changed_in_place(self) -> tuple[str, ...]:
-        return () if self._seen is None else self._marks().changed_since(self._seen)
 
     # -- sleep -------------------------------------------------------------------------------------
 

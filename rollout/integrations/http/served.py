@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from samebit.rollout.config import RolloutConfig
-from samebit.rollout.control.delivery import StreamChunk
 from samebit.rollout.fleet.fleet import Fleet
+from samebit.rollout.outputs import StreamChunk
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker_interface import Handle, LocalWorker
 

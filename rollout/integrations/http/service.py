@@ -20,7 +20,6 @@ from fastapi import Request
 from transformers import PreTrainedTokenizerBase
 
 from samebit.kernels.layout.lora.adapters import BASE
-from samebit.rollout.control.delivery import StreamChunk
 from samebit.rollout.errors import RequestError
 from samebit.rollout.integrations.http.admission import Admission
 from samebit.rollout.integrations.http.errors import ApiError
@@ -30,7 +29,7 @@ from samebit.rollout.integrations.http.served import ServedHandle, ServedWorker,
 from samebit.rollout.integrations.http.settings import ServeSettings
 from samebit.rollout.integrations.http.step_hub import StallWatch, StepHub
 from samebit.rollout.integrations.http.versions import Versions
-from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.outputs import RequestOutput, StreamChunk
 from samebit.rollout.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
-from samebit.rollout.control.delivery import StreamChunk
 from samebit.rollout.integrations.http.served import Reader, ServedHandle
+from samebit.rollout.outputs import StreamChunk
 
 
 class StepHub:

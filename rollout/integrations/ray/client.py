@@ -25,7 +25,7 @@ from samebit.kernels.openmp import process_environment
 from samebit.rollout.adapters.loading import AdapterOptions
 from samebit.rollout.checks import check_one_of
 from samebit.rollout.config import DEVICES, RolloutConfig
-from samebit.rollout.control.sleep import TAGS
+from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError
 from samebit.rollout.integrations.links import CudaIpcAt, SharedMemoryAt
 from samebit.rollout.integrations.ray.actor import Health, RolloutActor

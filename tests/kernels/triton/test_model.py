@@ -18,7 +18,7 @@ from samebit.kernels.layout.transfer import Tensors
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
 from samebit.rollout.runner import cuda_graphs as step_graphs
 from samebit.rollout.runner.cuda_graphs import StepGraph
-from samebit.rollout.runner.step_arrays import StepArrays
+from samebit.rollout.runner.cuda_step_arrays import StepArrays
 
 from ...exactness.families import CAMPAIGN, KIMI, make_model
 from .gpu import DEVICE

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samebit.kernels.openmp import process_environment
-from samebit.rollout.control.delivery import StreamChunk
 from samebit.rollout.integrations.http.app import create_app
 from samebit.rollout.integrations.http.errors import ApiError, encoded
 from samebit.rollout.integrations.http.openai.sample_text import SampleText
 from samebit.rollout.integrations.http.openai.tools import HermesParser
 from samebit.rollout.integrations.http.service import Service
 from samebit.rollout.integrations.http.settings import ServeSettings
+from samebit.rollout.outputs import StreamChunk
 
 from ...patience import wait_until
 from .served import CALL, NAME, Served, byte_tokenizer

@@ -33,7 +33,7 @@ class LockLog(TurnLock):
         self.commands = 0
         self.turns_due = 0
         self.turns_skipped = 0
-        with self._generation.lock:
+        with self._generation.lock.turn():
             assert not self._generation.engine.has_work, "attach the log before there is load"
             self._generation.lock = self
 

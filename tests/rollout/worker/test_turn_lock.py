@@ -26,11 +26,11 @@ def test_the_lock_is_handed_over_in_the_order_of_asking() -> None:
     order: list[int] = []
 
     def take(index: int) -> None:
-        with lock:
+        with lock.turn():
             order.append(index)
 
     threads = [threading.Thread(target=take, args=(index,)) for index in range(8)]
-    with lock:
+    with lock.turn():
         for count, thread in enumerate(threads, 1):
             thread.start()
             wait_until_queued(lock, count)
@@ -48,7 +48,7 @@ def test_a_thread_that_comes_back_stands_behind_those_who_wait() -> None:
     def loop(index: int) -> None:
         start.wait(HANG)
         for _ in range(200):
-            with lock:
+            with lock.turn():
                 turns.append(index)
                 if len(turns) < 700:
                     wait_until_queued(lock, 3 if len(turns) < 600 else 0)
@@ -71,7 +71,7 @@ class Hosted:
 
     def start(self, name: str) -> threading.Thread:
         """A thread that asks for the lock once."""
-        turn = self.lock.generation if name == "generation" else lambda: self.lock
+        turn = self.lock.generation if name == "generation" else self.lock.turn
 
         def take() -> None:
             with turn():
@@ -84,7 +84,7 @@ class Hosted:
 
 def test_generation_comes_before_the_commands_that_wait() -> None:
     hosted = Hosted(owed=False)
-    with hosted.lock:
+    with hosted.lock.turn():
         threads = [hosted.start("first")]
         wait_until_queued(hosted.lock, 1)
         threads.append(hosted.start("second"))
@@ -98,7 +98,7 @@ def test_generation_comes_before_the_commands_that_wait() -> None:
 
 def test_a_turn_that_is_owed_is_kept_for_generation_that_has_not_asked_yet() -> None:
     hosted = Hosted(owed=True)
-    with hosted.lock:
+    with hosted.lock.turn():
         pass
     threads = []
     for count, name in enumerate(("first", "second"), 1):
@@ -115,7 +115,7 @@ def test_a_turn_that_is_owed_is_kept_for_generation_that_has_not_asked_yet() -> 
 
 def test_without_work_the_next_command_gets_it() -> None:
     hosted = Hosted(owed=False)
-    with hosted.lock:
+    with hosted.lock.turn():
         threads = [hosted.start(name) for name in ("first", "second")]
         wait_until_queued(hosted.lock, 2)
     for thread in threads:
@@ -127,29 +127,23 @@ def test_without_work_the_next_command_gets_it() -> None:
 
 def test_asking_twice_raises_and_does_not_hang() -> None:
     lock = TurnLock(no_work)
-    with lock:
+    with lock.turn():
         assert lock.held_by_me
-        with pytest.raises(RuntimeError, match="holds the lock already"):
-            lock.acquire()
+        with pytest.raises(RuntimeError, match="holds the lock already"), lock.turn():
+            pass
         with pytest.raises(RuntimeError, match="holds the lock already"), lock.generation():
             pass
     assert not lock.held_by_me
 
 
-def test_only_the_holder_may_release() -> None:
-    lock = TurnLock(no_work)
-    with pytest.raises(RuntimeError, match="does not hold"):
-        lock.release()
-
-
 def test_an_exception_in_the_block_releases() -> None:
     lock = TurnLock(no_work)
-    with pytest.raises(KeyError), lock:
+    with pytest.raises(KeyError), lock.turn():
         raise KeyError
     done = threading.Event()
 
     def take() -> None:
-        with lock:
+        with lock.turn():
             done.set()
 
     threading.Thread(target=take).start()

@@ -257,6 +257,42 @@ def test_a_worker_that_is_built_during_an_update_waits_for_its_end(make_worker: 
     assert other.stats()["untold_updates"] == 0
 
 
+def test_a_worker_that_is_built_while_an_update_waits_takes_part_in_it(make_worker: MakeWorker) -> None:
+    """The update holds no lock while it waits for requests in flight; a worker that comes then stands still too."""
+    one, runner = make_worker(shared=True)
+    runner.gate = StepGate()
+    handle = one.submit(PROMPT, SamplingParams(max_tokens=40))
+    assert runner.entered.wait(HANG)
+    inside, end = threading.Event(), threading.Event()
+
+    def update() -> None:
+        with one.weight_update(in_flight="wait"), torch.no_grad():
+            inside.set()
+            assert end.wait(HANG)
+            one.module.proj.bias.add_(1)
+
+    with ThreadPoolExecutor(2) as beside:
+        updated = beside.submit(update)
+        wait_until(lambda: num_waiting(one))
+        runner.gate.release()
+        wait_until(lambda: not engine_of(one).scheduler.admission_open)
+        built = beside.submit(make_worker, shared=True, beside=one)
+        wait_until(lambda: len(one._weights.users.in_order()) == 2 and num_waiting(one))
+        while not built.done():
+            steps = one.stats()["steps"]
+            runner.gate.release()
+            wait_until(lambda steps=steps: built.done() or one.stats()["steps"] > steps)
+        runner.gate.release(100)
+        assert inside.wait(HANG)
+        other, _ = built.result(HANG)
+        queued = other.submit(PROMPT, FEW)
+        end.set()
+        updated.result(HANG)
+    assert handle.result(HANG).samples[0].weight_versions == [(0, 40, 0)]
+    assert queued.result(HANG).samples[0].weight_versions == [(0, 5, 1)]
+    assert other.stats()["untold_updates"] == 0
+
+
 def test_updates_through_both_at_once_do_not_wait_for_each_other(make_worker: MakeWorker) -> None:
     workers = two_workers(make_worker)
 

@@ -458,7 +458,7 @@ def test_requests_that_come_during_sleep_wait_when_that_is_the_choice(
     late = worker.submit([9, 9], FEW)
     steps = worker.stats()["steps"]
     for tag in order:
-        assert not (worker._status.asleep and late.done)
+        assert not (worker.sleeping and late.done)
         worker.wake_up(tag)
     if level == 2:
         later = worker.submit([8], FEW)

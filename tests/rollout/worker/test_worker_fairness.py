@@ -36,6 +36,7 @@ class Load:
         self._pool = ThreadPoolExecutor(12)
         self._feeder = threading.Thread(target=self._feed)
         self._feeder.start()
+        wait_until(lambda: len(self._handles) > 10)
 
     def _feed(self) -> None:
         for number in itertools.count():
@@ -63,7 +64,6 @@ class Load:
             (sample,) = out.samples
             assert sample.token_ids == (whole if sample.finish_reason == "length" else whole[: len(sample.token_ids)])
         self._pool.shutdown()
-        assert len(self._handles) > 10, "there was no load"
 
 
 def command(worker: Any, weights: dict[str, Any], number: int) -> None:

@@ -7,17 +7,22 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from samebit.kernels.layout.lora.adapters import Adapter
+from samebit.rollout.adapters.layout import AdapterLayout
+from samebit.rollout.adapters.registry import Loaded
 from samebit.rollout.build import WorkerParts
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import NonFiniteLogitsError, RequestError, WorkerStateError
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
-from ...patience import HANG
+from ...patience import HANG, wait_until
+from ..inside import num_waiting
 from ..step_gate import StepGate
 
 MakeWorker = Callable[..., tuple[Any, Any]]
@@ -171,6 +176,35 @@ def test_results_can_be_awaited(make_worker: MakeWorker, oracle: Oracle) -> None
     outputs = asyncio.run(both())
     assert [output.samples[0].token_ids for output in outputs] == [oracle([i], 0, 5) for i in (2, 1, 2)]
     assert asyncio.run(first.result_async()) is first.result(0), "a result that is there already"
+
+
+def test_cancelling_a_finished_request_leaves_the_next_one_of_its_name_alone(
+    make_worker: MakeWorker, oracle: Oracle
+) -> None:
+    worker, runner = make_worker()
+    first = worker.submit([1, 2], FEW, request_id="mine")
+    first.result(HANG)
+    runner.gate = StepGate()
+    second = worker.submit([1, 3], FEW, request_id="mine")
+    first.cancel()
+    runner.gate.release(100)
+    assert second.result(HANG).samples[0].token_ids == oracle([1, 3], 0, 5)
+
+
+def test_an_adapter_that_is_dropped_with_its_requests_ends_those_that_have_just_come(make_worker: MakeWorker) -> None:
+    worker, runner = make_worker()
+    worker._adapters.registry.put(Loaded(Adapter("policy", {}, version=1, number=1), AdapterLayout({}, None)))
+    runner.gate = StepGate()
+    other = worker.submit([1, 2], FEW)
+    assert runner.entered.wait(HANG)
+    handle = worker.submit([1, 3], SamplingParams(max_tokens=5, adapter="policy"))
+    with ThreadPoolExecutor(1) as beside:
+        dropped = beside.submit(worker.drop_adapter, "policy", in_flight="abort")
+        wait_until(lambda: num_waiting(worker))
+        runner.gate.release(100)
+        dropped.result(HANG)
+    assert handle.result(HANG).samples[0].finish_reason == "abort"
+    assert other.result(HANG).samples[0].finish_reason == "length"
 
 
 def test_an_await_that_is_cancelled_cancels_the_request(make_worker: MakeWorker) -> None:

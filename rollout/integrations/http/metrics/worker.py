@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from samebit.rollout.control.sleep import TAGS
+from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.integrations.http.metrics.requests import ENGINE, LABELS
 from samebit.rollout.integrations.http.served import numbers_of

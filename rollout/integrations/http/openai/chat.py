@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from samebit.rollout.control.delivery import StreamChunk
 from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer
 from samebit.rollout.integrations.http.event_stream import DONE, EventStream, event
 from samebit.rollout.integrations.http.openai import logprobs
@@ -21,7 +20,7 @@ from samebit.rollout.integrations.http.openai.sample_text import SampleText, who
 from samebit.rollout.integrations.http.openai.sampling import of_chat
 from samebit.rollout.integrations.http.openai.tools import Parsed, ToolParser, make_parser
 from samebit.rollout.integrations.http.service import Asked, Prompt, Service, session_of
-from samebit.rollout.outputs import RequestOutput, SampleOutput
+from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
 
 
 async def chat(service: Service, asked: ChatRequest, request: Request) -> Response:

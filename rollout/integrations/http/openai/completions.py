@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from samebit.rollout.control.delivery import StreamChunk
 from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer
 from samebit.rollout.integrations.http.event_stream import DONE, EventStream, event
 from samebit.rollout.integrations.http.openai import logprobs
@@ -20,7 +19,7 @@ from samebit.rollout.integrations.http.openai.requests import CompletionRequest
 from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
 from samebit.rollout.integrations.http.openai.sampling import of_completion
 from samebit.rollout.integrations.http.service import Asked, Prompt, Service, session_of
-from samebit.rollout.outputs import RequestOutput, SampleOutput
+from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
 from samebit.rollout.requests.tokenizer import decoded
 
 

@@ -9,8 +9,7 @@ Invariants
 
 from __future__ import annotations
 
-from samebit.rollout.control.delivery import StreamChunk
-from samebit.rollout.outputs import SampleOutput
+from samebit.rollout.outputs import SampleOutput, StreamChunk
 from samebit.rollout.requests.stop_strings import StopStringMatcher
 from samebit.rollout.requests.tokenizer import Tokenizer, decoded
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from samebit.rollout.async_worker import AsyncWorker
-from samebit.rollout.control.sleep import TAGS
+from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.integrations.http.errors import ApiError, JsonAnswer
 from samebit.rollout.integrations.http.openai.routes import ERRORS
 from samebit.rollout.integrations.http.rl import requests

@@ -27,7 +27,7 @@ from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
 from samebit.rollout.async_worker import AsyncWorker
-from samebit.rollout.control.sleep import TAGS
+from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import RequestError
 from samebit.rollout.integrations.links import Sources
 from samebit.rollout.integrations.verl.options import ServerOptions, check_tokenizer

@@ -1,4 +1,4 @@
-"""Notice writes to the weights of a shared module that were not announced.
+"""Notice that the weights of a module were written.
 
 Invariants
 ----------
@@ -13,38 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter, getitem, is_
-from typing import Protocol
 
 from torch import Tensor, nn
 
 VERSION = attrgetter("_version")
 
 
-class WeightWatch(Protocol):
-    """Looks at the weights of a worker."""
+class WeightWatch:
+    """Watches the weights of a module; without one it sees nothing."""
 
-    def moved(self) -> bool:
-        """Return whether they were written since they were accepted."""
-
-    def accept(self) -> None:
-        """Take them as they are now."""
-
-
-class Unwatched:
-    """Stands in for a watch where only the worker can reach the weights."""
-
-    def moved(self) -> bool:
-        return False
-
-    def accept(self) -> None:
-        pass
-
-
-class ModuleWatch:
-    """Watches the weights of a module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._modules = () if module is None else (module,)
         self._holders: Sequence[Mapping[str, Tensor | None]] = ()
         self._names: Sequence[str] = ()
         self._tensors: Sequence[Tensor] = ()
@@ -53,6 +32,9 @@ class ModuleWatch:
         self.accept()
 
     def moved(self) -> bool:
+        """Return whether they were written since they were accepted."""
+        if not self._tensors:
+            return False
         try:
             same = all(map(is_, map(getitem, self._holders, self._names), self._tensors))
         except KeyError:  # a tensor was taken out
@@ -60,9 +42,11 @@ class ModuleWatch:
         return not same or self._sum() != self._writes
 
     def accept(self) -> None:
+        """Take them as they are now."""
         places = [
             (holder, name, tensor)
-            for module in self._module.modules()
+            for watched in self._modules
+            for module in watched.modules()
             for holder in (module._parameters, module._buffers)
             for name, tensor in holder.items()
             if tensor is not None and name not in module._non_persistent_buffers_set
