@@ -126,8 +126,8 @@ def sparse_decode(layer: Sparse, dtype: torch.dtype, sizes: Sizes) -> dict[str, 
         latent_attention(q, rows, context, options, choose_keys(queries, keys, weights, context, index))
 
     return {
-        "dense": _repeated(lambda: latent_attention(q, rows, context, options), 1),
-        "sparse": _repeated(sparse, 1),
+        "dense": _repeated(lambda: latent_attention(q, rows, context, options), sizes.repeats),
+        "sparse": _repeated(sparse, sizes.repeats),
     }
 
 

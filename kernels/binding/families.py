@@ -94,7 +94,7 @@ class LayerFamily:
     Attributes:
         types: what they may be, in the words of the configs before transformers 5.13.
         required: a layer type without which Hugging Face can not run the family, if there is one.
-        pre_norm: they add attention of a norm, then an MLP of a norm: in a rollout each can be one call.
+        pre_norm: they add attention of a norm, then an MLP or experts of a norm: in a rollout each can be one call.
     """
 
     types: tuple[str, ...] = ("full_attention", "sliding_attention")
@@ -206,12 +206,13 @@ FAMILIES = {
             "DeepseekV2",
             unchanged,
             latent=LatentFamily(),
+            layers=_PRE_NORM,
             experts=ExpertFamily(
                 "Moe", "softmax", router=Router(classes=("", "TopkRouter")), group_score="best", method="topk_method"
             ),
         ),
-        Family("DeepseekV3", unchanged, latent=LatentFamily("rope_interleave"), experts=SIGMOID),
-        Family("Glm4MoeLite", unchanged, latent=LatentFamily("rope_interleave"), experts=SIGMOID),
+        Family("DeepseekV3", unchanged, latent=LatentFamily("rope_interleave"), experts=SIGMOID, layers=_PRE_NORM),
+        Family("Glm4MoeLite", unchanged, latent=LatentFamily("rope_interleave"), experts=SIGMOID, layers=_PRE_NORM),
         Family(
             "DeepseekV32",
             unchanged,

@@ -11,6 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from samebit.kernels.binding import modules as bound
 from samebit.kernels.binding.causal_lm import HeadFacts, causal_forward, head_forward, keeping_positions, own_forward
 from samebit.kernels.binding.delta.plan import DeltaPlan
+from samebit.kernels.binding.dense.latent import facts_of as facts_of_latent
+from samebit.kernels.binding.dense.latent import latent_layer_forward
 from samebit.kernels.binding.dense.layer import dense_layer_forward, facts_of
 from samebit.kernels.binding.experts.plan import ExpertPlan
 from samebit.kernels.binding.experts.routes import RouteLayout
@@ -114,8 +116,11 @@ class Plan:
         kind = self.family.class_name("DecoderLayer")
         layers = [module for module in model.modules() if type(module).__name__ == kind]
         known = [layer for layer in layers if type(layer).__module__.startswith("transformers.")]
-        found = [(layer, facts_of(layer, parts, adapters)) for layer in known]
-        return {layer: (dense_layer_forward, facts) for layer, facts in found if facts is not None}
+        forward, of_layer = (
+            (dense_layer_forward, facts_of) if self.latent is None else (latent_layer_forward, facts_of_latent)
+        )
+        found = [(layer, of_layer(layer, parts, adapters)) for layer in known]
+        return {layer: (forward, facts) for layer, facts in found if facts is not None}
 
     def _is_decoder(self, module: nn.Module) -> bool:
         names = ("TextModel",) if self.family.wrapped else ("Model", "TextModel")

@@ -7,6 +7,7 @@ from samebit.kernels.cpu.delta.gates import gates
 from samebit.kernels.cpu.delta.gradients import delta_rule_backward
 from samebit.kernels.cpu.delta.mixer import delta_mixer
 from samebit.kernels.cpu.delta.operation import delta_rule
+from samebit.kernels.cpu.dense.latent import latent_layer
 from samebit.kernels.cpu.dense.layer import dense_layer
 from samebit.kernels.cpu.experts.operation import experts_backward, experts_forward
 from samebit.kernels.cpu.experts.routing import route_backward, route_forward
@@ -68,6 +69,7 @@ __all__ = [
     "keep_likely",
     "latent_backward",
     "latent_forward",
+    "latent_layer",
     "layer_norm_backward",
     "layer_norm_forward",
     "log_softmax",

@@ -60,6 +60,21 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -
     return out
 
 
+@inlined_part
+def rotate_to_halves(x: Any, at: int, neighbours: bool, cos: Any, sin: Any, out: Any, to: int) -> None:
+    """Rotate ``2 R`` elements from ``at`` on by the angles ``[R]``, and write them as halves from ``to`` on.
+
+    With ``neighbours``, elements 2 i and 2 i + 1 become i and i + R first.
+    """
+    half = len(cos)
+    step, apart = (2, 1) if neighbours else (1, half)
+    low, high = out[to : to + half], out[to + half : to + 2 * half]
+    for i in range(half):
+        x1, x2, turn = widen(x[at + step * i]), widen(x[at + step * i + apart]), sin[i]
+        low[i] = narrow(fma(x1, cos[i], -(x2 * turn)), low[i])
+        high[i] = narrow(fma(x2, cos[i], x1 * turn), high[i])
+
+
 def _join(
     threads: int, x: Any, y: int, row_step: int, head_step: int, neighbours: bool, cos: Any, sin: Any, out: Any,
     kind: Any,
@@ -78,15 +93,10 @@ def _join_row(
 ) -> None:  # fmt: skip
     heads, width, half = x.shape[1], x.shape[2], cos.shape[1]
     given, source, target = elements(y, NO_END, kind), x.reshape(-1), out.reshape(-1)
-    step, apart = (2, 1) if neighbours else (1, half)
     for head in range(heads):
         at, to = row * row_step + head * head_step, (row * heads + head) * (width + 2 * half)
         copy_elements(source, (row * heads + head) * width, width, target, to)
-        low, high = target[to + width : to + width + half], target[to + width + half : to + width + 2 * half]
-        for i in range(half):
-            x1, x2, turn = widen(given[at + step * i]), widen(given[at + step * i + apart]), sin[row, i]
-            low[i] = narrow(fma(x1, cos[row, i], -(x2 * turn)), low[i])
-            high[i] = narrow(fma(x2, cos[row, i], x1 * turn), high[i])
+        rotate_to_halves(given, at, neighbours, cos[row], sin[row], target, to + width)
 
 
 _join_rows = SharedKernel(_join)

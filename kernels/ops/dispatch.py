@@ -261,6 +261,11 @@ def dense_layer_of(tensor: Tensor) -> Callable[..., Tensor] | None:
     return None if device.on_gpu(tensor) else cpu.dense_layer
 
 
+def latent_layer_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """Return what computes a decoder layer of attention over latents where the tensor is; None for a GPU, likewise."""
+    return None if device.on_gpu(tensor) else cpu.latent_layer
+
+
 def delta_mixer_of(tensor: Tensor) -> Callable[..., Tensor] | None:
     """Return what computes a whole Gated DeltaNet layer where the tensor is; None for a GPU, likewise."""
     return None if device.on_gpu(tensor) else cpu.delta_mixer

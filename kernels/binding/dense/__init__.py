@@ -1,5 +1,6 @@
-"""Bind a decoder layer of attention and a gated MLP as one call in a rollout.
+"""Bind a decoder layer as one call in a rollout: `layer` of attention and a gated MLP, `latent` of attention over
+latents.
 
-`layer` says when, and with which parameters; `untouched` finds out whether modules do no more than `bind` gave them.
-Imports `ops`, `layout` and, of `binding`, `modules` and `lora`.
+Each says when, and with which parameters; `linears` finds those of linear layers, `untouched` finds out whether modules
+do no more than `bind` gave them. Imports `ops`, `layout` and, of `binding`, `modules`, `latent` and `lora`.
 """

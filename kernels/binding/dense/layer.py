@@ -7,8 +7,7 @@ Invariants:
 
 * The modules decide: a hook on one of them, a forward that was replaced, several adapters in one call, and gradients
   bring back the class's own forward, which calls them one by one. Hooks of the layer itself are torch's.
-* Nothing of a module is kept: its parameters are looked up at each call. Those of an adapter that all rows go through
-  are in the sites that the modules' own calls made (`lora.forwards`), and are forgotten with them.
+* Nothing of a module is kept (`linears`).
 """
 
 from dataclasses import dataclass
@@ -18,22 +17,20 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from samebit.kernels.binding.dense.untouched import multiplied, only_multiplies, runs
-from samebit.kernels.binding.lora.forwards import LinearFacts, layer_forward
+from samebit.kernels.binding.dense.linears import facts_of_part, in_rollout, is_plain_mlp, linears_of, weight_of
+from samebit.kernels.binding.dense.untouched import runs
+from samebit.kernels.binding.lora.forwards import layer_forward
 from samebit.kernels.binding.modules import (
     AttentionFacts,
-    MLPFacts,
     NormFacts,
     attention_forward,
     mlp_forward,
     rms_norm_forward,
 )
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.lora.adapters import DenseTerms, PlacedTerms, Site, Sites
-from samebit.kernels.layout.options import DenseOptions, DenseWeights, Layer
-from samebit.kernels.ops.activation import SILU
+from samebit.kernels.layout.lora.adapters import DenseTerms
+from samebit.kernels.layout.options import DenseOptions, DenseWeights
 from samebit.kernels.ops.dense.layer import dense_layer
-from samebit.kernels.ops.linear import weight_and_bias
 from samebit.kernels.ops.rope import RotaryTables
 
 
@@ -62,39 +59,29 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> D
     """
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     norms = [layer.get_submodule(name) for name in ("input_layernorm", "post_attention_layernorm")]
-    of_attention, of_mlp, *of_norms = (_facts(parts.get(module)) for module in (attention, mlp, *norms))
-    if not (isinstance(of_attention, AttentionFacts) and isinstance(of_mlp, MLPFacts)):
+    of_attention, of_mlp, *of_norms = (facts_of_part(module, parts) for module in (attention, mlp, *norms))
+    if not isinstance(of_attention, AttentionFacts) or not is_plain_mlp(of_mlp):
         return None
-    if not (_is_plain_attention(of_attention) and _is_plain_mlp(of_mlp) and "forward" not in vars(layer)):
+    if not _is_plain_attention(of_attention) or "forward" in vars(layer):
         return None
     of_heads = NormFacts(0.0, 0.0)
     if of_attention.qk_norm == "head":
-        of_heads = _facts(parts.get(attention.get_submodule("q_norm")))
+        of_heads = facts_of_part(attention.get_submodule("q_norm"), parts)
     pairs = [(norm.eps, norm.offset) for norm in (*of_norms, of_heads) if isinstance(norm, NormFacts)]
     if len(pairs) != 3:
         return None
     size = of_attention.head_dim
-    outputs, width = _weight(attention.get_submodule("q_proj"), parts).shape
+    outputs, width = weight_of(attention.get_submodule("q_proj"), parts).shape
     options = DenseOptions(
         of_attention.options,
         width,
         outputs // size,
         of_attention.kv_heads,
         size,
-        _weight(mlp.get_submodule("gate_proj"), parts).shape[0],
+        weight_of(mlp.get_submodule("gate_proj"), parts).shape[0],
         (pairs[0], pairs[1], pairs[2]),
     )
     return DenseLayerFacts(options, of_attention.qk_norm == "head", adapters)
-
-
-def _weight(module: nn.Module, parts: dict[nn.Module, Any]) -> torch.Tensor:
-    facts = _facts(parts.get(module))
-    wrapped = isinstance(facts, LinearFacts) and facts.wrapped
-    return (module.get_submodule("base_layer") if wrapped else module).get_parameter("weight")
-
-
-def _facts(attached: Any) -> Any:
-    return None if attached is None or len(attached) < 2 else attached[1]
 
 
 def _is_plain_attention(facts: AttentionFacts) -> bool:
@@ -102,17 +89,12 @@ def _is_plain_attention(facts: AttentionFacts) -> bool:
     return not special and facts.key_multiplier == 1.0
 
 
-def _is_plain_mlp(facts: MLPFacts) -> bool:
-    plain = facts.form == "separate" and facts.gate_multiplier == facts.down_multiplier == 1.0
-    return plain and facts.activation in SILU
-
-
 def dense_layer_forward(
     self: Any, hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
 ) -> Any:
     """Run the layer as one call, or its class's own forward."""
     facts: DenseLayerFacts = self.samebit
-    if isinstance(position_embeddings, RotaryTables) and _in_rollout(position_embeddings.context):
+    if isinstance(position_embeddings, RotaryTables) and in_rollout(position_embeddings.context):
         found = _weights(self, facts, position_embeddings.context)
         if found is not None:
             out = dense_layer(hidden_states, found[0], position_embeddings, facts.options, found[1])
@@ -120,10 +102,6 @@ def dense_layer_forward(
                 return out
     own = layer_forward if facts.adapters else type(self).forward
     return own(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
-
-
-def _in_rollout(context: ForwardContext) -> bool:
-    return context.pages is not None and not torch.is_grad_enabled()
 
 
 def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tuple[DenseWeights, DenseTerms] | None:
@@ -150,39 +128,10 @@ def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tup
         (of_mlp["gate_proj"], of_mlp["up_proj"]),
         (of_mlp["down_proj"],),
     )
-    linears = _linears(groups, context, facts.adapters)
+    linears = linears_of(groups, context, facts.adapters)
     if linears is None:
         return None
     layers, terms = linears
     first, second, *of_heads = [norm._parameters["weight"] for norm in norms]
     weights = DenseWeights._make(((first, second), of_heads or (None, None), *layers))
-    return weights, terms
-
-
-_Groups = tuple[tuple[Any, ...], ...]
-"""Lists the linear layers of a decoder layer, those of one input together."""
-
-_Linears = tuple[list[tuple[Layer, ...]], DenseTerms]
-
-
-def _linears(groups: _Groups, context: ForwardContext, wrapped: bool) -> _Linears | None:
-    """Return weights and biases of the groups' layers, and the terms of the adapter; None where a hook could tell,
-    where its sites are not there yet, or where a model that peft has ``wrapped`` is called without a choice."""
-    adapters = context.adapters
-    if adapters is not None and adapters.groups:
-        return None if adapters.sites is None else _linears_of_sites(groups, adapters.sites)
-    if (adapters is None and wrapped) or not all(only_multiplies(module) for modules in groups for module in modules):
-        return None
-    return [tuple(weight_and_bias(multiplied(module)) for module in modules) for modules in groups], DenseTerms()
-
-
-def _linears_of_sites(groups: _Groups, sites: Sites) -> _Linears | None:
-    found = [sites.get(modules) for modules in groups]
-    known = [site for site in found if site is not None and not any(site.hooks)]
-    if len(known) < len(groups):
-        return None
-    return [site.layers for site in known], DenseTerms(*map(_placed, known))
-
-
-def _placed(site: Site) -> PlacedTerms | None:
-    return None if site.terms is None else (site.places, site.terms)
+    return weights, DenseTerms(*terms)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from samebit.kernels.binding.lora.forwards import projections
+from samebit.kernels.binding.lora.forwards import projection, projections
 from samebit.kernels.binding.residual import Addend
 from samebit.kernels.layout.forward_context import ForwardContext, layout_of
 from samebit.kernels.layout.options import LatentOptions
@@ -93,7 +93,7 @@ def _attention(
     keys = _joined(latent[:, None], compressed[:, None, options.rank :], tables, facts)[:, 0]
     attended = latent_attention(queries, keys, context, options, chosen)
     out = self.kv_b_proj(attended, "values")
-    projected = Addend.of(self.o_proj(out.view(*hidden_states.shape[:-1], -1)))
+    projected = Addend.of(projection(out.view(*hidden_states.shape[:-1], -1), self.o_proj))
     return (projected, None, chosen) if facts.returns_choice else (projected, None)
 
 
@@ -107,7 +107,7 @@ def _queries_and_latents(
         return q, compressed, None
     q, compressed = projections(x, (self.q_a_proj, self.kv_a_proj_with_mqa))
     low_rank = self.q_a_layernorm(q)
-    return self.q_b_proj(low_rank), compressed, low_rank
+    return projection(low_rank, self.q_b_proj), compressed, low_rank
 
 
 def _joined(x: torch.Tensor, y: torch.Tensor, tables: RotaryTables | None, facts: LatentFacts) -> torch.Tensor:

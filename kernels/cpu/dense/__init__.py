@@ -1,5 +1,6 @@
-"""Compute a decoder layer of attention and a gated MLP as one kernel on the CPU: `layer`.
+"""Compute a decoder layer as one kernel on the CPU: `layer` of attention and a gated MLP, `latent` of attention over
+latents.
 
-`products` multiplies inside of such a kernel. Imports `layout` and, of `cpu`, `base`, `gemm`, `attention`,
-`activation`, `norm` and `low_rank`.
+Inside of such a kernel `products` multiplies, `terms` adds what an adapter adds, `mlp` is the half behind attention.
+Imports `layout` and, of `cpu`, `base`, `gemm`, `attention`, `latent`, `activation`, `norm`, `rope` and `low_rank`.
 """

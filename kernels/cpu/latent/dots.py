@@ -25,6 +25,21 @@ _BITS = ir.VectorType(ir.IntType(32), LANES)
 _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
+def dot_at(builder: Any, pairs: Any, total: Any, pointer: Any, place: int) -> Any:
+    """Do as `gemm.dots_vectors.dot` by one pair for all lanes, that at this place behind the pointer.
+
+    The instruction loads it itself, where the processor would take a second one to spread it. LLVM is not told what is
+    read, but that memory is: stores stay before it.
+    """
+    assembly = ir.InlineAsm(
+        ir.FunctionType(total.type, [total.type, pointer.type, total.type]),
+        f"vdpbf16ps {4 * place}($2){{1to{total.type.count}}}, $1, $0",
+        "=v,v,r,0,~{memory}",
+        side_effect=True,
+    )
+    return builder.call(assembly, [pairs, pointer, total])
+
+
 def load_row(builder: Any, pointer: Any) -> Any:
     """Load 32 bfloat16 (uint16 bits)."""
     return builder.load(builder.bitcast(pointer, _HALVES.as_pointer()), align=2)

@@ -80,6 +80,7 @@ def _attend(
 
 
 attend = compile_kernel(_attend)
+attend_part = kernel_part(_attend)
 
 
 @inlined_part

@@ -46,9 +46,7 @@ def latent_forward(
     empty = torch.empty if context.covers_all_rows else torch.zeros
     out = empty(tokens, count, options.rank, dtype=q.dtype)
     threads = num_threads()
-    together = _divisor(count, _HEADS)
-    while together % 2 == 0 and len(context.tiles) * (count // together) < threads:
-        together //= 2
+    together = heads_together(count, len(context.tiles), threads)
     forward.attend(
         array(q), array(pages), context.layout.numpy(), context.block_tables, context.tiles,
         _NO_LISTS if chosen is None else chosen.numpy(), together, np.float32(options.scale), array(out),
@@ -78,6 +76,14 @@ def latent_backward(
     for part in grad_latents[1:]:
         total += part
     return grad_q.to(q.dtype), total.to(q.dtype)
+
+
+def heads_together(count: int, tiles: int, threads: int) -> int:
+    """Return how many of the heads are an item's, so that few tiles keep all threads at work."""
+    together = _divisor(count, _HEADS)
+    while together % 2 == 0 and tiles * (count // together) < threads:
+        together //= 2
+    return together
 
 
 @cache

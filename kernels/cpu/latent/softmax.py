@@ -18,6 +18,8 @@ import numpy as np
 from samebit.kernels.cpu.base.memory import floats, integers, whole_lines
 from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.gemm.many_rows_vectors import HALF
+from samebit.kernels.cpu.gemm.pairs import STEP, transpose_pairs
 from samebit.kernels.cpu.latent.dots import write_columns
 from samebit.kernels.cpu.latent.pairs import score_pairs
 from samebit.kernels.cpu.latent.tiles import ROWS, add_values, score_tokens, weigh
@@ -99,20 +101,38 @@ def begin_rows(q: Any, heads: int, place: Any, running: Any) -> None:
     width, rows = q.shape[2], place.count * heads
     lanes = whole_lines(rows)
     running.query[: lanes * running.steps] = _ZERO
-    for r in range(rows):
-        to = r // LANES * LANES * running.steps + r % LANES
-        source = q[place.row + r // heads, place.kv_head * heads + r % heads]
-        if running.paired:
-            for pair in range(width // 2):
-                running.words[to + pair * LANES] = np.int32(source[2 * pair]) | np.int32(source[2 * pair + 1]) << 16
-            if width % 2:
-                running.words[to + width // 2 * LANES] = np.int32(source[width - 1])
-        else:
+    if running.paired:
+        for token in range(place.count):
+            at = ((place.row + token) * q.shape[1] + place.kv_head * heads) * width
+            _pair_queries(q.reshape(-1), at, token * heads, heads, width, running)
+    else:
+        for r in range(rows):
+            to = r // LANES * LANES * running.steps + r % LANES
+            source = q[place.row + r // heads, place.kv_head * heads + r % heads]
             for d in range(width):
                 running.query[to + d * LANES] = widen(source[d])
     running.peaks[:lanes] = _LOWEST
     running.sums[: lanes * LANES] = _ZERO
     running.acc[: lanes * running.deep] = _ZERO
+
+
+@kernel_part
+def _pair_queries(queries: Any, first: int, row: int, heads: int, width: int, running: Any) -> None:
+    """Load a token's queries, from the ``first`` element on, as rows from ``row`` on: eights of rows by vectors."""
+    whole = width // STEP * STEP if heads % HALF == 0 else 0
+    for r in range(0, heads if whole > 0 else 0, HALF):
+        to = (row + r) // LANES * LANES * running.steps + (row + r) % LANES
+        for d in range(0, whole, STEP):
+            transpose_pairs(
+                queries, first + r * width + d, width, HALF, running.query, to + d // 2 * LANES, LANES
+            )  # fmt: skip
+    for r in range(heads):
+        at, to = first + r * width, (row + r) // LANES * LANES * running.steps + (row + r) % LANES
+        for d in range(whole, width, 2):
+            word = np.int32(queries[at + d])
+            if d + 1 < width:
+                word |= np.int32(queries[at + d + 1]) << 16
+            running.words[to + d // 2 * LANES] = word
 
 
 @kernel_part

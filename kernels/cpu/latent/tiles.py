@@ -31,7 +31,7 @@ from samebit.kernels.cpu.base.vectors import (
     zeros,
 )
 from samebit.kernels.cpu.gemm.dots_vectors import dot
-from samebit.kernels.cpu.latent.dots import DOTS, load_row, pair_of, side_by_side
+from samebit.kernels.cpu.latent.dots import DOTS, dot_at, load_row, pair_of, side_by_side
 from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[-1].split(",")
@@ -51,7 +51,7 @@ COLUMNS = (1, 2) if LARGE else (1,)
 """Vectors of columns that `add_values` may cover."""
 
 UNROLLED = 8
-"""Elements that are multiplied for a token before the next token's."""
+"""Steps that are taken for a token at once, each for all tokens: as many chains as are under way fill the processor."""
 
 
 def _score_tokens(asked: int) -> Any:
@@ -105,26 +105,27 @@ def _score_tokens(asked: int) -> Any:
                         ahead = pointer_to(context, builder, pages, page_array, builder.add(place, behind))
                         prefetch(builder, builder.gep(ahead, [builder.mul(d, index(width))]))
 
-                def element(pointer: Any, half: bool) -> Any:
-                    if not paired:
-                        return splat_element(builder, pointer, source.dtype, kind)
-                    if half:
-                        word = builder.zext(builder.load(pointer), ir.IntType(32))
-                    else:
-                        word = builder.load(builder.bitcast(pointer, ir.IntType(32).as_pointer()), align=2)
-                    return splat(builder, builder.bitcast(word, ir.FloatType()), kind)
+                def multiply(factors: list[Any], key: Any, u: int, sums: list[Any], half: bool) -> list[Any]:
+                    """Go on with a token's sums by the step ``u`` behind ``key``, half of a pair at the end."""
+                    if paired and not half:
+                        return [dot_at(builder, *each, key, u) for each in zip(factors, sums, strict=True)]
+                    pointer = builder.gep(key, [index(u * width)])
+                    if paired:
+                        word = builder.bitcast(builder.zext(builder.load(pointer), ir.IntType(32)), ir.FloatType())
+                        pair = splat(builder, word, kind)
+                        return [dot(builder, factor, pair, total) for factor, total in zip(factors, sums, strict=True)]
+                    value = splat_element(builder, pointer, source.dtype, kind)
+                    return [fma(builder, factor, value, total) for factor, total in zip(factors, sums, strict=True)]
 
                 def add(keys: list[Any], d: Any, many_steps: int, sums: list[Any], half: bool = False) -> list[Any]:
                     found = list(sums)
                     moved = [builder.mul(builder.add(d, index(u)), index(LANES)) for u in range(many_steps)]
                     factors = [[load_as(builder, builder.gep(row, [m]), kind) for m in moved] for row in rows]
-                    for t, key in enumerate(keys):
-                        here = builder.gep(key, [builder.mul(d, index(width))])
-                        for u in range(many_steps):
-                            factor = element(builder.gep(here, [index(u * width)]), half)
-                            for v in range(vector_count):
-                                at = t * vector_count + v
-                                found[at] = (dot if paired else fma)(builder, factors[v][u], factor, found[at])
+                    starts = [builder.gep(key, [builder.mul(d, index(width))]) for key in keys]
+                    for u in range(many_steps):
+                        for t, here in enumerate(starts):
+                            own = slice(t * vector_count, (t + 1) * vector_count)
+                            found[own] = multiply([row[u] for row in factors], here, u, found[own], half)
                     return found
 
                 for part in range(0, TOKENS, tokens):

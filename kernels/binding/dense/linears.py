@@ -1,0 +1,76 @@
+"""Find what the linear layers of a decoder layer multiply with, where the whole layer is one call.
+
+Nothing of a module is kept: its parameters are looked up at each call. Those of an adapter that all rows go through
+are in the sites that the modules' own calls made (`lora.forwards`), and are forgotten with them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from samebit.kernels.binding.dense.untouched import multiplied, only_multiplies
+from samebit.kernels.binding.lora.forwards import LinearFacts
+from samebit.kernels.binding.modules import MLPFacts
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.lora.adapters import PlacedTerms, Site, Sites
+from samebit.kernels.layout.options import Layer
+from samebit.kernels.ops.activation import SILU
+from samebit.kernels.ops.linear import weight_and_bias
+
+Groups = tuple[tuple[Any, ...], ...]
+"""Lists the linear layers of a decoder layer, those of one input together."""
+
+Linears = tuple[Sequence[tuple[Layer, ...]], Sequence[PlacedTerms | None]]
+"""Holds weights and biases of groups, and what an adapter adds to each."""
+
+
+def facts_of_part(module: nn.Module, parts: dict[nn.Module, Any]) -> Any:
+    """Return the facts that `bind` gives to a module; None for one that gets none."""
+    attached = parts.get(module)
+    return None if attached is None or len(attached) < 2 else attached[1]
+
+
+def weight_of(module: nn.Module, parts: dict[nn.Module, Any]) -> torch.Tensor:
+    """Return the weight of a linear layer, also of one that peft wraps."""
+    facts = facts_of_part(module, parts)
+    wrapped = isinstance(facts, LinearFacts) and facts.wrapped
+    return (module.get_submodule("base_layer") if wrapped else module).get_parameter("weight")
+
+
+def is_plain_mlp(facts: Any) -> bool:
+    """Return whether these are the facts of a gated MLP without factors, which a layer's call computes."""
+    if not isinstance(facts, MLPFacts):
+        return False
+    plain = facts.form == "separate" and facts.gate_multiplier == facts.down_multiplier == 1.0
+    return plain and facts.activation in SILU
+
+
+def in_rollout(context: ForwardContext) -> bool:
+    """Return whether a call is one of a rollout, without gradients."""
+    return context.pages is not None and not torch.is_grad_enabled()
+
+
+def linears_of(groups: Groups, context: ForwardContext, wrapped: bool) -> Linears | None:
+    """Return weights and biases of the groups' layers, and the terms of the adapter; None where a hook could tell,
+    where its sites are not there yet, or where a model that peft has ``wrapped`` is called without a choice."""
+    adapters = context.adapters
+    if adapters is not None and adapters.groups:
+        return None if adapters.sites is None else _linears_of_sites(groups, adapters.sites)
+    if (adapters is None and wrapped) or not all(only_multiplies(module) for modules in groups for module in modules):
+        return None
+    layers = [tuple(weight_and_bias(multiplied(module)) for module in modules) for modules in groups]
+    return layers, [None] * len(groups)
+
+
+def _linears_of_sites(groups: Groups, sites: Sites) -> Linears | None:
+    found = [sites.get(modules) for modules in groups]
+    known = [site for site in found if site is not None and not any(site.hooks)]
+    if len(known) < len(groups):
+        return None
+    return [site.layers for site in known], [_placed(site) for site in known]
+
+
+def _placed(site: Site) -> PlacedTerms | None:
+    return None if site.terms is None else (site.places, site.terms)

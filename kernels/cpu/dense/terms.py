@@ -1,0 +1,57 @@
+"""Add the terms of an adapter inside of a kernel that computes several operations in one call.
+
+There is a kernel with what adds them and one without: as a branch each would be compiled for calls that have none.
+"""
+
+from typing import Any, NamedTuple
+
+from samebit.kernels.cpu.base.part import kernel_part
+from samebit.kernels.cpu.dense.products import shared
+from samebit.kernels.cpu.gemm.layers import MOST_LAYERS
+from samebit.kernels.cpu.low_rank import PRODUCTS, Matrices, add_terms
+from samebit.kernels.layout.lora.adapters import PlacedTerms
+
+_add_terms = add_terms.part
+
+NO_TERMS = ((0,) * 12, 0, (0.0,) * MOST_LAYERS, (0,) * MOST_LAYERS, 0)
+"""Stands for what an adapter does not add: `Terms` as a kernel takes them."""
+
+
+class Terms(NamedTuple):
+    """Holds what an adapter adds to layers that share an input: `low_rank.Matrices`, the places of their layers, and
+    products a row; without products nothing is added."""
+
+    layers: Any
+    panel: int
+    scales: Any
+    places: Any
+    work: int
+
+
+@kernel_part
+def add_nothing(threads: int, x: int, rows: int, inputs: int, terms: Any, outs: Any, kind: Any) -> None:
+    """Add what no adapter adds."""
+
+
+@kernel_part
+def add_adapter(threads: int, x: int, rows: int, inputs: int, terms: Any, outs: Any, kind: Any) -> None:
+    """Add the terms of an adapter to the results ``outs`` of up to three layers."""
+    group = Terms(*terms)
+    if group.work > 0:
+        first, second, third = group.places
+        _add_terms(
+            shared(rows * group.work // PRODUCTS, threads), x, inputs, rows, inputs, group.layers, group.panel,
+            group.scales, (outs[first], outs[second], outs[third]), kind,
+        )  # fmt: skip
+
+
+def terms_of(placed: PlacedTerms | None) -> tuple[Any, ...]:
+    """Return `Terms` as a kernel takes them; ``placed`` has float32 matrices."""
+    if placed is None:
+        return NO_TERMS
+    places, terms = placed
+    matrices = Matrices.of(terms)
+    if matrices is None:
+        raise TypeError("an adapter's matrices are not float32; allowed in a layer's one call: torch.float32")
+    padded = (*places, *(0,) * (MOST_LAYERS - len(places)))
+    return matrices.layers, matrices.panel, matrices.scales, padded, matrices.work
