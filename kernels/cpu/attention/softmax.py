@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from samebit.kernels.cpu.attention.groups import Running
-from samebit.kernels.cpu.attention.vectors import add_values, greatest, score_chunk
+from samebit.kernels.cpu.attention.vectors import add_values, scale_scores, score_chunk, weigh_scores
 from samebit.kernels.cpu.base.memory import floats, longs
 from samebit.kernels.cpu.base.numeric import exp, fma, narrow, tanh, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
@@ -146,35 +146,18 @@ def _absorb(
 
     The rest of the chunk gets weight 0; the row's partial sums and accumulator are rescaled.
     """
-    for j in range(KV_CHUNK):
-        s[at + j] = s[at + j] * softmax.scale
+    scale = softmax.scale
     if softmax.softcap > _ZERO:
         for j in range(KV_CHUNK):
-            s[at + j] = softmax.softcap * tanh(s[at + j] / softmax.softcap)
-    _fill_unseen(s, at, lo, hi, _LOWEST)
-    best = greatest(s, at)
+            s[at + j] = softmax.softcap * tanh(s[at + j] * scale / softmax.softcap)
+        scale = _ONE
+    best = scale_scores(s, at, scale, lo, hi)
     peak = best if best > old else old
-    for j in range(KV_CHUNK):
-        s[at + j] = exp(s[at + j] - peak)
-    _fill_unseen(s, at, lo, hi, _ZERO)
     if peak != old:
         shrink = exp(old - peak) if old > _LOWEST else _ZERO
         _rescale(sums, row, acc, value_dim, shrink)
-    for lane in range(LANES):
-        total = sums[row * LANES + lane]
-        for j in range(0, KV_CHUNK, LANES):
-            total = total + s[at + j + lane]
-        sums[row * LANES + lane] = total
+    weigh_scores(s, at, peak, lo, hi, sums, row * LANES)
     return peak
-
-
-@inlined_part
-def _fill_unseen(s: Any, at: int, lo: int, hi: int, value: Any) -> None:
-    """Set what a row does not see of a chunk."""
-    for j in range(lo):
-        s[at + j] = value
-    for j in range(hi, KV_CHUNK):
-        s[at + j] = value
 
 
 @inlined_part

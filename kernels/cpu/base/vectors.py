@@ -4,8 +4,7 @@ Each function emits instructions at the builder's place. Arrays are flat; offset
 """
 
 from collections.abc import Callable
-from functools import reduce
-from itertools import product
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -28,13 +27,16 @@ _HALF_BITS = ir.VectorType(ir.IntType(16), LANES)
 def dispatch(builder: Any, choices: list[tuple[Any, tuple[int, ...]]], emit: Callable[..., None]) -> None:
     """Emit a variant for each combination of the values that some numbers may have, and branch to the one asked for.
 
-    choices: a number and its allowed values, of each argument of ``emit``.
+    choices: a number and its allowed values, of each argument of ``emit``. Numbers are compared one after the other, so
+    that the way to a variant grows with the sum of their values, not with the product.
     """
-    for wanted in product(*(allowed for _, allowed in choices)):
-        pairs = zip(choices, wanted, strict=True)
-        agree = [builder.icmp_signed("==", number, number.type(value)) for (number, _), value in pairs]
-        with builder.if_then(reduce(builder.and_, agree)):
-            emit(*wanted)
+    if not choices:
+        emit()
+        return
+    (number, allowed), *others = choices
+    for value in allowed:
+        with builder.if_then(builder.icmp_signed("==", number, number.type(value))):
+            dispatch(builder, others, partial(emit, value))
 
 
 def pointer_to(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
