@@ -19,7 +19,7 @@ from samebit.kernels.cpu.base.jit import array, compile_kernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, floats, kind_of, pointer, whole_lines
 from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.dense.mlp import normed, with_mlp
+from samebit.kernels.cpu.dense.mlp import ROW_PARTS, normed, with_mlp
 from samebit.kernels.cpu.dense.products import Kernels, product, product_by_tiles, product_of_pairs, shared
 from samebit.kernels.cpu.dense.terms import NO_TERMS, add_adapter, add_nothing, terms_of
 from samebit.kernels.cpu.gemm import heads as products_of_heads
@@ -35,9 +35,6 @@ from samebit.kernels.openmp import num_threads
 _heads = products_of_heads.multiply.part
 _heads_by_pairs = products_of_heads.multiply_by_pairs.part
 _heads_by_tiles = products_of_heads.multiply_by_tiles.part
-
-_PARTS = 16
-"""Count of pieces that rows are cut into: scratch memory is allocated once a piece."""
 
 _ROOMS = 12
 """The most arrays that lie in the room, each from a multiple of sixteen elements on."""
@@ -105,7 +102,7 @@ def _place_rows(
     eps, offset = norm
     block_of_row, offset_of_row = places
     lanes = np.empty(LANES, np.float32)
-    for row in range(rows * part // _PARTS, rows * (part + 1) // _PARTS):
+    for row in range(rows * part // ROW_PARTS, rows * (part + 1) // ROW_PARTS):
         at = row * width
         to = (np.int64(block_of_row[row]) * pages.shape[1] + offset_of_row[row]) * width
         along, across = cos[row * half : (row + 1) * half], sin[row * half : (row + 1) * half]
@@ -178,7 +175,7 @@ def _with_product(
             ), kind,
         )  # fmt: skip
         share_out(
-            _place_rows, _PARTS, shared(rows * count * latent, threads),
+            _place_rows, ROW_PARTS, shared(rows * count * latent, threads),
             ((q, compressed, absorbed, latent_norm, call.cos, call.sin), sizes,
              (numbers.latent_eps, numbers.latent_offset), neighbours, pages, (blocks, offsets), kind),
         )  # fmt: skip

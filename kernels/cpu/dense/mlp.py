@@ -19,7 +19,7 @@ from samebit.kernels.layout.grids import LANES
 
 _silu = silu_rows.part
 
-_PARTS = 16
+ROW_PARTS = 16
 """Count of pieces that rows are cut into: scratch memory is allocated once a piece."""
 
 
@@ -32,7 +32,7 @@ def _norm_part(
     added, total = elements(added_at, rows * width, kind), elements(total_at, rows * width, kind)
     weight = elements(weight_at, width, kind)
     lanes = np.empty(LANES, np.float32)
-    for row in range(rows * part // _PARTS, rows * (part + 1) // _PARTS):
+    for row in range(rows * part // ROW_PARTS, rows * (part + 1) // ROW_PARTS):
         first, last = row * width, (row + 1) * width
         source = x[first:last]
         if added_at:
@@ -51,7 +51,7 @@ def normed(
     """Write ``total = x + added`` and its norm to ``out``; without what is added, the norm of x; without a weight, the
     sum alone."""
     share_out(
-        _norm_part, _PARTS, shared(rows * width, threads),
+        _norm_part, ROW_PARTS, shared(rows * width, threads),
         (x_at, added_at, total_at, weight_at, offset, eps, rows, width, out_at, kind),
     )  # fmt: skip
 

@@ -6,8 +6,8 @@ call, or what is given does not fit it, there is no result, and the modules are 
 
 import torch
 
-from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.latent import LatentLayerOptions, LatentTerms, LatentWeights
+from samebit.kernels.ops.dense.fitting import call_fits, pages_fit, rows_fit, weights_fit
 from samebit.kernels.ops.dispatch import latent_layer_of
 from samebit.kernels.ops.rope import RotaryTables
 
@@ -21,40 +21,15 @@ def latent_layer(
     Where options name no gated MLP the first result is what attention makes of ``x``, and the second the norm of that,
     which is the MLP's input. ``terms``: of the adapter that all rows go through, which fit the weights.
     """
-    kernel = latent_layer_of(x)
-    context = tables.context
-    if kernel is None or context.pages is None or not context.covers_all_rows or torch.is_grad_enabled():
+    kernel, context, attention = latent_layer_of(x), tables.context, options.attention
+    if kernel is None or context.pages is None or not call_fits(tables, terms):
         return None
-    pages = context.pages[options.attention.layer]
-    if any(placed is not None and not placed[1].in_float32 for placed in terms):
-        return None
-    if not (_fits(x, weights, tables, options) and _pages_fit(pages, x.dtype, options, context)):
+    shape = (context.block_size, attention.width)
+    if not (
+        rows_fit(x, tables, options.width)
+        and 2 * tables.cos.size(1) == attention.rope
+        and weights_fit(weights.flat(), options.shapes, x.dtype)
+        and pages_fit(context.pages[attention.layer], tables, shape, x.dtype)
+    ):
         return None
     return kernel(x, weights, (tables.cos, tables.sin), context, options, terms)
-
-
-def _fits(x: torch.Tensor, weights: LatentWeights, tables: RotaryTables, options: LatentLayerOptions) -> bool:
-    """Return whether a kernel that trusts addresses and sizes may have them."""
-    dtype = x.dtype
-    return (
-        x.size(-1) == options.width
-        and x.numel() == tables.context.num_rows * options.width
-        and 2 * tables.cos.size(1) == options.attention.rope
-        and tables.cos.is_contiguous()
-        and tables.sin.is_contiguous()
-        and all(
-            weight is None
-            or (weight.dtype is dtype and weight.shape == shape and weight.is_contiguous() and weight.is_cpu)
-            for weight, shape in zip(weights.flat(), options.shapes, strict=True)
-        )
-    )
-
-
-def _pages_fit(pages: torch.Tensor, dtype: torch.dtype, options: LatentLayerOptions, context: ForwardContext) -> bool:
-    """Return whether the layer's pages are what the context and the options say."""
-    return (
-        pages.dtype is dtype
-        and pages.shape[1:] == (context.block_size, options.attention.width)
-        and pages.is_contiguous()
-        and context.last_written_block < len(pages)
-    )

@@ -1,0 +1,47 @@
+"""Tell whether a decoder layer's one call may have what it is given: its kernel trusts addresses and sizes."""
+
+from collections.abc import Iterable
+
+import torch
+
+from samebit.kernels.layout.lora.adapters import PlacedTerms
+from samebit.kernels.ops.rope import RotaryTables
+
+
+def call_fits(tables: RotaryTables, terms: Iterable[PlacedTerms | None]) -> bool:
+    """Return whether the call is a rollout's, of all its rows, with at most an adapter in float32."""
+    context = tables.context
+    return (
+        context.pages is not None
+        and context.covers_all_rows
+        and not torch.is_grad_enabled()
+        and all(placed is None or placed[1].in_float32 for placed in terms)
+    )
+
+
+def rows_fit(x: torch.Tensor, tables: RotaryTables, width: int) -> bool:
+    """Return whether ``x`` is ``[..., width]`` for the T rows of the tables' context, whose angles can be read."""
+    return (
+        x.size(-1) == width
+        and x.numel() == tables.context.num_rows * width
+        and tables.cos.is_contiguous()
+        and tables.sin.is_contiguous()
+    )
+
+
+def weights_fit(weights: Iterable[torch.Tensor | None], shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> bool:
+    """Return whether the weights that are there have these shapes and this dtype, contiguous on the CPU."""
+    return all(
+        weight is None or (weight.dtype is dtype and weight.shape == shape and weight.is_contiguous() and weight.is_cpu)
+        for weight, shape in zip(weights, shapes, strict=True)
+    )
+
+
+def pages_fit(pages: torch.Tensor, tables: RotaryTables, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Return whether a layer's pages ``[blocks, *shape]`` are contiguous and have all blocks that are written to."""
+    return (
+        pages.dtype is dtype
+        and pages.shape[1:] == shape
+        and pages.is_contiguous()
+        and tables.context.last_written_block < len(pages)
+    )
