@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numba import types
 from numba.core.registry import CPUDispatcher
+from numba.core.runtime import _nrt_python, rtsys
 
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.part import OPTIONS, KernelCompiler, inlined_part, kernel_part
@@ -39,6 +40,62 @@ def _kernel(values: Any, out: Any) -> None:
 
 kernel = compile_kernel(_kernel)
 
+
+@inlined_part
+def _from(values: Any, first: int) -> Any:
+    """Lend a view."""
+    return values[first:]
+
+
+@kernel_part
+def _pair(values: Any, first: int) -> Any:
+    """Lend two views."""
+    return _from(values, first), _from(_from(values, 1), first)
+
+
+@kernel_part
+def _ones(count: int) -> Any:
+    """Give memory."""
+    return np.ones(count, np.float32)
+
+
+@kernel_part
+def _own_from(values: Any, first: int, owned: bool) -> Any:
+    """Give a view of what it makes, or of what it is given."""
+    return _from(_ones(len(values)), first) if owned else _pair(values, first)[1]
+
+
+@kernel_part
+def _read(values: Any, rounds: int) -> Any:
+    """Own some of what it reads."""
+    total = np.float32(0)
+    for first in range(rounds):
+        one, other = _pair(values, first)
+        lent, given = _own_from(values, first, False), _own_from(one, first, True)
+        made = np.zeros(len(lent), np.float32)
+        made[:] = lent
+        total += one[0] + other[0] + lent[0] + given[0] + made[0]
+    return total
+
+
+@kernel_part
+def _borrow(values: Any, rounds: int) -> Any:
+    """Own nothing, and call what does."""
+    total = np.float32(0)
+    for first in range(rounds):
+        one, other = _pair(values, first)
+        total += one[0] + other[0] + _read(other, 1)
+    return total
+
+
+def _use_memory(values: Any, rounds: int, out: Any) -> None:
+    lent, _ = _pair(values, 0)
+    given = _own_from(values, 0, True)
+    out[0] = _read(values, rounds) + _borrow(values, rounds) + lent[0] + given[0]
+
+
+use_memory = compile_kernel(_use_memory)
+
 CLOSURES = Path(__file__).with_name("closures_of_one_maker.py")
 
 
@@ -47,6 +104,24 @@ def test_a_kernel_calls_parts_of_parts_for_each_dtype(dtype: type) -> None:
     out = np.zeros(1, dtype)
     kernel(np.array([1, 2, 3], dtype), out)
     assert out[0] == 22
+
+
+def test_memory_that_parts_lend_and_give_is_dropped_once() -> None:
+    values, out = np.arange(20, dtype=np.float32), np.zeros(1, np.float32)
+    _nrt_python.memsys_enable_stats()
+    try:
+        use_memory(values, 5, out)
+        held = sys.getrefcount(values)
+        before = rtsys.get_allocation_stats()
+        for _ in range(100):
+            use_memory(values, 5, out)
+        after = rtsys.get_allocation_stats()
+    finally:
+        _nrt_python.memsys_disable_stats()
+    assert out[0] == 166
+    assert sys.getrefcount(values) == held
+    assert after.mi_alloc - before.mi_alloc == after.mi_free - before.mi_free > 0
+    assert after.alloc - before.alloc == after.free - before.free
 
 
 def test_a_part_is_no_function_of_python() -> None:

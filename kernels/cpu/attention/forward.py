@@ -109,7 +109,7 @@ def _attend_items(
     shape = Shape(kv_heads, q.shape[1] // kv_heads, head_dim, head_dim, pages.shape[3] // head_dim)
     softmax = Softmax(scales[0], scales[1], scales[2])
     flat = pages.reshape(-1)
-    kind = np.zeros(1, pages.dtype)[0]
+    kind = pages.dtype.type(0)
     running, end = place_running(rooms.ctypes.data + 4 * thread * size, rows, head_dim, head_dim)
     pieces = _place_pieces(end, flat, kind, shape)
     count = len(bunches) - 1 if together else len(tiles)

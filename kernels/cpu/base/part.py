@@ -23,6 +23,8 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
 
+from samebit.kernels.cpu.base.references import allocates, any_allocates, call_that_counts, refers, stop_counting
+
 OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy"}
 
 
@@ -49,7 +51,23 @@ class KernelLibrary(JITCodeLibrary):  # type: ignore[misc]  # Numba has no types
 
 
 class _PartLibrary(KernelLibrary):
-    """Holds a part for kernels to link in."""
+    """Holds a part for kernels to link in.
+
+    Attributes:
+        owns: whether it owns memory, and so counts references (see `references`).
+        gives: whether it owns what it returns.
+    """
+
+    owns = gives = False
+
+    def add_ir_module(self, module: Any) -> None:
+        """Let a part that only borrows memory count no references, then go on as Numba does."""
+        parts = [library for library in self._linking_libraries if isinstance(library, _PartLibrary)]
+        others = [library for library in self._linking_libraries if not isinstance(library, _PartLibrary)]
+        self.owns = allocates(module) or any(part.gives for part in parts) or any_allocates(others)
+        if not self.owns:
+            stop_counting(module)
+        super().add_ir_module(module)
 
     def _optimize_final_module(self) -> None:
         """Leave it to the kernel."""
@@ -94,7 +112,13 @@ class _Part(CPUDispatcher):  # type: ignore[misc]
         """Tell callers where the part is: under a key of its own, as there is no address."""
         result = result._replace(entry_point=object())
         self.overloads[tuple(result.signature.args)] = result
-        self.targetctx.insert_user_function(result.entry_point, result.fndesc, [result.library])
+        returns_memory = refers(self.targetctx, result.signature.return_type)
+        result.library.gives = returns_memory and result.library.owns
+        if returns_memory and not result.library.owns:
+            call = call_that_counts(result.fndesc, result.library)
+            self.targetctx.insert_func_defn([(call, result.entry_point, call.signature)])
+        else:
+            self.targetctx.insert_user_function(result.entry_point, result.fndesc, [result.library])
 
     def get_call_template(self, args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
         """Type a call without the values of its constants.

@@ -137,7 +137,7 @@ def _attend_items(
     room = _room(running.deep)
     at = end + 4 * room
     memory = _Memory(
-        elements(pages.ctypes.data, pages.size, np.zeros(1, pages.dtype)[0]), floats(pages.ctypes.data, pages.size),
+        elements(pages.ctypes.data, pages.size, pages.dtype.type(0)), floats(pages.ctypes.data, pages.size),
         floats(end, room), elements(end, 2 * room, np.uint16(0)), longs(at, KV_CHUNK),
         longs(at + 8 * KV_CHUNK, KV_CHUNK), longs(at + 16 * KV_CHUNK, KV_CHUNK), longs(at + 24 * KV_CHUNK, KV_CHUNK),
     )  # fmt: skip

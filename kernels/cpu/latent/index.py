@@ -101,7 +101,7 @@ def _place(pages: Any, size: int, lanes: int, address: int) -> Any:
     copied = products + 4 * lanes * KV_CHUNK
     at = copied + 4 * KV_CHUNK * size
     return _Memory(
-        elements(pages.ctypes.data, pages.size, np.zeros(1, pages.dtype)[0]), floats(pages.ctypes.data, pages.size),
+        elements(pages.ctypes.data, pages.size, pages.dtype.type(0)), floats(pages.ctypes.data, pages.size),
         floats(address, lanes * size), integers(address, lanes * size), floats(products, lanes * KV_CHUNK),
         floats(copied, KV_CHUNK * size), longs(at, KV_CHUNK), longs(at + 8 * KV_CHUNK, KV_CHUNK),
         longs(at + 16 * KV_CHUNK, KV_CHUNK),
