@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from samebit.kernels.binding.dense.decoder import plain_decoder, runs_plainly
 from samebit.kernels.binding.families import RECURRENT_MASKS
 from samebit.kernels.binding.lora.forwards import LayoutPositions, gated_projections, projection, projections
 from samebit.kernels.binding.lora.plan import PeftAdapters
@@ -52,12 +53,14 @@ class DecoderFacts:
         attends: attention layers.
         recurs: recurrent layers.
         wrapped: it may be wrapped with vision.
+        pre_norm: it is of layers that `dense.decoder` runs.
         adapters: those that peft has put into it; None without any.
     """
 
     attends: bool
     recurs: bool
     wrapped: bool
+    pre_norm: bool = False
     adapters: PeftAdapters | None = None
 
 
@@ -146,6 +149,9 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         )
     facts: DecoderFacts = self.samebit
     positions = context.positions.view(ids.shape)
+    plain = facts.pre_norm and facts.adapters is None and not (args or casts or ids.is_cuda)
+    if plain and runs_plainly(self, context, kwargs):
+        return plain_decoder(self, ids, positions)
     if facts.adapters is not None:
         facts.adapters.check_unmerged()
         context = context if context.adapters is not None else replace(context, adapters=facts.adapters.of_flags())

@@ -97,8 +97,12 @@ def weight_and_bias(module: nn.Module) -> Layer:
 
 def is_hooked(module: nn.Module) -> bool:
     """Return whether a hook listens to the calls of a module, or to their gradients."""
+    named = module.__dict__
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        named["_forward_hooks"]
+        or named["_forward_pre_hooks"]
+        or named["_backward_hooks"]
+        or named["_backward_pre_hooks"]
     )
 
 

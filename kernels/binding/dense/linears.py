@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from samebit.kernels.binding.dense.untouched import multiplied, only_multiplies
+from samebit.kernels.binding.dense.untouched import product_of
 from samebit.kernels.binding.lora.forwards import LinearFacts
 from samebit.kernels.binding.modules import MLPFacts
 from samebit.kernels.layout.forward_context import ForwardContext
@@ -58,9 +58,14 @@ def linears_of(groups: Groups, context: ForwardContext, wrapped: bool) -> Linear
     adapters = context.adapters
     if adapters is not None and adapters.groups:
         return None if adapters.sites is None else _linears_of_sites(groups, adapters.sites)
-    if (adapters is None and wrapped) or not all(only_multiplies(module) for modules in groups for module in modules):
+    if adapters is None and wrapped:
         return None
-    layers = [tuple(weight_and_bias(multiplied(module)) for module in modules) for modules in groups]
+    layers = []
+    for modules in groups:
+        bases = [product_of(module) for module in modules]
+        if None in bases:
+            return None
+        layers.append(tuple(map(weight_and_bias, bases)))
     return layers, [None] * len(groups)
 
 

@@ -11,14 +11,20 @@ from samebit.kernels.ops.linear import is_hooked
 
 def only_multiplies(module: Any) -> bool:
     """Return whether a call of this linear layer, without an adapter, is a product with its weight and nothing else."""
+    return product_of(module) is not None
+
+
+def product_of(module: Any) -> nn.Module | None:
+    """Return the module whose weight a call of this linear layer, without an adapter, multiplies with; None where a
+    call does more."""
     base = multiplied(module)
     plain = type(base) is nn.Linear and runs(base, linear_forward)
-    return plain and (module is base or runs(module, wrapped_forward))
+    return base if plain and (module is base or runs(module, wrapped_forward)) else None
 
 
 def multiplied(module: Any) -> nn.Module:
     """Return the module that has the weight: the one that peft has wrapped, or the module itself."""
-    facts = vars(module).get("samebit")
+    facts = module.__dict__.get("samebit")
     wrapped = isinstance(facts, LinearFacts) and facts.wrapped
     multiplied: nn.Module = module._modules["base_layer"] if wrapped else module
     return multiplied
@@ -27,4 +33,4 @@ def multiplied(module: Any) -> nn.Module:
 def runs(module: Any, forward: Any) -> bool:
     """Return whether a call of the module is the forward that `bind` gave it, and no hook listens."""
     own = module.__dict__.get("forward")
-    return isinstance(own, MethodType) and own.__func__ is forward and not is_hooked(module)
+    return type(own) is MethodType and own.__func__ is forward and not is_hooked(module)

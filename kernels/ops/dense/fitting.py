@@ -31,10 +31,12 @@ def rows_fit(x: torch.Tensor, tables: RotaryTables, width: int) -> bool:
 
 def weights_fit(weights: Iterable[torch.Tensor | None], shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> bool:
     """Return whether the weights that are there have these shapes and this dtype, contiguous on the CPU."""
-    return all(
-        weight is None or (weight.dtype is dtype and weight.shape == shape and weight.is_contiguous() and weight.is_cpu)
-        for weight, shape in zip(weights, shapes, strict=True)
-    )
+    for weight, shape in zip(weights, shapes, strict=True):
+        if weight is not None and not (
+            weight.shape == shape and weight.dtype is dtype and weight.is_contiguous() and weight.is_cpu
+        ):
+            return False
+    return True
 
 
 def pages_fit(pages: torch.Tensor, tables: RotaryTables, shape: tuple[int, ...], dtype: torch.dtype) -> bool:

@@ -1,0 +1,41 @@
+"""Run a decoder of layers that `Family.layers` calls ``pre_norm`` in a rollout, without what transformers does around
+them: masks, caches, and outputs that nobody asks for took a quarter of a small model's step.
+
+Invariants:
+
+* The modules are called as the class's own forward calls them, in its order: hooks and forwards of theirs count.
+* A class whose forward is not transformers' own, and a call that asks for more than hidden states, run as they are.
+"""
+
+from itertools import islice
+from types import FunctionType
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from samebit.kernels.layout.forward_context import ForwardContext
+
+
+def runs_plainly(decoder: Any, context: ForwardContext, asked: dict[str, Any]) -> bool:
+    """Return whether a call is a rollout's, the forward of its class transformers', and nothing asked but hidden states.
+
+    Args:
+        decoder: of a ``pre_norm`` family.
+        context: of the call.
+        asked: its arguments by name, but for positions and mask.
+    """
+    if context.pages is None or torch.is_grad_enabled():
+        return False
+    own = type(decoder).forward
+    known = isinstance(own, FunctionType) and own.__globals__["__name__"].startswith("transformers.")
+    return known and all(value is None or name == "input_ids" for name, value in asked.items())
+
+
+def plain_decoder(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> BaseModelOutputWithPast:
+    """Return the hidden states of ``ids`` ``[B, T]``; the layout is that of the installed context."""
+    hidden = decoder.embed_tokens(ids)
+    tables = decoder.rotary_emb(hidden, position_ids=positions)
+    for layer in islice(decoder.layers, decoder.config.num_hidden_layers):
+        hidden = layer(hidden, attention_mask=None, position_embeddings=tables, position_ids=positions)
+    return BaseModelOutputWithPast(last_hidden_state=decoder.norm(hidden))
