@@ -8,6 +8,7 @@ Invariants:
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,15 @@ Ints = npt.NDArray[np.int32]
 
 _BUNCH = 8
 """The most sequences that are bunched."""
+
+
+class Numbers(NamedTuple):
+    """Holds a number of each kind that a sequence of a call has, as `CallRows` names them."""
+
+    row_start: int
+    lengths: int
+    starts: int
+    table_rows: int
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,6 +62,8 @@ class CallRows:
     @cached_property
     def tiles(self) -> Ints:
         """List ``[N, 2]`` (sequence, first row within it) of the pieces that attention works on."""
+        if self.is_decode:
+            return _before_zeros(len(self.lengths))
         counts = ceil_div(self.lengths, QUERY_TILE)
         sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         before = np.repeat(np.cumsum(counts) - counts, counts)
@@ -66,8 +78,8 @@ class CallRows:
         In a decode step neighbours that share chunks are bunched; elsewhere each tile is alone.
         """
         count = len(self.tiles)
-        if count != len(self.lengths) or count < 2 or self.lengths.max() > 1:
-            return np.stack([np.arange(count + 1), np.zeros(count + 1, np.int64)], axis=1).astype(np.int32)
+        if not self.is_decode or count < 2 or self.highest.starts < KV_CHUNK:
+            return _before_zeros(count + 1)
         tables, whole = self.block_tables[self.table_rows], self.starts // KV_CHUNK
         differ = tables[1:] != tables[:-1]
         alike = np.where(differ.any(axis=1), differ.argmax(axis=1), tables.shape[1])
@@ -95,7 +107,7 @@ class CallRows:
     @cached_property
     def is_decode(self) -> bool:
         """Tell whether there are sequences, and each computes one token."""
-        return len(self.lengths) > 0 and bool(self.lengths.min() == self.lengths.max() == 1)
+        return len(self.lengths) > 0 and self.lowest.lengths == self.highest.lengths == 1
 
     @cached_property
     def is_a_row_each(self) -> bool:
@@ -133,9 +145,24 @@ class CallRows:
         return owners, places
 
     @cached_property
+    def numbers(self) -> npt.NDArray[np.integer[Any]]:
+        """Return ``[4, S]``, the `Numbers` of each sequence."""
+        return np.array([self.row_start, self.lengths, self.starts, self.table_rows])
+
+    @cached_property
+    def lowest(self) -> Numbers:
+        """Return the least of the sequences' numbers; there must be sequences."""
+        return Numbers(*self.numbers.min(axis=1).tolist())
+
+    @cached_property
+    def highest(self) -> Numbers:
+        """Return the greatest, likewise."""
+        return Numbers(*self.numbers.max(axis=1).tolist())
+
+    @cached_property
     def layout(self) -> torch.Tensor:
-        """Return ``[4, S]`` int32, first row, length, start, table row of each sequence, for what takes addresses."""
-        return torch.from_numpy(np.array([self.row_start, self.lengths, self.starts, self.table_rows], np.int32))
+        """Return the `numbers` as int32, for what takes addresses."""
+        return torch.from_numpy(self.numbers.astype(np.int32, copy=False))
 
     @cached_property
     def captured(self) -> torch.Tensor:
@@ -155,9 +182,16 @@ class CallRows:
     @cached_property
     def covers_all_rows(self) -> bool:
         """Return True when no row is padding."""
-        return int(self.lengths.sum()) == self.num_rows
+        return (len(self.lengths) if self.is_decode else int(self.lengths.sum())) == self.num_rows
 
     @cached_property
     def num_blocks(self) -> int:
         """Return how many blocks the tables name, the null block included (training calls)."""
         return int(self.block_tables.max(initial=0)) + 1
+
+
+def _before_zeros(count: int) -> Ints:
+    """Return ``[count, 2]``, numbers from 0 on, each before a 0."""
+    pairs = np.zeros((count, 2), np.int32)
+    pairs[:, 0] = np.arange(count)
+    return pairs

@@ -69,12 +69,14 @@ class ForwardContext(CallRows):
             raise ValueError(f"row_start, lengths, starts and table_rows have the shapes {given}; allowed: four alike")
         if size < 1 or size & (size - 1):
             raise ValueError(f"block_size is {size}; allowed: a power of two")
-        idle = not lengths.any()  # a step is recorded with room for sequences, none of which computes anything
-        if (lengths.min() < 1 and not idle) or first.min() < 0 or (first + lengths).max() > rows:
+        low, high = self.lowest, self.highest
+        idle = low.lengths == high.lengths == 0  # a step is recorded with room for sequences, which compute nothing
+        last_row, tokens = (self.numbers[::2] + lengths).max(axis=1).tolist()
+        if (low.lengths < 1 and not idle) or low.row_start < 0 or last_row > rows:
             raise ValueError(f"sequences of {lengths} rows begin at the rows {first}; allowed: within {rows} rows")
-        if table_rows.min() < 0 or table_rows.max() >= tables:
+        if low.table_rows < 0 or high.table_rows >= tables:
             raise ValueError(f"sequences read the block tables {table_rows}; allowed: 0 to {tables - 1}")
-        if starts.min() < 0 or (starts + lengths).max() > width * size:
+        if low.starts < 0 or tokens > width * size:
             raise ValueError(f"sequences of {starts + lengths} tokens; allowed: 1 to {width * size}, in {width} blocks")
 
     @cached_property

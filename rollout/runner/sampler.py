@@ -86,12 +86,20 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class _Streams:
-    """Holds what sequences draw from at any position: of the step before, since most steps have the same sequences."""
+    """Holds what sequences draw from at any position: of the step before, since most steps have the same sequences.
+
+    greedy: a temperature is 0. scaled: one is neither 0 nor 1. processed: the rows whose logits may be. with_top: a
+    sequence asks for likely tokens.
+    """
 
     sequences: list[Sequence]
     temperatures: torch.Tensor
     keys: torch.Tensor
     counters: Words
+    greedy: bool
+    scaled: bool
+    processed: list[int]
+    with_top: bool
 
 
 class Sampler:
@@ -104,14 +112,17 @@ class Sampler:
 
     def draw_inputs(self, sequences: list[Sequence], positions: list[int], rows: npt.NDArray[np.int64]) -> DrawInputs:
         """Return what drawing each sequence's token for its position needs; on the host."""
-        if self._last is None or self._last.sequences != sequences:
-            self._last = self._streams(sequences)
-        counters = self._last.counters.copy()
+        streams = self._streams(sequences)
+        counters = streams.counters.copy()
         counters[:, 0] = positions
-        of_step = torch.from_numpy(rows), self._last.temperatures, self._last.keys, torch.from_numpy(counters)
-        return DrawInputs(*of_step)
+        return DrawInputs(torch.from_numpy(rows), streams.temperatures, streams.keys, torch.from_numpy(counters))
 
     def _streams(self, sequences: list[Sequence]) -> _Streams:
+        if self._last is None or self._last.sequences != sequences:
+            self._last = self._worked_out(sequences)
+        return self._last
+
+    def _worked_out(self, sequences: list[Sequence]) -> _Streams:
         """Work out what sequences draw from in all steps."""
         seeds = list(map(_SEED, sequences))
         of_requests = np.fromiter(map(_ORDINAL, sequences), np.uint64) | np.uint64(_UNSEEDED << 32)
@@ -124,7 +135,14 @@ class Sampler:
         counters[:, 1] = np.fromiter(map(_SAMPLE, sequences), np.uint32)
         counters[:, 2:] = _words(of_requests)
         temperatures = np.fromiter(map(_TEMPERATURE, sequences), np.float32)
-        return _Streams(sequences, torch.from_numpy(temperatures), torch.from_numpy(_words(keys)), counters)
+        each = [sequence.params for sequence in sequences]
+        return _Streams(
+            sequences, torch.from_numpy(temperatures), torch.from_numpy(_words(keys)), counters,
+            greedy=any(one.temperature == 0 for one in each),
+            scaled=any(one.temperature not in (0, 1) for one in each),
+            processed=[row for row, one in enumerate(each) if one.changes_logits or one.min_tokens],
+            with_top=any(one.logprobs is not None for one in each),
+        )  # fmt: skip
 
     def sample(
         self, logits: torch.Tensor, sequences: list[Sequence], positions: list[int], inputs: DrawInputs
@@ -137,16 +155,17 @@ class Sampler:
             inputs: theirs, on the device of the logits.
         """
         logits = logits.contiguous() if len(logits) == len(sequences) else logits[inputs.rows]
-        temperatures = inputs.temperatures
+        streams, temperatures = self._streams(sequences), inputs.temperatures
         uniform = kernels.uniforms(inputs.keys, inputs.counters)
-        chosen = kernels.draw(_processed(logits, sequences, positions), temperatures, uniform)
+        processed = _processed(logits, sequences, positions, streams.processed)
+        chosen = kernels.draw(processed, temperatures, uniform)
         tokens = chosen.clamp(min=0)
-        report_at = torch.where(temperatures == 0, 1.0, temperatures)
+        report_at = torch.where(temperatures == 0, 1.0, temperatures) if streams.greedy else temperatures
         scores = self._report(logits, tokens, report_at)
-        plain = all(sequence.params.temperature in (0, 1) for sequence in sequences)
-        at_one = scores if plain else self._report(logits, tokens, torch.ones_like(report_at))
+        at_one = self._report(logits, tokens, torch.ones_like(report_at)) if streams.scaled else scores
         found = Arrival(torch.stack([chosen.double(), scores.double(), at_one.double()]))
-        return Draws(tokens, found, _top_logprobs(logits, tokens, report_at, sequences))
+        top = _top_logprobs(logits, tokens, report_at, sequences) if streams.with_top else None
+        return Draws(tokens, found, top)
 
 
 def _words(numbers: npt.NDArray[np.uint64]) -> Words:
@@ -174,9 +193,7 @@ def most_likely(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.
 
 def _top_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor, sequences: list[Sequence]
-) -> TopLogprobs | None:
-    if all(sequence.params.logprobs is None for sequence in sequences):
-        return None
+) -> TopLogprobs:
     result: TopLogprobs = [None] * len(sequences)
     for row, sequence in enumerate(sequences):
         count = sequence.params.logprobs
@@ -186,12 +203,15 @@ def _top_logprobs(
     return result
 
 
-def _processed(logits: torch.Tensor, sequences: list[Sequence], positions: list[int]) -> torch.Tensor:
-    """Return ``logits`` itself when no row wants processing, else a copy with those rows processed."""
+def _processed(
+    logits: torch.Tensor, sequences: list[Sequence], positions: list[int], rows: list[int]
+) -> torch.Tensor:
+    """Return ``logits`` itself when none of ``rows`` wants processing now, else a copy with those rows processed."""
     copy = None
     filtered: list[int] = []
-    for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
-        may_end = position >= sequence.num_prompt_tokens + sequence.params.min_tokens
+    for row in rows:
+        sequence = sequences[row]
+        may_end = positions[row] >= sequence.num_prompt_tokens + sequence.params.min_tokens
         if sequence.params.changes_logits or not may_end:
             copy = logits.clone() if copy is None else copy
             _process(copy[row], sequence, may_end)
