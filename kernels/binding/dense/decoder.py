@@ -18,7 +18,7 @@ from samebit.kernels.layout.forward_context import ForwardContext
 
 
 def runs_plainly(decoder: Any, context: ForwardContext, asked: dict[str, Any]) -> bool:
-    """Return whether a call is a rollout's, the forward of its class transformers', and nothing asked but hidden states.
+    """Return whether it is a call of a rollout, of transformers' own forward, that asks for hidden states alone.
 
     Args:
         decoder: of a ``pre_norm`` family.

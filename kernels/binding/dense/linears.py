@@ -60,10 +60,10 @@ def linears_of(groups: Groups, context: ForwardContext, wrapped: bool) -> Linear
         return None if adapters.sites is None else _linears_of_sites(groups, adapters.sites)
     if adapters is None and wrapped:
         return None
-    layers = []
+    layers: list[tuple[Layer, ...]] = []
     for modules in groups:
-        bases = [product_of(module) for module in modules]
-        if None in bases:
+        bases = [base for base in map(product_of, modules) if base is not None]
+        if len(bases) < len(modules):
             return None
         layers.append(tuple(map(weight_and_bias, bases)))
     return layers, [None] * len(groups)
