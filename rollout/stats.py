@@ -19,7 +19,7 @@ LOG_SECONDS = 10.0
 
 
 def worker_stats(engine: Engine, num_unstarted: int = 0) -> dict[str, float]:
-    """Return counters and sizes; `num_unstarted` requests have not reached the engine."""
+    """Return counters and sizes; `num_unstarted` samples have not reached the engine."""
     scheduler, cache = engine.scheduler, engine.cache
     counters = cache.counters
     return {

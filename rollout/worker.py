@@ -23,7 +23,7 @@ from torch import nn
 from samebit.rollout.adapters.loading import AdapterOptions
 from samebit.rollout.build import WorkerParts, build
 from samebit.rollout.config import RolloutConfig
-from samebit.rollout.control.delivery import Delivery, RequestHandle
+from samebit.rollout.control.delivery import Delivery, RequestHandle, requests_of
 from samebit.rollout.control.generation_thread import GenerationThread
 from samebit.rollout.control.intake import Intake, paired
 from samebit.rollout.control.pausing import pause
@@ -138,7 +138,7 @@ class RolloutWorker(Closing):
             results.extend(handle.result() for handle in handles)
         finally:
             if len(results) < len(handles):
-                self._thread.abort(handle.request_id for handle in handles)
+                self._thread.cancel(requests_of(handles))
         return results
 
     def submit_all(
@@ -186,7 +186,7 @@ class RolloutWorker(Closing):
 
         def hand_out(deliveries: list[Delivery]) -> None:
             handles.extend(
-                RequestHandle(one, self.tokenizer, self.abort, self._thread.check_thread) for one in deliveries
+                RequestHandle(one, self.tokenizer, self._thread.cancel, self._thread.check_thread) for one in deliveries
             )
 
         self._thread.submit(make, hand_out)

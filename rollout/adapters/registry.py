@@ -5,6 +5,7 @@ Invariants
 * A request takes its adapter when it is submitted, and ends under it: one that is loaded under the same name later, or
   that name dropped, changes nothing of it.
 * An adapter that was loaded is never written to again.
+* Any thread may ask and change it: each look and each change is one step of the dictionary.
 * The names of a shared peft model are peft's, as they were when it was bound last.
 """
 
@@ -48,8 +49,9 @@ class AdapterRegistry:
         wanted = self._default if name is None else name
         if wanted == BASE:
             return None
-        if wanted in self._loaded:
-            return self._loaded[wanted].adapter
+        loaded = self._loaded.get(wanted)
+        if loaded is not None:
+            return loaded.adapter
         found = self._of_peft().get(wanted)
         if found is None:
             raise RequestError(f"adapter={wanted!r} is not known; there are {', '.join(self.names())}")
@@ -89,10 +91,11 @@ class AdapterRegistry:
         Raises:
             AdapterError: none was loaded under this name.
         """
-        if name not in self._loaded:
-            known = ", ".join(self._loaded) or "none"
+        loaded = self._loaded.pop(name, None)
+        if loaded is None:
+            known = ", ".join(tuple(self._loaded)) or "none"
             raise AdapterError(f"no adapter {name!r} was loaded; loaded are: {known}")
-        return self._loaded.pop(name).adapter
+        return loaded.adapter
 
     def _of_peft(self) -> dict[str, Adapter]:
         adapters = binding_of(self._module).adapters if is_bound(self._module) else None

@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import count
 from weakref import WeakValueDictionary
 
 from samebit.rollout.control.delivery import Delivery
@@ -22,9 +23,14 @@ class Deliveries:
 
     def __init__(self) -> None:
         self.num_made = 0
+        self._numbers = count()
         self._started: dict[str, Delivery] = {}
         self._known: WeakValueDictionary[str, Delivery] = WeakValueDictionary()
         self._streams: set[Delivery] = set()
+
+    def new_id(self) -> str:
+        """Return an id that no request has."""
+        return next(name for name in map("request-{}".format, self._numbers) if not self._in_use(name))
 
     def make(self, requests: list[Request]) -> list[Delivery]:
         """Return a delivery for each request. Raises `RequestError` when an id is in use; then none is made."""
@@ -56,11 +62,14 @@ class Deliveries:
         for request_id in list(self._started):
             self._started.pop(request_id).finish(make_error())
 
+    def _in_use(self, request_id: str) -> bool:
+        known = self._known.get(request_id)
+        return known is not None and not known.done
+
     def _check_ids(self, requests: list[Request]) -> None:
         seen: set[str] = set()
         for request in requests:
-            known = self._known.get(request.request_id)
-            if (known is not None and not known.done) or request.request_id in seen:
+            if self._in_use(request.request_id) or request.request_id in seen:
                 raise RequestError(
                     f"request id {request.request_id!r} is in use by a request that has not finished; allowed: any "
                     "other non-empty string, or None for a new one"

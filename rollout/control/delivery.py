@@ -102,7 +102,7 @@ class RequestHandle:
         self,
         delivery: Delivery,
         tokenizer: Tokenizer | None,
-        cancel: Callable[[str], None],
+        cancel: Callable[[list[Request]], None],
         check_thread: Callable[[], None],
     ) -> None:
         self._delivery = delivery
@@ -121,8 +121,8 @@ class RequestHandle:
 
     def cancel(self) -> None:
         """Abort the request; `result()` then gives what it had, with finish_reason "abort"."""
-        if not self.done:  # another request may have the id by now
-            self._cancel(self.request_id)
+        if not self.done:
+            self._cancel(requests_of([self]))
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. Raises what failed the request, or TimeoutError (the request goes on)."""
@@ -172,6 +172,11 @@ class RequestHandle:
                 raise delivery.error
         finally:
             delivery.stop_streaming()
+
+
+def requests_of(handles: list[RequestHandle]) -> list[Request]:
+    """Return what the generation thread knows them by, whatever has their ids later."""
+    return [handle._delivery.request for handle in handles]
 
 
 class TokenReader:

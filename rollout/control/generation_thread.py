@@ -32,6 +32,7 @@ from samebit.kernels.openmp import release_idle_threads
 from samebit.rollout.control.deliveries import Deliveries
 from samebit.rollout.control.delivery import Delivery
 from samebit.rollout.control.draining import Draining
+from samebit.rollout.control.intake import MakeRequests
 from samebit.rollout.control.shelter import Gate, Hold, in_main_thread
 from samebit.rollout.control.turn_lock import TurnLock
 from samebit.rollout.control.worker_status import WorkerStatus, broken_error
@@ -50,7 +51,10 @@ EXIT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class _Abort:
-    request_ids: tuple[str, ...]
+    """Ends the requests that have these ids now, and these requests, but no later ones that took their ids."""
+
+    request_ids: tuple[str, ...] = ()
+    requests: tuple[Request, ...] = ()
 
 
 class GenerationThread:
@@ -74,7 +78,9 @@ class GenerationThread:
 
     @property
     def num_unstarted(self) -> int:
-        return len(self._inbox)
+        """Count the samples that have not reached the engine."""
+        queued = self._inbox.copy()  # at once: others add to it
+        return sum(len(entry.request.sequences) for entry in queued if isinstance(entry, Delivery))
 
     def check_thread(self) -> None:
         """Refuse calls that would wait for the thread while holding its lock, and those of a forked process."""
@@ -83,22 +89,24 @@ class GenerationThread:
         if self.lock.held_by_me or (hold is not None and hold.open_here):
             raise WorkerStateError("this call was made inside weight_update(): finish that block first")
 
-    def submit(self, make_requests: Callable[[int], list[Request]], hand_out: Callable[[list[Delivery]], None]) -> None:
-        """Queue requests, all or none.
-
-        `make_requests` gets the ordinal of the first one; `hand_out` gets what they are delivered by, before they are
-        queued.
-        """
+    def submit(self, make_requests: MakeRequests, hand_out: Callable[[list[Delivery]], None]) -> None:
+        """Queue requests, all or none. `hand_out` gets what they are delivered by, before they are queued."""
         with self.status.mutex:
             self.status.check_accepts_requests()
-            deliveries = self._deliveries.make(make_requests(self._deliveries.num_made))
+            deliveries = self._deliveries.make(make_requests(self._deliveries.num_made, self._deliveries.new_id))
             hand_out(deliveries)
             self._inbox.extend(deliveries)
         self._wake.ring()
 
     def abort(self, request_ids: Iterable[str]) -> None:
+        self._queue_abort(_Abort(request_ids=tuple(request_ids)))
+
+    def cancel(self, requests: Iterable[Request]) -> None:
+        self._queue_abort(_Abort(requests=tuple(requests)))
+
+    def _queue_abort(self, abort: _Abort) -> None:
         self.status.check_process()
-        self._inbox.append(_Abort(tuple(request_ids)))
+        self._inbox.append(abort)
         self._wake.ring()
 
     def after_steps(self, listener: Callable[[], None]) -> None:
@@ -260,7 +268,9 @@ class GenerationThread:
         while self._inbox:
             entry = self._inbox.popleft()
             if isinstance(entry, _Abort):
-                self.deliver(self.engine.abort(entry.request_ids))
+                known = self.engine.requests
+                alive = [one.request_id for one in entry.requests if known.get(one.request_id) is one]
+                self.deliver(self.engine.abort((*entry.request_ids, *alive)))
             else:
                 self._deliveries.start(entry)
                 self.engine.add(entry.request)

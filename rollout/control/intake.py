@@ -5,7 +5,6 @@ Invariant: all prompts of a call are checked before one request exists.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -16,6 +15,9 @@ from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.requests.request import Request
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.sampling_params import SamplingParams
+
+MakeRequests = Callable[[int, Callable[[], str]], list[Request]]
+"""Makes requests, given the ordinal of the first and what names one that the caller has not named."""
 
 
 class Intake:
@@ -34,12 +36,11 @@ class Intake:
         self._cache = cache
         self._adapters = adapters
         self._tokenizer = tokenizer
-        self._names = itertools.count()
 
     def checked(
         self, prompts: list[list[int]], params: list[SamplingParams], request_ids: list[str | None]
-    ) -> Callable[[int], list[Request]]:
-        """Return what makes the requests, given the ordinal of the first.
+    ) -> MakeRequests:
+        """Return what makes the requests.
 
         Raises:
             RequestError: a prompt or its parameters can not be taken; says which, where there are several.
@@ -53,9 +54,9 @@ class Intake:
                     raise
                 raise RequestError(f"prompt {index}: {error}") from error
 
-        def make(first_ordinal: int) -> list[Request]:
+        def make(first_ordinal: int, new_id: Callable[[], str]) -> list[Request]:
             return [
-                one(request_id or f"request-{next(self._names)}", ordinal=first_ordinal + index)
+                one(request_id or new_id(), ordinal=first_ordinal + index)
                 for index, (one, request_id) in enumerate(zip(good, request_ids, strict=True))
             ]
 

@@ -203,9 +203,7 @@ def _top_logprobs(
     return result
 
 
-def _processed(
-    logits: torch.Tensor, sequences: list[Sequence], positions: list[int], rows: list[int]
-) -> torch.Tensor:
+def _processed(logits: torch.Tensor, sequences: list[Sequence], positions: list[int], rows: list[int]) -> torch.Tensor:
     """Return ``logits`` itself when none of ``rows`` wants processing now, else a copy with those rows processed."""
     copy = None
     filtered: list[int] = []

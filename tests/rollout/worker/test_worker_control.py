@@ -518,3 +518,41 @@ def test_sleep_and_wake_many_times_under_load(make_worker: MakeWorker, oracle: O
         worker.wake_up("weights")
     for index, handle in enumerate(handles):
         assert handle.result(HANG).samples[0].token_ids == oracle([index, 5], 0, 40)
+
+
+@pytest.mark.parametrize(
+    ("change", "restore", "named"),
+    [
+        (
+            lambda module: module.proj.to(torch.bfloat16),
+            lambda module: module.proj.to(torch.float32),
+            r"proj\.weight was \[5, 3\] float32, and is \[5, 3\] bfloat16; proj\.bias was",
+        ),
+        (
+            lambda module: module.register_buffer("scale", torch.ones(3)),
+            lambda module: module.register_buffer("scale", torch.ones(2)),
+            r"scale was \[2\] float32, and is \[3\] float32",
+        ),
+    ],
+    ids=["dtype", "shape_of_a_buffer"],
+)
+def test_a_tensor_that_became_another_kind_is_named_at_the_end_of_the_update(
+    make_worker: MakeWorker, change: Callable[[Any], object], restore: Callable[[Any], object], named: str
+) -> None:
+    worker, _ = make_worker(shared=True)
+    with pytest.raises(WorkerStateError, match=named), worker.weight_update():
+        change(worker.module)
+    with pytest.raises(WorkerStateError, match="weights incomplete"):
+        worker.submit([1], FEW)
+    with pytest.raises(WorkerStateError, match=named):
+        worker.receive_weights()
+    restore(worker.module)
+    worker.receive_weights()
+    assert worker.generate([[1]], FEW)[0].samples[0].finish_reason == "length"
+
+
+def test_aborts_that_wait_are_not_counted_as_requests_that_wait(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker(shared=True)
+    with worker.weight_update():
+        worker.abort(["gone", "too"])
+        assert worker.stats()["waiting"] == 0

@@ -17,7 +17,8 @@ from samebit.rollout.adapters.layout import AdapterLayout
 from samebit.rollout.adapters.registry import Loaded
 from samebit.rollout.build import WorkerParts
 from samebit.rollout.config import RolloutConfig
-from samebit.rollout.errors import NonFiniteLogitsError, RequestError, WorkerStateError
+from samebit.rollout.control.delivery import RequestHandle
+from samebit.rollout.errors import AdapterError, NonFiniteLogitsError, RequestError, WorkerStateError
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
@@ -376,3 +377,61 @@ def test_many_threads_share_a_worker(make_worker: MakeWorker, oracle: Oracle) ->
         thread.join(HANG)
     assert errors == []
     assert worker.stats()["requests_finished"] == 180
+
+
+def test_a_request_without_an_id_gets_one_that_nobody_has_given(make_worker: MakeWorker) -> None:
+    worker, runner = make_worker()
+    runner.gate = StepGate()
+    given = [worker.submit([index], FEW, request_id=f"request-{index}") for index in (0, 1, 3)]
+    own = worker.submit_all([[7], [8]], FEW)
+    runner.gate.release(100)
+    assert [handle.request_id for handle in own] == ["request-2", "request-4"]
+    assert [handle.result(HANG).prompt_token_ids for handle in (*given, *own)] == [[0], [1], [3], [7], [8]]
+
+
+def test_a_cancel_that_comes_late_ends_no_later_request_of_the_id(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request ends, and another takes its id, after `cancel` has seen that it goes on."""
+    worker, runner = make_worker()
+    first = worker.submit([1], FEW, request_id="mine")
+    later = []
+
+    def seen_too_early(handle: Any) -> bool:
+        monkeypatch.undo()
+        handle.result(HANG)
+        runner.gate = StepGate()
+        later.append(worker.submit([2], FEW, request_id="mine"))
+        return False
+
+    monkeypatch.setattr(RequestHandle, "done", property(seen_too_early))
+    first.cancel()
+    runner.gate.release(100)
+    assert later[0].result(HANG).samples[0].finish_reason == "length"
+
+
+class DroppedMeanwhile(str):
+    """Names an adapter that another thread drops after the name was looked up once."""
+
+    __slots__ = ("drop", "looks")
+
+    def __hash__(self) -> int:
+        self.looks = getattr(self, "looks", 0) + 1
+        if self.looks == 2:
+            self.drop(str(self))
+        return super().__hash__()
+
+
+@pytest.mark.parametrize("call", ["submit", "drop_adapter"])
+def test_an_adapter_dropped_at_the_same_time_gives_no_bare_key_error(make_worker: MakeWorker, call: str) -> None:
+    """Who comes first has it; who comes second is told by name."""
+    worker, _ = make_worker()
+    worker._adapters.registry.put(Loaded(Adapter("policy", {}, version=1, number=1), AdapterLayout({}, None)))
+    name = DroppedMeanwhile("policy")
+    name.drop = worker.drop_adapter
+    if call == "submit":
+        assert worker.submit([1], SamplingParams(max_tokens=5, adapter=name)).result(HANG).samples
+    else:
+        worker.drop_adapter(name)
+        with pytest.raises(AdapterError, match="no adapter 'policy' was loaded"):
+            worker.drop_adapter("policy")
