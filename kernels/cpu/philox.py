@@ -18,6 +18,8 @@ _W0 = np.uint32(0x9E3779B9)
 _W1 = np.uint32(0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
+_5 = np.uint32(5)
+_6 = np.uint32(6)
 
 
 @inlined_part
@@ -36,12 +38,13 @@ def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     return c0, c1, c2, c3
 
 
-def _blocks(threads: int, counters: Any, keys: Any, out: Any) -> None:
-    share_out(_blocks_row, counters.shape[0], threads, (counters, keys, out))
+def _blocks(threads: int, counters: Any, keys: Any, out: Any, numbers: Any) -> None:
+    """Write the four words of each row, and the number in [0, 1) that 53 bits of its first two make."""
+    share_out(_blocks_row, counters.shape[0], threads, (counters, keys, out, numbers))
 
 
 @kernel_part
-def _blocks_row(row: int, counters: Any, keys: Any, out: Any) -> None:
+def _blocks_row(row: int, counters: Any, keys: Any, out: Any, numbers: Any) -> None:
     a, b, c, d = _philox(
         counters[row, 0], counters[row, 1], counters[row, 2], counters[row, 3], keys[row, 0], keys[row, 1]
     )
@@ -49,6 +52,8 @@ def _blocks_row(row: int, counters: Any, keys: Any, out: Any) -> None:
     out[row, 1] = b
     out[row, 2] = c
     out[row, 3] = d
+    high, low = np.float64(a >> _5), np.float64(b >> _6)
+    numbers[row] = (high * 67108864.0 + low) / 9007199254740992.0
 
 
 blocks = SharedKernel(_blocks)

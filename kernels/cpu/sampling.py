@@ -16,11 +16,6 @@ from samebit.kernels.layout.options import Filters
 _ZERO = np.float32(0.0)
 _LOWEST = np.float32(-np.inf)
 
-_SURPLUS = np.array([5, 6], np.uint32)
-"""Bits that are dropped of the two words that make a number of 53."""
-
-_WEIGHTS = np.array([67108864.0, 1.0])
-
 
 def _draw(threads: int, logits: Any, temperatures: Any, uniforms: Any, out: Any) -> None:
     """Choose the first token whose cumulated weight exceeds uniform * total; greedy at 0.
@@ -90,10 +85,9 @@ _draw_rows = SharedKernel(_draw)
 
 def uniforms(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """Implement `Operations.uniforms`."""
-    words = np.empty((len(counters), 4), np.uint32)
-    philox.blocks(words.size, counters.numpy(), keys.numpy(), words)
-    halves = words[:, :2] >> _SURPLUS
-    return torch.from_numpy(halves @ _WEIGHTS / 9007199254740992.0)  # exact: integers below 2**53
+    words, numbers = np.empty((len(counters), 4), np.uint32), np.empty(len(counters))
+    philox.blocks(words.size, counters.numpy(), keys.numpy(), words, numbers)
+    return torch.from_numpy(numbers)
 
 
 def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

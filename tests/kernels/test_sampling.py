@@ -47,7 +47,7 @@ def drawn_uniforms(count: int, stream: int = 0) -> torch.Tensor:
 def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected: str) -> None:
     """The vectors of the Random123 distribution."""
     words = np.empty((1, 4), np.uint32)
-    philox.blocks(4, np.array([counter], np.uint32), np.array([key], np.uint32), words)
+    philox.blocks(4, np.array([counter], np.uint32), np.array([key], np.uint32), words, np.empty(1))
     assert " ".join(f"{word:08x}" for word in words[0]) == expected
 
 
@@ -59,7 +59,7 @@ def test_uniforms_are_53_bits_of_their_counter_alone() -> None:
     assert len(np.unique(whole)) == len(whole)
     assert abs(whole.mean() - 0.5) < 4 / np.sqrt(12 * len(whole))
     words = np.empty((1, 4), np.uint32)
-    philox.blocks(4, numbers[5:6], keys[5:6], words)
+    philox.blocks(4, numbers[5:6], keys[5:6], words, np.empty(1))
     assert whole[5] == ((int(words[0, 0]) >> 5) * 2**26 + (int(words[0, 1]) >> 6)) / 2**53
     for number in THREADS:
         with threads(number):

@@ -200,17 +200,26 @@ def dense_layer(
     room = _room(context, sizes, x.dtype)
     given = (
         (x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(), room.data_ptr()),
-        tuple(0 if weight is None else weight.data_ptr() for weight in weights.flat()), sizes, options.numbers,
+        weights.addresses, sizes, options.numbers,
     )  # fmt: skip
     groups = tuple(map(terms_of, terms))
     kernels = _kernels if all(group is NO_TERMS for group in groups) else _adapted_kernels
-    layout = (
-        *context.blocks_and_offsets, context.layout.numpy(), context.block_tables, context.tiles, context.bunches
-    )  # fmt: skip
     kernels.of(x.dtype)(
-        num_threads(), given, groups, array(pages), layout, options.scales, _NO_SINKS, _NO_LSE, kind_of(x.dtype)
+        num_threads(), given, groups, array(pages), _layout(context), options.scales, _NO_SINKS, _NO_LSE,
+        kind_of(x.dtype),
     )  # fmt: skip
     return out
+
+
+def _layout(context: ForwardContext) -> tuple[Any, ...]:
+    """Return what a layer reads of the layout; the layers of a call share it."""
+    key = ("dense layer",)
+    if key not in context.worked_out:
+        context.worked_out[key] = (
+            *context.blocks_and_offsets, context.layout.numpy(), context.block_tables, context.tiles, context.bunches
+        )  # fmt: skip
+    layout: tuple[Any, ...] = context.worked_out[key]
+    return layout
 
 
 def _room(context: ForwardContext, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

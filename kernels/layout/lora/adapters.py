@@ -142,12 +142,14 @@ Sites = dict[tuple[nn.Module, ...], Site]
 class KeptTerms:
     """Keeps terms of adapters that a trainer writes to, as fixed ones, from one change of the weights to the next.
 
-    Beside them it keeps sites, of any adapter, as long as the adapter is there.
+    Beside them it keeps sites, of any adapter, as long as the adapter is there, and ``calls``: what calls of layers
+    without an adapter are made of.
     """
 
     def __init__(self) -> None:
         self._terms: dict[Deltas, LowRanks] = {}
         self._sites: WeakKeyDictionary[Adapter, Sites] = WeakKeyDictionary()
+        self.calls: dict[nn.Module, Any] = {}
 
     def of(self, deltas: Deltas) -> LowRanks | None:
         """Return what is kept of these, if anything is."""
@@ -166,6 +168,7 @@ class KeptTerms:
         """Keep nothing: the weights change."""
         self._terms.clear()
         self._sites.clear()
+        self.calls.clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,5 +215,5 @@ class RowAdapters:
     def all_through(cls, adapter: Adapter | None, kept: KeptTerms | None = None) -> "RowAdapters":
         """Return the choice of one adapter for all rows; None for the model alone."""
         if adapter is None:
-            return cls()
+            return cls(kept=kept)
         return cls(((adapter, None),), kept, None if kept is None else kept.sites_of(adapter))
