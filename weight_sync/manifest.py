@@ -95,6 +95,15 @@ class Manifest:
             FolderNames.of(module),
         )
 
+    def differences(self, module: nn.Module) -> list[str]:
+        """Say of each tensor whose shape or dtype the module has changed what it was, and is."""
+        now = {name: TensorSpec.of(name, tensor) for name, tensor in live_tensors(module).items()}
+        return [
+            f"{name} was {spec}, and is {now.get(name, 'no tensor')}"
+            for name, spec in self.specs.items()
+            if now.get(name) != spec
+        ]
+
     def place(self, name: str) -> Place | None:
         """Return where an offered tensor goes; None for one that has no place."""
         place = self.names.place(name, self.specs)

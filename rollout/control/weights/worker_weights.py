@@ -38,7 +38,7 @@ from samebit.weight_sync import (
 from samebit.weight_sync.apply import first_non_finite
 from samebit.weight_sync.digest import scan
 from samebit.weight_sync.in_place.changes import InPlaceChanges
-from samebit.weight_sync.manifest import TensorSpec, live_tensors
+from samebit.weight_sync.manifest import live_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -135,23 +135,15 @@ class WorkerWeights:
             WorkerStateError: what was changed is the shape or the dtype of a tensor, by name.
         """
         self.check_module()
-        self._check_specs()
-        if self._in_place is None:
-            raise WorkerStateError("only a shared module is written in place")
-        return self._in_place.report(version, seconds, read=read)
-
-    def _check_specs(self) -> None:
-        now = {name: TensorSpec.of(name, tensor) for name, tensor in live_tensors(self.module).items()}
-        others = [
-            f"{name} was {spec}, and is {now.get(name, 'no tensor')}"
-            for name, spec in self.manifest.specs.items()
-            if now.get(name) != spec
-        ]
+        others = self.manifest.differences(self.module)
         if others:
             raise WorkerStateError(
                 f"the weights are not what this worker was built for: {'; '.join(others)}. Restore them and call "
                 "receive_weights(), or build a new worker"
             )
+        if self._in_place is None:
+            raise WorkerStateError("only a shared module is written in place")
+        return self._in_place.report(version, seconds, read=read)
 
     def check_finite(self) -> None:
         bad = first_non_finite(live_tensors(self.module))
