@@ -9,7 +9,7 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding.dense import layer as dense_layer
-from samebit.rollout import RolloutWorker, SamplingParams
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import DTYPES, bound_model, make_model, token_ids
@@ -121,3 +121,21 @@ def test_a_loaded_adapter_and_the_model_alone_are_one_call_each(layers_in_one_ca
         assert_same_samples(mixed, [through[0], base[1]])
     with trainer.disable_adapter():
         assert_matches_trainer(trainer, base, [alone] * 2)
+
+
+def test_a_call_that_is_found_again_sees_what_changed_meanwhile() -> None:
+    """A hook, a weight of other numbers that nobody was told of, and a weight that is another tensor."""
+    model = make_model("Qwen3")
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=32, max_num_seqs=4, max_model_len=128)) as worker:
+        worker.generate([[5, 6, 7]], params)
+        heard: list[str] = []
+        with listening(model, "model.layers.0.mlp.up_proj", heard):
+            worker.generate([[15, 16, 17]], params)
+        assert len(heard) == 4
+        up = model.get_submodule("model.layers.1.mlp.up_proj")
+        up.weight.data = up.weight.data * 2  # torch does not count it
+        assert_matches_trainer(model, worker.generate([[25, 26, 27]], params), [params])
+        down = model.get_submodule("model.layers.0.mlp.down_proj")
+        down.weight = nn.Parameter(down.weight.detach() * 2)
+        assert_matches_trainer(model, worker.generate([[35, 36, 37]], params), [params])
