@@ -139,3 +139,19 @@ def test_a_call_that_is_found_again_sees_what_changed_meanwhile() -> None:
         down = model.get_submodule("model.layers.0.mlp.down_proj")
         down.weight = nn.Parameter(down.weight.detach() * 2)
         assert_matches_trainer(model, worker.generate([[35, 36, 37]], params), [params])
+
+
+def test_a_forward_that_is_replaced_between_two_steps_runs_from_then_on() -> None:
+    model = make_model("Qwen3")
+    heard: list[int] = []
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=32, max_num_seqs=4, max_model_len=128)) as worker:
+        norm = model.get_submodule("model.layers.0.post_attention_layernorm")
+        own = norm.forward
+
+        def replaced(x: torch.Tensor) -> torch.Tensor:
+            heard.append(1)
+            return own(x)
+
+        worker.after_steps(lambda: setattr(norm, "forward", replaced))
+        worker.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert heard
