@@ -57,13 +57,14 @@ class BlockPool:
         self.num_free -= count
         return taken, evicted
 
-    def claim(self, block: int) -> None:
-        """Add an owner to a block that is owned or kept."""
-        count = self._refcounts[block]
-        if count == 0:
-            del self._kept[block]
-            self.num_free -= 1
-        self._refcounts[block] = count + 1
+    def claim(self, blocks: Iterable[int]) -> None:
+        """Add an owner to blocks that are owned or kept."""
+        counts = self._refcounts
+        for block in blocks:
+            if counts[block] == 0:
+                del self._kept[block]
+                self.num_free -= 1
+            counts[block] += 1
 
     def release(self, blocks: Iterable[int], hittable: Container[int] = _NOTHING) -> None:
         """Take an owner from each; those without any become free, the hittable ones kept."""

@@ -57,8 +57,7 @@ class HeldPrompts:
         prompt.leader = prompt.keeper = leader
         prompt.running = {leader: None}
         prompt.blocks = self._tables.blocks(leader.slot)[:count]
-        for block in prompt.blocks:
-            self._pool.claim(block)
+        self._pool.claim(prompt.blocks)
         prompt.held_slot = self._checkpoints.hold(leader.slot)
         self._held[prompt] = None
 
@@ -120,7 +119,7 @@ class HeldPrompts:
         own = self._tables.blocks(sample.slot)[len(prompt.blocks) - 1]
         before, prompt.blocks[-1] = prompt.blocks[-1], own
         prompt.keeper = sample
-        self._pool.claim(own)
+        self._pool.claim([own])
         self._give_back([before])
 
     def _end(self, prompt: HeldPrompt) -> None:

