@@ -152,6 +152,5 @@ def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tup
         return None
     layers, terms = linears
     first, second, *of_heads = [norm._parameters["weight"] for norm in norms]
-    of_both: Any = of_heads or (None, None)
-    lists: Any = layers
-    return DenseWeights((first, second), tuple(of_both), *lists), DenseTerms(*terms)
+    parts: tuple[Any, ...] = ((first, second), tuple(of_heads) or (None, None), *layers)
+    return DenseWeights(*parts), DenseTerms(*terms)
