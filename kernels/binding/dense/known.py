@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-_SHAPE = attrgetter("shape")
+_SHAPE = attrgetter("shape", "dtype")
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class KnownCall:
     Attributes:
         hooks: where its modules keep the hooks of their calls: all are empty.
         holders, names, things: dictionaries of its modules, a name of each, and what was found there.
-        weights, marks: the parameters that the call reads, and where each lies, before their shapes.
+        weights, marks: the parameters that the call reads, and how each lies in memory.
     """
 
     found: Any
@@ -63,4 +63,4 @@ class KnownCall:
 
 
 def _marks(weights: Sequence[torch.Tensor]) -> list[Any]:
-    return [*map(torch.Tensor.data_ptr, weights), *map(_SHAPE, weights)]
+    return [*map(torch.Tensor.data_ptr, weights), *map(torch.Tensor.stride, weights), *map(_SHAPE, weights)]
