@@ -53,6 +53,12 @@ def dot_at(builder: Any, pairs: Any, total: Any, key: Key, place: int) -> Any:
     return builder.call(assembly, [pairs, *operands, total])
 
 
+def splat_pairs(builder: Any, key: Key, place: int) -> Any:
+    """Load the pair at this place of a key, which is a pointer alone, into all lanes."""
+    pointer = builder.bitcast(key.pointer, ir.FloatType().as_pointer())
+    return splat(builder, builder.load(builder.gep(pointer, [ir.IntType(64)(place)]), align=2))
+
+
 def by_few_pointers(builder: Any, keys: list[Key]) -> list[Key]:
     """Name keys that lie equally far apart by as few pointers as the processor has registers for."""
     first, second = (builder.ptrtoint(key.pointer, ir.IntType(64)) for key in keys[:2])

@@ -185,7 +185,8 @@ def _multiply(memory: Any, rows: int, size: int, count: int, more: bool) -> None
     while v < vectors:
         together = 2 if v + 2 <= vectors else 1
         tile = 0 if rows - v * LANES <= LANES // 2 else together
-        memory.products[v * _TILE : (v + together) * _TILE] = _ZERO
+        if not paired:
+            memory.products[v * _TILE : (v + together) * _TILE] = _ZERO
         for token in range(0, count, TOKENS):
             if narrow and not paired and v == 0:
                 copy_rows(memory.pages, memory.here, token, TOKENS, 0, size, memory.copied[token * size :], size)

@@ -41,6 +41,7 @@ from samebit.kernels.cpu.latent.dots import (
     load_row,
     pair_of,
     side_by_side,
+    splat_pairs,
 )
 from samebit.kernels.cpu.latent.vectors import greater
 from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
@@ -68,7 +69,8 @@ UNROLLED = 8
 def _score_tokens(asked: int) -> Any:
     """Make a micro-kernel: for each d < count in turn, ``s[v, j, lane] += query[v, d, lane] * source[at + d]``.
 
-    Of a source in bfloat16 (``DOTS``) d counts pairs, of which ``query`` holds the bits; ``count`` counts elements.
+    Of a source in bfloat16 (``DOTS``) d counts pairs, of which ``query`` holds the bits; ``count`` counts elements, and
+    sums begin with 0 instead of ``s``.
     ``at`` is ``places[j] + offset``. For the `TOKENS` tokens j from ``first`` on and 1 or 2 vectors v of rows, or the
     first half of one if ``vectors`` is 0. The queries of a vector are ``query_step`` apart, ``s`` is ``[v, C, LANES]``
     from ``s_at`` on; flat arrays. With ``fetch``, asks for the elements from ``begin`` on of the first ``asked`` of
@@ -125,6 +127,9 @@ def _score_tokens(asked: int) -> Any:
 
                 def multiply(factors: list[Any], key: Key, u: int, sums: list[Any], half: bool) -> list[Any]:
                     """Go on with a token's sums by the step ``u`` behind ``key``, half of a pair at the end."""
+                    if paired and not half and vector_count > 1:  # a load for all vectors: loads are what limits
+                        pair = splat_pairs(builder, key, u)
+                        return [dot(builder, factor, pair, total) for factor, total in zip(factors, sums, strict=True)]
                     if paired and not half:
                         return [dot_at(builder, *each, key, u) for each in zip(factors, sums, strict=True)]
                     pointer = builder.gep(key.pointer, [index(u * width)])
@@ -166,7 +171,9 @@ def _score_tokens(asked: int) -> Any:
                     def single(i: Any, sums: list[Any], keys: list[Any] = keys) -> list[Any]:
                         return add(keys, builder.add(done, i), 1, sums)
 
-                    sums = accumulate(builder, blocks, [load_as(builder, target, kind) for target in targets], block)
+                    none = ir.Constant(kind, [0.0] * kind.count)
+                    begun = [none if paired else load_as(builder, target, kind) for target in targets]
+                    sums = accumulate(builder, blocks, begun, block)
                     sums = accumulate(builder, builder.sub(steps, done), sums, single)
                     if paired:  # a last element without a partner
 
