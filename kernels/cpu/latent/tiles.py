@@ -184,7 +184,7 @@ def _score_tokens(asked: int) -> Any:
                     for target, total in zip(targets, sums, strict=True):
                         builder.store(total, builder.bitcast(target, kind.as_pointer()), align=4)
 
-            tiles = (0, 1, 2)
+            tiles: tuple[int, ...] = (0, 1, 2)
             if paired:
                 begin_of = pointer_to(context, builder, places, table, token)
                 few = builder.and_(builder.icmp_signed("==", many, index(0)), lie_evenly(builder, begin_of))
