@@ -197,13 +197,24 @@ def multiply_tile(
     return signature, generate
 
 
+_HALVES = ir.VectorType(ir.IntType(16), LANES)
+
+
+def side_by_side(builder: Any, row: Any, other: Any) -> Any:
+    """Load sixteen bfloat16 (uint16 bits) of each of two rows: a column's two are a lane, as bits in float32."""
+    both = [builder.load(builder.bitcast(pointer, _HALVES.as_pointer()), align=2) for pointer in (row, other)]
+    lanes = [column + LANES * which for column in range(LANES) for which in range(2)]
+    mixed = builder.shuffle_vector(*both, ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), lanes))
+    return builder.bitcast(mixed, VECTOR)
+
+
 @intrinsic
 def transpose_tile(
     typingctx: Any, source: Any, source_at: Any, source_stride: Any, target: Any, target_at: Any, target_stride: Any
 ) -> Any:
     """Write ``target[j, i] = source[i, j]`` of sixteen rows and columns; rows are a stride apart on either side.
 
-    Either side is float32, or bfloat16 as its uint16 bits.
+    Either side is float32, or bfloat16 as its uint16 bits, which stay as they are where both sides are.
     """
     i64 = types.int64
     signature = types.void(source, i64, i64, target, i64, i64)
@@ -213,6 +224,10 @@ def transpose_tile(
         index = first.type
 
         rows = [row_of(context, builder, source, from_array, first, step, i) for i in range(LANES)]
+        if source.dtype == target.dtype != types.float32:
+            pairs = [side_by_side(builder, *rows[i : i + 2]) for i in range(0, LANES, 2)]
+            store_columns(builder, pairs, pointer_to(context, builder, target, to_array, target_first), target_step)
+            return context.get_dummy_value()
         right = [builder.gep(row, [index(LANES // 2)]) for row in rows]
         columns = [column for half in (rows, right) for column in load_columns(builder, half, source.dtype)]
         for i, column in enumerate(columns):

@@ -3,7 +3,7 @@
 Weights are rounded to bfloat16 for it. Sixteen pairs are a vector, as bits in float32.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -20,24 +20,63 @@ DOTS = available() and _PROCESSOR.startswith("znver")
 """Whether bfloat16 is multiplied in pairs: by AMD's processors, which take as long for a vector of pairs as for one of
 float32. Intel's take twice as long, and would gain nothing. Arithmetic."""
 
+TOKENS = LANES
+"""Tokens of a call of `tiles.score_tokens`."""
+
 _HALF_BITS = ir.VectorType(ir.IntType(16), LANES)
 _BITS = ir.VectorType(ir.IntType(32), LANES)
 _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
-def dot_at(builder: Any, pairs: Any, total: Any, pointer: Any, place: int) -> Any:
-    """Do as `gemm.dots_vectors.dot` by one pair for all lanes, that at this place behind the pointer.
+class Key(NamedTuple):
+    """Says where a row of pairs begins: some ``steps`` (0, 1, 2) of ``distance`` bytes behind a pointer."""
+
+    pointer: Any
+    distance: Any
+    steps: int
+
+
+def dot_at(builder: Any, pairs: Any, total: Any, key: Key, place: int) -> Any:
+    """Do as `gemm.dots_vectors.dot` by one pair for all lanes, that at this place of a key.
 
     The instruction loads it itself, where the processor would take a second one to spread it. LLVM is not told what is
     read, but that memory is: stores stay before it.
     """
+    pointer, distance, steps = key
+    operands, address = ([pointer, distance], f"($2,$3,{steps})") if steps else ([pointer], "($2)")
     assembly = ir.InlineAsm(
-        ir.FunctionType(total.type, [total.type, pointer.type, total.type]),
-        f"vdpbf16ps {4 * place}($2){{1to{total.type.count}}}, $1, $0",
-        "=v,v,r,0,~{memory}",
+        ir.FunctionType(total.type, [total.type, *(operand.type for operand in operands), total.type]),
+        f"vdpbf16ps {4 * place}{address}{{1to{total.type.count}}}, $1, $0",
+        f"=v,v,{'r,' * len(operands)}0,~{{memory}}",
         side_effect=True,
     )
-    return builder.call(assembly, [pairs, pointer, total])
+    return builder.call(assembly, [pairs, *operands, total])
+
+
+def splat_pairs(builder: Any, key: Key, place: int) -> Any:
+    """Load the pair at this place of a key, which is a pointer alone, into all lanes."""
+    pointer = builder.bitcast(key.pointer, ir.FloatType().as_pointer())
+    return splat(builder, builder.load(builder.gep(pointer, [ir.IntType(64)(place)]), align=2))
+
+
+def by_few_pointers(builder: Any, keys: list[Key]) -> list[Key]:
+    """Name keys that lie equally far apart by as few pointers as the processor has registers for."""
+    first, second = (builder.ptrtoint(key.pointer, ir.IntType(64)) for key in keys[:2])
+    once = builder.sub(second, first)
+    distances = [(once, 0), (once, 1), (once, 2), (builder.mul(once, once.type(3)), 1)]
+    return [Key(keys[t - t % 4].pointer, *distances[t % 4]) for t in range(len(keys))]
+
+
+def lie_evenly(builder: Any, places: Any) -> Any:
+    """Return whether `TOKENS` tokens begin equally far apart."""
+    kind = ir.VectorType(places.type.pointee, TOKENS)
+    found = builder.load(builder.bitcast(places, kind.as_pointer()), align=8)
+    first, second = (builder.extract_element(found, ir.IntType(32)(t)) for t in range(2))
+    step = splat(builder, builder.sub(second, first), kind)
+    expected = builder.add(splat(builder, first, kind), builder.mul(step, ir.Constant(kind, list(range(TOKENS)))))
+    alike = builder.icmp_signed("==", found, expected)
+    bits = builder.bitcast(alike, ir.IntType(TOKENS))
+    return builder.icmp_unsigned("==", bits, bits.type((1 << TOKENS) - 1))
 
 
 def load_row(builder: Any, pointer: Any) -> Any:

@@ -23,7 +23,7 @@ from samebit.kernels.cpu.base.memory import elements, floats, integers, longs, s
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.latent.chunks import copy_rows, find_chosen, find_tokens
-from samebit.kernels.cpu.latent.dots import DOTS
+from samebit.kernels.cpu.latent.dots import DOTS, TOKENS
 from samebit.kernels.cpu.latent.pairs import PAIRED_ROWS, copy_pairs
 from samebit.kernels.cpu.latent.softmax import (
     Following,
@@ -38,7 +38,7 @@ from samebit.kernels.cpu.latent.softmax import (
     whole_columns,
     write_rows,
 )
-from samebit.kernels.cpu.latent.tiles import COLUMNS, TOKENS
+from samebit.kernels.cpu.latent.tiles import COLUMNS
 from samebit.kernels.cpu.latent.vectors import copy_elements
 from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
 
@@ -187,7 +187,7 @@ def _walk(
         if count == KV_CHUNK and base + KV_CHUNK < many:
             _find(blocks, block_size, width, listed, base + KV_CHUNK, many, memory.coming)
         see(heads, newest, base, place.count, running)
-        following = Following(memory.pages, memory.coming, base + KV_CHUNK < many)
+        following = Following(memory.pages, memory.coming, base + KV_CHUNK < many, running.deep)
         _score_chunk(memory, rows, width, count, following, running)
         weigh_all(rows, scale, running)
         _add_chunk(memory, rows, width, rank, count, following, running)
@@ -206,10 +206,10 @@ def _find(blocks: Any, block_size: int, width: int, listed: Any, base: int, many
 @kernel_part
 def _score_chunk(memory: Any, rows: int, width: int, count: int, following: Any, running: Any) -> None:
     """Compute the scores of a chunk's first ``count`` tokens; keys that are not paired are widened part by part."""
+    if running.paired:
+        score(rows, 0, count, 0, width, memory.pages, memory.here, 0, following, running)
+        return
     for first in range(0, count, TOKENS):
-        if running.paired:
-            score(rows, first, 0, width, memory.pages, memory.here, 0, following, running)
-            continue
         for begin in range(0, width, _DEPTH):
             depth = min(_DEPTH, width - begin)
             if memory.pages.itemsize < 4 and rows <= PAIRED_ROWS:
@@ -217,9 +217,9 @@ def _score_chunk(memory: Any, rows: int, width: int, count: int, following: Any,
                 score_in_pairs(first, begin, depth, memory.copied, 2 * _DEPTH, following, running)
             elif memory.pages.itemsize < 4:
                 copy_rows(memory.pages, memory.here, first, TOKENS, begin, depth, memory.copied, _DEPTH)
-                score(rows, first, begin, depth, memory.copied, memory.own, 0, following, running)
+                score(rows, first, first + TOKENS, begin, depth, memory.copied, memory.own, 0, following, running)
             else:
-                score(rows, first, begin, depth, memory.read, memory.here, begin, following, running)
+                score(rows, first, first + TOKENS, begin, depth, memory.read, memory.here, begin, following, running)
 
 
 @kernel_part

@@ -23,9 +23,9 @@ from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.many_rows_vectors import transpose_tile
 from samebit.kernels.cpu.gemm.pairs import STEP, transpose_pairs
 from samebit.kernels.cpu.latent.chunks import copy_rows, find_tokens
-from samebit.kernels.cpu.latent.dots import DOTS
-from samebit.kernels.cpu.latent.tiles import TOKENS, add_heads, score_and_fetch
-from samebit.kernels.cpu.latent.vectors import count_reaching
+from samebit.kernels.cpu.latent.dots import DOTS, TOKENS
+from samebit.kernels.cpu.latent.tiles import score_and_fetch
+from samebit.kernels.cpu.latent.vectors import add_heads, count_reaching
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
 _TILE = KV_CHUNK * LANES
@@ -185,19 +185,20 @@ def _multiply(memory: Any, rows: int, size: int, count: int, more: bool) -> None
     while v < vectors:
         together = 2 if v + 2 <= vectors else 1
         tile = 0 if rows - v * LANES <= LANES // 2 else together
-        memory.products[v * _TILE : (v + together) * _TILE] = _ZERO
+        if not paired:
+            memory.products[v * _TILE : (v + together) * _TILE] = _ZERO
         for token in range(0, count, TOKENS):
             if narrow and not paired and v == 0:
                 copy_rows(memory.pages, memory.here, token, TOKENS, 0, size, memory.copied[token * size :], size)
             if paired:
                 score_and_fetch(
                     tile, v == 0 and more, memory.query, v * steps * LANES, steps * LANES, size, memory.pages,
-                    memory.here, 0, token, memory.pages, memory.coming, 0, memory.products, v * _TILE,
+                    memory.here, 0, token, memory.pages, memory.coming, 0, size, memory.products, v * _TILE,
                 )  # fmt: skip
             else:
                 score_and_fetch(
                     tile, v == 0 and more, memory.query, v * steps * LANES, steps * LANES, size, source, places, 0,
-                    token, memory.pages, memory.coming, 0, memory.products, v * _TILE,
+                    token, memory.pages, memory.coming, 0, size, memory.products, v * _TILE,
                 )  # fmt: skip
             for own in range(v, v + together):
                 at = own * _TILE + token * LANES

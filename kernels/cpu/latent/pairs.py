@@ -21,7 +21,8 @@ from samebit.kernels.cpu.base.vectors import (
     prefetch,
     store_vector,
 )
-from samebit.kernels.cpu.latent.tiles import LARGE, TOKENS, UNROLLED
+from samebit.kernels.cpu.latent.dots import TOKENS
+from samebit.kernels.cpu.latent.tiles import LARGE, UNROLLED
 from samebit.kernels.layout.grids import CACHE_LINE, LANES
 
 PAIRED_ROWS = LANES // 2 if LARGE else 0

@@ -20,7 +20,7 @@ from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.gemm.many_rows_vectors import HALF
 from samebit.kernels.cpu.gemm.pairs import STEP, transpose_pairs
-from samebit.kernels.cpu.latent.dots import write_columns
+from samebit.kernels.cpu.latent.dots import TOKENS, write_columns
 from samebit.kernels.cpu.latent.pairs import score_pairs
 from samebit.kernels.cpu.latent.tiles import ROWS, add_values, score_tokens, weigh
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
@@ -56,11 +56,15 @@ class Running(NamedTuple):
 
 
 class Following(NamedTuple):
-    """Says where the tokens of the coming chunk lie in the pages, if there is one: scores ask for it meanwhile."""
+    """Says where the tokens of the coming chunk lie in the pages, if there is one: scores ask for it meanwhile.
+
+    alone: elements from which on a row is no value's, so that only scores can ask for them.
+    """
 
     pages: Any
     places: Any
     there: Any
+    alone: Any
 
 
 @inlined_part
@@ -148,23 +152,26 @@ def see(heads: int, position: int, base: int, count: int, running: Any) -> None:
 
 @kernel_part
 def score(
-    rows: int, first: int, begin: int, count: int, source: Any, places: Any, offset: int, following: Any, running: Any
-) -> None:
-    """Go on with the scores of `TOKENS` tokens of the chunk from the ``first`` on, by elements from ``begin`` on.
+    rows: int, first: int, last: int, begin: int, count: int, source: Any, places: Any, offset: int, following: Any,
+    running: Any,
+) -> None:  # fmt: skip
+    """Go on with the scores of the tokens of a chunk from ``first`` to before ``last``, by elements from ``begin`` on.
 
-    These ``count`` lie at ``source[places[j] + offset]``.
+    These ``count`` lie at ``source[places[j] + offset]``. Tokens are scored in whole `TOKENS`.
     """
-    v, lanes, step = 0, whole_lines(rows), begin // 2 if running.paired else begin
-    while v < lanes // LANES:
-        vectors = 2 if v + 2 <= lanes // LANES else 1
-        if running.seen[(v + vectors) * LANES - 1] > np.float32(first):
-            tile = 0 if rows - v * LANES <= LANES // 2 else vectors
-            score_tokens(
-                tile, v == 0 and following.there, running.query, (v * running.steps + step) * LANES,
-                running.steps * LANES, count, source, places, offset, first, following.pages, following.places, begin,
-                running.s, v * _TILE,
-            )  # fmt: skip
-        v += vectors
+    lanes, step = whole_lines(rows), begin // 2 if running.paired else begin
+    for token in range(first, last, TOKENS):
+        v = 0
+        while v < lanes // LANES:
+            vectors = 2 if v + 2 <= lanes // LANES else 1
+            if running.seen[(v + vectors) * LANES - 1] > np.float32(token):
+                tile = 0 if rows - v * LANES <= LANES // 2 else vectors
+                score_tokens(
+                    tile, v == 0 and following.there, running.query, (v * running.steps + step) * LANES,
+                    running.steps * LANES, count, source, places, offset, token, following.pages, following.places,
+                    begin, following.alone, running.s, v * _TILE,
+                )  # fmt: skip
+            v += vectors
 
 
 @kernel_part
@@ -202,7 +209,7 @@ def add_weighted(rows: int, columns: int, source: Any, places: Any, following: A
         column += columns * LANES
 
 
-@kernel_part
+@inlined_part
 def _add_columns(
     rows: int, columns: int, column: int, source: Any, places: Any, following: Any, running: Any
 ) -> None:  # fmt: skip

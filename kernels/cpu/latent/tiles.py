@@ -31,15 +31,24 @@ from samebit.kernels.cpu.base.vectors import (
     zeros,
 )
 from samebit.kernels.cpu.gemm.dots_vectors import dot
-from samebit.kernels.cpu.latent.dots import DOTS, dot_at, load_row, pair_of, side_by_side
+from samebit.kernels.cpu.latent.dots import (
+    DOTS,
+    TOKENS,
+    Key,
+    by_few_pointers,
+    dot_at,
+    lie_evenly,
+    load_row,
+    pair_of,
+    side_by_side,
+    splat_pairs,
+)
+from samebit.kernels.cpu.latent.vectors import greater
 from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[-1].split(",")
 LARGE = "+avx512f" in _FEATURES
 """Whether a vector is one register."""
-
-TOKENS = LANES
-"""Tokens of a call of `score_tokens`."""
 
 _TOKENS = (TOKENS, TOKENS // 2) if LARGE else (4, 2)
 """Tokens that are scored at once for one vector of rows and for two: as many as leave the sums in registers."""
@@ -50,6 +59,9 @@ ROWS = (1, 2, 4, 8) if LARGE else (1, 2, 4)
 COLUMNS = (1, 2) if LARGE else (1,)
 """Vectors of columns that `add_values` may cover."""
 
+_EVENLY = 3
+"""Stands for half a vector of rows and tokens that lie equally far apart."""
+
 UNROLLED = 8
 """Steps that are taken for a token at once, each for all tokens: as many chains as are under way fill the processor."""
 
@@ -57,39 +69,40 @@ UNROLLED = 8
 def _score_tokens(asked: int) -> Any:
     """Make a micro-kernel: for each d < count in turn, ``s[v, j, lane] += query[v, d, lane] * source[at + d]``.
 
-    Of a source in bfloat16 (``DOTS``) d counts pairs, of which ``query`` holds the bits; ``count`` counts elements.
+    Of a source in bfloat16 (``DOTS``) d counts pairs, of which ``query`` holds the bits; ``count`` counts elements, and
+    sums begin with 0 instead of ``s``.
     ``at`` is ``places[j] + offset``. For the `TOKENS` tokens j from ``first`` on and 1 or 2 vectors v of rows, or the
     first half of one if ``vectors`` is 0. The queries of a vector are ``query_step`` apart, ``s`` is ``[v, C, LANES]``
     from ``s_at`` on; flat arrays. With ``fetch``, asks for the elements from ``begin`` on of the first ``asked`` of
-    the tokens whose places in the pages are ``coming``.
+    the tokens whose places in the pages are ``coming``, and for those from ``alone`` on, which no value has, of all.
     """
 
     @intrinsic
     def kernel(
         typingctx: Any, vectors: Any, fetch: Any, query: Any, query_at: Any, query_step: Any, count: Any, source: Any,
-        places: Any, offset: Any, first: Any, pages: Any, coming: Any, begin: Any, s: Any, s_at: Any,
+        places: Any, offset: Any, first: Any, pages: Any, coming: Any, begin: Any, alone: Any, s: Any, s_at: Any,
     ) -> Any:  # fmt: skip
         i64 = types.int64
         signature = types.void(
-            i64, types.boolean, query, i64, i64, i64, source, places, i64, i64, pages, coming, i64, s, i64
+            i64, types.boolean, query, i64, i64, i64, source, places, i64, i64, pages, coming, i64, i64, s, i64
         )
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             (many, fetching, query_array, query_from, pitch, depth, source_array, table, inside, token, page_array,
-             next_table, behind, s_array, s_from) = args  # fmt: skip
+             next_table, behind, keys_alone, s_array, s_from) = args  # fmt: skip
             index = many.type
             paired = DOTS and source.dtype != types.float32
             width = 2 if paired else 1  # elements of a step
             line = CACHE_LINE // context.get_abi_sizeof(context.get_value_type(pages.dtype)) // width
             steps = builder.lshr(depth, index(1)) if paired else depth
 
-            def key_of(number: int) -> Any:
+            def key_of(number: int) -> Key:
                 place = builder.load(pointer_to(context, builder, places, table, builder.add(token, index(number))))
-                return pointer_to(context, builder, source, source_array, builder.add(place, inside))
+                return Key(pointer_to(context, builder, source, source_array, builder.add(place, inside)), None, 0)
 
-            def emit(vector_count: int, asking: int) -> None:
-                kind = ir.VectorType(ir.FloatType(), LANES if vector_count else LANES // 2)
-                vector_count = max(1, vector_count)
+            def emit(tile: int, asking: int) -> None:
+                kind = ir.VectorType(ir.FloatType(), LANES if tile in (1, 2) else LANES // 2)
+                vector_count = 2 if tile == 2 else 1
                 tokens, unrolled = _TOKENS[vector_count - 1], UNROLLED // vector_count
                 start = pointer_to(context, builder, query, query_array, query_from)
                 rows = [builder.gep(start, [builder.mul(pitch, index(v))]) for v in range(vector_count)]
@@ -97,19 +110,29 @@ def _score_tokens(asked: int) -> Any:
                 done = builder.mul(blocks, index(unrolled))
 
                 def ask(d: Any, part: int) -> None:
+                    moved = builder.mul(d, index(width))
+                    ask_some(d, moved, part, min(part + tokens, asked))
+                    if part + tokens > asked:
+                        with builder.if_then(builder.icmp_signed(">=", builder.add(behind, moved), keys_alone)):
+                            ask_some(d, moved, max(part, asked), part + tokens)
+
+                def ask_some(d: Any, moved: Any, first: int, last: int) -> None:
                     turns = min(line // unrolled, tokens)  # each time for some of the tokens: once a line for all
                     turn = builder.and_(builder.udiv(d, index(unrolled)), index(turns - 1))
-                    for t in range(part, min(part + tokens, asked), turns):
+                    for t in range(first, last, turns):
                         place = pointer_to(context, builder, coming, next_table, builder.add(token, index(t)))
                         place = builder.load(builder.gep(place, [turn]))
                         ahead = pointer_to(context, builder, pages, page_array, builder.add(place, behind))
-                        prefetch(builder, builder.gep(ahead, [builder.mul(d, index(width))]))
+                        prefetch(builder, builder.gep(ahead, [moved]))
 
-                def multiply(factors: list[Any], key: Any, u: int, sums: list[Any], half: bool) -> list[Any]:
+                def multiply(factors: list[Any], key: Key, u: int, sums: list[Any], half: bool) -> list[Any]:
                     """Go on with a token's sums by the step ``u`` behind ``key``, half of a pair at the end."""
+                    if paired and not half and vector_count > 1:  # a load for all vectors: loads are what limits
+                        pair = splat_pairs(builder, key, u)
+                        return [dot(builder, factor, pair, total) for factor, total in zip(factors, sums, strict=True)]
                     if paired and not half:
                         return [dot_at(builder, *each, key, u) for each in zip(factors, sums, strict=True)]
-                    pointer = builder.gep(key, [index(u * width)])
+                    pointer = builder.gep(key.pointer, [index(u * width)])
                     if paired:
                         word = builder.bitcast(builder.zext(builder.load(pointer), ir.IntType(32)), ir.FloatType())
                         pair = splat(builder, word, kind)
@@ -117,11 +140,12 @@ def _score_tokens(asked: int) -> Any:
                     value = splat_element(builder, pointer, source.dtype, kind)
                     return [fma(builder, factor, value, total) for factor, total in zip(factors, sums, strict=True)]
 
-                def add(keys: list[Any], d: Any, many_steps: int, sums: list[Any], half: bool = False) -> list[Any]:
+                def add(keys: list[Key], d: Any, many_steps: int, sums: list[Any], half: bool = False) -> list[Any]:
                     found = list(sums)
-                    moved = [builder.mul(builder.add(d, index(u)), index(LANES)) for u in range(many_steps)]
-                    factors = [[load_as(builder, builder.gep(row, [m]), kind) for m in moved] for row in rows]
-                    starts = [builder.gep(key, [builder.mul(d, index(width))]) for key in keys]
+                    places = [builder.mul(builder.add(d, index(u)), index(LANES)) for u in range(many_steps)]
+                    factors = [[load_as(builder, builder.gep(row, [at]), kind) for at in places] for row in rows]
+                    moved = builder.mul(d, index(width))
+                    starts = [key._replace(pointer=builder.gep(key.pointer, [moved])) for key in keys]
                     for u in range(many_steps):
                         for t, here in enumerate(starts):
                             own = slice(t * vector_count, (t + 1) * vector_count)
@@ -129,7 +153,9 @@ def _score_tokens(asked: int) -> Any:
                     return found
 
                 for part in range(0, TOKENS, tokens):
-                    keys = [key_of(t) for t in range(part, part + tokens)]
+                    keys = given = [key_of(t) for t in range(part, part + tokens)]
+                    if tile == _EVENLY:
+                        keys = by_few_pointers(builder, keys)
                     targets = []
                     for t in range(part, part + tokens):
                         for v in range(vector_count):
@@ -145,18 +171,25 @@ def _score_tokens(asked: int) -> Any:
                     def single(i: Any, sums: list[Any], keys: list[Any] = keys) -> list[Any]:
                         return add(keys, builder.add(done, i), 1, sums)
 
-                    sums = accumulate(builder, blocks, [load_as(builder, target, kind) for target in targets], block)
+                    none = ir.Constant(kind, [0.0] * kind.count)
+                    begun = [none if paired else load_as(builder, target, kind) for target in targets]
+                    sums = accumulate(builder, blocks, begun, block)
                     sums = accumulate(builder, builder.sub(steps, done), sums, single)
                     if paired:  # a last element without a partner
 
-                        def last(_: Any, sums: list[Any], keys: list[Any] = keys) -> list[Any]:
+                        def last(_: Any, sums: list[Any], keys: list[Any] = given) -> list[Any]:
                             return add(keys, steps, 1, sums, half=True)
 
                         sums = accumulate(builder, builder.and_(depth, index(1)), sums, last)
                     for target, total in zip(targets, sums, strict=True):
                         builder.store(total, builder.bitcast(target, kind.as_pointer()), align=4)
 
-            dispatch(builder, [(many, (0, 1, 2)), (fetching, (0, 1))], emit)
+            tiles: tuple[int, ...] = (0, 1, 2)
+            if paired:
+                begin_of = pointer_to(context, builder, places, table, token)
+                few = builder.and_(builder.icmp_signed("==", many, index(0)), lie_evenly(builder, begin_of))
+                many, tiles = builder.select(few, index(_EVENLY), many), (*tiles, _EVENLY)
+            dispatch(builder, [(many, tiles), (fetching, (0, 1))], emit)
             return context.get_dummy_value()
 
         return signature, generate
@@ -166,43 +199,6 @@ def _score_tokens(asked: int) -> Any:
 
 score_tokens = _score_tokens(TOKENS // 2)
 score_and_fetch = _score_tokens(TOKENS)
-
-
-@intrinsic
-def add_heads(typingctx: Any, products: Any, first: Any, weights: Any, weights_at: Any, heads: Any, scale: Any,
-    out: Any, out_at: Any) -> Any:  # fmt: skip
-    """Write ``out[j]``, j < C, the chain over h < heads of ``weights[h]`` times the positive part of a scaled product.
-
-    The products of lane i, ``first + h``, are ``[i // LANES, C / LANES, i % LANES]`` and sixteen tokens; flat arrays.
-    """
-    i64 = types.int64
-    signature = types.void(products, i64, weights, i64, i64, types.float32, out, i64)
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        given, lane, weight_array, weight_from, many, factor, out_array, out_from = args
-        index = lane.type
-        start = pointer_to(context, builder, products, given, index(0))
-        factors = pointer_to(context, builder, weights, weight_array, weight_from)
-        scale_vector = splat(builder, factor)
-
-        def add(h: Any, sums: list[Any]) -> list[Any]:
-            i = builder.add(lane, h)
-            vector, own = builder.udiv(i, index(LANES)), builder.and_(i, index(LANES - 1))
-            at = builder.add(builder.mul(vector, index(KV_CHUNK * LANES)), builder.mul(own, index(LANES)))
-            weight = splat(builder, builder.load(builder.gep(factors, [h])))
-            found = []
-            for part, total in enumerate(sums):
-                place = builder.gep(start, [builder.add(at, index(part * LANES * LANES))])
-                product = builder.fmul(load_vector(builder, place, types.float32), scale_vector)
-                found.append(fma(builder, weight, _greater(builder, product, zeros()), total))
-            return found
-
-        target = pointer_to(context, builder, out, out_array, out_from)
-        for part, total in enumerate(accumulate(builder, many, [zeros()] * (KV_CHUNK // LANES), add)):
-            store_vector(builder, total, builder.gep(target, [index(part * LANES)]))
-        return context.get_dummy_value()
-
-    return signature, generate
 
 
 @intrinsic
@@ -247,12 +243,12 @@ def weigh(
                     if not all_seen:
                         score = builder.select(unseen(j), lowest, score)
                     store_vector(builder, score, pointer)
-                    found.append(_greater(builder, score, greatest))
+                    found.append(greater(builder, score, greatest))
                 return found
 
             best = accumulate(builder, index(KV_CHUNK // 4), [lowest] * 4, scaled)
-            best = [_greater(builder, a, b) for a, b in zip(best[::2], best[1::2], strict=True)]
-            peak = _greater(builder, _greater(builder, *best), old)
+            best = [greater(builder, a, b) for a, b in zip(best[::2], best[1::2], strict=True)]
+            peak = greater(builder, greater(builder, *best), old)
             shrink = exponential(builder, builder.fsub(old, peak))
             shrink = builder.select(builder.fcmp_ordered(">", old, lowest), shrink, zeros())
 
@@ -286,10 +282,6 @@ def weigh(
         return context.get_dummy_value()
 
     return signature, generate
-
-
-def _greater(builder: Any, a: Any, b: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 @intrinsic

@@ -1,4 +1,4 @@
-"""Copy rows of latents, and count keys, as LLVM vectors (why: see `base.small_tiles`)."""
+"""Copy rows of latents, add up scores of an index, and count keys, as LLVM vectors (why: see `base.small_tiles`)."""
 
 from typing import Any
 
@@ -7,8 +7,17 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from samebit.kernels.cpu.base.vectors import accumulate, load_as, load_vector, pointer_to, splat, store_vector
-from samebit.kernels.layout.grids import LANES
+from samebit.kernels.cpu.base.vectors import (
+    accumulate,
+    fma,
+    load_as,
+    load_vector,
+    pointer_to,
+    splat,
+    store_vector,
+    zeros,
+)
+from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
 
 @intrinsic
@@ -92,3 +101,45 @@ def count_reaching(typingctx: Any, keys: Any, count: Any, least: Any) -> Any:
         return builder.sext(total, index)
 
     return types.int64(keys, i64, types.int32), generate
+
+
+@intrinsic
+def add_heads(typingctx: Any, products: Any, first: Any, weights: Any, weights_at: Any, heads: Any, scale: Any,
+    out: Any, out_at: Any) -> Any:  # fmt: skip
+    """Write ``out[j]``, j < C, the chain over h < heads of ``weights[h]`` times the positive part of a scaled product.
+
+    The products of lane i, ``first + h``, are ``[i // LANES, C / LANES, i % LANES]`` and sixteen tokens; flat arrays.
+    """
+    i64 = types.int64
+    signature = types.void(products, i64, weights, i64, i64, types.float32, out, i64)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        given, lane, weight_array, weight_from, many, factor, out_array, out_from = args
+        index = lane.type
+        start = pointer_to(context, builder, products, given, index(0))
+        factors = pointer_to(context, builder, weights, weight_array, weight_from)
+        scale_vector = splat(builder, factor)
+
+        def add(h: Any, sums: list[Any]) -> list[Any]:
+            i = builder.add(lane, h)
+            vector, own = builder.udiv(i, index(LANES)), builder.and_(i, index(LANES - 1))
+            at = builder.add(builder.mul(vector, index(KV_CHUNK * LANES)), builder.mul(own, index(LANES)))
+            weight = splat(builder, builder.load(builder.gep(factors, [h])))
+            found = []
+            for part, total in enumerate(sums):
+                place = builder.gep(start, [builder.add(at, index(part * LANES * LANES))])
+                product = builder.fmul(load_vector(builder, place, types.float32), scale_vector)
+                found.append(fma(builder, weight, greater(builder, product, zeros()), total))
+            return found
+
+        target = pointer_to(context, builder, out, out_array, out_from)
+        for part, total in enumerate(accumulate(builder, many, [zeros()] * (KV_CHUNK // LANES), add)):
+            store_vector(builder, total, builder.gep(target, [index(part * LANES)]))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def greater(builder: Any, a: Any, b: Any) -> Any:
+    """Return the greater of each lane's two."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
