@@ -21,6 +21,8 @@ import numba
 import pytest
 import torch
 
+from . import forks
+
 os.environ.setdefault("RAY_AUTH_TOKEN", "of-the-tests")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -33,6 +35,7 @@ gc.disable()
 
 TESTS = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS / "started")])
+forks.share()
 LONGEST = (
     "exactness/test_check.py",
     "kernels/triton/test_ssm.py",
