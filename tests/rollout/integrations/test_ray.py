@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -54,22 +53,6 @@ CONFIG = RolloutConfig(max_num_seqs=8, num_blocks=200, seed=3)
 PROMPTS = [[1], [2, 3, 4], list(range(5, 22))]
 PARAMS = SamplingParams(n=2, max_tokens=9, temperature=0.7)
 LONG = SamplingParams(max_tokens=1900, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """Ray with nothing that outlives the tests; see tests/conftest.py."""
-    with tempfile.TemporaryDirectory(prefix="ray-") as temporary:
-        ray.init(
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=80 << 20,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=temporary,
-        )
-        yield
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
