@@ -19,6 +19,8 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -26,6 +28,8 @@ _environment: dict[str, str] = {}
 _SERVER = "SAMEBIT_TESTS_SERVER"
 _SERVE = "serve"
 _LOADED = ("samebit.kernels", "samebit.rollout.worker", "samebit.weight_sync")
+_LOADED_FOR_VERL = ("tensordict", "pandas", "datasets", "peft", "hydra", "fastapi", "aiohttp")
+"""Lists what verl imports, where it is installed. Not Ray, which keeps what a process is."""
 
 
 def share() -> None:
@@ -65,7 +69,9 @@ def ask(command: list[str]) -> None:
 def serve() -> None:
     """Load what commands need, and fork for each until the tests end. It returns in the forks, to run theirs."""
     for module in _LOADED:
-        __import__(module)
+        import_module(module)
+    for module in filter(find_spec, _LOADED_FOR_VERL):
+        import_module(module)
     gc.freeze()  # what is loaded is no garbage when a fork ends
     listener = socket.socket(fileno=os.dup(0))
     tests = os.pidfd_open(int(listener.getsockname().decode().rpartition("-")[2]))
