@@ -64,7 +64,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worker(cluster: None, folder: Path) -> Iterator[RayWorker]:
-    with RayWorker.start(folder, config=CONFIG, num_cpus=2) as remote:
+    """In a process that is no fork, so that it loads under its own environment."""
+    whole = {"py_executable": sys.executable}
+    with RayWorker.start(folder, config=CONFIG, num_cpus=2, runtime_env=whole) as remote:
         yield remote
 
 
