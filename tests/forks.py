@@ -16,6 +16,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from contextlib import suppress
@@ -78,12 +79,18 @@ def serve() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while tests not in select.select([listener, tests], [], [])[0]:
         client, _ = listener.accept()
-        if os.fork() == 0:
+        if _is_ours(client) and os.fork() == 0:
             listener.close()
             os.close(tests)
             return _keep(client)
         client.close()
     sys.exit()
+
+
+def _is_ours(client: socket.socket) -> bool:
+    """Say whether the client's user is this process's: others can reach the address too."""
+    peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", peer)[1] == os.getuid())
 
 
 def _keep(client: socket.socket) -> None:
