@@ -41,7 +41,7 @@ export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 4000
 export NUMBA_THREADING_LAYER := omp
 
-# Tests start about a hundred processes: they share what Python has compiled, also where a container says otherwise.
+# Tests start many processes: they share what Python has compiled, also where a container says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install grpo grpo-async verl-grpo trl-grpo verl-matrix test test-next soak check lock bench bench-vllm mismatch accuracy clean

@@ -6,8 +6,8 @@ They read this when they are imported (torch does not import Triton); Ray rememb
 Kernels of the CPU take one thread of Numba's, as processes of tests share the cores; what other counts must not
 change is tested with them (`THREADS`).
 
-Python's garbage collector waits until all is imported, and passes over that from then on. Processes that tests start
-collect seldom (started/sitecustomize.py).
+Python's garbage collector waits until all is imported, and passes over that from then on. It collects seldom, as in
+processes that tests start (started/sitecustomize.py).
 
 The files that take longest come first: `make test` gives whole files to some processes, and the last one to run should
 be short. The very first compiles nearly all kernels of the CPU; those beside it need none, the next ones many.
@@ -15,11 +15,16 @@ be short. The very first compiles nearly all kernels of the CPU; those beside it
 
 import gc
 import os
+import shlex
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numba
 import pytest
 import torch
+
+from . import forks
 
 os.environ.setdefault("RAY_AUTH_TOKEN", "of-the-tests")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -33,6 +38,7 @@ gc.disable()
 
 TESTS = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS / "started")])
+forks.share()
 LONGEST = (
     "exactness/test_check.py",
     "kernels/triton/test_ssm.py",
@@ -49,6 +55,31 @@ LONGEST = (
 )
 
 
+@pytest.fixture
+def ray_python() -> str:
+    """What starts the workers of Ray, as forks."""
+    return shlex.join(forks.python())
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Ray with nothing that outlives the tests of a module."""
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="ray-") as temporary:
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+            configure_logging=False,
+            runtime_env={"py_executable": shlex.join(forks.python())},
+            _temp_dir=temporary,
+        )
+        yield
+        ray.shutdown()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {TESTS / file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
@@ -57,4 +88,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     gc.freeze()
+    gc.set_threshold(200_000, 20, 20)
     gc.enable()

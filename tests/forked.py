@@ -23,7 +23,9 @@ def run_ranks(script: Path, count: int, folder: Path, *arguments: str, patience:
 
     The script's first argument is `folder`, where they run too. After `patience` seconds they hang.
     """
-    command = [sys.executable, __file__, str(script), str(count), str(folder), *arguments]
+    from .forks import python  # here, as the command is in no package
+
+    command = [*python(), __file__, str(script), str(count), str(folder), *arguments]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

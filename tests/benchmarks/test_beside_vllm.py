@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from samebit.benchmarks.rounds.parts_file import PartsFile
 from samebit.benchmarks.rounds.turns import Spread
 from samebit.benchmarks.workloads import mismatch_models, models, served
 
+from ..forks import python
 from .stand_in_engine import StandIn as StandInEngine
 
 STAND_IN = Path(__file__).with_name("stand_in_engine.py")
@@ -211,7 +213,8 @@ def test_vllm_gets_the_openmp_that_it_asks_for(tmp_path: Path, model: commands.M
 
 @pytest.mark.soak
 def test_samebits_engine_in_a_process_of_its_own(model: commands.Model) -> None:
-    with started(commands.samebit(model)) as engine:
+    command = commands.samebit(model)
+    with started(replace(command, args=(*python()[1:], *command.args))) as engine:
         assert set(engine.versions) == {"torch", "transformers", "numba"}
         cold, warm = engine.run(Job([list(range(40))], new_tokens=3, fresh=True)), engine.run(Job([list(range(40))]))
     assert (cold.cached, warm.cached) == (0, 32)

@@ -21,7 +21,7 @@ from .compare import assert_matches_trainer, assert_same_samples, budget
 from .families import DTYPES, FAMILIES, HYBRIDS, bound_model, token_ids
 from .layouts import LAYOUTS, assert_same_bits
 
-CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "25"))
+CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "15"))
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 90)
 STEMS = token_ids(90, 90, seed=1)
 (LONG,) = token_ids(140, seed=2)
@@ -98,7 +98,7 @@ def disturb(worker: RolloutWorker, event: str, request_id: str) -> None:
 campaign = settings(
     max_examples=CASES,
     deadline=None,
-    derandomize=CASES <= 25,
+    derandomize=CASES <= 15,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )

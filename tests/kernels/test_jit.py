@@ -12,6 +12,7 @@ import pytest
 
 from samebit.kernels import openmp
 
+from ..forks import python
 from ..patience import HANG
 
 NORMALISE = """
@@ -67,5 +68,5 @@ from samebit.kernels.ops.linear import linear
 linear(torch.randn(3, 8), torch.randn(4, 8))
 print([runtime.omp_get_max_active_levels() for runtime in _runtimes()])
 """
-    done = subprocess.run([sys.executable, "-c", script], check=True, text=True, stdout=subprocess.PIPE)
+    done = subprocess.run([*python(), "-c", script], check=True, text=True, stdout=subprocess.PIPE)
     assert set(json.loads(done.stdout)) == {1}

@@ -15,6 +15,7 @@ from samebit.kernels.binding.lora.forwards import linear_forward
 from samebit.kernels.binding.modules import attach
 from samebit.kernels.ops.linear import linear, linears
 
+from ..forks import python
 from .helpers import DTYPES, THREADS, threads
 
 SHAPES = [(1, 1), (5, 7), (100, 129), (129, 100), (256, 256), (1000, 33), (2500, 300)]
@@ -119,7 +120,7 @@ print("read no further")
 
 def test_nothing_is_read_beyond_the_weight(tmp_path: Path) -> None:
     found = subprocess.run(
-        [sys.executable, "-c", _AT_THE_END_OF_MEMORY], cwd=tmp_path, capture_output=True, text=True, check=True
+        [*python(), "-c", _AT_THE_END_OF_MEMORY], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert found.stdout.strip() == "read no further"
 

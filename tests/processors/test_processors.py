@@ -20,6 +20,8 @@ from ..patience import HANG
 ROOT = Path(__file__).parents[2]
 FEATURES = get_host_cpu_features()
 HASWELL = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe,+popcnt"}
+OWN = ("PYTEST_", "SAMEBIT_TESTS_")
+"""Begins the names of what belongs to this run of the tests: another has a server of forks of its own."""
 
 INTERPRETED = ["tests/kernels/triton/test_tiles.py", "-k", "another_order and bfloat16"]
 COMPILED = [
@@ -33,9 +35,10 @@ COMPILED = [
 def run_tests(arguments: list[str], environment: dict[str, str], minutes: float) -> None:
     """In a process of their own, one after the other; a variable that is empty is not there."""
     variables = os.environ | environment
-    kept = {name: value for name, value in variables.items() if value and not name.startswith("PYTEST_")}
+    kept = {name: value for name, value in variables.items() if value and not name.startswith(OWN)}
+    kept["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # most of them take longer to load than the tests to run
     found = subprocess.run(
-        [Path(sys.executable).with_name("pytest"), "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *arguments],
+        [Path(sys.executable).with_name("pytest"), "-q", "-x", "-p", "no:cacheprovider", *arguments],
         env=kept,
         cwd=ROOT,
         capture_output=True,

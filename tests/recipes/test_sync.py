@@ -35,6 +35,7 @@ def shared(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return folder, grpo.run(tiny(folder, steps=STEPS))
 
 
+@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("way", ["copy", "shm"])
 def test_a_run_is_the_same_bit_for_bit(
     tiny: Tiny, way: str, shared: tuple[Path, list[dict[str, float]]], tmp_path: Path

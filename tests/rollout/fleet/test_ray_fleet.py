@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,21 +54,6 @@ def model_of(folder: Path, seed: int | None = None) -> LlamaForCausalLM:
         torch.manual_seed(seed)
         model = LlamaForCausalLM(model.config)
     return model
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="ray-") as temporary:
-        ray.init(
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=80 << 20,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=temporary,
-        )
-        yield
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

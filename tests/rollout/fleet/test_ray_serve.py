@@ -18,7 +18,7 @@ except ModuleNotFoundError:  # Ray without the packages of its Serve
 
 from ...patience import HANG  # noqa: E402
 from ..http.served import build_folder  # noqa: E402
-from .test_ray_fleet import cluster, model_of, soak  # noqa: E402, F401
+from .test_ray_fleet import model_of, soak  # noqa: E402
 
 needs_serve = pytest.mark.skipif(serve is None, reason="Ray Serve is not installed")
 
@@ -65,7 +65,7 @@ def token() -> Iterator[str]:
 @soak
 def test_it_answers_behind_a_proxy_with_the_trainers_bits(
     token: str,
-    cluster: None,  # noqa: F811
+    cluster: None,
     tmp_path: Path,
 ) -> None:
     from samebit.kernels import bind, token_logprobs

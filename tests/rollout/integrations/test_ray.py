@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -57,22 +56,6 @@ LONG = SamplingParams(max_tokens=1900, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """Ray with nothing that outlives the tests; see tests/conftest.py."""
-    with tempfile.TemporaryDirectory(prefix="ray-") as temporary:
-        ray.init(
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=80 << 20,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=temporary,
-        )
-        yield
-        ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tiny(0).save_pretrained(path)
@@ -81,7 +64,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worker(cluster: None, folder: Path) -> Iterator[RayWorker]:
-    with RayWorker.start(folder, config=CONFIG, num_cpus=2) as remote:
+    """In a process that is no fork, so that it loads under its own environment."""
+    whole = {"py_executable": sys.executable}
+    with RayWorker.start(folder, config=CONFIG, num_cpus=2, runtime_env=whole) as remote:
         yield remote
 
 

@@ -40,6 +40,7 @@ from samebit.rollout.integrations.verl.server.replica import gpu_environment
 from samebit.rollout.integrations.verl.server.requests import sampling_params
 from samebit.rollout.integrations.verl.trainer import exactness
 
+from ...forks import python
 from ...patience import HANG
 
 CONFIGS = Path(str(inspect.getfile(verl_grpo))).parent
@@ -437,7 +438,9 @@ def test_the_profiler_is_checked_for_all_servers() -> None:
     assert (traces(0, tool="torch"), traces(1, tool="torch")) == (None, Path("traces"))
 
 
-def test_a_wrong_name_is_known_before_anything_is_started(tmp_path: Path) -> None:
+def test_a_wrong_name_is_known_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = Run.command
+    monkeypatch.setattr(Run, "command", lambda run: [*python(), *command(run)[1:]])
     run = Run(tmp_path, tmp_path, {"actor_rollout_ref.rollout.custom.blocksize": 16})
     process = run.start()
     assert process.wait(HANG) != 0, "most of it are verl's imports"

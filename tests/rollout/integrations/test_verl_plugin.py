@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import os
 import socket
 import subprocess
 import sys
@@ -46,18 +45,12 @@ from samebit.rollout.integrations.verl.trainer import engine
 from samebit.rollout.integrations.verl.trainer.rollout import SamebitRollout
 from samebit.weight_sync import WeightStream
 
+from ...forks import python
 from ...patience import HANG
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        cwd="/",
-    )
+def run(command: list[str], code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*command, "-c", code], capture_output=True, text=True, timeout=HANG, cwd="/")
 
 
 def test_verl_knows_samebit() -> None:
@@ -129,7 +122,7 @@ for modules in ("", "samebit.rollout.integrations.verl"):
 def test_what_verl_does_with_the_plugin_while_it_is_imported() -> None:
     """In processes of their own. verl finds the plugin, swallows the exception of one that fails to load, and goes on;
     where it looks for none, it knows the one that is named."""
-    done = python(_FORKS)
+    done = run(python(), _FORKS)
     assert (done.returncode, done.stdout) == (0, "verl goes on\nFalse\nTrue\n"), done.stderr
     assert "samebit's plugin for verl failed to load, and verl will not know rollout.name=samebit" in done.stderr
     assert "verl.workers.rollout.replica" in done.stderr
@@ -144,7 +137,7 @@ def test_what_moved_in_another_version_of_verl_is_said_with_that_version(monkeyp
 
 def test_the_plugin_is_light() -> None:
     code = "import sys, samebit.rollout; assert not {'torch', 'numba', 'transformers'} & set(sys.modules)"
-    done = python(code)
+    done = run([sys.executable], code)
     assert done.returncode == 0, done.stderr
 
 

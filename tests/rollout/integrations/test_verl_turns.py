@@ -25,7 +25,7 @@ BLOCK = 8
 
 
 def test_a_run_of_several_turns_with_two_servers_of_their_own_until_one_dies_in_an_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_python: str
 ) -> None:
     """verl's agent loop with a tool; bfloat16, dynamic batches; weights by broadcast; nothing is sampled ahead."""
     answers = spied(tmp_path, monkeypatch, SPY_LAST_UPDATE="4")  # the first is before the first step
@@ -38,6 +38,7 @@ def test_a_run_of_several_turns_with_two_servers_of_their_own_until_one_dies_in_
         **cases.DTYPES["bf16"],
         "trainer.v1.separate_async.num_warmup_batches": 0,
         "ray_kwargs.ray_init.num_gpus": 3,
+        "ray_kwargs.ray_init.runtime_env.py_executable": ray_python,
         f"{rollout}.n_gpus_per_node": 2,
         f"{rollout}.custom.block_size": BLOCK,
         f"{rollout}.agent.default_agent_loop": "tool_agent",

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from samebit.weight_sync import (
     gloo_group,
 )
 
+from ...forks import python
 from ...patience import HANG
 
 SCRIPT = Path(__file__).parents[2] / "weight_sync" / "dying.py"
@@ -45,7 +45,7 @@ class Dying:
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)],
+            [*python(), str(SCRIPT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from samebit.rollout import RolloutWorker
 from samebit.weight_sync import PeerLostError, SharedMemorySender, SyncTimeoutError
 
+from ...forks import python
 from ...patience import HANG
 from ..tiny_llama import tiny
 from .worker_process import CONFIG, samples
@@ -30,7 +30,7 @@ class WorkerProcesses:
 
     def __init__(self, folder: Path, address: str) -> None:
         self._parent = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder), address],
+            [*python(), str(SCRIPT), str(folder), address],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
