@@ -40,16 +40,16 @@ def _step_part(part: int, parts: int, tensors: Any, sizes: Any, sequences: int, 
     stride, decay, beta = tensors[1], floats(tensors[2], NO_END), floats(tensors[3], NO_END)
     slots, states = integers(tensors[4], sequences), floats(tensors[5], NO_END)
     wide, share = -(-value_dim // LANES) * LANES, value_heads // key_heads
-    lanes, query = np.empty(LANES, np.float32), np.empty(-(-key_dim // LANES) * LANES, np.float32)
+    query = np.empty(-(-key_dim // LANES) * LANES, np.float32)
     key, read, total = np.empty(len(query), np.float32), np.empty(wide, np.float32), np.empty(wide, np.float32)
     scale = np.float32(1) / np.sqrt(np.float32(key_dim))
     keeps, keyed = np.empty(key_dim, np.float32), np.empty(key_dim, np.float32)
     for item in range(items * part // parts, items * (part + 1) // parts):
         row, key_head = item // key_heads, item % key_heads
         first = row * stride + key_head * key_dim
-        normalise(qkv[first : first + key_dim], scale, query, lanes)
+        normalise(qkv[first : first + key_dim], scale, query)
         first += key_heads * key_dim
-        normalise(qkv[first : first + key_dim], np.float32(1), key, lanes)
+        normalise(qkv[first : first + key_dim], np.float32(1), key)
         if by_channel:
             first = (row * key_heads + key_head) * key_dim
             for n in range(key_dim):

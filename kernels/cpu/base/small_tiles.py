@@ -37,10 +37,10 @@ _ROWS = (1, 2, 4)
 _COLUMNS = (1, 2, 4)
 
 
-def _tile_multiply(from_zero: bool) -> Any:
+def _tile_multiply(from_zero: bool, allowed: tuple[int, ...] = _COLUMNS) -> Any:
     """Make a micro-kernel: ``out[r, 0 : 16 c] (+)= sum over i of weights[r, i] * vectors[i, 0 : 16 c]``.
 
-    ``rows`` is 1, 2 or 4, ``columns`` (c) 1, 2 or 4; ``weights``, ``vectors`` and ``out`` are `Rows`.
+    ``rows`` is 1, 2 or 4, ``columns`` (c) one of those ``allowed``; ``weights``, ``vectors`` and ``out`` are `Rows`.
     ``tile_multiply`` of one row (decode waits for memory) also asks for what lies `FETCH_AHEAD` elements further on.
     """
 
@@ -56,17 +56,20 @@ def _tile_multiply(from_zero: bool) -> Any:
             target = unpacked(context, builder, out, out_given)
 
             def emit(row_count: int, column_count: int) -> None:
+                if row_count * column_count > MOST_SUMS:
+                    return
                 weight_rows = [row_of(context, builder, *weight, r) for r in range(row_count)]
                 out_rows = [row_of(context, builder, *target, r) for r in range(row_count)]
                 lanes = [n.type(LANES * c) for c in range(column_count)]
                 targets = [builder.gep(row, [lane]) for row in out_rows for lane in lanes]
-                ahead = n.type(FETCH_AHEAD) if from_zero and row_count == 1 else None
+                asked = lanes if from_zero and row_count == 1 else []
+                ahead = [builder.add(lane, n.type(FETCH_AHEAD)) for lane in asked]
                 step = _step(context, builder, weight_rows, vector, lanes, ahead)
                 initial = [zeros() if from_zero else load_vector(builder, p, types.float32) for p in targets]
                 for pointer, total in zip(targets, accumulate(builder, n, initial, step), strict=True):
                     store_vector(builder, total, pointer)
 
-            dispatch(builder, [(many, _ROWS), (wide, _COLUMNS)], emit)
+            dispatch(builder, [(many, _ROWS), (wide, allowed)], emit)
             return context.get_dummy_value()
 
         return signature, generate
@@ -74,10 +77,10 @@ def _tile_multiply(from_zero: bool) -> Any:
     return kernel
 
 
-def _step(context: Any, builder: Any, weight_rows: list[Any], vector: Any, lanes: list[Any], ahead: Any) -> Any:
+def _step(context: Any, builder: Any, weight_rows: list[Any], vector: Any, lanes: list[Any], ahead: list[Any]) -> Any:
     """Return what emits step i of the sums: ``weights[r, i] * vectors[i, lanes]`` for each row, then each of ``lanes``.
 
-    vector: ``vectors``, unpacked. ahead: ask for what lies so far behind; None for not.
+    vector: ``vectors``, unpacked. ahead: what is asked for meanwhile, as counts of elements behind what step i reads.
     """
     array_type, array, at, stride = vector
     first = pointer_to(context, builder, array_type, array, at)
@@ -85,8 +88,8 @@ def _step(context: Any, builder: Any, weight_rows: list[Any], vector: Any, lanes
     def step(i: Any, sums: list[Any]) -> list[Any]:
         moved = builder.mul(i, stride)
         start = builder.gep(first, [moved])
-        for lane in lanes if ahead is not None else []:
-            prefetch(builder, builder.gep(start, [builder.add(lane, ahead)]))
+        for distance in ahead:
+            prefetch(builder, builder.gep(start, [distance]))
         loaded = [load_vector(builder, builder.gep(start, [lane]), array_type.dtype) for lane in lanes]
         factors = [splat(builder, builder.load(builder.gep(row, [i]))) for row in weight_rows]
         pairs = [(factor, columns) for factor in factors for columns in loaded]
@@ -97,6 +100,7 @@ def _step(context: Any, builder: Any, weight_rows: list[Any], vector: Any, lanes
 
 tile_multiply = _tile_multiply(from_zero=True)
 tile_multiply_add = _tile_multiply(from_zero=False)
+tile_multiply_add_wide = _tile_multiply(from_zero=False, allowed=(*_COLUMNS, 8))
 
 
 @intrinsic
@@ -105,7 +109,8 @@ def tile_read(
 ) -> Any:
     """Compute as `tile_multiply`, up to 2 rows on 8 columns too: the vectors are then read in one piece.
 
-    Up to two rows (decode waits for memory) also ask for what lies ``ahead`` elements behind what they read.
+    Up to two rows (decode waits for memory) also ask for what lies ``ahead`` elements behind what they read, one row
+    for all of it, two for each fourth vector: what comes between them is fetched without being asked for.
     """
     i64 = types.int64
     signature = types.void(i64, i64, weights, vectors, i64, out, i64)
@@ -121,7 +126,8 @@ def tile_read(
                 return
             weight_rows = [row_of(context, builder, *weight, r) for r in range(row_count)]
             lanes = [n.type(LANES * c) for c in range(column_count)]
-            step = _step(context, builder, weight_rows, vector, lanes, distance if row_count < 4 else None)
+            asked = {1: lanes, 2: lanes[::4]}.get(row_count, [])
+            step = _step(context, builder, weight_rows, vector, lanes, [builder.add(lane, distance) for lane in asked])
             totals = accumulate(builder, n, [zeros()] * (row_count * column_count), step)
             out_rows = [row_of(context, builder, *target, r) for r in range(row_count)]
             targets = [builder.gep(row, [lane]) for row in out_rows for lane in lanes]

@@ -19,6 +19,7 @@ from samebit.kernels.cpu.base.vectors import (
     load_vector,
     pointer_to,
     prefetch,
+    row_of,
     splat,
     store_vector,
     stream_vector,
@@ -42,55 +43,92 @@ def _sum_of_lanes(builder: Any, vector: Any) -> Any:
     return builder.extract_element(vector, ir.IntType(32)(0))
 
 
-@intrinsic
-def dots(
-    typingctx: Any, query: Any, query_at: Any, keys: Any, keys_at: Any, keys_stride: Any, count: Any, width: Any,
-    out: Any, out_at: Any,
-) -> Any:  # fmt: skip
-    """Compute ``out[s] = sum over n of query[n] keys[s, n]`` for s < count: sixteen partial sums, then the lanes.
+def _ascending(builder: Any, vector: Any) -> Any:
+    """Add the lanes one after the other, to zero."""
+    total: Any = ir.Constant(ir.FloatType(), 0.0)
+    for lane in range(LANES):
+        total = builder.fadd(total, builder.extract_element(vector, ir.IntType(32)(lane)))
+    return total
 
-    ``width`` is a multiple of 16. Four keys at a time share the loads of the query.
-    """
+
+@intrinsic
+def sum_of_squares(typingctx: Any, array: Any, at: Any, width: Any) -> Any:
+    """Return the sum of the squares of ``width`` elements, a multiple of 16: sixteen partial sums, then the lanes,
+    ascending."""
     i64 = types.int64
-    signature = types.void(query, i64, keys, i64, i64, i64, i64, out, i64)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        reads, reads_at, matrix, first, stride, many, wide, target, target_at = args
+        data, first, wide = args
+        start = pointer_to(context, builder, array, data, first)
+
+        def step(i: Any, sums: list[Any]) -> list[Any]:
+            read = load_vector(builder, builder.gep(start, [builder.mul(i, i.type(LANES))]), array.dtype)
+            return [fma(builder, read, read, sums[0])]
+
+        (squares,) = accumulate(builder, builder.lshr(wide, wide.type(4)), [zeros()], step)
+        return _ascending(builder, squares)
+
+    return types.float32(array, i64, i64), generate
+
+
+@intrinsic
+def dots(typingctx: Any, rows: Any, queries: Any, keys: Any, count: Any, width: Any, out: Any) -> Any:
+    """Compute ``out[r, s] = sum over n of queries[r, n] keys[s, n]`` for s < count: sixteen partial sums, then the
+    lanes.
+
+    ``rows`` is 1 or 2, ``width`` a multiple of 16; ``queries``, ``keys`` and ``out`` are `Rows`. Four keys at a time
+    share the loads of a query.
+    """
+    i64 = types.int64
+    signature = types.void(i64, queries, keys, i64, i64, out)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number, queries_given, keys_given, many, wide, out_given = args
+        query = unpacked(context, builder, queries, queries_given)
+        key_type, keys_array, keys_at, stride = unpacked(context, builder, keys, keys_given)
+        target = unpacked(context, builder, out, out_given)
         index = many.type
         vectors = builder.lshr(wide, index(4))
-        start = pointer_to(context, builder, query, reads, reads_at)
-        rows = pointer_to(context, builder, keys, matrix, first)
-        results = pointer_to(context, builder, out, target, target_at)
-        done = cgutils.alloca_once(builder, index)
-        builder.store(index(0), done)
+        first = pointer_to(context, builder, key_type, keys_array, keys_at)
 
-        def some(together: int) -> None:
-            """Emit what runs while at least this count of keys is left."""
-            check, body, after = (builder.append_basic_block(f"dots.{name}") for name in ("check", "body", "after"))
-            builder.branch(check)
-            builder.position_at_end(check)
-            here = builder.load(done)
-            following = builder.add(here, index(together))
-            builder.cbranch(builder.icmp_signed("<=", following, many), body, after)
-            builder.position_at_end(body)
-            places = [builder.add(here, index(k)) for k in range(together)]
-            pointers = [builder.gep(rows, [builder.mul(place, stride)]) for place in places]
+        def emit(row_count: int) -> None:
+            starts, results = (
+                [row_of(context, builder, *rows_of, r) for r in range(row_count)] for rows_of in (query, target)
+            )
+            done = cgutils.alloca_once(builder, index)
+            builder.store(index(0), done)
 
-            def step(i: Any, sums: list[Any]) -> list[Any]:
-                lane = builder.mul(i, index(LANES))
-                read = load_vector(builder, builder.gep(start, [lane]), query.dtype)
-                loaded = [load_vector(builder, builder.gep(pointer, [lane]), keys.dtype) for pointer in pointers]
-                return [fma(builder, read, key, total) for key, total in zip(loaded, sums, strict=True)]
+            def some(together: int) -> None:
+                """Emit what runs while at least this count of keys is left."""
+                check, body, after = (builder.append_basic_block(f"dots.{name}") for name in ("check", "body", "after"))
+                builder.branch(check)
+                builder.position_at_end(check)
+                here = builder.load(done)
+                following = builder.add(here, index(together))
+                builder.cbranch(builder.icmp_signed("<=", following, many), body, after)
+                builder.position_at_end(body)
+                places = [builder.add(here, index(k)) for k in range(together)]
+                pointers = [builder.gep(first, [builder.mul(place, stride)]) for place in places]
 
-            totals = accumulate(builder, vectors, [zeros()] * together, step)
-            for place, total in zip(places, totals, strict=True):
-                builder.store(_sum_of_lanes(builder, total), builder.gep(results, [place]))
-            builder.store(following, done)
-            builder.branch(check)
-            builder.position_at_end(after)
+                def step(i: Any, sums: list[Any]) -> list[Any]:
+                    lane = builder.mul(i, index(LANES))
+                    reads = [load_vector(builder, builder.gep(start, [lane]), query[0].dtype) for start in starts]
+                    loaded = [load_vector(builder, builder.gep(place, [lane]), key_type.dtype) for place in pointers]
+                    pairs = [(read, key) for read in reads for key in loaded]
+                    return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
-        some(4)
-        some(1)
+                totals = accumulate(builder, vectors, [zeros()] * (row_count * together), step)
+                targets = [builder.gep(result, [place]) for result in results for place in places]
+                for pointer, total in zip(targets, totals, strict=True):
+                    builder.store(_sum_of_lanes(builder, total), pointer)
+                builder.store(following, done)
+                builder.branch(check)
+                builder.position_at_end(after)
+
+            some(4)
+            some(1)
+
+        dispatch(builder, [(number, (1, 2))], emit)
         return context.get_dummy_value()
 
     return signature, generate

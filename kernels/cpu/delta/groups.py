@@ -78,7 +78,7 @@ class Scratch(NamedTuple):
 
     pairs: ``[chunk, 2, K]``, key and query of each token. scores: ``[chunk, 2, chunk]``, theirs with the keys of the
     chunk. acc: ``[4, V]``, what they read of the state. fed: ``[chunk, V]``, u as it enters the state. decays: ``[K]``,
-    of a token's channels. kept, weights: ``[chunk]``.
+    of a token's channels. kept: ``[chunk]``. weights: ``[2, chunk]``, of the tail in u and in o.
     """
 
     pairs: Any

@@ -37,7 +37,7 @@ from samebit.kernels.cpu.base.numeric import fma, narrow, share_left, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_multiply_add, tile_read
+from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_multiply_add_wide, tile_read
 from samebit.kernels.cpu.base.state_tiles import fetch_all, tile_move
 from samebit.kernels.cpu.delta.groups import Inputs, Item, Memory, Scratch, Sizes, Span
 from samebit.kernels.cpu.delta.tail import append, append_by_channel
@@ -90,7 +90,7 @@ def _rule_part(
     total = lengths.sum() * key_heads
     grid, memory_at = memory_given
     memory = _memory(memory_at, grid, sizes)
-    room = room_of(SCAN_CHUNK * (2 * deep + 2 * SCAN_CHUNK + wide + 2) + 4 * wide + deep)
+    room = room_of(SCAN_CHUNK * (2 * deep + 2 * SCAN_CHUNK + wide + 3) + 4 * wide + deep)
     before = 0  # rows of the items so far
     for number in range(sequences * key_heads):
         sequence, key_head = number // key_heads, number % key_heads
@@ -135,11 +135,11 @@ def _scratch(room: Any, deep: int, wide: int) -> Any:
     weights = kept + 4 * SCAN_CHUNK
     return Scratch(
         floats(pairs, 2 * SCAN_CHUNK * deep), floats(scores, 2 * SCAN_CHUNK * SCAN_CHUNK), floats(acc, 4 * wide),
-        floats(fed, SCAN_CHUNK * wide), floats(decays, deep), floats(kept, SCAN_CHUNK), floats(weights, SCAN_CHUNK),
+        floats(fed, SCAN_CHUNK * wide), floats(decays, deep), floats(kept, SCAN_CHUNK), floats(weights, 2 * SCAN_CHUNK),
     )  # fmt: skip
 
 
-@kernel_part
+@inlined_part
 def _rule_item(
     inputs: Any, sizes: Any, memory: Any, item: Any, captures: Any, captured: Any, room: Any, out: Any
 ) -> None:
@@ -187,7 +187,7 @@ def _block(left: int) -> int:
     return 4 if left >= 4 else (2 if left >= 2 else 1)
 
 
-@kernel_part
+@inlined_part
 def _head_rows(inputs: Any, sizes: Any, memory: Any, span: Any, scratch: Any, at: int, head: int, out: Any) -> None:
     """Compute u and o of one value head, which is head ``at`` of the memory."""
     deep, wide = sizes.deep, sizes.wide
@@ -210,7 +210,7 @@ def _head_rows(inputs: Any, sizes: Any, memory: Any, span: Any, scratch: Any, at
         j += tokens
 
 
-@kernel_part
+@inlined_part
 def _token(
     inputs: Any, sizes: Any, memory: Any, scratch: Any, at: int, head: int, row: int, token: int, place: int, i: int,
     out: Any,
@@ -226,32 +226,34 @@ def _token(
     u_at, sums_at, scores_at = at * SCAN_CHUNK * wide, at * SCAN_CHUNK, 2 * place * SCAN_CHUNK
     decayed = _ONE
     if by_channel:  # keys of the tail, and what read the state, have decayed
-        kept[:] = _ONE
+        for s in range(SCAN_CHUNK):
+            weights[s] = -scores[scores_at + s]
+            weights[SCAN_CHUNK + s] = scores[scores_at + SCAN_CHUNK + s]
     else:
         now = sums[sums_at + token]
         for s in range(SCAN_CHUNK):  # what lies beyond the token is not read
             kept[s] = share_left(np.float32(now - sums[sums_at + s]))
+        for s in range(SCAN_CHUNK):
+            weights[s] = -(scores[scores_at + s] * kept[s])
+            weights[SCAN_CHUNK + s] = scores[scores_at + SCAN_CHUNK + s] * kept[s]
         decayed = share_left(np.float32(now))
-    for s in range(SCAN_CHUNK):
-        weights[s] = -(scores[scores_at + s] * kept[s])
-    written = u[u_at + token * wide : u_at + (token + 1) * wide]
     read = acc[2 * i * wide : (2 * i + 1) * wide]
+    result = acc[(2 * i + 1) * wide : (2 * i + 2) * wide]
     first = row * stride + 2 * key_heads * key_dim + head * value_dim
     value = qkv[first : first + value_dim]
     for p in range(value_dim):
-        written[p] = fma(-decayed, read[p], widen(value[p]))
+        read[p] = fma(-decayed, read[p], widen(value[p]))
     for p in range(value_dim, wide):
-        written[p] = _ZERO
-    _add_tail(weights, u, u_at, token, wide, u, u_at + token * wide)
-    strength = beta[row * value_heads + head]
-    for p in range(wide):
-        written[p] = written[p] * strength
-    result = acc[(2 * i + 1) * wide : (2 * i + 2) * wide]
+        read[p] = _ZERO
     for p in range(wide):
         result[p] = result[p] * decayed
-    for s in range(SCAN_CHUNK):
-        weights[s] = scores[scores_at + SCAN_CHUNK + s] * kept[s]
-    _add_tail(weights, u, u_at, token + 1, wide, acc, (2 * i + 1) * wide)
+    _add_tail(weights, u, u_at, token, wide, acc, 2 * i * wide)
+    written = u[u_at + token * wide : u_at + (token + 1) * wide]
+    strength, own = beta[row * value_heads + head], weights[SCAN_CHUNK + token]
+    for p in range(wide):
+        write = read[p] * strength
+        written[p] = write
+        result[p] = fma(own, write, result[p])
     first = (row * value_heads + head) * value_dim
     target = out[first : first + value_dim]
     for p in range(value_dim):
@@ -260,12 +262,13 @@ def _token(
 
 @inlined_part
 def _add_tail(weights: Any, u: Any, u_at: int, count: int, wide: int, target: Any, target_at: int) -> None:
-    """Add ``weights[s] u[s]`` for s < count."""
+    """Add ``weights[r, s] u[s]`` for s < count to two rows r."""
     v = 0
     while v < wide:
-        columns = _block((wide - v) // LANES)
-        tile_multiply_add(
-            1, columns, Rows(weights, 0, SCAN_CHUNK), Rows(u, u_at + v, wide), count, Rows(target, target_at + v, wide)
+        left = (wide - v) // LANES
+        columns = 8 if left >= 8 else _block(left)
+        tile_multiply_add_wide(
+            2, columns, Rows(weights, 0, SCAN_CHUNK), Rows(u, u_at + v, wide), count, Rows(target, target_at + v, wide)
         )
         v += columns * LANES
 

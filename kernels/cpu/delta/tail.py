@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from samebit.kernels.cpu.base.numeric import fma, share_left, widen
-from samebit.kernels.cpu.base.part import inlined_part, kernel_part
-from samebit.kernels.cpu.base.state_tiles import dots
+from samebit.kernels.cpu.base.numeric import share_left, widen
+from samebit.kernels.cpu.base.part import inlined_part
+from samebit.kernels.cpu.base.rows import Rows
+from samebit.kernels.cpu.base.state_tiles import dots, sum_of_squares
 from samebit.kernels.layout.decays import GONE
-from samebit.kernels.layout.grids import LANES, SCAN_CHUNK
+from samebit.kernels.layout.grids import SCAN_CHUNK
 from samebit.kernels.layout.options import KEY_EPS
 
 _ZERO = np.float32(0.0)
@@ -35,7 +36,7 @@ def _or_nothing(left: Any) -> Any:
     return _ZERO if left > -_LEAST and left < _LEAST else left
 
 
-@kernel_part
+@inlined_part
 def append(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any, scratch: Any) -> None:
     """Put keys and decays of a span into the tail; keys and queries also go to ``scratch.pairs``, how they match to
     ``scratch.scores``."""
@@ -43,15 +44,15 @@ def append(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any, scratch: 
     key_heads, value_heads, key_dim, _, deep, _, share, _ = sizes
     k, sums = memory.k, memory.sums
     row, inside, many = span
-    pairs, lanes = scratch.pairs, scratch.weights
+    pairs = scratch.pairs
     scale = _ONE / np.sqrt(np.float32(key_dim))
     for j in range(many):
         token = inside + j
         first = (row + j) * stride + item.key_head * key_dim
         key, query = pairs[2 * j * deep : (2 * j + 1) * deep], pairs[(2 * j + 1) * deep : (2 * j + 2) * deep]
-        normalise(qkv[first : first + key_dim], scale, query, lanes)
+        normalise(qkv[first : first + key_dim], scale, query)
         first += key_heads * key_dim
-        normalise(qkv[first : first + key_dim], _ONE, key, lanes)
+        normalise(qkv[first : first + key_dim], _ONE, key)
         place = (item.key_at * SCAN_CHUNK + token) * deep
         k[place : place + deep] = key
         for h in range(share):
@@ -63,14 +64,14 @@ def append(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any, scratch: 
         _match(scratch, j, k, k_at, deep, inside + j)
 
 
-@kernel_part
+@inlined_part
 def append_by_channel(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any, scratch: Any) -> None:
     """Do as `append` where each channel decays; the pairs are those that read the state at the chunk's beginning."""
     qkv, stride, decay, _ = inputs
     key_heads, _, key_dim, _, deep, _, _, _ = sizes
     k, left = memory.k, memory.left
     row, inside, many = span
-    pairs, lanes, decays = scratch.pairs, scratch.weights, scratch.decays
+    pairs, decays = scratch.pairs, scratch.decays
     scale = _ONE / np.sqrt(np.float32(key_dim))
     k_at, left_at = item.key_at * SCAN_CHUNK * deep, item.value_at * SCAN_CHUNK * deep
     for j in range(many):
@@ -94,9 +95,9 @@ def append_by_channel(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any
                 past[n] = _or_nothing(past[n] * decays[n])
         first = (row + j) * stride + item.key_head * key_dim
         key, query = pairs[2 * j * deep : (2 * j + 1) * deep], pairs[(2 * j + 1) * deep : (2 * j + 2) * deep]
-        normalise(qkv[first : first + key_dim], scale, query, lanes)
+        normalise(qkv[first : first + key_dim], scale, query)
         first += key_heads * key_dim
-        normalise(qkv[first : first + key_dim], _ONE, key, lanes)
+        normalise(qkv[first : first + key_dim], _ONE, key)
         k[k_at + token * deep : k_at + (token + 1) * deep] = key
         _match(scratch, j, k, k_at, deep, token)
         for n in range(deep):
@@ -106,27 +107,20 @@ def append_by_channel(inputs: Any, sizes: Any, memory: Any, item: Any, span: Any
 
 @inlined_part
 def _match(scratch: Any, j: int, k: Any, k_at: int, deep: int, token: int) -> None:
-    """Multiply the key of number ``j`` of a span with the keys before it, and its query with them and its key."""
-    place, scores_at = 2 * j * deep, 2 * j * SCAN_CHUNK
-    dots(scratch.pairs, place, k, k_at, deep, token, deep, scratch.scores, scores_at)
-    dots(scratch.pairs, place + deep, k, k_at, deep, token + 1, deep, scratch.scores, scores_at + SCAN_CHUNK)
+    """Multiply the key and the query of number ``j`` of a span with the keys up to its own."""
+    dots(
+        2, Rows(scratch.pairs, 2 * j * deep, deep), Rows(k, k_at, deep), token + 1, deep,
+        Rows(scratch.scores, 2 * j * SCAN_CHUNK, SCAN_CHUNK),
+    )  # fmt: skip
 
 
 @inlined_part
-def normalise(source: Any, scale: Any, target: Any, lanes: Any) -> None:
+def normalise(source: Any, scale: Any, target: Any) -> None:
     """Divide by the root of the sum of squares, then multiply by ``scale``; zeros behind."""
     for n in range(len(source)):
         target[n] = widen(source[n])
     for n in range(len(source), len(target)):
         target[n] = _ZERO
-    for lane in range(LANES):
-        lanes[lane] = _ZERO
-    for n in range(0, len(target), LANES):
-        for lane in range(LANES):
-            lanes[lane] = fma(target[n + lane], target[n + lane], lanes[lane])
-    total = _ZERO
-    for lane in range(LANES):
-        total = total + lanes[lane]
-    inverse = _ONE / np.sqrt(total + _EPS)
+    inverse = _ONE / np.sqrt(sum_of_squares(target, 0, len(target)) + _EPS)
     for n in range(len(target)):
         target[n] = target[n] * inverse * scale

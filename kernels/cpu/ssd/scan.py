@@ -178,7 +178,8 @@ def _scan_item(
         _append(inputs, sizes, memory, item, span, scratch.queries)
         for j in range(many):
             dots(
-                scratch.queries, j * deep, b, b_at, deep, inside + j + 1, deep, scratch.scores, j * SCAN_CHUNK
+                1, Rows(scratch.queries, j * deep, deep), Rows(b, b_at, deep), inside + j + 1, deep,
+                Rows(scratch.scores, j * SCAN_CHUNK, SCAN_CHUNK),
             )  # fmt: skip
         done += many
         for h in range(count):
