@@ -106,11 +106,12 @@ class Vllm:
                 "KMP_TPAUSE": "0",
             },
         }[self.threads]
-        openmp = self.python.absolute().parent.parent / "lib" / "libiomp5.so"
+        python = self.python.absolute()  # processes start in folders of their own
+        openmp = python.parent.parent / "lib" / "libiomp5.so"
         environment = {**bound, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         if openmp.exists():
             environment["LD_PRELOAD"] = str(openmp)
-        return Command(self.python, args, environment, _OF_OPENMP)
+        return Command(python, args, environment, _OF_OPENMP)
 
 
 def samebit(model: Model, step_tokens: int | None = None) -> Command:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -196,6 +197,17 @@ def test_hugging_faces_engine_reports_what_its_forward_computes(model: commands.
     with torch.no_grad():
         expected = hf(ids).logits[:, 2:-1].log_softmax(-1).gather(-1, ids[:, 3:, None])[..., 0]
     torch.testing.assert_close(torch.tensor((done.logprobs or [])[:2]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_vllm_is_found_by_a_path_from_the_folder_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: commands.Model
+) -> None:
+    """As `make bench-vllm` names it; an engine's process has a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    named = Path(os.path.relpath(sys.executable))
+    command = replace(commands.Vllm(named).command(model), args=(str(STAND_IN), "none"))
+    with started(command) as engine:
+        assert engine is not None
 
 
 def test_vllm_gets_the_openmp_that_it_asks_for(tmp_path: Path, model: commands.Model) -> None:
