@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -200,12 +199,12 @@ def test_hugging_faces_engine_reports_what_its_forward_computes(model: commands.
 
 
 def test_vllm_is_found_by_a_path_from_the_folder_of_the_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: commands.Model
+    monkeypatch: pytest.MonkeyPatch, model: commands.Model
 ) -> None:
     """As `make bench-vllm` names it; an engine's process has a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    named = Path(os.path.relpath(sys.executable))
-    command = replace(commands.Vllm(named).command(model), args=(str(STAND_IN), "none"))
+    folder, name = Path(sys.executable).parts[-2:]
+    monkeypatch.chdir(Path(sys.executable).parents[1])
+    command = replace(commands.Vllm(Path(folder, name)).command(model), args=(str(STAND_IN), "none"))
     with started(command) as engine:
         assert engine is not None
 
