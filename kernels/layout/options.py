@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from samebit.kernels.layout.layers.weights import LayerWeights
 
 Saved = tuple[torch.Tensor, ...]
 """A forward hands these tensors to its backward. Only the device that wrote it reads it."""
@@ -46,9 +48,9 @@ class HeadNorms(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class DenseWeights:
-    """Holds the parameters of a decoder layer, all of one dtype, contiguous: the norms before attention and before the
-    MLP, those of queries and keys or None, and the linear layers, those of one input together."""
+class DenseWeights(LayerWeights):
+    """Holds the parameters of a decoder layer: the norms before attention and before the MLP, those of queries and keys
+    or None, and the linear layers, those of one input together."""
 
     norms: tuple[torch.Tensor, torch.Tensor]
     head_norms: tuple[torch.Tensor | None, torch.Tensor | None]
@@ -62,21 +64,6 @@ class DenseWeights:
         """Return them one by one; None for what the layer does not have."""
         (q, k, v), (o,), (gate, up), (down,) = self.qkv, self.o, self.gate_up, self.down
         return (*self.norms, *self.head_norms, *q, *k, *v, *o, *gate, *up, *down)
-
-    @cached_property
-    def present(self) -> list[torch.Tensor]:
-        """Return those that the layer has."""
-        return [weight for weight in self.flat if weight is not None]
-
-    @cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Return where they are, 0 for what the layer does not have."""
-        return tuple(0 if weight is None else weight.data_ptr() for weight in self.flat)
-
-    @cached_property
-    def worked_out(self) -> dict[object, Any]:
-        """Return what was found out about them, for the next call with these."""
-        return {}
 
 
 @dataclass(frozen=True)

@@ -148,3 +148,26 @@ def test_blocks_of_one_token_and_followers(layers_in_one_call: list[tuple[int, b
         assert_same_samples(warm, cold)
         assert_matches_trainer(model, warm, wanted)
     assert layers_in_one_call
+
+
+def test_a_call_that_is_found_again_sees_what_changed_meanwhile(
+    layers_in_one_call: list[tuple[int, bool]],
+) -> None:
+    """A hook in a layer of experts, a weight of other numbers that nobody was told of, and one that is another tensor,
+    in a layer with a gated MLP and in one of experts."""
+    model = make_model("DeepseekV3")
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=32, max_num_seqs=4, max_model_len=128)) as worker:
+        worker.generate([[5, 6, 7]], params)
+        assert len(layers_in_one_call) == 8
+        heard: list[str] = []
+        with listening(model, heard, "model.layers.1.self_attn.q_b_proj"):
+            worker.generate([[15, 16, 17]], params)
+        assert (len(heard), len(layers_in_one_call)) == (4, 12)
+        for layer in (0, 1):
+            norm = model.get_submodule(f"model.layers.{layer}.self_attn.kv_a_layernorm")
+            norm.weight.data = norm.weight.data * 2  # torch does not count it
+            assert_matches_trainer(model, worker.generate([[25, 26, 27 + layer]], params), [params])
+            expansion = model.get_submodule(f"model.layers.{layer}.self_attn.kv_b_proj")
+            expansion.weight = nn.Parameter(expansion.weight.detach() * 2)
+            assert_matches_trainer(model, worker.generate([[35, 36, 37 + layer]], params), [params])

@@ -4,14 +4,20 @@ Invariant: what is found again is what another look at the layer's modules would
 and parameters, and where these lie in memory, are compared at each call; where one differs, it is looked again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
+
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.layers.weights import LayerWeights
+
+Weights = TypeVar("Weights", bound=LayerWeights)
+Terms = TypeVar("Terms")
 
 _SHAPE = attrgetter("shape", "dtype")
 
@@ -35,9 +41,9 @@ class KnownCall:
     marks: list[Any]
 
     @classmethod
-    def of(cls, layer: nn.Module, found: Any, weights: Sequence[torch.Tensor]) -> "KnownCall":
-        """Note what stands in the modules of a layer now."""
-        inside = [module for module in layer.modules() if module is not layer]
+    def of(cls, layer: nn.Module, found: Any, weights: Sequence[torch.Tensor], apart: str = "") -> "KnownCall":
+        """Note what stands in the modules of a layer now, but for those of the child that is called by itself."""
+        inside = [one for name, child in layer.named_children() if name != apart for one in child.modules()]
         hooks = [
             hooks
             for module in inside
@@ -46,7 +52,7 @@ class KnownCall:
             )
         ]  # fmt: skip
         places: list[tuple[dict[str, Any], str]] = [(module.__dict__, "forward") for module in inside]
-        places += [(module._modules, name) for module in layer.modules() for name in module._modules]
+        places += [(module._modules, name) for module in (layer, *inside) for name in module._modules]
         places += [(module._parameters, name) for module in inside for name in module._parameters]
         holders, names = zip(*places, strict=True)
         things = [holder.get(name) for holder, name in places]
@@ -60,6 +66,25 @@ class KnownCall:
             and _marks(self.weights) == self.marks
             and not torch_modules._has_any_global_hook()
         )
+
+
+def known_weights(
+    layer: nn.Module, context: ForwardContext, find: Callable[[], tuple[Weights, Terms] | None], apart: str = ""
+) -> tuple[Weights, Terms] | None:
+    """Return what ``find`` gives, a layer's parameters and what an adapter adds: found again where no adapter is asked
+    for and nothing has changed. ``apart``: the child of the layer that is called by itself."""
+    adapters = context.adapters
+    kept = None if adapters is None or adapters.groups else adapters.kept
+    if kept is None:
+        return find()
+    known = kept.calls.get(layer)
+    if known is None or not known.holds():
+        found = find()
+        if found is None:
+            return None
+        known = kept.calls[layer] = KnownCall.of(layer, found, found[0].present, apart)
+    weights: tuple[Weights, Terms] = known.found
+    return weights
 
 
 def _marks(weights: Sequence[torch.Tensor]) -> list[Any]:

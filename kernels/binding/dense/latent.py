@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
+from samebit.kernels.binding.dense.known import known_weights
 from samebit.kernels.binding.dense.linears import facts_of_part, in_rollout, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.binding.latent.forwards import LatentFacts, expansion_forward, latent_forward
@@ -82,7 +83,10 @@ def latent_layer_forward(
     """Run the layer as one call, with that of its experts behind it, or its class's own forward."""
     facts: LatentLayerFacts = self.samebit
     if isinstance(position_embeddings, RotaryTables) and in_rollout(position_embeddings.context):
-        found = _weights(self, facts, position_embeddings.context)
+        context = position_embeddings.context
+        found = known_weights(
+            self, context, lambda: _weights(self, facts, context), "" if facts.options.inner else "mlp"
+        )
         if found is not None:
             out = latent_layer(hidden_states, found[0], position_embeddings, facts.options, found[1])
             if out is not None:

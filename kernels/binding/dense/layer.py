@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from samebit.kernels.binding.dense.known import KnownCall
+from samebit.kernels.binding.dense.known import known_weights
 from samebit.kernels.binding.dense.linears import facts_of_part, in_rollout, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.binding.lora.forwards import layer_forward
@@ -96,31 +96,14 @@ def dense_layer_forward(
     """Run the layer as one call, or its class's own forward."""
     facts: DenseLayerFacts = self.samebit
     if isinstance(position_embeddings, RotaryTables) and in_rollout(position_embeddings.context):
-        found = _known_weights(self, facts, position_embeddings.context)
+        context = position_embeddings.context
+        found = known_weights(self, context, lambda: _weights(self, facts, context))
         if found is not None:
             out = dense_layer(hidden_states, found[0], position_embeddings, facts.options, found[1])
             if out is not None:
                 return out
     own = layer_forward if facts.adapters else type(self).forward
     return own(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
-
-
-def _known_weights(
-    layer: Any, facts: DenseLayerFacts, context: ForwardContext
-) -> tuple[DenseWeights, DenseTerms] | None:
-    """Return the same as `_weights`, found again where no adapter is asked for and nothing has changed."""
-    adapters = context.adapters
-    kept = None if adapters is None or adapters.groups else adapters.kept
-    if kept is None:
-        return _weights(layer, facts, context)
-    known = kept.calls.get(layer)
-    if known is None or not known.holds():
-        found = _weights(layer, facts, context)
-        if found is None:
-            return None
-        known = kept.calls[layer] = KnownCall.of(layer, found, found[0].present)
-    weights: tuple[DenseWeights, DenseTerms] = known.found
-    return weights
 
 
 def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tuple[DenseWeights, DenseTerms] | None:

@@ -286,18 +286,27 @@ def latent_layer(
         x.data_ptr(), out.data_ptr(), 0 if behind is None else behind.data_ptr(), cos.data_ptr(), sin.data_ptr(),
         _room(context, options, x.dtype).data_ptr(),
     )  # fmt: skip
-    given = (
-        call, tuple(0 if weight is None else weight.data_ptr() for weight in weights.flat()), sizes, options.numbers
-    )  # fmt: skip
+    given = call, weights.addresses, sizes, options.numbers
     groups = tuple(map(terms_of, terms))
     kernels = _kernels if all(group is NO_TERMS for group in groups) else _adapted_kernels
     together = heads_together(options.heads, len(context.tiles), threads)
     kernels.of(x.dtype)(
         threads, given, groups, array(context.pages[attention.layer]),
-        (*context.blocks_and_offsets, context.layout.numpy(), context.block_tables, context.tiles),
+        _layout(context),
         (np.float32(attention.scale), together, options.neighbours), _NO_LISTS, _NO_LSE, kind_of(x.dtype),
     )  # fmt: skip
     return out, behind
+
+
+def _layout(context: ForwardContext) -> tuple[Any, ...]:
+    """Return what a layer reads of the layout; the layers of a call share it."""
+    key = ("latent layer",)
+    if key not in context.worked_out:
+        context.worked_out[key] = (
+            *context.blocks_and_offsets, context.layout.numpy(), context.block_tables, context.tiles
+        )  # fmt: skip
+    layout: tuple[Any, ...] = context.worked_out[key]
+    return layout
 
 
 def _room(context: ForwardContext, options: LatentLayerOptions, dtype: torch.dtype) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Say what a whole layer of latent attention that is one call is given: `latent`."""
+"""Say what a whole layer that is one call is given: `weights` for all of them, and `latent` for latent attention."""

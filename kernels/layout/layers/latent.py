@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from samebit.kernels.layout.layers.weights import LayerWeights
 from samebit.kernels.layout.lora.adapters import PlacedTerms
 from samebit.kernels.layout.options import LatentOptions, Layer
 
@@ -23,8 +24,9 @@ class GatedWeights(NamedTuple):
     down: Layer
 
 
-class LatentWeights(NamedTuple):
-    """Holds the parameters of a decoder layer, all of one dtype, contiguous.
+@dataclass(frozen=True, eq=False)
+class LatentWeights(LayerWeights):
+    """Holds the parameters of a decoder layer of latent attention.
 
     Attributes:
         norms: before attention and before the MLP, of the queries' latents or None, and of latents.
@@ -42,6 +44,7 @@ class LatentWeights(NamedTuple):
     o: Layer
     mlp: GatedWeights | None
 
+    @cached_property
     def flat(self) -> tuple[torch.Tensor | None, ...]:
         """Return them one by one; None for what the layer does not have."""
         (q, kv), nothing = self.first, (None, None)

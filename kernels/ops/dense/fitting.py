@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
+from samebit.kernels.layout.layers.weights import LayerWeights
 from samebit.kernels.layout.lora.adapters import PlacedTerms
 from samebit.kernels.ops.rope import RotaryTables
 
@@ -29,9 +30,17 @@ def rows_fit(x: torch.Tensor, tables: RotaryTables, width: int) -> bool:
     )
 
 
-def weights_fit(weights: Iterable[torch.Tensor | None], shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> bool:
-    """Return whether the weights that are there have these shapes and this dtype, contiguous on the CPU."""
-    for weight, shape in zip(weights, shapes, strict=True):
+def weights_fit(weights: LayerWeights, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> bool:
+    """Return whether the weights that are there have these shapes and this dtype, contiguous on the CPU: found out
+    once."""
+    if dtype not in weights.worked_out:
+        weights.worked_out[dtype] = _fit(weights, shapes, dtype)
+    fits: bool = weights.worked_out[dtype]
+    return fits
+
+
+def _fit(weights: LayerWeights, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> bool:
+    for weight, shape in zip(weights.flat, shapes, strict=True):
         if weight is not None and not (
             weight.shape == shape and weight.dtype is dtype and weight.is_contiguous() and weight.is_cpu
         ):

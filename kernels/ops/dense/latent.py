@@ -28,7 +28,7 @@ def latent_layer(
     if not (
         rows_fit(x, tables, options.width)
         and 2 * tables.cos.size(1) == attention.rope
-        and weights_fit(weights.flat(), options.shapes, x.dtype)
+        and weights_fit(weights, options.shapes, x.dtype)
         and pages_fit(context.pages[attention.layer], tables, shape, x.dtype)
     ):
         return None

@@ -25,16 +25,8 @@ def dense_layer(
     if not (
         rows_fit(x, tables, options.width)
         and 2 * tables.cos.size(1) <= options.head_dim
-        and _known_to_fit(weights, options, x.dtype)
+        and weights_fit(weights, options.shapes, x.dtype)
         and pages_fit(context.pages[options.attention.layer], tables, shape, x.dtype)
     ):
         return None
     return kernel(x, weights, (tables.cos, tables.sin), context, options, terms)
-
-
-def _known_to_fit(weights: DenseWeights, options: DenseOptions, dtype: torch.dtype) -> bool:
-    """Return whether the weights fit, looked up where the same were asked about before."""
-    if dtype not in weights.worked_out:
-        weights.worked_out[dtype] = weights_fit(weights.flat, options.shapes, dtype)
-    fits: bool = weights.worked_out[dtype]
-    return fits

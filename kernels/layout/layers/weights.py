@@ -1,0 +1,32 @@
+"""Hold the parameters of a decoder layer that is one call, and what is worked out of them, as long as they are."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """Holds the parameters of a decoder layer, all of one dtype, contiguous."""
+
+    @cached_property
+    def flat(self) -> tuple[torch.Tensor | None, ...]:
+        """Return them one by one; None for what the layer does not have."""
+        raise NotImplementedError
+
+    @cached_property
+    def present(self) -> list[torch.Tensor]:
+        """Return those that the layer has."""
+        return [weight for weight in self.flat if weight is not None]
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Return where they are, 0 for what the layer does not have."""
+        return tuple(0 if weight is None else weight.data_ptr() for weight in self.flat)
+
+    @cached_property
+    def worked_out(self) -> dict[object, Any]:
+        """Return what was found out about them, for the next call with these."""
+        return {}
