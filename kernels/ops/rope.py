@@ -43,11 +43,16 @@ class RotaryTables:
 
 def rotary_tables(inverse_frequencies: torch.Tensor, scaling: float, context: ForwardContext) -> RotaryTables:
     """Compute the angles of the context's positions; ``inverse_frequencies``: ``[R]`` float32 on their device."""
-    angles = torch.outer(context.positions.to(torch.float32), inverse_frequencies)
+    return RotaryTables(*angles_of(context.positions, inverse_frequencies, scaling), context)
+
+
+def angles_of(
+    positions: torch.Tensor, inverse_frequencies: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines ``[T, R]`` of positions ``[T]``: an element depends on its own position alone."""
+    angles = torch.outer(positions.to(torch.float32), inverse_frequencies)
     cos, sin = angles.cos(), angles.sin()
-    if scaling != 1.0:
-        cos, sin = cos * scaling, sin * scaling
-    return RotaryTables(cos, sin, context)
+    return (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)
 
 
 def rotate(x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:

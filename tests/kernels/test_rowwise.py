@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from samebit.kernels.binding.modules import KNOWN_POSITIONS, RotaryFacts
 from samebit.kernels.layout.forward_context import training_context
 from samebit.kernels.layout.options import GatedNormOptions
 from samebit.kernels.ops.activation import ACTIVATIONS, gated
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.norm import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
-from samebit.kernels.ops.rope import in_halves, join_rotated, rotary_tables, rotate
+from samebit.kernels.ops.rope import angles_of, in_halves, join_rotated, rotary_tables, rotate
 
 from . import reference
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads
@@ -234,3 +235,19 @@ def test_narrow_linear_bits_do_not_depend_on_the_address_of_the_rows(width: int,
     assert torch.equal(linear(shifted, weight), expected)
     assert torch.equal(linear(shifted[:16], weight), expected[:16])
     assert torch.equal(linear(x[1:33], weight), expected[1:33]), "rows that begin inside of a tensor"
+
+
+@pytest.mark.parametrize("angles", [1, 10, 32])
+def test_angles_that_a_rollout_looks_up_have_the_bits_of_those_computed(angles: int) -> None:
+    """Kept for as many positions as a call has needed, and computed beyond a number."""
+    facts = RotaryFacts({"": 10000.0 ** (-torch.arange(angles) / angles)}, {"": 1.25})
+    for length in (1, 3, 65, 64, 1088, KNOWN_POSITIONS):
+        context = replace(training_context((1, length), None, None), pages=(torch.empty(0),))
+        known = facts.known(context, "")
+        assert known is not None
+        for positions in (context.positions, context.positions[-1:], context.positions[length // 2 :]):
+            looked_up = tuple(part.index_select(0, positions) for part in known)
+            assert all(map(torch.equal, looked_up, angles_of(positions, facts.frequencies[""], 1.25)))
+        assert facts.known(replace(context, pages=None), "") is None
+    longer = replace(training_context((1, KNOWN_POSITIONS + 1), None, None), pages=(torch.empty(0),))
+    assert facts.known(longer, "") is None
