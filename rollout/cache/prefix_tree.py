@@ -107,8 +107,8 @@ class PrefixTree:
             match.pop()
         known = len(match)
         last = match[-1] if match else self.root
-        for index in range(known, len(chain)):
-            following = last.following(chain[index])
+        for digest in chain.beyond(known):
+            following = last.following(digest)
             if following is None:
                 break
             match.append(following)

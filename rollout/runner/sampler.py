@@ -170,8 +170,7 @@ class Sampler:
 
 def _words(numbers: npt.NDArray[np.uint64]) -> Words:
     """Return ``[R, 2]``, the lower and the upper half of each number."""
-    halves = np.stack([numbers & np.uint64(0xFFFFFFFF), numbers >> np.uint64(32)], axis=1)
-    return halves.astype(np.uint32)
+    return numbers.astype("<u8", copy=False).view("<u4").reshape(-1, 2)
 
 
 def _torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
