@@ -23,7 +23,7 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
 
-from samebit.kernels.cpu.base.references import allocates, any_allocates, call_that_counts, refers, stop_counting
+from samebit.kernels.cpu.base.references import NotedCounting, allocates, any_allocates, call_that_counts, refers
 
 OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy"}
 
@@ -56,17 +56,19 @@ class _PartLibrary(KernelLibrary):
     Attributes:
         owns: whether it owns memory, and so counts references (see `references`).
         gives: whether it owns what it returns.
+        counting: where it counts references, if it does.
     """
 
     owns = gives = False
+    counting: NotedCounting
 
     def add_ir_module(self, module: Any) -> None:
-        """Let a part that only borrows memory count no references, then go on as Numba does."""
+        """Let a part that owns memory count references, then go on as Numba does."""
         parts = [library for library in self._linking_libraries if isinstance(library, _PartLibrary)]
         others = [library for library in self._linking_libraries if not isinstance(library, _PartLibrary)]
         self.owns = allocates(module) or any(part.gives for part in parts) or any_allocates(others)
-        if not self.owns:
-            stop_counting(module)
+        if self.owns:
+            self.counting.count(module)
         super().add_ir_module(module)
 
     def _optimize_final_module(self) -> None:
@@ -100,6 +102,7 @@ class _PartCompiler(Compiler):  # type: ignore[misc]
         library = (_InlinedLibrary if flags.forceinline else _PartLibrary)(target.codegen(), "part")
         flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
         super().__init__(typing, target, library, args, result, flags, names)
+        self.state.targetctx.nrt = library.counting = NotedCounting(self.state.targetctx, library)
 
 
 class _Part(CPUDispatcher):  # type: ignore[misc]

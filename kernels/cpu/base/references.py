@@ -15,12 +15,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.ir.instructions import Comment
 from numba.core.codegen import CodeLibrary
 from numba.core.imputils import user_function
 from numba.core.runtime import rtsys
+from numba.core.runtime.context import NRTContext
 
-_COUNTING = ("NRT_incref", "NRT_decref")
-_MAKES_NONE = (*_COUNTING, "NRT_Free")  # of what describes an exception
+_MAKES_NONE = ("NRT_incref", "NRT_decref", "NRT_Free")  # the last of what describes an exception
 
 
 def refers(target: Any, kind: Any) -> bool:
@@ -30,7 +31,7 @@ def refers(target: Any, kind: Any) -> bool:
 
 def allocates(module: ir.Module) -> bool:
     """Return whether a function that Numba has lowered makes memory that is counted."""
-    return any(name.startswith("NRT_") and name not in _MAKES_NONE for _, _, name in _calls(module))
+    return any(name.startswith("NRT_") and name not in _MAKES_NONE for name in _calls(module))
 
 
 def any_allocates(libraries: Iterable[CodeLibrary]) -> bool:
@@ -38,11 +39,34 @@ def any_allocates(libraries: Iterable[CodeLibrary]) -> bool:
     return any("@NRT_MemInfo_" in str(library._final_module) for library in libraries if library is not rtsys.library)
 
 
-def stop_counting(module: ir.Module) -> None:
-    """Take all counting out of a function that Numba has lowered."""
-    for instructions, instruction, name in list(_calls(module)):
-        if name in _COUNTING:
-            instructions.remove(instruction)
+class NotedCounting(NRTContext):  # type: ignore[misc]  # Numba has no types
+    """Notes where a part counts references, as only what it turned out to call tells whether it does.
+
+    Nearly all parts do not, and the fields that counting takes out of arguments would be a third of what is lowered.
+    """
+
+    def __init__(self, context: Any, library: CodeLibrary) -> None:
+        super().__init__(context, enabled=True)
+        self._library = library
+        self._notes: dict[str, tuple[Any, Any, str]] = {}
+
+    def count(self, module: ir.Module) -> None:
+        """Count in a function that Numba has lowered, where that was noted."""
+        for block in (block for function in module.functions for block in function.blocks):
+            for note in [instruction for instruction in block.instructions if isinstance(instruction, Comment)]:
+                if note.text in self._notes:
+                    builder = ir.IRBuilder(block)
+                    builder.position_before(note)
+                    super()._call_incref_decref(builder, *self._notes[note.text])
+
+    def _call_incref_decref(self, builder: ir.IRBuilder, kind: Any, value: Any, name: str) -> None:
+        """Note the call, or make it for a function of Numba's own that is compiled on the way."""
+        if self._context.active_code_library is not self._library:
+            super()._call_incref_decref(builder, kind, value, name)
+        elif refers(self._context, kind):
+            note = f"{name} {len(self._notes)}"
+            self._notes[note] = kind, value, name
+            builder.comment(note)
 
 
 def call_that_counts(described: Any, library: CodeLibrary) -> Any:
@@ -58,10 +82,10 @@ def call_that_counts(described: Any, library: CodeLibrary) -> Any:
     return call_and_count
 
 
-def _calls(module: ir.Module) -> Iterator[tuple[list[ir.Instruction], ir.Instruction, str]]:
-    """Find the calls of functions that have a name: the instructions of a block, the call and the name."""
+def _calls(module: ir.Module) -> Iterator[str]:
+    """Find the names of the functions that are called."""
     for function in module.functions:
         for block in function.blocks:
             for instruction in block.instructions:
                 if isinstance(instruction, ir.CallInstr) and isinstance(instruction.callee, ir.Function):
-                    yield block.instructions, instruction, instruction.callee.name
+                    yield instruction.callee.name
