@@ -4,8 +4,8 @@ interpreter where there is no GPU, and TRL without its warning of what is experi
 They read this when they are imported (torch does not import Triton); Ray remembers the token from then on.
 
 Kernels of the CPU take one thread of Numba's, as processes of tests share the cores; what other counts must not
-change is tested with them (`THREADS`). So do torch's operations: Numba's pool tells OpenMP of as many as there are
-cores when it starts, whatever OMP_NUM_THREADS says, and where processes share these, two threads take ten times as long.
+change is tested with them (`THREADS`). So do torch's operations: Numba's pool, as it starts, tells OpenMP of as many
+as there are cores, whatever OMP_NUM_THREADS says. Where processes share these, two threads take ten times as long.
 
 Python's garbage collector waits until all is imported, and passes over that from then on. It collects seldom, as in
 processes that tests start (started/sitecustomize.py).
