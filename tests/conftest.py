@@ -54,6 +54,10 @@ LONGEST = (
     "exactness/test_hybrid_rollout.py",
     "exactness/test_fsdp.py",
     "kernels/test_attention.py",
+    "structure/test_structure.py",
+    "rollout/worker/test_worker_killed.py",
+    "rollout/worker/test_worker_process.py",
+    "weight_sync/test_distributed.py",
 )
 
 
