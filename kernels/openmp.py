@@ -14,7 +14,8 @@ thread. So a thread that is about to wait gives its workers up (`release_idle_th
 
 Numba allows the thread in which its pool starts parallel operations inside of parallel ones. Those of torch in that
 thread, mostly the trainer's, then start and end threads all the time: Hugging Face's `generate` took 1.45 times as
-long. So the pool is started by `start_pool`, which forbids that again.
+long. It also gives their operations as many threads as there are in the pool, whatever OMP_NUM_THREADS or torch said:
+where processes share the cores, ten times the time. So the pool is started by `start_pool`, which undoes both.
 """
 
 import ctypes
@@ -100,9 +101,12 @@ def require_openmp() -> None:
 
 @cache
 def start_pool() -> None:
-    """Start Numba's pool unless it runs, and let no parallel operation of the calling thread hold another one."""
+    """Start Numba's pool unless it runs. Parallel operations of the calling thread keep their number of threads, and
+    none holds another one."""
+    counts = [runtime.omp_get_max_threads() for runtime in _runtimes()]
     numba.get_num_threads()
-    for runtime in _runtimes():
+    for runtime, count in zip(_runtimes(), counts, strict=True):
+        runtime.omp_set_num_threads(count)
         runtime.omp_set_max_active_levels(1)
 
 

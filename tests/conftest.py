@@ -4,7 +4,8 @@ interpreter where there is no GPU, and TRL without its warning of what is experi
 They read this when they are imported (torch does not import Triton); Ray remembers the token from then on.
 
 Kernels of the CPU take one thread of Numba's, as processes of tests share the cores; what other counts must not
-change is tested with them (`THREADS`).
+change is tested with them (`THREADS`). So do torch's operations: Numba's pool, as it starts, tells OpenMP of as many
+as there are cores, whatever OMP_NUM_THREADS says. Where processes share these, two threads take ten times as long.
 
 Python's garbage collector waits until all is imported, and passes over that from then on. It collects seldom, as in
 processes that tests start (started/sitecustomize.py).
@@ -34,6 +35,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 numba.set_num_threads(1)
+torch.set_num_threads(1)
 gc.disable()
 
 TESTS = Path(__file__).parent
@@ -52,6 +54,10 @@ LONGEST = (
     "exactness/test_hybrid_rollout.py",
     "exactness/test_fsdp.py",
     "kernels/test_attention.py",
+    "structure/test_structure.py",
+    "rollout/worker/test_worker_killed.py",
+    "rollout/worker/test_worker_process.py",
+    "weight_sync/test_distributed.py",
 )
 
 

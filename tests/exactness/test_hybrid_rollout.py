@@ -27,7 +27,7 @@ MAX_LEN = 300
 STEM, OTHER = token_ids(200, 200, seed=5)
 PROMPTS = [*(STEM[:length] for length in (1, 2, 3, 4, 63, 64, 65, 128, 130, 192)), OTHER[:100]]
 FOUR = [STEM[:130], OTHER[:130], STEM[50:180], OTHER[50:180]]
-NEW = 40
+NEW = 32
 SIX = ("NemotronH", "Bamba", "GraniteMoeHybrid", "FalconH1", "Zamba2", "Mamba2")
 EVERY = [(family, dtype) for family in SIX for dtype in DTYPES]
 """What `make soak` runs; `make test` takes fewer."""

@@ -15,13 +15,13 @@ from .families import DTYPES, FAMILIES, VOCAB, bound_model, make_model, paired, 
 from .layouts import LAYOUTS, alone, assert_same_bits
 
 PROMPTS = token_ids(1, 2, 3, 63, 64, 65, 100)
-NEW = 24
+NEW = 16
 PARAMS = [
     SamplingParams(n=n, temperature=temperature, seed=seed, max_tokens=NEW, ignore_eos=True)
     for seed, (n, temperature) in enumerate([(2, 1.0), (1, 0.7), (1, 0.0), (1, 1.0), (2, 0.7), (1, 1.0), (1, 0.7)])
 ]
 CHUNKED = {"max_num_batched_tokens": 40, "max_num_seqs": 12}
-CROWDED = {"num_blocks": 12, "block_size": 16}
+CROWDED = {"num_blocks": 9, "block_size": 16}
 THREADS = range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1)
 
 

@@ -70,3 +70,16 @@ print([runtime.omp_get_max_active_levels() for runtime in _runtimes()])
 """
     done = subprocess.run([*python(), "-c", script], check=True, text=True, stdout=subprocess.PIPE)
     assert set(json.loads(done.stdout)) == {1}
+
+
+def test_the_trainer_keeps_its_number_of_threads() -> None:
+    """Numba, whose pool starts with the first kernel, sets it to its own."""
+    script = """
+import torch
+torch.set_num_threads(1)
+from samebit.kernels.ops.linear import linear
+linear(torch.randn(3, 8), torch.randn(4, 8))
+print(torch.get_num_threads())
+"""
+    done = subprocess.run([*python(), "-c", script], check=True, text=True, stdout=subprocess.PIPE)
+    assert int(done.stdout) == 1
