@@ -122,6 +122,7 @@ def _become(streams: list[int], command: list[str], folder: str, environment: di
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    import_module("numba").config.reload_config()  # before its threads start, after which it takes no other number
     sys.argv[:] = command
     sys.path[:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
 
