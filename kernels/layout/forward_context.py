@@ -85,6 +85,12 @@ class ForwardContext(CallRows):
         return {}
 
     @cached_property
+    def read_by_layers(self) -> tuple[npt.NDArray[Any], ...]:
+        """Return what a layer that is one call reads of the layout: of each row its block and its place there, the
+        sequences' `layout`, block tables, tiles."""
+        return (*self.blocks_and_offsets, self.layout.numpy(), self.block_tables, self.tiles)
+
+    @cached_property
     def last_written_block(self) -> int:
         """Return the highest number of a block that keys and values go to."""
         return int(self.blocks_and_offsets[0].max(initial=0))

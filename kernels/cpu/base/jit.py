@@ -27,7 +27,8 @@ _PARALLEL_WORK = 1 << 15
 def _garbage_kept() -> Iterator[None]:
     """Pause Python's garbage collector, which would search all objects of the process again and again.
 
-    What compiling leaves is found later: 40 MB at most. That runs of several threads overlap does no harm.
+    What compiling leaves is found later: 40 MB after all kernels of a dense model. That runs of several threads overlap
+    does no harm.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -292,21 +292,10 @@ def latent_layer(
     together = heads_together(options.heads, len(context.tiles), threads)
     kernels.of(x.dtype)(
         threads, given, groups, array(context.pages[attention.layer]),
-        _layout(context),
+        context.read_by_layers,
         (np.float32(attention.scale), together, options.neighbours), _NO_LISTS, _NO_LSE, kind_of(x.dtype),
     )  # fmt: skip
     return out, behind
-
-
-def _layout(context: ForwardContext) -> tuple[Any, ...]:
-    """Return what a layer reads of the layout; the layers of a call share it."""
-    key = ("latent layer",)
-    if key not in context.worked_out:
-        context.worked_out[key] = (
-            *context.blocks_and_offsets, context.layout.numpy(), context.block_tables, context.tiles
-        )  # fmt: skip
-    layout: tuple[Any, ...] = context.worked_out[key]
-    return layout
 
 
 def _room(context: ForwardContext, options: LatentLayerOptions, dtype: torch.dtype) -> torch.Tensor:

@@ -205,21 +205,10 @@ def dense_layer(
     groups = tuple(map(terms_of, terms))
     kernels = _kernels if all(group is NO_TERMS for group in groups) else _adapted_kernels
     kernels.of(x.dtype)(
-        num_threads(), given, groups, array(pages), _layout(context), options.scales, _NO_SINKS, _NO_LSE,
-        kind_of(x.dtype),
+        num_threads(), given, groups, array(pages), (*context.read_by_layers, context.bunches), options.scales,
+        _NO_SINKS, _NO_LSE, kind_of(x.dtype),
     )  # fmt: skip
     return out
-
-
-def _layout(context: ForwardContext) -> tuple[Any, ...]:
-    """Return what a layer reads of the layout; the layers of a call share it."""
-    key = ("dense layer",)
-    if key not in context.worked_out:
-        context.worked_out[key] = (
-            *context.blocks_and_offsets, context.layout.numpy(), context.block_tables, context.tiles, context.bunches
-        )  # fmt: skip
-    layout: tuple[Any, ...] = context.worked_out[key]
-    return layout
 
 
 def _room(context: ForwardContext, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
