@@ -2,13 +2,14 @@
 
 Floors, from the top, each importing from itself and those below: `cli` > `audit`, `fleet`, `integrations` >
 `async_worker` > `worker` > `worker_interface`, `build` > `control` > `models`, `adapters`, `self_test` > `runner`,
-`stats` > `engine` > `cache` > `requests`, `outputs` > `config`, `sampling_params` > `errors`, `checks`, `guard`,
-`keys`. Any of them may import `samebit.kernels` and `samebit.weight_sync`, which know nothing of this package.
+`stats` > `engine`, `memory` > `cache` > `requests`, `outputs` > `config`, `sampling_params` > `errors`, `checks`,
+`guard`, `keys`. Any of them may import `samebit.kernels` and `samebit.weight_sync`, which know nothing of this package.
 
 The way through is a request's: `worker` takes it, `control` makes it a `requests.request` and steps the `engine`, which
-plans on the blocks of the `cache` and has the plan computed by the `runner`; what comes back is in `outputs`. `build`
-puts these together from what `models` loaded, once `self_test` has passed; `adapters` are loaded beside a model. A
-`fleet` is several workers as one, `integrations` put either into other systems, `audit` checks the promise.
+plans on the blocks of the `cache` and has the plan computed by the `runner`, in `memory` of a model's shape; what comes
+back is in `outputs`. `build` puts these together from what `models` loaded, once `self_test` has passed; `adapters` are
+loaded beside a model. A `fleet` is several workers as one, `integrations` put either into other systems, `audit` checks
+the promise.
 
 A name is loaded when it is first asked for: what a trainer's plugin mechanism imports of this package costs nothing and
 can not fail before the plugin has a say.

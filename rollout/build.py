@@ -23,11 +23,12 @@ from samebit.rollout.cache import build_cache
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.engine.engine import Engine
+from samebit.rollout.memory.pool_sizes import count_blocks
 from samebit.rollout.models.loading import load_model, naming
 from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.requests.tokenizer import Tokenizer
+from samebit.rollout.runner.cuda_pool_size import kv_cache_bytes
 from samebit.rollout.runner.model_runner import ModelRunner
-from samebit.rollout.runner.pool_sizes import count_blocks
 from samebit.rollout.self_test.self_test import self_test
 from samebit.weight_sync.in_place.watch import WeightWatch
 
@@ -79,7 +80,7 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
     config = config.with_block_size(binding_of(loaded.module).ssm_chunk)
     self_test(loaded.module, config, loaded.max_model_len)
     runner = ModelRunner(loaded.module, config)
-    left = runner.bytes_left(config)
+    left = _bytes_left(runner, config)
     cache = build_cache(
         num_blocks=count_blocks(config, runner.shape.bytes_per_block(), loaded.max_model_len, left),
         block_size=runner.shape.block_size,
@@ -116,6 +117,18 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
         adapters=_adapters(loaded.module, adapter),
         on_thread_start=_thread_setup(config.num_threads, runner.shape.device),
     )
+
+
+def _bytes_left(runner: ModelRunner, config: RolloutConfig) -> int:
+    """Return what is left for pages of the share of the device's memory in the config; 0 where it names none."""
+    share = config.gpu_share
+    if share is None:
+        return 0
+    logits = config.max_num_seqs * runner.vocab_size * torch.float32.itemsize
+    return kv_cache_bytes(
+        runner.model, share, config.max_num_batched_tokens, config.max_num_seqs,
+        runner.shape.bytes_of_states() + logits,
+    )  # fmt: skip
 
 
 def _adapters(module: nn.Module, folder: Path | None) -> AdapterRegistry:

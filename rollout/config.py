@@ -1,5 +1,5 @@
-"""Configure a worker: `RolloutConfig` holds everything that is fixed for its life. `runner.pool_sizes` says what memory
-it buys.
+"""Configure a worker: `RolloutConfig` holds everything that is fixed for its life. `memory.pool_sizes` says what
+memory it buys.
 
 Invariant: an instance that exists is valid. Each error names the field, the value given and the values
 allowed.

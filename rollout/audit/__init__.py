@@ -4,6 +4,6 @@ The way through: `audit` puts the rows together, `compare` counts the bits that 
 sequences out as trainers do; on these, `gemm_rows`, `prefix_cache`, `recurrent_states`, `expert_routes`, `selections`,
 `adapters` and `weight_updates` (with its `sending_process`) make some rows each. `speed` is `samebit bench`.
 
-Imports the `worker` and, of what it is made of, `config`, `adapters`, `control`, `models` and `runner`;
+Imports the `worker` and, of what it is made of, `config`, `adapters`, `control`, `memory`, `models` and `runner`;
 `samebit.kernels` and `samebit.weight_sync`.
 """

@@ -14,8 +14,8 @@ from pathlib import Path
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
 from samebit.rollout.config import RolloutConfig
+from samebit.rollout.memory.shape import MemoryShape
 from samebit.rollout.models.loading import load_model, naming
-from samebit.rollout.runner.memory_shape import MemoryShape
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 

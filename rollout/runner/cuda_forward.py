@@ -9,10 +9,11 @@ from torch import nn
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.lora.adapters import RowAdapters
 from samebit.kernels.layout.transfer import Tensors, sent
+from samebit.rollout.memory.shape import Memory
 from samebit.rollout.runner.cuda_graphs import StepGraphs, take_drawn
 from samebit.rollout.runner.cuda_step_arrays import StepArrays, draws_on_device
 from samebit.rollout.runner.logits import StepLogits, logits_of
-from samebit.rollout.runner.step_inputs import Ints, Memory, StepInputs
+from samebit.rollout.runner.step_inputs import Ints, StepInputs
 
 
 class DeviceForward:

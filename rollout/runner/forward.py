@@ -7,8 +7,9 @@ from torch import nn
 
 from samebit.kernels.layout import device
 from samebit.rollout.config import RolloutConfig
+from samebit.rollout.memory.shape import Memory
 from samebit.rollout.runner.logits import Forward, StepLogits, logits_of
-from samebit.rollout.runner.step_inputs import Ints, Memory, StepInputs
+from samebit.rollout.runner.step_inputs import Ints, StepInputs
 
 
 def forward_for(weight: torch.Tensor, config: RolloutConfig) -> Forward:

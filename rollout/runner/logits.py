@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from samebit.kernels.layout.forward_context import ForwardContext, use_context
+from samebit.rollout.memory.shape import Memory
 from samebit.rollout.runner.sampler import DrawInputs
-from samebit.rollout.runner.step_inputs import Ints, Memory, StepInputs
+from samebit.rollout.runner.step_inputs import Ints, StepInputs
 
 
 @dataclass(frozen=True, eq=False)

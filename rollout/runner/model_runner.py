@@ -26,11 +26,10 @@ from samebit.kernels.layout.transfer import indices
 from samebit.rollout.cache.checkpoints.pool import CheckpointMoves
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.engine.step_plan import PromptLogprobs, StepInFlight, StepPlan, StepResult
-from samebit.rollout.runner.cuda_pool_size import kv_cache_bytes
+from samebit.rollout.memory.shape import Memory, MemoryShape
 from samebit.rollout.runner.forward import forward_for
-from samebit.rollout.runner.memory_shape import MemoryShape
 from samebit.rollout.runner.sampler import Draws, Sampler, most_likely
-from samebit.rollout.runner.step_inputs import Ints, Memory, PromptPiece, step_inputs
+from samebit.rollout.runner.step_inputs import Ints, PromptPiece, step_inputs
 
 
 class ModelRunner:
@@ -48,17 +47,6 @@ class ModelRunner:
         self.forward = forward_for(model.get_parameter("lm_head.weight"), config)
         self.forward_seconds = 0.0
         self.sampler_seconds = 0.0
-
-    def bytes_left(self, config: RolloutConfig) -> int:
-        """Return what is left for pages of the share of the device's memory in the config; 0 where it names none."""
-        share = config.gpu_share
-        if share is None:
-            return 0
-        logits = config.max_num_seqs * self.vocab_size * torch.float32.itemsize
-        return kv_cache_bytes(
-            self.model, share, config.max_num_batched_tokens, config.max_num_seqs,
-            self.shape.bytes_of_states() + logits,
-        )  # fmt: skip
 
     def allocate_cache(self, num_blocks: int) -> None:
         routes = self.shape.allocate_routes(num_blocks) if self.notes_routes else None

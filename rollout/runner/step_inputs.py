@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from samebit.kernels.binding.experts.routes import RoutePages
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.lora.adapters import KeptTerms, RowAdapters
-from samebit.kernels.layout.states.memory import StateMemory
 from samebit.rollout.engine.step_plan import ScheduledSequence, StepPlan
+from samebit.rollout.memory.shape import Memory
 from samebit.rollout.requests.request import Sequence
 from samebit.rollout.runner.sampler import NO_DRAWS, DrawInputs, Sampler
 
@@ -33,22 +32,6 @@ _SEQUENCE, _START, _LENGTH = attrgetter("sequence"), attrgetter("start"), attrge
 _SAMPLES, _FORKS, _CAPTURES = attrgetter("samples"), attrgetter("forks"), attrgetter("captures")
 _SLOT, _WRITE_FROM, _ADAPTER = attrgetter("slot"), attrgetter("kv.write_from"), attrgetter("request.adapter")
 _SCORED = attrgetter("prompt_logprobs_wanted")
-
-
-@dataclass(frozen=True, eq=False)
-class Memory:
-    """Holds what a step reads and writes beside its arrays.
-
-    states: None without recurrent layers. kept_terms: of the trainer's adapters, until the weights change. routes: of
-    what routers choose; None while no request asks.
-    """
-
-    pages: tuple[torch.Tensor, ...]
-    states: StateMemory | None
-    block_size: int
-    num_blocks: int
-    kept_terms: KeptTerms
-    routes: RoutePages | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from samebit.kernels.binding.binding import binding_of
 from samebit.rollout import RolloutConfig, RolloutWorker, cli
-from samebit.rollout.runner.pool_sizes import count_held_states
+from samebit.rollout.memory.pool_sizes import count_held_states
 
 from .families import bound_model, make_model
 

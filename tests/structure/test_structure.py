@@ -25,7 +25,7 @@ FLOORS = {
         "config sampling_params",
         "requests outputs",
         "cache",
-        "engine",
+        "engine memory",
         "runner stats",
         "models adapters self_test",
         "control",

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import RequestError
+from samebit.rollout.memory.pool_sizes import count_blocks, count_checkpoints
 from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.runner.cuda_pool_size import left_for_pages
-from samebit.rollout.runner.pool_sizes import count_blocks, count_checkpoints
 from samebit.rollout.sampling_params import SamplingParams
 
 NAN = float("nan")

@@ -1,4 +1,4 @@
-"""Say what memory a model's steps read and write: pages, states of recurrent layers, routes."""
+"""Describe and allocate what a model's steps read and write: pages, states of recurrent layers, routes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,26 @@ from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.experts.routes import RouteLayout, RoutePages
 from samebit.kernels.layout.kv_pages import PageLayout
 from samebit.kernels.layout.lora.adapters import KeptTerms
-from samebit.kernels.layout.states.memory import StateLayout
+from samebit.kernels.layout.states.memory import StateLayout, StateMemory
 from samebit.rollout.cache.checkpoints.pool import CheckpointPool
 from samebit.rollout.config import RolloutConfig
-from samebit.rollout.runner.pool_sizes import count_checkpoints, count_held_states
-from samebit.rollout.runner.step_inputs import Memory
+from samebit.rollout.memory.pool_sizes import count_checkpoints, count_held_states
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Holds what a step reads and writes beside its arrays.
+
+    states: None without recurrent layers. kept_terms: of the trainer's adapters, until the weights change. routes: of
+    what routers choose; None while no request asks.
+    """
+
+    pages: tuple[torch.Tensor, ...]
+    states: StateMemory | None
+    block_size: int
+    num_blocks: int
+    kept_terms: KeptTerms
+    routes: RoutePages | None = None
 
 
 @dataclass(frozen=True, eq=False)
