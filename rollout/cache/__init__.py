@@ -1,7 +1,7 @@
 """Manage KV memory: which block belongs to whom, and what of it can be used again.
 
-The way through: `contract` says what the scheduler may ask; `prefix_cache` answers, and `no_prefix_cache` where nothing
-is shared. Blocks are owned in `block_pool`, reached by sequences through `block_tables`, found again in `prefix_tree`;
+The way through: `contract` says what the scheduler may ask, and answers where nothing is shared; `prefix_cache` shares.
+Blocks are owned in `block_pool`, reached by sequences through `block_tables`, found again in `prefix_tree`;
 `cache_entry` is what a sequence has in it, `leaders` who computes what several need, `held_prompts` what waits for the
 samples of a group. `counters` count, `recent_digests` and `freed_later` keep bookkeeping cheap. `checkpoints` are of
 recurrent states, `publishing` tells a router what can be hit.
@@ -11,8 +11,7 @@ Imports `requests`, `keys` and the grids of `samebit.kernels.layout`; nothing ab
 
 from samebit.rollout.cache.block_pool import NULL_BLOCK, BlockPool
 from samebit.rollout.cache.checkpoints.pool import CheckpointPool
-from samebit.rollout.cache.contract import Cache
-from samebit.rollout.cache.no_prefix_cache import NoPrefixCache
+from samebit.rollout.cache.contract import Cache, NoPrefixCache
 from samebit.rollout.cache.prefix_cache import PrefixCache
 from samebit.rollout.keys.digest_key import DigestKey
 

@@ -1,4 +1,4 @@
-"""Say what the scheduler asks of KV memory: `Cache`. `prefix_cache.py` and `no_prefix_cache.py` implement it.
+"""Say what the scheduler asks of KV memory: `Cache`, which by itself shares nothing. `PrefixCache` shares.
 
 What a cache and a sequence share
 ---------------------------------
@@ -18,7 +18,6 @@ Invariants
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence as Items
 
 from samebit.kernels.layout.grids import ceil_div
@@ -32,8 +31,9 @@ from samebit.rollout.requests.block_digests import PromptDigests
 from samebit.rollout.requests.request import IntArray, Request, Sequence
 
 
-class Cache(ABC):
-    """Owns blocks and slots of the sequences that run, and whatever of their KV can be used again.
+class Cache:
+    """Owns blocks and slots of the sequences that run, and whatever of their KV can be used again: nothing, but for
+    what a subclass overrides.
 
     keeps_checkpoints: whether there are states to move before a step, and to keep during it.
     checkpoints: of recurrent states; a pool without slots where none are kept. held: prompts for samples that have not
@@ -41,7 +41,7 @@ class Cache(ABC):
     Methods that return sequences return the followers that wait no longer: the scheduler queues them again.
     """
 
-    shares_prompts: bool
+    shares_prompts = False
     """Says whether one sample of a request computes the prompt for all of them."""
 
     def __init__(
@@ -71,26 +71,29 @@ class Cache(ABC):
 
     # -- before a sequence runs --------------------------------------------------------------------
 
-    @abstractmethod
     def hash_prompt(self, prompt: IntArray, cache_salt: str | None, adapter: int = 0) -> PromptDigests | None:
         """Name the full blocks of a prompt that goes through the adapter of this number, where names are used; 0 for
         none. Any thread may call it."""
+        return None
 
-    @abstractmethod
     def track(self, request: Request) -> None:
         """Make the sequences of a new request known."""
 
-    @abstractmethod
     def follow(self, sequence: Sequence) -> bool:
         """Let a waiting sequence stand behind the running one that computes what it needs, if there is one; tell
         whether there is."""
+        return False
 
-    @abstractmethod
     def admit(self, sequence: Sequence, *, headroom: int = 0) -> bool:
         """Give a waiting sequence a slot and blocks for its known tokens, if `headroom` blocks stay free; tell whether
         it was admitted. `num_computed` then says where it goes on."""
+        needed = self.blocks_for(sequence.num_tokens)
+        if not self.tables.has_free_slot or needed > self.pool.num_free - headroom:
+            return False
+        sequence.slot = self.tables.take_slot()
+        self._extend(sequence.slot, needed)
+        return True
 
-    @abstractmethod
     def forget(self, sequence: Sequence) -> None:
         """Drop what is remembered of a sequence that does not run and never will again."""
 
@@ -113,58 +116,57 @@ class Cache(ABC):
         self._extend(slot, missing)
         return True
 
-    @abstractmethod
     def chunk_end(self, sequence: Sequence, end: int) -> int:
         """Return where a chunk ends that may go on to `end`."""
+        return end
 
-    @abstractmethod
     def may_publish(self, sequence: Sequence) -> bool:
         """Tell whether others may use what a running sequence computes: all of its KV is of the current weights."""
+        return False
 
     @property
-    @abstractmethod
     def depends_on_tokens(self) -> bool:
         """Return whether what a step keeps depends on its tokens: on whether a sequence that waits begins with them."""
+        return False
 
-    @abstractmethod
     def plan_captures(self, sequence: Sequence, end: int) -> Captures:
         """Choose the states to keep while a step computes this sequence up to `end`."""
+        return ()
 
-    @abstractmethod
     def publish_blocks(self, sequence: Sequence, captures: Captures = ()) -> list[Sequence]:
         """Make hittable what a step has computed of a sequence: its full blocks, with the states kept at their ends.
         Nothing of a request that has failed is published."""
+        return []
 
-    @abstractmethod
     def hold_prompt(self, leader: Sequence, samples: Items[Sequence]) -> None:
         """Keep the blocks of a prompt, the partly filled last one too, for the other samples of the request."""
 
-    @abstractmethod
     def take_back(self, sequence: Sequence, *, waits_again: bool = False) -> list[Sequence]:
         """Take a running sequence's slot and blocks back, for ever or until it is admitted again."""
+        self._free_slot(sequence)
+        return []
 
     # -- the cache as a whole ----------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def num_hittable(self) -> int:
         """Return how many blocks can be hit, used or free."""
+        return 0
 
-    @abstractmethod
     def clear_index(self) -> list[Sequence]:
         """Make sure that nothing computed so far is hit again, as after a weight update; blocks and running sequences
         stay."""
+        return []
 
-    @abstractmethod
     def open_journal(self, incarnation: int) -> CacheJournal:
         """Note from now on what can be hit and what no longer, in a new journal of this incarnation. What is there
         already, `snapshot` says."""
+        return CacheJournal(incarnation, 0)
 
-    @abstractmethod
     def snapshot(self, journal: CacheJournal) -> CacheSnapshot:
         """Return all that can be hit, as a message of the journal that is open."""
+        return journal.snapshot([])
 
-    @abstractmethod
     def sweep(self) -> None:
         """Do a step's share of freeing what `clear_index` left."""
 
@@ -182,10 +184,13 @@ class Cache(ABC):
         self.tables.empty(sequence.slot)
         sequence.slot = -1
 
-    @abstractmethod
     def _give_back(self, blocks: list[int]) -> None:
         """Release blocks, in this order."""
+        self.pool.release(blocks)
 
-    @abstractmethod
     def _evict(self, blocks: list[int]) -> None:
         """Forget the content of blocks whose memory is needed."""
+
+
+class NoPrefixCache(Cache):
+    """Shares nothing: each sequence computes all of its tokens, and its blocks end with it."""

@@ -34,8 +34,8 @@ SWEPT_PER_BLOCK = 2
 
 
 class PrefixCache(Cache):
-    """Implements `Cache`, which says what each method is asked, with sharing. checkpoints: of a model with recurrent
-    states, None for another. digest_key: what blocks are named with, None for a key of its own."""
+    """Is a `Cache`, which says what each method is asked, with sharing. checkpoints: of a model with recurrent states,
+    None for another. digest_key: what blocks are named with, None for a key of its own."""
 
     shares_prompts = True
 
