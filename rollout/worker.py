@@ -96,7 +96,7 @@ class RolloutWorker(Closing):
         self._links = LinksInUse()
         self._thread = GenerationThread(engine, self._status, parts.on_thread_start)
         weakref.finalize(self, self._thread.request_stop)
-        self._sleep = Sleep(engine, parts.weights, self._status)
+        self._sleep = Sleep(engine, parts.weights.memory, self._status)
         self._member = Member(self._thread, parts.weights)
         self._adapters = WorkerAdapters(parts.adapters, self._thread, parts.weights, self._links)
         self._join(known)

@@ -1,9 +1,10 @@
 """Move weights into a model: what may be offered, what is checked, what is written.
 
 Floors, from the top, each importing from itself and those below: `opened_update` (the entry) > `transports` > `wire`
-(the protocol) > `in_place` (what others write) > `source`, `apply` (within a process), `quantized`, `adapter_names`
-(what a folder and an adapter need besides) > `manifest` and `folder_names` (which tensor goes where), `digest`,
-`report`, `arithmetic`, `closing`. Imports nothing of `samebit.rollout` or `samebit.kernels`.
+(the protocol) > `in_place` (what others write) > `source`, `apply` (within a process), `sleeping` (their memory, given
+back and taken again), `quantized`, `adapter_names` (what a folder and an adapter need besides) > `manifest` and
+`folder_names` (which tensor goes where), `digest`, `report`, `arithmetic`, `closing`. Imports nothing of
+`samebit.rollout` or `samebit.kernels`.
 
 The way through: `manifest`, `source`, `apply`, `opened_update` for an update within a process; then `wire`.
 """

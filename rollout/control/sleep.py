@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from samebit.rollout.control.free_memory import return_free_memory
-from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.control.worker_status import TAGS, WorkerStatus
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.errors import WorkerStateError
 from samebit.weight_sync import VerificationError
+from samebit.weight_sync.sleeping import SleepingWeights
 
 
 def check_tags(tags: str | Iterable[str]) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def check_sleep(tags: str | Iterable[str], level: int, *, shared: bool) -> tuple
 class Sleep:
     """Puts the memory of one worker to sleep and wakes it. Every call is under the worker's lock."""
 
-    def __init__(self, engine: Engine, weights: WorkerWeights, status: WorkerStatus) -> None:
+    def __init__(self, engine: Engine, weights: SleepingWeights, status: WorkerStatus) -> None:
         self._engine = engine
         self._weights = weights
         self._status = status
@@ -74,7 +74,7 @@ class Sleep:
 
     def release_all(self) -> None:
         """Free what a worker that is closed still has of its own."""
-        self._weights.drop_spill()
+        self._weights.drop_copy()
         if "kv_cache" not in self._status.sleeping:
             self._release_cache()
 
@@ -88,8 +88,8 @@ class Sleep:
             self._weights.free(keep_copy=keep_copy and self._status.incomplete is None)
             self._status.set_asleep("weights", True)
         elif not keep_copy:
-            self._weights.drop_spill()
-        elif not self._weights.spilled and self._status.incomplete is None:
+            self._weights.drop_copy()
+        elif not self._weights.has_copy and self._status.incomplete is None:
             raise WorkerStateError("sleep(level=1) can not keep the weights: they were discarded before")
 
     def _restore_weights(self) -> None:

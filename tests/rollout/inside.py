@@ -19,4 +19,4 @@ def num_waiting(worker: Any) -> int:
 
 def spill_file(worker: Any) -> int:
     """Return the descriptor of the file in which the worker's weights sleep."""
-    return worker._weights._spill._file.fileno()
+    return worker._weights.memory._copy._file.fileno()

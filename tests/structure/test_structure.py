@@ -37,7 +37,7 @@ FLOORS = {
     ],
     "samebit.weight_sync": [
         "arithmetic closing manifest report folder_names digest",
-        "source apply quantized adapter_names",
+        "source apply quantized adapter_names sleeping",
         "in_place",
         "wire",
         "transports",

@@ -1,12 +1,9 @@
-"""Hold the weights a worker runs on: whose they are, how they are replaced, where they sleep.
+"""Hold the weights a worker runs on: whose they are, how they are replaced.
 
 Invariants
 ----------
-* The manifest is taken once, while the weights are there; updates are checked against it even when the
-  tensors are spilled.
+* The manifest is taken once, while the weights are there; updates are checked against it even when they sleep.
 * On a shared module nothing is ever reallocated: the trainer's optimizer holds the same tensors.
-* Sleeping frees parameters and persistent buffers; every other buffer stays. Waking at level 1 restores
-  the same bits in the same memory layout, or raises: the copy is checksummed.
 * No locks here: the caller holds the worker's.
 """
 
@@ -14,15 +11,13 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from samebit.kernels.binding.binding import binding_of, is_bound
 from samebit.kernels.binding.users import Users
-from samebit.rollout.control.weights.spill import Spill
 from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.guard import contained
 from samebit.rollout.models.loading import is_sharded
@@ -32,35 +27,18 @@ from samebit.weight_sync import (
     PreparedUpdate,
     SyncReport,
     UpdateTerms,
-    VerificationError,
     open_update,
 )
 from samebit.weight_sync.apply import first_non_finite
-from samebit.weight_sync.digest import scan
 from samebit.weight_sync.in_place.changes import InPlaceChanges
 from samebit.weight_sync.manifest import live_tensors
+from samebit.weight_sync.sleeping import SleepingWeights
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Holds what allocates a tensor again: `shape` and `stride` as it lay in memory; `digest` of its copy."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    digest: int | None
-
-    @classmethod
-    def of(cls, tensor: Tensor, *, kept: bool) -> _Layout:
-        digest = scan(tensor).digest if kept else None
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, digest)
-
-
 class WorkerWeights:
-    """Holds the weights of one worker.
+    """Holds the weights of one worker. memory: where they sleep.
 
     users: where the workers on a shared module are known, that of its binding. dequantize: take quantized folders.
     exact: take no weights of a trainer whose GPU computes other bits.
@@ -83,10 +61,7 @@ class WorkerWeights:
         self.manifest = Manifest.of(module)
         self._adapters = binding_of(module).adapters if is_bound(module) else None
         self._in_place = InPlaceChanges(module, self.manifest) if shared else None
-        self._layouts: dict[str, _Layout] = {}
-        self._spill: Spill | None = None
-
-    # -- updates -----------------------------------------------------------------------------------
+        self.memory = SleepingWeights(module, self.manifest)
 
     def open(self, source: object, terms: UpdateTerms, *, version: int) -> AbstractContextManager[PreparedUpdate]:
         """Return an update from `source` that was checked; `version` is that of the weights now."""
@@ -149,50 +124,6 @@ class WorkerWeights:
         bad = first_non_finite(live_tensors(self.module))
         if bad is not None:
             raise NonFiniteWeightError(f"{bad} holds NaN or infinity")
-
-    # -- sleep -------------------------------------------------------------------------------------
-
-    @property
-    def spilled(self) -> bool:
-        return self._spill is not None
-
-    def free(self, *, keep_copy: bool) -> None:
-        """Release the memory, after writing the bits to a file (see `Spill`) when `keep_copy`."""
-        tensors = live_tensors(self.module)
-        firsts = {names[0]: tensors[names[0]].detach() for names in self.manifest.ties}
-        if keep_copy:
-            self._spill = Spill(firsts)
-        self._layouts = {name: _Layout.of(tensor, kept=keep_copy) for name, tensor in firsts.items()}
-        for tensor in tensors.values():
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-
-    def restore(self) -> bool:
-        """Allocate again; True when the bits came back, False when the values are undefined.
-
-        Raises:
-            VerificationError: the copy is damaged; the memory is there, its values are undefined.
-        """
-        tensors = live_tensors(self.module)
-        damaged: list[str] = []
-        for names in self.manifest.ties:
-            layout = self._layouts[names[0]]
-            fresh = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
-            if self._spill is not None:
-                self._spill.read(names[0], fresh)
-                damaged += [names[0]] if scan(fresh).digest != layout.digest else []
-            for name in names:
-                tensors[name].data = fresh
-        self._layouts = {}
-        complete = self.spilled
-        self.drop_spill()
-        if damaged:
-            raise VerificationError(f"the copy of the weights that slept is damaged: {', '.join(damaged)}")
-        return complete
-
-    def drop_spill(self) -> None:
-        if self._spill is not None:
-            self._spill.close()
-            self._spill = None
 
 
 def _warned_if_unchanged(report: SyncReport) -> SyncReport:

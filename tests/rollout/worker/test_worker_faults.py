@@ -88,7 +88,7 @@ def test_no_room_for_the_copy_of_weights_that_are_to_sleep(make_worker: MakeWork
     with no_room(), pytest.raises(OSError, match="too large"):
         worker.sleep("weights")
     assert same(module, before), "nothing was released"
-    assert worker._weights._spill is None
+    assert not worker._weights.memory.has_copy
     assert len(worker.generate([[1]], FEW)) == 1
     worker.sleep("weights")
     worker.wake_up()
