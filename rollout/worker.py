@@ -138,7 +138,7 @@ class RolloutWorker(Closing):
             results.extend(handle.result() for handle in handles)
         finally:
             if len(results) < len(handles):
-                self._thread.cancel(requests_of(handles))
+                self._thread.abort(requests_of(handles))
         return results
 
     def submit_all(
@@ -186,7 +186,7 @@ class RolloutWorker(Closing):
 
         def hand_out(deliveries: list[Delivery]) -> None:
             handles.extend(
-                RequestHandle(one, self.tokenizer, self._thread.cancel, self._thread.check_thread) for one in deliveries
+                RequestHandle(one, self.tokenizer, self._thread.abort, self._thread.check_thread) for one in deliveries
             )
 
         self._thread.submit(make, hand_out)

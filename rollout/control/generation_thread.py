@@ -25,7 +25,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from samebit.kernels.openmp import release_idle_threads
@@ -48,13 +47,8 @@ T = TypeVar("T")
 
 EXIT_SECONDS = 30.0
 
-
-@dataclass(frozen=True)
-class _Abort:
-    """Ends the requests that have these ids now, and these requests, but no later ones that took their ids."""
-
-    request_ids: tuple[str, ...] = ()
-    requests: tuple[Request, ...] = ()
+_Aborted = tuple[str | Request, ...]
+"""Names requests that are to end: by an id, which one may have then; or themselves, and no later one of their id."""
 
 
 class GenerationThread:
@@ -65,7 +59,7 @@ class GenerationThread:
         self.status = status
         self.lock = TurnLock(self._owes_a_turn)
         self._on_start = on_start
-        self._inbox: deque[Delivery | _Abort] = deque()
+        self._inbox: deque[Delivery | _Aborted] = deque()
         self._deliveries = Deliveries()
         self._draining = Draining(engine, status)
         self._wake = _Bell()
@@ -98,15 +92,10 @@ class GenerationThread:
             self._inbox.extend(deliveries)
         self._wake.ring()
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        self._queue_abort(_Abort(request_ids=tuple(request_ids)))
-
-    def cancel(self, requests: Iterable[Request]) -> None:
-        self._queue_abort(_Abort(requests=tuple(requests)))
-
-    def _queue_abort(self, abort: _Abort) -> None:
+    def abort(self, requests: Iterable[str | Request]) -> None:
+        """Let these requests, or those of these ids, end with what they have."""
         self.status.check_process()
-        self._inbox.append(abort)
+        self._inbox.append(tuple(requests))
         self._wake.ring()
 
     def after_steps(self, listener: Callable[[], None]) -> None:
@@ -147,12 +136,8 @@ class GenerationThread:
 
     def wait_a_turn(self) -> None:
         """Return when a command that was running has ended, whatever state the worker is in."""
-
-        def pass_by(gate: Gate) -> None:
-            with self.lock.turn(gate):
-                pass
-
-        self.shelter(pass_by)
+        with self.hold(self.lock.turn):
+            pass
 
     @contextmanager
     def command(self, gate: Gate) -> Iterator[Engine]:
@@ -207,15 +192,16 @@ class GenerationThread:
 
     def _main(self) -> None:
         """Serve until the end. Boundary: what goes wrong in this thread reaches every caller that waits for it."""
+        broken: BaseException | None = None
         try:
             self._on_start()
             self._serve()
         except BaseException as error:
+            broken = error
             with contained("logging what failed the generation thread"):
                 logger.exception("the generation thread failed")
-            self._end(error)
-        else:
-            self._end(None)
+        with self.lock.generation():
+            self._break(broken)
 
     def _serve(self) -> None:
         while not self.status.closed:
@@ -227,18 +213,15 @@ class GenerationThread:
             self._settle()
 
     def _turn(self) -> bool:
-        with self.lock.generation():
-            return self._step()
-
-    def _step(self) -> bool:
         """Take in the inbox and compute a step; tell whether more is to do."""
-        self._take_inbox()
-        if not self.status.may_step:
-            return False
-        self._hand_over(self.engine.step())
-        if self._draining.awaited and self.engine.drained:
-            self._draining.look_again()
-        return self.engine.has_work
+        with self.lock.generation():
+            self._take_inbox()
+            if not self.status.may_step:
+                return False
+            self._hand_over(self.engine.step())
+            if self._draining.awaited and self.engine.drained:
+                self._draining.look_again()
+            return self.engine.has_work
 
     def _hand_over(self, finished: list[Request]) -> None:
         """Hand over what a step gave: results to their callers, new tokens to the streams."""
@@ -267,13 +250,13 @@ class GenerationThread:
     def _take_inbox(self) -> None:
         while self._inbox:
             entry = self._inbox.popleft()
-            if isinstance(entry, _Abort):
-                known = self.engine.requests
-                alive = [one.request_id for one in entry.requests if known.get(one.request_id) is one]
-                self.deliver(self.engine.abort((*entry.request_ids, *alive)))
-            else:
+            if isinstance(entry, Delivery):
                 self._deliveries.start(entry)
                 self.engine.add(entry.request)
+            else:
+                known = self.engine.requests
+                alive = [one for one in entry if isinstance(one, str) or known.get(one.request_id) is one]
+                self.deliver(self.engine.abort(one if isinstance(one, str) else one.request_id for one in alive))
 
     def _owes_a_turn(self) -> bool:
         """Tell whether a step is due after the command that is ending; then the thread is on its way."""
@@ -281,10 +264,6 @@ class GenerationThread:
         if due:
             self._wake.ring()
         return due
-
-    def _end(self, error: BaseException | None) -> None:
-        with self.lock.generation():
-            self._break(error)
 
     def _break(self, error: BaseException | None) -> None:
         """End all deliveries: nothing is computed any more (None: because the worker was closed). Under the lock."""

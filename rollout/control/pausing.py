@@ -21,18 +21,11 @@ def pause(thread: GenerationThread, mode: str) -> None:
     """
     if mode not in PAUSE_MODES:
         raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
-    if mode == "wait":
-        thread.shelter(lambda gate: _pause_drained(thread, gate))
-    else:
-        thread.run(lambda _: _pause_now(thread, abort=mode == "abort"))
 
+    def stand_still(gate: Gate) -> None:
+        with thread.drained_command(gate) if mode == "wait" else thread.command(gate):
+            if mode == "abort":
+                thread.abort_where(lambda _: True)
+            thread.status.paused = True
 
-def _pause_now(thread: GenerationThread, *, abort: bool) -> None:
-    if abort:
-        thread.abort_where(lambda _: True)
-    thread.status.paused = True
-
-
-def _pause_drained(thread: GenerationThread, gate: Gate) -> None:
-    with thread.drained_command(gate):
-        thread.status.paused = True
+    thread.shelter(stand_still)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from samebit.rollout.control.free_memory import return_free_memory
+from samebit.kernels.layout.memory_pool import return_free_memory
 from samebit.rollout.control.worker_status import TAGS, WorkerStatus
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.errors import WorkerStateError

@@ -40,11 +40,6 @@ class TurnLock:
     def held_by_me(self) -> bool:
         return self._holder == threading.get_ident()
 
-    @property
-    def num_waiting(self) -> int:
-        """Return how many commands are in the queue."""
-        return len(self._queue)
-
     @contextmanager
     def turn(self, gate: Gate | None = None) -> Iterator[None]:
         """Hold the lock for a command's turn, which is waited for at `gate`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from samebit.rollout.control.turn_lock import TurnLock
 from samebit.rollout.engine.engine import Engine
 
 
@@ -14,7 +15,12 @@ def engine_of(worker: Any) -> Engine:
 
 def num_waiting(worker: Any) -> int:
     """Return how many commands wait for the worker's lock."""
-    return worker._thread.lock.num_waiting
+    return num_queued(worker._thread.lock)
+
+
+def num_queued(lock: TurnLock) -> int:
+    """Return how many commands wait for this lock."""
+    return len(lock._queue)
 
 
 def spill_file(worker: Any) -> int:

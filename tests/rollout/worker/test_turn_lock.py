@@ -10,6 +10,7 @@ import pytest
 from samebit.rollout.control.turn_lock import TurnLock
 
 from ...patience import HANG, wait_until
+from ..inside import num_queued
 
 
 def no_work() -> bool:
@@ -18,7 +19,7 @@ def no_work() -> bool:
 
 def wait_until_queued(lock: TurnLock, count: int) -> None:
     """Until `count` threads stand in the queue (they were started, so they will)."""
-    wait_until(lambda: lock.num_waiting >= count)
+    wait_until(lambda: num_queued(lock) >= count)
 
 
 def test_the_lock_is_handed_over_in_the_order_of_asking() -> None:
