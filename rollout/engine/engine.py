@@ -350,15 +350,8 @@ class Engine:
 
     def _keep_prompt_logprobs(self, result: StepResult) -> None:
         for piece in result.prompt_logprobs:
-            sequence, start = piece.sequence, piece.start
-            end = start + len(piece.logprobs)
+            sequence = piece.sequence
             if np.isnan(piece.logprobs).any():
                 self._fail(sequence.request, not_finite(sequence))
-            scores = sequence.prompt_scores
-            if scores is None:
-                continue
-            scores.logprobs[start:end] = piece.logprobs
-            if scores.top_logprobs is not None and piece.top is not None:
-                scores.top_logprobs[start:end] = piece.top
-            if end == sequence.num_prompt_tokens:
-                scores.wanted = False
+            if sequence.prompt_scores is not None:
+                sequence.prompt_scores.add(piece.start, piece.logprobs, piece.top)

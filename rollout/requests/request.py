@@ -180,6 +180,14 @@ class PromptScores:
             return None
         return cls(np.zeros(length, np.float32), [None] * length if params.prompt_logprobs else None, length > 1)
 
+    def add(self, start: int, logprobs: FloatArray, top: list[dict[int, float] | None] | None) -> None:
+        """Keep those of the tokens from `start` on; the prompt's last one is wanted last."""
+        end = start + len(logprobs)
+        self.logprobs[start:end] = logprobs
+        if self.top_logprobs is not None and top is not None:
+            self.top_logprobs[start:end] = top
+        self.wanted = end < len(self.logprobs)
+
 
 @dataclass(slots=True, eq=False)
 class Ending:

@@ -18,7 +18,7 @@ from samebit.rollout.cache.cache_entry import CacheEntry, HeldPrompt
 from samebit.rollout.cache.checkpoints.leaving_points import LeavingPoints
 from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointPool
 from samebit.rollout.cache.leaders import Leaders
-from samebit.rollout.cache.prefix_tree import CachedBlock, PrefixTree
+from samebit.rollout.cache.prefix_tree import PrefixTree
 from samebit.rollout.requests.request import Sequence
 
 
@@ -165,12 +165,8 @@ class CheckpointPolicy(ResumePolicy):
         number = sequence.num_computed // self._size
         gone_on = (sequence.num_computed + sequence.schedule.num_ahead) // self._size > number
         if 0 < number <= num_published and not gone_on:
-            cached = self._cached(sequence, number - 1)
-            if cached is not None:
-                self.pool.save(sequence.slot, cached)
-
-    def _cached(self, sequence: Sequence, number: int) -> CachedBlock | None:
-        return self._index.by_block.get(self._tables.blocks(sequence.slot)[number])
+            block = self._tables.blocks(sequence.slot)[number - 1]
+            self.pool.save(sequence.slot, self._index.by_block[block])
 
     def _left_by_waiting(self, entry: CacheEntry, end: int) -> set[int]:
         """Return the block boundaries that this step reaches at which a chain that waits leaves this one."""
