@@ -22,10 +22,10 @@ import numpy as np
 from samebit.benchmarks.contestants.paced_replicas import BLOCK, Clock, Conversations, PacedReplica, Turn
 from samebit.benchmarks.rounds import results_file, table
 from samebit.benchmarks.rounds.turns import Spread, spread
-from samebit.rollout.cache.publishing.journal import CacheNews, CacheSnapshot
 from samebit.rollout.fleet.options import RouterOptions
 from samebit.rollout.fleet.places import Ticket
 from samebit.rollout.fleet.router import Prompt, Router
+from samebit.rollout.publishing.journal import CacheNews, CacheSnapshot
 from samebit.rollout.requests.block_digests import ChainHasher
 
 POLICIES = ("router", "least_loaded", "sticky", "round_robin", "random")

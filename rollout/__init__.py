@@ -3,7 +3,8 @@
 Floors, from the top, each importing from itself and those below: `cli` > `audit`, `fleet`, `integrations` >
 `async_worker` > `worker` > `worker_interface`, `build` > `control` > `models`, `adapters`, `self_test` > `runner`,
 `stats` > `engine`, `memory` > `cache` > `requests`, `outputs` > `config`, `sampling_params` > `errors`, `checks`,
-`guard`, `keys`. Any of them may import `samebit.kernels` and `samebit.weight_sync`, which know nothing of this package.
+`guard`, `keys`, `publishing`. Any of them may import `samebit.kernels` and `samebit.weight_sync`, which know nothing of
+this package.
 
 The way through is a request's: `worker` takes it, `control` makes it a `requests.request` and steps the `engine`, which
 plans on the blocks of the `cache` and has the plan computed by the `runner`, in `memory` of a model's shape; what comes

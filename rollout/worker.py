@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from samebit.rollout.adapters.loading import AdapterKeywords
-    from samebit.rollout.cache.publishing.journal import CacheJournal, CacheSnapshot
+    from samebit.rollout.publishing.journal import CacheJournal, CacheSnapshot
     from samebit.rollout.worker_interface import UpdateKeywords
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from samebit.rollout.cache.publishing.journal import CacheJournal, CacheNews
+from samebit.rollout.publishing.journal import CacheJournal, CacheNews
 from samebit.rollout.requests.block_digests import ChainHasher
 
 BLOCK = 16

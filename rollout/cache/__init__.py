@@ -4,9 +4,9 @@ The way through: `contract` says what the scheduler may ask, and answers where n
 Blocks are owned in `block_pool`, reached by sequences through `block_tables`, found again in `prefix_tree`;
 `cache_entry` is what a sequence has in it, `leaders` who computes what several need, `held_prompts` what waits for the
 samples of a group. `counters` count, `recent_digests` and `freed_later` keep bookkeeping cheap. `checkpoints` are of
-recurrent states, `publishing` tells a router what can be hit.
+recurrent states.
 
-Imports `requests`, `keys` and the grids of `samebit.kernels.layout`; nothing above `requests`.
+Imports `requests`, `keys`, `publishing` and the grids of `samebit.kernels.layout`; nothing above `requests`.
 """
 
 from samebit.rollout.cache.block_pool import NULL_BLOCK, BlockPool

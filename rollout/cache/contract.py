@@ -26,7 +26,7 @@ from samebit.rollout.cache.block_tables import BlockTables
 from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointPool
 from samebit.rollout.cache.counters import CacheCounters
 from samebit.rollout.cache.held_prompts import HeldPrompts
-from samebit.rollout.cache.publishing.journal import CacheJournal, CacheSnapshot
+from samebit.rollout.publishing.journal import CacheJournal, CacheSnapshot
 from samebit.rollout.requests.block_digests import PromptDigests
 from samebit.rollout.requests.request import IntArray, Request, Sequence
 

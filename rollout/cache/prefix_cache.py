@@ -21,8 +21,8 @@ from samebit.rollout.cache.checkpoints.pool import Captures, CheckpointPool
 from samebit.rollout.cache.contract import Cache
 from samebit.rollout.cache.leaders import Leaders
 from samebit.rollout.cache.prefix_tree import CachedBlock, PrefixTree
-from samebit.rollout.cache.publishing.journal import CacheJournal, CacheSnapshot
 from samebit.rollout.keys.digest_key import DigestKey
+from samebit.rollout.publishing.journal import CacheJournal, CacheSnapshot
 from samebit.rollout.requests.block_digests import ChainHasher, PromptDigests, TokenChain
 from samebit.rollout.requests.request import IntArray, Request, Sequence
 

@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from samebit.rollout.cache.block_pool import NULL_BLOCK
 from samebit.rollout.cache.freed_later import FreedLater
-from samebit.rollout.cache.publishing.journal import CacheJournal
 from samebit.rollout.cache.recent_digests import RecentDigests
+from samebit.rollout.publishing.journal import CacheJournal
 from samebit.rollout.requests.block_digests import TokenChain
 from samebit.rollout.requests.request import IntArray
 

@@ -6,6 +6,6 @@ each replica's cache; `crew` starts and restarts replicas; `weights` and `adapte
 a fleet is run. What carries its calls to a `replica` is a `port.ReplicaPort`: an actor of Ray (`integrations/ray`), or
 whatever else a test puts there.
 
-Imports what a worker's callers have, the words of `adapters`, `control`, `cache`, `requests`, `keys` and
-`integrations.links`, and `samebit.weight_sync`; no model and no kernel.
+Imports what a worker's callers have, the words of `adapters`, `control`, `cache`, `publishing`, `requests`,
+`keys` and `integrations.links`, and `samebit.weight_sync`; no model and no kernel.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from samebit.rollout.cache.publishing.journal import CacheNews, CacheSnapshot
 from samebit.rollout.outputs import RequestOutput, StreamChunk
+from samebit.rollout.publishing.journal import CacheNews, CacheSnapshot
 from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.sampling_params import SamplingParams
 

@@ -16,11 +16,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from samebit.rollout.async_worker import AsyncWorker
-from samebit.rollout.cache.publishing.journal import CacheJournal, CacheSnapshot
 from samebit.rollout.control.delivery import RequestHandle, TokenReader
 from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.fleet.port import Feed, Introduction, Offer, ReplicaState, Streamed
 from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.publishing.journal import CacheJournal, CacheSnapshot
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 from samebit.weight_sync import BroadcastSender, WeightStream, gloo_group, listening_store

@@ -16,11 +16,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samebit.rollout.cache.publishing.journal import CacheNews, CacheSnapshot
 from samebit.rollout.errors import NoReplicaError
 from samebit.rollout.fleet.options import RouterOptions
 from samebit.rollout.fleet.places import Groups, Place, SessionPlaces, Ticket
 from samebit.rollout.fleet.shadow import Room, Shadow
+from samebit.rollout.publishing.journal import CacheNews, CacheSnapshot
 
 LIGHT = 4
 """A mean load below this part of what a replica runs at once counts as that part: of two nearly idle replicas, that one

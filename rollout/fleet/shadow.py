@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from samebit.rollout.cache.freed_later import FreedLater
-from samebit.rollout.cache.publishing.journal import CacheNews, CacheSnapshot
+from samebit.rollout.publishing.journal import CacheNews, CacheSnapshot
 
 SWEPT_PER_MESSAGE = 256
 

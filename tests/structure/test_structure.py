@@ -21,7 +21,7 @@ FLOORS = {
     "samebit": ["kernels weight_sync", "rollout", "recipes", "benchmarks"],
     "samebit.kernels": ["openmp", "layout", "cpu triton", "ops", "binding"],
     "samebit.rollout": [
-        "errors checks guard keys",
+        "errors checks guard keys publishing",
         "config sampling_params",
         "requests outputs",
         "cache",

@@ -13,7 +13,6 @@ from typing import Any
 
 import ray
 
-from samebit.rollout.cache.publishing.journal import CacheSnapshot
 from samebit.rollout.checks import check_positive_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.fleet.fleet import Fleet
@@ -25,6 +24,7 @@ from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
 from samebit.rollout.integrations.ray.client import MOST_CALLS, start_actor
 from samebit.rollout.keys.digest_key import handed_over
 from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.publishing.journal import CacheSnapshot
 from samebit.rollout.sampling_params import SamplingParams
 
 

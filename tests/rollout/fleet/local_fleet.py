@@ -11,7 +11,6 @@ from samebit.rollout import RolloutConfig, RolloutWorker, WorkerLostError
 from samebit.rollout.adapters.registry import AdapterRegistry
 from samebit.rollout.build import WorkerParts
 from samebit.rollout.cache import build_cache
-from samebit.rollout.cache.publishing.journal import CacheSnapshot
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.fleet.fleet import Fleet
@@ -20,6 +19,7 @@ from samebit.rollout.fleet.port import Feed, Introduction
 from samebit.rollout.fleet.replica import ReplicaSide
 from samebit.rollout.integrations.links import Sources
 from samebit.rollout.outputs import RequestOutput
+from samebit.rollout.publishing.journal import CacheSnapshot
 from samebit.rollout.sampling_params import SamplingParams
 
 from ..conftest import FakeRunner, TinyModule

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from samebit.rollout import NoReplicaError
-from samebit.rollout.cache.publishing.journal import CacheJournal, CacheNews, CacheSnapshot
 from samebit.rollout.fleet.options import FleetOptions, RouterOptions
 from samebit.rollout.fleet.router import Prompt, Router
+from samebit.rollout.publishing.journal import CacheJournal, CacheNews, CacheSnapshot
 
 BLOCK = 16
 
@@ -241,7 +241,7 @@ def test_a_journal_that_is_not_read_is_bounded_and_shows_the_gap() -> None:
 
 
 def test_a_long_message_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("samebit.rollout.cache.publishing.journal.MOST_IN_A_MESSAGE", 3)
+    monkeypatch.setattr("samebit.rollout.publishing.journal.MOST_IN_A_MESSAGE", 3)
     journal, router = CacheJournal(1, 0), router_of("a")
     journal.cleared(1)
     for digest in chain("x", 8):

@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from samebit.rollout.cache.publishing.journal import CacheJournal, CacheNews, CacheSnapshot
 from samebit.rollout.fleet.options import RouterOptions
 from samebit.rollout.fleet.places import Ticket
 from samebit.rollout.fleet.router import Prompt, Router
+from samebit.rollout.publishing.journal import CacheJournal, CacheNews, CacheSnapshot
 
 NAMES = ("a", "b")
 DIGESTS = [bytes([first, number]) for first in (0, 1) for number in range(6)]

@@ -1,4 +1,4 @@
-"""Tell a router elsewhere which blocks can be hit: `journal`.
+"""Tell a fleet's router which blocks of a cache can be hit: `journal`.
 
 Imports nothing of ours: a fleet reads its messages without a cache.
 """
