@@ -49,7 +49,7 @@ class BlockPool:
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} are free")
         taken: list[int] = []
         while len(taken) < count and (self._blank or self._forgotten):
-            taken.append(self._take_blank())
+            taken.append(self._blank.pop() if self._blank else self._forgotten.pop()[0])
         evicted = [self._kept.popitem(last=False)[0] for _ in range(count - len(taken))]
         taken += evicted
         for block in taken:
@@ -90,6 +90,3 @@ class BlockPool:
         while limit > 0 and self._forgotten:
             self._blank.append(self._forgotten.pop()[0])
             limit -= 1
-
-    def _take_blank(self) -> int:
-        return self._blank.pop() if self._blank else self._forgotten.pop()[0]

@@ -150,14 +150,12 @@ class GenerationThread:
             finally:
                 self._draining.look_again()
 
-    @contextmanager
-    def drained_command(self, gate: Gate) -> Iterator[Engine]:
+    def drained_command(self, gate: Gate) -> AbstractContextManager[None]:
         """Hold the engine as `command` does, but enter when every request that has started is finished.
 
         New ones wait meanwhile. Raises when the worker can not run them to their end.
         """
-        with self._draining.drained(self.lock, gate):
-            yield self.engine
+        return self._draining.drained(self.lock, gate)
 
     def deliver(self, ended: Iterable[Request]) -> None:
         """Hand ended requests to their callers. Under the lock."""

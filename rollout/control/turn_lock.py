@@ -109,19 +109,16 @@ class TurnLock:
         ticket.gate.put(GO)
 
     def _wait(self, ticket: Ticket) -> None:
+        """Wait for the lock. A caller that goes away leaves the queue, or passes on a lock that came meanwhile."""
         try:
             wait_at(ticket.gate)
         except CallerLeftError:
-            self._withdraw(ticket)
+            with self._mutex:
+                if ticket in self._queue:
+                    self._queue.remove(ticket)
+                else:
+                    self._pass_on()
             raise
-
-    def _withdraw(self, ticket: Ticket) -> None:
-        """Leave the queue, or pass on a lock that came meanwhile."""
-        with self._mutex:
-            if ticket in self._queue:
-                self._queue.remove(ticket)
-            else:
-                self._pass_on()
 
 
 class Ticket:

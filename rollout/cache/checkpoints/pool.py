@@ -122,8 +122,7 @@ class CheckpointPool:
 
     def free_captured(self, captures: Captures) -> None:
         """Free the slots of what a step kept of a sequence that had ended already."""
-        for _, checkpoint in captures:
-            self._free.append(checkpoint)
+        self._free += [checkpoint for _, checkpoint in captures]
 
     def save(self, slot: int, cached: CachedBlock) -> None:
         """Keep the state that a stopping sequence has as of its last block boundary, which this block ends at."""
