@@ -48,7 +48,7 @@ T = TypeVar("T")
 EXIT_SECONDS = 30.0
 
 _Aborted = tuple[str | Request, ...]
-"""Names requests that are to end: by an id, which one may have then; or themselves, and no later one of their id."""
+"""Names requests that are to end: by the id that one has then, or by itself: a later one that took its id goes on."""
 
 
 class GenerationThread:
