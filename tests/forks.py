@@ -2,8 +2,7 @@
 
 `python()` stands where `sys.executable` would: `[*python(), script, *arguments]`, also with `-c` and `-m`. The command
 is this file, which loads nothing: it hands its arguments, folder, environment and streams to the server, and ends as
-the fork ends. The server starts when it is first needed, and ends with the tests. A fork takes nothing of what was
-loaded apart when it ends, which Python does for longer than a command runs.
+the fork ends. The server starts when it is first needed, and ends with the tests.
 
 What is read when libraries load is the server's: where a test is of such a variable it starts `sys.executable`.
 """
@@ -148,7 +147,11 @@ def run(first: str, *arguments: str) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """End this process once its threads have, and what waits for its end was called."""
+    """End this process once its threads have, and what waits for its end was called.
+
+    Nothing that it holds is taken apart, which Python would do for seconds.
+    """
+    atexit.unregister(end)
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
