@@ -7,16 +7,21 @@ Kernels of the CPU take one thread of Numba's, as processes of tests share the c
 change is tested with them (`THREADS`). So do torch's operations: Numba's pool, as it starts, tells OpenMP of as many
 as there are cores, whatever OMP_NUM_THREADS says. Where processes share these, two threads take ten times as long.
 
-Python's garbage collector waits until all is imported, and passes over that from then on. It collects seldom, as in
+Python's garbage collector waits until all is imported, and passes over that from then on, as over what files of tests
+have left: TRL and benchmarks collect on their own, and would go through all of it each time. It collects seldom, as in
 processes that tests start (started/sitecustomize.py).
+
+What is installed is looked up once: transformers and TRL would both go through all of it.
 """
 
 import atexit
 import gc
+import importlib.metadata
 import os
 import shlex
 import tempfile
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,7 @@ if not torch.cuda.is_available():
 numba.set_num_threads(1)
 torch.set_num_threads(1)
 gc.disable()
+importlib.metadata.packages_distributions = cache(importlib.metadata.packages_distributions)
 
 TESTS = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS / "started")])
@@ -44,6 +50,8 @@ forks.share()
 if "PYTEST_XDIST_WORKER" in os.environ:  # nobody asks for its exit code
     atexit.register(forks.end, 0)
 _cluster = ExitStack()
+MANY_OBJECTS = 50_000
+"""What so many take to go through is seen: 0.02 seconds."""
 
 
 @pytest.fixture
@@ -76,6 +84,9 @@ def cluster() -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if not share_a_cluster(item, nextitem):
         _cluster.close()
+    if (nextitem is None or nextitem.path != item.path) and len(gc.get_objects()) > MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
