@@ -14,7 +14,9 @@ processes that tests start (started/sitecustomize.py).
 What is installed is looked up once: transformers and TRL would both go through all of it.
 """
 
-import atexit
+from . import ending  # noqa: F401  (before all others)
+
+# isort: split
 import gc
 import importlib.metadata
 import os
@@ -47,8 +49,6 @@ importlib.metadata.packages_distributions = cache(importlib.metadata.packages_di
 TESTS = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS / "started")])
 forks.share()
-if "PYTEST_XDIST_WORKER" in os.environ:  # nobody asks for its exit code
-    atexit.register(forks.end, 0)
 _cluster = ExitStack()
 MANY_OBJECTS = 50_000
 """What so many take to go through is seen: 0.02 seconds."""

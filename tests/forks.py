@@ -151,7 +151,6 @@ def end(code: int) -> NoReturn:
 
     Nothing that it holds is taken apart, which Python would do for seconds.
     """
-    atexit.unregister(end)
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
