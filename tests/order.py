@@ -41,6 +41,8 @@ def longest_first(items: list[pytest.Item]) -> None:
 
 
 def share_a_cluster(item: pytest.Item, following: pytest.Item | None) -> bool:
-    """Say whether the cluster of one test is the next one's."""
-    sharing = {TESTS / file for file in OF_ONE_CLUSTER}
-    return following is not None and {item.path, following.path} <= sharing
+    """Say whether the cluster of one test is the next one's: of the same file, or of another that shares it."""
+    if following is None:
+        return False
+    files = {item.path, following.path}
+    return len(files) == 1 or files <= {TESTS / file for file in OF_ONE_CLUSTER}
