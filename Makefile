@@ -72,7 +72,7 @@ verl-matrix: install
 	$(BIN)/python benchmarks/verl_matrix/matrix.py $(ARGS)
 
 # Two processes of one thread each. Three on two cores take longer: they slow each other down by more than what waits.
-# Which files come first: tests/conftest.py.
+# Which files come first: tests/order.py.
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
 

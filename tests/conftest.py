@@ -7,25 +7,32 @@ Kernels of the CPU take one thread of Numba's, as processes of tests share the c
 change is tested with them (`THREADS`). So do torch's operations: Numba's pool, as it starts, tells OpenMP of as many
 as there are cores, whatever OMP_NUM_THREADS says. Where processes share these, two threads take ten times as long.
 
-Python's garbage collector waits until all is imported, and passes over that from then on. It collects seldom, as in
+Python's garbage collector waits until all is imported, and passes over that from then on, as over what files of tests
+have left: TRL and benchmarks collect on their own, and would go through all of it each time. It collects seldom, as in
 processes that tests start (started/sitecustomize.py).
 
-The files that take longest come first: `make test` gives whole files to some processes, and the last one to run should
-be short. The very first compiles nearly all kernels of the CPU; those beside it need none, the next ones many.
+What is installed is looked up once: transformers and TRL would both go through all of it.
 """
 
+from . import ending  # noqa: F401  (before all others)
+
+# isort: split
 import gc
+import importlib.metadata
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
 import torch
 
 from . import forks
+from .order import longest_first, share_a_cluster
 
 os.environ.setdefault("RAY_AUTH_TOKEN", "of-the-tests")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -37,28 +44,14 @@ if not torch.cuda.is_available():
 numba.set_num_threads(1)
 torch.set_num_threads(1)
 gc.disable()
+importlib.metadata.packages_distributions = cache(importlib.metadata.packages_distributions)
 
 TESTS = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS / "started")])
 forks.share()
-LONGEST = (
-    "exactness/test_check.py",
-    "kernels/triton/test_ssm.py",
-    "kernels/triton/test_ssm_backward.py",
-    "kernels/triton/test_attention.py",
-    "rollout/integrations/test_verl_turns.py",
-    "benchmarks/test_benchmarks.py",
-    "exactness/test_hybrids.py",
-    "exactness/test_expert_routes.py",
-    "exactness/test_latent_families.py",
-    "exactness/test_hybrid_rollout.py",
-    "exactness/test_fsdp.py",
-    "kernels/test_attention.py",
-    "structure/test_structure.py",
-    "rollout/worker/test_worker_killed.py",
-    "rollout/worker/test_worker_process.py",
-    "weight_sync/test_distributed.py",
-)
+_cluster = ExitStack()
+MANY_OBJECTS = 50_000
+"""What so many take to go through is seen: 0.02 seconds."""
 
 
 @pytest.fixture
@@ -68,27 +61,43 @@ def ray_python() -> str:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """Ray with nothing that outlives the tests of a module."""
+def cluster() -> None:
+    """Ray with nothing that outlives the tests of a module, and of those that run after it on the same cluster."""
     import ray
 
-    with tempfile.TemporaryDirectory(prefix="ray-") as temporary:
-        ray.init(
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=80 << 20,
-            log_to_driver=False,
-            configure_logging=False,
-            runtime_env={"py_executable": shlex.join(forks.python())},
-            _temp_dir=temporary,
-        )
-        yield
-        ray.shutdown()
+    if ray.is_initialized():
+        return
+    temporary = _cluster.enter_context(tempfile.TemporaryDirectory(prefix="ray-"))
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+        configure_logging=False,
+        runtime_env={"py_executable": shlex.join(forks.python())},
+        _temp_dir=temporary,
+    )
+    _cluster.callback(ray.shutdown)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if not share_a_cluster(item, nextitem):
+        _cluster.close()
+    if (nextitem is None or nextitem.path != item.path) and len(gc.get_objects()) > MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from .scheduling import Scheduling
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {TESTS / file: place for place, file in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+    longest_first(items)
 
 
 @pytest.hookimpl(tryfirst=True)

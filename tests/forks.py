@@ -9,6 +9,7 @@ What is read when libraries load is the server's: where a test is of such a vari
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -19,11 +20,13 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 _environment: dict[str, str] = {}
 _SERVER = "SAMEBIT_TESTS_SERVER"
@@ -143,9 +146,28 @@ def run(first: str, *arguments: str) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
+def end(code: int) -> NoReturn:
+    """End this process once its threads have, and what waits for its end was called.
+
+    Nothing that it holds is taken apart, which Python would do for seconds.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(ValueError):  # it is closed
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == [_SERVE]:
         serve()
-        run(*sys.argv)
+        try:
+            run(*sys.argv)
+        except SystemExit as asked:
+            if not isinstance(asked.code, int | None):
+                raise
+            end(asked.code or 0)
+        end(0)
     else:
         ask(sys.argv[1:])

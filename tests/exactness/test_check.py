@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +28,7 @@ from samebit.rollout.cache.prefix_tree import PrefixTree
 from samebit.weight_sync.wire.buckets import Kind
 from samebit.weight_sync.wire.delta import DeltaEncoder, Encoded
 
+from .. import forks
 from .families import CAMPAIGN, DTYPES, EXPERTS, FAMILIES, HYBRIDS, SPARSE, make_model
 from .lora import make_peft
 
@@ -43,10 +45,21 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
+@pytest.fixture
+def processes_are_forks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those that the command starts."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.join(forks.python())} "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+
 def test_json_is_one_object_and_nothing_else(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     """Under `make soak` with as many sleeps and steps as users get; otherwise few, in which each order is."""
+    if not CAMPAIGN:
+        request.getfixturevalue("processes_are_forks")
     cycles, steps = (weight_updates.CYCLES, weight_updates.STEPS) if CAMPAIGN else (4, 12)
     monkeypatch.setattr(weight_updates, "CYCLES", cycles)
     monkeypatch.setattr(weight_updates, "STEPS", steps)

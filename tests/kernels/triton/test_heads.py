@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,14 @@ def leaves(rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, cont
     return [parts, tables, HeadNorms(parts[4], parts[5], 1e-6, 1.0)]
 
 
-@pytest.mark.parametrize(("sizes", "dtype", "normed"), in_pairs(SIZES, DTYPES, (False, True), every=EVERY))
+IN_TURNS = list(zip(SIZES, cycle(DTYPES), cycle((False, True)), strict=False))
+"""Each of the sizes, with a dtype each and with norms or without."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "normed"), list(product(SIZES, DTYPES, (False, True))) if EVERY else IN_TURNS
+)
 def test_training_has_the_bits_of_a_launch_each_and_its_gradients_too(
     sizes: tuple[int, int, int, int], normed: bool, dtype: torch.dtype
 ) -> None:

@@ -58,26 +58,38 @@ def test_a_layer_of_a_training_call_launches_so_many_kernels() -> None:
     assert LAYER.total() == 8
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False])
-def test_its_gradients_have_the_bits_of_a_launch_each(reentrant: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether layers are computed again in the backward or not."""
-    found = []
-    for apart in (False, True):
+@pytest.fixture(scope="module")
+def of_a_launch_each() -> list[torch.Tensor]:
+    """Hidden states and gradients where nothing shares a launch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "on_gpu", lambda tensor: True)
+        patch.setattr(Addend, "of", staticmethod(lambda x: x))
+        patch.setattr(heads, "joins", lambda given: False)
         model = qwen(2)
-        if reentrant is not None and not apart:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-            model.enable_input_require_grads()
-        if apart:
-            monkeypatch.setattr(Addend, "of", staticmethod(lambda x: x))
-            monkeypatch.setattr(heads, "joins", lambda given: False)
-            for module in model.modules():
-                module.register_forward_hook(lambda module, given, out: None)
-        hidden, names = forward(model)
-        for name in ("_norm_sums", "_turn_and_write", "_multiply_layers", "_multiply_gated"):
-            assert bool(names[name]) != apart
-        hidden.square().sum().backward()
-        found.append([hidden, *(part.grad for part in model.model.parameters())])
-    for one, other in zip(*found, strict=True):
+        for module in model.modules():
+            module.register_forward_hook(lambda module, given, out: None)
+        return differentiated(model, apart=True)
+
+
+def differentiated(model: nn.Module, *, apart: bool) -> list[torch.Tensor]:
+    """Hidden states, and the gradients of all parameters."""
+    hidden, names = forward(model)
+    for name in ("_norm_sums", "_turn_and_write", "_multiply_layers", "_multiply_gated"):
+        assert bool(names[name]) != apart
+    hidden.square().sum().backward()
+    return [hidden, *(part.grad for part in model.model.parameters())]
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_its_gradients_have_the_bits_of_a_launch_each(
+    reentrant: bool | None, of_a_launch_each: list[torch.Tensor]
+) -> None:
+    """Whether layers are computed again in the backward or not."""
+    model = qwen(2)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    for one, other in zip(differentiated(model, apart=False), of_a_launch_each, strict=True):
         assert torch.equal(one, other)
 
 

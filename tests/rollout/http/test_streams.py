@@ -8,11 +8,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +26,7 @@ from samebit.rollout.integrations.http.service import Service
 from samebit.rollout.integrations.http.settings import ServeSettings
 from samebit.rollout.outputs import StreamChunk
 
+from ...forks import python
 from ...patience import wait_until
 from .served import CALL, NAME, Served, byte_tokenizer
 
@@ -108,8 +109,16 @@ def test_an_error_of_the_worker_is_the_last_event(served: Served) -> None:
     assert b"it broke" in taken[-1]["body"]
 
 
+def listener(port: int) -> int:
+    """Return the process that listens there."""
+    sockets = psutil.net_connections("tcp4")
+    (found,) = {one.pid for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.port == port}
+    assert found is not None
+    return found
+
+
 def test_sigterm_lets_what_runs_end(served: Served) -> None:
-    command = [sys.executable, "-m", "samebit.rollout.cli", "serve", str(served.folder), "--num-threads", "1"]
+    command = [*python(), "-m", "samebit.rollout.cli", "serve", str(served.folder), "--num-threads", "1"]
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
     process = subprocess.Popen([*command, "--port", str(port)], env={**os.environ, **process_environment(1)})
@@ -120,7 +129,7 @@ def test_sigterm_lets_what_runs_end(served: Served) -> None:
         with httpx.stream("POST", f"{base}/v1/completions", json={**LONG, "max_tokens": 300}, timeout=None) as answer:
             lines = answer.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGTERM)
+            os.kill(listener(port), signal.SIGTERM)
             rest = list(lines)
         assert "data: [DONE]" in rest
         assert process.wait() == 0
