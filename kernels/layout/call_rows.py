@@ -18,7 +18,7 @@ from samebit.kernels.layout.grids import KV_CHUNK, QUERY_TILE, ceil_div
 
 Ints = npt.NDArray[np.int32]
 
-_BUNCH = 8
+MOST_BUNCHED = 8
 """The most sequences that are bunched."""
 
 
@@ -29,6 +29,17 @@ class Numbers(NamedTuple):
     lengths: int
     starts: int
     table_rows: int
+
+
+class StepRows(NamedTuple):
+    """Holds how a step's sequences are laid out: ``positions`` and ``numbers`` as in `CallRows`, of those that sample
+    the last row and the position of the next token, ``[K]`` int64 each, and other properties by their names."""
+
+    positions: npt.NDArray[np.int64]
+    numbers: Ints
+    last_rows: npt.NDArray[np.int64]
+    next_positions: npt.NDArray[np.int64]
+    known: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -87,7 +98,7 @@ class CallRows:
         bunches = [[0, 0]]
         for tile, link in enumerate(links, start=1):
             first, shared = bunches[-1]
-            if link and tile - first < _BUNCH and (not shared or shared <= link <= 2 * shared):
+            if link and tile - first < MOST_BUNCHED and (not shared or shared <= link <= 2 * shared):
                 bunches[-1][1] = shared or link
             else:
                 bunches.append([tile, 0])

@@ -26,6 +26,7 @@ from samebit.rollout.requests.request import Sequence
 
 TopLogprobs = list[dict[int, float] | None]
 Words = npt.NDArray[np.uint32]
+Positions = npt.NDArray[np.int64]
 
 _UNSEEDED = 1 << 31
 """Set in the counter of requests without a seed: their streams never meet those of seeded ones."""
@@ -110,7 +111,7 @@ class Sampler:
         self._last: _Streams | None = None
         self._report = logprobs_of_rows if exact else _torch_logprobs
 
-    def draw_inputs(self, sequences: list[Sequence], positions: list[int], rows: npt.NDArray[np.int64]) -> DrawInputs:
+    def draw_inputs(self, sequences: list[Sequence], positions: Positions, rows: npt.NDArray[np.int64]) -> DrawInputs:
         """Return what drawing each sequence's token for its position needs; on the host."""
         streams = self._streams(sequences)
         counters = streams.counters.copy()
@@ -145,7 +146,7 @@ class Sampler:
         )  # fmt: skip
 
     def sample(
-        self, logits: torch.Tensor, sequences: list[Sequence], positions: list[int], inputs: DrawInputs
+        self, logits: torch.Tensor, sequences: list[Sequence], positions: Positions, inputs: DrawInputs
     ) -> Draws:
         """Draw one token a row; does not wait for the device, unless likely tokens are asked for.
 
@@ -202,13 +203,13 @@ def _top_logprobs(
     return result
 
 
-def _processed(logits: torch.Tensor, sequences: list[Sequence], positions: list[int], rows: list[int]) -> torch.Tensor:
+def _processed(logits: torch.Tensor, sequences: list[Sequence], positions: Positions, rows: list[int]) -> torch.Tensor:
     """Return ``logits`` itself when none of ``rows`` wants processing now, else a copy with those rows processed."""
     copy = None
     filtered: list[int] = []
     for row in rows:
         sequence = sequences[row]
-        may_end = positions[row] >= sequence.num_prompt_tokens + sequence.params.min_tokens
+        may_end = bool(positions[row] >= sequence.num_prompt_tokens + sequence.params.min_tokens)
         if sequence.params.changes_logits or not may_end:
             copy = logits.clone() if copy is None else copy
             _process(copy[row], sequence, may_end)
