@@ -5,6 +5,7 @@ Invariants:
 * Without a `Scoring` the class's own forward runs. With one, the decoder runs as in that forward, and the head gives
   log-probabilities of the rows that reach it (`logprob_head`): inside the head's own call, because that is where FSDP2
   has its weight in one piece, and as its output and the model's, because FSDP2 prepares the backward of those.
+* In a step of a rollout likewise, without what transformers makes around the two: of a small model a fiftieth of it.
 * The epilogue of the class's forward is then the family's (`epilogue`). Where it may be another one, or something
   stands between the head and its logits, all logits are made by the class's own forward and scored afterwards.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +29,12 @@ from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.logprobs import entropy_from_logits, logprobs_from_logits
 
 Forward = Callable[..., Any]
+
+
+class Logits(NamedTuple):
+    """Holds the logits of a step: what a rollout reads of a model's output."""
+
+    logits: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,8 @@ def causal_forward(own: Forward, *, known: bool) -> Forward:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         scoring = installed_scoring()
         if scoring is None:
-            return own(self, *args, **kwargs)
+            alone = known and not args and _in_step(kwargs) and _is_bound_alone(self.lm_head)
+            return _step_logits(self, **kwargs) if alone else own(self, *args, **kwargs)
         _refuse_router_losses(self.config.get_text_config(), kwargs)
         if known and _is_bound_alone(self.lm_head):
             return _scores(self, *args, **kwargs)
@@ -107,6 +115,21 @@ def _refuse_router_losses(config: Any, kwargs: dict[str, Any]) -> None:
             "output_router_logits=True: log-probabilities come without the loss that balances the experts. Set "
             "model.config.output_router_logits = False, and compute that loss by a forward of its own"
         )
+
+
+def _in_step(kwargs: dict[str, Any]) -> bool:
+    """Return whether a call is that of a rollout's step, and asks for nothing else."""
+    context = installed_context()
+    rollout = context is not None and context.pages is not None and not torch.is_grad_enabled()
+    return rollout and kwargs.keys() == {"input_ids", "logits_to_keep"}
+
+
+def _step_logits(self: Any, input_ids: torch.Tensor, logits_to_keep: int | torch.Tensor) -> Logits:
+    head = self.lm_head
+    hidden = self.base_model(input_ids=input_ids)[0]
+    kept = hidden[:, logits_to_keep] if isinstance(logits_to_keep, torch.Tensor) else hidden[:, -logits_to_keep:]
+    facts: HeadFacts = head.samebit
+    return Logits(facts.epilogue(facts.config, head(kept.to(head.weight.dtype))))
 
 
 def _is_bound_alone(head: nn.Module) -> bool:
