@@ -34,7 +34,7 @@ from samebit.kernels.cpu.norm import (
     rms_norm_forward,
 )
 from samebit.kernels.cpu.rope import join_rotated, rotate
-from samebit.kernels.cpu.sampling import draw, keep_likely, uniforms
+from samebit.kernels.cpu.sampling import draw, keep_likely, sample, uniforms
 from samebit.kernels.cpu.ssd.operation import scan_backward, scan_forward
 
 __all__ = [
@@ -84,6 +84,7 @@ __all__ = [
     "rotate",
     "route_backward",
     "route_forward",
+    "sample",
     "scan_backward",
     "scan_forward",
     "uniforms",

@@ -282,6 +282,11 @@ def delta_mixer_of(tensor: Tensor) -> Callable[..., Tensor] | None:
     return None if device.on_gpu(tensor) else cpu.delta_mixer
 
 
+def sample_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return what draws and scores in one call where the tensor is; None for a GPU, likewise."""
+    return None if device.on_gpu(tensor) else cpu.sample
+
+
 @cache
 def _gpu() -> Operations:
     from samebit.kernels.triton import operations

@@ -31,10 +31,9 @@ Positions = npt.NDArray[np.int64]
 _UNSEEDED = 1 << 31
 """Set in the counter of requests without a seed: their streams never meet those of seeded ones."""
 
-_WORDS = 0xFFFFFFFF_FFFFFFFF
+_WORD = 0xFFFFFFFF
 
-_SEED, _TEMPERATURE = attrgetter("params.seed"), attrgetter("params.temperature")
-_ORDINAL, _SAMPLE = attrgetter("request.ordinal"), attrgetter("sample_index")
+_TEMPERATURE = attrgetter("params.temperature")
 
 LARGEST_LOGIT = 3e38
 """A logit is at most this, the greatest of float32, with room for rounding where it is divided by a temperature
@@ -125,25 +124,24 @@ class Sampler:
 
     def _worked_out(self, sequences: list[Sequence]) -> _Streams:
         """Work out what sequences draw from in all steps."""
-        seeds = list(map(_SEED, sequences))
-        of_requests = np.fromiter(map(_ORDINAL, sequences), np.uint64) | np.uint64(_UNSEEDED << 32)
-        given = [place for place, seed in enumerate(seeds) if seed is not None]
-        keys = np.full(len(seeds), self.seed & _WORDS, np.uint64)
-        if given:
-            keys[given] = [seed & _WORDS for seed in seeds if seed is not None]
-            of_requests[given] = 0
-        counters = np.zeros((len(sequences), 4), np.uint32)
-        counters[:, 1] = np.fromiter(map(_SAMPLE, sequences), np.uint32)
-        counters[:, 2:] = _words(of_requests)
+        words = [self._words(sequence) for sequence in sequences]
+        keys, counters = (np.array([both[part] for both in words], np.uint32) for part in (0, 1))
         temperatures = np.fromiter(map(_TEMPERATURE, sequences), np.float32)
         each = [sequence.params for sequence in sequences]
         return _Streams(
-            sequences, torch.from_numpy(temperatures), torch.from_numpy(_words(keys)), counters,
+            sequences, torch.from_numpy(temperatures), torch.from_numpy(keys), counters,
             greedy=any(one.temperature == 0 for one in each),
             scaled=any(one.temperature not in (0, 1) for one in each),
             processed=[row for row, one in enumerate(each) if one.changes_logits or one.min_tokens],
             with_top=any(one.logprobs is not None for one in each),
         )  # fmt: skip
+
+    def _words(self, sequence: Sequence) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the words of a sequence's key, and those of its counter at position 0."""
+        seed, stream = sequence.params.seed, 0
+        if seed is None:
+            seed, stream = self.seed, sequence.request.ordinal | _UNSEEDED << 32
+        return (seed & _WORD, seed >> 32 & _WORD), (0, sequence.sample_index, stream & _WORD, stream >> 32)
 
     def sample(
         self, logits: torch.Tensor, sequences: list[Sequence], positions: Positions, inputs: DrawInputs
@@ -157,21 +155,28 @@ class Sampler:
         """
         logits = logits.contiguous() if len(logits) == len(sequences) else logits[inputs.rows]
         streams, temperatures = self._streams(sequences), inputs.temperatures
+        report_at = torch.where(temperatures == 0, 1.0, temperatures) if streams.greedy else temperatures
+        plain = self._report is logprobs_of_rows and not streams.processed
+        sampled = kernels.sample(logits, temperatures, inputs.keys, inputs.counters) if plain else None
+        if sampled is None:
+            sampled = self._sample(logits, sequences, positions, inputs, report_at)
+        tokens, found = sampled
+        top = _top_logprobs(logits, tokens, report_at, sequences) if streams.with_top else None
+        return Draws(tokens, Arrival(found), top)
+
+    def _sample(
+        self, logits: torch.Tensor, sequences: list[Sequence], positions: Positions, inputs: DrawInputs,
+        report_at: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Do as `kernels.sample`, of logits that may be processed first."""
+        streams, temperatures = self._streams(sequences), inputs.temperatures
         uniform = kernels.uniforms(inputs.keys, inputs.counters)
         processed = _processed(logits, sequences, positions, streams.processed)
         chosen = kernels.draw(processed, temperatures, uniform)
         tokens = chosen.clamp(min=0)
-        report_at = torch.where(temperatures == 0, 1.0, temperatures) if streams.greedy else temperatures
         scores = self._report(logits, tokens, report_at)
         at_one = self._report(logits, tokens, torch.ones_like(report_at)) if streams.scaled else scores
-        found = Arrival(torch.stack([chosen.double(), scores.double(), at_one.double()]))
-        top = _top_logprobs(logits, tokens, report_at, sequences) if streams.with_top else None
-        return Draws(tokens, found, top)
-
-
-def _words(numbers: npt.NDArray[np.uint64]) -> Words:
-    """Return ``[R, 2]``, the lower and the upper half of each number."""
-    return numbers.astype("<u8", copy=False).view("<u4").reshape(-1, 2)
+        return tokens, torch.stack([chosen.double(), scores.double(), at_one.double()])
 
 
 def _torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
