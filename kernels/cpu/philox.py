@@ -39,7 +39,7 @@ def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
 
 
 @inlined_part
-def number(counters: Any, keys: Any, row: int) -> float:
+def number(counters: Any, keys: Any, row: int) -> Any:
     """Return the number in [0, 1) of a row."""
     a, b, _, _ = _words(counters, keys, row)
     return _number_of(a, b)
@@ -51,7 +51,7 @@ def _words(counters: Any, keys: Any, row: int) -> Any:
 
 
 @inlined_part
-def _number_of(a: Any, b: Any) -> float:
+def _number_of(a: Any, b: Any) -> Any:
     """Return the number in [0, 1) that 53 bits of the first two words of a row make."""
     high, low = np.float64(a >> _5), np.float64(b >> _6)
     return (high * 67108864.0 + low) / 9007199254740992.0
