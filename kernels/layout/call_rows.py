@@ -72,9 +72,13 @@ class CallRows:
 
     @cached_property
     def tiles(self) -> Ints:
-        """List ``[N, 2]`` (sequence, first row within it) of the pieces that attention works on."""
+        """List ``[N, 2]`` (sequence, first row within it) of the pieces that attention works on.
+
+        In a decode step sequences that begin with the same block are neighbours: the one whose prompt was computed runs
+        before its siblings, apart from them.
+        """
         if self.is_decode:
-            return _before_zeros(len(self.lengths))
+            return _before_zeros(np.argsort(self.block_tables[self.table_rows, 0], kind="stable"))
         counts = ceil_div(self.lengths, QUERY_TILE)
         sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         before = np.repeat(np.cumsum(counts) - counts, counts)
@@ -90,8 +94,9 @@ class CallRows:
         """
         count = len(self.tiles)
         if not self.is_decode or count < 2 or self.highest.starts < KV_CHUNK:
-            return _before_zeros(count + 1)
-        tables, whole = self.block_tables[self.table_rows], self.starts // KV_CHUNK
+            return _before_zeros(np.arange(count + 1))
+        order = self.tiles[:, 0]
+        tables, whole = self.block_tables[self.table_rows[order]], self.starts[order] // KV_CHUNK
         differ = tables[1:] != tables[:-1]
         alike = np.where(differ.any(axis=1), differ.argmax(axis=1), tables.shape[1])
         links = np.minimum(alike * self.block_size // KV_CHUNK, np.minimum(whole[1:], whole[:-1])).tolist()
@@ -201,8 +206,8 @@ class CallRows:
         return int(self.block_tables.max(initial=0)) + 1
 
 
-def _before_zeros(count: int) -> Ints:
-    """Return ``[count, 2]``, numbers from 0 on, each before a 0."""
-    pairs = np.zeros((count, 2), np.int32)
-    pairs[:, 0] = np.arange(count)
+def _before_zeros(numbers: npt.NDArray[np.int64]) -> Ints:
+    """Return ``[N, 2]``, each of the numbers before a 0."""
+    pairs = np.zeros((len(numbers), 2), np.int32)
+    pairs[:, 0] = numbers
     return pairs
