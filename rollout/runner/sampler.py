@@ -125,7 +125,8 @@ class Sampler:
     def _worked_out(self, sequences: list[Sequence]) -> _Streams:
         """Work out what sequences draw from in all steps."""
         words = [self._words(sequence) for sequence in sequences]
-        keys, counters = (np.array([both[part] for both in words], np.uint32) for part in (0, 1))
+        keys = np.array([key for key, _ in words], np.uint32).reshape(-1, 2)
+        counters = np.array([counter for _, counter in words], np.uint32).reshape(-1, 4)
         temperatures = np.fromiter(map(_TEMPERATURE, sequences), np.float32)
         each = [sequence.params for sequence in sequences]
         return _Streams(

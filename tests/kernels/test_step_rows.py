@@ -40,7 +40,7 @@ def _asked(seed: int, size: int, *, decode: bool) -> tuple[Ints, Ints]:
         tables[row, :shared] = tables[row - 1, :shared]
     lengths = np.ones(count, np.int64) if decode else draw.integers(1, 200, count)
     starts = draw.integers(0, WIDTH * size - lengths + 1)
-    slots = np.arange(count) if decode else draw.permutation(32)[:count]
+    slots = draw.permutation(32)[:count]
     write_from = draw.integers(0, starts + lengths + 1)
     return np.stack([lengths, starts, slots, write_from, draw.integers(0, 2, count)], axis=1).astype(np.int32), tables
 

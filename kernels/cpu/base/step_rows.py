@@ -13,13 +13,18 @@ from samebit.kernels.cpu.base.part import inlined_part
 from samebit.kernels.layout.call_rows import MOST_BUNCHED, Ints, StepRows
 from samebit.kernels.layout.grids import KV_CHUNK, QUERY_TILE
 
+_NO_ORDER = np.empty(0, np.int64)
+
 
 def _lay_out(
-    asked: Any, tables: Any, bits: int, numbers: Any, positions: Any, places: Any, tiles: Any, bunches: Any,
+    asked: Any, tables: Any, bits: int, order: Any, numbers: Any, positions: Any, places: Any, tiles: Any, bunches: Any,
     drawn: Any, found: Any,
 ) -> None:  # fmt: skip
-    """Write all arrays; ``found``: tiles, bunches, rows that sample, `longest`, `last_written_block`, and the rows; all
-    stay 0 where a sequence leads out of the tables or the rows."""
+    """Write all arrays.
+
+    ``order``: of the tiles of a decode step, empty elsewhere. ``found``: tiles, bunches, rows that sample, `longest`,
+    `last_written_block`, and the rows; all stay 0 where a sequence leads out of the tables or the rows.
+    """
     size, count, row, sampling, longest, last = 1 << bits, 0, 0, 0, 0, 0
     for sequence in range(len(asked)):
         length, start = np.int64(asked[sequence, 0]), np.int64(asked[sequence, 1])
@@ -43,20 +48,23 @@ def _lay_out(
         if asked[sequence, 4]:
             drawn[0, sampling], drawn[1, sampling] = row - 1, end
             sampling += 1
-    bunched = _bunch(asked, tables, size, count, len(asked) == len(positions), bunches)
+    for tile in range(len(order)):
+        tiles[tile, 0] = order[tile]
+    bunched = _bunch(asked, tables, size, tiles[:count], len(order) > 0, bunches)
     found[0], found[1], found[2], found[3], found[4], found[5] = count, bunched, sampling, longest, last, row
 
 
 @inlined_part
-def _bunch(asked: Any, tables: Any, size: int, count: int, is_decode: bool, bunches: Any) -> int:
+def _bunch(asked: Any, tables: Any, size: int, tiles: Any, is_decode: bool, bunches: Any) -> int:
     """Write what `CallRows.bunches` lists; return how many that are."""
     last = 0
     bunches[0, 0], bunches[0, 1] = 0, 0
-    for tile in range(1, count):
+    for tile in range(1, len(tiles)):
         link = 0
         if is_decode:
-            whole = np.int64(min(asked[tile - 1, 1], asked[tile, 1])) // KV_CHUNK
-            while link * size < whole * KV_CHUNK and (tables[asked[tile - 1, 2], link] == tables[asked[tile, 2], link]):
+            one, other = asked[tiles[tile - 1, 0]], asked[tiles[tile, 0]]
+            whole = np.int64(min(one[1], other[1])) // KV_CHUNK
+            while link * size < whole * KV_CHUNK and tables[one[2], link] == tables[other[2], link]:
                 link += 1
             link = min(whole, link * size // KV_CHUNK)
         shared = bunches[last, 1]
@@ -65,7 +73,7 @@ def _bunch(asked: Any, tables: Any, size: int, count: int, is_decode: bool, bunc
         else:
             last += 1
             bunches[last, 0], bunches[last, 1] = tile, 0
-    bunches[last + 1, 0], bunches[last + 1, 1] = count, 0
+    bunches[last + 1, 0], bunches[last + 1, 1] = len(tiles), 0
     return last + 2
 
 
@@ -74,12 +82,14 @@ _kernel = compile_kernel(_lay_out)
 
 def lay_out(asked: Ints, block_tables: Ints, block_size: int, num_rows: int) -> StepRows:
     """Implement `dispatch.lay_out`."""
-    count, most = len(asked), len(asked) + num_rows // QUERY_TILE
+    count, most, order = len(asked), len(asked) + num_rows // QUERY_TILE, _NO_ORDER
+    if count == num_rows:
+        order = np.argsort(block_tables[:, 0].take(asked[:, 2], mode="clip"), kind="stable")
     numbers, places = np.empty((4, count), np.int32), np.empty((2, num_rows), np.int32)
     tiles, bunches = np.empty((most, 2), np.int32), np.empty((most + 1, 2), np.int32)
     positions, drawn, found = np.empty(num_rows, np.int64), np.empty((2, count), np.int64), np.zeros(6, np.int64)
     bits = block_size.bit_length() - 1
-    _kernel(asked, block_tables, bits, numbers, positions, places, tiles, bunches, drawn, found)
+    _kernel(asked, block_tables, bits, order, numbers, positions, places, tiles, bunches, drawn, found)
     num_tiles, num_bunches, sampling, longest, last, rows = found.tolist()
     if rows != num_rows or not rows:
         raise ValueError(
