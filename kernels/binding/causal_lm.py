@@ -47,17 +47,24 @@ class HeadFacts:
 
 def head_forward(self: Any, x: torch.Tensor) -> torch.Tensor | Scores:
     """Compute a language model's logits in float32, or the scores that were asked for instead."""
-    scoring, facts = installed_scoring(), self.samebit
     device = x.device.type
+    casts = torch.is_autocast_enabled(device)
+    if not (casts or x.is_cuda):
+        return _of_head(self, x)
     with ExitStack() as stack:
         if x.is_cuda:
             stack.enter_context(torch.cuda.device_of(x))
-        if torch.is_autocast_enabled(device):
+        if casts:
             stack.enter_context(torch.autocast(device, enabled=False))
-        if scoring is None:
-            return linear(x, self.weight, self.bias).float()
-        x = x.to(self.weight.dtype)  # Mamba2's are float32, and its class rounds them before the head
-        return scored(x, self.weight, self.bias, facts.epilogue, facts.config, scoring)
+        return _of_head(self, x)
+
+
+def _of_head(head: Any, x: torch.Tensor) -> torch.Tensor | Scores:
+    scoring, facts = installed_scoring(), head.samebit
+    if scoring is None:
+        return linear(x, head.weight, head.bias).float()
+    x = x.to(head.weight.dtype)  # Mamba2's are float32, and its class rounds them before the head
+    return scored(x, head.weight, head.bias, facts.epilogue, facts.config, scoring)
 
 
 def own_forward(model: nn.Module) -> Forward:
@@ -121,15 +128,19 @@ def _in_step(kwargs: dict[str, Any]) -> bool:
     """Return whether a call is that of a rollout's step, and asks for nothing else."""
     context = installed_context()
     rollout = context is not None and context.pages is not None and not torch.is_grad_enabled()
-    return rollout and kwargs.keys() == {"input_ids", "logits_to_keep"}
+    kept = kwargs.get("logits_to_keep")
+    some = isinstance(kept, torch.Tensor) or kept == 0
+    return rollout and some and kwargs.keys() == {"input_ids", "logits_to_keep"}
 
 
-def _step_logits(self: Any, input_ids: torch.Tensor, logits_to_keep: int | torch.Tensor) -> Logits:
+def _step_logits(self: Any, input_ids: torch.Tensor, logits_to_keep: torch.Tensor | int) -> Logits:
+    """Return the logits of the rows that are kept, 0 for all."""
     head = self.lm_head
     hidden = self.base_model(input_ids=input_ids)[0]
-    kept = hidden[:, logits_to_keep] if isinstance(logits_to_keep, torch.Tensor) else hidden[:, -logits_to_keep:]
+    if isinstance(logits_to_keep, torch.Tensor):
+        hidden = hidden.index_select(1, logits_to_keep)
     facts: HeadFacts = head.samebit
-    return Logits(facts.epilogue(facts.config, head(kept.to(head.weight.dtype))))
+    return Logits(facts.epilogue(facts.config, head(hidden.to(head.weight.dtype))))
 
 
 def _is_bound_alone(head: nn.Module) -> bool:

@@ -11,7 +11,6 @@ Invariants
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +31,6 @@ _UNSEEDED = 1 << 31
 """Set in the counter of requests without a seed: their streams never meet those of seeded ones."""
 
 _WORD = 0xFFFFFFFF
-
-_TEMPERATURE = attrgetter("params.temperature")
 
 LARGEST_LOGIT = 3e38
 """A logit is at most this, the greatest of float32, with room for rounding where it is divided by a temperature
@@ -127,12 +124,12 @@ class Sampler:
         words = [self._words(sequence) for sequence in sequences]
         keys = np.array([key for key, _ in words], np.uint32).reshape(-1, 2)
         counters = np.array([counter for _, counter in words], np.uint32).reshape(-1, 4)
-        temperatures = np.fromiter(map(_TEMPERATURE, sequences), np.float32)
         each = [sequence.params for sequence in sequences]
+        temperatures = [one.temperature for one in each]
         return _Streams(
-            sequences, torch.from_numpy(temperatures), torch.from_numpy(keys), counters,
-            greedy=any(one.temperature == 0 for one in each),
-            scaled=any(one.temperature not in (0, 1) for one in each),
+            sequences, torch.tensor(temperatures, dtype=torch.float32), torch.from_numpy(keys), counters,
+            greedy=0 in temperatures,
+            scaled=not {0, 1}.issuperset(temperatures),
             processed=[row for row, one in enumerate(each) if one.changes_logits or one.min_tokens],
             with_top=any(one.logprobs is not None for one in each),
         )  # fmt: skip
