@@ -5,6 +5,7 @@ Invariants:
 * Without a `Scoring` the class's own forward runs. With one, the decoder runs as in that forward, and the head gives
   log-probabilities of the rows that reach it (`logprob_head`): inside the head's own call, because that is where FSDP2
   has its weight in one piece, and as its output and the model's, because FSDP2 prepares the backward of those.
+* In a step of a rollout likewise, without what transformers makes around the two: of a small model a fiftieth of it.
 * The epilogue of the class's forward is then the family's (`epilogue`). Where it may be another one, or something
   stands between the head and its logits, all logits are made by the class's own forward and scored afterwards.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +31,12 @@ from samebit.kernels.ops.logprobs import entropy_from_logits, logprobs_from_logi
 Forward = Callable[..., Any]
 
 
+class Logits(NamedTuple):
+    """Holds the logits of a step: what a rollout reads of a model's output."""
+
+    logits: torch.Tensor
+
+
 @dataclass(frozen=True)
 class HeadFacts:
     """Holds the epilogue of the model that the head is of, and the model's config."""
@@ -40,17 +47,24 @@ class HeadFacts:
 
 def head_forward(self: Any, x: torch.Tensor) -> torch.Tensor | Scores:
     """Compute a language model's logits in float32, or the scores that were asked for instead."""
-    scoring, facts = installed_scoring(), self.samebit
     device = x.device.type
+    casts = torch.is_autocast_enabled(device)
+    if not (casts or x.is_cuda):
+        return _of_head(self, x)
     with ExitStack() as stack:
         if x.is_cuda:
             stack.enter_context(torch.cuda.device_of(x))
-        if torch.is_autocast_enabled(device):
+        if casts:
             stack.enter_context(torch.autocast(device, enabled=False))
-        if scoring is None:
-            return linear(x, self.weight, self.bias).float()
-        x = x.to(self.weight.dtype)  # Mamba2's are float32, and its class rounds them before the head
-        return scored(x, self.weight, self.bias, facts.epilogue, facts.config, scoring)
+        return _of_head(self, x)
+
+
+def _of_head(head: Any, x: torch.Tensor) -> torch.Tensor | Scores:
+    scoring, facts = installed_scoring(), head.samebit
+    if scoring is None:
+        return linear(x, head.weight, head.bias).float()
+    x = x.to(head.weight.dtype)  # Mamba2's are float32, and its class rounds them before the head
+    return scored(x, head.weight, head.bias, facts.epilogue, facts.config, scoring)
 
 
 def own_forward(model: nn.Module) -> Forward:
@@ -75,7 +89,8 @@ def causal_forward(own: Forward, *, known: bool) -> Forward:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         scoring = installed_scoring()
         if scoring is None:
-            return own(self, *args, **kwargs)
+            alone = known and not args and _in_step(kwargs) and _is_bound_alone(self.lm_head)
+            return _step_logits(self, **kwargs) if alone else own(self, *args, **kwargs)
         _refuse_router_losses(self.config.get_text_config(), kwargs)
         if known and _is_bound_alone(self.lm_head):
             return _scores(self, *args, **kwargs)
@@ -107,6 +122,25 @@ def _refuse_router_losses(config: Any, kwargs: dict[str, Any]) -> None:
             "output_router_logits=True: log-probabilities come without the loss that balances the experts. Set "
             "model.config.output_router_logits = False, and compute that loss by a forward of its own"
         )
+
+
+def _in_step(kwargs: dict[str, Any]) -> bool:
+    """Return whether a call is that of a rollout's step, and asks for nothing else."""
+    context = installed_context()
+    rollout = context is not None and context.pages is not None and not torch.is_grad_enabled()
+    kept = kwargs.get("logits_to_keep")
+    some = isinstance(kept, torch.Tensor) or kept == 0
+    return rollout and some and kwargs.keys() == {"input_ids", "logits_to_keep"}
+
+
+def _step_logits(self: Any, input_ids: torch.Tensor, logits_to_keep: torch.Tensor | int) -> Logits:
+    """Return the logits of the rows that are kept, 0 for all."""
+    head = self.lm_head
+    hidden = self.base_model(input_ids=input_ids)[0]
+    if isinstance(logits_to_keep, torch.Tensor):
+        hidden = hidden.index_select(1, logits_to_keep)
+    facts: HeadFacts = head.samebit
+    return Logits(facts.epilogue(facts.config, head(hidden.to(head.weight.dtype))))
 
 
 def _is_bound_alone(head: nn.Module) -> bool:

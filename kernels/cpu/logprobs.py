@@ -1,8 +1,8 @@
 """Compute log-softmax and entropy over the vocabulary on the CPU, in a fixed order.
 
 Invariants: a row is divided into chunks of `VOCAB_CHUNK` tokens from token 0 on; each chunk's
-exponentials are summed in sixteen float32 lanes, the chunk sums in one float64. `_log_total` is the only
-place where a normaliser is computed: sampler and trainer both read it. T rows, V tokens of the vocabulary.
+exponentials are summed in sixteen float32 lanes, the chunk sums in one float64. `normaliser` is the only
+place where one is computed: draws, sampler and trainer all read it. T rows, V tokens of the vocabulary.
 """
 
 from typing import Any
@@ -66,13 +66,34 @@ def weight(logit: Any, temperature: Any, peak: Any) -> Any:
 
 
 @inlined_part
-def _log_total(logits: Any, temperature: Any, lanes: Any) -> Any:
-    """Return (peak, log of the summed exponentials above it) of a row at a temperature; both float32."""
+def normaliser(logits: Any, temperature: Any, lanes: Any, totals: Any) -> Any:
+    """Return (peak, sum of the exponentials above it) of a row at a temperature; ``totals``: of each chunk."""
     peak = row_max(logits, lanes) / temperature
     total = 0.0
-    for first in range(0, len(logits), VOCAB_CHUNK):
-        total += np.float64(chunk_total(logits[first : first + VOCAB_CHUNK], temperature, peak, lanes))
+    for chunk in range(len(totals)):
+        first = chunk * VOCAB_CHUNK
+        totals[chunk] = chunk_total(logits[first : first + VOCAB_CHUNK], temperature, peak, lanes)
+        total += np.float64(totals[chunk])
+    return peak, total
+
+
+@inlined_part
+def chunks_of(logits: Any) -> int:
+    """Return in how many chunks a row is summed."""
+    return (len(logits) + VOCAB_CHUNK - 1) // VOCAB_CHUNK
+
+
+@inlined_part
+def _log_total(logits: Any, temperature: Any, lanes: Any) -> Any:
+    """Return (peak, log of the summed exponentials above it) of a row at a temperature; both float32."""
+    peak, total = normaliser(logits, temperature, lanes, np.empty(chunks_of(logits), np.float32))
     return peak, np.float32(np.log(total))
+
+
+@inlined_part
+def logprob(logit: Any, temperature: Any, peak: Any, log_total: Any) -> Any:
+    """Return the log-probability of a token of a row with this normaliser."""
+    return (logit / temperature - peak) - log_total
 
 
 def _gather(threads: int, logits: Any, tokens: Any, temperatures: Any, out: Any, peaks: Any, log_totals: Any) -> None:
@@ -85,7 +106,7 @@ def _gather_row(row: int, logits: Any, tokens: Any, temperatures: Any, out: Any,
     peak, log_total = _log_total(logits[row], temperatures[row], lanes)
     peaks[row] = peak
     log_totals[row] = log_total
-    out[row] = (logits[row, tokens[row]] / temperatures[row] - peak) - log_total
+    out[row] = logprob(logits[row, tokens[row]], temperatures[row], peak, log_total)
 
 
 def _gather_backward(
@@ -120,7 +141,7 @@ def _all_row(row: int, logits: Any, temperatures: Any, out: Any) -> None:
     peak, log_total = _log_total(logits[row], temperatures[row], lanes)
     row_in, row_out, temperature = logits[row], out[row], temperatures[row]
     for i in range(len(row_in)):
-        row_out[i] = (row_in[i] / temperature - peak) - log_total
+        row_out[i] = logprob(row_in[i], temperature, peak, log_total)
 
 
 @inlined_part

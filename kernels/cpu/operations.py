@@ -2,6 +2,7 @@
 
 from samebit.kernels.cpu.activation import gated_backward, gated_forward
 from samebit.kernels.cpu.attention.operation import attention_backward, attention_forward, attention_of_unrotated
+from samebit.kernels.cpu.base.step_rows import lay_out
 from samebit.kernels.cpu.conv import conv_backward, conv_forward
 from samebit.kernels.cpu.delta.gates import gates
 from samebit.kernels.cpu.delta.gradients import delta_rule_backward
@@ -33,7 +34,7 @@ from samebit.kernels.cpu.norm import (
     rms_norm_forward,
 )
 from samebit.kernels.cpu.rope import join_rotated, rotate
-from samebit.kernels.cpu.sampling import draw, keep_likely, uniforms
+from samebit.kernels.cpu.sampling import draw, keep_likely, sample, uniforms
 from samebit.kernels.cpu.ssd.operation import scan_backward, scan_forward
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "latent_backward",
     "latent_forward",
     "latent_layer",
+    "lay_out",
     "layer_norm_backward",
     "layer_norm_forward",
     "log_softmax",
@@ -82,6 +84,7 @@ __all__ = [
     "rotate",
     "route_backward",
     "route_forward",
+    "sample",
     "scan_backward",
     "scan_forward",
     "uniforms",

@@ -38,22 +38,38 @@ def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     return c0, c1, c2, c3
 
 
+@inlined_part
+def number(counters: Any, keys: Any, row: int) -> Any:
+    """Return the number in [0, 1) of a row."""
+    a, b, _, _ = _words(counters, keys, row)
+    return _number_of(a, b)
+
+
+@inlined_part
+def _words(counters: Any, keys: Any, row: int) -> Any:
+    return _philox(counters[row, 0], counters[row, 1], counters[row, 2], counters[row, 3], keys[row, 0], keys[row, 1])
+
+
+@inlined_part
+def _number_of(a: Any, b: Any) -> Any:
+    """Return the number in [0, 1) that 53 bits of the first two words of a row make."""
+    high, low = np.float64(a >> _5), np.float64(b >> _6)
+    return (high * 67108864.0 + low) / 9007199254740992.0
+
+
 def _blocks(threads: int, counters: Any, keys: Any, out: Any, numbers: Any) -> None:
-    """Write the four words of each row, and the number in [0, 1) that 53 bits of its first two make."""
+    """Write the four words of each row, and its number."""
     share_out(_blocks_row, counters.shape[0], threads, (counters, keys, out, numbers))
 
 
 @kernel_part
 def _blocks_row(row: int, counters: Any, keys: Any, out: Any, numbers: Any) -> None:
-    a, b, c, d = _philox(
-        counters[row, 0], counters[row, 1], counters[row, 2], counters[row, 3], keys[row, 0], keys[row, 1]
-    )
+    a, b, c, d = _words(counters, keys, row)
     out[row, 0] = a
     out[row, 1] = b
     out[row, 2] = c
     out[row, 3] = d
-    high, low = np.float64(a >> _5), np.float64(b >> _6)
-    numbers[row] = (high * 67108864.0 + low) / 9007199254740992.0
+    numbers[row] = _number_of(a, b)
 
 
 blocks = SharedKernel(_blocks)

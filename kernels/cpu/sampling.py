@@ -9,11 +9,12 @@ from samebit.kernels.cpu import philox
 from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.logprobs import chunk_total, row_max, weight
+from samebit.kernels.cpu.logprobs import chunks_of, logprob, normaliser, row_max, weight
 from samebit.kernels.layout.grids import LANES, VOCAB_CHUNK
 from samebit.kernels.layout.options import Filters
 
 _ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
 _LOWEST = np.float32(-np.inf)
 
 
@@ -27,12 +28,38 @@ def _draw(threads: int, logits: Any, temperatures: Any, uniforms: Any, out: Any)
 
 @kernel_part
 def _draw_row(row: int, logits: Any, temperatures: Any, uniforms: Any, out: Any) -> None:
-    lanes = np.empty(LANES, np.float32)
+    row_in, temperature = logits[row], temperatures[row]
+    lanes, totals = np.empty(LANES, np.float32), np.empty(chunks_of(row_in), np.float32)
     out[row] = -1
-    if temperatures[row] == _ZERO:
-        out[row] = _likeliest(logits[row], lanes)
+    if temperature == _ZERO:
+        out[row] = _likeliest(row_in, lanes)
     else:
-        out[row] = _drawn(logits[row], temperatures[row], uniforms[row], lanes)
+        peak, total = normaliser(row_in, temperature, lanes, totals)
+        out[row] = _drawn(row_in, temperature, uniforms[row], peak, total, totals)
+
+
+def _sample(threads: int, logits: Any, temperatures: Any, keys: Any, counters: Any, tokens: Any, found: Any) -> None:
+    """Draw as `_draw` does, by numbers of `philox`, and report as `logprobs.gather`: ``found`` ``[3, T]``."""
+    share_out(_sample_row, logits.shape[0], threads, (logits, temperatures, keys, counters, tokens, found))
+
+
+@kernel_part
+def _sample_row(row: int, logits: Any, temperatures: Any, keys: Any, counters: Any, tokens: Any, found: Any) -> None:
+    row_in, temperature = logits[row], temperatures[row]
+    lanes, totals = np.empty(LANES, np.float32), np.empty(chunks_of(row_in), np.float32)
+    report_at = _ONE if temperature == _ZERO else temperature
+    peak, total = normaliser(row_in, report_at, lanes, totals)
+    if temperature == _ZERO:
+        chosen = _likeliest(row_in, lanes)
+    else:
+        uniform = philox.number(counters, keys, row)
+        chosen = _drawn(row_in, temperature, uniform, peak, total, totals)
+    logit = row_in[max(chosen, 0)]
+    tokens[row], found[0, row] = max(chosen, 0), chosen
+    found[1, row] = found[2, row] = logprob(logit, report_at, peak, np.float32(np.log(total)))
+    if report_at != _ONE:
+        peak, total = normaliser(row_in, _ONE, lanes, totals)
+        found[2, row] = logprob(logit, _ONE, peak, np.float32(np.log(total)))
 
 
 @inlined_part
@@ -48,15 +75,8 @@ def _likeliest(logits: Any, lanes: Any) -> int:
 
 
 @inlined_part
-def _drawn(logits: Any, temperature: Any, uniform: float, lanes: Any) -> int:
-    vocab = len(logits)
-    chunks = (vocab + VOCAB_CHUNK - 1) // VOCAB_CHUNK
-    totals = np.empty(chunks, np.float32)
-    peak = row_max(logits, lanes) / temperature
-    total = 0.0
-    for c in range(chunks):
-        totals[c] = chunk_total(logits[c * VOCAB_CHUNK : (c + 1) * VOCAB_CHUNK], temperature, peak, lanes)
-        total += np.float64(totals[c])
+def _drawn(logits: Any, temperature: Any, uniform: float, peak: Any, total: float, totals: Any) -> int:
+    vocab, chunks = len(logits), len(totals)
     if not total > 0.0:
         return -1
     target = uniform * total
@@ -81,6 +101,7 @@ def _drawn(logits: Any, temperature: Any, uniform: float, lanes: Any) -> int:
 
 
 _draw_rows = SharedKernel(_draw)
+_sample_rows = SharedKernel(_sample)
 
 
 def uniforms(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
@@ -95,6 +116,19 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor
     out = torch.empty(logits.shape[0], dtype=torch.int64)
     _draw_rows(logits.numel(), logits.numpy(), temperatures.numpy(), uniform.numpy(), out.numpy())
     return out
+
+
+def sample(
+    logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, counters: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Implement `dispatch.sample_of`."""
+    rows = logits.shape[0]
+    tokens, found = torch.empty(rows, dtype=torch.int64), torch.empty(3, rows, dtype=torch.float64)
+    _sample_rows(
+        logits.numel(), logits.numpy(), temperatures.numpy(), keys.numpy(), counters.numpy(), tokens.numpy(),
+        found.numpy(),
+    )  # fmt: skip
+    return tokens, found
 
 
 def keep_likely(logits: torch.Tensor, filters: Filters) -> None:

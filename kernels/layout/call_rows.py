@@ -18,7 +18,7 @@ from samebit.kernels.layout.grids import KV_CHUNK, QUERY_TILE, ceil_div
 
 Ints = npt.NDArray[np.int32]
 
-_BUNCH = 8
+MOST_BUNCHED = 8
 """The most sequences that are bunched."""
 
 
@@ -29,6 +29,17 @@ class Numbers(NamedTuple):
     lengths: int
     starts: int
     table_rows: int
+
+
+class StepRows(NamedTuple):
+    """Holds how a step's sequences are laid out: ``positions`` and ``numbers`` as in `CallRows`, of those that sample
+    the last row and the position of the next token, ``[K]`` int64 each, and other properties by their names."""
+
+    positions: npt.NDArray[np.int64]
+    numbers: Ints
+    last_rows: npt.NDArray[np.int64]
+    next_positions: npt.NDArray[np.int64]
+    known: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -61,9 +72,13 @@ class CallRows:
 
     @cached_property
     def tiles(self) -> Ints:
-        """List ``[N, 2]`` (sequence, first row within it) of the pieces that attention works on."""
+        """List ``[N, 2]`` (sequence, first row within it) of the pieces that attention works on.
+
+        In a decode step sequences that begin with the same block are neighbours: the one whose prompt was computed runs
+        before its siblings, apart from them.
+        """
         if self.is_decode:
-            return _before_zeros(len(self.lengths))
+            return _before_zeros(np.argsort(self.block_tables[self.table_rows, 0], kind="stable"))
         counts = ceil_div(self.lengths, QUERY_TILE)
         sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         before = np.repeat(np.cumsum(counts) - counts, counts)
@@ -79,15 +94,16 @@ class CallRows:
         """
         count = len(self.tiles)
         if not self.is_decode or count < 2 or self.highest.starts < KV_CHUNK:
-            return _before_zeros(count + 1)
-        tables, whole = self.block_tables[self.table_rows], self.starts // KV_CHUNK
+            return _before_zeros(np.arange(count + 1))
+        order = self.tiles[:, 0]
+        tables, whole = self.block_tables[self.table_rows[order]], self.starts[order] // KV_CHUNK
         differ = tables[1:] != tables[:-1]
         alike = np.where(differ.any(axis=1), differ.argmax(axis=1), tables.shape[1])
         links = np.minimum(alike * self.block_size // KV_CHUNK, np.minimum(whole[1:], whole[:-1])).tolist()
         bunches = [[0, 0]]
         for tile, link in enumerate(links, start=1):
             first, shared = bunches[-1]
-            if link and tile - first < _BUNCH and (not shared or shared <= link <= 2 * shared):
+            if link and tile - first < MOST_BUNCHED and (not shared or shared <= link <= 2 * shared):
                 bunches[-1][1] = shared or link
             else:
                 bunches.append([tile, 0])
@@ -190,8 +206,8 @@ class CallRows:
         return int(self.block_tables.max(initial=0)) + 1
 
 
-def _before_zeros(count: int) -> Ints:
-    """Return ``[count, 2]``, numbers from 0 on, each before a 0."""
-    pairs = np.zeros((count, 2), np.int32)
-    pairs[:, 0] = np.arange(count)
+def _before_zeros(numbers: npt.NDArray[np.int64]) -> Ints:
+    """Return ``[N, 2]``, each of the numbers before a 0."""
+    pairs = np.zeros((len(numbers), 2), np.int32)
+    pairs[:, 0] = numbers
     return pairs

@@ -10,7 +10,7 @@ Invariants:
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -40,15 +40,19 @@ class ForwardContext(CallRows):
             a training call.
         device_layout: what of this was sent to the device before; None to have it sent.
         adapters: of the rows; None where the model's own flags say it (a trainer's call).
+        known: properties that `StepRows` says, so that the layout is checked, and they need not be worked out.
     """
 
     pages: tuple[torch.Tensor, ...] | None = None
     states: StateMemory | None = None
     device_layout: DeviceLayout | None = None
     adapters: RowAdapters | None = None
+    known: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if len(self.lengths):
+        if self.known:
+            vars(self).update(self.known)
+        elif len(self.lengths):
             self._check_layout()
         if len(self.captures):
             sequence, position = self.captures[:, 0], self.captures[:, 1]

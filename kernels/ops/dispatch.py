@@ -20,6 +20,7 @@ import torch
 
 from samebit.kernels.cpu import operations as cpu
 from samebit.kernels.layout import device
+from samebit.kernels.layout.call_rows import Ints, StepRows
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.lora.adapters import LowRanks
 from samebit.kernels.layout.options import (
@@ -255,6 +256,16 @@ def operations_for(tensor: Tensor) -> Operations:
     return _gpu()
 
 
+def lay_out(asked: Ints, block_tables: Ints, block_size: int, num_rows: int) -> StepRows:
+    """Lay out a step's rows, on the host, of each sequence's ``asked`` ``[S, 5]``: how many it computes, from which
+    position on, its row of ``block_tables``, the position from which on it writes, and whether it samples.
+
+    Raises:
+        ValueError: they are not the rows of the step, or lead out of the tables.
+    """
+    return cpu.lay_out(asked, block_tables, block_size, num_rows)
+
+
 def dense_layer_of(tensor: Tensor) -> Callable[..., Tensor] | None:
     """Return what computes a whole decoder layer where the tensor is; None for a GPU, whose graphs spare the Python
     between kernels."""
@@ -269,6 +280,11 @@ def latent_layer_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor | None
 def delta_mixer_of(tensor: Tensor) -> Callable[..., Tensor] | None:
     """Return what computes a whole Gated DeltaNet layer where the tensor is; None for a GPU, likewise."""
     return None if device.on_gpu(tensor) else cpu.delta_mixer
+
+
+def sample_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return what draws and scores in one call where the tensor is; None for a GPU, likewise."""
+    return None if device.on_gpu(tensor) else cpu.sample
 
 
 @cache

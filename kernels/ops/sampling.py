@@ -12,7 +12,7 @@ from samebit.kernels.layout import device
 from samebit.kernels.layout.options import Filters
 from samebit.kernels.layout.shape_checks import check_dtype, check_host, check_shape
 from samebit.kernels.layout.transfer import indices, sent
-from samebit.kernels.ops.dispatch import operations_for
+from samebit.kernels.ops.dispatch import operations_for, sample_of
 
 _RULED_OUT = float("-inf")
 
@@ -56,6 +56,35 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor
             check_host(name, part)
             check_dtype(name, part, torch.float64 if name == "uniform" else torch.float32)
     return operations_for(logits).draw(logits, temperatures, uniform)
+
+
+def sample(
+    logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, counters: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Draw one token a row and score it, in one call where the device has such a call; None elsewhere.
+
+    Args:
+        logits: ``[T, V]`` float32, contiguous.
+        temperatures, keys, counters: as in `draw` and `uniforms`.
+
+    Returns:
+        ``[T]`` int64, what `draw` chooses by the numbers of `uniforms`, 0 for its -1; and ``[3, T]`` float64: what it
+        chooses, its log-probability by `logprobs.logprobs_of_rows` (at temperature 1 for 0), and that at temperature 1.
+    """
+    kernel = sample_of(logits)
+    if kernel is None:
+        return None
+    check_shape("logits", logits, len(counters), logits.size(-1))
+    check_shape("temperatures", temperatures, len(counters))
+    check_shape("keys", keys, len(counters), 2)
+    check_shape("counters", counters, len(counters), 4)
+    for name, part in (("logits", logits), ("temperatures", temperatures)):
+        check_host(name, part)
+        check_dtype(name, part, torch.float32)
+    for name, part in (("keys", keys), ("counters", counters)):
+        check_host(name, part)
+        check_dtype(name, part, torch.uint32)
+    return kernel(logits, temperatures, keys, counters)
 
 
 def penalize_repetition(row: torch.Tensor, seen: torch.Tensor, penalty: float) -> None:

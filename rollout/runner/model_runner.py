@@ -86,7 +86,8 @@ class ModelRunner:
             drawn = before.draws.tokens
         inputs = step_inputs(plan, block_tables, self.memory, self.sampler)
         began = time.perf_counter()
-        self._copy_blocks(self.memory, plan.copies)
+        if plan.copies:
+            self._copy_blocks(self.memory, plan.copies)
         if self.memory.states is not None:
             _move_states(self.memory.states, plan.moves)
         with use_notes(self.memory.routes):
@@ -101,8 +102,6 @@ class ModelRunner:
 
     @torch.no_grad()
     def _copy_blocks(self, memory: Memory, copies: list[tuple[int, int]]) -> None:
-        if not copies:
-            return
         sources, targets = indices(np.array(copies, np.int64).T, self.shape.device)
         for pages in memory.pages:
             pages[targets] = pages[sources]

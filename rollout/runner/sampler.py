@@ -11,7 +11,6 @@ Invariants
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +25,12 @@ from samebit.rollout.requests.request import Sequence
 
 TopLogprobs = list[dict[int, float] | None]
 Words = npt.NDArray[np.uint32]
+Positions = npt.NDArray[np.int64]
 
 _UNSEEDED = 1 << 31
 """Set in the counter of requests without a seed: their streams never meet those of seeded ones."""
 
-_WORDS = 0xFFFFFFFF_FFFFFFFF
-
-_SEED, _TEMPERATURE = attrgetter("params.seed"), attrgetter("params.temperature")
-_ORDINAL, _SAMPLE = attrgetter("request.ordinal"), attrgetter("sample_index")
+_WORD = 0xFFFFFFFF
 
 LARGEST_LOGIT = 3e38
 """A logit is at most this, the greatest of float32, with room for rounding where it is divided by a temperature
@@ -110,7 +107,7 @@ class Sampler:
         self._last: _Streams | None = None
         self._report = logprobs_of_rows if exact else _torch_logprobs
 
-    def draw_inputs(self, sequences: list[Sequence], positions: list[int], rows: npt.NDArray[np.int64]) -> DrawInputs:
+    def draw_inputs(self, sequences: list[Sequence], positions: Positions, rows: npt.NDArray[np.int64]) -> DrawInputs:
         """Return what drawing each sequence's token for its position needs; on the host."""
         streams = self._streams(sequences)
         counters = streams.counters.copy()
@@ -124,28 +121,28 @@ class Sampler:
 
     def _worked_out(self, sequences: list[Sequence]) -> _Streams:
         """Work out what sequences draw from in all steps."""
-        seeds = list(map(_SEED, sequences))
-        of_requests = np.fromiter(map(_ORDINAL, sequences), np.uint64) | np.uint64(_UNSEEDED << 32)
-        given = [place for place, seed in enumerate(seeds) if seed is not None]
-        keys = np.full(len(seeds), self.seed & _WORDS, np.uint64)
-        if given:
-            keys[given] = [seed & _WORDS for seed in seeds if seed is not None]
-            of_requests[given] = 0
-        counters = np.zeros((len(sequences), 4), np.uint32)
-        counters[:, 1] = np.fromiter(map(_SAMPLE, sequences), np.uint32)
-        counters[:, 2:] = _words(of_requests)
-        temperatures = np.fromiter(map(_TEMPERATURE, sequences), np.float32)
+        words = [self._words(sequence) for sequence in sequences]
+        keys = np.array([key for key, _ in words], np.uint32).reshape(-1, 2)
+        counters = np.array([counter for _, counter in words], np.uint32).reshape(-1, 4)
         each = [sequence.params for sequence in sequences]
+        temperatures = [one.temperature for one in each]
         return _Streams(
-            sequences, torch.from_numpy(temperatures), torch.from_numpy(_words(keys)), counters,
-            greedy=any(one.temperature == 0 for one in each),
-            scaled=any(one.temperature not in (0, 1) for one in each),
+            sequences, torch.tensor(temperatures, dtype=torch.float32), torch.from_numpy(keys), counters,
+            greedy=0 in temperatures,
+            scaled=not {0, 1}.issuperset(temperatures),
             processed=[row for row, one in enumerate(each) if one.changes_logits or one.min_tokens],
             with_top=any(one.logprobs is not None for one in each),
         )  # fmt: skip
 
+    def _words(self, sequence: Sequence) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the words of a sequence's key, and those of its counter at position 0."""
+        seed, stream = sequence.params.seed, 0
+        if seed is None:
+            seed, stream = self.seed, sequence.request.ordinal | _UNSEEDED << 32
+        return (seed & _WORD, seed >> 32 & _WORD), (0, sequence.sample_index, stream & _WORD, stream >> 32)
+
     def sample(
-        self, logits: torch.Tensor, sequences: list[Sequence], positions: list[int], inputs: DrawInputs
+        self, logits: torch.Tensor, sequences: list[Sequence], positions: Positions, inputs: DrawInputs
     ) -> Draws:
         """Draw one token a row; does not wait for the device, unless likely tokens are asked for.
 
@@ -156,21 +153,28 @@ class Sampler:
         """
         logits = logits.contiguous() if len(logits) == len(sequences) else logits[inputs.rows]
         streams, temperatures = self._streams(sequences), inputs.temperatures
+        report_at = torch.where(temperatures == 0, 1.0, temperatures) if streams.greedy else temperatures
+        plain = self._report is logprobs_of_rows and not streams.processed
+        sampled = kernels.sample(logits, temperatures, inputs.keys, inputs.counters) if plain else None
+        if sampled is None:
+            sampled = self._sample(logits, sequences, positions, inputs, report_at)
+        tokens, found = sampled
+        top = _top_logprobs(logits, tokens, report_at, sequences) if streams.with_top else None
+        return Draws(tokens, Arrival(found), top)
+
+    def _sample(
+        self, logits: torch.Tensor, sequences: list[Sequence], positions: Positions, inputs: DrawInputs,
+        report_at: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Do as `kernels.sample`, of logits that may be processed first."""
+        streams, temperatures = self._streams(sequences), inputs.temperatures
         uniform = kernels.uniforms(inputs.keys, inputs.counters)
         processed = _processed(logits, sequences, positions, streams.processed)
         chosen = kernels.draw(processed, temperatures, uniform)
         tokens = chosen.clamp(min=0)
-        report_at = torch.where(temperatures == 0, 1.0, temperatures) if streams.greedy else temperatures
         scores = self._report(logits, tokens, report_at)
         at_one = self._report(logits, tokens, torch.ones_like(report_at)) if streams.scaled else scores
-        found = Arrival(torch.stack([chosen.double(), scores.double(), at_one.double()]))
-        top = _top_logprobs(logits, tokens, report_at, sequences) if streams.with_top else None
-        return Draws(tokens, found, top)
-
-
-def _words(numbers: npt.NDArray[np.uint64]) -> Words:
-    """Return ``[R, 2]``, the lower and the upper half of each number."""
-    return numbers.astype("<u8", copy=False).view("<u4").reshape(-1, 2)
+        return tokens, torch.stack([chosen.double(), scores.double(), at_one.double()])
 
 
 def _torch_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -202,13 +206,13 @@ def _top_logprobs(
     return result
 
 
-def _processed(logits: torch.Tensor, sequences: list[Sequence], positions: list[int], rows: list[int]) -> torch.Tensor:
+def _processed(logits: torch.Tensor, sequences: list[Sequence], positions: Positions, rows: list[int]) -> torch.Tensor:
     """Return ``logits`` itself when none of ``rows`` wants processing now, else a copy with those rows processed."""
     copy = None
     filtered: list[int] = []
     for row in rows:
         sequence = sequences[row]
-        may_end = positions[row] >= sequence.num_prompt_tokens + sequence.params.min_tokens
+        may_end = bool(positions[row] >= sequence.num_prompt_tokens + sequence.params.min_tokens)
         if sequence.params.changes_logits or not may_end:
             copy = logits.clone() if copy is None else copy
             _process(copy[row], sequence, may_end)

@@ -8,17 +8,18 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from samebit.kernels.layout.call_rows import StepRows
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.lora.adapters import KeptTerms, RowAdapters
+from samebit.kernels.ops.dispatch import lay_out
 from samebit.rollout.engine.step_plan import ScheduledSequence, StepPlan
 from samebit.rollout.memory.shape import Memory
 from samebit.rollout.requests.request import Sequence
@@ -28,10 +29,9 @@ Ints = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int64]
 
 # read by `map`, so that no step of Python is taken for a sequence
-_SEQUENCE, _START, _LENGTH = attrgetter("sequence"), attrgetter("start"), attrgetter("length")
-_SAMPLES, _FORKS, _CAPTURES = attrgetter("samples"), attrgetter("forks"), attrgetter("captures")
-_SLOT, _WRITE_FROM, _ADAPTER = attrgetter("slot"), attrgetter("kv.write_from"), attrgetter("request.adapter")
-_SCORED = attrgetter("prompt_logprobs_wanted")
+_SEQUENCE, _FORKS, _CAPTURES = attrgetter("sequence"), attrgetter("forks"), attrgetter("captures")
+_ADAPTER, _SCORED = attrgetter("request.adapter"), attrgetter("prompt_logprobs_wanted")
+_ASKED = attrgetter("length", "start", "sequence.slot", "sequence.kv.write_from", "samples")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StepInputs:
     head_rows: Rows
     num_sampling_rows: int
     sequences: list[Sequence]
-    positions: list[int]
+    positions: Rows
     draws: DrawInputs
     pieces: list[PromptPiece]
 
@@ -66,7 +66,8 @@ class StepInputs:
     def undrawn(cls, context: ForwardContext, token_ids: Rows, head_rows: Rows) -> StepInputs:
         """Return the inputs of a step from whose logits nothing is drawn."""
         return cls(
-            context, token_ids, sources=None, head_rows=head_rows, num_sampling_rows=0, sequences=[], positions=[],
+            context, token_ids, sources=None, head_rows=head_rows, num_sampling_rows=0, sequences=[],
+            positions=np.zeros(0, np.int64),
             draws=NO_DRAWS, pieces=[],
         )  # fmt: skip
 
@@ -80,21 +81,20 @@ def step_inputs(plan: StepPlan, block_tables: Ints, memory: Memory, sampler: Sam
     """Make the arrays of a plan; row `sequence.slot` of `block_tables` lists a sequence's blocks."""
     items = plan.items
     owners = list(map(_SEQUENCE, items))
-    starts, lengths = _ints(_START, items), _ints(_LENGTH, items)
-    ends = np.cumsum(lengths, dtype=np.int64)
-    sampling = np.flatnonzero(np.fromiter(map(_SAMPLES, items), np.bool_, len(items)))
-    sequences, drawn_rows = _drawn(items, owners, sampling)
-    positions: list[int] = (starts + lengths)[sampling[drawn_rows]].tolist()
-    pieces = _prompt_pieces(items, owners, ends)
-    head_rows = ends[sampling] - 1
+    asked = np.fromiter(chain.from_iterable(map(_ASKED, items)), np.int32).reshape(-1, 5)
+    rows = lay_out(asked, block_tables, memory.block_size, plan.num_tokens)
+    sequences, drawn_rows = _drawn(items, len(rows.last_rows))
+    positions = rows.next_positions if len(drawn_rows) == len(rows.last_rows) else rows.next_positions[drawn_rows]
+    pieces = _prompt_pieces(items, rows.numbers[0]) if any(map(_SCORED, owners)) else []
+    head_rows = rows.last_rows
     if pieces:
         head_rows = np.concatenate([head_rows, *(np.arange(piece.rows.start, piece.rows.stop) for piece in pieces)])
     return StepInputs(
-        context=_context(items, owners, starts, lengths, ends, block_tables, memory),
-        token_ids=_token_ids(plan, owners, starts.tolist()),
+        context=_context(items, owners, rows, asked[:, 3], block_tables, memory),
+        token_ids=_token_ids(plan),
         sources=None if plan.sources is None else np.array(plan.sources, np.int64),
         head_rows=head_rows,
-        num_sampling_rows=len(sampling),
+        num_sampling_rows=len(rows.last_rows),
         sequences=sequences,
         positions=positions,
         draws=sampler.draw_inputs(sequences, positions, drawn_rows),
@@ -102,47 +102,43 @@ def step_inputs(plan: StepPlan, block_tables: Ints, memory: Memory, sampler: Sam
     )
 
 
-def _ints(number: Callable[[Any], int], things: Iterable[Any]) -> Ints:
-    return np.fromiter(map(number, things), np.int32)
-
-
-def _drawn(items: list[ScheduledSequence], owners: list[Sequence], sampling: Rows) -> tuple[list[Sequence], Rows]:
-    """Return the sequences that get a token, each before its forks, and which of the `sampling` items each is of."""
+def _drawn(items: list[ScheduledSequence], count: int) -> tuple[list[Sequence], Rows]:
+    """Return the sequences that get a token, each before its forks, and which of the `count` items that sample each is
+    of."""
     if not any(map(_FORKS, items)):
-        chosen = owners if len(sampling) == len(owners) else [owners[place] for place in sampling.tolist()]
-        return chosen, np.arange(len(sampling))
-    families = [(owners[place], *items[place].forks) for place in sampling.tolist()]
-    return [one for family in families for one in family], np.repeat(np.arange(len(families)), list(map(len, families)))
+        return [item.sequence for item in items if item.samples], np.arange(count)
+    families = [(item.sequence, *item.forks) for item in items if item.samples]
+    return [one for family in families for one in family], np.repeat(np.arange(count), list(map(len, families)))
 
 
-def _token_ids(plan: StepPlan, owners: list[Sequence], starts: list[int]) -> Rows:
+def _token_ids(plan: StepPlan) -> Rows:
     """Return the token of each row, zeros where they are not known yet."""
     if plan.sources is not None:
         return np.zeros(plan.num_tokens, np.int64)
-    if plan.num_tokens == len(owners):
-        return np.fromiter((one.token_ids.item(at) for one, at in zip(owners, starts, strict=True)), np.int64)
+    if plan.num_tokens == len(plan.items):
+        return np.fromiter((item.sequence.token_ids.item(item.start) for item in plan.items), np.int64)
     return np.concatenate([item.sequence.token_ids[item.start : item.start + item.length] for item in plan.items])
 
 
 def _context(
-    items: list[ScheduledSequence], owners: list[Sequence], starts: Ints, lengths: Ints, ends: Rows,
-    block_tables: Ints, memory: Memory,
+    items: list[ScheduledSequence], owners: list[Sequence], rows: StepRows, write_from: Ints, block_tables: Ints,
+    memory: Memory,
 ) -> ForwardContext:  # fmt: skip
-    first = ends - lengths
-    positions = np.arange(int(ends[-1])) + np.repeat(starts - first, lengths)
+    row_start, lengths, starts, table_rows = rows.numbers
     return ForwardContext(
-        positions=torch.from_numpy(positions),
-        row_start=first.astype(np.int32),
+        positions=torch.from_numpy(rows.positions),
+        row_start=row_start,
         lengths=lengths,
         starts=starts,
-        table_rows=_ints(_SLOT, owners),
+        table_rows=table_rows,
         block_tables=block_tables,
         block_size=memory.block_size,
         pages=memory.pages,
-        write_from=_ints(_WRITE_FROM, owners),
+        write_from=write_from,
         states=memory.states,
         captures=_captures(items),
         adapters=_adapters(owners, lengths, memory.kept_terms),
+        known=rows.known,
     )
 
 
@@ -171,18 +167,15 @@ def _captures(items: list[ScheduledSequence]) -> Ints:
     return np.array(rows, np.int32).reshape(-1, 3)
 
 
-def _prompt_pieces(items: list[ScheduledSequence], owners: list[Sequence], ends: Rows) -> list[PromptPiece]:
-    if not any(map(_SCORED, owners)):
-        return []
+def _prompt_pieces(items: list[ScheduledSequence], row_start: Ints) -> list[PromptPiece]:
     pieces = [
-        _prompt_piece(item, int(end))
-        for item, end in zip(items, ends, strict=True)
+        _prompt_piece(item, int(first))
+        for item, first in zip(items, row_start, strict=True)
         if item.sequence.prompt_logprobs_wanted
     ]
     return [piece for piece in pieces if piece.rows]
 
 
-def _prompt_piece(item: ScheduledSequence, end: int) -> PromptPiece:
+def _prompt_piece(item: ScheduledSequence, first: int) -> PromptPiece:
     count = min(item.start + item.length, item.sequence.num_prompt_tokens - 1) - item.start
-    first = end - item.length
     return PromptPiece(item.sequence, item.start + 1, range(first, first + max(count, 0)))

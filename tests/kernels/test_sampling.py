@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from samebit.kernels.cpu import philox
+from samebit.kernels.ops.logprobs import logprobs_of_rows
 from samebit.kernels.ops.sampling import (
     add_bias,
     draw,
@@ -12,6 +13,7 @@ from samebit.kernels.ops.sampling import (
     penalize_counts,
     penalize_repetition,
     rule_out,
+    sample,
     uniforms,
 )
 
@@ -178,3 +180,21 @@ def test_a_row_with_nan_draws_nothing(temperature: float) -> None:
     tokens = draw(logits, torch.full((2,), temperature), torch.zeros(2, dtype=torch.float64))
     assert tokens[0] == -1
     assert tokens[1] >= 0
+
+
+def test_one_call_draws_and_scores_as_three_do() -> None:
+    keys, numbers = map(torch.from_numpy, counters(64, stream=9))
+    logits = 4 * torch.randn(64, 2500, generator=torch.Generator().manual_seed(1))
+    logits[5], logits[6, 7], logits[8, 9:] = -torch.inf, torch.nan, -torch.inf
+    temperatures = torch.tensor([0.0, 1.0, 0.7, 3.0]).repeat(16)
+    found = sample(logits, temperatures, keys, numbers)
+    assert found is not None
+    tokens, (chosen, scores, at_one) = found
+    wanted = draw(logits, temperatures, uniforms(keys, numbers))
+    assert torch.equal(chosen.long(), wanted)
+    assert torch.equal(tokens, wanted.clamp(min=0))
+    report_at = torch.where(temperatures == 0, 1.0, temperatures)
+    for given, at in ((scores, report_at), (at_one, torch.ones(64))):
+        expected = logprobs_of_rows(logits, tokens, at)
+        assert torch.equal(given.float().isnan(), expected.isnan())
+        assert torch.equal(given.float().nan_to_num(), expected.nan_to_num())

@@ -82,3 +82,19 @@ def test_rows_beside_others_that_read_the_same_blocks_have_the_bits_of_each_alon
             expected = attention(q[only], k[only], v[only], alone, shape.options, shape.sinks)
             assert torch.equal(found[only], expected), row
         assert not found.isnan().any()
+
+
+def test_siblings_are_bunched_wherever_they_stand_in_the_call() -> None:
+    starts = np.full(6, 70, np.int32)
+    tables = np.array([[1, 2], [3, 4], [1, 5], [1, 6], [3, 7], [3, 8]], np.int32)
+    context = ForwardContext(
+        positions=torch.zeros(6, dtype=torch.int64),
+        row_start=np.arange(6, dtype=np.int32),
+        lengths=np.ones(6, np.int32),
+        starts=starts,
+        table_rows=np.arange(6, dtype=np.int32),
+        block_tables=tables,
+        block_size=64,
+    )
+    assert context.tiles.tolist() == [[0, 0], [2, 0], [3, 0], [1, 0], [4, 0], [5, 0]]
+    assert context.bunches.tolist() == [[0, 1], [3, 1], [6, 0]]

@@ -7,14 +7,28 @@ Invariants:
 * A class whose forward is not transformers' own, and a call that asks for more than hidden states, run as they are.
 """
 
+from dataclasses import dataclass
 from itertools import islice
 from types import FunctionType
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from samebit.kernels.layout.forward_context import ForwardContext
+
+
+@dataclass(eq=False)
+class DecoderOutput:
+    """Holds what callers read of a decoder's output; to make transformers' own takes longer than a norm."""
+
+    last_hidden_state: torch.Tensor
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return the hidden states, which are all that there is."""
+        return (self.last_hidden_state,)[index]
 
 
 def runs_plainly(decoder: Any, context: ForwardContext, asked: dict[str, Any]) -> bool:
@@ -32,10 +46,10 @@ def runs_plainly(decoder: Any, context: ForwardContext, asked: dict[str, Any]) -
     return known and all(value is None or name == "input_ids" for name, value in asked.items())
 
 
-def plain_decoder(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> BaseModelOutputWithPast:
+def plain_decoder(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> DecoderOutput:
     """Return the hidden states of ``ids`` ``[B, T]``; the layout is that of the installed context."""
     hidden = decoder.embed_tokens(ids)
     tables = decoder.rotary_emb(hidden, position_ids=positions)
     for layer in islice(decoder.layers, decoder.config.num_hidden_layers):
         hidden = layer(hidden, attention_mask=None, position_embeddings=tables, position_ids=positions)
-    return BaseModelOutputWithPast(last_hidden_state=decoder.norm(hidden))
+    return DecoderOutput(decoder.norm(hidden))
