@@ -5,7 +5,8 @@ Invariants:
 * Without a `Scoring` the class's own forward runs. With one, the decoder runs as in that forward, and the head gives
   log-probabilities of the rows that reach it (`logprob_head`): inside the head's own call, because that is where FSDP2
   has its weight in one piece, and as its output and the model's, because FSDP2 prepares the backward of those.
-* In a step of a rollout likewise, without what transformers makes around the two: of a small model a fiftieth of it.
+* In a step of a rollout likewise, without what transformers makes around the two (of a small model a fiftieth of it),
+  unless a hook on the model is to see that.
 * The epilogue of the class's forward is then the family's (`epilogue`). Where it may be another one, or something
   stands between the head and its logits, all logits are made by the class's own forward and scored afterwards.
 """
@@ -25,7 +26,7 @@ from samebit.kernels.binding.epilogue import Epilogue
 from samebit.kernels.binding.trainer.logprob_head import scored
 from samebit.kernels.binding.trainer.logprob_request import Scores, Scoring, installed_scoring, use_scoring
 from samebit.kernels.layout.forward_context import installed_context, training_context, use_context
-from samebit.kernels.ops.linear import linear
+from samebit.kernels.ops.linear import is_hooked, linear
 from samebit.kernels.ops.logprobs import entropy_from_logits, logprobs_from_logits
 
 Forward = Callable[..., Any]
@@ -89,7 +90,7 @@ def causal_forward(own: Forward, *, known: bool) -> Forward:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         scoring = installed_scoring()
         if scoring is None:
-            alone = known and not args and _in_step(kwargs) and _is_bound_alone(self.lm_head)
+            alone = known and not args and _in_step(kwargs) and _is_bound_alone(self.lm_head) and not is_hooked(self)
             return _step_logits(self, **kwargs) if alone else own(self, *args, **kwargs)
         _refuse_router_losses(self.config.get_text_config(), kwargs)
         if known and _is_bound_alone(self.lm_head):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations, parametrize, prune
+from transformers.utils import ModelOutput
 
 from samebit.kernels import BindingError, bind, token_logprobs
 from samebit.kernels.binding.binding import binding_of
@@ -282,6 +283,19 @@ def test_hooks_on_modules_that_may_be_computed_together_run_in_trainer_and_rollo
     assert token_logprobs(model, ids)[0, -2:].tolist() == output.samples[0].logprobs
     with torch.no_grad():
         assert token_logprobs(model, ids)[0, -2:].tolist() == output.samples[0].logprobs
+
+
+@pytest.mark.parametrize("name", ["", "model"])
+def test_a_hook_on_the_model_or_its_decoder_sees_what_transformers_makes(name: str) -> None:
+    """In a rollout nobody else reads it, so it is not made."""
+    model = bind(make_model("Qwen3"))
+    seen = []
+    model.get_submodule(name).register_forward_hook(lambda module, given, output: seen.append(output))
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=8, max_model_len=64)) as worker:
+        output = worker.generate([[1, 2, 3]], FEW)[0]
+    assert seen and all(isinstance(one, ModelOutput) for one in seen)
+    ids = torch.tensor([output.prompt_token_ids + output.samples[0].token_ids])
+    assert token_logprobs(model, ids)[0, -2:].tolist() == output.samples[0].logprobs
 
 
 def test_a_copy_is_bound_by_itself() -> None:

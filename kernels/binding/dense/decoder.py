@@ -4,7 +4,8 @@ them: masks, caches, and outputs that nobody asks for took a quarter of a small 
 Invariants:
 
 * The modules are called as the class's own forward calls them, in its order: hooks and forwards of theirs count.
-* A class whose forward is not transformers' own, and a call that asks for more than hidden states, run as they are.
+* A class whose forward is not transformers' own, a call that asks for more than hidden states, and one whose output a
+  hook sees run as they are.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.ops.linear import is_hooked
 
 
 @dataclass(eq=False)
@@ -25,6 +27,7 @@ class DecoderOutput:
     past_key_values: None = None
     hidden_states: None = None
     attentions: None = None
+    router_logits: None = None
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Return the hidden states, which are all that there is."""
@@ -39,7 +42,7 @@ def runs_plainly(decoder: Any, context: ForwardContext, asked: dict[str, Any]) -
         context: of the call.
         asked: its arguments by name, but for positions and mask.
     """
-    if context.pages is None or torch.is_grad_enabled():
+    if context.pages is None or torch.is_grad_enabled() or is_hooked(decoder):
         return False
     own = type(decoder).forward
     known = isinstance(own, FunctionType) and own.__globals__["__name__"].startswith("transformers.")
