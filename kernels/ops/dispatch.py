@@ -255,7 +255,7 @@ def operations_for(tensor: Tensor) -> Operations:
     return _gpu()
 
 
-def dense_layer_of(tensor: Tensor) -> Callable[..., Tensor] | None:
+def dense_layer_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
     """Return what computes a whole decoder layer where the tensor is; None for a GPU, whose graphs spare the Python
     between kernels."""
     return None if device.on_gpu(tensor) else cpu.dense_layer
@@ -266,9 +266,9 @@ def latent_layer_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor | None
     return None if device.on_gpu(tensor) else cpu.latent_layer
 
 
-def delta_mixer_of(tensor: Tensor) -> Callable[..., Tensor] | None:
-    """Return what computes a whole Gated DeltaNet layer where the tensor is; None for a GPU, likewise."""
-    return None if device.on_gpu(tensor) else cpu.delta_mixer
+def delta_layer_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """Return what computes a decoder layer of Gated DeltaNet where the tensor is; None for a GPU, likewise."""
+    return None if device.on_gpu(tensor) else cpu.delta_layer
 
 
 @cache

@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from samebit.kernels.layout.forward_context import ForwardContext
 
@@ -29,13 +29,13 @@ def runs_plainly(decoder: Any, context: ForwardContext, asked: dict[str, Any]) -
         return False
     own = type(decoder).forward
     known = isinstance(own, FunctionType) and own.__globals__["__name__"].startswith("transformers.")
-    return known and all(value is None or name == "input_ids" for name, value in asked.items())
+    return known and all(value is None or value is False or name == "input_ids" for name, value in asked.items())
 
 
-def plain_decoder(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> BaseModelOutputWithPast:
+def plain_decoder(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> MoeModelOutputWithPast:
     """Return the hidden states of ``ids`` ``[B, T]``; the layout is that of the installed context."""
     hidden = decoder.embed_tokens(ids)
     tables = decoder.rotary_emb(hidden, position_ids=positions)
     for layer in islice(decoder.layers, decoder.config.num_hidden_layers):
         hidden = layer(hidden, attention_mask=None, position_embeddings=tables, position_ids=positions)
-    return BaseModelOutputWithPast(last_hidden_state=decoder.norm(hidden))
+    return MoeModelOutputWithPast(last_hidden_state=decoder.norm(hidden))

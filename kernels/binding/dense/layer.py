@@ -1,7 +1,8 @@
-"""Run a decoder layer of attention and a gated MLP as one call in a rollout, where no hook could tell.
+"""Run a decoder layer of attention and an MLP as one call in a rollout, where no hook could tell.
 
-`Family.layer` says of which families the layers are ``x + attention(norm(x))``, then ``x + mlp(norm(x))``. What each
-part computes stands in the facts that `bind` gave to its module; here they are put together.
+`Family.layers` says of which families the layers are ``x + attention(norm(x))``, then ``x + mlp(norm(x))``. A gated MLP
+is in the call too; routed experts are a call of their module behind it. What each part computes stands in the facts
+that `bind` gave to its module; here they are put together.
 
 Invariants:
 
@@ -61,7 +62,7 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> D
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     norms = [layer.get_submodule(name) for name in ("input_layernorm", "post_attention_layernorm")]
     of_attention, of_mlp, *of_norms = (facts_of_part(module, parts) for module in (attention, mlp, *norms))
-    if not isinstance(of_attention, AttentionFacts) or not is_plain_mlp(of_mlp):
+    if not isinstance(of_attention, AttentionFacts):
         return None
     if not _is_plain_attention(of_attention) or "forward" in vars(layer):
         return None
@@ -71,37 +72,39 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> D
     pairs = [(norm.eps, norm.offset) for norm in (*of_norms, of_heads) if isinstance(norm, NormFacts)]
     if len(pairs) != 3:
         return None
-    size = of_attention.head_dim
+    size, gated = of_attention.head_dim, of_attention.gated
     outputs, width = weight_of(attention.get_submodule("q_proj"), parts).shape
     options = DenseOptions(
         of_attention.options,
         width,
-        outputs // size,
+        outputs // (2 * size if gated else size),
         of_attention.kv_heads,
         size,
-        weight_of(mlp.get_submodule("gate_proj"), parts).shape[0],
+        weight_of(mlp.get_submodule("gate_proj"), parts).shape[0] if is_plain_mlp(of_mlp) else 0,
+        gated,
         (pairs[0], pairs[1], pairs[2]),
     )
     return DenseLayerFacts(options, of_attention.qk_norm == "head", adapters)
 
 
 def _is_plain_attention(facts: AttentionFacts) -> bool:
-    special = facts.fused or facts.gated or facts.sinks or facts.adapter >= 0 or facts.qk_norm == "full"
+    special = facts.fused or facts.sinks or facts.adapter >= 0 or facts.qk_norm == "full"
     return not special and facts.key_multiplier == 1.0
 
 
 def dense_layer_forward(
     self: Any, hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
 ) -> Any:
-    """Run the layer as one call, or its class's own forward."""
+    """Run the layer as one call, with that of its experts behind it, or its class's own forward."""
     facts: DenseLayerFacts = self.samebit
     if isinstance(position_embeddings, RotaryTables) and in_rollout(position_embeddings.context):
         context = position_embeddings.context
-        found = known_weights(self, context, lambda: _weights(self, facts, context))
+        apart = "" if facts.options.inner else "mlp"
+        found = known_weights(self, context, lambda: _weights(self, facts, context), apart)
         if found is not None:
             out = dense_layer(hidden_states, found[0], position_embeddings, facts.options, found[1])
             if out is not None:
-                return out
+                return out[0] if out[1] is None else out[0] + self.mlp(out[1])
     own = layer_forward if facts.adapters else type(self).forward
     return own(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
 
@@ -111,7 +114,7 @@ def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tup
     compute with them."""
     if torch_modules._has_any_global_hook():
         return None
-    children = layer._modules
+    children, gated = layer._modules, facts.options.inner > 0
     attention, mlp = children["self_attn"], children["mlp"]
     of_attention, of_mlp = attention._modules, mlp._modules
     norms = [children["input_layernorm"], children["post_attention_layernorm"]]
@@ -119,21 +122,18 @@ def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tup
         norms += [of_attention["q_norm"], of_attention["k_norm"]]
     untouched = (
         runs(attention, attention_forward)
-        and runs(mlp, mlp_forward)
+        and (not gated or runs(mlp, mlp_forward))
         and all(runs(norm, rms_norm_forward) for norm in norms)
     )
     if not untouched:
         return None
-    groups = (
-        (of_attention["q_proj"], of_attention["k_proj"], of_attention["v_proj"]),
-        (of_attention["o_proj"],),
-        (of_mlp["gate_proj"], of_mlp["up_proj"]),
-        (of_mlp["down_proj"],),
-    )
-    linears = linears_of(groups, context, facts.adapters)
+    groups = [(of_attention["q_proj"], of_attention["k_proj"], of_attention["v_proj"]), (of_attention["o_proj"],)]
+    groups += [(of_mlp["gate_proj"], of_mlp["up_proj"]), (of_mlp["down_proj"],)] if gated else []
+    linears = linears_of(tuple(groups), context, facts.adapters)
     if linears is None:
         return None
     layers, terms = linears
     first, second, *of_heads = [norm._parameters["weight"] for norm in norms]
-    parts: tuple[Any, ...] = ((first, second), tuple(of_heads) or (None, None), *layers)
+    of_norms: tuple[Any, ...] = (first, second), tuple(of_heads) or (None, None)
+    parts: tuple[Any, ...] = (*of_norms, *layers) if gated else (*of_norms, *layers, None, None)
     return DenseWeights(*parts), DenseTerms(*terms)
