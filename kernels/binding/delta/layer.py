@@ -1,9 +1,7 @@
-"""Run a decoder layer of a Gated DeltaNet mixer as one call in a rollout, where no hook could tell.
+"""Compute a decoder layer of a Gated DeltaNet mixer in one call.
 
 `Family.layers` says of which families the layers are ``x + mixer(norm(x))``, then ``x + mlp(norm(x))``. A gated MLP is
-in the call too; routed experts are a call of their module behind it.
-
-Invariants: those of `dense.layer`.
+in the call; routed experts are a call of their module behind it.
 """
 
 from dataclasses import dataclass
@@ -14,15 +12,14 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
-from samebit.kernels.binding.dense.known import known_weights
-from samebit.kernels.binding.dense.linears import facts_of_part, in_rollout, is_plain_mlp, linears_of, weight_of
+from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.dense.untouched import runs
-from samebit.kernels.binding.lora.forwards import layer_forward
 from samebit.kernels.binding.modules import NormFacts, mlp_forward, rms_norm_forward
-from samebit.kernels.layout.forward_context import ForwardContext, LayoutMask, installed_context
+from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.delta import DeltaLayerOptions, DeltaTerms, DeltaWeights, MixerWeights
 from samebit.kernels.layout.layers.latent import GatedWeights
 from samebit.kernels.ops.delta.layer import delta_layer
+from samebit.kernels.ops.rope import RotaryTables
 
 MIXER = "linear_attn"
 """Names the mixer in its layer."""
@@ -45,6 +42,21 @@ class DeltaLayerFacts:
     mixer: DeltaFacts
     adapters: bool
 
+    @property
+    def apart(self) -> str:
+        """Implement `known.LayerFacts`."""
+        return "" if self.options.inner else "mlp"
+
+    def find(self, layer: Any, context: ForwardContext) -> tuple[DeltaWeights, DeltaTerms] | None:
+        """Implement `known.LayerFacts`."""
+        return _weights(layer, self, context)
+
+    def compute(
+        self, x: torch.Tensor, found: tuple[DeltaWeights, DeltaTerms], tables: RotaryTables
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Implement `known.LayerFacts`."""
+        return delta_layer(x, found[0], tables.context, self.options, found[1])
+
 
 def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> DeltaLayerFacts | None:
     """Put together the facts of a layer's modules; None for one that is to call them one by one.
@@ -62,23 +74,6 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> D
     plain = is_plain_mlp(facts_of_part(mlp, parts))
     inner = weight_of(mlp.get_submodule("gate_proj"), parts).shape[0] if plain else 0
     return DeltaLayerFacts(DeltaLayerOptions(mixer.one_call, inner, (pairs[0], pairs[1])), mixer, adapters)
-
-
-def delta_layer_forward(
-    self: Any, hidden_states: torch.Tensor, *args: Any, attention_mask: Any = None, **kwargs: Any
-) -> Any:
-    """Run the layer as one call, with that of its experts behind it, or its class's own forward."""
-    facts: DeltaLayerFacts = self.samebit
-    context = attention_mask.context if isinstance(attention_mask, LayoutMask) else installed_context()
-    if context is not None and in_rollout(context):
-        apart = "" if facts.options.inner else "mlp"
-        found = known_weights(self, context, lambda: _weights(self, facts, context), apart)
-        if found is not None:
-            out = delta_layer(hidden_states, found[0], context, facts.options, found[1])
-            if out is not None:
-                return out[0] if out[1] is None else out[0] + self.mlp(out[1])
-    own = layer_forward if facts.adapters else type(self).forward
-    return own(self, hidden_states, *args, attention_mask=attention_mask, **kwargs)
 
 
 def _weights(layer: Any, facts: DeltaLayerFacts, context: ForwardContext) -> tuple[DeltaWeights, DeltaTerms] | None:
@@ -102,12 +97,12 @@ def _weights(layer: Any, facts: DeltaLayerFacts, context: ForwardContext) -> tup
     linears = linears_of(tuple(groups), context, facts.adapters)
     if linears is None:
         return None
-    (first, (a,), (out,), *others), terms = linears
+    ((qkv, gate, b), (a,), (out,), *others), terms = linears
     taps, norm = (inside[name]._parameters["weight"] for name in (facts.mixer.convolutions[0], facts.mixer.family.norm))
     gates = mixer._parameters["A_log"], mixer._parameters["dt_bias"]
     weights = DeltaWeights(
-        tuple(norm._parameters["weight"] for norm in norms),  # type: ignore[arg-type]
-        MixerWeights(*first, a, out, taps, norm, *gates),
+        (norms[0]._parameters["weight"], norms[1]._parameters["weight"]),
+        MixerWeights(qkv, gate, b, a, out, taps, norm, *gates),
         GatedWeights(*others[0], *others[1]) if gated else None,
     )
     return weights, DeltaTerms(*terms)

@@ -1,14 +1,8 @@
-"""Run a decoder layer of attention and an MLP as one call in a rollout, where no hook could tell.
+"""Compute a decoder layer of attention and an MLP in one call.
 
 `Family.layers` says of which families the layers are ``x + attention(norm(x))``, then ``x + mlp(norm(x))``. A gated MLP
-is in the call too; routed experts are a call of their module behind it. What each part computes stands in the facts
-that `bind` gave to its module; here they are put together.
-
-Invariants:
-
-* The modules decide: a hook on one of them, a forward that was replaced, several adapters in one call, and gradients
-  bring back the class's own forward, which calls them one by one. Hooks of the layer itself are torch's.
-* What is kept of a module is compared with it at each call (`known`).
+is in the call; routed experts are a call of their module behind it. What each part computes stands in the facts that
+`bind` gave to its module; here they are put together.
 """
 
 from dataclasses import dataclass
@@ -18,10 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from samebit.kernels.binding.dense.known import known_weights
-from samebit.kernels.binding.dense.linears import facts_of_part, in_rollout, is_plain_mlp, linears_of, weight_of
+from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.dense.untouched import runs
-from samebit.kernels.binding.lora.forwards import layer_forward
 from samebit.kernels.binding.modules import (
     AttentionFacts,
     NormFacts,
@@ -49,6 +41,21 @@ class DenseLayerFacts:
     options: DenseOptions
     head_norms: bool
     adapters: bool
+
+    @property
+    def apart(self) -> str:
+        """Implement `known.LayerFacts`."""
+        return "" if self.options.inner else "mlp"
+
+    def find(self, layer: Any, context: ForwardContext) -> tuple[DenseWeights, DenseTerms] | None:
+        """Implement `known.LayerFacts`."""
+        return _weights(layer, self, context)
+
+    def compute(
+        self, x: torch.Tensor, found: tuple[DenseWeights, DenseTerms], tables: RotaryTables
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Implement `known.LayerFacts`."""
+        return dense_layer(x, found[0], tables, self.options, found[1])
 
 
 def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> DenseLayerFacts | None:
@@ -90,23 +97,6 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> D
 def _is_plain_attention(facts: AttentionFacts) -> bool:
     special = facts.fused or facts.sinks or facts.adapter >= 0 or facts.qk_norm == "full"
     return not special and facts.key_multiplier == 1.0
-
-
-def dense_layer_forward(
-    self: Any, hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
-) -> Any:
-    """Run the layer as one call, with that of its experts behind it, or its class's own forward."""
-    facts: DenseLayerFacts = self.samebit
-    if isinstance(position_embeddings, RotaryTables) and in_rollout(position_embeddings.context):
-        context = position_embeddings.context
-        apart = "" if facts.options.inner else "mlp"
-        found = known_weights(self, context, lambda: _weights(self, facts, context), apart)
-        if found is not None:
-            out = dense_layer(hidden_states, found[0], position_embeddings, facts.options, found[1])
-            if out is not None:
-                return out[0] if out[1] is None else out[0] + self.mlp(out[1])
-    own = layer_forward if facts.adapters else type(self).forward
-    return own(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
 
 
 def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tuple[DenseWeights, DenseTerms] | None:

@@ -110,7 +110,7 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
         mixed = a + whole_lines(rows * heads) * itemsize
         no_bias = mixed + whole_lines(rows * inner) * itemsize
         no = np.int64(0)
-        normed = qkv  # what was convolved is not read any more
+        normed = mixed  # a head is read before it is written
         zeros = floats(no_bias, channels)
         zeros[:] = 0.0
         multiply(
