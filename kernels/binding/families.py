@@ -94,7 +94,8 @@ class LayerFamily:
     Attributes:
         types: what they may be, in the words of the configs before transformers 5.13.
         required: a layer type without which Hugging Face can not run the family, if there is one.
-        pre_norm: they add attention of a norm, then an MLP or experts of a norm: in a rollout each can be one call.
+        pre_norm: they add attention or a mixer of a norm, then an MLP or experts of a norm: each can be one call in a
+            rollout.
     """
 
     types: tuple[str, ...] = ("full_attention", "sliding_attention")
@@ -169,7 +170,7 @@ _QWEN3_NEXT = Family(
     norm=_GEMMA_NORM,
     delta=DeltaFamily("by_key_head"),
     experts=replace(_SOFTMAX, shared=_QWEN_SHARED),
-    layers=_DELTA_LAYERS,
+    layers=replace(_DELTA_LAYERS, pre_norm=True),
 )
 _QWEN3_5 = replace(_QWEN3_NEXT, prefix="Qwen3_5", delta=DeltaFamily("joined"), experts=None, wrapped=True)
 

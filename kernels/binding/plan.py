@@ -1,5 +1,6 @@
 """Plan which forward each module of a model gets; `bind` carries the plan out."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -10,10 +11,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from samebit.kernels.binding import modules as bound
 from samebit.kernels.binding.causal_lm import HeadFacts, causal_forward, head_forward, keeping_positions, own_forward
+from samebit.kernels.binding.delta.layer import MIXER
+from samebit.kernels.binding.delta.layer import facts_of as facts_of_delta
 from samebit.kernels.binding.delta.plan import DeltaPlan
 from samebit.kernels.binding.dense.latent import facts_of as facts_of_latent
-from samebit.kernels.binding.dense.latent import latent_layer_forward
-from samebit.kernels.binding.dense.layer import dense_layer_forward, facts_of
+from samebit.kernels.binding.dense.layer import facts_of
+from samebit.kernels.binding.dense.one_call import one_call_forward
 from samebit.kernels.binding.experts.plan import ExpertPlan
 from samebit.kernels.binding.experts.routes import RouteLayout
 from samebit.kernels.binding.families import BindingError, Family
@@ -117,11 +120,14 @@ class Plan:
         kind = self.family.class_name("DecoderLayer")
         layers = [module for module in model.modules() if type(module).__name__ == kind]
         known = [layer for layer in layers if type(layer).__module__.startswith("transformers.")]
-        forward, of_layer = (
-            (dense_layer_forward, facts_of) if self.latent is None else (latent_layer_forward, facts_of_latent)
-        )
-        found = [(layer, of_layer(layer, parts, adapters)) for layer in known]
-        return {layer: (forward, facts) for layer, facts in found if facts is not None}
+        found = [(layer, self._facts_of_layer(layer)(layer, parts, adapters)) for layer in known]
+        return {layer: (one_call_forward, facts) for layer, facts in found if facts is not None}
+
+    def _facts_of_layer(self, layer: nn.Module) -> Callable[[nn.Module, dict[nn.Module, Any], bool], Any]:
+        """Return what puts together the facts of a layer of this kind."""
+        if MIXER in layer._modules:
+            return facts_of_delta
+        return facts_of if self.latent is None else facts_of_latent
 
     def _is_decoder(self, module: nn.Module) -> bool:
         names = ("TextModel",) if self.family.wrapped else ("Model", "TextModel")

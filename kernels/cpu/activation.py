@@ -191,7 +191,7 @@ class _Loops:
     backward: SharedKernel
 
 
-silu_rows = SharedKernel(_silu)
+silu_rows, sigmoid_rows = SharedKernel(_silu), SharedKernel(_sigmoid)
 
 _SILU_LOOPS = _Loops(silu_rows, SharedKernel(_silu_backward))
 _GELU_TANH_LOOPS = _Loops(SharedKernel(_gelu_tanh), SharedKernel(_gelu_tanh_backward))
@@ -200,7 +200,7 @@ _LOOPS = {
     "swish": _SILU_LOOPS,
     "gelu_pytorch_tanh": _GELU_TANH_LOOPS,
     "gelu_new": _GELU_TANH_LOOPS,
-    "sigmoid": _Loops(SharedKernel(_sigmoid), SharedKernel(_sigmoid_backward)),
+    "sigmoid": _Loops(sigmoid_rows, SharedKernel(_sigmoid_backward)),
 }
 """Finds the loops by name; ``gelu``, the erf form, is torch's, whose result does not vary on contiguous rows
 (measured)."""

@@ -18,18 +18,24 @@ from samebit.kernels.cpu.base.numeric import fma, narrow, sigmoid, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.options import Saved
 
 _PARTS = 16
 """Count of pieces that rows are cut into: scratch memory is allocated once a piece."""
 
+_FEW_ROWS = 64
+"""Up to so many rows threads take channels, not rows: as they do of the product before, so that what one has computed
+is in its own cache, and windows are where it has moved them."""
+
 
 class Inputs(NamedTuple):
-    """Holds what is convolved, flat: x and its stride; ``filters [K + 1, W]``, the taps and the bias behind them."""
+    """Holds what is convolved, flat: x and its stride, taps of all channels, and biases."""
 
     x: Any
     stride: int
-    filters: Any
+    weight: Any
+    bias: Any
 
 
 class Layout(NamedTuple):
@@ -47,12 +53,22 @@ class Windows(NamedTuple):
     of_block: Any
 
 
+class Sizes(NamedTuple):
+    """Holds T, W, K, and into how many pieces rows and channels are cut."""
+
+    rows: int
+    width: int
+    taps: int
+    parts: int
+    shares: int
+
+
 def _convolve(threads: int, tensors: Any, sizes: Any, layout: Any, memory: Any, captures: Any, kinds: Any) -> None:
     """Convolve all rows, then move the windows on; addresses and numbers come in plain tuples, which cost a call less
     than named ones.
 
     Args:
-        threads: take shares of the rows.
+        threads: take shares of the rows, or of the channels.
         tensors: addresses of x and its stride, of weight, bias and out.
         sizes: T, W and K.
         layout: address of what `Layout` holds; number of sequences.
@@ -66,66 +82,83 @@ def _convolve(threads: int, tensors: Any, sizes: Any, layout: Any, memory: Any, 
     layout_at, sequences = layout
     grid, now_at, of_block_at = memory
     captures_at, num_captures, captured_at = captures
-    filters = np.empty((taps + 1, width), np.float32)
-    _spread(elements(weight_at, width * taps, weight_kind), filters)
-    _spread(elements(bias_at, width, bias_kind), filters[taps:])
-    inputs = Inputs(elements(x_at, NO_END, kind), stride, filters)
+    shares = threads if rows <= _FEW_ROWS else 1
+    cut = Sizes(rows, width, taps, 1 if shares > 1 else min(_PARTS, rows), shares)
+    inputs = Inputs(
+        elements(x_at, NO_END, kind), stride, elements(weight_at, width * taps, weight_kind),
+        elements(bias_at, width, bias_kind),
+    )  # fmt: skip
     rows_of = Layout(integers(layout_at, 4 * sequences), sequences)
     windows = Windows(grid, elements(now_at, NO_END, kind), elements(of_block_at, NO_END, kind))
-    parts = min(_PARTS, rows)
     share_out(
-        _conv_rows, parts, threads,
-        (parts, inputs, rows, rows_of, windows.now, elements(out_at, rows * width, kind)),
+        _conv_rows, cut.parts * shares, threads,
+        (cut, inputs, rows_of, windows.now, elements(out_at, rows * width, kind)),
     )  # fmt: skip
     share_out(
-        _move_windows, sequences if grid else 0, threads,
-        (inputs, rows_of, windows, integers(captures_at, 3 * num_captures), elements(captured_at, NO_END, kind)),
+        _move_windows, sequences * shares if grid else 0, threads,
+        (cut, inputs, rows_of, windows, integers(captures_at, 3 * num_captures), elements(captured_at, NO_END, kind)),
     )  # fmt: skip
 
 
 convolve_rows = SharedKernel(_convolve)
 
 
-@kernel_part
-def _spread(weight: Any, filters: Any) -> None:
-    """Write ``filters[k, c] = weight[c, k]``."""
-    width = filters.shape[1]
-    taps = len(weight) // width
+@inlined_part
+def _channels(sizes: Any, share: int) -> Any:
+    """Return the channels of a share, from the first to before the last: whole vectors."""
+    width, each = sizes.width, sizes.shares * LANES
+    size = (width + each - 1) // each * LANES
+    return min(share * size, width), min((share + 1) * size, width)
+
+
+@inlined_part
+def _spread(weight: Any, bias: Any, first: int, filters: Any) -> None:
+    """Write ``filters[k, c] = weight[first + c, k]``, and the bias behind the taps."""
+    taps, count = filters.shape[0] - 1, filters.shape[1]
     for k in range(taps):
-        for c in range(width):
-            filters[k, c] = widen(weight[c * taps + k])
+        for c in range(count):
+            filters[k, c] = widen(weight[(first + c) * taps + k])
+    for c in range(count):
+        filters[taps, c] = widen(bias[first + c])
 
 
 @kernel_part
-def _conv_rows(part: int, parts: int, inputs: Any, rows: int, layout: Any, now: Any, out: Any) -> None:
-    width = inputs.filters.shape[1]
+def _conv_rows(item: int, sizes: Any, inputs: Any, layout: Any, now: Any, out: Any) -> None:
+    """Convolve a piece of the rows, in a share of the channels."""
+    rows, width, parts = sizes.rows, sizes.width, sizes.parts
+    first, last = _channels(sizes, item // parts)
     of, sequences = layout
-    acc = np.empty(width, np.float32)
-    first, last = rows * part // parts, rows * (part + 1) // parts
+    filters, acc = np.empty((sizes.taps + 1, last - first), np.float32), np.empty(last - first, np.float32)
+    _spread(inputs.weight, inputs.bias, first, filters)
+    part = item % parts
+    above, below = rows * part // parts, rows * (part + 1) // parts
     for sequence in range(sequences):
         begin, start, slot = of[sequence], of[2 * sequences + sequence], of[3 * sequences + sequence]
-        for row in range(max(first, begin), min(last, begin + of[sequences + sequence])):
-            _conv_row(inputs, row, row - begin, start, slot, now, acc)
-            result = out[row * width : (row + 1) * width]
-            for c in range(width):
+        for row in range(max(above, begin), min(below, begin + of[sequences + sequence])):
+            _conv_row(inputs, filters, row, row - begin, start, slot, now, width, first, acc)
+            result = out[row * width + first : row * width + last]
+            for c in range(len(result)):
                 result[c] = narrow(acc[c] * sigmoid(acc[c]), result[c])
 
 
 @inlined_part
-def _conv_row(inputs: Any, row: int, within: int, start: int, slot: int, windows: Any, acc: Any) -> None:
-    """Compute the row before its activation, in ``acc``."""
-    x, stride, filters = inputs
-    taps, width = filters.shape[0] - 1, len(acc)
-    for c in range(width):
+def _conv_row(
+    inputs: Any, filters: Any, row: int, within: int, start: int, slot: int, windows: Any, width: int, first: int,
+    acc: Any,
+) -> None:  # fmt: skip
+    """Compute the row's channels from the ``first`` on before their activation, in ``acc``."""
+    x, stride = inputs.x, inputs.stride
+    taps, count = filters.shape[0] - 1, len(acc)
+    for c in range(count):
         acc[c] = filters[taps, c]
     for k in range(taps):
         offset = within - (taps - 1) + k
         if offset >= 0:
-            source = (row - (taps - 1) + k) * stride
-            _add(filters[k], x[source : source + width], acc)
+            source = (row - (taps - 1) + k) * stride + first
+            _add(filters[k], x[source : source + count], acc)
         elif start + offset >= 0:
-            source = (slot * (taps - 1) + taps - 1 + offset) * width
-            _add(filters[k], windows[source : source + width], acc)
+            source = (slot * (taps - 1) + taps - 1 + offset) * width + first
+            _add(filters[k], windows[source : source + count], acc)
 
 
 @inlined_part
@@ -135,12 +168,13 @@ def _add(weight: Any, source: Any, acc: Any) -> None:
 
 
 @kernel_part
-def _move_windows(sequence: int, inputs: Any, layout: Any, memory: Any, captures: Any, captured: Any) -> None:
-    """Keep the inputs before a call's end, before its last block boundary, and where captures want them."""
-    x, stride, filters = inputs
+def _move_windows(item: int, sizes: Any, inputs: Any, layout: Any, memory: Any, captures: Any, captured: Any) -> None:
+    """Keep a sequence's inputs before a call's end, before its last block boundary, and where captures want them, in a
+    share of the channels."""
     of, sequences = layout
+    sequence, channels = item % sequences, _channels(sizes, item // sequences)
     grid, windows, block_windows = memory
-    width, size = filters.shape[1], filters.shape[0] - 2
+    width, size = sizes.width, sizes.taps - 1
     row, length = of[sequence], of[sequences + sequence]
     start, slot = of[2 * sequences + sequence], of[3 * sequences + sequence]
     held = size * width
@@ -148,24 +182,28 @@ def _move_windows(sequence: int, inputs: Any, layout: Any, memory: Any, captures
     for c in range(0, len(captures), 3):
         if captures[c] == sequence:
             kept = captured[captures[c + 2] * held : (captures[c + 2] + 1) * held]
-            _window_at(x, stride, row, captures[c + 1] - start, width, size, window, kept)
+            _window_at(inputs, row, captures[c + 1] - start, width, size, channels, window, kept)
     boundary = (start + length) // grid * grid
     if boundary > start:
-        _window_at(
-            x, stride, row, boundary - start, width, size, window, block_windows[slot * held : (slot + 1) * held]
-        )
-    _window_at(x, stride, row, length, width, size, window, window)
+        kept = block_windows[slot * held : (slot + 1) * held]
+        _window_at(inputs, row, boundary - start, width, size, channels, window, kept)
+    _window_at(inputs, row, length, width, size, channels, window, window)
 
 
 @inlined_part
-def _window_at(x: Any, stride: int, row: int, offset: int, width: int, size: int, before: Any, target: Any) -> None:
+def _window_at(
+    inputs: Any, row: int, offset: int, width: int, size: int, channels: Any, before: Any, target: Any
+) -> None:
     """Copy the last inputs before row ``row + offset``; ascending, so that ``target`` may be ``before``."""
+    first, last = channels
     for j in range(size):
-        place, kept = offset - size + j, target[j * width : (j + 1) * width]
+        place, kept = offset - size + j, target[j * width + first : j * width + last]
         if place >= 0:
-            _copy(x[(row + place) * stride : (row + place) * stride + width], kept)
+            at = (row + place) * inputs.stride
+            _copy(inputs.x[at + first : at + last], kept)
         else:
-            _copy(before[(size + place) * width : (size + place + 1) * width], kept)
+            at = (size + place) * width
+            _copy(before[at + first : at + last], kept)
 
 
 @inlined_part

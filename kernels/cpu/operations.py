@@ -6,7 +6,7 @@ from samebit.kernels.cpu.base.step_rows import lay_out
 from samebit.kernels.cpu.conv import conv_backward, conv_forward
 from samebit.kernels.cpu.delta.gates import gates
 from samebit.kernels.cpu.delta.gradients import delta_rule_backward
-from samebit.kernels.cpu.delta.mixer import delta_mixer
+from samebit.kernels.cpu.delta.layer import delta_layer
 from samebit.kernels.cpu.delta.operation import delta_rule
 from samebit.kernels.cpu.dense.latent import latent_layer
 from samebit.kernels.cpu.dense.layer import dense_layer
@@ -47,7 +47,7 @@ __all__ = [
     "choose_keys",
     "conv_backward",
     "conv_forward",
-    "delta_mixer",
+    "delta_layer",
     "delta_rule",
     "delta_rule_backward",
     "dense_layer",

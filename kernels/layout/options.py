@@ -50,19 +50,22 @@ class HeadNorms(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class DenseWeights(LayerWeights):
     """Holds the parameters of a decoder layer: the norms before attention and before the MLP, those of queries and keys
-    or None, and the linear layers, those of one input together."""
+    or None, and the linear layers, those of one input together; None for those of another MLP behind the call."""
 
     norms: tuple[torch.Tensor, torch.Tensor]
     head_norms: tuple[torch.Tensor | None, torch.Tensor | None]
     qkv: tuple[Layer, Layer, Layer]
     o: tuple[Layer]
-    gate_up: tuple[Layer, Layer]
-    down: tuple[Layer]
+    gate_up: tuple[Layer, Layer] | None
+    down: tuple[Layer] | None
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor | None, ...]:
         """Return them one by one; None for what the layer does not have."""
-        (q, k, v), (o,), (gate, up), (down,) = self.qkv, self.o, self.gate_up, self.down
+        nothing = (None, None)
+        (q, k, v), (o,), (gate, up), (down,) = (
+            self.qkv, self.o, self.gate_up or (nothing, nothing), self.down or (nothing,)
+        )  # fmt: skip
         return (*self.norms, *self.head_norms, *q, *k, *v, *o, *gate, *up, *down)
 
 
@@ -76,7 +79,8 @@ class DenseOptions:
         heads: of queries.
         kv_heads: of keys.
         head_dim: their size.
-        inner: width of the MLP.
+        inner: width of the MLP; 0 for another one behind the call.
+        gated: queries come with a gate each, whose sigmoid is multiplied onto what is attended to.
         norms: eps and offset of the norm before attention, of that before the MLP, and of those of the heads.
     """
 
@@ -86,6 +90,7 @@ class DenseOptions:
     kv_heads: int
     head_dim: int
     inner: int
+    gated: bool
     norms: tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
 
     @cached_property
@@ -97,11 +102,11 @@ class DenseOptions:
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of `DenseWeights.flat`."""
         heads, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        width, inner = self.width, self.inner
+        width, inner, queries = self.width, self.inner, 2 * heads if self.gated else heads
         of_heads = (self.head_dim,)
         return (
             (width,), (width,), of_heads, of_heads,
-            (heads, width), (heads,), (keys, width), (keys,), (keys, width), (keys,), (width, heads), (width,),
+            (queries, width), (queries,), (keys, width), (keys,), (keys, width), (keys,), (width, heads), (width,),
             (inner, width), (inner,), (inner, width), (inner,), (width, inner), (width,),
         )  # fmt: skip
 
@@ -253,56 +258,6 @@ class DeltaOptions:
     def width(self) -> int:
         """Return the width of queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.inner
-
-
-class MixerWeights(NamedTuple):
-    """Holds the parameters of a Gated DeltaNet layer, contiguous: its linear layers, the first four of one input (that
-    of queries, keys and values, those of the norm's gate, of beta and of the decays), and the others."""
-
-    qkv: Layer
-    gate: Layer
-    b: Layer
-    a: Layer
-    out: Layer
-    taps: torch.Tensor
-    norm: torch.Tensor
-    a_log: torch.Tensor
-    dt_bias: torch.Tensor
-
-    def flat(self) -> tuple[torch.Tensor | None, ...]:
-        """Return them one by one; None for a bias that a layer does not have."""
-        others = self.taps, self.norm, self.a_log, self.dt_bias
-        return (*self.qkv, *self.gate, *self.b, *self.a, *self.out, *others)
-
-
-@dataclass(frozen=True)
-class MixerOptions:
-    """Tells one whole Gated DeltaNet layer from another: its rule, its norm, hidden size, taps, and the most of beta.
-
-    The norm's weight is that of one head, which all heads share.
-    """
-
-    rule: DeltaOptions
-    norm: GatedNormOptions
-    width: int
-    taps: int
-    beta_scale: float
-
-    @cached_property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of `MixerWeights.flat`."""
-        rule, width, taps = self.rule, self.width, self.taps
-        heads = (rule.value_heads,)
-        return (
-            (rule.width, width), (rule.width,), (rule.inner, width), (rule.inner,), (*heads, width), heads,
-            (*heads, width), heads, (width, rule.inner), (width,), (rule.width, 1, taps), (rule.value_dim,), heads,
-            heads,
-        )  # fmt: skip
-
-    @cached_property
-    def numbers(self) -> tuple[np.float32, bool, np.float32]:
-        """Return the norm's eps, whether its gate is a sigmoid, and the most of beta as a kernel takes them."""
-        return np.float32(self.norm.eps), self.norm.sigmoid, np.float32(self.beta_scale)
 
 
 @dataclass(frozen=True)

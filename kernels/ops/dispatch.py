@@ -266,7 +266,7 @@ def lay_out(asked: Ints, block_tables: Ints, block_size: int, num_rows: int) -> 
     return cpu.lay_out(asked, block_tables, block_size, num_rows)
 
 
-def dense_layer_of(tensor: Tensor) -> Callable[..., Tensor] | None:
+def dense_layer_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
     """Return what computes a whole decoder layer where the tensor is; None for a GPU, whose graphs spare the Python
     between kernels."""
     return None if device.on_gpu(tensor) else cpu.dense_layer
@@ -277,9 +277,9 @@ def latent_layer_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor | None
     return None if device.on_gpu(tensor) else cpu.latent_layer
 
 
-def delta_mixer_of(tensor: Tensor) -> Callable[..., Tensor] | None:
-    """Return what computes a whole Gated DeltaNet layer where the tensor is; None for a GPU, likewise."""
-    return None if device.on_gpu(tensor) else cpu.delta_mixer
+def delta_layer_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """Return what computes a decoder layer of Gated DeltaNet where the tensor is; None for a GPU, likewise."""
+    return None if device.on_gpu(tensor) else cpu.delta_layer
 
 
 def sample_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:

@@ -293,7 +293,8 @@ def test_a_hook_on_the_model_or_its_decoder_sees_what_transformers_makes(name: s
     model.get_submodule(name).register_forward_hook(lambda module, given, output: seen.append(output))
     with RolloutWorker(model, config=RolloutConfig(num_blocks=8, max_model_len=64)) as worker:
         output = worker.generate([[1, 2, 3]], FEW)[0]
-    assert seen and all(isinstance(one, ModelOutput) for one in seen)
+    assert seen
+    assert all(isinstance(one, ModelOutput) for one in seen)
     ids = torch.tensor([output.prompt_token_ids + output.samples[0].token_ids])
     assert token_logprobs(model, ids)[0, -2:].tolist() == output.samples[0].logprobs
 

@@ -8,19 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_modules
 
 from samebit.kernels.binding.delta.family import DeltaFamily
-from samebit.kernels.binding.dense.untouched import multiplied, only_multiplies
-from samebit.kernels.binding.lora.forwards import projections
+from samebit.kernels.binding.lora.forwards import projection, projections
 from samebit.kernels.binding.residual import Addend
-from samebit.kernels.layout.forward_context import ForwardContext, recurrent_layout_of
-from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions, MixerOptions, MixerWeights
+from samebit.kernels.layout.forward_context import recurrent_layout_of
+from samebit.kernels.layout.layers.delta import MixerOptions
+from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions
 from samebit.kernels.ops.conv import causal_conv
 from samebit.kernels.ops.delta.gates import gates
-from samebit.kernels.ops.delta.mixer import delta_mixer
 from samebit.kernels.ops.delta.rule import delta_rule
-from samebit.kernels.ops.linear import weight_and_bias
 from samebit.kernels.ops.norm import gated_rms_norm
 
 
@@ -34,7 +31,7 @@ class DeltaFacts:
         convolutions: the names of its convolutions: one, or those of q, k and v.
         norm: the gated norm's options; its weight is that of one head.
         beta_scale: beta is at most this.
-        one_call: of a layer that a rollout may compute in one call.
+        one_call: of a mixer that a rollout may compute with its decoder layer in one call.
     """
 
     family: DeltaFamily
@@ -67,37 +64,15 @@ def delta_forward(
     """
     facts: DeltaFacts = self.samebit
     context = recurrent_layout_of(attention_mask)
-    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    whole = _in_one_call(self, facts, rows, context)
-    if whole is not None:
-        return whole.view(hidden_states.shape)
-    x = _projections(self, facts, rows)
+    x = _projections(self, facts, hidden_states.reshape(-1, hidden_states.shape[-1]))
     taps = [self.get_submodule(name).weight for name in facts.convolutions]
     qkv = causal_conv(x.qkv, taps[0] if len(taps) == 1 else torch.cat(taps), None, context, facts.options.layer)
     owner = self.forget_gate if facts.family.by_channel else self
     decay, beta = gates(x.a, x.b, owner.A_log.view(-1), owner.dt_bias, facts.beta_scale)
     y = delta_rule(qkv, decay, beta, context, facts.options)
     weight = self.get_submodule(facts.family.norm).weight
-    out: torch.Tensor = self.get_submodule(facts.family.out)(gated_rms_norm(y, x.gate, weight, facts.norm))
+    out = projection(gated_rms_norm(y, x.gate, weight, facts.norm), self.get_submodule(facts.family.out))
     return Addend.of(out.view(hidden_states.shape))
-
-
-def _in_one_call(self: Any, facts: DeltaFacts, x: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
-    """Compute the layer by one call where no hook or adapter could tell; None where its parts are to be called."""
-    if facts.one_call is None or context.states is None or torch.is_grad_enabled():
-        return None
-    children = self._modules
-    linears = [children[name] for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", facts.family.out)]
-    bases = [multiplied(module) for module in linears]
-    alone = bases == linears if context.adapters is None else not context.adapters.groups
-    if not (alone and all(map(only_multiplies, linears))) or torch_modules._has_any_global_hook():
-        return None
-    parameters = self._parameters
-    a_log, dt_bias = (parameters[name].float() for name in ("A_log", "dt_bias"))
-    taps, norm = (children[name]._parameters["weight"] for name in (facts.convolutions[0], facts.family.norm))
-    qkv, gate, b, a, out = map(weight_and_bias, bases)
-    weights = MixerWeights(qkv, gate, b, a, out, taps, norm, a_log, dt_bias)
-    return delta_mixer(x, weights, context, facts.one_call)
 
 
 def _projections(self: Any, facts: DeltaFacts, x: torch.Tensor) -> Projected:
@@ -105,7 +80,7 @@ def _projections(self: Any, facts: DeltaFacts, x: torch.Tensor) -> Projected:
         return _by_key_head(facts.options, *projections(x, (self.in_proj_qkvz, self.in_proj_ba)))
     if facts.family.projections == "joined":
         qkv, gate, b = projections(x, (self.in_proj_qkv, self.in_proj_z, self.in_proj_b))
-        return Projected(qkv, gate, b, self.in_proj_a(x))
+        return Projected(qkv, gate, b, projection(x, self.in_proj_a))
     qkv = torch.cat(projections(x, (self.q_proj, self.k_proj, self.v_proj)), dim=-1)
     if facts.family.by_channel:
         gate, b, a = projections(x, (self.g_a_proj, self.b_proj, self.forget_gate.f_a_proj))

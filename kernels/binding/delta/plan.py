@@ -9,7 +9,8 @@ from torch import nn
 from samebit.kernels.binding.delta.family import DeltaFamily
 from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
 from samebit.kernels.binding.families import BindingError
-from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions, MixerOptions
+from samebit.kernels.layout.layers.delta import MixerOptions
+from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions
 from samebit.kernels.layout.states.delta import DeltaShape
 from samebit.kernels.layout.states.memory import StateLayout
 

@@ -4,19 +4,23 @@ them: masks, caches, and outputs that nobody asks for took a quarter of a small 
 Invariants:
 
 * The modules are called as the class's own forward calls them, in its order: hooks and forwards of theirs count.
+  Layers that are one call each are computed without calling them where nobody listens.
 * A class whose forward is not transformers' own, a call that asks for more than hidden states, and one whose output a
   hook sees run as they are.
 """
 
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from types import FunctionType
 from typing import Any
 
 import torch
 
+from samebit.kernels.binding.dense.known import known_layers
+from samebit.kernels.binding.dense.one_call import computed, one_call_forward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.ops.linear import is_hooked
+from samebit.kernels.ops.rope import RotaryTables
 
 
 @dataclass(eq=False)
@@ -46,13 +50,19 @@ def runs_plainly(decoder: Any, context: ForwardContext, asked: dict[str, Any]) -
         return False
     own = type(decoder).forward
     known = isinstance(own, FunctionType) and own.__globals__["__name__"].startswith("transformers.")
-    return known and all(value is None or name == "input_ids" for name, value in asked.items())
+    return known and all(value is None or value is False or name == "input_ids" for name, value in asked.items())
 
 
 def plain_decoder(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> DecoderOutput:
     """Return the hidden states of ``ids`` ``[B, T]``; the layout is that of the installed context."""
     hidden = decoder.embed_tokens(ids)
     tables = decoder.rotary_emb(hidden, position_ids=positions)
-    for layer in islice(decoder.layers, decoder.config.num_hidden_layers):
-        hidden = layer(hidden, attention_mask=None, position_embeddings=tables, position_ids=positions)
+    layers, count = decoder.layers, decoder.config.num_hidden_layers
+    whole = len(layers) == count and isinstance(tables, RotaryTables)
+    calls = known_layers(layers, one_call_forward, tables.context) if whole else None
+    for layer, found in zip(islice(layers, count), repeat(None) if calls is None else calls, strict=False):
+        before = hidden
+        hidden = None if found is None else computed(layer, layer.__dict__["samebit"], before, found, tables)
+        if hidden is None:
+            hidden = layer(before, attention_mask=None, position_embeddings=tables, position_ids=positions)
     return DecoderOutput(decoder.norm(hidden))

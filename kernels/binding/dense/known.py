@@ -1,25 +1,49 @@
-"""Find again what a decoder layer's one call was made of, from step to step.
+"""Find again what the one call of a decoder layer, or those of all layers, were made of, from step to step.
 
-Invariant: what is found again is what another look at the layer's modules would find. Their hooks, forwards, submodules
-and parameters, and where these lie in memory, are compared at each call; where one differs, it is looked again.
+Invariant: what is found again is what another look at the modules would find. Their hooks, forwards, submodules and
+parameters, and where these lie in memory, are compared at each call; where one differs, it is looked again. Those of
+all layers are compared at once, before the first is computed: between two layers the caches are full of weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
+from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.weights import LayerWeights
+from samebit.kernels.layout.lora.adapters import KeptTerms
+from samebit.kernels.ops.rope import RotaryTables
 
-Weights = TypeVar("Weights", bound=LayerWeights)
-Terms = TypeVar("Terms")
+Found = tuple[Any, Any]
+"""Holds a layer's parameters, `LayerWeights`, and what an adapter adds to its linear layers."""
 
 _SHAPE = attrgetter("shape", "dtype")
+
+
+class LayerFacts(Protocol):
+    """Knows how one kind of decoder layer is computed in one call."""
+
+    adapters: bool
+
+    @property
+    def apart(self) -> str:
+        """Return the name of the layer's child that is called by itself, behind that call; empty for none."""
+
+    def find(self, layer: Any, context: ForwardContext) -> Found | None:
+        """Return what the call reads; None where a call of the layer's modules does more than compute with it."""
+
+    def compute(
+        self, x: torch.Tensor, found: Any, tables: RotaryTables
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return the layer's result, or what it is without the child apart, and that one's input; None where the call
+        does not fit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,19 +68,29 @@ class KnownCall:
     def of(cls, layer: nn.Module, found: Any, weights: Sequence[torch.Tensor], apart: str = "") -> "KnownCall":
         """Note what stands in the modules of a layer now, but for those of the child that is called by itself."""
         inside = [one for name, child in layer.named_children() if name != apart for one in child.modules()]
-        hooks = [
-            hooks
-            for module in inside
-            for hooks in (
-                module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-            )
-        ]  # fmt: skip
         places: list[tuple[dict[str, Any], str]] = [(module.__dict__, "forward") for module in inside]
         places += [(module._modules, name) for module in (layer, *inside) for name in module._modules]
         places += [(module._parameters, name) for module in inside for name in module._parameters]
         holders, names = zip(*places, strict=True)
         things = [holder.get(name) for holder, name in places]
-        return cls(found, hooks, holders, names, things, weights, _marks(weights))
+        return cls(found, _hooks_of(inside), holders, names, things, weights, _marks(weights))
+
+    @classmethod
+    def of_all(cls, layers: nn.ModuleList, calls: Sequence["KnownCall"]) -> "KnownCall":
+        """Join those of all layers; hooks and forwards of the layers themselves are compared too."""
+        own: list[tuple[dict[str, Any], str]] = [(layer.__dict__, "forward") for layer in layers]
+        own += [(layers._modules, name) for name in layers._modules]
+        holders, names = zip(*own, strict=True)
+        weights = list(chain.from_iterable(call.weights for call in calls))
+        return cls(
+            [call.found for call in calls],
+            [*_hooks_of(layers), *chain.from_iterable(call.hooks for call in calls)],
+            [*holders, *chain.from_iterable(call.holders for call in calls)],
+            [*names, *chain.from_iterable(call.names for call in calls)],
+            [*(holder.get(name) for holder, name in own), *chain.from_iterable(call.things for call in calls)],
+            weights,
+            _marks(weights),
+        )
 
     def holds(self) -> bool:
         """Return whether all of it stands as it stood."""
@@ -68,23 +102,54 @@ class KnownCall:
         )
 
 
-def known_weights(
-    layer: nn.Module, context: ForwardContext, find: Callable[[], tuple[Weights, Terms] | None], apart: str = ""
-) -> tuple[Weights, Terms] | None:
-    """Return what ``find`` gives, a layer's parameters and what an adapter adds: found again where no adapter is asked
-    for and nothing has changed. ``apart``: the child of the layer that is called by itself."""
-    adapters = context.adapters
-    kept = None if adapters is None or adapters.groups else adapters.kept
+def known_weights(layer: nn.Module, facts: LayerFacts, context: ForwardContext) -> Found | None:
+    """Return what the layer's one call reads: found again where no adapter is asked for and nothing has changed."""
+    kept = _kept(context)
     if kept is None:
-        return find()
+        return facts.find(layer, context)
     known = kept.calls.get(layer)
     if known is None or not known.holds():
-        found = find()
+        found = facts.find(layer, context)
         if found is None:
             return None
-        known = kept.calls[layer] = KnownCall.of(layer, found, found[0].present, apart)
-    weights: tuple[Weights, Terms] = known.found
-    return weights
+        weights: LayerWeights = found[0]
+        known = kept.calls[layer] = KnownCall.of(layer, found, weights.present, facts.apart)
+    again: Found = known.found
+    return again
+
+
+def known_layers(layers: nn.ModuleList, forward: Any, context: ForwardContext) -> list[Found] | None:
+    """Return what the one call of each layer reads, where all may be computed one after the other without calling
+    them: each has this forward, no adapter is asked for, and nobody listens to a layer."""
+    kept = _kept(context)
+    if kept is None:
+        return None
+    known = kept.calls.get(layers)
+    if known is None or not known.holds():
+        if not all(runs(layer, forward) for layer in layers):
+            return None
+        found = [known_weights(layer, layer.__dict__["samebit"], context) for layer in layers]
+        if any(one is None for one in found):
+            return None
+        known = kept.calls[layers] = KnownCall.of_all(layers, [kept.calls[layer] for layer in layers])
+    again: list[Found] = known.found
+    return again
+
+
+def _kept(context: ForwardContext) -> KeptTerms | None:
+    """Return where calls without an adapter are kept; None where one is asked for, or nobody announces changes."""
+    adapters = context.adapters
+    return None if adapters is None or adapters.groups else adapters.kept
+
+
+def _hooks_of(modules: Iterable[nn.Module]) -> list[Mapping[int, Any]]:
+    return [
+        hooks
+        for module in modules
+        for hooks in (
+            module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+        )
+    ]  # fmt: skip
 
 
 def _marks(weights: Sequence[torch.Tensor]) -> list[Any]:

@@ -1,23 +1,21 @@
-"""Run a decoder layer of attention over latents as one call in a rollout, where no hook could tell.
+"""Compute a decoder layer of attention over latents in one call.
 
 `Family.layers` says of which families the layers are ``x + attention(norm(x))``, then ``x + mlp(norm(x))``. A gated MLP
-is in the call too; routed experts are a call of their module behind it.
+is in the call; routed experts are a call of their module behind it.
 
-Invariants: those of `layer`. Attention to chosen tokens, and attention whose keys are not rotated, are called module by
-module.
+Attention to chosen tokens, and attention whose keys are not rotated, are called module by module.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from samebit.kernels.binding.dense.known import known_weights
-from samebit.kernels.binding.dense.linears import facts_of_part, in_rollout, is_plain_mlp, linears_of, weight_of
+from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.binding.latent.forwards import LatentFacts, expansion_forward, latent_forward
-from samebit.kernels.binding.lora.forwards import layer_forward
 from samebit.kernels.binding.modules import NormFacts, mlp_forward, rms_norm_forward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.latent import GatedWeights, LatentLayerOptions, LatentTerms, LatentWeights
@@ -38,6 +36,21 @@ class LatentLayerFacts:
 
     options: LatentLayerOptions
     adapters: bool
+
+    @property
+    def apart(self) -> str:
+        """Implement `known.LayerFacts`."""
+        return "" if self.options.inner else "mlp"
+
+    def find(self, layer: Any, context: ForwardContext) -> tuple[LatentWeights, LatentTerms] | None:
+        """Implement `known.LayerFacts`."""
+        return _weights(layer, self, context)
+
+    def compute(
+        self, x: torch.Tensor, found: tuple[LatentWeights, LatentTerms], tables: RotaryTables
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Implement `known.LayerFacts`."""
+        return latent_layer(x, found[0], tables, self.options, found[1])
 
 
 def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> LatentLayerFacts | None:
@@ -75,24 +88,6 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> L
         tuple(pairs if low_rank else (*pairs[:2], (0.0, 0.0), *pairs[2:])),
     )
     return LatentLayerFacts(options, adapters)
-
-
-def latent_layer_forward(
-    self: Any, hidden_states: Any, *args: Any, position_embeddings: Any = None, **kwargs: Any
-) -> Any:
-    """Run the layer as one call, with that of its experts behind it, or its class's own forward."""
-    facts: LatentLayerFacts = self.samebit
-    if isinstance(position_embeddings, RotaryTables) and in_rollout(position_embeddings.context):
-        context = position_embeddings.context
-        found = known_weights(
-            self, context, lambda: _weights(self, facts, context), "" if facts.options.inner else "mlp"
-        )
-        if found is not None:
-            out = latent_layer(hidden_states, found[0], position_embeddings, facts.options, found[1])
-            if out is not None:
-                return out[0] if out[1] is None else out[0] + self.mlp(out[1])
-    own = layer_forward if facts.adapters else type(self).forward
-    return own(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
 
 
 def _weights(layer: Any, facts: LatentLayerFacts, context: ForwardContext) -> tuple[LatentWeights, LatentTerms] | None:

@@ -1,13 +1,8 @@
-"""Run a decoder layer of attention and a gated MLP as one call in a rollout, where no hook could tell.
+"""Compute a decoder layer of attention and an MLP in one call.
 
-`Family.layer` says of which families the layers are ``x + attention(norm(x))``, then ``x + mlp(norm(x))``. What each
-part computes stands in the facts that `bind` gave to its module; here they are put together.
-
-Invariants:
-
-* The modules decide: a hook on one of them, a forward that was replaced, several adapters in one call, and gradients
-  bring back the class's own forward, which calls them one by one. Hooks of the layer itself are torch's.
-* What is kept of a module is compared with it at each call (`known`).
+`Family.layers` says of which families the layers are ``x + attention(norm(x))``, then ``x + mlp(norm(x))``. A gated MLP
+is in the call; routed experts are a call of their module behind it. What each part computes stands in the facts that
+`bind` gave to its module; here they are put together.
 """
 
 from dataclasses import dataclass
@@ -17,10 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from samebit.kernels.binding.dense.known import known_weights
-from samebit.kernels.binding.dense.linears import facts_of_part, in_rollout, is_plain_mlp, linears_of, weight_of
+from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.dense.untouched import runs
-from samebit.kernels.binding.lora.forwards import layer_forward
 from samebit.kernels.binding.modules import (
     AttentionFacts,
     NormFacts,
@@ -49,6 +42,21 @@ class DenseLayerFacts:
     head_norms: bool
     adapters: bool
 
+    @property
+    def apart(self) -> str:
+        """Implement `known.LayerFacts`."""
+        return "" if self.options.inner else "mlp"
+
+    def find(self, layer: Any, context: ForwardContext) -> tuple[DenseWeights, DenseTerms] | None:
+        """Implement `known.LayerFacts`."""
+        return _weights(layer, self, context)
+
+    def compute(
+        self, x: torch.Tensor, found: tuple[DenseWeights, DenseTerms], tables: RotaryTables
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Implement `known.LayerFacts`."""
+        return dense_layer(x, found[0], tables, self.options, found[1])
+
 
 def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> DenseLayerFacts | None:
     """Put together the facts of a layer's modules; None for one that is to call them one by one.
@@ -61,7 +69,7 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> D
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     norms = [layer.get_submodule(name) for name in ("input_layernorm", "post_attention_layernorm")]
     of_attention, of_mlp, *of_norms = (facts_of_part(module, parts) for module in (attention, mlp, *norms))
-    if not isinstance(of_attention, AttentionFacts) or not is_plain_mlp(of_mlp):
+    if not isinstance(of_attention, AttentionFacts):
         return None
     if not _is_plain_attention(of_attention) or "forward" in vars(layer):
         return None
@@ -71,39 +79,24 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> D
     pairs = [(norm.eps, norm.offset) for norm in (*of_norms, of_heads) if isinstance(norm, NormFacts)]
     if len(pairs) != 3:
         return None
-    size = of_attention.head_dim
+    size, gated = of_attention.head_dim, of_attention.gated
     outputs, width = weight_of(attention.get_submodule("q_proj"), parts).shape
     options = DenseOptions(
         of_attention.options,
         width,
-        outputs // size,
+        outputs // (2 * size if gated else size),
         of_attention.kv_heads,
         size,
-        weight_of(mlp.get_submodule("gate_proj"), parts).shape[0],
+        weight_of(mlp.get_submodule("gate_proj"), parts).shape[0] if is_plain_mlp(of_mlp) else 0,
+        gated,
         (pairs[0], pairs[1], pairs[2]),
     )
     return DenseLayerFacts(options, of_attention.qk_norm == "head", adapters)
 
 
 def _is_plain_attention(facts: AttentionFacts) -> bool:
-    special = facts.fused or facts.gated or facts.sinks or facts.adapter >= 0 or facts.qk_norm == "full"
+    special = facts.fused or facts.sinks or facts.adapter >= 0 or facts.qk_norm == "full"
     return not special and facts.key_multiplier == 1.0
-
-
-def dense_layer_forward(
-    self: Any, hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
-) -> Any:
-    """Run the layer as one call, or its class's own forward."""
-    facts: DenseLayerFacts = self.samebit
-    if isinstance(position_embeddings, RotaryTables) and in_rollout(position_embeddings.context):
-        context = position_embeddings.context
-        found = known_weights(self, context, lambda: _weights(self, facts, context))
-        if found is not None:
-            out = dense_layer(hidden_states, found[0], position_embeddings, facts.options, found[1])
-            if out is not None:
-                return out
-    own = layer_forward if facts.adapters else type(self).forward
-    return own(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
 
 
 def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tuple[DenseWeights, DenseTerms] | None:
@@ -111,7 +104,7 @@ def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tup
     compute with them."""
     if torch_modules._has_any_global_hook():
         return None
-    children = layer._modules
+    children, gated = layer._modules, facts.options.inner > 0
     attention, mlp = children["self_attn"], children["mlp"]
     of_attention, of_mlp = attention._modules, mlp._modules
     norms = [children["input_layernorm"], children["post_attention_layernorm"]]
@@ -119,21 +112,18 @@ def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tup
         norms += [of_attention["q_norm"], of_attention["k_norm"]]
     untouched = (
         runs(attention, attention_forward)
-        and runs(mlp, mlp_forward)
+        and (not gated or runs(mlp, mlp_forward))
         and all(runs(norm, rms_norm_forward) for norm in norms)
     )
     if not untouched:
         return None
-    groups = (
-        (of_attention["q_proj"], of_attention["k_proj"], of_attention["v_proj"]),
-        (of_attention["o_proj"],),
-        (of_mlp["gate_proj"], of_mlp["up_proj"]),
-        (of_mlp["down_proj"],),
-    )
-    linears = linears_of(groups, context, facts.adapters)
+    groups = [(of_attention["q_proj"], of_attention["k_proj"], of_attention["v_proj"]), (of_attention["o_proj"],)]
+    groups += [(of_mlp["gate_proj"], of_mlp["up_proj"]), (of_mlp["down_proj"],)] if gated else []
+    linears = linears_of(tuple(groups), context, facts.adapters)
     if linears is None:
         return None
     layers, terms = linears
     first, second, *of_heads = [norm._parameters["weight"] for norm in norms]
-    parts: tuple[Any, ...] = ((first, second), tuple(of_heads) or (None, None), *layers)
+    of_norms: tuple[Any, ...] = (first, second), tuple(of_heads) or (None, None)
+    parts: tuple[Any, ...] = (*of_norms, *layers) if gated else (*of_norms, *layers, None, None)
     return DenseWeights(*parts), DenseTerms(*terms)

@@ -47,11 +47,6 @@ def is_plain_mlp(facts: Any) -> bool:
     return plain and facts.activation in SILU
 
 
-def in_rollout(context: ForwardContext) -> bool:
-    """Return whether a call is one of a rollout, without gradients."""
-    return context.pages is not None and not torch.is_grad_enabled()
-
-
 def linears_of(groups: Groups, context: ForwardContext, wrapped: bool) -> Linears | None:
     """Return weights and biases of the groups' layers, and the terms of the adapter; None where a hook could tell,
     where its sites are not there yet, or where a model that peft has ``wrapped`` is called without a choice."""

@@ -1,1 +1,5 @@
-"""Say what a whole layer that is one call is given: `weights` for all of them, and `latent` for latent attention."""
+"""Say what a whole layer that is one call is given: `weights` for all of them, `latent` for latent attention, `delta`
+for Gated DeltaNet.
+
+Imports, of `layout`, `options` and `lora`.
+"""

@@ -1,17 +1,18 @@
 """Tell whether a decoder layer's one call may have what it is given: its kernel trusts addresses and sizes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 import torch
 
+from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.weights import LayerWeights
 from samebit.kernels.layout.lora.adapters import PlacedTerms
 from samebit.kernels.ops.rope import RotaryTables
 
 
-def call_fits(tables: RotaryTables, terms: Iterable[PlacedTerms | None]) -> bool:
+def call_fits(context: ForwardContext, terms: Iterable[PlacedTerms | None]) -> bool:
     """Return whether the call is a rollout's, of all its rows, with at most an adapter in float32."""
-    context = tables.context
     return (
         context.pages is not None
         and context.covers_all_rows
@@ -30,17 +31,20 @@ def rows_fit(x: torch.Tensor, tables: RotaryTables, width: int) -> bool:
     )
 
 
-def weights_fit(weights: LayerWeights, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> bool:
-    """Return whether the weights that are there have these shapes and this dtype, contiguous on the CPU: found out
-    once."""
+def weights_fit(
+    weights: LayerWeights, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, last: Sequence[torch.dtype] = ()
+) -> bool:
+    """Return whether the weights that are there have these shapes and this dtype, those at the end the ``last`` ones,
+    contiguous on the CPU: found out once."""
     if dtype not in weights.worked_out:
-        weights.worked_out[dtype] = _fit(weights, shapes, dtype)
+        dtypes = [*repeat(dtype, len(weights.flat) - len(last)), *last]
+        weights.worked_out[dtype] = _fit(weights, shapes, dtypes)
     fits: bool = weights.worked_out[dtype]
     return fits
 
 
-def _fit(weights: LayerWeights, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> bool:
-    for weight, shape in zip(weights.flat, shapes, strict=True):
+def _fit(weights: LayerWeights, shapes: Iterable[tuple[int, ...]], dtypes: Iterable[torch.dtype]) -> bool:
+    for weight, shape, dtype in zip(weights.flat, shapes, dtypes, strict=True):
         if weight is not None and not (
             weight.shape == shape and weight.dtype is dtype and weight.is_contiguous() and weight.is_cpu
         ):

@@ -22,7 +22,7 @@ def latent_layer(
     which is the MLP's input. ``terms``: of the adapter that all rows go through, which fit the weights.
     """
     kernel, context, attention = latent_layer_of(x), tables.context, options.attention
-    if kernel is None or context.pages is None or not call_fits(tables, terms):
+    if kernel is None or context.pages is None or not call_fits(context, terms):
         return None
     shape = (context.block_size, attention.width)
     if not (

@@ -15,11 +15,15 @@ from samebit.kernels.ops.rope import RotaryTables
 
 def dense_layer(
     x: torch.Tensor, weights: DenseWeights, tables: RotaryTables, options: DenseOptions, terms: DenseTerms
-) -> torch.Tensor | None:
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Return what the layer makes of ``x``: ``[..., W]`` for the T rows of the tables' context, whose pages it writes
-    to and reads; or None. ``terms``: of the adapter that all rows go through, which fit the weights."""
+    to and reads; or None.
+
+    Where options name no gated MLP the first result is what attention makes of ``x``, and the second the norm of that,
+    which is the MLP's input. ``terms``: of the adapter that all rows go through, which fit the weights.
+    """
     kernel, context = dense_layer_of(x), tables.context
-    if kernel is None or context.pages is None or not call_fits(tables, terms):
+    if kernel is None or context.pages is None or not call_fits(context, terms):
         return None
     shape = (options.kv_heads, 2, options.head_dim * context.block_size)
     if not (

@@ -1,0 +1,108 @@
+"""Compute a decoder layer of a Gated DeltaNet mixer in one call.
+
+`Family.layers` says of which families the layers are ``x + mixer(norm(x))``, then ``x + mlp(norm(x))``. A gated MLP is
+in the call; routed experts are a call of their module behind it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+
+from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
+from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
+from samebit.kernels.binding.dense.untouched import runs
+from samebit.kernels.binding.modules import NormFacts, mlp_forward, rms_norm_forward
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.layers.delta import DeltaLayerOptions, DeltaTerms, DeltaWeights, MixerWeights
+from samebit.kernels.layout.layers.latent import GatedWeights
+from samebit.kernels.ops.delta.layer import delta_layer
+from samebit.kernels.ops.rope import RotaryTables
+
+MIXER = "linear_attn"
+"""Names the mixer in its layer."""
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_OF_INPUT = ("in_proj_qkv", "in_proj_z", "in_proj_b")
+
+
+@dataclass(frozen=True)
+class DeltaLayerFacts:
+    """Holds what the layer's call needs to know beside its parameters.
+
+    Attributes:
+        options: sizes and constants.
+        mixer: its mixer's.
+        adapters: of peft are in the model, so that the layer may be recomputed inside a context of its own.
+    """
+
+    options: DeltaLayerOptions
+    mixer: DeltaFacts
+    adapters: bool
+
+    @property
+    def apart(self) -> str:
+        """Implement `known.LayerFacts`."""
+        return "" if self.options.inner else "mlp"
+
+    def find(self, layer: Any, context: ForwardContext) -> tuple[DeltaWeights, DeltaTerms] | None:
+        """Implement `known.LayerFacts`."""
+        return _weights(layer, self, context)
+
+    def compute(
+        self, x: torch.Tensor, found: tuple[DeltaWeights, DeltaTerms], tables: RotaryTables
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Implement `known.LayerFacts`."""
+        return delta_layer(x, found[0], tables.context, self.options, found[1])
+
+
+def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> DeltaLayerFacts | None:
+    """Put together the facts of a layer's modules; None for one that is to call them one by one.
+
+    Args:
+        layer: as transformers has it, with ``linear_attn``, ``mlp`` and the norm before each.
+        parts: what `bind` gives to each module, its forward and its facts.
+        adapters: of peft are in the model.
+    """
+    mixer, mlp = facts_of_part(layer.get_submodule(MIXER), parts), layer.get_submodule("mlp")
+    norms = [facts_of_part(layer.get_submodule(name), parts) for name in _NORMS]
+    pairs = [(norm.eps, norm.offset) for norm in norms if isinstance(norm, NormFacts)]
+    if not isinstance(mixer, DeltaFacts) or mixer.one_call is None or len(pairs) != 2 or "forward" in vars(layer):
+        return None
+    plain = is_plain_mlp(facts_of_part(mlp, parts))
+    inner = weight_of(mlp.get_submodule("gate_proj"), parts).shape[0] if plain else 0
+    return DeltaLayerFacts(DeltaLayerOptions(mixer.one_call, inner, (pairs[0], pairs[1])), mixer, adapters)
+
+
+def _weights(layer: Any, facts: DeltaLayerFacts, context: ForwardContext) -> tuple[DeltaWeights, DeltaTerms] | None:
+    """Return the layer's parameters, and what the call's adapter adds; None where a call of its modules does more than
+    compute with them."""
+    if torch_modules._has_any_global_hook():
+        return None
+    gated, children = facts.options.inner > 0, layer._modules
+    mixer, mlp = children[MIXER], children["mlp"]
+    inside, of_mlp = mixer._modules, mlp._modules
+    norms = [children[name] for name in _NORMS]
+    untouched = (
+        runs(mixer, delta_forward)
+        and all(runs(norm, rms_norm_forward) for norm in norms)
+        and (not gated or runs(mlp, mlp_forward))
+    )
+    if not untouched:
+        return None
+    groups = [tuple(inside[name] for name in _OF_INPUT), (inside["in_proj_a"],), (inside[facts.mixer.family.out],)]
+    groups += [(of_mlp["gate_proj"], of_mlp["up_proj"]), (of_mlp["down_proj"],)] if gated else []
+    linears = linears_of(tuple(groups), context, facts.adapters)
+    if linears is None:
+        return None
+    ((qkv, gate, b), (a,), (out,), *others), terms = linears
+    taps, norm = (inside[name]._parameters["weight"] for name in (facts.mixer.convolutions[0], facts.mixer.family.norm))
+    gates = mixer._parameters["A_log"], mixer._parameters["dt_bias"]
+    weights = DeltaWeights(
+        (norms[0]._parameters["weight"], norms[1]._parameters["weight"]),
+        MixerWeights(qkv, gate, b, a, out, taps, norm, *gates),
+        GatedWeights(*others[0], *others[1]) if gated else None,
+    )
+    return weights, DeltaTerms(*terms)

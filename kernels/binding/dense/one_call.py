@@ -1,0 +1,47 @@
+"""Run a decoder layer as one call in a rollout, with that of its experts behind it, where no hook could tell.
+
+What a kind of layer computes is in its facts (`known.LayerFacts`): `layer`, `latent`, and `delta.layer`.
+
+Invariants:
+
+* The modules decide: a hook on one of them, a forward that was replaced, several adapters in one call, and gradients
+  bring back the class's own forward, which calls them one by one. Hooks of the layer itself are torch's.
+* What is kept of a module is compared with it at each call (`known`).
+"""
+
+from typing import Any
+
+import torch
+
+from samebit.kernels.binding.dense.known import Found, LayerFacts, known_weights
+from samebit.kernels.binding.lora.forwards import layer_forward
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.ops.rope import RotaryTables
+
+
+def one_call_forward(
+    self: Any, hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
+) -> Any:
+    """Run the layer as one call, or its class's own forward."""
+    facts: LayerFacts = self.samebit
+    if isinstance(position_embeddings, RotaryTables) and _in_rollout(position_embeddings.context):
+        found = known_weights(self, facts, position_embeddings.context)
+        out = None if found is None else computed(self, facts, hidden_states, found, position_embeddings)
+        if out is not None:
+            return out
+    own = layer_forward if facts.adapters else type(self).forward
+    return own(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
+
+
+def _in_rollout(context: ForwardContext) -> bool:
+    """Return whether a call is one of a rollout, without gradients."""
+    return context.pages is not None and not torch.is_grad_enabled()
+
+
+def computed(layer: Any, facts: LayerFacts, x: torch.Tensor, found: Found, tables: RotaryTables) -> torch.Tensor | None:
+    """Compute the layer of what was found; None where that does not fit one call."""
+    out = facts.compute(x, found, tables)
+    if out is None:
+        return None
+    inside, behind = out
+    return inside if behind is None else inside + layer.get_submodule(facts.apart)(behind)

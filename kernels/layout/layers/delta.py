@@ -1,0 +1,110 @@
+"""Hold what a decoder layer of a Gated DeltaNet mixer and an MLP is given where it is one call.
+
+The gates' parameters, ``a_log`` and ``dt_bias``, are of the other parameters' dtype or float32, both alike. W hidden
+size, F width of the MLP.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from samebit.kernels.layout.layers.latent import GatedWeights
+from samebit.kernels.layout.layers.weights import LayerWeights
+from samebit.kernels.layout.lora.adapters import PlacedTerms
+from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions, Layer
+
+
+class MixerWeights(NamedTuple):
+    """Holds the parameters of a Gated DeltaNet mixer: its linear layers, the first four of one input (that of queries,
+    keys and values, those of the norm's gate, of beta and of the decays), and the others."""
+
+    qkv: Layer
+    gate: Layer
+    b: Layer
+    a: Layer
+    out: Layer
+    taps: torch.Tensor
+    norm: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaWeights(LayerWeights):
+    """Holds the parameters of a decoder layer: the norms before its mixer and before its MLP, and both; None for
+    another MLP behind the call. Those of the gates stand at the end."""
+
+    norms: tuple[torch.Tensor, torch.Tensor]
+    mixer: MixerWeights
+    mlp: GatedWeights | None
+
+    @cached_property
+    def flat(self) -> tuple[torch.Tensor | None, ...]:
+        """Return them one by one; None for what the layer does not have."""
+        mixer, nothing = self.mixer, (None, None)
+        gate, up, down = (nothing, nothing, nothing) if self.mlp is None else self.mlp
+        linears = (*mixer.qkv, *mixer.gate, *mixer.b, *mixer.a, *mixer.out, *gate, *up, *down)
+        return (*self.norms, *linears, *mixer[5:])
+
+
+class DeltaTerms(NamedTuple):
+    """Holds what an adapter adds to the linear layers of `DeltaWeights`; None for nothing."""
+
+    first: PlacedTerms | None = None
+    a: PlacedTerms | None = None
+    out: PlacedTerms | None = None
+    gate_up: PlacedTerms | None = None
+    down: PlacedTerms | None = None
+
+
+@dataclass(frozen=True)
+class MixerOptions:
+    """Tells one whole Gated DeltaNet mixer from another: its rule, its norm, hidden size, taps, and the most of beta.
+
+    The norm's weight is that of one head, which all heads share.
+    """
+
+    rule: DeltaOptions
+    norm: GatedNormOptions
+    width: int
+    taps: int
+    beta_scale: float
+
+
+@dataclass(frozen=True)
+class DeltaLayerOptions:
+    """Tells one decoder layer of a Gated DeltaNet mixer from another.
+
+    Attributes:
+        mixer: of its mixer.
+        inner: width of the gated MLP; 0 for another one behind the call.
+        norms: eps and offset of each of `DeltaWeights.norms`.
+    """
+
+    mixer: MixerOptions
+    inner: int
+    norms: tuple[tuple[float, float], tuple[float, float]]
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of `DeltaWeights.flat`."""
+        rule, width, taps, inner = self.mixer.rule, self.mixer.width, self.mixer.taps, self.inner
+        heads = (rule.value_heads,)
+        return (
+            (width,), (width,),
+            (rule.width, width), (rule.width,), (rule.inner, width), (rule.inner,), (*heads, width), heads,
+            (*heads, width), heads, (width, rule.inner), (width,),
+            (inner, width), (inner,), (inner, width), (inner,), (width, inner), (width,),
+            (rule.width, 1, taps), (rule.value_dim,), heads, heads,
+        )  # fmt: skip
+
+    @cached_property
+    def numbers(self) -> tuple[np.float32 | bool, ...]:
+        """Return, as a kernel takes them, the norms', then the eps of the mixer's, whether its gate is a sigmoid, and
+        the most of beta."""
+        norm = self.mixer.norm
+        of_norms = (np.float32(number) for each in self.norms for number in each)
+        return (*of_norms, np.float32(norm.eps), norm.sigmoid, np.float32(self.mixer.beta_scale))

@@ -1,0 +1,58 @@
+"""Compute a decoder layer of a Gated DeltaNet mixer in one call, for the steps of a rollout.
+
+Contract: the bits of the layer's modules, each called by itself, residual sums included. Where a device has no such
+call, or what is given does not fit it, there is no result, and the modules are to be called.
+"""
+
+import torch
+
+from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
+from samebit.kernels.layout.layers.delta import DeltaLayerOptions, DeltaTerms, DeltaWeights, MixerOptions
+from samebit.kernels.layout.options import DeltaOptions
+from samebit.kernels.layout.states.delta import DeltaStates
+from samebit.kernels.ops.dense.fitting import call_fits, weights_fit
+from samebit.kernels.ops.dispatch import delta_layer_of
+
+
+def delta_layer(
+    x: torch.Tensor, weights: DeltaWeights, context: ForwardContext, options: DeltaLayerOptions, terms: DeltaTerms
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Return what the layer makes of ``x``, ``[..., W]`` for the T rows of the context, whose states and windows move
+    on; or None.
+
+    Where options name no gated MLP the first result is what the mixer makes of ``x``, and the second the norm of that,
+    which is the MLP's input. ``terms``: of the adapter that all rows go through, which fit the weights.
+    """
+    kernel, width = delta_layer_of(x), options.mixer.width
+    if kernel is None or not call_fits(context, terms):
+        return None
+    if x.size(-1) != width or x.numel() != context.num_rows * width:
+        return None
+    if not (_weights_fit(weights, options, x.dtype) and _memory_fits(context, options.mixer, x.dtype)):
+        return None
+    return kernel(x, weights, context, options, terms)
+
+
+def _weights_fit(weights: DeltaWeights, options: DeltaLayerOptions, dtype: torch.dtype) -> bool:
+    """Return whether a kernel that trusts addresses and sizes may have them."""
+    gates = weights.mixer.a_log.dtype
+    return gates in (dtype, torch.float32) and weights_fit(weights, options.shapes, dtype, (gates, gates))
+
+
+def _memory_fits(context: ForwardContext, mixer: MixerOptions, dtype: torch.dtype) -> bool:
+    """Return whether the layer's states and windows are what the context and the options say."""
+    memory = context.states.layers[mixer.rule.layer] if context.states is not None else None
+    if not isinstance(memory, DeltaStates) or memory.dtype is not dtype or context.last_slot >= len(memory.state):
+        return False
+    slots, rule = len(memory.state), mixer.rule
+    return (
+        memory.state.shape[1:] == _state_shape(rule)
+        and memory.tail_k.shape[1:] == (rule.key_heads, SCAN_CHUNK, ceil_div(rule.key_dim, LANES) * LANES)
+        and memory.window.shape == (slots, mixer.taps - 1, rule.width)
+        and not (len(context.captures) and bool((context.captures[:, 1] % rule.chunk).any()))
+    )
+
+
+def _state_shape(rule: DeltaOptions) -> tuple[int, int, int]:
+    return rule.value_heads, rule.key_dim, ceil_div(rule.value_dim, LANES) * LANES
