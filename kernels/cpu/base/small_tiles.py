@@ -17,6 +17,7 @@ from samebit.kernels.cpu.base.vectors import (
     accumulate,
     dispatch,
     fma,
+    keep_order,
     load_vector,
     pointer_to,
     prefetch,
@@ -77,10 +78,14 @@ def _tile_multiply(from_zero: bool, allowed: tuple[int, ...] = _COLUMNS) -> Any:
     return kernel
 
 
-def _step(context: Any, builder: Any, weight_rows: list[Any], vector: Any, lanes: list[Any], ahead: list[Any]) -> Any:
+def _step(
+    context: Any, builder: Any, weight_rows: list[Any], vector: Any, lanes: list[Any], ahead: list[Any],
+    ordered: bool = False,
+) -> Any:  # fmt: skip
     """Return what emits step i of the sums: ``weights[r, i] * vectors[i, lanes]`` for each row, then each of ``lanes``.
 
     vector: ``vectors``, unpacked. ahead: what is asked for meanwhile, as counts of elements behind what step i reads.
+    ordered: the vectors are loaded in the order of ``lanes``.
     """
     array_type, array, at, stride = vector
     first = pointer_to(context, builder, array_type, array, at)
@@ -90,7 +95,11 @@ def _step(context: Any, builder: Any, weight_rows: list[Any], vector: Any, lanes
         start = builder.gep(first, [moved])
         for distance in ahead:
             prefetch(builder, builder.gep(start, [distance]))
-        loaded = [load_vector(builder, builder.gep(start, [lane]), array_type.dtype) for lane in lanes]
+        loaded = []
+        for lane in lanes:
+            loaded.append(load_vector(builder, builder.gep(start, [lane]), array_type.dtype))
+            if ordered:
+                keep_order(builder)
         factors = [splat(builder, builder.load(builder.gep(row, [i]))) for row in weight_rows]
         pairs = [(factor, columns) for factor in factors for columns in loaded]
         return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
@@ -127,7 +136,8 @@ def tile_read(
             weight_rows = [row_of(context, builder, *weight, r) for r in range(row_count)]
             lanes = [n.type(LANES * c) for c in range(column_count)]
             asked = {1: lanes, 2: lanes[::4]}.get(row_count, [])
-            step = _step(context, builder, weight_rows, vector, lanes, [builder.add(lane, distance) for lane in asked])
+            ahead = [builder.add(lane, distance) for lane in asked]
+            step = _step(context, builder, weight_rows, vector, lanes, ahead, ordered=row_count == 2)
             totals = accumulate(builder, n, [zeros()] * (row_count * column_count), step)
             out_rows = [row_of(context, builder, *target, r) for r in range(row_count)]
             targets = [builder.gep(row, [lane]) for row in out_rows for lane in lanes]

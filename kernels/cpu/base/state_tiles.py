@@ -136,21 +136,23 @@ def dots(typingctx: Any, rows: Any, queries: Any, keys: Any, count: Any, width: 
 
 @intrinsic
 def tile_move(
-    typingctx: Any, rows: Any, columns: Any, factor: Any, weights: Any, vectors: Any, count: Any, out: Any, ahead: Any,
+    typingctx: Any, rows: Any, columns: Any, kept: Any, weights: Any, vectors: Any, count: Any, out: Any, ahead: Any,
     second: Any, second_at: Any,
 ) -> Any:  # fmt: skip
-    """Compute ``out[r, 0 : 16 c] = factor out + sum over i of weights[i, r] * vectors[i, 0 : 16 c]``, ascending.
+    """Compute ``out[r, 0 : 16 c] = kept[r] out + sum over i of weights[i, r] * vectors[i, 0 : 16 c]``, ascending.
 
-    ``weights``, ``vectors`` and ``out`` are `Rows`; ``rows`` is 1, 2 or 4, ``columns`` (c) 1, 2 or 4. What lies
-    ``ahead`` elements behind ``out`` is asked for meanwhile. The result also goes to ``second`` (same stride), past
+    ``kept`` (of one element a row, which a stride of 0 makes the same for all), ``weights``, ``vectors`` and ``out`` are
+    `Rows`; ``rows`` is 1, 2 or 4, ``columns`` (c) 1, 2 or 4. What lies ``ahead`` elements behind ``out`` is asked for
+    meanwhile. The result also goes to ``second`` (same stride), past
     the caches, unless ``second_at`` is negative.
     """
     i64 = types.int64
-    signature = types.void(i64, i64, types.float32, weights, vectors, i64, out, i64, second, i64)
+    signature = types.void(i64, i64, kept, weights, vectors, i64, out, i64, second, i64)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        many, wide, scale, weights_given, vectors_given, n, out_given, distance, other, other_at = args
+        many, wide, kept_given, weights_given, vectors_given, n, out_given, distance, other, other_at = args
         index = many.type
+        shares = unpacked(context, builder, kept, kept_given)
         weight_type, weight, weight_at, weight_stride = unpacked(context, builder, weights, weights_given)
         vector_type, vector, vector_at, stride = unpacked(context, builder, vectors, vectors_given)
         target_type, target, at, step = unpacked(context, builder, out, out_given)
@@ -175,8 +177,9 @@ def tile_move(
 
             for pointer in targets:
                 prefetch(builder, builder.gep(pointer, [distance]))
-            kept = splat(builder, scale)
-            initial = [builder.fmul(load_vector(builder, pointer, types.float32), kept) for pointer in targets]
+            scales = [splat(builder, builder.load(row_of(context, builder, *shares, r))) for r in range(row_count)]
+            before = [load_vector(builder, pointer, types.float32) for pointer in targets]
+            initial = [builder.fmul(vector, scales[i // column_count]) for i, vector in enumerate(before)]
             totals = accumulate(builder, n, initial, body)
             for pointer, total in zip(targets, totals, strict=True):
                 store_vector(builder, total, pointer)

@@ -281,24 +281,20 @@ def _move(sizes: Any, memory: Any, scratch: Any, at: int, k_at: int, ends_block:
     """
     deep, wide, key_dim = sizes.deep, sizes.wide, sizes.key_dim
     state, block_state, k, u, sums, left, _ = memory
-    fed = scratch.fed
     size = key_dim * wide
     state_at, u_at, sums_at = at * size, at * SCAN_CHUNK * wide, at * SCAN_CHUNK
-    factor = _ONE
-    if sizes.by_channel:
-        fed[:] = u[u_at : u_at + SCAN_CHUNK * wide]
-        left_at = (at * SCAN_CHUNK + SCAN_CHUNK - 1) * deep
-        for n in range(key_dim):
-            decayed = left[left_at + n]
-            for p in range(state_at + n * wide, state_at + (n + 1) * wide):
-                state[p] = state[p] * decayed
+    if sizes.by_channel:  # keys of the tail have decayed
+        kept, kept_at, each = left, (at * SCAN_CHUNK + SCAN_CHUNK - 1) * deep, 1
+        fed, fed_at = u, u_at
     else:
+        kept, kept_at, each = scratch.kept, 0, 0
+        fed, fed_at = scratch.fed, 0
         last = sums[sums_at + SCAN_CHUNK - 1]
         for s in range(SCAN_CHUNK):
             decayed = share_left(np.float32(last - sums[sums_at + s]))
             for p in range(wide):
                 fed[s * wide + p] = u[u_at + s * wide + p] * decayed
-        factor = share_left(np.float32(last))
+        kept[0] = share_left(np.float32(last))
     n = 0
     while n < key_dim:  # meanwhile the next head's state is asked for
         rows = _block(key_dim - n)
@@ -307,8 +303,9 @@ def _move(sizes: Any, memory: Any, scratch: Any, at: int, k_at: int, ends_block:
             columns = _block((wide - v) // LANES)
             place = state_at + n * wide + v
             tile_move(
-                rows, columns, factor, Rows(k, k_at + n, deep), Rows(fed, v, wide), SCAN_CHUNK,
-                Rows(state, place, wide), size, block_state, place if ends_block else -1,
+                rows, columns, Rows(kept, kept_at + n * each, each), Rows(k, k_at + n, deep),
+                Rows(fed, fed_at + v, wide), SCAN_CHUNK, Rows(state, place, wide), size, block_state,
+                place if ends_block else -1,
             )  # fmt: skip
             v += columns * LANES
         n += rows

@@ -311,7 +311,7 @@ def _move(sizes: Any, memory: Any, scratch: Any, at: int, b_at: int, ends_block:
     """
     _, _, _, state_size, wide, deep = sizes
     state, block_state, x, b, steps, sums, _ = memory
-    fed = scratch.fed
+    fed, kept = scratch.fed, scratch.weights
     size = state_size * wide
     state_at, x_at, steps_at = at * size, at * SCAN_CHUNK * wide, at * SCAN_CHUNK
     last = sums[steps_at + SCAN_CHUNK - 1]
@@ -321,7 +321,7 @@ def _move(sizes: Any, memory: Any, scratch: Any, at: int, b_at: int, ends_block:
         target = fed[s * wide : (s + 1) * wide]
         for p in range(wide):
             target[p] = widen(source[p]) * decay
-    factor = share_left(np.float32(last))
+    kept[0] = share_left(np.float32(last))
     n = 0
     while n < state_size:  # meanwhile the next head's state is asked for
         rows = _block(state_size - n)
@@ -330,7 +330,7 @@ def _move(sizes: Any, memory: Any, scratch: Any, at: int, b_at: int, ends_block:
             columns = _block((wide - v) // LANES)
             place = state_at + n * wide + v
             tile_move(
-                rows, columns, factor, Rows(b, b_at + n, deep), Rows(fed, v, wide), SCAN_CHUNK,
+                rows, columns, Rows(kept, 0, 0), Rows(b, b_at + n, deep), Rows(fed, v, wide), SCAN_CHUNK,
                 Rows(state, place, wide), size, block_state, place if ends_block else -1,
             )  # fmt: skip
             v += columns * LANES
