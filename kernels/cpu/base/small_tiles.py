@@ -119,7 +119,8 @@ def tile_read(
     """Compute as `tile_multiply`, up to 2 rows on 8 columns too: the vectors are then read in one piece.
 
     Up to two rows (decode waits for memory) also ask for what lies ``ahead`` elements behind what they read, one row
-    for all of it, two for each fourth vector: what comes between them is fetched without being asked for.
+    for all of it, two for each fourth vector: what comes between them is fetched without being asked for. Two load a
+    row in the order of its lines (`vectors.keep_order`).
     """
     i64 = types.int64
     signature = types.void(i64, i64, weights, vectors, i64, out, i64)

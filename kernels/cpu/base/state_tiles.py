@@ -141,10 +141,9 @@ def tile_move(
 ) -> Any:  # fmt: skip
     """Compute ``out[r, 0 : 16 c] = kept[r] out + sum over i of weights[i, r] * vectors[i, 0 : 16 c]``, ascending.
 
-    ``kept`` (of one element a row, which a stride of 0 makes the same for all), ``weights``, ``vectors`` and ``out`` are
+    ``kept`` (one element a row; a stride of 0 makes it the same for all), ``weights``, ``vectors`` and ``out`` are
     `Rows`; ``rows`` is 1, 2 or 4, ``columns`` (c) 1, 2 or 4. What lies ``ahead`` elements behind ``out`` is asked for
-    meanwhile. The result also goes to ``second`` (same stride), past
-    the caches, unless ``second_at`` is negative.
+    meanwhile. The result also goes to ``second`` (same stride), past the caches, unless ``second_at`` is negative.
     """
     i64 = types.int64
     signature = types.void(i64, i64, kept, weights, vectors, i64, out, i64, second, i64)
