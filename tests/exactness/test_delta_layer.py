@@ -14,7 +14,7 @@ from samebit.kernels.binding.dense import layer as dense_layer
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
-from .families import DTYPES, bound_model, make_model, paired, token_ids
+from .families import CAMPAIGN, DTYPES, bound_model, make_model, paired, token_ids
 from .lora import config_for, make_peft
 
 PROMPTS = token_ids(1, 3, 65, 130)
@@ -110,7 +110,8 @@ def test_who_listens_to_a_part_of_a_layer_hears_each_call(
     assert len(layers_in_one_call) == PARAMS[0].max_tokens * (len(layers) - 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", DTYPES if CAMPAIGN else DTYPES[:1])
 def test_one_call_adds_an_adapter_as_the_modules_do(
     dtype: torch.dtype, layers_in_one_call: list[tuple[str, int, bool]]
 ) -> None:

@@ -14,7 +14,7 @@ from samebit.kernels.binding.dense import latent as latent_layer
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
-from .families import DTYPES, bound_model, make_model, paired, token_ids
+from .families import CAMPAIGN, DTYPES, bound_model, make_model, paired, token_ids
 from .lora import PROJECTIONS, config_for, lora_config, make_peft, wake
 
 PROMPTS = token_ids(1, 3, 65, 130)
@@ -106,7 +106,8 @@ def test_who_listens_to_experts_hears_each_call_behind_the_layers(layers_in_one_
     assert len(layers_in_one_call) == 2 * PARAMS[0].max_tokens
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", DTYPES if CAMPAIGN else DTYPES[:1])
 @pytest.mark.parametrize("family", FAMILIES[:2])
 def test_one_call_adds_an_adapter_as_the_modules_do(
     family: str, dtype: torch.dtype, layers_in_one_call: list[tuple[int, bool]]
