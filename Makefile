@@ -71,10 +71,10 @@ trl-grpo: install
 verl-matrix: install
 	$(BIN)/python benchmarks/verl_matrix/matrix.py $(ARGS)
 
-# Two processes of one thread each. Three on two cores take longer: they slow each other down by more than what waits.
-# Which files come first: tests/order.py.
+# Three processes of one thread each on two cores: one of them has the tests that mostly wait for other processes.
+# Which files come first, and which of them wait: tests/order.py.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
 
 # The tests of what Hugging Face's classes, configs and files have a part in. Its own environment has no verl, which asks
 # for an older transformers. ARGS as for test.

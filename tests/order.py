@@ -2,7 +2,8 @@
 
 `make test` gives whole files to some processes as these become free. The files that take longest come first, as the
 last one to run should be short. The very first compiles nearly all kernels of the CPU; those beside it need none, the
-next ones many. Files that need a cluster of Ray share one: they run one after the other in one process.
+next ones many. Files that need a cluster of Ray share one: they run one after the other in one process. Files that
+mostly wait for other processes have a process of their own, so that the others never wait.
 """
 
 from __future__ import annotations
@@ -18,26 +19,37 @@ LONGEST = (
     "kernels/triton/test_ssm.py",
     "kernels/triton/test_ssm_backward.py",
     "kernels/triton/test_attention.py",
-    "rollout/integrations/test_verl_turns.py",
     "benchmarks/test_benchmarks.py",
-    *OF_ONE_CLUSTER,
     "exactness/test_hybrids.py",
     "exactness/test_expert_routes.py",
     "exactness/test_latent_families.py",
     "exactness/test_hybrid_rollout.py",
-    "exactness/test_fsdp.py",
     "kernels/test_attention.py",
     "structure/test_structure.py",
-    "rollout/worker/test_worker_killed.py",
-    "rollout/worker/test_worker_process.py",
-    "weight_sync/test_distributed.py",
 )
+WAITING = (
+    "rollout/integrations/test_verl_turns.py",
+    *OF_ONE_CLUSTER,
+    "exactness/test_fsdp.py",
+    "recipes/test_grpo_async.py",
+    "benchmarks/test_gpu_day.py",
+    "rollout/fleet/test_fleet.py",
+    "rollout/integrations/test_trl_async.py",
+    "rollout/worker/test_worker_killed.py",
+    "rollout/worker/test_worker_transports.py",
+    "rollout/worker/test_worker_fairness.py",
+    "weight_sync/test_distributed.py",
+    "rollout/worker/test_worker_process.py",
+    "rollout/integrations/test_verl_plugin.py",
+)
+"""Files that wait for processes half of their time or longer."""
 
 
 def longest_first(items: list[pytest.Item]) -> None:
     """Bring tests into their order."""
-    places = {TESTS / file: place for place, file in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+    order = (*LONGEST, *WAITING)
+    places = {TESTS / file: place for place, file in enumerate(order)}
+    items.sort(key=lambda item: places.get(item.path, len(order)))
 
 
 def share_a_cluster(item: pytest.Item, following: pytest.Item | None) -> bool:
