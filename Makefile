@@ -72,9 +72,9 @@ verl-matrix: install
 	$(BIN)/python benchmarks/verl_matrix/matrix.py $(ARGS)
 
 # Three processes of one thread each on two cores: one of them has the tests that mostly wait for other processes.
-# Which files come first, and which of them wait: tests/order.py.
+# Which files come first, and which of them wait: tests/order.py. Idle threads of the processes that tests start sleep.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
 
 # The tests of what Hugging Face's classes, configs and files have a part in. Its own environment has no verl, which asks
 # for an older transformers. ARGS as for test.
