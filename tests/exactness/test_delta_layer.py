@@ -1,9 +1,6 @@
 """Decoder layers of a hybrid model that a rollout computes in one call each, of a Gated DeltaNet mixer or of gated
 attention, have the bits of their modules, and give way to who listens."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import nn
@@ -15,6 +12,7 @@ from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import CAMPAIGN, DTYPES, bound_model, make_model, paired, token_ids
+from .listening import listening
 from .lora import config_for, make_peft
 
 PROMPTS = token_ids(1, 3, 65, 130)
@@ -43,19 +41,6 @@ def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, 
     count(delta_layer, "delta_layer")
     count(dense_layer, "dense_layer")
     return calls
-
-
-@contextmanager
-def listening(model: nn.Module, heard: list[str], *names: str) -> Iterator[None]:
-    """Hear the calls of modules."""
-    handles = [
-        model.get_submodule(name).register_forward_hook(lambda *_, name=name: heard.append(name)) for name in names
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def names_of(model: nn.Module, part: str) -> list[str]:

@@ -1,8 +1,5 @@
 """A decoder layer that a rollout computes in one call has the bits of its modules, and gives way to who listens."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import nn
@@ -13,6 +10,7 @@ from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import DTYPES, bound_model, make_model, token_ids
+from .listening import listening
 from .lora import SMALLER, config_for, lora_config, make_peft
 
 PROMPTS = token_ids(1, 3, 65, 130)
@@ -38,16 +36,6 @@ def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-@contextmanager
-def listening(model: nn.Module, name: str, heard: list[str]) -> Iterator[None]:
-    """Hear the calls of a module."""
-    handle = model.get_submodule(name).register_forward_hook(lambda *_: heard.append(name))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_call_gives_the_bits_of_the_modules(family: str, dtype: torch.dtype, layers_in_one_call: list[int]) -> None:
@@ -58,7 +46,7 @@ def test_one_call_gives_the_bits_of_the_modules(family: str, dtype: torch.dtype,
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
     heard: list[str] = []
-    with listening(model, "model.layers.0.mlp.up_proj", heard), listening(model, "model.layers.1.self_attn", heard):
+    with listening(model, heard, "model.layers.0.mlp.up_proj", "model.layers.1.self_attn"):
         one_by_one, _ = run(model, PROMPTS, PARAMS)
     assert not layers_in_one_call
     assert_same_samples(one_by_one, at_once)
@@ -68,7 +56,7 @@ def test_one_call_gives_the_bits_of_the_modules(family: str, dtype: torch.dtype,
 def test_who_listens_to_a_part_of_a_layer_hears_each_call(name: str, layers_in_one_call: list[int]) -> None:
     model = bound_model("Qwen3")
     heard: list[str] = []
-    with listening(model, f"model.layers.1.{name}", heard):
+    with listening(model, heard, f"model.layers.1.{name}"):
         run(model, PROMPTS[1:2], PARAMS[:1])
     assert len(heard) == PARAMS[0].max_tokens
     assert len(layers_in_one_call) == PARAMS[0].max_tokens  # those of the other layer
@@ -77,7 +65,7 @@ def test_who_listens_to_a_part_of_a_layer_hears_each_call(name: str, layers_in_o
 def test_a_layer_hears_of_its_own_hooks(layers_in_one_call: list[int]) -> None:
     model = bound_model("Qwen3")
     heard: list[str] = []
-    with listening(model, "model.layers.1", heard):
+    with listening(model, heard, "model.layers.1"):
         run(model, PROMPTS[1:2], PARAMS[:1])
     assert len(heard) == PARAMS[0].max_tokens
     assert len(layers_in_one_call) == 2 * PARAMS[0].max_tokens
@@ -97,7 +85,7 @@ def test_one_call_adds_an_adapter_as_the_modules_do(
     layers_in_one_call.clear()
     heard: list[str] = []
     layers = "base_model.model.model.layers"
-    with listening(model, f"{layers}.0.mlp.up_proj", heard), listening(model, f"{layers}.1.self_attn", heard):
+    with listening(model, heard, f"{layers}.0.mlp.up_proj", f"{layers}.1.self_attn"):
         one_by_one, _ = run(model, PROMPTS, PARAMS)
     assert not layers_in_one_call
     assert_same_samples(one_by_one, at_once)
@@ -130,7 +118,7 @@ def test_a_call_that_is_found_again_sees_what_changed_meanwhile() -> None:
     with RolloutWorker(model, config=RolloutConfig(num_blocks=32, max_num_seqs=4, max_model_len=128)) as worker:
         worker.generate([[5, 6, 7]], params)
         heard: list[str] = []
-        with listening(model, "model.layers.0.mlp.up_proj", heard):
+        with listening(model, heard, "model.layers.0.mlp.up_proj"):
             worker.generate([[15, 16, 17]], params)
         assert len(heard) == 4
         up = model.get_submodule("model.layers.1.mlp.up_proj")

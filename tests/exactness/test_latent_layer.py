@@ -1,9 +1,6 @@
 """A decoder layer of attention over latents that a rollout computes in one call has the bits of its modules, and gives
 way to who listens."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from peft import get_peft_model
@@ -15,6 +12,7 @@ from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import CAMPAIGN, DTYPES, bound_model, make_model, paired, token_ids
+from .listening import listening
 from .lora import PROJECTIONS, config_for, lora_config, make_peft, wake
 
 PROMPTS = token_ids(1, 3, 65, 130)
@@ -38,19 +36,6 @@ def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]
 
     monkeypatch.setattr(latent_layer, "latent_layer", counted)
     return calls
-
-
-@contextmanager
-def listening(model: nn.Module, heard: list[str], *names: str) -> Iterator[None]:
-    """Hear the calls of modules."""
-    handles = [
-        model.get_submodule(name).register_forward_hook(lambda *_, name=name: heard.append(name)) for name in names
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES))

@@ -78,17 +78,11 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
             sizes, (numbers.mixer_eps, numbers.by_sigmoid, numbers.most_of_beta), layout, memory, captures, terms,
             kinds,
         )  # fmt: skip
-        if call.inner > 0:
-            finish(
-                threads, (call.x, normed_at, call.out, rest), (rows, width, call.inner),
-                (second_norm, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias),
-                (numbers.second_eps, numbers.second_offset), (terms[3], terms[4]), itemsize, kind,
-            )  # fmt: skip
-        else:
-            normed(
-                threads, call.x, normed_at, call.out, second_norm, numbers.second_offset, numbers.second_eps, rows,
-                width, call.normed, kind,
-            )  # fmt: skip
+        finish(
+            threads, (call.x, normed_at, call.out, rest, call.normed), (rows, width, call.inner),
+            (second_norm, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias),
+            (numbers.second_eps, numbers.second_offset), (terms[3], terms[4]), itemsize, kind,
+        )  # fmt: skip
 
     made: Callable[..., None] = layer
     return made

@@ -197,17 +197,11 @@ def _with_product(
             (o_weight, o_bias, width, normed_at, no, no, no, no, no, no, no, no), kind,
         )  # fmt: skip
         add(threads, values, rows, count * value, terms[2], (normed_at, no, no), kind)
-        if sizes.inner > 0:
-            finish(
-                threads, (call.x, normed_at, call.out, rest), (rows, width, sizes.inner),
-                (second_norm, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias),
-                (numbers.second_eps, numbers.second_offset), (terms[3], terms[4]), itemsize, kind,
-            )  # fmt: skip
-        else:
-            normed(
-                threads, call.x, normed_at, call.out, second_norm, numbers.second_offset, numbers.second_eps, rows,
-                width, call.normed, kind,
-            )  # fmt: skip
+        finish(
+            threads, (call.x, normed_at, call.out, rest, call.normed), (rows, width, sizes.inner),
+            (second_norm, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias),
+            (numbers.second_eps, numbers.second_offset), (terms[3], terms[4]), itemsize, kind,
+        )  # fmt: skip
 
     made: Callable[..., None] = layer
     return made

@@ -1,4 +1,5 @@
 """Compute the second half of a decoder layer inside of a kernel that computes all of it: residual sum, norm, gated MLP.
+Where another MLP follows behind the kernel, it is the sum and the norm.
 
 T rows, W hidden size, F width of the MLP.
 """
@@ -63,23 +64,27 @@ def with_mlp(multiply: Callable[..., None], add: Callable[..., None]) -> Callabl
     def mlp(
         threads: int, places: Any, sizes: Any, weights: Any, norm: Any, terms: Any, itemsize: int, kind: Any
     ) -> None:
-        """Add, normalise, multiply, add.
+        """Add and normalise; of a gated MLP multiply, and add.
 
         Args:
             threads: take shares of each kernel.
             places: addresses of the layer's input; of what attention adds to it, overwritten by its norm and then by
-                what the MLP adds; of the result; of a room for ``whole_lines`` of three times T F, and of T W elements.
-            sizes: T, W and F.
+                what the MLP adds; of the result; of a room for ``whole_lines`` of three times T F, and of T W elements;
+                of the norm for another MLP, beside the sum as the result.
+            sizes: T, W and F, 0 for another MLP.
             weights: addresses of the norm's weight, and of weight and bias of gate, up and down.
             norm: eps and offset.
             terms: `terms.Terms` of gate and up, and of down.
             itemsize: bytes of an element.
             kind: a number of the elements' type.
         """
-        x, normed_at, out, gate = places
+        x, normed_at, out, gate, behind = places
         rows, width, inner = sizes
         norm_weight, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias = weights
         eps, offset = norm
+        if inner == 0:
+            normed(threads, x, normed_at, out, norm_weight, offset, eps, rows, width, behind, kind)
+            return
         no = np.int64(0)
         up = gate + whole_lines(rows * inner) * itemsize
         activated = up + whole_lines(rows * inner) * itemsize
