@@ -2,7 +2,7 @@
 
 from samebit.kernels.cpu.activation import gated_backward, gated_forward
 from samebit.kernels.cpu.attention.operation import attention_backward, attention_forward, attention_of_unrotated
-from samebit.kernels.cpu.base.step_rows import lay_out
+from samebit.kernels.cpu.attention.step_rows import lay_out
 from samebit.kernels.cpu.conv import conv_backward, conv_forward
 from samebit.kernels.cpu.delta.gates import gates
 from samebit.kernels.cpu.delta.gradients import delta_rule_backward

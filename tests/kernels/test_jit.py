@@ -37,6 +37,56 @@ def test_of_two_processes_that_start_together_one_compiles(tmp_path: Path) -> No
     assert sorted(map(int, done.stdout.split())) == [0, 1]
 
 
+PART = """
+from samebit.kernels.cpu.base.part import kernel_part
+from made.constant import VALUE
+@kernel_part
+def part():
+    return VALUE
+"""
+
+KERNEL = """
+import numpy as np
+from samebit.kernels.cpu.base.jit import compile_kernel
+from made.part import (  # in brackets
+    part,
+)
+def write(out):
+    out[0] = part()
+kernel = compile_kernel(write)
+def run():
+    out = np.zeros(1)
+    kernel(out)
+    print(int(out[0]), sum(kernel.stats.cache_misses.values()), flush=True)
+"""
+
+RUN = """
+import os, sys
+from pathlib import Path
+import samebit.kernels.cpu.base.jit
+sys.dont_write_bytecode = True
+sys.path.insert(0, sys.argv[1])
+for value in (1, 1, 2):
+    Path(sys.argv[1], "made", "constant.py").write_text(f"VALUE = {value}")
+    if not os.fork():
+        from made.kernel import run
+        run()
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_a_kernel_is_compiled_anew_when_a_file_that_it_takes_in_has_changed(tmp_path: Path) -> None:
+    """Numba looks at the kernel's own file, and the next process would run the code of before."""
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "part.py").write_text(PART)
+    (made / "kernel.py").write_text(KERNEL)
+    command = [*python(), "-c", RUN, str(tmp_path)]
+    done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, timeout=HANG)
+    assert done.stdout.splitlines() == ["1 1", "1 0", "2 1"]
+
+
 def test_torch_lends_numba_its_openmp_runtime_where_the_system_has_none() -> None:
     """Numba's layer is asked for again behind each copy; an error names what is missing and what to do."""
     asked: list[int] = []

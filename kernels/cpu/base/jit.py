@@ -17,6 +17,7 @@ from filelock import FileLock
 from numba.core.registry import CPUDispatcher
 
 from samebit.kernels import openmp  # its import chooses the threading layer
+from samebit.kernels.cpu.base.kernel_cache import KernelCache
 from samebit.kernels.cpu.base.part import OPTIONS, KernelCompiler, kernel_part
 
 _PARALLEL_WORK = 1 << 15
@@ -48,7 +49,7 @@ class _Kernel(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
 
     def __init__(self, function: Callable[..., None]) -> None:
         super().__init__(function, targetoptions=OPTIONS, pipeline_class=KernelCompiler)
-        self.enable_caching()
+        self._cache = KernelCache(function)
 
     def compile(self, sig: Any) -> Any:
         """Compile for a signature, or load what any process has compiled."""

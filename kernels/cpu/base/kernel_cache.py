@@ -1,0 +1,56 @@
+"""Keep kernels on disk for as long as the sources that they are made of stay as they are.
+
+Numba looks at the file of the kernel alone. But a kernel takes in functions and constants of the modules that its own
+imports, of those that these import, and so on: behind an update of one of them the next process would run the code of
+before, beside kernels of the new one.
+"""
+
+import hashlib
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+_IMPORT = re.compile(r"^(?:from|import) +([\w.]+)(?: +import +(\([^)]*\)|.*))?", re.MULTILINE)
+
+
+@cache
+def _imported(file: str, packages: tuple[str, ...]) -> frozenset[str]:
+    """Return the files of the modules of some packages that a file imports at its top."""
+    names = {
+        name
+        for parent, items in _IMPORT.findall(Path(file).read_text())
+        for name in (parent, *(f"{parent}.{item}" for item in re.findall(r"\w+", items)))
+        if name.partition(".")[0] in packages
+    }
+    return frozenset(str(sys.modules[name].__file__) for name in names & sys.modules.keys())
+
+
+@cache
+def _hashed(file: str) -> bytes:
+    """Return a digest of a file, which is read once."""
+    return hashlib.sha256(Path(file).read_bytes()).digest()
+
+
+def sources_of(function: Callable[..., None]) -> bytes:
+    """Return a digest of all that a function can be made of: its file, and those of its package and ours behind it."""
+    packages = ("samebit", function.__module__.partition(".")[0])
+    first = inspect.getfile(function)
+    files, new = {first}, [first]
+    while new:
+        found = _imported(new.pop(), packages) - files
+        files |= found
+        new.extend(found)
+    return hashlib.sha256(b"".join(sorted(map(_hashed, files)))).digest()
+
+
+class KernelCache(FunctionCache):  # type: ignore[misc]  # Numba has no types
+    """Keeps the machine code of a kernel, by types of its arguments and by processor."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        super().__init__(function)
+        self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, sources_of(function))
