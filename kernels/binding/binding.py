@@ -143,7 +143,10 @@ def binding_of(model: nn.Module) -> Binding:
 
     Raises:
         ValueError: the model is not bound.
+        TypeError: it is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be a bound Hugging Face model, got {type(model).__name__}")
     binding = inner_model(model).__dict__.get("samebit")
     if not isinstance(binding, Binding):
         raise ValueError(f"{type(model).__name__} is not bound: call samebit.kernels.bind(model) first")

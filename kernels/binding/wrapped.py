@@ -42,7 +42,7 @@ def positions_of_text(given: torch.Tensor | None, attention_mask: torch.Tensor |
 
     Args:
         given: ``[3, B, T]`` or ``[4, B, T]``, alike in every token.
-        attention_mask: ``[B, T]``, nonzero for tokens; None for all.
+        attention_mask: ``[B, T]``, above 0 for tokens; None for all.
 
     Raises:
         ValueError: positions of images, which are not alike.

@@ -23,6 +23,7 @@ from samebit.kernels.layout.call_rows import CallRows, Ints
 from samebit.kernels.layout.device_layout import DeviceLayout
 from samebit.kernels.layout.grids import KV_CHUNK, ceil_div
 from samebit.kernels.layout.lora.adapters import RowAdapters
+from samebit.kernels.layout.shape_checks import check_readable
 from samebit.kernels.layout.states.memory import StateMemory
 from samebit.kernels.layout.transfer import Tensors
 
@@ -207,14 +208,15 @@ def training_context(
 
     Args:
         shape: ``(B, T)``.
-        attention_mask: ``[B, T]``, nonzero for tokens; each row one run of tokens, padded left or right.
+        attention_mask: ``[B, T]``, above 0 for tokens, else 0; each row one run of tokens, padded left or right.
         position_ids: ``[B, T]`` or ``[1, T]``. A new sequence starts wherever they do not go up by one
             (packed batches), and it starts at 0. Without them positions count from 0 at each row's first token.
         device: where the model computes.
 
     Raises:
-        ValueError: shapes that do not match, a mask with holes, a sequence that does not start at position 0.
-        TypeError: positions that are no integers, a mask that is no tensor.
+        ValueError: shapes that do not match, a mask with holes or with numbers below 0, a sequence that does not start
+            at position 0.
+        TypeError: positions that are no integers, a mask that is no tensor, tensors without values.
     """
     valid = _valid_tokens(shape, attention_mask)
     positions = _positions(shape, valid, position_ids)
@@ -247,7 +249,7 @@ def _positions(
     if given is None:
         return np.where(valid, np.cumsum(valid, axis=1) - 1, 0)
     _check_positions(given, shape)
-    return np.where(valid, np.broadcast_to(given.detach().cpu().numpy(), shape), 0)
+    return np.where(valid, np.broadcast_to(given.detach().cpu().long().numpy(), shape), 0)
 
 
 def _first_tokens(valid: npt.NDArray[np.bool_], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -264,6 +266,7 @@ def _check_positions(given: object, shape: tuple[int, int]) -> None:
         raise TypeError(f"position_ids must be {allowed}, got {type(given).__name__}")
     if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype is torch.bool:
         raise TypeError(f"position_ids must be {allowed}, got {given.dtype}")
+    check_readable("position_ids", given)
     if tuple(given.shape) not in (shape, (1, shape[1])):
         raise ValueError(f"position_ids must be {allowed}, got the shape {list(given.shape)}")
 
@@ -279,7 +282,16 @@ def _valid_tokens(shape: tuple[int, int], attention_mask: torch.Tensor | None) -
         raise ValueError(
             f"attention_mask must have the shape of input_ids, {tuple(shape)}, got {tuple(attention_mask.shape)}"
         )
-    mask: npt.NDArray[np.bool_] = (attention_mask.detach() != 0).cpu().numpy()
+    check_readable("attention_mask", attention_mask)
+    if attention_mask.dtype.is_complex:
+        raise TypeError(f"attention_mask must be of real numbers, got {attention_mask.dtype}")
+    given = attention_mask.detach().cpu()
+    if given.dtype.is_signed and not bool((given >= 0).all()):
+        raise ValueError(
+            "attention_mask must be above 0 for tokens and 0 for padding, got NaN or numbers below 0 (a mask that is "
+            "added to scores?)"
+        )
+    mask: npt.NDArray[np.bool_] = (given != 0).numpy()
     return mask
 
 

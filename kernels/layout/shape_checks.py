@@ -28,6 +28,14 @@ def check_host(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_readable(name: str, tensor: torch.Tensor) -> None:
+    """Raise TypeError unless the tensor has values, one after the other."""
+    if tensor.is_meta:
+        raise TypeError(f"{name} is on the device 'meta', which holds no values; allowed: a tensor that does")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} is {tensor.layout}; allowed: a dense tensor")
+
+
 def check_dtype_of_cpu(dtype: torch.dtype) -> None:
     """Raise TypeError unless the kernels of the CPU compute in this dtype."""
     allowed = DTYPES["cpu"]

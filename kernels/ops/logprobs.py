@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
 from samebit.kernels.layout.options import Reduced
-from samebit.kernels.layout.shape_checks import check_dtype, check_host, check_shape
+from samebit.kernels.layout.shape_checks import check_dtype, check_host, check_readable, check_shape
 from samebit.kernels.ops.dispatch import operations_for
 from samebit.kernels.ops.score_arguments import (
     check_ids,
@@ -37,11 +37,10 @@ def logprobs_from_logits(
 
     Raises:
         ValueError: shapes that do not match, ids outside the vocabulary, a temperature that is not positive.
-        TypeError: ids that are no integers.
+        TypeError: ids that are no integers, logits that are no floating-point numbers, tensors without values.
     """
     check_ids("token_ids", token_ids)
-    if not logits.dim():
-        raise ValueError("logits is a single number; allowed: [..., V]")
+    _check_given(logits)
     if token_ids.shape != logits.shape[:-1]:
         raise ValueError(f"token_ids must have shape {tuple(logits.shape[:-1])}, got {tuple(token_ids.shape)}")
     rows, temperatures = _rows(logits, temperature)
@@ -85,7 +84,9 @@ def entropy_from_logits(logits: torch.Tensor, temperature: float | torch.Tensor 
 
     Raises:
         ValueError: a temperature that is not positive.
+        TypeError: logits that are no floating-point numbers.
     """
+    _check_given(logits)
     rows, temperatures = _rows(logits, temperature)
     if torch.is_grad_enabled() and rows.requires_grad:
         out: torch.Tensor = _Entropy.apply(rows, temperatures)
@@ -94,10 +95,21 @@ def entropy_from_logits(logits: torch.Tensor, temperature: float | torch.Tensor 
     return out.view(logits.shape[:-1])
 
 
-def _rows(logits: torch.Tensor, temperature: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits as ``[T, V]``, and the temperatures as ``[T]`` float32; kernels widen logits themselves."""
+def _check_given(logits: object) -> None:
+    """Check what a caller calls logits."""
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(f"logits must be a tensor of floating-point numbers, [..., V], got {type(logits).__name__}")
+    if not logits.dtype.is_floating_point:
+        raise TypeError(f"logits must be a tensor of floating-point numbers, [..., V], got {logits.dtype}")
+    check_readable("logits", logits)
     if not logits.dim():
         raise ValueError("logits is a single number; allowed: [..., V]")
+    if not logits.shape[-1]:
+        raise ValueError(f"logits has the shape {list(logits.shape)}; allowed: [..., V], V at least 1")
+
+
+def _rows(logits: torch.Tensor, temperature: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits as ``[T, V]``, and the temperatures as ``[T]`` float32; kernels widen logits themselves."""
     temperatures = temperatures_of(temperature, logits.shape[:-1], logits.device).reshape(-1)
     check_temperatures(temperatures)
     return logits.reshape(-1, logits.shape[-1]), temperatures

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from samebit.kernels.layout.shape_checks import check_readable
+
 
 def check_ids(name: str, ids: object) -> None:
     """Raise TypeError unless these are a tensor of integers (no bools), which token ids are."""
@@ -12,8 +14,7 @@ def check_ids(name: str, ids: object) -> None:
         raise TypeError(f"{name} must be a tensor of integers, got {type(ids).__name__}")
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
         raise TypeError(f"{name} must be a tensor of integers, as torch.int64, got {ids.dtype}")
-    if ids.is_meta:
-        raise TypeError(f"{name} must be a tensor of integers, got one on the device 'meta', which holds no values")
+    check_readable(name, ids)
 
 
 def check_in_vocabulary(name: str, ids: torch.Tensor, vocab_size: int) -> None:
@@ -33,6 +34,7 @@ def temperatures_of(given: object, shape: Sequence[int], device: torch.device, a
 
     Raises:
         ValueError: no number and no numbers, or of a shape that does not broadcast.
+        TypeError: a tensor without values, or a sparse one.
     """
     wanted = f"{axes or 'the shape of the tokens'}, {list(shape)}"
     is_array = isinstance(given, torch.Tensor | np.ndarray | np.generic)
@@ -44,6 +46,7 @@ def temperatures_of(given: object, shape: Sequence[int], device: torch.device, a
         raise ValueError(
             f"temperature must be a positive number, or a tensor that broadcasts to {wanted}, got {given!r}"
         ) from error
+    check_readable("temperature", numbers)
     if numbers.dtype.is_complex or numbers.dtype is torch.bool:
         raise ValueError(f"temperature must be of real numbers, got {numbers.dtype}")
     fits = numbers.dim() <= len(shape) and all(

@@ -22,6 +22,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": IDS > 4}, "got torch.bool"),
     ({"input_ids": IDS.tolist()}, "got list"),
     ({"input_ids": IDS.to("meta")}, "on the device 'meta'"),
+    ({"input_ids": IDS.to_sparse()}, "input_ids is torch.sparse_coo; allowed: a dense tensor"),
+    ({"input_ids": (IDS + 1009).to(torch.uint16)}, r"input_ids must lie in \[0, 1009\), got 1012..1021"),
     ({"input_ids": IDS[0]}, r"input_ids must be \[B, T\], got shape \(5,\)"),
     ({"input_ids": IDS - 4}, r"input_ids must lie in \[0, 1009\), got -1..8"),
     ({"position_ids": RAMP[:, :4]}, POSITIONS + r"the shape \[1, 4\]"),
@@ -31,6 +33,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"position_ids": RAMP.float()}, POSITIONS + "torch.float32"),
     ({"position_ids": RAMP > 0}, POSITIONS + "torch.bool"),
     ({"position_ids": RAMP.tolist()}, POSITIONS + "list"),
+    ({"position_ids": RAMP.to("meta")}, "position_ids is on the device 'meta'"),
+    ({"attention_mask": torch.ones(2, 5, device="meta")}, "attention_mask is on the device 'meta'"),
+    ({"attention_mask": torch.ones(2, 5).to_sparse()}, "attention_mask is torch.sparse_coo"),
+    ({"attention_mask": torch.ones(2, 5) + 0j}, "attention_mask must be of real numbers, got torch.complex64"),
+    *[
+        (
+            {"attention_mask": torch.tensor([[value, 0.0, 0.0, 0.0, 0.0]]).expand(2, 5)},
+            r"NaN or numbers below 0 \(a mask",
+        )
+        for value in (NAN, -float("inf"), torch.finfo(torch.float32).min)
+    ],
     ({"attention_mask": torch.ones(2, 4)}, r"attention_mask must have the shape of input_ids, \(2, 5\), got \(2, 4\)"),
     ({"attention_mask": torch.ones(2, 1, 5, 5)}, r"got \(2, 1, 5, 5\)"),
     ({"attention_mask": [[1] * 5] * 2}, "attention_mask must be a tensor of the shape of input_ids, got list"),
@@ -40,6 +53,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": np.ones(3)}, BROADCAST + r"\[3\]"),
     ({"temperature": torch.ones(2, 4) > 0}, "temperature must be of real numbers, got torch.bool"),
     ({"temperature": torch.ones(2, 4) + 0j}, "temperature must be of real numbers, got torch.complex64"),
+    ({"temperature": torch.ones(4, device="meta")}, "temperature is on the device 'meta'"),
+    ({"temperature": torch.ones(4).to_sparse()}, "temperature is torch.sparse_coo"),
     *[({"temperature": value}, NUMBER) for value in ("1", True, None, {}, [[1], [1, 2]], 10**400, 1j)],
     *[
         ({"temperature": value}, "temperature must be positive and finite as a float32, got ")
@@ -64,11 +79,27 @@ def test_all_that_say_the_same_give_the_same() -> None:
         {"temperature": torch.tensor(0.5, dtype=torch.bfloat16)}, {"temperature": torch.full((4,), 0.5)},
         {"attention_mask": ones}, {"attention_mask": ones.bfloat16()}, {"attention_mask": ones.bool()},
         {"position_ids": RAMP}, {"position_ids": RAMP.expand(2, 5).to(torch.uint8)},
-        {"input_ids": IDS.int()}, {"input_ids": IDS.to(torch.uint8)},
+        {"input_ids": IDS.int()}, {"input_ids": IDS.to(torch.uint8)}, {"input_ids": IDS.to(torch.uint16)},
+        {"attention_mask": ones.to(torch.uint16)}, {"attention_mask": 2 * ones},
     ]  # fmt: skip
     for arguments in same:
         found = token_logprobs(model, **{"input_ids": IDS, "temperature": 0.5, **arguments})
         assert torch.equal(found, expected), arguments
+
+
+@torch.no_grad()
+def test_positions_of_few_bits_do_not_run_on_past_their_greatest() -> None:
+    """After 255 comes 0 in uint8, which is where a sequence begins."""
+    model, ids = bound_model("Qwen3"), torch.arange(260)[None] + 3
+    positions = torch.arange(260)[None] % 256
+    expected = token_logprobs(model, ids, position_ids=positions)
+    assert torch.equal(token_logprobs(model, ids, position_ids=positions.to(torch.uint8)), expected)
+
+
+@pytest.mark.parametrize("model", ["Qwen3", None, 5])
+def test_what_is_no_model_is_named(model: Any) -> None:
+    with pytest.raises(TypeError, match=f"must be a bound Hugging Face model, got {type(model).__name__}"):
+        token_logprobs(model, IDS)
 
 
 def test_a_temperature_of_python_s_is_rounded_once() -> None:

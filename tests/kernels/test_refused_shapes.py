@@ -20,7 +20,14 @@ from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.attention import attention, attention_of_rotated
 from samebit.kernels.ops.conv import causal_conv
 from samebit.kernels.ops.linear import linear
-from samebit.kernels.ops.logprobs import entropies, gather, gather_gradient, log_softmax, logprobs_from_logits
+from samebit.kernels.ops.logprobs import (
+    entropies,
+    entropy_from_logits,
+    gather,
+    gather_gradient,
+    log_softmax,
+    logprobs_from_logits,
+)
 from samebit.kernels.ops.norm import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotate
 from samebit.kernels.ops.ssd import scan
@@ -238,6 +245,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "counters is torch.int64",
     ),
     "logits that are a number": (lambda: logprobs_from_logits(torch.tensor(1.0), torch.tensor(0)), "a single number"),
+    "logits of whole numbers": (
+        lambda: logprobs_from_logits(rows(9).long(), rows().long()), r"numbers, \[..., V\], got torch.int64"
+    ),
+    "logits of complex numbers": (lambda: logprobs_from_logits(rows(9) + 0j, rows().long()), "got torch.complex64"),
+    "logits of NumPy's": (lambda: logprobs_from_logits(rows(9).numpy(), rows().long()), "got ndarray"),
+    "logits in a list": (lambda: entropy_from_logits([[1.0, 2.0]]), "got list"),
+    "logits without memory": (lambda: logprobs_from_logits(META, torch.zeros(8).long()), "logits is on the device 'm"),
+    "sparse logits": (lambda: entropy_from_logits(rows(9).to_sparse()), "logits is torch.sparse_coo"),
+    "no logits": (lambda: logprobs_from_logits(rows(0), rows().long()), r"\[5, 0\]; allowed: \[..., V\], V at least 1"),
     "ids of floats": (lambda: logprobs_from_logits(rows(9), rows()), "token_ids must be .* integers.* torch.float32"),
 }  # fmt: skip
 

@@ -46,10 +46,11 @@ class Scoring:
             TypeError: ids that are no integers.
         """
         check_ids("token_ids", token_ids)
+        token_ids = token_ids.long()
         check_in_vocabulary("token_ids", token_ids, vocab_size)
         temperatures = temperatures_of(temperature, token_ids.shape, token_ids.device)
         check_temperatures(temperatures)
-        return Scoring(token_ids.long(), temperatures, with_entropy)
+        return Scoring(token_ids, temperatures, with_entropy)
 
 
 @dataclass

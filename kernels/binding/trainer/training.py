@@ -34,7 +34,7 @@ def token_logprobs(
     Args:
         model: bound (see `samebit.kernels.bind`).
         input_ids: ``[B, T]`` integers.
-        attention_mask: ``[B, T]``, nonzero for tokens; left or right padding.
+        attention_mask: ``[B, T]``, above 0 for tokens, else 0; left or right padding.
         position_ids: ``[B, T]`` or ``[1, T]`` integers; a new sequence starts wherever they do not go up by one (packed
             batches). Families that are wrapped with vision also take three or four of them, alike: those of text.
         temperature: a positive number, or a tensor that broadcasts to ``[B, T - 1]``.
@@ -83,8 +83,8 @@ def token_scores(
     check_ids("input_ids", input_ids)
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must be [B, T], got shape {tuple(input_ids.shape)}")
+    input_ids = input_ids.long()  # torch has no least of unsigned numbers
     check_in_vocabulary("input_ids", input_ids, binding.vocab_size)
-    input_ids = input_ids.long()
     batch, width = input_ids.shape
     temperatures = temperatures_of(temperature, (batch, max(width - 1, 0)), input_ids.device, axes="[B, T - 1]")
     if binding.family.wrapped:
