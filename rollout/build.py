@@ -5,6 +5,7 @@ Invariant: no request runs yet, and no thread exists, when the parts are there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,11 @@ from samebit.rollout.adapters.layout import adapter_folder, base_of
 from samebit.rollout.adapters.loading import AdapterOptions, read_adapter
 from samebit.rollout.adapters.registry import FIRST, AdapterRegistry
 from samebit.rollout.cache import build_cache
+from samebit.rollout.checks import shown
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.engine.engine import Engine
-from samebit.rollout.memory.pool_sizes import count_blocks
+from samebit.rollout.memory.pool_sizes import check_room, count_blocks
 from samebit.rollout.models.loading import load_model, naming
 from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.requests.tokenizer import Tokenizer
@@ -31,6 +33,8 @@ from samebit.rollout.runner.cuda_pool_size import kv_cache_bytes
 from samebit.rollout.runner.model_runner import ModelRunner
 from samebit.rollout.self_test.self_test import self_test
 from samebit.weight_sync.in_place.watch import WeightWatch
+
+logger = logging.getLogger(__name__)
 
 
 def _nothing() -> None:
@@ -72,6 +76,7 @@ class WorkerParts:
 
 def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Tokenizer | None) -> WorkerParts:
     """Load the model, or take the trainer's, bind it, test it where that is asked for, and size its memory."""
+    _check_given(config, tokenizer)
     _check_threads(config.num_threads)
     adapter = adapter_folder(model)
     loaded = load_model(model if adapter is None else base_of(adapter), config, tokenizer)
@@ -81,8 +86,11 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
     self_test(loaded.module, config, loaded.max_model_len)
     runner = ModelRunner(loaded.module, config)
     left = _bytes_left(runner, config)
+    bytes_per_block = runner.shape.bytes_per_block()
+    num_blocks = count_blocks(config, bytes_per_block, loaded.max_model_len, left)
+    check_room(config, num_blocks, bytes_per_block)
     cache = build_cache(
-        num_blocks=count_blocks(config, runner.shape.bytes_per_block(), loaded.max_model_len, left),
+        num_blocks=num_blocks,
         block_size=runner.shape.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=loaded.max_model_len,
@@ -110,13 +118,35 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
             exact=config.exact,
         ),
         max_model_len=loaded.max_model_len,
-        eos_token_ids=loaded.eos_token_ids,
+        eos_token_ids=_end_tokens(loaded.eos_token_ids, runner.vocab_size),
         tokenizer=loaded.tokenizer,
         has_experts=runner.shape.routes is not None,
         dtype=runner.shape.dtype,
         adapters=_adapters(loaded.module, adapter),
         on_thread_start=_thread_setup(config.num_threads, runner.shape.device),
     )
+
+
+def _check_given(config: object, tokenizer: object) -> None:
+    if not isinstance(config, RolloutConfig):
+        raise TypeError(f"config must be a RolloutConfig or None, got {shown(config)}")
+    if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+        raise TypeError(
+            "tokenizer must have a method decode(token_ids, skip_special_tokens=True), as those of transformers have, "
+            f"or be None; got {shown(tokenizer)}"
+        )
+
+
+def _end_tokens(named: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """Return those of a model's end tokens that it can sample; configs of cut-down models name others too."""
+    known = tuple(token for token in named if 0 <= token < vocab_size)
+    if len(known) < len(named):
+        others = ", ".join(str(token) for token in named if token not in known)
+        logger.warning(
+            "the model's eos_token_id names %s, outside its vocabulary (0 to %d): no sample ends there",
+            others, vocab_size - 1,
+        )  # fmt: skip
+    return known
 
 
 def _bytes_left(runner: ModelRunner, config: RolloutConfig) -> int:

@@ -66,6 +66,12 @@ def check_bool(name: str, value: object) -> None:
         raise ValueError(f"{name} must be True or False, got {shown(value)}")
 
 
+def check_timeout(timeout: object) -> None:
+    """Raise ValueError unless it is a number of seconds to wait, or None."""
+    if timeout is not None and timeout != math.inf and as_number(timeout) is None:
+        raise ValueError(f"timeout must be a number of seconds or None, got {shown(timeout)}")
+
+
 def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise ValueError unless a field is one of the strings that are allowed."""
     if value not in allowed:

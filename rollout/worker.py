@@ -22,10 +22,11 @@ from torch import nn
 
 from samebit.rollout.adapters.loading import AdapterOptions
 from samebit.rollout.build import WorkerParts, build
+from samebit.rollout.checks import check_bool
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.delivery import Delivery, RequestHandle, requests_of
 from samebit.rollout.control.generation_thread import GenerationThread
-from samebit.rollout.control.intake import Intake, paired
+from samebit.rollout.control.intake import Intake, as_request_ids, paired
 from samebit.rollout.control.pausing import pause
 from samebit.rollout.control.shelter import Gate, Hold
 from samebit.rollout.control.sleep import Sleep, check_sleep, check_tags
@@ -166,10 +167,7 @@ class RolloutWorker(Closing):
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End these requests with what they have so far; those that are finished already stay so."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        if not all(isinstance(request_id, str) for request_id in ids):
-            raise RequestError(f"request ids are strings, got {ids!r}")
-        self._thread.abort(ids)
+        self._thread.abort(as_request_ids(request_ids))
 
     def _submit(
         self,
@@ -305,6 +303,7 @@ class RolloutWorker(Closing):
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
         """Make sure that nothing computed so far is hit again. Running requests go on with the KV they have, or compute
         it again."""
+        check_bool("recompute_running", recompute_running)
 
         def forget(engine: Engine) -> None:
             engine.clear_prefix_cache()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from samebit.kernels.openmp import release_idle_threads
+from samebit.rollout.checks import check_timeout
 from samebit.rollout.guard import contained
 from samebit.rollout.outputs import RequestOutput, StreamChunk, new_tokens, request_output
 from samebit.rollout.requests.request import Request, Sequence
@@ -126,6 +127,7 @@ class RequestHandle:
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. Raises what failed the request, or TimeoutError (the request goes on)."""
+        check_timeout(timeout)
         if not self._delivery.done:
             self._check_thread()
         if not self._delivery.wait(timeout):

@@ -5,11 +5,13 @@ Invariant: all prompts of a call are checked before one request exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import cast
 
 from samebit.rollout.adapters.registry import AdapterRegistry
 from samebit.rollout.cache.contract import Cache
+from samebit.rollout.checks import shown
 from samebit.rollout.errors import RequestError
 from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.requests.request import Request
@@ -77,6 +79,18 @@ class Intake:
             prompt_digests=self._cache.hash_prompt(ids, params.cache_salt, 0 if adapter is None else adapter.number),
             adapter=adapter,
         )
+
+
+def as_request_ids(given: object) -> list[str]:
+    """Return one request's id, or those of several, as a list.
+
+    Raises:
+        RequestError: something else.
+    """
+    ids = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    if not all(isinstance(request_id, str) for request_id in ids):
+        raise RequestError(f"request ids are strings, got {shown(ids)}")
+    return cast(list[str], ids)
 
 
 def paired(

@@ -21,7 +21,7 @@ from samebit.weight_sync.sleeping import SleepingWeights
 
 def check_tags(tags: str | Iterable[str]) -> tuple[str, ...]:
     """Return the tags that are named, or raise ValueError."""
-    named = (tags,) if isinstance(tags, str) else tuple(tags)
+    named = tuple(tags) if isinstance(tags, Iterable) and not isinstance(tags, str) else (tags,)
     unknown = [tag for tag in named if tag not in TAGS]
     if unknown or not named:
         raise ValueError(f"tags must be of {', '.join(TAGS)}, got {tags!r}")

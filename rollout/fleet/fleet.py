@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from samebit.rollout.checks import check_positive_int
+from samebit.rollout.checks import check_bool, check_positive_int
 from samebit.rollout.config import RolloutConfig
-from samebit.rollout.control.intake import paired
+from samebit.rollout.control.intake import as_request_ids, paired
 from samebit.rollout.control.sleep import check_sleep, check_tags
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
@@ -160,10 +160,7 @@ class Fleet(Closing):
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End these requests with what they have so far; those that are finished already stay so."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        if not all(isinstance(request_id, str) for request_id in ids):
-            raise RequestError(f"request ids are strings, got {ids!r}")
-        self._carrier.abort(ids)
+        self._carrier.abort(as_request_ids(request_ids))
 
     def after_steps(self, listener: Callable[[], None]) -> None:
         """Call it when tokens have come for a caller that streams, for as long as the fleet lives. It must not wait."""
@@ -248,6 +245,7 @@ class Fleet(Closing):
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
         """Make sure that nothing computed so far is hit again, on any replica."""
+        check_bool("recompute_running", recompute_running)
         self._crew.command("reset_prefix_cache", recompute_running=recompute_running)
 
     # -- how it is ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
+from samebit.rollout.checks import check_timeout
 from samebit.rollout.errors import StreamGapError
 from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
 
@@ -57,6 +58,7 @@ class FleetHandle:
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. Raises what failed the request, or TimeoutError (the request goes on)."""
+        check_timeout(timeout)
         try:
             return self._ended.result(timeout)
         except FutureTimeoutError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 
 from samebit.rollout.config import RolloutConfig
 
@@ -51,7 +52,12 @@ def count_blocks(config: RolloutConfig, bytes_per_block: int, max_model_len: int
     if config.num_blocks is not None:
         return config.num_blocks
     if config.kv_cache_gb is not None:
-        blocks = int(config.kv_cache_gb * 2**30) // max(1, bytes_per_block)
+        if bytes_per_block == 0:
+            raise ValueError(
+                f"kv_cache_gb={config.kv_cache_gb}, but this model has no attention layers, so blocks take no memory; "
+                "give num_blocks, or neither"
+            )
+        blocks = int(config.kv_cache_gb * 2**30) // bytes_per_block
         if blocks < 1:
             raise ValueError(
                 f"kv_cache_gb={config.kv_cache_gb} does not hold one block of {bytes_per_block} bytes "
@@ -69,6 +75,17 @@ def count_blocks(config: RolloutConfig, bytes_per_block: int, max_model_len: int
         return blocks
     affordable = max(DEFAULT_KV_CACHE_BYTES // max(1, bytes_per_block), per_sequence)
     return min(config.max_num_seqs * per_sequence, affordable)
+
+
+def check_room(config: RolloutConfig, num_blocks: int, bytes_per_block: int) -> None:
+    """Raise ValueError where so many blocks can not be in the memory of this machine."""
+    needed, most = num_blocks * bytes_per_block, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if config.device == "cpu" and needed > most:
+        raise ValueError(
+            f"{num_blocks} KV blocks need {_gib(needed)} GiB, and this machine has {_gib(most)} (num_blocks="
+            f"{config.num_blocks}, kv_cache_gb={config.kv_cache_gb}, max_model_len={config.max_model_len}): give a "
+            "smaller num_blocks, kv_cache_gb or max_model_len"
+        )
 
 
 def _gib(count: int) -> str:

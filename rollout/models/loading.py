@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel
 
 from samebit.kernels import BindingError
 from samebit.kernels.binding.lora.peft_model import inner_model
@@ -64,15 +64,17 @@ def load_model(
         raise ModelLoadError(
             f"revision={config.revision!r} is for a name of the Hugging Face hub, and this is a module"
         )
+    if config.dequantize:
+        raise ModelLoadError("dequantize=True is for the weights of a folder, and this is a module")
     inner = inner_model(model)
-    if isinstance(inner, PreTrainedModel):
+    if isinstance(inner, PreTrainedModel) and isinstance(inner, GenerationMixin):
         module = inner
         _check_asked_dtype(module, config)
     else:
         raise ModelLoadError(
             "the model must be a folder, a name of the Hugging Face hub or a Hugging Face causal language model "
             "(a PreTrainedModel, or a PeftModel with one inside), got "
-            f"{type(model).__name__}"
+            f"{type(inner).__name__}"
         )
     return _facts(module, True, tokenizer, config, unlimited_len)
 

@@ -36,4 +36,4 @@ def as_token_ids(value: int | Items[int] | None) -> tuple[int, ...]:
     """Return a config's `eos_token_id`, which may be absent, an int or a list, as a tuple."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    return tuple(value) if isinstance(value, Items) else (value,)

@@ -5,11 +5,12 @@ Invariant: whatever a tokenizer raises, or gives instead of text, is a `Tokenize
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from samebit.rollout.errors import TokenizerError
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """Names the one method that is asked of a tokenizer."""
 

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 from samebit.kernels.openmp import process_environment
 from samebit.rollout.adapters.loading import AdapterOptions
-from samebit.rollout.checks import check_one_of
+from samebit.rollout.checks import check_one_of, check_timeout
 from samebit.rollout.config import DEVICES, RolloutConfig
+from samebit.rollout.control.intake import as_request_ids
+from samebit.rollout.control.sleep import check_tags
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError
 from samebit.rollout.integrations.links import CudaIpcAt, SharedMemoryAt
@@ -144,7 +146,7 @@ class RayWorker(Closing):
         return [self.submit(prompt, wanted) for prompt, wanted in zip(prompts, each, strict=True)]
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        wait_for(self.actor.abort.remote(request_ids if isinstance(request_ids, str) else list(request_ids)))
+        wait_for(self.actor.abort.remote(as_request_ids(request_ids)))
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -231,10 +233,10 @@ class RayWorker(Closing):
     # -- memory and control ------------------------------------------------------------------------
 
     def sleep(self, tags: str | Iterable[str] = TAGS, level: int = 1) -> None:
-        wait_for(self.actor.sleep.remote(tags if isinstance(tags, str) else tuple(tags), level))
+        wait_for(self.actor.sleep.remote(check_tags(tags), level))
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
-        wait_for(self.actor.wake_up.remote(tags if tags is None or isinstance(tags, str) else tuple(tags)))
+        wait_for(self.actor.wake_up.remote(None if tags is None else check_tags(tags)))
 
     def pause(self, mode: str = "keep") -> None:
         wait_for(self.actor.pause.remote(mode))
@@ -283,6 +285,7 @@ class RayRequestHandle:
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. Raises what failed the request, `WorkerLostError`, or TimeoutError (it goes on)."""
+        check_timeout(timeout)
         return wait_for(self._reference, timeout)
 
     async def result_async(self) -> RequestOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from transformers import LlamaForCausalLM
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.models.loading import load_model
+from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.worker import RolloutWorker
 
 from ..tiny_llama import smallest
 
@@ -97,7 +100,51 @@ def test_dtypes_that_are_not_served() -> None:
         load_model(tiny(), RolloutConfig(dtype="bfloat16"), None)
 
 
-@pytest.mark.parametrize("wrong", [nn.Linear(2, 2), 3, None])
+def test_what_is_for_a_folder_is_refused_for_a_module() -> None:
+    for config in (RolloutConfig(dequantize=True), RolloutConfig(revision="main")):
+        with pytest.raises(ModelLoadError, match=r"(dequantize=True|revision='main') is for .*, and this is a module"):
+            load_model(tiny(), config, None)
+
+
+def test_end_tokens_that_are_no_numbers() -> None:
+    module = tiny()
+    for given in (2.0, "end", True, [3, "4"]):
+        module.generation_config.eos_token_id = given
+        with pytest.raises(ModelLoadError, match="eos_token_id must be an int or several, got"):
+            load_model(module, DEFAULT, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"config": {}}, r"config must be a RolloutConfig or None, got \{\}"),
+        ({"config": RolloutConfig}, "config must be a RolloutConfig or None, got <class"),
+        ({"tokenizer": "gpt2"}, r"must have a method decode\(token_ids, .* got 'gpt2'"),
+        ({"tokenizer": 5}, "must have a method decode"),
+    ],
+)
+def test_what_else_a_worker_is_given_is_checked(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        RolloutWorker(tiny(), **given)
+
+
+@pytest.mark.parametrize("config", [RolloutConfig(num_blocks=10**12), RolloutConfig(kv_cache_gb=1e9)])
+def test_more_memory_than_there_is(config: RolloutConfig) -> None:
+    with pytest.raises(ValueError, match=r"KV blocks need .* GiB, and this machine has .*: give a smaller num_blocks"):
+        RolloutWorker(tiny(), config=config)
+
+
+def test_end_tokens_outside_the_vocabulary(caplog: pytest.LogCaptureFixture) -> None:
+    """As configs of cut-down models have them: what one request masks must not take the others down."""
+    with RolloutWorker(tiny(eos_token_id=[3, 50, 151645, -1])) as worker:
+        assert worker.eos_token_ids == (3,)
+        (output,) = worker.generate([[1, 2]], SamplingParams(max_tokens=4, min_tokens=4))
+        worker.check_usable()
+    assert len(output.samples[0].token_ids) == 4
+    assert "eos_token_id names 50, 151645, -1, outside its vocabulary (0 to 49)" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear(2, 2), tiny().model, 3, None])
 def test_other_objects_are_no_model(wrong: object) -> None:
     with pytest.raises(ModelLoadError, match=f"got {type(wrong).__name__}"):
         load_model(wrong, DEFAULT, None)

@@ -484,11 +484,16 @@ def test_an_update_that_broke_off_is_no_sleep(make_worker: MakeWorker) -> None:
 
 def test_sleep_arguments(make_worker: MakeWorker) -> None:
     worker, runner = make_worker()
-    for wrong in ("kv", [], ["weights", "states"]):
+    for wrong in ("kv", [], ["weights", "states"], None, 5):
         with pytest.raises(ValueError, match="tags must be of weights, kv_cache"):
             worker.sleep(wrong)
     with pytest.raises(ValueError, match="tags must be of"):
         worker.wake_up("kv")
+    with pytest.raises(ValueError, match="tags must be of weights, kv_cache, got 5"):
+        worker.wake_up(5)
+    for flag in ("no", 0, None):
+        with pytest.raises(ValueError, match="recompute_running must be True or False, got"):
+            worker.reset_prefix_cache(recompute_running=flag)
     for level in (0, 3, True, "1"):
         with pytest.raises(ValueError, match="level must be 1"):
             worker.sleep(level=level)

@@ -239,8 +239,18 @@ def test_abort_by_id_reaches_waiting_requests_while_paused(make_worker: MakeWork
         handles[1].result(0)
     worker.resume()
     assert handles[1].result(HANG).samples[0].finish_reason == "length"
-    with pytest.raises(RequestError, match="strings"):
-        worker.abort([3])
+    for wrong in ([3], 3, None):
+        with pytest.raises(RequestError, match=r"strings, got \[(3|None)\]"):
+            worker.abort(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["1", float("nan"), True, 10**400, [1]])
+def test_a_time_to_wait_that_is_none_is_named(make_worker: MakeWorker, wrong: Any) -> None:
+    worker, _ = make_worker()
+    handle = worker.submit([1], FEW)
+    with pytest.raises(ValueError, match="timeout must be a number of seconds or None, got"):
+        handle.result(wrong)
+    assert handle.result(float("inf")).samples[0].finish_reason == "length"
 
 
 def test_nan_logits_fail_one_request(make_worker: MakeWorker, oracle: Oracle) -> None:
