@@ -138,6 +138,10 @@ class Plan:
         family, kind = self.family, type(module).__name__
         if self._is_decoder(module) or module is self.wrapping or module in self.unreached:
             return None
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            raise BindingError(
+                f"{family.prefix}: {name} has max_norm={module.max_norm}, which writes to its weight in each forward"
+            )
         if self.lora.computes(name):
             return self.lora.part(name)
         wrapped = self._wrapped(name, module)

@@ -28,7 +28,7 @@ import numpy as np
 
 from samebit.rollout.cache import Cache
 from samebit.rollout.engine.counters import EngineCounters
-from samebit.rollout.engine.failures import not_decoded, not_finite, nothing_drawn
+from samebit.rollout.engine.failures import never_settled, not_decoded, not_finite, nothing_drawn
 from samebit.rollout.engine.scheduler import Scheduler
 from samebit.rollout.engine.step_plan import Runner, ScheduledSequence, StepInFlight, StepPlan, StepResult
 from samebit.rollout.errors import TokenizerError
@@ -45,6 +45,10 @@ UNTOLD = (
     "`with worker.weight_update(): optimizer.step()`; not every such change can be noticed. Further ones are counted "
     "(untold_updates of stats()), not logged"
 )
+
+MOST_DROPPED = 100
+"""After so many steps in a row that weights moved in, the requests of the last one fail: what writes in every forward
+would let none of them end."""
 
 
 class _Rows:
@@ -90,6 +94,7 @@ class Engine:
         self._ahead: _Launched | None = None
         self._routes_asked = self._routes_noted = False
         self._failed: dict[Request, None] = {}
+        self._dropped_in_a_row = 0
         runner.allocate_cache(cache.pool.num_blocks)
 
     @property
@@ -218,6 +223,7 @@ class Engine:
     def _conclude(self, step: _Launched, result: StepResult) -> list[Request]:
         """Commit a step, unless the weights moved meanwhile."""
         if not self.watch.moved():
+            self._dropped_in_a_row = 0
             return self._commit(step.plan, result)
         ahead = self._take_ahead()
         if ahead is not None:
@@ -225,7 +231,12 @@ class Engine:
             self._drop(ahead.plan)
         self._drop(step.plan)
         self._start_over()
-        return []
+        self._dropped_in_a_row += 1
+        if self._dropped_in_a_row == MOST_DROPPED:
+            self._dropped_in_a_row = 0
+            for item in step.plan.items:
+                self._fail(item.sequence.request, never_settled(item.sequence, MOST_DROPPED))
+        return self._collect([])
 
     def _drop(self, plan: StepPlan) -> None:
         """Discard what this step computed: it is of no set of weights."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from samebit.rollout.errors import NonFiniteLogitsError, NoTokenLeftError, TokenizerError
+from samebit.rollout.errors import NonFiniteLogitsError, NoTokenLeftError, TokenizerError, WorkerStateError
 from samebit.rollout.requests.request import Sequence
 
 
@@ -19,6 +19,15 @@ def not_decoded(sequence: Sequence, error: TokenizerError) -> TokenizerError:
     named = TokenizerError(f"request {sequence.request.request_id!r}, sample {sequence.sample_index}: {error}")
     named.__cause__ = error.__cause__
     return named
+
+
+def never_settled(sequence: Sequence, steps: int) -> WorkerStateError:
+    """Return the error of a request whose steps were all computed while weights were written."""
+    return WorkerStateError(
+        f"request {sequence.request.request_id!r}: weights were written during {steps} steps in a row, outside of "
+        "weight_update(), so nothing that was computed is of one set of weights: by what runs in each forward (a hook "
+        "that writes to a parameter or to a persistent buffer), or by another thread"
+    )
 
 
 def nothing_drawn(sequence: Sequence) -> NoTokenLeftError:

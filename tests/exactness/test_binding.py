@@ -225,6 +225,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: make_model("Qwen3_5", layer_types=["linear_attention", "sliding_attention", "full_attention"]),
         "layers of type 'sliding_attention' .*allowed: linear_attention, full_attention",
     ),
+    "an embedding that writes": (
+        lambda: with_attribute("Llama", "model.embed_tokens", max_norm=1.0),
+        r"model\.embed_tokens has max_norm=1\.0, which writes to its weight in each forward",
+    ),
     "another state dtype": (
         lambda: make_model("NemotronH", mamba_ssm_cache_dtype="bfloat16"),
         "a state that is not float32",

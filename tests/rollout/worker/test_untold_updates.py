@@ -86,6 +86,24 @@ def test_a_step_over_a_change_is_computed_again(
     assert worker.stats()["void_tokens"] > 0
 
 
+def test_what_writes_in_every_step_ends_its_requests(make_worker: MakeWorker, oracle: Oracle) -> None:
+    """As a hook does that counts in a persistent buffer: they would be computed again for ever."""
+    worker, runner = make_worker(shared=True)
+
+    def meanwhile() -> None:
+        worker.module.proj.bias.detach().add_(0)
+        runner.meanwhile = meanwhile
+
+    runner.meanwhile = meanwhile
+    with pytest.raises(WorkerStateError, match="written during 100 steps in a row.*a hook that writes to a parameter"):
+        worker.submit(PROMPT, SamplingParams(max_tokens=6, n=3)).result(HANG)
+    runner.meanwhile = None
+    assert worker.generate([[7]], FEW)[0].samples[0].token_ids == oracle([7], 0, 5)
+    counters = worker.stats()
+    assert (counters["requests_failed"], counters["untold_updates"]) == (1, 100)
+    assert counters["blocks_free"] == counters["blocks_total"]
+
+
 def test_a_change_while_a_command_commits_the_step_in_flight(make_worker: MakeWorker, oracle: Oracle) -> None:
     worker, runner = make_worker(shared=True, run_ahead=True)
     runner.gate = StepGate(3)
