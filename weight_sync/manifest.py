@@ -96,13 +96,16 @@ class Manifest:
         )
 
     def differences(self, module: nn.Module) -> list[str]:
-        """Say of each tensor whose shape or dtype the module has changed what it was, and is."""
-        now = {name: TensorSpec.of(name, tensor) for name, tensor in live_tensors(module).items()}
-        return [
+        """Say of each tensor whose shape or dtype the module has changed what it was, and is; and of those whose values
+        can not be read."""
+        tensors = live_tensors(module)
+        now = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
+        others = [
             f"{name} was {spec}, and is {now.get(name, 'no tensor')}"
             for name, spec in self.specs.items()
             if now.get(name) != spec
         ]
+        return others + [f"{name} {fault}" for name, tensor in tensors.items() if (fault := _without_values(tensor))]
 
     def place(self, name: str) -> Place | None:
         """Return where an offered tensor goes; None for one that has no place."""
@@ -264,6 +267,15 @@ def live_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
+def _without_values(tensor: Tensor) -> str:
+    """Say why the values of a tensor can not be read where they lie; nothing if they can."""
+    if tensor.is_meta:
+        return "is on the device 'meta'"
+    if tensor.layout is not torch.strided:
+        return f"is {dtype_name(tensor.layout)}"
+    return "has no memory: its storage was freed" if tensor.numel() and not tensor.data_ptr() else ""
+
+
 def _identity(tensor: Tensor) -> object:
     """Return a key that is equal for two names of one tensor: the same object, or the same view of one storage."""
     address = tensor.untyped_storage().data_ptr()
@@ -276,5 +288,5 @@ def _is_plain_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")

@@ -21,11 +21,13 @@ def check_dtype(name: str, tensor: torch.Tensor, allowed: torch.dtype) -> None:
 
 
 def check_host(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless the tensor is in the host's memory."""
+    """Raise ValueError unless the tensor is in the host's memory, and its memory is there."""
     if not tensor.is_cpu:
         raise ValueError(
             f"{name} is on {tensor.device}, what it is computed with on the CPU; allowed: one device for all"
         )
+    if not tensor.data_ptr() and tensor.numel():
+        raise ValueError(f"{name} has the shape {list(tensor.shape)} and no memory: its storage was freed")
 
 
 def check_readable(name: str, tensor: torch.Tensor) -> None:

@@ -85,6 +85,13 @@ def reduced(**parts: torch.Tensor) -> torch.Tensor:
     return gather_gradient(rows(9), **{name: rows() for name in ("peaks", "log_totals", "grad")}, **given)
 
 
+def freed(*shape: int) -> torch.Tensor:
+    """As FSDP and offloading leave a parameter."""
+    tensor = torch.ones(*shape)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 META = torch.ones(8, 8, device="meta")
 
 GOOD: dict[str, Callable[[], Any]] = {
@@ -223,6 +230,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a product of a number": (lambda: linear(torch.tensor(1.0), torch.ones(2, 1)), "a single number"),
     "a weight without memory": (lambda: linear(rows(8), META), "weight is on meta.* the CPU"),
     "a bias without memory": (lambda: linear(rows(8), torch.ones(8, 8), META[0]), "bias is on meta.* the CPU"),
+    "a weight whose memory was freed": (lambda: linear(rows(8), freed(8, 8)), r"\[8, 8\] and no memory"),
+    "a norm whose memory was freed": (lambda: rms_norm(rows(8), freed(8), 1e-6), r"\[8\] and no memory"),
     "rows without memory": (lambda: linear(META, META), "on meta; there are kernels for cpu and cuda"),
     "a norm without memory": (lambda: rms_norm(rows(8), META[0], 1e-6), "weight is on meta"),
     "a gate without memory": (lambda: gated("silu", rows(8), META[:5]), "up is on meta"),

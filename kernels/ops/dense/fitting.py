@@ -46,7 +46,11 @@ def weights_fit(
 def _fit(weights: LayerWeights, shapes: Iterable[tuple[int, ...]], dtypes: Iterable[torch.dtype]) -> bool:
     for weight, shape, dtype in zip(weights.flat, shapes, dtypes, strict=True):
         if weight is not None and not (
-            weight.shape == shape and weight.dtype is dtype and weight.is_contiguous() and weight.is_cpu
+            weight.shape == shape
+            and weight.dtype is dtype
+            and weight.is_cpu
+            and weight.is_contiguous()
+            and weight.data_ptr()  # where storage was freed, the modules' calls say so
         ):
             return False
     return True

@@ -107,23 +107,27 @@ class WorkerWeights:
         """Take shared parameters that the trainer changed itself; see `InPlaceChanges.report`.
 
         Raises:
-            WorkerStateError: what was changed is the shape or the dtype of a tensor, by name.
+            WorkerStateError: what was changed is the shape or the dtype of a tensor, or its values are gone, by name.
         """
         self.check_module()
+        self._check_kinds()
+        if self._in_place is None:
+            raise WorkerStateError("only a shared module is written in place")
+        return self._in_place.report(version, seconds, read=read)
+
+    def check_finite(self) -> None:
+        self._check_kinds()
+        bad = first_non_finite(live_tensors(self.module))
+        if bad is not None:
+            raise NonFiniteWeightError(f"{bad} holds NaN or infinity")
+
+    def _check_kinds(self) -> None:
         others = self.manifest.differences(self.module)
         if others:
             raise WorkerStateError(
                 f"the weights are not what this worker was built for: {'; '.join(others)}. Restore them and call "
                 "receive_weights(), or build a new worker"
             )
-        if self._in_place is None:
-            raise WorkerStateError("only a shared module is written in place")
-        return self._in_place.report(version, seconds, read=read)
-
-    def check_finite(self) -> None:
-        bad = first_non_finite(live_tensors(self.module))
-        if bad is not None:
-            raise NonFiniteWeightError(f"{bad} holds NaN or infinity")
 
 
 def _warned_if_unchanged(report: SyncReport) -> SyncReport:

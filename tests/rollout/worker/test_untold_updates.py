@@ -95,7 +95,7 @@ def test_what_writes_in_every_step_ends_its_requests(make_worker: MakeWorker, or
         runner.meanwhile = meanwhile
 
     runner.meanwhile = meanwhile
-    with pytest.raises(WorkerStateError, match="written during 100 steps in a row.*a hook that writes to a parameter"):
+    with pytest.raises(WorkerStateError, match=r"written during 100 steps in a row.*a hook that writes to a parameter"):
         worker.submit(PROMPT, SamplingParams(max_tokens=6, n=3)).result(HANG)
     runner.meanwhile = None
     assert worker.generate([[7]], FEW)[0].samples[0].token_ids == oracle([7], 0, 5)

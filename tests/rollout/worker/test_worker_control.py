@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from samebit.rollout.errors import WorkerStateError
 from samebit.rollout.sampling_params import SamplingParams
@@ -534,12 +535,27 @@ def test_sleep_and_wake_many_times_under_load(make_worker: MakeWorker, oracle: O
             r"proj\.weight was \[5, 3\] float32, and is \[5, 3\] bfloat16; proj\.bias was",
         ),
         (
+            lambda module: setattr(module.proj, "bias", nn.Parameter(torch.ones(5, device="meta"))),
+            lambda module: setattr(module.proj, "bias", nn.Parameter(torch.ones(5))),
+            r"proj\.bias is on the device 'meta'\. Restore",
+        ),
+        (
+            lambda module: setattr(module.proj, "weight", nn.Parameter(torch.ones(5, 3).to_sparse())),
+            lambda module: setattr(module.proj, "weight", nn.Parameter(torch.ones(5, 3))),
+            r"proj\.weight is sparse_coo\. Restore",
+        ),
+        (
+            lambda module: module.proj.weight.untyped_storage().resize_(0),
+            lambda module: setattr(module.proj, "weight", nn.Parameter(torch.ones(5, 3))),
+            r"proj\.weight has no memory: its storage was freed\. Restore",
+        ),
+        (
             lambda module: module.register_buffer("scale", torch.ones(3)),
             lambda module: module.register_buffer("scale", torch.ones(2)),
             r"scale was \[2\] float32, and is \[3\] float32",
         ),
     ],
-    ids=["dtype", "shape_of_a_buffer"],
+    ids=["dtype", "meta", "sparse", "freed", "shape_of_a_buffer"],
 )
 def test_a_tensor_that_became_another_kind_is_named_at_the_end_of_the_update(
     make_worker: MakeWorker, change: Callable[[Any], object], restore: Callable[[Any], object], named: str
