@@ -76,14 +76,15 @@ def open_source(source: object) -> TensorSource:
     if isinstance(source, str | Path):
         return SafetensorsFolder(Path(source))
     if isinstance(source, Mapping):
-        return TensorDict(_checked_dict(source))
+        return TensorDict(checked_dict(source))
     raise TypeError(
         "weights can come from a dict of tensors, an nn.Module or a folder with *.safetensors, a WeightStream or "
         f"the receiving end of a link, not from {type(source).__name__}"
     )
 
 
-def _checked_dict(source: Mapping[object, object]) -> dict[str, Tensor]:
+def checked_dict(source: Mapping[object, object]) -> dict[str, Tensor]:
+    """Return a mapping of names to tensors as a dict; raise `TypeError` for one of anything else."""
     tensors: dict[str, Tensor] = {}
     for name, value in source.items():
         if not isinstance(name, str):

@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,6 @@ class Patience:
 
 def check_timeout(timeout: float) -> float:
     """Return the timeout as a float. Raises `ValueError` for anything but a positive number of seconds."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= sys.float_info.max:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r:.200}")
     return float(timeout)

@@ -81,10 +81,13 @@ class WeightSender(Closing):
             dtype: The dtype to which floating tensors of a module or dict are cast first.
 
         Raises:
+            TypeError, ValueError: something else was given; nothing was sent.
             SyncRefusedError: the weights do not fit; nothing was written.
             SyncBrokenError: a receiver went away, took too long, or failed.
             NonFiniteWeightError: NaN or infinity; receivers that had begun to write have incomplete weights.
         """
+        if not isinstance(delta, bool):
+            raise ValueError(f"delta must be True or False, got {delta!r}")
         stream = _as_stream(weights, dtype)
         if not delta:
             self._base = _DeltaBase()

@@ -22,7 +22,7 @@ from samebit.weight_sync.digest import Lanes
 from samebit.weight_sync.folder_names import FolderNames, ignored_names
 from samebit.weight_sync.manifest import TensorSpec, check_name, dtype_name, live_tensors
 from samebit.weight_sync.report import SyncBrokenError
-from samebit.weight_sync.source import check_readable
+from samebit.weight_sync.source import check_readable, checked_dict
 from samebit.weight_sync.wire.sharded import Sharded, in_parts
 
 
@@ -47,7 +47,7 @@ class WeightStream:
         The buffers of a module are never cast: no mixed precision casts them for a forward. What a module holds that
         text has no use for (vision) is left out.
         """
-        tensors = dict(weights) if isinstance(weights, Mapping) else _untied(_of_text(weights))
+        tensors = checked_dict(weights) if isinstance(weights, Mapping) else _untied(_of_text(weights))
         check_readable(tensors)
         kept = set() if isinstance(weights, Mapping) else {name for name, _ in weights.named_buffers()}
         own = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}

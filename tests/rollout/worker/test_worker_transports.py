@@ -610,12 +610,19 @@ def test_arguments(pair: tuple[Any, Any]) -> None:
     for wrong in (0, 100, 1000, True, 4096.0):
         with pytest.raises(ValueError, match="bucket_bytes must be a multiple of 64"):
             SharedMemorySender(bucket_bytes=wrong)
-    for wrong in (0, -1, True, "1", float("inf"), float("nan")):
+    for wrong in (0, -1, True, "1", float("inf"), float("nan"), 10**400):
         with pytest.raises(ValueError, match="timeout must be a positive number"):
             SharedMemorySender(timeout=wrong)
     with pytest.raises(TypeError, match=r"SharedMemorySender\.address"):
         SharedMemoryReceiver(Path("/tmp"))
     with pytest.raises(TypeError, match="a module, a dict of tensors or a WeightStream, not a list"):
         sender.send([1])
+    with pytest.raises(TypeError, match="weight 'a' is a int, not a tensor"):
+        sender.send({"a": 1})
+    with pytest.raises(TypeError, match="weight names are strings, got 5"):
+        sender.send({5: torch.zeros(1)})
+    for wrong in (1, "yes", None):
+        with pytest.raises(ValueError, match="delta must be True or False, got"):
+            sender.send({}, delta=wrong)
     with pytest.raises(ValueError, match="dtype= casts a module or a dict"):
         sender.send(WeightStream.of({}), dtype=torch.float16)
