@@ -46,6 +46,7 @@ def check_arguments(args: Any) -> None:
     """
     given = vars(args)
     found = [f"{name}={given[name]!r} ({why})" for name, why in _REFUSED.items() if given.get(name)]
+    found += [f"{name}={given[name]!r} (samebit generates)" for name in _of_vllm(args)]
     model = given.get("model_init_kwargs")
     kernels = isinstance(model, Mapping) and model.get("use_kernels")
     found += ["model_init_kwargs['use_kernels']=True (the model's layers are samebit's)"] if kernels else []
@@ -55,6 +56,14 @@ def check_arguments(args: Any) -> None:
     if given["temperature"] <= 0:
         found.append(f"temperature={given['temperature']} (the trainer's log-probabilities need one above 0)")
     _raise_if(found)
+
+
+def _of_vllm(args: Any) -> list[str]:
+    """Return the options of a vLLM that somebody has set. Its importance sampling corrects nothing here, whatever its
+    options say."""
+    own = [one for one in dataclasses.fields(args) if one.name.startswith("vllm_")]
+    own = [one for one in own if not one.name.startswith("vllm_importance_sampling_")]
+    return [one.name for one in own if vars(args)[one.name] != one.default]
 
 
 def check_served_nowhere(args: Any) -> None:

@@ -215,6 +215,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "temperature=0.0": {"temperature": 0.0},
     "generation_kwargs": {"generation_kwargs": {"num_beams": 2}},
     "top_p": {"top_p": 1.5},
+    "vllm_structured_outputs_regex": {"vllm_structured_outputs_regex": "a+"},
+    "vllm_gpu_memory_utilization=0.7": {"vllm_gpu_memory_utilization": 0.7},
 }
 
 
