@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from verl.utils.device import get_device_name
 
-from samebit.rollout.checks import check_positive_int
+from samebit.rollout.checks import as_int, check_bool, check_positive_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import ModelLoadError
 from samebit.rollout.models.loading import TOKENIZER_FILES
@@ -31,6 +31,9 @@ WORKER_OPTIONS = ("block_size", "num_blocks", "kv_cache_gb", "eviction_policy", 
 SERVER_OPTIONS = ("num_cpus", "sync_timeout", "routed_experts")
 """Lists the keys of `rollout.custom` for a server: its cores in Ray; the longest wait in a weight update, in seconds;
 whether servers report which experts computed each token."""
+
+_SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size")
+"""Lists the options of a server that is several processes."""
 
 _OF_ADAPTER = {
     "r": "lora_rank",
@@ -145,6 +148,7 @@ def server_options(rollout: Any, model: Mapping[str, Any], replica_rank: int, na
     Raises:
         ValueError: options that samebit refuses, and unknown ones in `rollout.custom`, by name.
     """
+    _check_kinds(rollout)
     _refuse(rollout)
     custom = _custom(rollout.custom)
     worker = RolloutConfig(
@@ -222,11 +226,20 @@ def check_trainer(rollout_dtype: str, model: Mapping[str, Any], mixed_precision:
         )
 
 
+def _check_kinds(rollout: Any) -> None:
+    """Check what verl hands on as it was written: its own checks are of few options."""
+    for name in (*_SIZES, "max_num_seqs", "max_num_batched_tokens", "prompt_length", "response_length"):
+        check_positive_int(f"rollout.{name}", vars(rollout)[name])
+    for name in ("ignore_eos", "free_cache_engine", "enforce_eager", "enable_prefix_caching"):
+        check_bool(f"rollout.{name}", vars(rollout)[name])
+    if as_int(rollout.seed) is None:
+        raise ValueError(f"rollout.seed must be an int, got {rollout.seed!r}")
+
+
 def _refuse(rollout: Any) -> None:
-    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size")
     refused = [
         f"{name}={vars(rollout)[name]} (a server is one process: 1; for more servers, more GPUs)"
-        for name in sizes
+        for name in _SIZES
         if vars(rollout)[name] > 1
     ]
     if rollout.quantization:
@@ -245,6 +258,8 @@ def _refuse(rollout: Any) -> None:
 
 
 def _custom(custom: Mapping[str, Any] | None) -> dict[str, Any]:
+    if custom is not None and not isinstance(custom, Mapping):
+        raise ValueError(f"rollout.custom must be a mapping of options, got {custom!r}")
     given = dict(custom or {})
     allowed = (*WORKER_OPTIONS, *SERVER_OPTIONS)
     unknown = [name for name in given if name not in allowed]

@@ -145,6 +145,10 @@ def _check_sampling(rollout: Any) -> None:
             SamplingParams(n=asked.n, temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p)
         except ValueError as error:
             raise ValueError(f"{place}.{error}") from error
+    try:
+        SamplingParams(repetition_penalty=rollout.repetition_penalty)
+    except ValueError as error:
+        raise ValueError(f"rollout.{error}") from error
     if rollout.temperature == 0:
         raise ValueError(
             "rollout.temperature=0: the trainer divides logits by it; set a temperature above 0 (validation is greedy "

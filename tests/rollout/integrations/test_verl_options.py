@@ -159,6 +159,8 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         (f"{ROLLOUT}.temperature=0", r"rollout\.temperature=0.*val_kwargs\.temperature=0"),
         (f"{ROLLOUT}.temperature=1e-6", r"rollout\.temperature must be 0 \(greedy\) or at least 0\.0001"),
         (f"{ROLLOUT}.top_p=0", r"rollout\.top_p must be"),
+        (f"{ROLLOUT}.repetition_penalty=-1", r"rollout\.repetition_penalty must be"),
+        (f"{ROLLOUT}.response_length=0", r"rollout\.response_length must be an int of at least 1"),
         (f"{ROLLOUT}.n=0", r"rollout\.n must be an int from 1 to 16384"),
         (f"{ROLLOUT}.val_kwargs.top_k=-7", r"rollout\.val_kwargs\.top_k must be"),
         (f"{ROLLOUT}.max_model_len=32", r"max_model_len=32 leaves no room .* rollout\.prompt_length=32"),
@@ -461,6 +463,16 @@ def test_a_wrong_name_is_known_before_anything_is_started(tmp_path: Path, monkey
         ({"tensor_model_parallel_size": 2}, "rollout.tensor_model_parallel_size=2"),
         ({"quantization": "fp8"}, r"rollout\.quantization=fp8 \(.*: null\)"),
         ({"dtype": "float16"}, "rollout.dtype must be one of"),
+        *[
+            ({name: value}, rf"rollout\.{name} must be an int of at least 1, got ")
+            for name in ("max_num_seqs", "max_num_batched_tokens", "prompt_length", "response_length")
+            for value in (None, "x", 0)
+        ],
+        ({"data_parallel_size": "two"}, r"rollout\.data_parallel_size must be an int of at least 1, got 'two'"),
+        ({"ignore_eos": "no"}, r"rollout\.ignore_eos must be True or False, got 'no'"),
+        ({"seed": None}, r"rollout\.seed must be an int, got None"),
+        ({"custom": 5}, r"rollout\.custom must be a mapping of options, got 5"),
+        ({"custom": "block_size"}, r"rollout\.custom must be a mapping"),
     ],
 )
 def test_wrong_options_are_refused_by_name(changes: dict[str, Any], says: str) -> None:

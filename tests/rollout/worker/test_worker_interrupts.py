@@ -6,6 +6,7 @@ interrupt also meets what an earlier one has made the worker clear up.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import random
@@ -191,6 +192,15 @@ def test_a_forked_child_is_told_at_once(make_worker: MakeWorker) -> None:
         lambda: worker.resume(),
         lambda: worker.receive_weights(),
         lambda: worker.weight_update().__enter__(),
+        lambda: worker.submit_all([[1]], FEW),
+        lambda: asyncio.run(handle.result_async()),
+        lambda: worker.pause("wait"),
+        lambda: worker.sleep("kv_cache"),
+        lambda: worker.wake_up(),
+        lambda: worker.reset_prefix_cache(),
+        lambda: worker.load_state_dict(worker.module.state_dict()),
+        lambda: worker.load_adapter("x", {}),
+        lambda: worker.drop_adapter("x"),
         lambda: worker.close(),
     ]
     for call in calls:
