@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name
 from verl.utils.fs import is_non_local
@@ -182,7 +182,9 @@ def _check_slots(config: Any) -> None:
 def _take_revision(config: Any) -> str | None:
     """Take `custom.revision` out of the options: it says which commit of a name is meant, and no server needs it."""
     custom = OmegaConf.select(config, "actor_rollout_ref.rollout.custom")
-    if OmegaConf.select(config, "actor_rollout_ref.rollout.name") != NAME or not custom or "revision" not in custom:
+    if OmegaConf.select(config, "actor_rollout_ref.rollout.name") != NAME or not isinstance(custom, DictConfig):
+        return None
+    if "revision" not in custom:
         return None
     with open_dict(custom):
         revision: str | None = custom.pop("revision")
