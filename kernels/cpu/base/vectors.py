@@ -73,12 +73,13 @@ def load_vector(builder: Any, pointer: Any, dtype: Any) -> Any:
     return _widened(builder, builder.load(builder.bitcast(pointer, _HALF_BITS.as_pointer()), align=2))
 
 
-def load_halves(builder: Any, pointer: Any) -> list[Any]:
-    """Load 32 bfloat16 (uint16 bits) as float32: the even ones and the odd ones."""
-    words = builder.load(builder.bitcast(pointer, _BITS.as_pointer()), align=2)
-    even = builder.shl(words, ir.Constant(_BITS, [16] * LANES))
-    odd = builder.and_(words, ir.Constant(_BITS, [0xFFFF0000] * LANES))
-    return [builder.bitcast(even, VECTOR), builder.bitcast(odd, VECTOR)]
+def load_halves(builder: Any, pointer: Any, kind: Any = VECTOR) -> list[Any]:
+    """Load bfloat16 (uint16 bits) as two vectors of this type of float32: the even ones and the odd ones."""
+    bits = ir.VectorType(ir.IntType(32), kind.count)
+    words = builder.load(builder.bitcast(pointer, bits.as_pointer()), align=2)
+    even = builder.shl(words, ir.Constant(bits, [16] * kind.count))
+    odd = builder.and_(words, ir.Constant(bits, [0xFFFF0000] * kind.count))
+    return [builder.bitcast(even, kind), builder.bitcast(odd, kind)]
 
 
 def _widened(builder: Any, halves: Any) -> Any:
@@ -174,10 +175,11 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def exponential(builder: Any, x: Any) -> Any:
-    """Compute e**x as `numeric.exp` does, step by step."""
+    """Compute e**x of a vector as `numeric.exp` does, step by step."""
+    kind, bits = x.type, ir.VectorType(ir.IntType(32), x.type.count)
 
     def every(number: Any) -> Any:
-        return ir.Constant(VECTOR, [float(number)] * LANES)
+        return ir.Constant(kind, [float(number)] * kind.count)
 
     lowest, highest, shift = every(numeric.EXP_LOWEST), every(numeric.EXP_HIGHEST), every(numeric.ROUND)
     clamped = builder.select(builder.fcmp_ordered("<", x, lowest), lowest, x)
@@ -190,9 +192,9 @@ def exponential(builder: Any, x: Any) -> Any:
     for term in (numeric.E1, numeric.E2, numeric.E3, numeric.E4, numeric.E5):
         p = fma(builder, p, r, every(term))
     p = builder.fadd(fma(builder, p, builder.fmul(r, r), r), every(1))
-    power = builder.shl(builder.bitcast(shifted, _BITS), ir.Constant(_BITS, [23] * LANES))
-    power = builder.add(power, ir.Constant(_BITS, [0x3F800000] * LANES))
-    return builder.fmul(p, builder.bitcast(power, VECTOR))
+    power = builder.shl(builder.bitcast(shifted, bits), ir.Constant(bits, [23] * kind.count))
+    power = builder.add(power, ir.Constant(bits, [0x3F800000] * kind.count))
+    return builder.fmul(p, builder.bitcast(power, kind))
 
 
 def prefetch(builder: Any, pointer: Any) -> None:

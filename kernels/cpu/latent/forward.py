@@ -38,7 +38,7 @@ from samebit.kernels.cpu.latent.softmax import (
     whole_columns,
     write_rows,
 )
-from samebit.kernels.cpu.latent.tiles import COLUMNS
+from samebit.kernels.cpu.latent.tiles import COLUMNS, NARROW_COLUMNS
 from samebit.kernels.cpu.latent.vectors import copy_elements
 from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
 
@@ -175,7 +175,7 @@ def _walk(
     """Attend for the rows at a place: to the tokens listed, or up to each row's own where none are listed."""
     width, rank, rows = q.shape[2], out.shape[2], place.count * heads
     begin_rows(q, heads, place, running)
-    halved = memory.pages.itemsize < 4 and rank % (2 * LANES) == 0
+    halved = memory.pages.itemsize < 4 and rank % (NARROW_COLUMNS * LANES) == 0
     newest, many = place.position, place.position + place.count
     if len(listed) > 0:
         many = len(listed)
@@ -226,12 +226,13 @@ def _score_chunk(memory: Any, rows: int, width: int, count: int, following: Any,
 def _add_chunk(memory: Any, rows: int, width: int, rank: int, count: int, following: Any, running: Any) -> None:
     """Add the weighted values of a chunk's first ``count`` tokens: from the pages if their vectors are whole there."""
     narrow = memory.pages.itemsize < 4
-    if narrow and (rank % (2 * LANES) == 0 or (running.paired and running.deep <= width)):
-        add_weighted(rows, 2, memory.pages, memory.here, following, running)
+    whole = rank % (NARROW_COLUMNS * LANES) == 0
+    if narrow and (whole or (running.paired and running.deep <= width)):
+        add_weighted(rows, NARROW_COLUMNS, memory.pages, memory.here, following, running)
     elif running.paired:
         for j in range(count):
             copy_elements(memory.pages, memory.here[j], rank, memory.halves, j * running.deep)
-        add_weighted(rows, 2, memory.halves, memory.own_values, following, running)
+        add_weighted(rows, NARROW_COLUMNS, memory.halves, memory.own_values, following, running)
     elif not narrow and rank % LANES == 0:
         add_weighted(rows, COLUMNS[-1], memory.read, memory.here, following, running)
     else:

@@ -24,7 +24,7 @@ from samebit.kernels.cpu.gemm.many_rows_vectors import transpose_tile
 from samebit.kernels.cpu.gemm.pairs import STEP, transpose_pairs
 from samebit.kernels.cpu.latent.chunks import copy_rows, find_tokens
 from samebit.kernels.cpu.latent.dots import DOTS, TOKENS
-from samebit.kernels.cpu.latent.tiles import score_and_fetch
+from samebit.kernels.cpu.latent.tiles import VECTORS, score_and_fetch
 from samebit.kernels.cpu.latent.vectors import add_heads, count_reaching
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
@@ -77,14 +77,13 @@ select = compile_kernel(_select)
 class _Memory(NamedTuple):
     """Says where an item's tokens lie, and holds what it computes with; all flat.
 
-    pages: of the keys. read: the same as float32, if they are. query: ``[vectors, D, LANES]``, a lane is a head of a
+    pages: of the keys. query: ``[vectors, D, LANES]``, a lane is a head of a
     row; or pairs of elements. words: the same as int32. products: ``[vectors, C, LANES]``, and then with sixteen tokens
     side by side. copied: ``[C, D]``, widened. here, coming, own: ``[C]``, where the tokens of a chunk begin in the
     pages, those of the next one, and copies.
     """
 
     pages: Any
-    read: Any
     query: Any
     words: Any
     products: Any
@@ -101,7 +100,7 @@ def _place(pages: Any, size: int, lanes: int, address: int) -> Any:
     copied = products + 4 * lanes * KV_CHUNK
     at = copied + 4 * KV_CHUNK * size
     return _Memory(
-        elements(pages.ctypes.data, pages.size, pages.dtype.type(0)), floats(pages.ctypes.data, pages.size),
+        elements(pages.ctypes.data, pages.size, pages.dtype.type(0)),
         floats(address, lanes * size), integers(address, lanes * size), floats(products, lanes * KV_CHUNK),
         floats(copied, KV_CHUNK * size), longs(at, KV_CHUNK), longs(at + 8 * KV_CHUNK, KV_CHUNK),
         longs(at + 16 * KV_CHUNK, KV_CHUNK),
@@ -180,25 +179,25 @@ def _multiply(memory: Any, rows: int, size: int, count: int, more: bool) -> None
     narrow = memory.pages.itemsize < 4
     paired = DOTS and narrow
     steps = (size + 1) // 2 if paired else size
-    source, places = (memory.copied, memory.own) if narrow else (memory.read, memory.here)
+    copied = narrow and not paired
     v = 0
     while v < vectors:
-        together = 2 if v + 2 <= vectors else 1
+        together = min(VECTORS, vectors - v)
         tile = 0 if rows - v * LANES <= LANES // 2 else together
         if not paired:
             memory.products[v * _TILE : (v + together) * _TILE] = _ZERO
         for token in range(0, count, TOKENS):
-            if narrow and not paired and v == 0:
+            if copied and v == 0:
                 copy_rows(memory.pages, memory.here, token, TOKENS, 0, size, memory.copied[token * size :], size)
-            if paired:
+            if not copied:
                 score_and_fetch(
                     tile, v == 0 and more, memory.query, v * steps * LANES, steps * LANES, size, memory.pages,
                     memory.here, 0, token, memory.pages, memory.coming, 0, size, memory.products, v * _TILE,
                 )  # fmt: skip
             else:
                 score_and_fetch(
-                    tile, v == 0 and more, memory.query, v * steps * LANES, steps * LANES, size, source, places, 0,
-                    token, memory.pages, memory.coming, 0, size, memory.products, v * _TILE,
+                    tile, v == 0 and more, memory.query, v * steps * LANES, steps * LANES, size, memory.copied,
+                    memory.own, 0, token, memory.pages, memory.coming, 0, size, memory.products, v * _TILE,
                 )  # fmt: skip
             for own in range(v, v + together):
                 at = own * _TILE + token * LANES

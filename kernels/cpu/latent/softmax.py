@@ -18,12 +18,13 @@ import numpy as np
 from samebit.kernels.cpu.base.memory import floats, integers, whole_lines
 from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
-from samebit.kernels.cpu.gemm.many_rows_vectors import HALF
+from samebit.kernels.cpu.gemm.many_rows_vectors import HALF, transpose_strip
 from samebit.kernels.cpu.gemm.pairs import STEP, transpose_pairs
 from samebit.kernels.cpu.latent.dots import TOKENS, write_columns
 from samebit.kernels.cpu.latent.pairs import score_pairs
-from samebit.kernels.cpu.latent.tiles import ROWS, add_values, score_tokens, weigh
-from samebit.kernels.layout.grids import KV_CHUNK, LANES
+from samebit.kernels.cpu.latent.tiles import LARGE, NARROW_COLUMNS, ROWS, VECTORS, add_values, score_tokens
+from samebit.kernels.cpu.latent.vectors import FEW, PAIRED, PLAIN, weigh, write_halves
+from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
 
 _TILE = KV_CHUNK * LANES
 _MOST = ROWS[-1]
@@ -105,19 +106,29 @@ def begin_rows(q: Any, heads: int, place: Any, running: Any) -> None:
     width, rows = q.shape[2], place.count * heads
     lanes = whole_lines(rows)
     running.query[: lanes * running.steps] = _ZERO
-    if running.paired:
-        for token in range(place.count):
-            at = ((place.row + token) * q.shape[1] + place.kv_head * heads) * width
+    for token in range(place.count):
+        at = ((place.row + token) * q.shape[1] + place.kv_head * heads) * width
+        if running.paired:
             _pair_queries(q.reshape(-1), at, token * heads, heads, width, running)
-    else:
-        for r in range(rows):
-            to = r // LANES * LANES * running.steps + r % LANES
-            source = q[place.row + r // heads, place.kv_head * heads + r % heads]
-            for d in range(width):
-                running.query[to + d * LANES] = widen(source[d])
+        else:
+            _load_queries(q.reshape(-1), at, token * heads, heads, width, running)
     running.peaks[:lanes] = _LOWEST
     running.sums[: lanes * LANES] = _ZERO
     running.acc[: lanes * running.deep] = _ZERO
+
+
+@kernel_part
+def _load_queries(queries: Any, first: int, row: int, heads: int, width: int, running: Any) -> None:
+    """Load a token's queries, from the ``first`` element on, as rows from ``row`` on: eights of rows by vectors."""
+    whole = width // LANES * LANES if heads % HALF == 0 and row % HALF == 0 else 0
+    for r in range(0, heads if whole > 0 else 0, HALF):
+        to = (row + r) // LANES * LANES * running.steps + (row + r) % LANES
+        for d in range(0, whole, LANES):
+            transpose_strip(queries, first + r * width + d, width, HALF, running.query, to + d * LANES, LANES)
+    for r in range(heads):
+        at, to = first + r * width, (row + r) // LANES * LANES * running.steps + (row + r) % LANES
+        for d in range(whole, width):
+            running.query[to + d * LANES] = widen(queries[at + d])
 
 
 @kernel_part
@@ -163,7 +174,7 @@ def score(
     for token in range(first, last, TOKENS):
         v = 0
         while v < lanes // LANES:
-            vectors = 2 if v + 2 <= lanes // LANES else 1
+            vectors = min(VECTORS, lanes // LANES - v)
             if running.seen[(v + vectors) * LANES - 1] > np.float32(token):
                 tile = 0 if rows - v * LANES <= LANES // 2 else vectors
                 score_tokens(
@@ -193,9 +204,11 @@ def weigh_all(rows: int, scale: Any, running: Any) -> None:
         if running.seen[v * LANES + LANES - 1] == _ZERO:
             running.shrinks[v * LANES : (v + 1) * LANES] = _ONE
         else:
+            few = not LARGE and rows - v * LANES <= LANES // 2
             weigh(
-                running.seen[v * LANES] == np.float32(KV_CHUNK), running.paired, running.s, v * _TILE, scale,
-                running.seen, running.peaks, running.shrinks, v * LANES, running.sums, v * LANES * LANES,
+                running.seen[v * LANES] == np.float32(KV_CHUNK),
+                PAIRED if running.paired else FEW if few else PLAIN, running.s, v * _TILE, scale, running.seen,
+                running.peaks, running.shrinks, v * LANES, running.sums, v * LANES * LANES,
             )  # fmt: skip
 
 
@@ -210,27 +223,41 @@ def add_weighted(rows: int, columns: int, source: Any, places: Any, following: A
 
 
 @inlined_part
+def _rows_together(r: int, rows: int) -> Any:
+    """Return how many rows from r on the next tile covers, a few that are not there among them: of a vector's lanes."""
+    left = rows - r
+    if LARGE:
+        many = _MOST
+        while many > 1 and many >= 2 * left:
+            many //= 2
+        return many
+    if left > 8 or left in (5, 6):
+        return min(_MOST, LANES - r % LANES)
+    return 4 if left > 2 else left
+
+
+@inlined_part
 def _add_columns(
     rows: int, columns: int, column: int, source: Any, places: Any, following: Any, running: Any
 ) -> None:  # fmt: skip
     """Add some columns: of tokens that all rows of a tile see together, and of others row by row."""
     r, deep = 0, running.deep
+    line = following.pages.itemsize * columns * LANES >= CACHE_LINE or column % (2 * LANES) == 0
     while r < rows:
-        many = _MOST
-        while many > 1 and many >= 2 * (rows - r):
-            many //= 2
+        many = _rows_together(r, rows)
         together = np.int64(running.seen[r])
         if running.paired and running.seen[min(r + many, rows) - 1] > running.seen[r]:
             together -= together % 2  # a pair is multiplied as one
         add_values(
-            many, columns, True, running.s, r // LANES * _TILE + r % LANES, 0, together, source, places, column,
-            following.pages, following.places, running.shrinks, r, running.acc, r * deep + column, deep,
+            many, columns, 2 if r == 0 and line else 1, running.s, r // LANES * _TILE + r % LANES, 0, together, source,
+            places, column, following.pages, following.places, running.shrinks, r, running.acc, r * deep + column,
+            deep,
         )  # fmt: skip
         for row in range(r, min(r + many, rows)):
             last = np.int64(running.seen[row])
             if last > together:
                 add_values(
-                    1, columns, False, running.s, row // LANES * _TILE + row % LANES, together, last, source, places,
+                    1, columns, 0, running.s, row // LANES * _TILE + row % LANES, together, last, source, places,
                     column, following.pages, following.places, running.shrinks, row, running.acc, row * deep + column,
                     deep,
                 )  # fmt: skip
@@ -254,10 +281,8 @@ def write_rows(heads: int, rank: int, halved: bool, place: Any, running: Any, ou
                 lane = d // (2 * LANES) * (2 * LANES) + d // 4 % 2 * LANES + d // 8 % 4 * 4 + d % 4
                 target[d] = narrow(running.acc[at + lane] / total, target[0])
         elif halved:
-            for first in range(0, rank, 2 * LANES):
-                for d in range(LANES):
-                    target[first + 2 * d] = narrow(running.acc[at + first + d] / total, target[0])
-                    target[first + 2 * d + 1] = narrow(running.acc[at + first + LANES + d] / total, target[0])
+            for d in range(0, rank, NARROW_COLUMNS * LANES):
+                write_halves(running.acc, at + d, total, target, d)
         else:
             for d in range(rank):
                 target[d] = narrow(running.acc[at + d] / total, target[0])

@@ -7,6 +7,7 @@ Where pairs of bfloat16 are multiplied (`DOTS`), a step of a score's chain is tw
 chain two tokens, whose weights are rounded to bfloat16.
 """
 
+from itertools import accumulate as accumulated
 from typing import Any
 
 from llvmlite import ir
@@ -15,20 +16,18 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.vectors import (
+    HALF_VECTOR,
     VECTOR,
     accumulate,
     dispatch,
-    exponential,
     fma,
     load_as,
     load_halves,
-    load_vector,
     pointer_to,
     prefetch,
     splat,
     splat_element,
-    store_vector,
-    zeros,
+    store_as,
 )
 from samebit.kernels.cpu.gemm.dots_vectors import dot
 from samebit.kernels.cpu.latent.dots import (
@@ -39,25 +38,32 @@ from samebit.kernels.cpu.latent.dots import (
     dot_at,
     lie_evenly,
     load_row,
-    pair_of,
     side_by_side,
     splat_pairs,
 )
-from samebit.kernels.cpu.latent.vectors import greater
 from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[-1].split(",")
 LARGE = "+avx512f" in _FEATURES
 """Whether a vector is one register."""
 
-_TOKENS = (TOKENS, TOKENS // 2) if LARGE else (4, 2)
-"""Tokens that are scored at once for one vector of rows and for two: as many as leave the sums in registers."""
+VECTORS = 2 if LARGE else 1
+"""Vectors of rows that `score_tokens` covers at most."""
 
-ROWS = (1, 2, 4, 8) if LARGE else (1, 2, 4)
+_PASSES = (
+    ((TOKENS,), (TOKENS,), (TOKENS // 2, TOKENS // 2), (TOKENS,)) if LARGE else ((TOKENS // 2, TOKENS // 2), (6, 6, 4))
+)
+"""Tokens that are scored at once, one count after the other, for each tile: as many as leave the sums in registers, and
+enough of them to fill the processor."""
+
+ROWS = (1, 2, 4, 8) if LARGE else (1, 2, 4, 6)
 """Rows that `add_values` may cover."""
 
 COLUMNS = (1, 2) if LARGE else (1,)
 """Vectors of columns that `add_values` may cover."""
+
+NARROW_COLUMNS = COLUMNS[-1]
+"""Vectors of columns of bfloat16 that it covers: the even ones lie before the odd ones."""
 
 _EVENLY = 3
 """Stands for half a vector of rows and tokens that lie equally far apart."""
@@ -103,21 +109,21 @@ def _score_tokens(asked: int) -> Any:
             def emit(tile: int, asking: int) -> None:
                 kind = ir.VectorType(ir.FloatType(), LANES if tile in (1, 2) else LANES // 2)
                 vector_count = 2 if tile == 2 else 1
-                tokens, unrolled = _TOKENS[vector_count - 1], UNROLLED // vector_count
+                unrolled = UNROLLED // vector_count
                 start = pointer_to(context, builder, query, query_array, query_from)
                 rows = [builder.gep(start, [builder.mul(pitch, index(v))]) for v in range(vector_count)]
                 blocks = builder.udiv(steps, index(unrolled))
                 done = builder.mul(blocks, index(unrolled))
 
-                def ask(d: Any, part: int) -> None:
+                def ask(d: Any, part: int, tokens: int) -> None:
                     moved = builder.mul(d, index(width))
-                    ask_some(d, moved, part, min(part + tokens, asked))
+                    turns = min(line // unrolled, tokens)  # each time for some of the tokens: once a line for all
+                    ask_some(d, moved, part, min(part + tokens, asked), turns)
                     if part + tokens > asked:
                         with builder.if_then(builder.icmp_signed(">=", builder.add(behind, moved), keys_alone)):
-                            ask_some(d, moved, max(part, asked), part + tokens)
+                            ask_some(d, moved, max(part, asked), part + tokens, turns)
 
-                def ask_some(d: Any, moved: Any, first: int, last: int) -> None:
-                    turns = min(line // unrolled, tokens)  # each time for some of the tokens: once a line for all
+                def ask_some(d: Any, moved: Any, first: int, last: int, turns: int) -> None:
                     turn = builder.and_(builder.udiv(d, index(unrolled)), index(turns - 1))
                     for t in range(first, last, turns):
                         place = pointer_to(context, builder, coming, next_table, builder.add(token, index(t)))
@@ -152,7 +158,7 @@ def _score_tokens(asked: int) -> Any:
                             found[own] = multiply([row[u] for row in factors], here, u, found[own], half)
                     return found
 
-                for part in range(0, TOKENS, tokens):
+                for part, tokens in zip(accumulated((0, *_PASSES[tile])), _PASSES[tile], strict=False):
                     keys = given = [key_of(t) for t in range(part, part + tokens)]
                     if tile == _EVENLY:
                         keys = by_few_pointers(builder, keys)
@@ -162,10 +168,12 @@ def _score_tokens(asked: int) -> Any:
                             at = builder.mul(builder.add(token, index(t + v * KV_CHUNK)), index(LANES))
                             targets.append(pointer_to(context, builder, s, s_array, builder.add(s_from, at)))
 
-                    def block(i: Any, sums: list[Any], keys: list[Any] = keys, part: int = part) -> list[Any]:
+                    def block(
+                        i: Any, sums: list[Any], keys: list[Any] = keys, part: int = part, tokens: int = tokens
+                    ) -> list[Any]:
                         d = builder.mul(i, index(unrolled))
                         if asking:
-                            ask(d, part)
+                            ask(d, part, tokens)
                         return add(keys, d, unrolled, sums)
 
                     def single(i: Any, sums: list[Any], keys: list[Any] = keys) -> list[Any]:
@@ -184,7 +192,7 @@ def _score_tokens(asked: int) -> Any:
                     for target, total in zip(targets, sums, strict=True):
                         builder.store(total, builder.bitcast(target, kind.as_pointer()), align=4)
 
-            tiles: tuple[int, ...] = (0, 1, 2)
+            tiles: tuple[int, ...] = (0, 1, 2) if LARGE else (0, 1)
             if paired:
                 begin_of = pointer_to(context, builder, places, table, token)
                 few = builder.and_(builder.icmp_signed("==", many, index(0)), lie_evenly(builder, begin_of))
@@ -202,89 +210,6 @@ score_and_fetch = _score_tokens(TOKENS)
 
 
 @intrinsic
-def weigh(
-    typingctx: Any, whole: Any, paired: Any, s: Any, s_at: Any, scale: Any, seen: Any, peaks: Any, shrinks: Any,
-    row: Any, sums: Any, sums_at: Any,
-) -> Any:  # fmt: skip
-    """Turn the raw scores ``s[j, lane]`` of sixteen rows into weights against their maxima so far, ``peaks``.
-
-    A row sees the first ``seen`` tokens (float32) of the chunk, all of them if ``whole``; the others get weight 0.
-    Maxima and the partial sums ``[LANES, lane]`` go on; ``shrinks`` gets what the accumulators are to be multiplied by.
-    With ``paired`` (`DOTS`) weights are rounded to bfloat16, and those of two tokens lie at the first, as `dot` reads.
-    """
-    i64 = types.int64
-    signature = types.void(types.boolean, types.boolean, s, i64, types.float32, seen, peaks, shrinks, i64, sums, i64)
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        (whole_given, paired_given, s_array, s_from, factor, seen_array, peak_array, shrink_array, at, sums_array,
-         sums_from) = args  # fmt: skip
-        index = at.type
-        start = pointer_to(context, builder, s, s_array, s_from)
-        totals = pointer_to(context, builder, sums, sums_array, sums_from)
-        peak_at = pointer_to(context, builder, peaks, peak_array, at)
-        shrink_at = pointer_to(context, builder, shrinks, shrink_array, at)
-        limit = load_vector(builder, pointer_to(context, builder, seen, seen_array, at), types.float32)
-        old = load_vector(builder, peak_at, types.float32)
-        lowest = ir.Constant(VECTOR, [float("-inf")] * LANES)
-
-        def unseen(j: Any) -> Any:
-            number = splat(builder, builder.sitofp(j, ir.FloatType()))
-            return builder.fcmp_ordered(">=", number, limit)
-
-        def emit(all_seen: int, in_pairs: int) -> None:
-            scale_vector = splat(builder, factor)
-
-            def scaled(i: Any, best: list[Any]) -> list[Any]:
-                found = []
-                for part, greatest in enumerate(best):
-                    j = builder.add(builder.mul(i, index(len(best))), index(part))
-                    pointer = builder.gep(start, [builder.mul(j, index(LANES))])
-                    score = builder.fmul(load_vector(builder, pointer, types.float32), scale_vector)
-                    if not all_seen:
-                        score = builder.select(unseen(j), lowest, score)
-                    store_vector(builder, score, pointer)
-                    found.append(greater(builder, score, greatest))
-                return found
-
-            best = accumulate(builder, index(KV_CHUNK // 4), [lowest] * 4, scaled)
-            best = [greater(builder, a, b) for a, b in zip(best[::2], best[1::2], strict=True)]
-            peak = greater(builder, greater(builder, *best), old)
-            shrink = exponential(builder, builder.fsub(old, peak))
-            shrink = builder.select(builder.fcmp_ordered(">", old, lowest), shrink, zeros())
-
-            together = 1 + in_pairs
-
-            def weights(i: Any, none: list[Any]) -> list[Any]:
-                lanes = [builder.add(builder.mul(i, index(together)), index(part)) for part in range(together)]
-                targets = [builder.gep(totals, [builder.mul(lane, index(LANES))]) for lane in lanes]
-                sums = [builder.fmul(load_vector(builder, target, types.float32), shrink) for target in targets]
-                for piece in range(0, KV_CHUNK, LANES):
-                    found = []
-                    for part, lane in enumerate(lanes):
-                        j = builder.add(lane, index(piece))
-                        score = load_vector(builder, builder.gep(start, [builder.mul(j, index(LANES))]), types.float32)
-                        weight = exponential(builder, builder.fsub(score, peak))
-                        if not all_seen:
-                            weight = builder.select(unseen(j), zeros(), weight)
-                        sums[part] = builder.fadd(sums[part], weight)
-                        found.append(weight)
-                    first = builder.gep(start, [builder.mul(builder.add(lanes[0], index(piece)), index(LANES))])
-                    store_vector(builder, pair_of(builder, *found) if in_pairs else found[0], first)
-                for total, target in zip(sums, targets, strict=True):
-                    store_vector(builder, total, target)
-                return none
-
-            accumulate(builder, index(LANES // together), [], weights)
-            store_vector(builder, peak, peak_at)
-            store_vector(builder, shrink, shrink_at)
-
-        dispatch(builder, [(whole_given, (0, 1)), (paired_given, (0, 1) if DOTS else (0,))], emit)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@intrinsic
 def add_values(
     typingctx: Any, rows: Any, columns: Any, shrink: Any, s: Any, s_at: Any, lo: Any, hi: Any, source: Any,
     places: Any, column: Any, pages: Any, coming: Any, shrinks: Any, shrinks_at: Any, acc: Any, acc_at: Any,
@@ -293,13 +218,15 @@ def add_values(
     """Add to ``acc[r, 16 c + lane]`` the chain over lo <= j < hi of ``s[j, r] * source[places[j] + column + ...]``.
 
     ``rows`` is one of `ROWS`, ``columns`` (c) one of `COLUMNS`. ``s`` is ``[C, LANES]`` from ``s_at`` on, rows of
-    ``acc`` are ``acc_stride`` apart. With ``shrink``, ``acc`` is multiplied by the ``shrinks`` of the rows before.
-    Of a source in bfloat16 c is 2, and ``acc`` has the even columns before the odd ones; or, where pairs are multiplied
-    (`DOTS`), fours of columns in turns. Then ``lo`` is even, and a last token is multiplied beside zeros.
+    ``acc`` are ``acc_stride`` apart. With ``shrink`` 1 or 2, ``acc`` is multiplied by the ``shrinks`` of the rows
+    before; 2 also asks for those tokens of the ``coming`` places that scores have not asked for.
+    Of a source in bfloat16 c is `NARROW_COLUMNS`, and ``acc`` has the even columns before the odd ones; or, where pairs
+    are multiplied (`DOTS`), fours of columns in turns. Then ``lo`` is even, and a last token is multiplied beside
+    zeros.
     """
     i64 = types.int64
     signature = types.void(
-        i64, i64, types.boolean, s, i64, i64, i64, source, places, i64, pages, coming, shrinks, i64, acc, i64, i64
+        i64, i64, i64, s, i64, i64, i64, source, places, i64, pages, coming, shrinks, i64, acc, i64, i64
     )
     narrow = source.dtype != types.float32
     paired, halves = narrow and DOTS, narrow and not DOTS
@@ -310,7 +237,8 @@ def add_values(
         index = many.type
 
         def emit(row_count: int, column_count: int, shrunk: int) -> None:
-            lanes = [index(LANES * c) for c in range(column_count)]
+            kind = HALF_VECTOR if halves and not LARGE else VECTOR
+            lanes = [index(lane) for lane in range(0, LANES * column_count, kind.count)]
             targets = []
             for r in range(row_count):
                 start = builder.add(acc_from, builder.mul(step, index(r)))
@@ -323,7 +251,7 @@ def add_values(
 
             def factors_of(j: Any) -> list[Any]:
                 here = builder.gep(weights, [builder.mul(j, index(LANES))])
-                return [splat(builder, builder.load(builder.gep(here, [index(r)]))) for r in range(row_count)]
+                return [splat(builder, builder.load(builder.gep(here, [index(r)])), kind) for r in range(row_count)]
 
             def ask(number: Any, line: Any) -> None:
                 place = builder.load(pointer_to(context, builder, coming, next_table, number))
@@ -336,11 +264,14 @@ def add_values(
                 pairs = [(factor, vector) for factor in factors_of(j) for vector in loaded]
                 return [dot(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
+            def ask_next(i: Any) -> None:
+                group = builder.mul(builder.lshr(i, index(3)), index(TOKENS))
+                within = builder.or_(builder.and_(i, index(7)), index(TOKENS // 2))
+                ask(builder.add(group, within), index(0))
+
             def add_two(i: Any, sums: list[Any]) -> list[Any]:
-                if shrunk:  # for the tokens that scores have not asked for
-                    group = builder.mul(builder.lshr(i, index(3)), index(TOKENS))
-                    within = builder.or_(builder.and_(i, index(7)), index(TOKENS // 2))
-                    ask(builder.add(group, within), index(0))
+                if shrunk > 1:
+                    ask_next(i)
                 return add_pair(builder.add(begin, builder.shl(i, index(1))), sums)
 
             def add_last(_: Any, sums: list[Any]) -> list[Any]:
@@ -349,17 +280,17 @@ def add_values(
             def add(i: Any, sums: list[Any]) -> list[Any]:
                 j = builder.add(begin, i)
                 start = row_at(j)
-                if shrunk:
+                if shrunk > 1 and LARGE:
                     half = builder.and_(j, index(TOKENS // 2))
                     ask(builder.or_(j, index(TOKENS // 2)), builder.mul(half, index(LANES * 2 // TOKENS)))
                 if halves:
-                    loaded = load_halves(builder, start)
+                    loaded = load_halves(builder, start, kind)
                 else:
-                    loaded = [load_vector(builder, builder.gep(start, [lane]), types.float32) for lane in lanes]
+                    loaded = [load_as(builder, builder.gep(start, [lane]), kind) for lane in lanes]
                 pairs = [(factor, vector) for factor in factors_of(j) for vector in loaded]
                 return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
-            initial = [load_vector(builder, target, types.float32) for target in targets]
+            initial = [load_as(builder, target, kind) for target in targets]
             if shrunk:
                 places_of = [
                     pointer_to(context, builder, shrinks, shrink_array, builder.add(shrink_from, index(r)))
@@ -367,20 +298,31 @@ def add_values(
                     for _ in lanes
                 ]
                 initial = [
-                    builder.fmul(total, splat(builder, builder.load(place)))
+                    builder.fmul(total, splat(builder, builder.load(place), kind))
                     for total, place in zip(initial, places_of, strict=True)
                 ]
             count = builder.sub(end, begin)
             if paired:
                 found = accumulate(builder, builder.ashr(count, index(1)), initial, add_two)
                 found = accumulate(builder, builder.and_(count, index(1)), found, add_last)
+            elif shrunk > 1 and not LARGE:
+
+                def add_both(i: Any, sums: list[Any]) -> list[Any]:
+                    ask_next(i)
+                    j = builder.shl(i, index(1))
+                    return add(builder.add(j, index(1)), add(j, sums))
+
+                found = accumulate(builder, builder.ashr(count, index(1)), initial, add_both)
+                done = builder.and_(count, index(-2))
+                odd = builder.sub(count, done)
+                found = accumulate(builder, odd, found, lambda i, sums: add(builder.add(done, i), sums))
             else:
                 found = accumulate(builder, count, initial, add)
             for target, total in zip(targets, found, strict=True):
-                store_vector(builder, total, target)
+                store_as(builder, total, target)
 
-        columns_of = (2,) if narrow else COLUMNS
-        dispatch(builder, [(many, ROWS), (wide, columns_of), (shrinking, (0, 1))], emit)
+        columns_of = (NARROW_COLUMNS,) if narrow else COLUMNS
+        dispatch(builder, [(many, ROWS), (wide, columns_of), (shrinking, (0, 1, 2))], emit)
         return context.get_dummy_value()
 
     return signature, generate

@@ -1,4 +1,5 @@
-"""Copy rows of latents, add up scores of an index, and count keys, as LLVM vectors (why: see `base.small_tiles`)."""
+"""Copy rows of latents, weigh scores, add up those of an index, and count keys, as LLVM vectors (why: see
+`base.small_tiles`)."""
 
 from typing import Any
 
@@ -8,15 +9,22 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.vectors import (
+    HALF_VECTOR,
+    VECTOR,
     accumulate,
+    dispatch,
+    exponential,
     fma,
     load_as,
     load_vector,
     pointer_to,
     splat,
+    store_as,
     store_vector,
     zeros,
 )
+from samebit.kernels.cpu.latent.dots import DOTS, pair_of
+from samebit.kernels.cpu.latent.tiles import LARGE, NARROW_COLUMNS
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
 
@@ -59,6 +67,120 @@ def copy_elements(typingctx: Any, source: Any, at: Any, count: Any, target: Any,
         return context.get_dummy_value()
 
     return types.void(source, i64, i64, target, i64), generate
+
+
+PLAIN, PAIRED, FEW = range(3)
+WEIGHED = (PLAIN, PAIRED) if DOTS else (PLAIN,) if LARGE else (PLAIN, FEW)
+"""How `weigh` may be asked for."""
+
+
+@intrinsic
+def weigh(
+    typingctx: Any, whole: Any, kind: Any, s: Any, s_at: Any, scale: Any, seen: Any, peaks: Any, shrinks: Any,
+    row: Any, sums: Any, sums_at: Any,
+) -> Any:  # fmt: skip
+    """Turn the raw scores ``s[j, lane]`` of sixteen rows into weights against their maxima so far, ``peaks``.
+
+    A row sees the first ``seen`` tokens (float32) of the chunk, all of them if ``whole``; the others get weight 0.
+    Maxima and the partial sums ``[LANES, lane]`` go on; ``shrinks`` gets what the accumulators are to be multiplied by.
+    ``kind`` is one of `WEIGHED`. `PAIRED` weights are rounded to bfloat16, and those of two tokens lie at the first, as
+    `dot` reads; `FEW` are of the first half of the rows alone.
+    """
+    i64 = types.int64
+    signature = types.void(types.boolean, i64, s, i64, types.float32, seen, peaks, shrinks, i64, sums, i64)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (whole_given, asked, s_array, s_from, factor, seen_array, peak_array, shrink_array, at, sums_array,
+         sums_from) = args  # fmt: skip
+        index = at.type
+        start = pointer_to(context, builder, s, s_array, s_from)
+        totals = pointer_to(context, builder, sums, sums_array, sums_from)
+        peak_at = pointer_to(context, builder, peaks, peak_array, at)
+        shrink_at = pointer_to(context, builder, shrinks, shrink_array, at)
+        limit_at = pointer_to(context, builder, seen, seen_array, at)
+
+        def emit(all_seen: int, kind: int) -> None:
+            vector, in_pairs = HALF_VECTOR if kind == FEW else VECTOR, kind == PAIRED
+            limit, old = load_as(builder, limit_at, vector), load_as(builder, peak_at, vector)
+            lowest, none = (ir.Constant(vector, [number] * vector.count) for number in (float("-inf"), 0.0))
+            scale_vector = splat(builder, factor, vector)
+
+            def unseen(j: Any) -> Any:
+                number = splat(builder, builder.sitofp(j, ir.FloatType()), vector)
+                return builder.fcmp_ordered(">=", number, limit)
+
+            def scaled(i: Any, best: list[Any]) -> list[Any]:
+                found = []
+                for part, greatest in enumerate(best):
+                    j = builder.add(builder.mul(i, index(len(best))), index(part))
+                    pointer = builder.gep(start, [builder.mul(j, index(LANES))])
+                    score = builder.fmul(load_as(builder, pointer, vector), scale_vector)
+                    if not all_seen:
+                        score = builder.select(unseen(j), lowest, score)
+                    store_as(builder, score, pointer)
+                    found.append(greater(builder, score, greatest))
+                return found
+
+            best = accumulate(builder, index(KV_CHUNK // 4), [lowest] * 4, scaled)
+            best = [greater(builder, a, b) for a, b in zip(best[::2], best[1::2], strict=True)]
+            peak = greater(builder, greater(builder, *best), old)
+            shrink = exponential(builder, builder.fsub(old, peak))
+            shrink = builder.select(builder.fcmp_ordered(">", old, lowest), shrink, none)
+
+            together = 1 + in_pairs
+
+            def weights(i: Any, nothing: list[Any]) -> list[Any]:
+                lanes = [builder.add(builder.mul(i, index(together)), index(part)) for part in range(together)]
+                targets = [builder.gep(totals, [builder.mul(lane, index(LANES))]) for lane in lanes]
+                sums = [builder.fmul(load_as(builder, target, vector), shrink) for target in targets]
+                for piece in range(0, KV_CHUNK, LANES):
+                    found = []
+                    for part, lane in enumerate(lanes):
+                        j = builder.add(lane, index(piece))
+                        score = load_as(builder, builder.gep(start, [builder.mul(j, index(LANES))]), vector)
+                        weight = exponential(builder, builder.fsub(score, peak))
+                        if not all_seen:
+                            weight = builder.select(unseen(j), none, weight)
+                        sums[part] = builder.fadd(sums[part], weight)
+                        found.append(weight)
+                    first = builder.gep(start, [builder.mul(builder.add(lanes[0], index(piece)), index(LANES))])
+                    store_as(builder, pair_of(builder, *found) if in_pairs else found[0], first)
+                for total, target in zip(sums, targets, strict=True):
+                    store_as(builder, total, target)
+                return nothing
+
+            accumulate(builder, index(LANES // together), [], weights)
+            store_as(builder, peak, peak_at)
+            store_as(builder, shrink, shrink_at)
+
+        dispatch(builder, [(whole_given, (0, 1)), (asked, WEIGHED)], emit)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def write_halves(typingctx: Any, sums: Any, at: Any, divisor: Any, out: Any, out_at: Any) -> Any:
+    """Divide the ``sums`` of `NARROW_COLUMNS` vectors of columns, the even ones before the odd ones, and write them."""
+    i64 = types.int64
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        given, first, total, target, to = args
+        kind = VECTOR if NARROW_COLUMNS > 1 else HALF_VECTOR
+        start = pointer_to(context, builder, sums, given, first)
+        totals = splat(builder, total, kind)
+        halves = [
+            builder.fdiv(load_as(builder, builder.gep(start, [first.type(half * kind.count)]), kind), totals)
+            for half in range(2)
+        ]
+        for part in range(NARROW_COLUMNS):
+            lanes = [part * LANES // 2 + lane // 2 + lane % 2 * kind.count for lane in range(LANES)]
+            whole = builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(ir.IntType(32), LANES), lanes))
+            end = pointer_to(context, builder, out, target, builder.add(to, to.type(part * LANES)))
+            store_vector(builder, whole, end, out.dtype)
+        return context.get_dummy_value()
+
+    return types.void(sums, i64, types.float32, out, i64), generate
 
 
 _AT_ONCE = 4
