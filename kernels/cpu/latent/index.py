@@ -180,29 +180,29 @@ def _multiply(memory: Any, rows: int, size: int, count: int, more: bool) -> None
     paired = DOTS and narrow
     steps = (size + 1) // 2 if paired else size
     copied = narrow and not paired
-    v = 0
-    while v < vectors:
-        together = min(VECTORS, vectors - v)
-        tile = 0 if rows - v * LANES <= LANES // 2 else together
+    for v in range(0, vectors, 2):  # what a key is loaded for: two vectors read it from the nearest cache
+        last = min(v + 2, vectors)
         if not paired:
-            memory.products[v * _TILE : (v + together) * _TILE] = _ZERO
+            memory.products[v * _TILE : last * _TILE] = _ZERO
         for token in range(0, count, TOKENS):
             if copied and v == 0:
                 copy_rows(memory.pages, memory.here, token, TOKENS, 0, size, memory.copied[token * size :], size)
-            if not copied:
-                score_and_fetch(
-                    tile, v == 0 and more, memory.query, v * steps * LANES, steps * LANES, size, memory.pages,
-                    memory.here, 0, token, memory.pages, memory.coming, 0, size, memory.products, v * _TILE,
-                )  # fmt: skip
-            else:
-                score_and_fetch(
-                    tile, v == 0 and more, memory.query, v * steps * LANES, steps * LANES, size, memory.copied,
-                    memory.own, 0, token, memory.pages, memory.coming, 0, size, memory.products, v * _TILE,
-                )  # fmt: skip
-            for own in range(v, v + together):
+            for own in range(v, last, VECTORS):
+                tile = 0 if rows - own * LANES <= LANES // 2 else min(VECTORS, last - own)
+                more_to_come = own == 0 and more
+                if not copied:
+                    score_and_fetch(
+                        tile, more_to_come, memory.query, own * steps * LANES, steps * LANES, size, memory.pages,
+                        memory.here, 0, token, memory.pages, memory.coming, 0, size, memory.products, own * _TILE,
+                    )  # fmt: skip
+                else:
+                    score_and_fetch(
+                        tile, more_to_come, memory.query, own * steps * LANES, steps * LANES, size, memory.copied,
+                        memory.own, 0, token, memory.pages, memory.coming, 0, size, memory.products, own * _TILE,
+                    )  # fmt: skip
+            for own in range(v, last):
                 at = own * _TILE + token * LANES
                 transpose_tile(memory.products, at, LANES, memory.products, at, LANES)
-        v += together
 
 
 @kernel_part

@@ -40,15 +40,16 @@ def latent_forward(
     if pages is None:
         pages = torch.empty(context.num_blocks, context.block_size, width, dtype=latents.dtype)
         lse = torch.zeros(tokens, count, dtype=torch.float32)
-    blocks, offsets = context.blocks_and_offsets
-    write_pages.write_pages(latents.numel(), array(latents.contiguous()), blocks, offsets, array(pages))
+    blocks, offsets, sequences, block_tables, tiles = context.read_by_layers
+    memory = array(pages)
+    write_pages.write_pages(latents.numel(), array(latents.contiguous()), blocks, offsets, memory)
     q = q.contiguous()
     empty = torch.empty if context.covers_all_rows else torch.zeros
     out = empty(tokens, count, options.rank, dtype=q.dtype)
     threads = num_threads()
-    together = heads_together(count, len(context.tiles), threads)
+    together = heads_together(count, len(tiles), threads)
     forward.attend(
-        array(q), array(pages), context.layout.numpy(), context.block_tables, context.tiles,
+        array(q), memory, sequences, block_tables, tiles,
         _NO_LISTS if chosen is None else chosen.numpy(), together, np.float32(options.scale), array(out),
         _NO_LSE if lse is None else lse.numpy(), threads,
     )  # fmt: skip

@@ -51,10 +51,12 @@ def choose_keys(
     pages = None if context.pages is None else context.pages[options.layer]
     if pages is None and context.longest > options.top_k:
         pages = torch.empty(context.num_blocks, context.block_size, options.size, dtype=keys.dtype)
-    if pages is not None:
-        blocks, offsets = context.blocks_and_offsets
-        write_pages.write_pages(keys.numel(), array(keys.contiguous()), blocks, offsets, array(pages))
-    if pages is None or context.longest <= options.top_k:
+    if pages is None:
+        return torch.empty(context.num_rows, 0, dtype=torch.int32)
+    blocks, offsets, sequences, block_tables, _ = context.read_by_layers
+    memory = array(pages)
+    write_pages.write_pages(keys.numel(), array(keys.contiguous()), blocks, offsets, memory)
+    if context.longest <= options.top_k:
         return torch.empty(context.num_rows, 0, dtype=torch.int32)
     chosen = torch.empty(context.num_rows, options.top_k, dtype=torch.int32)
     out = chosen.numpy()
@@ -64,10 +66,10 @@ def choose_keys(
     if plan.rows.size > 0:
         index.take(plan.rows.size * options.top_k, plan.rows, plan.counts, out)
     threads = num_threads()
-    queries, weights = queries.contiguous(), weights.contiguous()
+    asked, factors = array(queries.contiguous()), array(weights.contiguous())
     for slab in plan.slabs:
         index.select(
-            array(queries), array(weights), array(pages), context.layout.numpy(), context.block_tables, slab,
+            asked, factors, memory, sequences, block_tables, slab,
             threads if len(slab.pieces) < _FEW * threads else 1, np.float32(options.scale),
             np.empty((len(slab.rows), plan.width), np.float32), out, threads,
         )  # fmt: skip
