@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from samebit.kernels.cpu.latent import softmax, tiles
+from samebit.kernels.cpu.latent.dots import TOKENS
 from samebit.kernels.layout.forward_context import training_context
 from samebit.kernels.layout.kv_pages import KVLayout, LatentLayout
 from samebit.kernels.layout.options import LatentOptions
@@ -112,6 +114,26 @@ def test_gradients_of_products_of_heads(transposed: bool) -> None:
     for found, wanted in zip(mine, exact, strict=True):
         assert_near(found.grad, wanted.grad, 8)
     assert not mine[1].grad[:, :5].any()
+
+
+def test_sums_of_a_tile_leave_registers_for_what_is_added() -> None:
+    """Of 32 with AVX-512, of 16 halves of vectors without: what does not fit goes through memory at each step."""
+    most = 24 if tiles.LARGE else 12
+    for tile, passes in enumerate(tiles.PASSES):
+        registers = {0: 1, 1: 1 if tiles.LARGE else 2, 2: 2, 3: 1}[tile]
+        assert sum(passes) == TOKENS
+        assert 8 <= max(passes) * registers <= most, "fewer than eight chains do not fill the processor"
+    assert tiles.ROWS[-1] * tiles.COLUMNS[-1] * (1 if tiles.LARGE else 2) <= most
+
+
+@pytest.mark.parametrize("rows", range(1, 33))
+def test_tiles_of_rows_stay_in_their_vector_of_rows(rows: int) -> None:
+    r = 0
+    while r < rows:
+        many = softmax.rows_together.py_func(r, rows)
+        assert many in tiles.ROWS
+        assert r % 16 + many <= 16
+        r += many
 
 
 def test_bytes_of_a_block() -> None:

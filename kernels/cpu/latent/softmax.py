@@ -223,7 +223,7 @@ def add_weighted(rows: int, columns: int, source: Any, places: Any, following: A
 
 
 @inlined_part
-def _rows_together(r: int, rows: int) -> Any:
+def rows_together(r: int, rows: int) -> Any:
     """Return how many rows from r on the next tile covers, a few that are not there among them: of a vector's lanes."""
     left = rows - r
     if LARGE:
@@ -244,7 +244,7 @@ def _add_columns(
     r, deep = 0, running.deep
     line = following.pages.itemsize * columns * LANES >= CACHE_LINE or column % (2 * LANES) == 0
     while r < rows:
-        many = _rows_together(r, rows)
+        many = rows_together(r, rows)
         together = np.int64(running.seen[r])
         if running.paired and running.seen[min(r + many, rows) - 1] > running.seen[r]:
             together -= together % 2  # a pair is multiplied as one

@@ -50,7 +50,7 @@ LARGE = "+avx512f" in _FEATURES
 VECTORS = 2 if LARGE else 1
 """Vectors of rows that `score_tokens` covers at most."""
 
-_PASSES = (
+PASSES = (
     ((TOKENS,), (TOKENS,), (TOKENS // 2, TOKENS // 2), (TOKENS,)) if LARGE else ((TOKENS // 2, TOKENS // 2), (6, 6, 4))
 )
 """Tokens that are scored at once, one count after the other, for each tile: as many as leave the sums in registers, and
@@ -158,7 +158,7 @@ def _score_tokens(asked: int) -> Any:
                             found[own] = multiply([row[u] for row in factors], here, u, found[own], half)
                     return found
 
-                for part, tokens in zip(accumulated((0, *_PASSES[tile])), _PASSES[tile], strict=False):
+                for part, tokens in zip(accumulated((0, *PASSES[tile])), PASSES[tile], strict=False):
                     keys = given = [key_of(t) for t in range(part, part + tokens)]
                     if tile == _EVENLY:
                         keys = by_few_pointers(builder, keys)
