@@ -38,14 +38,14 @@ from samebit.kernels.cpu.latent.softmax import (
     whole_columns,
     write_rows,
 )
-from samebit.kernels.cpu.latent.tiles import COLUMNS, NARROW_COLUMNS
+from samebit.kernels.cpu.latent.tiles import COLUMNS, LARGE, NARROW_COLUMNS
 from samebit.kernels.cpu.latent.vectors import copy_elements
 from samebit.kernels.layout.grids import KV_CHUNK, LANES, QUERY_TILE
 
 _DEPTH = 192
 """Elements of keys that are copied, and multiplied with all queries, at a time: they stay in the nearest cache."""
 
-_ROWS = 256
+_ROWS = 256 if LARGE else 64
 """Rows that take in a chunk together, at least a token's heads: what is kept for them stays in the cache."""
 
 
