@@ -281,7 +281,7 @@ def _add_tiles(x: Any, at: int, stride: int, rows: int, panel: Any, width: int, 
         for lane in range(0, width, VECTORS * LANES):
             multiply_tile(
                 min(VECTORS * LANES, width - lane), many, panel, lane, width,
-                x, at + row * stride, stride, 1, 0, depth, sums, row * width + lane,
+                x, at + row * stride, stride, 1, 0, depth, sums, row * width + lane, width,
             )  # fmt: skip
         row += many
 

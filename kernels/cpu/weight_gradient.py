@@ -81,7 +81,7 @@ def _add_products(
         for lane in range(0, width, VECTORS * LANES):
             multiply_tile(
                 min(VECTORS * LANES, width - lane), many, panel, lane, width,
-                grad, at + output, 1, stride, 0, depth, sums, (output - begin) * width + lane,
+                grad, at + output, 1, stride, 0, depth, sums, (output - begin) * width + lane, width,
             )  # fmt: skip
         output += many
 

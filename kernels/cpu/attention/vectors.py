@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.rows import unpacked
 from samebit.kernels.cpu.base.vectors import (
+    LARGE,
     VECTOR,
     accumulate,
     dispatch,
@@ -34,6 +35,15 @@ _LANE_NUMBERS = ir.VectorType(ir.IntType(32), LANES)
 _ROWS = (1, 2, 4)
 _PIECES = (1, 2, 3, 4)
 _COLUMNS = (1, 2, 4)
+
+_SUMS = 16 if LARGE else 4
+"""Vectors of sums that are under way at once: as many as leave what is added to them in registers."""
+
+
+def _fitting(rows: int, vectors: int) -> list[range]:
+    """Divide the vectors of a tile of this count of rows into those that are computed at once."""
+    most = _SUMS // rows
+    return [range(first, min(first + most, vectors)) for first in range(0, vectors, most)]
 
 
 @intrinsic
@@ -59,8 +69,12 @@ def score_chunk(
             return pointer_to(context, builder, source, pages, offset)
 
         def emit(row_count: int, piece_count: int, asking: int) -> None:
-            here = [piece_at(keys, places, c) for c in range(piece_count)]
-            ahead = [piece_at(coming, next_places, c) for c in range(piece_count) if asking]
+            for some in _fitting(row_count, piece_count):
+                emit_some(row_count, some, asking)
+
+        def emit_some(row_count: int, some: range, asking: int) -> None:
+            here = [piece_at(keys, places, c) for c in some]
+            ahead = [piece_at(coming, next_places, c) for c in some if asking]
             query_rows = [row_of(context, builder, *queries, r) for r in range(row_count)]
 
             def body(d: Any, sums: list[Any]) -> list[Any]:
@@ -72,11 +86,11 @@ def score_chunk(
                 pairs = [(factor, piece) for factor in factors for piece in loaded]
                 return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
-            found = accumulate(builder, depth, [zeros() for _ in range(row_count * piece_count)], body)
+            found = accumulate(builder, depth, [zeros() for _ in range(row_count * len(some))], body)
             for r in range(row_count):
                 row = row_of(context, builder, *scores, r)
-                for c in range(piece_count):
-                    store_vector(builder, found[r * piece_count + c], builder.gep(row, [index(LANES * c)]))
+                for i, c in enumerate(some):
+                    store_vector(builder, found[r * len(some) + i], builder.gep(row, [index(LANES * c)]))
 
         dispatch(builder, [(many, _ROWS), (wide, _PIECES), (fetching, (0, 1))], emit)
         return context.get_dummy_value()
@@ -113,7 +127,11 @@ def add_values(
             return pointer_to(context, builder, source, pages, offset)
 
         def emit(row_count: int, column_count: int, asking: int) -> None:
-            lanes = [index(LANES * c) for c in range(column_count)]
+            for some in _fitting(row_count, column_count):
+                emit_some(row_count, some, asking)
+
+        def emit_some(row_count: int, some: range, asking: int) -> None:
+            lanes = [index(LANES * c) for c in some]
             weights = [row_of(context, builder, *scores, r) for r in range(row_count)]
             targets = [
                 builder.gep(row_of(context, builder, *sums_at, r), [lane]) for r in range(row_count) for lane in lanes

@@ -10,6 +10,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 
 from samebit.kernels.cpu.base import numeric
 from samebit.kernels.layout.grids import LANES
@@ -19,6 +20,9 @@ VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 HALF_VECTOR = ir.VectorType(ir.FloatType(), LANES // 2)
 """Half of one."""
+
+LARGE = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[-1].split(",")
+"""Whether a vector is one register, of 32; else it is two of 16."""
 
 _BITS = ir.VectorType(ir.IntType(32), LANES)
 _HALF_BITS = ir.VectorType(ir.IntType(16), LANES)

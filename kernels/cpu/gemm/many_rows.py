@@ -27,6 +27,7 @@ from samebit.kernels.cpu.gemm.layers import MOST_LAYERS, Layers, most_outputs, s
 from samebit.kernels.cpu.gemm.many_rows_vectors import (
     HALF,
     HALVES_ARE_FASTER,
+    IN_STRIPS,
     MANY_OUTPUTS,
     NARROW,
     OUTPUTS,
@@ -34,6 +35,7 @@ from samebit.kernels.cpu.gemm.many_rows_vectors import (
     VECTORS,
     multiply_tile,
     transpose_strip,
+    widen_outputs,
     write_strip,
 )
 from samebit.kernels.layout.grids import LANES
@@ -52,7 +54,8 @@ _ZERO = np.float32(0.0)
 
 
 class Panel(NamedTuple):
-    """Holds ``rows`` rows of ``x`` from ``row`` on, transposed: ``values[k, row]``, rows of that ``width`` apart."""
+    """Holds ``rows`` rows of ``x`` from ``row`` on, transposed: ``values[k, row]``, rows of that ``width`` apart, or in
+    strips of `LANES` rows (see `IN_STRIPS`)."""
 
     values: Any
     width: int
@@ -82,17 +85,32 @@ def tile_of(outputs: int, width: int) -> int:
     return _TILE if outputs >= _TILE else (_PAIR if outputs >= _PAIR else 1)
 
 
+@inlined_part
+def _lane(lane: int, count: int, width: int) -> Any:
+    """Return where a lane of a panel of ``count`` inputs begins, and how far apart its inputs are.
+
+    Where a tile covers a vector of lanes, these lie by themselves: rows of a whole panel are so far apart that they
+    would share a quarter of the first-level cache.
+    """
+    if IN_STRIPS:
+        first = lane // LANES * LANES
+        return first * count + lane - first, min(LANES, width - first)
+    return lane, width
+
+
 @kernel_part
 def _transpose_rows(x: Any, at: int, stride: int, rows: int, count: int, panel: Any, width: int) -> None:
-    """Write ``panel[k, row] = x[row, k]`` for ``count`` inputs, the last row standing for those beyond it."""
+    """Write ``x[row, k]`` for ``count`` inputs where a panel has them, the last row standing for those beyond it."""
     whole = count // LANES * LANES
     for k in range(0, whole, LANES):  # all rows of a few inputs: lines of the panel are written whole
         for row in range(0, width, HALF):
             strip, there = at + min(row, rows - 1) * stride, max(1, min(HALF, rows - row))
-            transpose_strip(x, strip + k, stride, there, panel, k * width + row, width)
+            place, step = _lane(row, count, width)
+            transpose_strip(x, strip + k, stride, there, panel, place + k * step, step)
     for k in range(whole, count):
         for row in range(width):
-            panel[k * width + row] = widen(x[at + min(row, rows - 1) * stride + k])
+            place, step = _lane(row, count, width)
+            panel[place + k * step] = widen(x[at + min(row, rows - 1) * stride + k])
 
 
 @kernel_part
@@ -101,19 +119,33 @@ def _add_products(
     sums: Any,
 ) -> None:  # fmt: skip
     """Add to ``sums[output, row]`` the products of the panel's inputs, which are those from ``depth`` on."""
+    widened = scratch(MANY_OUTPUTS * count if IN_STRIPS else 0)
     output = begin
     while output < end:
-        many = tile_of(end - output, width)
+        many, at = tile_of(end - output, width), output * weight_stride + depth
         ahead = many * weight_stride if output + 2 * many <= last else 0  # what the next tile reads
-        lane = 0
-        while lane < width:
-            lanes = lanes_of(width - lane)
-            multiply_tile(
-                lanes, many, panel, lane, width, weight, output * weight_stride + depth, weight_stride, 1, ahead, count,
-                sums, (output - begin) * width + lane,
-            )  # fmt: skip
-            lane += lanes
+        if IN_STRIPS and weight.itemsize < widened.itemsize:
+            widen_outputs(weight, at, weight_stride, ahead, many, count, widened)
+            _add_tile(panel, width, widened, 0, count, 0, many, count, sums, (output - begin) * width)
+        else:
+            _add_tile(panel, width, weight, at, weight_stride, ahead, many, count, sums, (output - begin) * width)
         output += many
+
+
+@kernel_part
+def _add_tile(
+    panel: Any, width: int, weight: Any, at: int, stride: int, ahead: int, many: int, count: int, sums: Any,
+    sums_at: int,
+) -> None:  # fmt: skip
+    """Add the products of all lanes of a panel with the weights of ``many`` outputs."""
+    lane = 0
+    while lane < width:
+        lanes = lanes_of(width - lane)
+        place, step = _lane(lane, count, width)
+        multiply_tile(
+            lanes, many, panel, place, step, weight, at, stride, 1, ahead, count, sums, sums_at + lane, width,
+        )  # fmt: skip
+        lane += lanes
 
 
 @kernel_part

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.vectors import (
     HALF_VECTOR,
+    LARGE,
     VECTOR,
     accumulate,
     dispatch,
@@ -40,10 +41,13 @@ from samebit.kernels.layout.grids import LANES
 SUM_BLOCK = 128
 """The inputs that are summed in one chain. A constant of the arithmetic: changing it changes bits."""
 
-_, _PROCESSOR, _FEATURES = cpu_target.target_context.codegen().magic_tuple()
+_PROCESSOR = cpu_target.target_context.codegen().magic_tuple()[1]
 
-VECTORS = 4 if "+avx512f" in _FEATURES.split(",") else 1
+VECTORS = 4 if LARGE else 1
 """Count of vectors of rows that a tile covers: as many as leave its accumulators in registers."""
+
+IN_STRIPS = VECTORS == 1
+"""A panel holds the rows of a tile by themselves, and bfloat16 weights are widened once for all tiles of a panel."""
 
 OUTPUTS = (6, 2, 1)
 """Counts of outputs that a tile may cover."""
@@ -119,20 +123,21 @@ def multiply_tile(
     count: Any,
     sums: Any,
     sums_at: Any,
+    sums_width: Any,
 ) -> Any:
     """Add to ``sums[j, lane]`` the sum over i < count of ``weight[j, i] * panel[i, lane]``, a chain from 0 each
     `SUM_BLOCK` of them.
 
     ``lanes`` is one of `widths`, ``outputs`` (j) one of `OUTPUTS`, or `MANY_OUTPUTS` up to `NARROW` lanes; rows of the
-    panel and of the sums are ``width`` apart, rows of the weight ``weights_stride``, its inputs ``weights_step``. The
-    weight is float32, or the uint16 bits of bfloat16, whose inputs lie side by side. On the way what lies ``ahead``
-    elements after it is asked for.
+    panel are ``width`` apart, those of the sums ``sums_width``, rows of the weight ``weights_stride``, its inputs
+    ``weights_step``. The weight is float32, or the uint16 bits of bfloat16, whose inputs lie side by side. On the way
+    what lies ``ahead`` elements after it is asked for.
     """
     i64 = types.int64
-    signature = types.void(i64, i64, panel, i64, i64, weights, i64, i64, i64, i64, i64, sums, i64)
+    signature = types.void(i64, i64, panel, i64, i64, weights, i64, i64, i64, i64, i64, sums, i64, i64)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        many, wide, panel_array, panel_from, step, weight, *place, n, sums_array, sums_from = args
+        many, wide, panel_array, panel_from, step, weight, *place, n, sums_array, sums_from, sums_step = args
         weight_from, weight_stride, weight_step, further = place
         index = many.type
         paired = weights.dtype != types.float32
@@ -178,7 +183,7 @@ def multiply_tile(
             ]
             vectors = halves_of(lane_count)
             targets = [
-                builder.gep(row_of(context, builder, sums, sums_array, sums_from, step, j), [index(lane)])
+                builder.gep(row_of(context, builder, sums, sums_array, sums_from, sums_step, j), [index(lane)])
                 for j in range(output_count)
                 for lane, _ in vectors
             ]
@@ -192,6 +197,37 @@ def multiply_tile(
                     store_as(builder, builder.fadd(load_as(builder, target, chain.type), chain), target)
 
         dispatch_tile(builder, many, wide, emit)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def widen_outputs(
+    typingctx: Any, weights: Any, weights_at: Any, weights_stride: Any, ahead: Any, outputs: Any, count: Any, room: Any
+) -> Any:
+    """Write ``room[j, i] = weight[j, i]`` in float32, rows of the room ``count`` apart.
+
+    The arguments are those of `multiply_tile`.
+    """
+    i64 = types.int64
+    signature = types.void(weights, i64, i64, i64, i64, i64, room)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        weight, first, step, further, many, n, target = args
+        index = n.type
+        whole = builder.and_(n, index(-LANES))
+
+        with cgutils.for_range(builder, many, intp=index) as row:
+            start = pointer_to(context, builder, weights, weight, builder.add(first, builder.mul(step, row.index)))
+            end = pointer_to(context, builder, room, target, builder.mul(n, row.index))
+            with cgutils.for_range_slice(builder, index(0), whole, index(LANES), intp=index) as (i, _):
+                here = builder.gep(start, [i])
+                prefetch(builder, builder.gep(here, [further]))
+                store_vector(builder, load_vector(builder, here, weights.dtype), builder.gep(end, [i]))
+            with cgutils.for_range_slice(builder, whole, n, index(1), intp=index) as (i, _):
+                lanes = splat_element(builder, builder.gep(start, [i]), weights.dtype, HALF_VECTOR)
+                builder.store(builder.extract_element(lanes, ir.IntType(32)(0)), builder.gep(end, [i]))
         return context.get_dummy_value()
 
     return signature, generate
