@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.rows import unpacked
 from samebit.kernels.cpu.base.vectors import (
-    LARGE,
+    REGISTERS,
     VECTOR,
     accumulate,
     dispatch,
@@ -36,7 +36,7 @@ _ROWS = (1, 2, 4)
 _PIECES = (1, 2, 3, 4)
 _COLUMNS = (1, 2, 4)
 
-_SUMS = 16 if LARGE else 4
+_SUMS = REGISTERS // 2
 """Vectors of sums that are under way at once: as many as leave what is added to them in registers."""
 
 

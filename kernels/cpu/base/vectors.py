@@ -18,11 +18,11 @@ from samebit.kernels.layout.grids import LANES
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
 """A vector has this type."""
 
+REGISTERS = 32 if "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[-1].split(",") else 8
+"""Vectors that the processor's registers hold: each is one of 32, or two of 16."""
+
 HALF_VECTOR = ir.VectorType(ir.FloatType(), LANES // 2)
 """Half of one."""
-
-LARGE = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[-1].split(",")
-"""Whether a vector is one register, of 32; else it is two of 16."""
 
 _BITS = ir.VectorType(ir.IntType(32), LANES)
 _HALF_BITS = ir.VectorType(ir.IntType(16), LANES)

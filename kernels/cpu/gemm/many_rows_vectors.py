@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.vectors import (
     HALF_VECTOR,
-    LARGE,
+    REGISTERS,
     VECTOR,
     accumulate,
     dispatch,
@@ -43,7 +43,7 @@ SUM_BLOCK = 128
 
 _PROCESSOR = cpu_target.target_context.codegen().magic_tuple()[1]
 
-VECTORS = 4 if LARGE else 1
+VECTORS = REGISTERS // 8
 """Count of vectors of rows that a tile covers: as many as leave its accumulators in registers."""
 
 IN_STRIPS = VECTORS == 1
