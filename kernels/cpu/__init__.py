@@ -6,7 +6,8 @@ name of its operation: `activation`, `conv`, `norm`, `rope`, `logprobs`, `sampli
 `linear` (with `weight_gradient`), `low_rank` (with `low_rank_vectors`); `attention`, `latent`, `ssd`, `delta`,
 `experts` and `dense` are folders. `base` is what all are made of, `gemm` the matrix products. A kernel (`base.jit`)
 shares out its items among threads (`base.share_out`); what an item calls are parts (`base.part`), compiled within the
-kernel. The way through: `base.part`, `base.jit`, then `norm`, the shortest whole operation, then `linear`.
+kernel. A kernel that computes a whole layer calls others (`base.callee`). The way through: `base.part`, `base.jit`,
+then `norm`, the shortest whole operation, then `linear`.
 
 Invariant: every Numba kernel fixes the order of its operations in the source (``fastmath`` off, fused
 multiply-adds written out), so its bits do not depend on vector width, thread count or the other rows.

@@ -28,6 +28,7 @@ from samebit.kernels.cpu.attention.softmax import (
     take_in,
     write_rows,
 )
+from samebit.kernels.cpu.base.callee import Callee
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import elements, longs, scratch, whole_lines
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
@@ -88,7 +89,7 @@ def most_rows(sequences: Any, tiles: Any, bunches: Any, together: bool) -> int:
 
 
 attend = compile_kernel(_attend)
-attend_part = kernel_part(_attend)
+attend_part = Callee(attend)
 
 
 @kernel_part

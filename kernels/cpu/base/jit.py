@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
 from samebit.kernels import openmp  # its import chooses the threading layer
+from samebit.kernels.cpu.base.callee import Callee
 from samebit.kernels.cpu.base.kernel_cache import KernelCache
-from samebit.kernels.cpu.base.part import OPTIONS, KernelCompiler, kernel_part
+from samebit.kernels.cpu.base.part import OPTIONS, KernelCompiler
 
 _PARALLEL_WORK = 1 << 15
 """With fewer elements, waking the other threads costs more than they save."""
@@ -55,7 +57,8 @@ class _Kernel(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
         """Compile for a signature, or load what any process has compiled."""
         folder = Path(self._cache.cache_path)
         openmp.start_pool()  # what starts threads is known by name to compiled code from then on
-        with FileLock(folder / f"{self.py_func.__module__}.{self.py_func.__qualname__}.lock"), _garbage_kept():
+        lock = FileLock(folder / f"{self.py_func.__module__}.{self.py_func.__qualname__}.lock")
+        with global_compiler_lock, lock, _garbage_kept():  # in this order, as a kernel compiles those that it calls
             return super().compile(sig)
 
 
@@ -69,12 +72,12 @@ class SharedKernel:
     """Runs a function that shares out its items by `share_out`, among as many threads as its first argument says.
 
     Attributes:
-        part: the function, for kernels that call it among others.
+        part: the kernel, for others that call it.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._compiled = _Kernel(function)
-        self.part = kernel_part(function)
+        self.part = Callee(self._compiled)
 
     def __call__(self, work: int, *args: Any) -> None:
         """Run on ``args``; ``work`` is the number of elements touched."""

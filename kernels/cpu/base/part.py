@@ -87,9 +87,13 @@ class _InlinedLibrary(_PartLibrary):
 
 
 class KernelCompiler(Compiler):  # type: ignore[misc]
-    """Compiles a kernel, which inlines its parts."""
+    """Compiles a kernel, which inlines its parts.
+
+    Python calls it, and compiled code does: as a function of C, which nobody calls, Numba would optimise it once more.
+    """
 
     def __init__(self, typing: Any, target: Any, library: Any, args: Any, result: Any, flags: Any, names: Any) -> None:
+        flags.no_cfunc_wrapper = True
         library = KernelLibrary(target.codegen(), "kernel")
         library.enable_object_caching()
         super().__init__(typing, target, library, args, result, flags, names)
@@ -129,11 +133,15 @@ class _Part(CPUDispatcher):  # type: ignore[misc]
         Inference takes a variable that begins as a constant for that constant first, and would have the part, and all
         that it calls, compiled for it in vain.
         """
-        named = {name: types.unliteral(kind) for name, kind in kws.items()}
-        return super().get_call_template(tuple(map(types.unliteral, args)), named)
+        return super().get_call_template(*without_values(args, kws))
 
     def _compile_for_args(self, *args: Any, **kws: Any) -> NoReturn:
         raise TypeError(f"{self.py_func.__qualname__} is a part of kernels, which compiled code alone calls")
+
+
+def without_values(args: tuple[Any, ...], kws: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the types of a call's arguments, those of constants without their values."""
+    return tuple(map(types.unliteral, args)), {name: types.unliteral(kind) for name, kind in kws.items()}
 
 
 def kernel_part(function: Callable[..., Any]) -> Any:

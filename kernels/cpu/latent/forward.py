@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from samebit.kernels.cpu.attention.groups import Place
+from samebit.kernels.cpu.base.callee import Callee
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import elements, floats, integers, longs, scratch, whole_lines
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
@@ -80,7 +81,7 @@ def _attend(
 
 
 attend = compile_kernel(_attend)
-attend_part = kernel_part(_attend)
+attend_part = Callee(attend)
 
 
 @inlined_part

@@ -1,0 +1,82 @@
+"""Let kernels call a kernel that stands by itself.
+
+What a layer's one call runs, products and attention, are kernels of their own too, and each several times longer than
+what is between them. As parts they would be optimised, and kept on disk, in every kernel of a layer once more. A kernel
+calls another at its address, which costs nothing beside what it computes.
+
+Invariants
+----------
+* An address has a name, which object code bears: of the kernel and of the types of its arguments, the same in every
+  process. The name is known before code that bears it is linked: where that is compiled, and where it is loaded from
+  Numba's cache, which compiles or loads what it calls first.
+* What is called is the code that Python calls: the same bits.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import llvmlite.binding
+from numba.core import types
+from numba.core.codegen import JITCodeLibrary
+from numba.core.funcdesc import default_mangler, qualifying_prefix
+from numba.core.registry import CPUDispatcher
+from numba.core.sigutils import normalize_signature
+
+from samebit.kernels.cpu.base.part import OPTIONS, without_values
+
+_callees: dict[tuple[str, str], "Callee"] = {}
+
+
+class Callee(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
+    """Is a kernel as compiled code calls it."""
+
+    def __init__(self, kernel: CPUDispatcher) -> None:
+        super().__init__(kernel.py_func, targetoptions=OPTIONS)
+        self._kernel = kernel
+        _callees[_place(kernel.py_func)] = self
+
+    def compile(self, sig: Any) -> Any:
+        """Compile or load the kernel, name its address, and tell callers of it, under a key of their own."""
+        args, _ = normalize_signature(sig)
+        if args not in self.overloads:
+            self._kernel.compile(args)
+            compiled = self._kernel.overloads[args]
+            described = copy(compiled.fndesc)
+            described.mangled_name = "callee." + default_mangler(qualifying_prefix(*_place(self.py_func)), args)
+            address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+            llvmlite.binding.add_symbol(described.mangled_name, address)
+            on_loading = partial(_name, *_place(self.py_func), args)
+            library = _Named(self.targetctx.codegen(), described.mangled_name, on_loading)
+            named = compiled._replace(entry_point=object(), fndesc=described, library=library)
+            self.targetctx.insert_user_function(named.entry_point, described, [library])
+            self.overloads[args] = named
+        return self.overloads[args].entry_point
+
+    def get_call_template(self, args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
+        """Type a call as that of a part."""
+        return super().get_call_template(*without_values(args, kws))
+
+
+class _Named(JITCodeLibrary):  # type: ignore[misc]
+    """Stands where a part's library does: it brings nothing to link, but has callers name the address as they load."""
+
+    def __init__(self, codegen: Any, name: str, on_loading: Callable[[], None]) -> None:
+        super().__init__(codegen, name)
+        self._reload_init.add(on_loading)
+        self._finalized = True
+
+    def _get_module_for_linking(self) -> Any:
+        return self._final_module
+
+
+def _place(function: Callable[..., Any]) -> tuple[str, str]:
+    return function.__module__, function.__qualname__
+
+
+def _name(module: str, function: str, args: tuple[types.Type, ...]) -> None:
+    """Name the address of a kernel for arguments of these types."""
+    import_module(module)
+    _callees[module, function].compile(args)
