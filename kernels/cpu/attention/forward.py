@@ -129,7 +129,10 @@ def _attend_items(
             begun += place.count * shape.group
         if shared > 0:
             place = _place(sequences, tiles, first, head)
-            _attend_shared(flat, block_tables, shape, softmax, place, begun, shared, running, pieces)
+            following = Following(-1, place.table, head, 0)
+            _attend_chunks(
+                flat, block_tables, shape, softmax, place, following, begun, (0, shared), running, pieces
+            )  # fmt: skip
         begun = 0
         for tile in range(first, last):
             place = _place(sequences, tiles, tile, head)
@@ -139,7 +142,10 @@ def _attend_items(
                 following = Following(last_table, sequences[3, tiles[tile + 1, 0]], head, shared * KV_CHUNK)
             else:
                 following = Following(last_table, sequences[3, tiles[coming, 0]], after % kv_heads, 0)
-            _attend_tile(flat, block_tables, shape, softmax, place, following, shared, own, pieces)
+            rows_of_tile, chunks = place.count * shape.group, _chunks_of_tile(softmax, place, shared)
+            _attend_chunks(
+                flat, block_tables, shape, softmax, place, following, rows_of_tile, chunks, own, pieces
+            )  # fmt: skip
             write_rows(shape, place, own, out, lse)
             begun += place.count * shape.group
 
@@ -168,29 +174,27 @@ def _place_pieces(address: int, pages: Any, kind: Any, shape: Any) -> Any:
     )  # fmt: skip
 
 
-@kernel_part
-def _attend_shared(
-    pages: Any, block_tables: Any, shape: Any, softmax: Any, place: Any, rows: int, shared: int, running: Any,
-    pieces: Any,
-) -> None:  # fmt: skip
-    """Take in the chunks that all rows of an item see in the same blocks, those of the tile at ``place``."""
-    following = Following(-1, place.table, place.kv_head, 0)
-    for chunk in range(shared):
-        cold = _find_chunk(pages, block_tables, shape, place, following, chunk * KV_CHUNK, pieces)
-        take_in(shape, softmax, rows, chunk * KV_CHUNK, cold, running, pieces)
-
-
-@kernel_part
-def _attend_tile(
-    pages: Any, block_tables: Any, shape: Any, softmax: Any, place: Any, following: Any, shared: int, running: Any,
-    pieces: Any,
-) -> None:  # fmt: skip
-    """Take in all chunks that the tile's rows see, in order, after those taken in with others."""
+@inlined_part
+def _chunks_of_tile(softmax: Any, place: Any, shared: int) -> Any:
+    """Return the chunks that a tile's rows see, from the first to before the last, after those taken in with others."""
     window, newest = softmax.window, place.position + place.count - 1
     begin = max(0, place.position - window + 1) // KV_CHUNK if window > 0 else shared
-    for chunk in range(begin, newest // KV_CHUNK + 1):
+    return begin, newest // KV_CHUNK + 1
+
+
+@kernel_part
+def _attend_chunks(
+    pages: Any, block_tables: Any, shape: Any, softmax: Any, place: Any, following: Any, rows: int, chunks: Any,
+    running: Any, pieces: Any,
+) -> None:  # fmt: skip
+    """Take in some of the chunks that ``rows`` rows see in the blocks of the tile at ``place``, in order.
+
+    Those of one tile and those of several are taken in by this code, which is half of the kernel.
+    """
+    begin, end = chunks
+    for chunk in range(begin, end):
         cold = _find_chunk(pages, block_tables, shape, place, following, chunk * KV_CHUNK, pieces)
-        take_in(shape, softmax, place.count * shape.group, chunk * KV_CHUNK, cold, running, pieces)
+        take_in(shape, softmax, rows, chunk * KV_CHUNK, cold, running, pieces)
 
 
 @inlined_part
