@@ -68,6 +68,11 @@ def compile_kernel(function: Callable[..., None]) -> Callable[..., None]:
     return compiled
 
 
+def called_kernel(function: Callable[..., None]) -> Callee:
+    """Compile a function that several kernels call, and that is long: by itself, once."""
+    return Callee(_Kernel(function))
+
+
 class SharedKernel:
     """Runs a function that shares out its items by `share_out`, among as many threads as its first argument says.
 

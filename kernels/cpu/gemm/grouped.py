@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from samebit.kernels.cpu.base.jit import SharedKernel
+from samebit.kernels.cpu.base.jit import SharedKernel, called_kernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, integers, longs, scratch
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
@@ -73,8 +73,7 @@ def _parts(product: Product, threads: int) -> int:
     return parts
 
 
-@kernel_part
-def multiply_rows(x: Any, stride: int, rows: int, inputs: int, share: Any) -> None:
+def _multiply_rows(x: Any, stride: int, rows: int, inputs: int, share: Any) -> None:
     """Multiply up to `PANEL_ROWS` rows, ``stride`` apart, as a linear layer does."""
     if rows <= few_rows.MOST_ROWS:
         values = scratch(few_rows.MOST_ROWS * inputs)
@@ -86,8 +85,7 @@ def multiply_rows(x: Any, stride: int, rows: int, inputs: int, share: Any) -> No
         many_rows.multiply_panel(x, stride, inputs, panel, False, share)
 
 
-@kernel_part
-def multiply_rows_by_tiles(x: Any, stride: int, rows: int, inputs: int, share: Any) -> None:
+def _multiply_rows_by_tiles(x: Any, stride: int, rows: int, inputs: int, share: Any) -> None:
     """Multiply up to `PANEL_ROWS` rows as a linear layer does with tile instructions."""
     width = (rows + LANES - 1) // LANES * LANES
     steps = (inputs + TILE_INPUTS - 1) // TILE_INPUTS
@@ -98,13 +96,17 @@ def multiply_rows_by_tiles(x: Any, stride: int, rows: int, inputs: int, share: A
     release_tiles()
 
 
-@kernel_part
-def multiply_rows_by_pairs(x: Any, stride: int, rows: int, inputs: int, share: Any) -> None:
+def _multiply_rows_by_pairs(x: Any, stride: int, rows: int, inputs: int, share: Any) -> None:
     """Multiply up to `PANEL_ROWS` rows as a linear layer does in pairs of inputs."""
     if rows <= dots.MOST_ROWS:
         dots.multiply_share(dots.copy_rows(x, stride, rows, inputs), rows, inputs, share)
     else:
         dots.multiply_panel(x, stride, inputs, dots.new_panel(inputs, 0, rows), False, share)
+
+
+multiply_rows = called_kernel(_multiply_rows)
+multiply_rows_by_tiles = called_kernel(_multiply_rows_by_tiles)
+multiply_rows_by_pairs = called_kernel(_multiply_rows_by_pairs)
 
 
 @kernel_part
