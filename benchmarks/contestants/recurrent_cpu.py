@@ -21,6 +21,7 @@ from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD
 from samebit.kernels.cpu.base.vectors import (
+    REGISTERS,
     accumulate,
     fma,
     load_vector,
@@ -38,7 +39,10 @@ from samebit.kernels.layout.states.mamba import SSMShape
 
 def _advance(by_row: bool) -> Any:
     """Make a micro-kernel: ``S[n] = decay S[n] + keys[n] inputs;  out = sum over n of queries[n] S[n]`` on 16 to 128
-    columns; ``decay`` is one number, or one for each row n."""
+    columns; ``decay`` is one number, or one for each row n.
+
+    What comes is asked for meanwhile: the rows some KiB ahead, or, which was faster with AVX2, the next columns.
+    """
 
     @intrinsic
     def kernel(
@@ -64,6 +68,7 @@ def _advance(by_row: bool) -> Any:
                     load_vector(builder, pointer_to(context, builder, x_type, x, lane), types.float32) for lane in lanes
                 ]
                 every = None if by_row else splat(builder, factor)
+                ahead, asked = (index(FETCH_AHEAD), lanes) if REGISTERS == 32 else (builder.mul(n, step), lanes[::2])
 
                 def body(i: Any, sums: list[Any]) -> list[Any]:
                     row = builder.gep(start, [builder.mul(i, step)])
@@ -73,7 +78,8 @@ def _advance(by_row: bool) -> Any:
                     totals = []
                     for lane, inputs_here, total in zip(lanes, fed, sums, strict=True):
                         place = builder.gep(row, [lane])
-                        prefetch(builder, builder.gep(place, [index(FETCH_AHEAD)]))
+                        if lane in asked:
+                            prefetch(builder, builder.gep(place, [ahead]))
                         old = load_vector(builder, place, types.float32)
                         new = fma(builder, key, inputs_here, builder.fmul(old, kept))
                         store_vector(builder, new, place)

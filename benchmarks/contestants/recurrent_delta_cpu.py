@@ -1,8 +1,8 @@
 """Run the peer of the exact decode step of Gated DeltaNet: the plain delta rule, one token a sequence, same style.
 
 The layout of the state, the vectors, the prefetch and the threads are those of `samebit.kernels.cpu.delta.rule`. What
-differs is the algorithm: the state of every head is read and written for every token, some columns at a time, whose
-second reading comes from the processor's cache, and there is no tail.
+differs is the algorithm: the state of every head is read and written for every token, a panel of columns at a time,
+whose second reading comes from the processor's cache, and there is no tail.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,14 @@ from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_read
 from samebit.kernels.cpu.delta.operation import WORK_AN_ELEMENT
+from samebit.kernels.cpu.delta.panels import PANEL, place_in_panel
 from samebit.kernels.cpu.delta.tail import normalise
 from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.memory_pool import zeroed_pool
 from samebit.kernels.layout.states.delta import DeltaShape
+
+_PANEL = max(PANEL, 4 * LANES)
+"""Columns of the peer's panels, which a key alone reads: its sums leave half of the registers too."""
 
 
 def _step(threads: int, tensors: Any, sizes: Any, sequences: int, kind: Any) -> None:
@@ -79,14 +83,14 @@ def _head(
     wide, value_dim = len(read), len(value)
     v = 0
     while v < wide:
-        left = (wide - v) // LANES
+        place, stride, left = place_in_panel(v, key_dim, wide, _PANEL)
         columns = 8 if left >= 8 else (4 if left >= 4 else (2 if left >= 2 else 1))
-        tile_read(1, columns, Rows(key, 0, 0), Rows(states, at + v, wide), key_dim, Rows(read, v, 0), FETCH_AHEAD)
+        tile_read(1, columns, Rows(key, 0, 0), Rows(states, at + place, stride), key_dim, Rows(read, v, 0), FETCH_AHEAD)
         for p in range(v, min(v + columns * LANES, value_dim)):
             read[p] = fma(-decay, read[p], widen(value[p])) * beta
         for p in range(max(v, value_dim), v + columns * LANES):
             read[p] = 0
-        advance(columns, decay, read[v:], key, query, key_dim, states, at + v, wide, total[v:])
+        advance(columns, decay, read[v:], key, query, key_dim, states, at + place, stride, total[v:])
         v += columns * LANES
     for p in range(value_dim):
         out[p] = narrow(total[p], out[p])
@@ -101,16 +105,16 @@ def _channels(
     wide, value_dim, key_dim = len(read), len(value), len(keeps)
     v = 0
     while v < wide:
-        left = (wide - v) // LANES
+        place, stride, left = place_in_panel(v, key_dim, wide, _PANEL)
         columns = 8 if left >= 8 else (4 if left >= 4 else (2 if left >= 2 else 1))
         tile_read(
-            1, columns, Rows(keyed, 0, 0), Rows(states, at + v, wide), key_dim, Rows(read, v, 0), FETCH_AHEAD
+            1, columns, Rows(keyed, 0, 0), Rows(states, at + place, stride), key_dim, Rows(read, v, 0), FETCH_AHEAD
         )  # fmt: skip
         for p in range(v, min(v + columns * LANES, value_dim)):
             read[p] = (widen(value[p]) - read[p]) * beta
         for p in range(max(v, value_dim), v + columns * LANES):
             read[p] = 0
-        advance_by_row(columns, keeps, read[v:], key, query, key_dim, states, at + v, wide, total[v:])
+        advance_by_row(columns, keeps, read[v:], key, query, key_dim, states, at + place, stride, total[v:])
         v += columns * LANES
     for p in range(value_dim):
         out[p] = narrow(total[p], out[p])

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.layers.weights import LayerWeights
 
 Saved = tuple[torch.Tensor, ...]
@@ -258,6 +259,12 @@ class DeltaOptions:
     def width(self) -> int:
         """Return the width of queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.inner
+
+    @cached_property
+    def shapes_of_slot(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Return the shapes of a slot's state, and of the keys of its tail."""
+        deep, wide = (ceil_div(size, LANES) * LANES for size in (self.key_dim, self.value_dim))
+        return (self.value_heads, self.key_dim, wide), (self.key_heads, SCAN_CHUNK, deep)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samebit.kernels.cpu.base import small_tiles
+from samebit.kernels.cpu.delta import panels
 from samebit.kernels.layout.forward_context import training_context
+from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.states.delta import DeltaShape
 from samebit.kernels.layout.states.mamba import SSMShape
 from samebit.kernels.layout.states.memory import StateLayout
@@ -50,6 +53,28 @@ def test_every_route_through_the_states_gives_the_training_bits(case: Case, dtyp
         with threads(THREADS[number % len(THREADS)]):
             got = through_states(case, layer, LENGTHS, ROUTES[route], padding=number % 3)
         assert torch.equal(got, expected), route
+
+
+@pytest.mark.parametrize(("rows", "wide", "panel"), [(5, 16, 32), (7, 144, 32), (3, 48, 128), (4, 384, 128)])
+def test_a_state_that_is_read_panel_by_panel_is_read_in_one_stream(rows: int, wide: int, panel: int) -> None:
+    places: list[int] = []
+    columns = 0
+    while columns < wide:
+        first, stride, vectors = panels.place_in_panel.py_func(columns, rows, wide, panel)
+        places += [first + n * stride + lane for n in range(rows) for lane in range(vectors * LANES)]
+        columns += vectors * LANES
+    assert places == list(range(rows * wide))
+
+
+@pytest.mark.parametrize("at_once", [4, 16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (2, 8), (4, 4), (4, 1), (2, 1)])
+def test_the_pieces_of_a_tile_have_each_column_once_and_sums_for_the_registers(
+    rows: int, columns: int, at_once: int
+) -> None:
+    parts = small_tiles.pieces(rows, columns, at_once)
+    assert [column for part in parts for column in part] == list(range(columns))
+    assert max(rows * len(part) for part in parts) <= at_once
+    assert len(parts) == -(-rows * columns // at_once)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.rows import unpacked
 from samebit.kernels.cpu.base.vectors import (
+    REGISTERS,
     accumulate,
     dispatch,
     fma,
@@ -32,10 +33,19 @@ FETCH_AHEAD = 1024
 """`tile_multiply` prefetches this count of elements ahead of what it reads (4 KiB in float32)."""
 
 MOST_SUMS = 16
-"""Vectors of sums that a tile holds at most: they and what is added to them stay in registers."""
+"""Vectors of sums that a tile holds at most."""
+
+_AT_ONCE = REGISTERS // 2
+"""Vectors of sums that are under way at once: they and what is added to them stay in registers."""
 
 _ROWS = (1, 2, 4)
 _COLUMNS = (1, 2, 4)
+
+
+def pieces(rows: int, columns: int, at_once: int = _AT_ONCE) -> list[range]:
+    """Return the columns of a tile in pieces whose sums stay in registers."""
+    each = max(1, at_once // rows)
+    return [range(first, min(first + each, columns)) for first in range(0, columns, each)]
 
 
 def _tile_multiply(from_zero: bool, allowed: tuple[int, ...] = _COLUMNS) -> Any:
@@ -61,14 +71,15 @@ def _tile_multiply(from_zero: bool, allowed: tuple[int, ...] = _COLUMNS) -> Any:
                     return
                 weight_rows = [row_of(context, builder, *weight, r) for r in range(row_count)]
                 out_rows = [row_of(context, builder, *target, r) for r in range(row_count)]
-                lanes = [n.type(LANES * c) for c in range(column_count)]
-                targets = [builder.gep(row, [lane]) for row in out_rows for lane in lanes]
-                asked = lanes if from_zero and row_count == 1 else []
-                ahead = [builder.add(lane, n.type(FETCH_AHEAD)) for lane in asked]
-                step = _step(context, builder, weight_rows, vector, lanes, ahead)
-                initial = [zeros() if from_zero else load_vector(builder, p, types.float32) for p in targets]
-                for pointer, total in zip(targets, accumulate(builder, n, initial, step), strict=True):
-                    store_vector(builder, total, pointer)
+                for piece in pieces(row_count, column_count):
+                    lanes = [n.type(LANES * c) for c in piece]
+                    targets = [builder.gep(row, [lane]) for row in out_rows for lane in lanes]
+                    asked = lanes if from_zero and row_count == 1 else []
+                    ahead = [builder.add(lane, n.type(FETCH_AHEAD)) for lane in asked]
+                    step = _step(context, builder, weight_rows, vector, lanes, ahead)
+                    initial = [zeros() if from_zero else load_vector(builder, p, types.float32) for p in targets]
+                    for pointer, total in zip(targets, accumulate(builder, n, initial, step), strict=True):
+                        store_vector(builder, total, pointer)
 
             dispatch(builder, [(many, _ROWS), (wide, allowed)], emit)
             return context.get_dummy_value()
@@ -119,8 +130,9 @@ def tile_read(
     """Compute as `tile_multiply`, up to 2 rows on 8 columns too: the vectors are then read in one piece.
 
     Up to two rows (decode waits for memory) also ask for what lies ``ahead`` elements behind what they read, one row
-    for all of it, two for each fourth vector: what comes between them is fetched without being asked for. Two load a
-    row in the order of its lines (`vectors.keep_order`).
+    for all of it, two for each fourth vector: what comes between them is fetched without being asked for. With AVX2
+    nothing is asked for: rows of few lines come by themselves, and asking took up to a third longer. Two load a row in
+    the order of its lines (`vectors.keep_order`).
     """
     i64 = types.int64
     signature = types.void(i64, i64, weights, vectors, i64, out, i64)
@@ -135,15 +147,16 @@ def tile_read(
             if row_count * column_count > MOST_SUMS:
                 return
             weight_rows = [row_of(context, builder, *weight, r) for r in range(row_count)]
-            lanes = [n.type(LANES * c) for c in range(column_count)]
-            asked = {1: lanes, 2: lanes[::4]}.get(row_count, [])
-            ahead = [builder.add(lane, distance) for lane in asked]
-            step = _step(context, builder, weight_rows, vector, lanes, ahead, ordered=row_count == 2)
-            totals = accumulate(builder, n, [zeros()] * (row_count * column_count), step)
             out_rows = [row_of(context, builder, *target, r) for r in range(row_count)]
-            targets = [builder.gep(row, [lane]) for row in out_rows for lane in lanes]
-            for pointer, total in zip(targets, totals, strict=True):
-                store_vector(builder, total, pointer)
+            for piece in pieces(row_count, column_count):
+                lanes = [n.type(LANES * c) for c in piece]
+                asked = {1: lanes, 2: lanes[::4]}.get(row_count, []) if REGISTERS == 32 else []
+                ahead = [builder.add(lane, distance) for lane in asked]
+                step = _step(context, builder, weight_rows, vector, lanes, ahead, ordered=row_count == 2)
+                totals = accumulate(builder, n, [zeros()] * (row_count * len(piece)), step)
+                targets = [builder.gep(row, [lane]) for row in out_rows for lane in lanes]
+                for pointer, total in zip(targets, totals, strict=True):
+                    store_vector(builder, total, pointer)
 
         dispatch(builder, [(many, _ROWS), (wide, (*_COLUMNS, 8))], emit)
         return context.get_dummy_value()

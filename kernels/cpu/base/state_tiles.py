@@ -12,7 +12,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.rows import unpacked
+from samebit.kernels.cpu.base.small_tiles import pieces
 from samebit.kernels.cpu.base.vectors import (
+    REGISTERS,
     accumulate,
     dispatch,
     fma,
@@ -26,6 +28,9 @@ from samebit.kernels.cpu.base.vectors import (
     zeros,
 )
 from samebit.kernels.layout.grids import CACHE_LINE, LANES
+
+_KEYS = min(4, REGISTERS // 4)
+"""Keys whose products are summed at once, for two queries: as many as leave the sums in registers."""
 
 
 def _sum_of_lanes(builder: Any, vector: Any) -> Any:
@@ -76,7 +81,7 @@ def dots(typingctx: Any, rows: Any, queries: Any, keys: Any, count: Any, width: 
     """Compute ``out[r, s] = sum over n of queries[r, n] keys[s, n]`` for s < count: sixteen partial sums, then the
     lanes.
 
-    ``rows`` is 1 or 2, ``width`` a multiple of 16; ``queries``, ``keys`` and ``out`` are `Rows`. Four keys at a time
+    ``rows`` is 1 or 2, ``width`` a multiple of 16; ``queries``, ``keys`` and ``out`` are `Rows`. Some keys at a time
     share the loads of a query.
     """
     i64 = types.int64
@@ -125,7 +130,7 @@ def dots(typingctx: Any, rows: Any, queries: Any, keys: Any, count: Any, width: 
                 builder.branch(check)
                 builder.position_at_end(after)
 
-            some(4)
+            some(_KEYS)
             some(1)
 
         dispatch(builder, [(number, (1, 2))], emit)
@@ -162,23 +167,28 @@ def tile_move(
         wanted = builder.icmp_signed(">=", other_at, index(0))
 
         def emit(row_count: int, column_count: int) -> None:
-            lanes = [index(LANES * c) for c in range(column_count)]
-            offsets = [builder.add(builder.mul(step, index(r)), lane) for r in range(row_count) for lane in lanes]
+            everywhere = [index(LANES * c) for c in range(column_count)]
+            for offset in (builder.add(builder.mul(step, index(r)), c) for r in range(row_count) for c in everywhere):
+                prefetch(builder, builder.gep(start, [builder.add(offset, distance)]))
+            scales = [splat(builder, builder.load(row_of(context, builder, *shares, r))) for r in range(row_count)]
+            for piece in pieces(row_count, column_count):
+                move([index(LANES * c) for c in piece], scales)
+
+        def move(lanes: list[Any], scales: list[Any]) -> None:
+            """Move some columns of the rows, which have these scales."""
+            offsets = [builder.add(builder.mul(step, index(r)), lane) for r in range(len(scales)) for lane in lanes]
             targets = [builder.gep(start, [offset]) for offset in offsets]
 
             def body(i: Any, sums: list[Any]) -> list[Any]:
                 row = builder.gep(tile, [builder.mul(i, stride)])
                 loaded = [load_vector(builder, builder.gep(row, [lane]), vector_type.dtype) for lane in lanes]
                 here = builder.gep(factors_at, [builder.mul(i, weight_stride)])
-                factors = [splat(builder, builder.load(builder.gep(here, [index(r)]))) for r in range(row_count)]
+                factors = [splat(builder, builder.load(builder.gep(here, [index(r)]))) for r in range(len(scales))]
                 pairs = [(factor, column) for factor in factors for column in loaded]
                 return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
-            for pointer in targets:
-                prefetch(builder, builder.gep(pointer, [distance]))
-            scales = [splat(builder, builder.load(row_of(context, builder, *shares, r))) for r in range(row_count)]
             before = [load_vector(builder, pointer, types.float32) for pointer in targets]
-            initial = [builder.fmul(vector, scales[i // column_count]) for i, vector in enumerate(before)]
+            initial = [builder.fmul(vector, scales[i // len(lanes)]) for i, vector in enumerate(before)]
             totals = accumulate(builder, n, initial, body)
             for pointer, total in zip(targets, totals, strict=True):
                 store_vector(builder, total, pointer)

@@ -19,7 +19,7 @@ def delta_rule(
     qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, context: ForwardContext, options: DeltaOptions
 ) -> torch.Tensor:
     """Implement `Operations.delta_rule`."""
-    rows = len(qkv)
+    rows = qkv.shape[0]
     inner = options.inner
     qkv, decay, beta = with_unit_stride(qkv), decay.contiguous(), beta.contiguous()
     out = (torch.empty if context.covers_all_rows else torch.zeros)(rows, inner, dtype=qkv.dtype)

@@ -21,7 +21,7 @@ writes the state; so the tail has to stay small beside the state.
 
 One work item is a sequence and a key head with its value heads; it owns their state and tail. A thread takes the items
 that begin within its share of the rows. State and u are padded to whole vectors of the value's size, keys and queries
-to whole vectors of theirs. "Gated Delta Networks", Yang et al. 2024.
+to whole vectors of theirs; a state lies in panels (`panels`). "Gated Delta Networks", Yang et al. 2024.
 
 T tokens, Hk and Hv heads of keys and values, K and V their sizes, C tokens a chunk; S is the state alone.
 """
@@ -40,6 +40,7 @@ from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import FETCH_AHEAD, tile_multiply_add_wide, tile_read
 from samebit.kernels.cpu.base.state_tiles import fetch_all, tile_move
 from samebit.kernels.cpu.delta.groups import Inputs, Item, Memory, Scratch, Sizes, Span
+from samebit.kernels.cpu.delta.panels import COMING, PANEL, place_in_panel
 from samebit.kernels.cpu.delta.tail import append, append_by_channel
 from samebit.kernels.layout.grids import LANES, SCAN_CHUNK
 
@@ -198,11 +199,11 @@ def _head_rows(inputs: Any, sizes: Any, memory: Any, span: Any, scratch: Any, at
         tokens = 2 if many - j >= 2 else 1
         v = 0
         while v < wide:
-            left = (wide - v) // LANES
+            place, stride, left = place_in_panel(v, sizes.key_dim, wide, PANEL)
             columns = 8 if tokens == 1 and left >= 8 else _block(left)
             tile_read(
-                2 * tokens, columns, Rows(scratch.pairs, 2 * j * deep, deep), Rows(memory.state, state_at + v, wide),
-                sizes.key_dim, Rows(scratch.acc, v, wide), FETCH_AHEAD,
+                2 * tokens, columns, Rows(scratch.pairs, 2 * j * deep, deep),
+                Rows(memory.state, state_at + place, stride), sizes.key_dim, Rows(scratch.acc, v, wide), FETCH_AHEAD,
             )  # fmt: skip
             v += columns * LANES
         for i in range(tokens):
@@ -224,6 +225,8 @@ def _token(
     u, sums = memory.u, memory.sums
     _, scores, acc, _, _, kept, weights = scratch
     u_at, sums_at, scores_at = at * SCAN_CHUNK * wide, at * SCAN_CHUNK, 2 * place * SCAN_CHUNK
+    coming = (at + 1) * key_dim * wide
+    fetch_all(memory.state, coming, COMING)
     decayed = _ONE
     if by_channel:  # keys of the tail, and what read the state, have decayed
         for s in range(SCAN_CHUNK):
@@ -247,13 +250,16 @@ def _token(
         read[p] = _ZERO
     for p in range(wide):
         result[p] = result[p] * decayed
+    fetch_all(memory.state, coming + COMING, COMING)
     _add_tail(weights, u, u_at, token, wide, acc, 2 * i * wide)
+    fetch_all(memory.state, coming + 2 * COMING, COMING)
     written = u[u_at + token * wide : u_at + (token + 1) * wide]
     strength, own = beta[row * value_heads + head], weights[SCAN_CHUNK + token]
     for p in range(wide):
         write = read[p] * strength
         written[p] = write
         result[p] = fma(own, write, result[p])
+    fetch_all(memory.state, coming + 3 * COMING, COMING)
     first = (row * value_heads + head) * value_dim
     target = out[first : first + value_dim]
     for p in range(value_dim):
@@ -295,17 +301,21 @@ def _move(sizes: Any, memory: Any, scratch: Any, at: int, k_at: int, ends_block:
             for p in range(wide):
                 fed[s * wide + p] = u[u_at + s * wide + p] * decayed
         kept[0] = share_left(np.float32(last))
-    n = 0
-    while n < key_dim:  # meanwhile the next head's state is asked for
-        rows = _block(key_dim - n)
-        v = 0
-        while v < wide:
-            columns = _block((wide - v) // LANES)
-            place = state_at + n * wide + v
-            tile_move(
-                rows, columns, Rows(kept, kept_at + n * each, each), Rows(k, k_at + n, deep),
-                Rows(fed, fed_at + v, wide), SCAN_CHUNK, Rows(state, place, wide), size, block_state,
-                place if ends_block else -1,
-            )  # fmt: skip
-            v += columns * LANES
-        n += rows
+    first = 0
+    while first < wide:  # of each panel; meanwhile the next head's state is asked for
+        begin, stride, vectors = place_in_panel(first, key_dim, wide, PANEL)
+        n = 0
+        while n < key_dim:
+            rows = _block(key_dim - n)
+            v = 0
+            while v < vectors:
+                columns = _block(vectors - v)
+                place = state_at + begin + n * stride + v * LANES
+                tile_move(
+                    rows, columns, Rows(kept, kept_at + n * each, each), Rows(k, k_at + n, deep),
+                    Rows(fed, fed_at + first + v * LANES, wide), SCAN_CHUNK, Rows(state, place, stride), size,
+                    block_state, place if ends_block else -1,
+                )  # fmt: skip
+                v += columns
+            n += rows
+        first += vectors * LANES

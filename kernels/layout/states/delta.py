@@ -1,7 +1,8 @@
 """Lay out the states of Gated DeltaNet layers.
 
-The state is ``[Hv, K, V]``, V padded to whole vectors. The tail, all in whole vectors: keys, normalised, float32 ``[Hk,
-chunk, K]``; what each token wrote, u, float32 ``[Hv, chunk, V]``; the running sum of the decay ``[Hv, chunk]`` float64.
+The state is ``[Hv, K, V]``, V padded to whole vectors; on a CPU a head's elements lie in panels (`cpu.delta.panels`),
+which is the kernels' own affair. The tail, all in whole vectors: keys, normalised, float32 ``[Hk, chunk, K]``; what
+each token wrote, u, float32 ``[Hv, chunk, V]``; the running sum of the decay ``[Hv, chunk]`` float64.
 Where each channel of a key decays by itself (Kimi Delta Attention), the keys are what is left of them at the last
 token, and instead of the sum there is what is left of the state at each token, float32 ``[Hv, chunk, K]``. What else a
 slot holds: `memory`.

@@ -7,9 +7,7 @@ call, or what is given does not fit it, there is no result, and the modules are 
 import torch
 
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.layers.delta import DeltaLayerOptions, DeltaTerms, DeltaWeights, MixerOptions
-from samebit.kernels.layout.options import DeltaOptions
 from samebit.kernels.layout.states.delta import DeltaStates
 from samebit.kernels.ops.dense.fitting import call_fits, weights_fit
 from samebit.kernels.ops.dispatch import delta_layer_of
@@ -47,12 +45,7 @@ def _memory_fits(context: ForwardContext, mixer: MixerOptions, dtype: torch.dtyp
         return False
     slots, rule = len(memory.state), mixer.rule
     return (
-        memory.state.shape[1:] == _state_shape(rule)
-        and memory.tail_k.shape[1:] == (rule.key_heads, SCAN_CHUNK, ceil_div(rule.key_dim, LANES) * LANES)
+        (memory.state.shape[1:], memory.tail_k.shape[1:]) == rule.shapes_of_slot
         and memory.window.shape == (slots, mixer.taps - 1, rule.width)
         and not (len(context.captures) and bool((context.captures[:, 1] % rule.chunk).any()))
     )
-
-
-def _state_shape(rule: DeltaOptions) -> tuple[int, int, int]:
-    return rule.value_heads, rule.key_dim, ceil_div(rule.value_dim, LANES) * LANES

@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.grids import LANES, SCAN_CHUNK, ceil_div
 from samebit.kernels.layout.options import DeltaOptions
 from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.layout.states.delta import DeltaStates
@@ -45,9 +44,9 @@ def delta_rule(
             captures between the grid's lines.
         TypeError: inputs of other dtypes, states of another than qkv, or of another kind of layer.
     """
-    _check(qkv, decay, beta, options)
-    if len(qkv) != context.num_rows:
-        raise ValueError(f"qkv has {len(qkv)} rows, the context {context.num_rows}")
+    rows = _check(qkv, decay, beta, options)
+    if rows != context.num_rows:
+        raise ValueError(f"qkv has {rows} rows, the context {context.num_rows}")
     if not decay.dtype is beta.dtype is torch.float32:
         raise TypeError(f"decay and beta are {decay.dtype} and {beta.dtype}; allowed: float32")
     if context.states is not None:
@@ -58,12 +57,12 @@ def delta_rule(
     return operations_for(qkv).delta_rule(qkv, decay, beta, context, options)
 
 
-def _check(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, options: DeltaOptions) -> None:
-    if qkv.dim() != 2 or qkv.shape[1] != options.width:
-        raise ValueError(
-            f"qkv is {list(qkv.shape)}; allowed: [T, {options.width}], q, k and v of the heads of {options}"
-        )
-    rows = len(qkv)
+def _check(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, options: DeltaOptions) -> int:
+    """Return the number of rows. (Of a tensor, ``len`` takes four times as long as its shape.)"""
+    shape = qkv.shape
+    if len(shape) != 2 or shape[1] != options.width:
+        raise ValueError(f"qkv is {list(shape)}; allowed: [T, {options.width}], q, k and v of the heads of {options}")
+    rows = shape[0]
     check_shape("decay", decay, rows, options.decays)
     check_shape("beta", beta, rows, options.value_heads)
     if not device.on_gpu(qkv):
@@ -71,16 +70,16 @@ def _check(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, options: 
         check_host("decay", decay)
         check_host("beta", beta)
         check_dtype_of_cpu(qkv.dtype)
+    return rows
 
 
 def _check_memory(qkv: torch.Tensor, memory: DeltaStates, context: ForwardContext, options: DeltaOptions) -> None:
     if memory.dtype is not qkv.dtype:
         raise changed_dtype(f"qkv is {qkv.dtype}", "states", memory.dtype)
     if not device.on_gpu(qkv):
-        slots, wide = len(memory.state), ceil_div(options.value_dim, LANES) * LANES
-        check_shape("the layer's state", memory.state, slots, options.value_heads, options.key_dim, wide)
-        deep = ceil_div(options.key_dim, LANES) * LANES
-        check_shape("the layer's tail of keys", memory.tail_k, slots, options.key_heads, SCAN_CHUNK, deep)
+        slots, (of_state, of_keys) = memory.state.shape[0], options.shapes_of_slot
+        check_shape("the layer's state", memory.state, slots, *of_state)
+        check_shape("the layer's tail of keys", memory.tail_k, slots, *of_keys)
         if context.last_slot >= slots:
             raise ValueError(f"slot {context.last_slot} is to be read; the layer has {slots} of them")
     if len(context.captures) and bool((context.captures[:, 1] % options.chunk).any()):
