@@ -1,6 +1,6 @@
 """Measure what hybrid models cost and gain: the exact decode step, the cache of states, samebit and Hugging Face.
 
-    python benchmarks/hybrid.py [--json FILE] [--rounds N] [--quick]
+    python benchmarks/hybrid.py [--parts NAME ...] [--json FILE] [--rounds N] [--quick]
 
 README.md in this folder defines each number.
 """
@@ -10,9 +10,11 @@ import samebit.kernels
 # isort: split
 import argparse
 import statistics
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -21,12 +23,32 @@ from samebit.benchmarks.contestants.huggingface import hf_generate
 from samebit.benchmarks.contestants.samebit_worker import samebit
 from samebit.benchmarks.prefix_cache import Prompts
 from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.parts_file import PartsFile
 from samebit.benchmarks.rounds.turns import Calibration, Spread, Turn, alternate, kept, ratio, spread
 from samebit.benchmarks.workloads import models
 from samebit.benchmarks.workloads.workload import Run, Tokens, Workload
 from samebit.kernels.layout.states.delta import DeltaShape
 from samebit.kernels.layout.states.mamba import SSMShape
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
+
+MAMBA = SSMShape(
+    models.HYBRID["mamba_num_heads"], models.HYBRID["mamba_head_dim"], models.HYBRID["n_groups"],
+    models.HYBRID["ssm_state_size"], taps=4,
+)  # fmt: skip
+STEPS: dict[str, SSMShape | DeltaShape] = {
+    "exact_over_recurrent": MAMBA,
+    "exact_over_recurrent_delta": DeltaShape(key_heads=4, value_heads=8, key_dim=128, value_dim=128, taps=4),
+    "exact_over_recurrent_kda": DeltaShape(
+        key_heads=8, value_heads=8, key_dim=128, value_dim=128, taps=4, by_channel=True
+    ),
+}
+"""Parts that measure the decode step of a layer, by what their figures are called."""
+
+MODELS: dict[str, tuple[Callable[..., PreTrainedModel], dict[str, Any]]] = {
+    "hybrid": (models.build_hybrid, models.HYBRID),
+    "gdn": (models.build_delta, models.DELTA),
+}
+"""Parts that measure a whole model."""
 
 WARM_UP_RUNS = 3
 """Sets how often both contestants do the whole work before the first round: a worker fills its cache meanwhile."""
@@ -176,40 +198,40 @@ def measure(
     return metrics
 
 
+def measure_part(name: str, rounds: int, quick: bool) -> tuple[dict[str, Any], dict[str, Spread]]:
+    """Return what says how to repeat a part, and its figures."""
+    sizes, workload = Sizes(), Workload()
+    load_before = results_file.load_average()
+    about: dict[str, Any] = {"load_before": load_before}
+    built: dict[str, PreTrainedModel] = {}
+    steps: dict[str, decode_step.Sizes] = {}
+    if name in MODELS:
+        build, shape = MODELS[name]
+        built[name] = build(shape, sizes.longest)
+        about |= {"workload": vars(workload), "sizes": vars(sizes), "model": shape}
+        about |= {"parameters": models.num_parameters(built[name])}
+    else:
+        steps[name] = decode_step.Sizes(STEPS[name], rounds=2 if quick else decode_step.Sizes.rounds)
+        about |= {"shape": vars(STEPS[name])}
+    metrics = measure(built, sizes, workload, steps, 1 if quick else rounds)
+    return results_file.describe(**about), metrics
+
+
 def main() -> None:
+    parts = [*STEPS, *MODELS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--parts", nargs="+", choices=parts, metavar="NAME", help=f"some of {', '.join(parts)}")
+    parser.add_argument("--json", type=Path, help="write the figures here, and spare the parts that are here")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each comparison (default 3)")
     parser.add_argument("--quick", action="store_true", help="one round of everything")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
-    sizes, workload, shape = Sizes(), Workload(), models.HYBRID
-    mamba = SSMShape(
-        shape["mamba_num_heads"], shape["mamba_head_dim"], shape["n_groups"], shape["ssm_state_size"], taps=4
-    )
-    delta = DeltaShape(key_heads=4, value_heads=8, key_dim=128, value_dim=128, taps=4)
-    kimi = DeltaShape(key_heads=8, value_heads=8, key_dim=128, value_dim=128, taps=4, by_channel=True)
-    few = {"rounds": 2} if args.quick else {}
-    steps = {
-        "exact_over_recurrent": decode_step.Sizes(mamba, **few),
-        "exact_over_recurrent_delta": decode_step.Sizes(delta, **few),
-        "exact_over_recurrent_kda": decode_step.Sizes(kimi, **few),
-    }
-    built: dict[str, PreTrainedModel] = {
-        "hybrid": models.build_hybrid(shape, sizes.longest),
-        "gdn": models.build_delta(models.DELTA, sizes.longest),
-    }
-    load_before = results_file.load_average()
-    rounds = 1 if args.quick else args.rounds
-    metrics = measure(built, sizes, workload, steps, rounds)
-    table.show(metrics)
-    if args.json:
-        meta = results_file.describe(
-            workload=vars(workload), sizes=vars(sizes), models={"hybrid": shape, "gdn": models.DELTA},
-            parameters={kind: models.num_parameters(model) for kind, model in built.items()}, load_before=load_before,
-        )  # fmt: skip
-        results_file.write(args.json, meta, metrics)
+    kept_parts = PartsFile(args.json)
+    for name in kept_parts.missing(args.parts or parts):
+        about, metrics = measure_part(name, args.rounds, args.quick)
+        kept_parts.add(name, about, metrics)
+        table.show(metrics)
 
 
 if __name__ == "__main__":

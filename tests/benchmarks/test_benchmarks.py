@@ -181,6 +181,19 @@ def test_hybrid_figures() -> None:
         assert metrics[f"multi_turn_computed_over_ideal{kind}"].value == 1
 
 
+def test_hybrid_goes_on_with_the_parts_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    target, name = tmp_path / "out.json", "exact_over_recurrent_delta"
+    monkeypatch.setattr(hybrid, "STEPS", {name: decode_step.DeltaShape(1, 2, 20, 17, 4)})
+    monkeypatch.setattr(hybrid, "MODELS", {})
+    monkeypatch.setattr(sys, "argv", ["hybrid.py", "--quick", "--json", str(target)])
+    hybrid.main()
+    written = json.loads(target.read_text())
+    assert list(written["meta"]["parts"]) == [name]
+    assert set(written["metrics"]) == {f"{name}_{n}{end}" for n in (1, 16, 64) for end in ("", "_scan_alone")}
+    hybrid.main()
+    assert json.loads(target.read_text()) == written
+
+
 @pytest.mark.parametrize(("head_dim", "groups"), [(24, 1), (64, 2), (129, 4)])
 def test_the_recurrent_peer_computes_the_recurrence(head_dim: int, groups: int) -> None:
     """In float32, beside the float64 oracle."""
