@@ -51,12 +51,7 @@ def count_blocks(config: RolloutConfig, bytes_per_block: int, max_model_len: int
     """
     if config.num_blocks is not None:
         return config.num_blocks
-    if config.kv_cache_gb is not None:
-        if bytes_per_block == 0:
-            raise ValueError(
-                f"kv_cache_gb={config.kv_cache_gb}, but this model has no attention layers, so blocks take no memory; "
-                "give num_blocks, or neither"
-            )
+    if config.kv_cache_gb is not None and bytes_per_block:  # blocks of a model without attention take no memory
         blocks = int(config.kv_cache_gb * 2**30) // bytes_per_block
         if blocks < 1:
             raise ValueError(

@@ -279,8 +279,8 @@ def test_the_size_of_the_pool() -> None:
         ValueError, match=r"kv_cache_gb=0\.5 does not hold one block of .* at least 1\.000000 are needed"
     ):
         count_blocks(RolloutConfig(kv_cache_gb=0.5).with_block_size(None), gib, 100)
-    with pytest.raises(ValueError, match=r"kv_cache_gb=0\.5, but this model has no attention layers.*give num_blocks"):
-        count_blocks(RolloutConfig(kv_cache_gb=0.5).with_block_size(None), 0, 100)
+    for config in (RolloutConfig(max_num_seqs=3, kv_cache_gb=0.5), RolloutConfig(max_num_seqs=3)):
+        assert count_blocks(config.with_block_size(None), 0, 100) == 3 * 7, "no attention: as many as are of use"
 
 
 @pytest.mark.parametrize(
