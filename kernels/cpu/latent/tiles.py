@@ -12,11 +12,11 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.vectors import (
     HALF_VECTOR,
+    REGISTERS,
     VECTOR,
     accumulate,
     dispatch,
@@ -43,8 +43,7 @@ from samebit.kernels.cpu.latent.dots import (
 )
 from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
 
-_FEATURES = cpu_target.target_context.codegen().magic_tuple()[-1].split(",")
-LARGE = "+avx512f" in _FEATURES
+LARGE = REGISTERS == 32
 """Whether a vector is one register."""
 
 VECTORS = 2 if LARGE else 1
