@@ -94,7 +94,6 @@ class Engine:
         self._ahead: _Launched | None = None
         self._routes_asked = self._routes_noted = False
         self._failed: dict[Request, None] = {}
-        self._dropped_in_a_row = 0
         runner.allocate_cache(cache.pool.num_blocks)
 
     @property
@@ -223,7 +222,7 @@ class Engine:
     def _conclude(self, step: _Launched, result: StepResult) -> list[Request]:
         """Commit a step, unless the weights moved meanwhile."""
         if not self.watch.moved():
-            self._dropped_in_a_row = 0
+            self.watch.lost_in_a_row = 0
             return self._commit(step.plan, result)
         ahead = self._take_ahead()
         if ahead is not None:
@@ -231,9 +230,9 @@ class Engine:
             self._drop(ahead.plan)
         self._drop(step.plan)
         self._start_over()
-        self._dropped_in_a_row += 1
-        if self._dropped_in_a_row == MOST_DROPPED:
-            self._dropped_in_a_row = 0
+        self.watch.lost_in_a_row += 1
+        if self.watch.lost_in_a_row == MOST_DROPPED:
+            self.watch.lost_in_a_row = 0
             for item in step.plan.items:
                 self._fail(item.sequence.request, never_settled(item.sequence, MOST_DROPPED))
         return self._collect([])
