@@ -14,7 +14,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -83,7 +83,7 @@ def open_source(source: object) -> TensorSource:
     )
 
 
-def checked_dict(source: Mapping[object, object]) -> dict[str, Tensor]:
+def checked_dict(source: Mapping[Any, object]) -> dict[str, Tensor]:
     """Return a mapping of names to tensors as a dict; raise `TypeError` for one of anything else."""
     tensors: dict[str, Tensor] = {}
     for name, value in source.items():
