@@ -49,7 +49,7 @@ LARGE = REGISTERS == 32
 VECTORS = 2 if LARGE else 1
 """Vectors of rows that `score_tokens` covers at most."""
 
-PASSES = (
+PASSES: tuple[tuple[int, ...], ...] = (
     ((TOKENS,), (TOKENS,), (TOKENS // 2, TOKENS // 2), (TOKENS,)) if LARGE else ((TOKENS // 2, TOKENS // 2), (6, 6, 4))
 )
 """Tokens that are scored at once, one count after the other, for each tile: as many as leave the sums in registers, and
