@@ -96,6 +96,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Start pytest-xdist's processes as forks."""
+    for spec in specs:
+        spec.python = shlex.join(forks.python())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     longest_first(items)
 

@@ -2,7 +2,8 @@
 
 `python()` stands where `sys.executable` would: `[*python(), script, *arguments]`, also with `-c` and `-m`. The command
 is this file, which loads nothing: it hands its arguments, folder, environment and streams to the server, and ends as
-the fork ends. The server starts when it is first needed, and ends with the tests.
+the fork ends. The server starts when it is first needed, and ends with the tests. pytest-xdist's processes
+are such forks too, so that files of tests import what most of them need in half the time.
 
 What is read when libraries load is the server's: where a test is of such a variable it starts `sys.executable`.
 """
@@ -34,6 +35,8 @@ _SERVE = "serve"
 _LOADED = ("samebit.kernels", "samebit.rollout.worker", "samebit.weight_sync")
 _LOADED_FOR_VERL = ("tensordict", "pandas", "datasets", "peft", "hydra", "fastapi", "aiohttp")
 """Lists what verl imports, where it is installed. Not Ray, which keeps what a process is."""
+_LOADED_FOR_TESTS = ("wandb", "reasoning_gym", "hypothesis", "openai", "schemathesis", "matplotlib.pyplot", "uvicorn")
+"""Lists what else takes files of tests long to import: processes of pytest-xdist are forks too."""
 
 
 def share() -> None:
@@ -74,7 +77,7 @@ def serve() -> None:
     """Load what commands need, and fork for each until the tests end. It returns in the forks, to run theirs."""
     for module in _LOADED:
         import_module(module)
-    for module in filter(find_spec, _LOADED_FOR_VERL):
+    for module in filter(_is_installed, (*_LOADED_FOR_VERL, *_LOADED_FOR_TESTS)):
         import_module(module)
     gc.freeze()  # what is loaded is no garbage when a fork ends
     listener = socket.socket(fileno=os.dup(0))
@@ -88,6 +91,10 @@ def serve() -> None:
             return _keep(client)
         client.close()
     sys.exit()
+
+
+def _is_installed(module: str) -> bool:
+    return find_spec(module.partition(".")[0]) is not None
 
 
 def _is_ours(client: socket.socket) -> bool:
@@ -132,7 +139,10 @@ def _become(streams: list[int], command: list[str], folder: str, environment: di
 
 def run(first: str, *arguments: str) -> None:
     """Run a command in this process, as Python does."""
-    if first == "-m":
+    if first == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        run(*arguments)
+    elif first == "-m":
         sys.path.insert(0, os.getcwd())
         sys.argv[:1] = []
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
