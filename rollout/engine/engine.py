@@ -71,6 +71,19 @@ class _Launched:
     computing: StepInFlight
 
 
+@dataclass(slots=True)
+class _Routes:
+    """Says whether a request has asked for the experts of each token, and whether they are noted by now."""
+
+    asked: bool = False
+    noted: bool = False
+
+    @property
+    def due(self) -> bool:
+        """Return whether noting has to begin: nothing may be in flight then."""
+        return self.asked and not self.noted
+
+
 class Engine:
     """Computes one step after the other, of the requests that were added."""
 
@@ -92,7 +105,8 @@ class Engine:
         self.counters = EngineCounters()
         self.weight_version = 0
         self._ahead: _Launched | None = None
-        self._routes_asked = self._routes_noted = False
+        self._routes = _Routes()
+        self._lost_in_a_row = 0
         self._failed: dict[Request, None] = {}
         runner.allocate_cache(cache.pool.num_blocks)
 
@@ -114,7 +128,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request."""
         self.requests[request.request_id] = request
-        self._routes_asked |= request.params.return_routed_experts
+        self._routes.asked |= request.params.return_routed_experts
         self.cache.track(request)
         self.scheduler.add(request)
 
@@ -154,26 +168,21 @@ class Engine:
         if step is None:
             if self.watch.moved():
                 self._start_over()
-            if self._routes_due:
+            if self._routes.due:
                 self._note_routes()
             plan = self.scheduler.schedule()
             if not plan.items:
                 return []
             step = self._launch(plan)
-        if self.run_ahead and not self._routes_due:
+        if self.run_ahead and not self._routes.due:
             self._ahead = self._launch_behind(step)
         finished = self._conclude(step, self._result(step))
         self.counters.step_seconds += time.perf_counter() - began
         return finished
 
-    @property
-    def _routes_due(self) -> bool:
-        """Return whether a request asks for what is not noted yet: nothing may be in flight when that begins."""
-        return self._routes_asked and not self._routes_noted
-
     def _note_routes(self) -> None:
         self.runner.note_routes()
-        self._routes_noted = True
+        self._routes.noted = True
         self.clear_prefix_cache()
 
     def settle(self) -> list[Request]:
@@ -222,7 +231,7 @@ class Engine:
     def _conclude(self, step: _Launched, result: StepResult) -> list[Request]:
         """Commit a step, unless the weights moved meanwhile."""
         if not self.watch.moved():
-            self.watch.lost_in_a_row = 0
+            self._lost_in_a_row = 0
             return self._commit(step.plan, result)
         ahead = self._take_ahead()
         if ahead is not None:
@@ -230,9 +239,9 @@ class Engine:
             self._drop(ahead.plan)
         self._drop(step.plan)
         self._start_over()
-        self.watch.lost_in_a_row += 1
-        if self.watch.lost_in_a_row == MOST_DROPPED:
-            self.watch.lost_in_a_row = 0
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row == MOST_DROPPED:
+            self._lost_in_a_row = 0
             for item in step.plan.items:
                 self._fail(item.sequence.request, never_settled(item.sequence, MOST_DROPPED))
         return self._collect([])
@@ -345,7 +354,7 @@ class Engine:
 
     def _end_rest(self, request: Request) -> None:
         rest = [sequence for sequence in request.sequences if not sequence.finished]
-        if request.error is None and self._routes_noted:
+        if request.error is None and self._routes.noted:
             for sequence in rest:
                 self._keep_routes(sequence, sequence.slot, sequence.num_computed)
         self.scheduler.retire(rest)

@@ -20,10 +20,7 @@ VERSION = attrgetter("_version")
 
 
 class WeightWatch:
-    """Watches the weights of a module; without one it sees nothing.
-
-    lost_in_a_row: the last steps that weights moved in, one after the other; who computes steps counts them.
-    """
+    """Watches the weights of a module; without one it sees nothing."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._modules = () if module is None else (module,)
@@ -32,7 +29,6 @@ class WeightWatch:
         self._tensors: Sequence[Tensor] = ()
         self._counted: Sequence[Tensor] = ()
         self._writes = 0
-        self.lost_in_a_row = 0
         self.accept()
 
     def moved(self) -> bool:

@@ -24,7 +24,6 @@ class Watch:
     """Weights that somebody may write to without telling the engine."""
 
     written = False
-    lost_in_a_row = 0
 
     def write(self) -> None:
         self.written = True
