@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -12,13 +13,24 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from torch import nn
 
-from samebit.weight_sync import PeerLostError, SharedMemoryReceiver, SharedMemorySender, apply_weights
+from samebit.weight_sync import (
+    PeerLostError,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    SyncBrokenError,
+    SyncTimeoutError,
+    apply_weights,
+)
+from samebit.weight_sync.transports.channel import Channel
 from samebit.weight_sync.transports.endpoint import Endpoint, connect
+from samebit.weight_sync.transports.shared_memory import SharedFile
+from samebit.weight_sync.wire.patience import Patience
 
 from ..patience import HANG
 
@@ -149,6 +161,73 @@ def test_senders_that_are_made_at_once_do_not_sweep_each_other(temporary: Path) 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(make, range(80)))
     assert not list(temporary.iterdir())
+
+
+def test_a_temporary_directory_of_a_long_name(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address of a socket has at most 107 bytes, and this one far more."""
+    deep = temporary.joinpath(*["of a job on a cluster" * 5] * 5)
+    deep.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    model, trainer = nn.Linear(3, 5), nn.Linear(3, 5)
+    with (
+        SharedMemorySender(timeout=HANG) as sender,
+        SharedMemoryReceiver(sender.address, timeout=HANG) as end,
+        ThreadPoolExecutor(1) as other,
+    ):
+        sent = other.submit(sender.send, trainer)
+        apply_weights(model, end)
+        assert sent.result().tensors == 2
+    assert model.weight.equal(trainer.weight)
+    assert not list(deep.iterdir())
+
+
+@pytest.mark.parametrize("seconds", [1e10, 1.7e308])
+def test_a_timeout_may_be_as_long_as_it_likes(seconds: float) -> None:
+    model, trainer = nn.Linear(3, 5), nn.Linear(3, 5)
+    with (
+        SharedMemorySender(timeout=seconds) as sender,
+        SharedMemoryReceiver(sender.address, timeout=seconds) as end,
+        ThreadPoolExecutor(1) as other,
+    ):
+        sent = other.submit(sender.send, trainer)
+        try:
+            apply_weights(model, end)
+        except BaseException:
+            sender.close()  # it would wait for ever
+            raise
+        assert sent.result().tensors == 2
+    assert model.weight.equal(trainer.weight)
+
+
+@contextmanager
+def no_more_open_files() -> Iterator[None]:
+    """Let this process open no file beside those that it has."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open("/", os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_sender_that_can_open_no_more_files_says_so() -> None:
+    with SharedMemorySender(timeout=1e-3) as sender:
+        with pytest.raises(SyncTimeoutError):
+            sender.send(nn.Linear(3, 5))  # it has its memory now
+        sender.link.patience = Patience(HANG)
+        connect(sender.address, HANG).close()
+        with no_more_open_files(), pytest.raises(PeerLostError, match=r"can connect: .*Too many open files"):
+            sender.send(nn.Linear(3, 5))
+
+
+def test_a_receiver_without_room_for_the_sender_s_file_says_so() -> None:
+    ours, theirs = socket.socketpair()
+    with closing(Channel(ours, Patience(HANG))) as channel, closing(Channel(theirs, Patience(HANG))) as other:
+        other.send(SharedFile(), theirs.fileno())
+        with no_more_open_files(), pytest.raises(SyncBrokenError, match="this process has too many open"):
+            channel.receive(SharedFile)
 
 
 # -- who is there ----------------------------------------------------------------------------------

@@ -102,8 +102,9 @@ class Channel:
     def _read(self, size: int, deadline: float) -> bytes:
         while len(self._unread) < size:
             self._wait_until(deadline)
-            flags = socket.MSG_CMSG_CLOEXEC
-            data, descriptors, _, _ = socket.recv_fds(self._socket, _MOST_AT_ONCE, 1, flags)
+            data, descriptors, flags, _ = socket.recv_fds(self._socket, _MOST_AT_ONCE, 1, socket.MSG_CMSG_CLOEXEC)
+            if flags & socket.MSG_CTRUNC and not descriptors:
+                raise SyncBrokenError("the open file of the other side did not fit: this process has too many open")
             if descriptors:
                 self._drop_descriptors()
                 self._descriptors = descriptors

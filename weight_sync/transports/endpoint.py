@@ -40,13 +40,14 @@ class Endpoint(Closing):
         self._path, self._folder = _locked_folder()
         self._remove = weakref.finalize(self, _remove_own, self._path, self._folder, os.getpid())
         self.address = str(self._path / _NAME)
+        self._closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.address)
+        self._listener.bind(_inside(self._folder, _NAME))
         self._listener.listen()
 
     @property
     def closed(self) -> bool:
-        return self._listener.fileno() < 0
+        return self._closed
 
     def accept(self, deadline: float) -> socket.socket:
         """Wait for a process of this user to connect.
@@ -72,6 +73,7 @@ class Endpoint(Closing):
                 return connected
 
     def close(self) -> None:
+        self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends a wait for a receiver, which closing alone does not
         self._listener.close()
@@ -162,12 +164,17 @@ def _connected(folder: int, name: str, timeout: float) -> socket.socket:
     connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connecting.settimeout(timeout)
-        connecting.connect(f"/proc/self/fd/{folder}/{name}")  # the folder that was checked, whatever its path leads to
+        connecting.connect(_inside(folder, name))
         _check_peer(connecting)
     except BaseException:
         connecting.close()
         raise
     return connecting
+
+
+def _inside(folder: int, name: str) -> str:
+    """Return a path into an open folder, whatever its own leads to by now; short, as that of a socket has to be."""
+    return f"/proc/self/fd/{folder}/{name}"
 
 
 @contextmanager

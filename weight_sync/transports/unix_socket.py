@@ -174,10 +174,10 @@ class SocketSenderEnd(SenderLink, Generic[Memory]):
         except TimeoutError as error:
             seconds = self.patience.seconds
             raise SyncTimeoutError(f"no receiver connected to {self.address} in {seconds:g} seconds") from error
-        except PermissionError as error:
-            raise PeerLostError(f"no receiver can connect: {error}") from error
         except OSError as error:
-            raise PeerLostError("the link was closed before a receiver connected") from error
+            if self._endpoint.closed:
+                raise PeerLostError("the link was closed before a receiver connected") from error
+            raise PeerLostError(f"no receiver can connect: {error}") from error
 
     def _next(self) -> Answer | Free | Outcome:
         """Wait for the next message of this sync."""

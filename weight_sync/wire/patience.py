@@ -14,6 +14,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+FOR_EVER = 1e9
+"""Seconds, thirty years: sockets and gloo count nanoseconds in 64 bits, and overflow with ten times as many."""
+
 
 class Patience:
     """Knows the time that is left to wait. `seconds`: how long the sync may stand still."""
@@ -44,7 +47,8 @@ class Patience:
 
 
 def check_timeout(timeout: float) -> float:
-    """Return the timeout as a float. Raises `ValueError` for anything but a positive number of seconds."""
+    """Return the timeout as a float, or what counts as for ever. Raises `ValueError` for anything but a positive number
+    of seconds."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= sys.float_info.max:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r:.200}")
-    return float(timeout)
+    return min(float(timeout), FOR_EVER)
