@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from samebit.rollout.checks import shown
 from samebit.rollout.errors import NoTokenLeftError, RequestError, WorkerStateError
-from samebit.weight_sync import SyncRefusedError, WeightMismatchError, WeightSourceError
+from samebit.weight_sync import SyncBrokenError, SyncRefusedError, WeightMismatchError, WeightSourceError
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ _KINDS = {
     429: "rate_limit_error",
 }
 _NO_RETRY = {"x-should-retry": "false"}
+_KNOWN = (RequestError, WorkerStateError, NoTokenLeftError, SyncRefusedError, SyncBrokenError, ValueError, TypeError)
+"""Lists the errors that are answered without a traceback in the log."""
 
 
 class ErrorBody(BaseModel):
@@ -118,6 +120,8 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(409 if conflict else 400, str(error))
     if isinstance(error, SyncRefusedError):
         return ApiError(409, str(error))
+    if isinstance(error, SyncBrokenError):
+        return ApiError(502, f"the transfer broke off: {error}")
     if isinstance(error, WorkerStateError):
         return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "1"})
     logger.error("a request failed", exc_info=error)
@@ -143,7 +147,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         return answer(ApiError(error.status_code, str(error.detail), headers=error.headers))
 
-    for kind in (ApiError, RequestError, WorkerStateError, NoTokenLeftError, ValueError, TypeError, Exception):
+    for kind in (ApiError, *_KNOWN, Exception):
         app.add_exception_handler(kind, ours)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
@@ -159,6 +163,8 @@ def _first(errors: Sequence[Any]) -> tuple[str, str | None]:
         message = f"there is no field {param!r}; nothing that is passed is ignored"
     elif first["type"] == "json_invalid":
         return "the body is no JSON: " + str(first.get("ctx", {}).get("error", "")), None
+    elif isinstance(first.get("input"), bytes):
+        return "the body is JSON, and has to come as such: send the header Content-Type: application/json", None
     else:
         message = f"{param or 'the body'}: {first['msg']}, got {shown(first.get('input'))}"
     return message, param

@@ -134,6 +134,7 @@ def test_a_server_in_front_of_a_fleet(fleet: RayFleet, folder: Path) -> None:
             assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == whole
             assert http.get(f"{base}/health").status_code == http.get(f"{base}/readiness").status_code == 200
             assert http.get(f"{control}/get_world_size").json() == {"world_size": 2}
+            assert http.get(f"{control}/get_world_size?include_dp=false").json() == {"world_size": 1}
             shown = http.get(f"{control}/server_info").text
             assert "digest_key" not in shown
             assert http.post(f"{control}/sleep").status_code == 200

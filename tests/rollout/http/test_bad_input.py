@@ -47,6 +47,7 @@ BAD = [
     (COMPLETIONS, {**TEXT, "stop_token_ids": [99999]}, 400, "outside the vocabulary"),
     (COMPLETIONS, {**TEXT, "logit_bias": {"x": 1}}, 400, "which is no token id"),
     (COMPLETIONS, {**TEXT, "logit_bias": {"1": 1000}}, 400, "logit_bias.1"),
+    (COMPLETIONS, {**TEXT, "logit_bias": {"5": 1, "05": 2}}, 400, "'05', which is no token id"),
     (COMPLETIONS, {**TEXT, "presence_penalty": 3}, 400, "presence_penalty"),
     (COMPLETIONS, {**TEXT, "min_tokens": 9}, 400, "min_tokens must be at most max_tokens"),
     (COMPLETIONS, {**TEXT, "seed": -1}, 400, "seed"),
@@ -78,6 +79,9 @@ BAD = [
     (GENERATE, {**IDS, "sampling_params": {"beam": 2}}, 400, "no field 'sampling_params.beam'"),
     (GENERATE, {**IDS, "stream": True, "sampling_params": {"prompt_logprobs": 1}}, 400, "not streamed"),
     ("/tokenize", {}, 400, "either prompt or messages"),
+    ("/tokenize", {"prompt": "a", "continue_final_message": True}, 400, "continue_final_message go with messages"),
+    ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, 400, "add_generation_prompt go with messages"),
+    ("/tokenize", {"prompt": "a", "tools": []}, 400, "tools go with messages"),
     ("/detokenize", {"tokens": [5000]}, 400, "outside the vocabulary"),
     ("/v1/embeddings", {}, 404, "Not Found"),
     ("/v1/models", {}, 405, "Method Not Allowed"),
@@ -105,6 +109,14 @@ def test_what_is_no_json_is_400(served: Served, body: bytes) -> None:
     answer = served.http.post(served.base + COMPLETIONS, content=body, headers=content)
     assert answer.status_code in (400, 413)
     assert answer.json()["error"]["message"]
+
+
+def test_a_body_that_does_not_say_that_it_is_json_is_told_how(served: Served) -> None:
+    """As curl sends it, unless it is told."""
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = served.http.post(served.base + COMPLETIONS, content=json.dumps(TEXT), headers=form)
+    assert answer.status_code == 400
+    assert "send the header Content-Type: application/json" in answer.json()["error"]["message"]
 
 
 def test_a_body_that_is_too_large_is_413(served: Served) -> None:

@@ -100,6 +100,19 @@ def test_a_chat_is_streamed_as_it_is_answered(served: Served) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
+def test_a_stream_says_the_versions_of_its_tokens_at_the_end(served: Served, endpoint: str) -> None:
+    what = {"prompt": "ab"} if endpoint == "completions" else {"messages": USER}
+    asked = {**what, "max_tokens": 7, "n": 2, "seed": 3, "ignore_eos": True, "return_token_ids": True}
+    whole = served.post(f"/v1/{endpoint}", asked).json()["choices"]
+    with served.http.stream("POST", f"{served.base}/v1/{endpoint}", json={**asked, "stream": True}) as answer:
+        pieces = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line[6:7] == "{"]
+    choices = [choice for piece in pieces for choice in piece["choices"]]
+    last = {choice["index"]: choice for choice in choices}
+    assert [last[index]["weight_versions"] for index in range(2)] == [choice["weight_versions"] for choice in whole]
+    assert sum("weight_versions" in choice for choice in choices) == 2
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
 def test_ignore_eos_is_honoured_on_both_endpoints(served: Served, endpoint: str) -> None:
     eos = served.service.need_tokenizer().eos_token_id
     what = {"prompt": "a"} if endpoint == "completions" else {"messages": USER}

@@ -106,6 +106,7 @@ def test_pause_keeps(served: Served, running: list[dict[str, object]]) -> None:
     served.command("/resume")
     wait_until(lambda: served.service.worker.stats()["steps"] > steps + 3)
     assert not running
+    assert served.command("/abort_requests", {"request_ids": []}).json()["aborted"] == 0
     assert served.command("/abort_requests", {"request_ids": ["long", "unknown"]}).json()["aborted"] == 1
     wait_until(lambda: running)
     assert running[0]["usage"]["completion_tokens"] > 0
@@ -144,6 +145,7 @@ def test_sleep_and_wake_up(served: Served) -> None:
         ("/pause?mode=never", None, 400, "mode"),
         ("/pause?mod=keep", None, 400, "no query parameter 'mod'"),
         ("/sleep?level=3", None, 400, "level"),
+        ("/sleep?level=0&tags=kv_cache", None, 400, "tags go with level 1 or 2"),
         ("/sleep?level=2&tags=kv_cache", None, 400, "level=2 discards the weights"),
         ("/wake_up?tags=nothing", None, 400, "tags"),
         ("/collective_rpc", {"method": "save"}, 400, "collective_rpc is not offered"),
@@ -167,6 +169,15 @@ def test_sleep_and_wake_up(served: Served) -> None:
 def test_a_wrong_command_is_named(served: Served, path: str, body: object, status: int, says: str) -> None:
     answer = served.command(path, body)
     assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+def test_a_trainer_that_is_not_there_is_a_bad_gateway(served: Served) -> None:
+    nowhere = {"backend": "shared_memory", "address": "/no/sender"}
+    assert served.command("/init_weight_transfer_engine", {"init_info": nowhere}).status_code == 200
+    answer = served.command("/update_weights", {"update_info": {}})
+    assert answer.status_code == 502
+    assert "the transfer broke off: no sender at /no/sender" in answer.json()["error"]["message"]
+    assert served.command("/shutdown_weight_transfer_engine").status_code == 200
 
 
 def test_the_loopback_listener_answers_no_pages(served: Served) -> None:

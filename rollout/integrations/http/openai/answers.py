@@ -69,6 +69,7 @@ class ChatPieceChoice(ChunkChoice):
     finish_reason: Finish | None = None  # type: ignore[assignment]
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    weight_versions: list[WeightSpan] | None = None
 
 
 class ChatPiece(ChatCompletionChunk):

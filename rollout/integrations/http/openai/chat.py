@@ -168,6 +168,8 @@ class _Chat:
             piece["stop_reason"] = chunk.stop_reason
         if self._asked.return_token_ids:
             piece["token_ids"] = chunk.token_ids
+            if chunk.weight_versions is not None:
+                piece["weight_versions"] = self._service.versions.spans(chunk.weight_versions)
         return piece
 
 

@@ -27,6 +27,11 @@ from samebit.rollout.integrations.http.openai.requests import (
 from samebit.rollout.integrations.http.service import Service
 from samebit.rollout.requests.tokenizer import decoded
 
+_OF_MESSAGES = {
+    name: TokenizeRequest.model_fields[name].default
+    for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+}
+"""Lists the fields of /tokenize that say something of a conversation alone, with what they are where nobody asks."""
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer} for status in (400, 401, 403, 404, 409, 413, 422, 429, 500, 502, 503, 504)
 }
@@ -90,8 +95,8 @@ async def _tokens(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
         raise ApiError(400, "either prompt or messages is given, with something in it", param="prompt")
     if asked.messages:
         text = await chat_text(service, asked, asked.messages)
-    elif asked.tools or asked.chat_template_kwargs:
-        raise ApiError(400, "tools and chat_template_kwargs go with messages", param="messages")
+    elif of_messages := [name for name, usual in _OF_MESSAGES.items() if vars(asked)[name] != usual]:
+        raise ApiError(400, f"{', '.join(of_messages)} go with messages, and a prompt was given", param=of_messages[0])
     else:
         text = asked.prompt or ""
     special = asked.prompt is not None if asked.add_special_tokens is None else asked.add_special_tokens

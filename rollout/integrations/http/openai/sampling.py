@@ -69,7 +69,8 @@ def params_of(asked: Sampling, settings: ServeSettings, **more: Any) -> Sampling
 
 
 def _token_id(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 10):
+    written = text.isascii() and text.isdecimal() and len(text) <= 10
+    if not written or text != str(int(text)):  # one token has one key: no other is overwritten
         raise ApiError(400, f"logit_bias has the key {text[:80]!r}, which is no token id", param="logit_bias")
     return int(text)
 

@@ -83,7 +83,7 @@ def _add_pauses(router: APIRouter, service: Service, inside: AsyncWorker) -> Non
     @router.post("/abort_requests")
     async def abort_requests(asked: requests.AbortRequest) -> Response:
         """End requests with what they have; all of them where none is named."""
-        ids = asked.request_ids or list(service.running)
+        ids = list(service.running) if asked.request_ids is None else asked.request_ids
         handles = [handle for name in ids for handle in service.running.get(name, ())]
         service.worker.abort([handle.request_id for handle in handles])
         return JsonAnswer({"status": "aborted", "aborted": len({name for name in ids if name in service.running})})
@@ -96,6 +96,8 @@ def _add_memory(router: APIRouter, service: Service, inside: AsyncWorker) -> Non
     ) -> Response:
         """Give memory back. Level 0 pauses, 1 keeps a copy of the weights, 2 discards them."""
         began = time.monotonic()
+        if level == 0 and tags:
+            raise ApiError(400, "tags go with level 1 or 2: level 0 pauses, and releases nothing", param="tags")
         if level == 0:
             await inside.pause()
         else:
@@ -176,7 +178,8 @@ def _add_weights(router: APIRouter, service: Service, inside: AsyncWorker) -> No
 
     @router.get("/get_world_size")
     async def world_size(include_dp: bool = True) -> Response:
-        return JsonAnswer({"world_size": replicas_of(service.worker)})
+        """Count the workers, or with `include_dp=false` the processes of one of them."""
+        return JsonAnswer({"world_size": replicas_of(service.worker) if include_dp else 1})
 
     @router.get("/server_info")
     async def server_info(config_format: Literal["json"] = "json") -> Response:
