@@ -6,7 +6,8 @@ Invariants:
   that are other tensors of the same shapes, gradient checkpointing (its wrapper too), FSDP2, which changes classes, and
   the wrappers of `_TRANSPARENT`, which only switch autocast on.
 * Everything else is named: a module, forward, class or parameter that was added, replaced or removed, a module that
-  is compiled in place, and a dropout that was idle.
+  is compiled in place, a dropout that was idle, and a factor of a part (a float, as `scaling` or a norm's eps): bound
+  forwards have most of them from `bind`, and would not see another.
 * A check costs one comparison of dictionaries a module; it builds names only where something differs.
 """
 
@@ -49,6 +50,7 @@ class BoundModule:
         children: its submodules by name.
         shapes: those of its parameters by name.
         idle: whether it is a dropout.
+        factors: its attributes that are floats, by name; none of the model itself, which has those of losses.
     """
 
     name: str
@@ -59,6 +61,7 @@ class BoundModule:
     children: dict[str, nn.Module | None]
     shapes: dict[str, torch.Size]
     idle: bool
+    factors: dict[str, float]
 
     @classmethod
     def of(cls, name: str, module: nn.Module) -> "BoundModule":
@@ -66,7 +69,8 @@ class BoundModule:
         kind = type(module)
         own = module.__dict__.get("forward")
         idle = isinstance(module, nn.Dropout)
-        return cls(name, module, kind, kind.forward, own, dict(module._modules), _shapes(module), idle)
+        factors = _factors(module) if name and not idle else {}
+        return cls(name, module, kind, kind.forward, own, dict(module._modules), _shapes(module), idle, factors)
 
     def is_as_it_was(self) -> bool:
         """Return whether there is certainly no difference; quick: it runs for each module at each use of a model."""
@@ -79,6 +83,7 @@ class BoundModule:
             and self.kind.forward is self.class_forward
             and (_shapes(self.module) == self.shapes if now["_parameters"] else not self.shapes)
             and not self.idle
+            and (not self.factors or self.factors.items() <= now.items())
         )
 
     def differences(self) -> Iterator[str]:
@@ -99,6 +104,9 @@ class BoundModule:
             yield from self._other_parameters()
         if self.idle and module.p != 0.0:
             yield f"{title}, a Dropout that did nothing, has p={module.p}"
+        now = vars(module)
+        for name in (name for name, factor in self.factors.items() if now.get(name) != factor):
+            yield f"{title}.{name} was {self.factors[name]}, and is {now.get(name)}"
 
     def _other_children(self) -> Iterator[str]:
         now = {name: _inside(child) for name, child in self.module._modules.items()}
@@ -173,6 +181,10 @@ def check_not_compiled(model: nn.Module) -> None:
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in module._parameters.items() if tensor is not None}
+
+
+def _factors(module: nn.Module) -> dict[str, float]:
+    return {name: value for name, value in vars(module).items() if type(value) is float}
 
 
 def _inside(module: nn.Module | None) -> nn.Module | None:

@@ -156,6 +156,22 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda model: setattr(attention(model).q_proj, "bias", nn.Parameter(torch.zeros(200))),
         rf"{Q}\.bias was added, a parameter",
     ),
+    "another scaling": (
+        lambda model: setattr(attention(model), "scaling", 0.5),
+        r"layers\.1\.self_attn\.scaling was 0\.1\d*, and is 0\.5",
+    ),
+    "a dropout of attention": (
+        lambda model: setattr(attention(model), "attention_dropout", 0.1),
+        r"layers\.1\.self_attn\.attention_dropout was 0\.0, and is 0\.1",
+    ),
+    "another eps": (
+        lambda model: setattr(model.model.norm, "variance_epsilon", 1e-3),
+        r"model\.norm\.variance_epsilon was 1e-06, and is 0\.001",
+    ),
+    "no eps": (
+        lambda model: delattr(model.model.norm, "variance_epsilon"),
+        r"model\.norm\.variance_epsilon was 1e-06, and is None",
+    ),
     "a smaller head": (
         lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.zeros(5, 200))),
         r"lm_head\.weight had the shape \[1009, 200\], and has \[5, 200\]",
