@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numba
@@ -17,7 +17,7 @@ from torch import nn
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of, is_bound
 from samebit.kernels.openmp import start_pool
-from samebit.rollout.adapters.layout import adapter_folder, base_of
+from samebit.rollout.adapters.base import Base
 from samebit.rollout.adapters.loading import AdapterOptions, read_adapter
 from samebit.rollout.adapters.registry import FIRST, AdapterRegistry
 from samebit.rollout.cache import build_cache
@@ -78,8 +78,8 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
     """Load the model, or take the trainer's, bind it, test it where that is asked for, and size its memory."""
     _check_given(config, tokenizer)
     _check_threads(config.num_threads)
-    adapter = adapter_folder(model)
-    loaded = load_model(model if adapter is None else base_of(adapter), config, tokenizer)
+    base = Base.of(model, config.revision)
+    loaded = load_model(base.model, replace(config, revision=base.revision), tokenizer)
     with naming(model):
         _bind(loaded.module, config.exact)
     config = config.with_block_size(binding_of(loaded.module).ssm_chunk)
@@ -122,7 +122,7 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
         tokenizer=loaded.tokenizer,
         has_experts=runner.shape.routes is not None,
         dtype=runner.shape.dtype,
-        adapters=_adapters(loaded.module, adapter),
+        adapters=_adapters(loaded.module, base.adapter),
         on_thread_start=_thread_setup(config.num_threads, runner.shape.device),
     )
 

@@ -125,8 +125,6 @@ def _check(arguments: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     logging.set_verbosity(CRITICAL)  # what matters of it is in the error
     rows: list[Row] = []
-    if not arguments.json:
-        sys.stdout.write(f"{'':<52}{'tokens':>9}{'differing':>11}{'max |diff|':>12}\n")
     try:
         for row in check_model(
             arguments.model_dir,
@@ -138,6 +136,8 @@ def _check(arguments: argparse.Namespace) -> int:
             arguments.revision,
             arguments.dequantize,
         ):
+            if not (rows or arguments.json):
+                sys.stdout.write(f"{'':<52}{'tokens':>9}{'differing':>11}{'max |diff|':>12}\n")
             rows.append(row)
             if not arguments.json:
                 sys.stdout.write(f"{row.name:<52}{row.tokens:>9,}{row.differing:>11,}{row.max_abs_diff:>12.3g}\n")

@@ -70,26 +70,6 @@ def config_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def adapter_folder(model: object) -> Path | None:
-    """Return what was given as a model as a folder in peft's format; None where it is something else."""
-    if not isinstance(model, str | Path):
-        return None
-    folder = Path(model)
-    return folder if (folder / CONFIG_FILE).is_file() else None
-
-
-def base_of(folder: Path) -> str:
-    """Return the model that the adapter in a folder is for: a folder, or a name of the hub.
-
-    Raises:
-        AdapterError: the config does not say.
-    """
-    base = config_of(folder).get("base_model_name_or_path")
-    if not (isinstance(base, str) and base):
-        raise AdapterError(f"{folder / CONFIG_FILE} does not say base_model_name_or_path, the model that it is for")
-    return base
-
-
 def _lora_config(config: object) -> Any:
     try:
         from peft import LoraConfig

@@ -21,7 +21,7 @@ from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.latent.indexer import indexers_of, most_chosen
 from samebit.kernels.layout.grids import ceil_div
-from samebit.rollout.adapters.layout import adapter_folder, base_of
+from samebit.rollout.adapters.base import Base
 from samebit.rollout.audit.adapters import TrainersAdapter
 from samebit.rollout.audit.compare import Difference, Row, compare, compare_samples, reported, worst
 from samebit.rollout.audit.expert_routes import compare_routes
@@ -93,12 +93,12 @@ def check_model(
         ValueError: the model can not be loaded, bound, or checked.
     """
     unlimited_len = max(UNLIMITED_LEN, 2 * (new_tokens or 0))
-    config = RolloutConfig(dtype=dtype, device=device, revision=revision, dequantize=dequantize)
-    adapter = adapter_folder(folder)
-    loaded = load_model(folder if adapter is None else base_of(adapter), config, None, unlimited_len=unlimited_len)
+    base = Base.of(folder, revision)
+    config = RolloutConfig(dtype=dtype, device=device, revision=base.revision, dequantize=dequantize)
+    loaded = load_model(base.model, config, None, unlimited_len=unlimited_len)
     new_tokens = _new_tokens(new_tokens, loaded.max_model_len)
     with naming(folder):
-        trained = None if adapter is None else TrainersAdapter.of(loaded.module, adapter)
+        trained = None if base.adapter is None else TrainersAdapter.of(loaded.module, base.adapter)
         module = loaded.module if trained is None else trained.model
         model = bind(module) if ssm_chunk is None else bind(module, ssm_chunk=ssm_chunk)
     if ssm_chunk is not None and binding_of(model).ssm_chunk is None:

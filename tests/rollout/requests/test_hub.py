@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -26,8 +28,8 @@ FIRST, SECOND = "a" * 40, "b" * 40
 class Cache:
     """The cache of one user: blobs, and snapshots and refs that name them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.repo = folder / f"models--{NAME.replace('/', '--')}"
+    def __init__(self, folder: Path, name: str = NAME) -> None:
+        self.repo = folder / f"models--{name.replace('/', '--')}"
 
     def add(self, commit: str, files: Path, ref: str) -> Path:
         """Add a snapshot of these files, which the branch or tag `ref` then points at."""
@@ -81,12 +83,51 @@ def test_a_worker_takes_a_name_and_a_revision(cache: Cache, models: list[Path]) 
             assert len(worker.generate([[1, 2]])) == 1
 
 
+@pytest.fixture
+def adapter(tmp_path: Path) -> dict[str, Any]:
+    """The config of an adapter in the folder "adapter", which a test may change."""
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(smallest(), peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained("adapter")
+    config: dict[str, Any] = json.loads(Path("adapter/adapter_config.json").read_text())
+    return config
+
+
+@pytest.mark.parametrize(("revision", "number"), [(None, 1), ("v1", 0), (FIRST, 0)])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_adapter_brings_its_model_in_the_revision_that_it_names(
+    cache: Cache, models: list[Path], adapter: dict[str, Any], revision: str | None, number: int, by_name: bool
+) -> None:
+    Path("adapter/adapter_config.json").write_text(
+        json.dumps({**adapter, "base_model_name_or_path": NAME, "revision": revision})
+    )
+    Cache(cache.repo.parent, "samebit-tests/adapter").add("d" * 40, Path("adapter"), "v2")
+    given, config = ("samebit-tests/adapter", RolloutConfig(revision="v2")) if by_name else ("adapter", RolloutConfig())
+    with RolloutWorker(given, config=config) as worker:
+        wanted = LlamaForCausalLM.from_pretrained(models[number]).lm_head.weight
+        assert torch.equal(worker.module.lm_head.weight, wanted)
+        assert worker.adapters == ["__base__", "default"]
+        assert worker.generate([[1, 2]])[0].adapter == "default"
+
+
+def test_an_adapter_of_a_model_that_is_not_there_says_what_to_get(cache: Cache, adapter: dict[str, Any]) -> None:
+    for base, revision, says in (
+        ("samebit-tests/none", None, "hf download samebit-tests/none`"),
+        (NAME, "v9", f"hf download {NAME} --revision v9`"),
+    ):
+        changes = {"base_model_name_or_path": base, "revision": revision}
+        Path("adapter/adapter_config.json").write_text(json.dumps({**adapter, **changes}))
+        with pytest.raises(ModelLoadError, match=says):
+            RolloutWorker("adapter")
+
+
 def test_the_command_line_takes_names(cache: Cache, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", NAME, "--memory", "--revision", "v1"]) == 0
     assert "kv block" in capsys.readouterr().out
     for command in ("check", "bench"):
         assert main([command, "samebit-tests/other"]) == 2
-        assert "hf download samebit-tests/other" in capsys.readouterr().err
+        said = capsys.readouterr()
+        assert "hf download samebit-tests/other" in said.err
+        assert (said.err.count("\n"), said.out) == (1, "")
         assert main([command, NAME, "--revision", "v9"]) == 2
         assert f"hf download {NAME} --revision v9" in capsys.readouterr().err
 
