@@ -159,6 +159,13 @@ def _from_text(one: Field[Any], text: str) -> Any:
     return text.lower() == "true"
 
 
+def _from_flag(one: Field[Any], text: str) -> Any:
+    try:
+        return _from_text(one, text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be of type {_kind(one).__name__}, got {text!r}") from error
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samebit serve",
@@ -168,7 +175,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face model folder, or a name of its hub")
     parser.add_argument("--config", metavar="FILE", help="settings in YAML or JSON")
-    server, worker = parser.add_argument_group("server"), parser.add_argument_group("worker (RolloutConfig)")
+    server = parser.add_argument_group("server")
+    worker = parser.add_argument_group("worker (RolloutConfig)", "docs/reference.md says what each means")
     for one in _all_fields().values():
         if one.name in SECRETS:
             continue
@@ -177,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
         group.add_argument(
             f"--{one.name.replace('_', '-')}",
             dest=one.name,
-            type=partial(_from_text, one),
+            type=partial(_from_flag, one),
             metavar=_kind(one).__name__.upper(),
             help=f"{one.metadata.get('help', '')}{default}".strip().replace("%", "%%"),
         )

@@ -56,6 +56,16 @@ def test_a_wrong_setting_is_named(
         read_setup(["model", "--config", str(path), *flags], environment)
 
 
+@pytest.mark.parametrize(
+    ("flag", "text", "says"),
+    [("port", "x", "must be of type int, got 'x'"), ("resubmit", "yes", "must be of type bool, got 'yes'")],
+)
+def test_a_flag_of_another_type_is_named(flag: str, text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "model", f"--{flag}", text])
+    assert f"error: argument --{flag}: {says}\n" in capsys.readouterr().err
+
+
 def test_the_command_ends_with_one_line_for_what_it_can_not_serve(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
