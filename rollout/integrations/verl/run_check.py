@@ -193,6 +193,8 @@ def _take_revision(config: Any) -> str | None:
 
 def _resolve_names(run: Any, revision: str | None) -> None:
     """Put the folder of one commit in the place of a name of the hub, before trainer or servers read it."""
+    if not (isinstance(run.model.path, str) and run.model.path):
+        raise ValueError(f"actor_rollout_ref.model.path must be a folder or a name of the hub, got {run.model.path!r}")
     for option in ("path", "tokenizer_path"):
         given = run.model.get(option)
         if given and not is_non_local(given):

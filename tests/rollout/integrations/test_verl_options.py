@@ -165,6 +165,8 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         (f"{ROLLOUT}.n=0", r"rollout\.n must be an int from 1 to 16384"),
         (f"{ROLLOUT}.val_kwargs.top_k=-7", r"rollout\.val_kwargs\.top_k must be"),
         (f"{ROLLOUT}.max_model_len=32", r"max_model_len=32 leaves no room .* rollout\.prompt_length=32"),
+        ("actor_rollout_ref.model.path=null", r"model\.path must be a folder or a name of the hub, got None"),
+        ("actor_rollout_ref.model.path=''", r"model\.path must be a folder or a name of the hub, got ''"),
         ("trainer.n_gpus_per_node=2", r"has 2 workers.* told of 1: set \+\+ray_kwargs\.ray_init\.num_gpus=2"),
     ],
 )
