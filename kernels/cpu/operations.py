@@ -6,10 +6,11 @@ from samebit.kernels.cpu.attention.step_rows import lay_out
 from samebit.kernels.cpu.conv import conv_backward, conv_forward
 from samebit.kernels.cpu.delta.gates import gates
 from samebit.kernels.cpu.delta.gradients import delta_rule_backward
-from samebit.kernels.cpu.delta.layer import delta_layer
+from samebit.kernels.cpu.delta.layer import delta_call
 from samebit.kernels.cpu.delta.operation import delta_rule
+from samebit.kernels.cpu.dense.calls import run_layers
 from samebit.kernels.cpu.dense.latent import latent_layer
-from samebit.kernels.cpu.dense.layer import dense_layer
+from samebit.kernels.cpu.dense.layer import dense_call
 from samebit.kernels.cpu.experts.operation import experts_backward, experts_forward
 from samebit.kernels.cpu.experts.routing import route_backward, route_forward
 from samebit.kernels.cpu.latent.operation import gradients_of_heads, latent_backward, latent_forward, multiply_heads
@@ -47,10 +48,10 @@ __all__ = [
     "choose_keys",
     "conv_backward",
     "conv_forward",
-    "delta_layer",
+    "delta_call",
     "delta_rule",
     "delta_rule_backward",
-    "dense_layer",
+    "dense_call",
     "draw",
     "entropies",
     "entropy_gradient",
@@ -84,6 +85,7 @@ __all__ = [
     "rotate",
     "route_backward",
     "route_forward",
+    "run_layers",
     "sample",
     "scan_backward",
     "scan_forward",

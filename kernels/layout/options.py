@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -96,8 +97,9 @@ class DenseOptions:
 
     @cached_property
     def numbers(self) -> tuple[np.float32, ...]:
-        """Return the norms' as a kernel takes them."""
-        return tuple(np.float32(number) for norm in self.norms for number in norm)
+        """Return the norms', then scale and softcap of attention, as a kernel takes them."""
+        attention = self.attention.scale, self.attention.softcap
+        return tuple(map(np.float32, (*chain.from_iterable(self.norms), *attention)))
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -110,11 +112,6 @@ class DenseOptions:
             (queries, width), (queries,), (keys, width), (keys,), (keys, width), (keys,), (width, heads), (width,),
             (inner, width), (inner,), (inner, width), (inner,), (width, inner), (width,),
         )  # fmt: skip
-
-    @cached_property
-    def scales(self) -> tuple[np.float32, np.float32, int]:
-        """Return those of attention as a kernel takes them."""
-        return np.float32(self.attention.scale), np.float32(self.attention.softcap), self.attention.window
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from samebit.kernels.cpu import operations as cpu
 from samebit.kernels.layout import device
 from samebit.kernels.layout.call_rows import Ints, StepRows
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.lora.adapters import LowRanks
 from samebit.kernels.layout.options import (
     AttentionOptions,
@@ -266,20 +267,28 @@ def lay_out(asked: Ints, block_tables: Ints, block_size: int, num_rows: int) -> 
     return cpu.lay_out(asked, block_tables, block_size, num_rows)
 
 
-def dense_layer_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
-    """Return what computes a whole decoder layer where the tensor is; None for a GPU, whose graphs spare the Python
-    between kernels."""
-    return None if device.on_gpu(tensor) else cpu.dense_layer
+def dense_call_of(tensor: Tensor) -> Callable[..., LayerCall] | None:
+    """Return what prepares the call of a whole decoder layer where the tensor is; None for a GPU, whose graphs spare
+    the Python between kernels."""
+    return None if device.on_gpu(tensor) else cpu.dense_call
+
+
+def delta_call_of(tensor: Tensor) -> Callable[..., LayerCall] | None:
+    """Return what prepares that of a decoder layer of Gated DeltaNet where the tensor is; None for a GPU, likewise."""
+    return None if device.on_gpu(tensor) else cpu.delta_call
+
+
+def run_layers(
+    x: Tensor, calls: Sequence[LayerCall], angles: tuple[Tensor, Tensor], context: ForwardContext
+) -> tuple[Tensor, Tensor | None]:
+    """Compute decoder layers one after the other, each of what the one before has made. Of the last one another MLP may
+    follow behind its call: then the second result is that one's input."""
+    return cpu.run_layers(x, calls, angles, context)
 
 
 def latent_layer_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
     """Return what computes a decoder layer of attention over latents where the tensor is; None for a GPU, likewise."""
     return None if device.on_gpu(tensor) else cpu.latent_layer
-
-
-def delta_layer_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
-    """Return what computes a decoder layer of Gated DeltaNet where the tensor is; None for a GPU, likewise."""
-    return None if device.on_gpu(tensor) else cpu.delta_layer
 
 
 def sample_of(tensor: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:

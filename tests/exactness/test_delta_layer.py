@@ -8,6 +8,7 @@ from torch import nn
 from samebit.kernels import bind
 from samebit.kernels.binding.delta import layer as delta_layer
 from samebit.kernels.binding.dense import layer as dense_layer
+from samebit.kernels.layout.layers.call import LayerCall
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
@@ -28,18 +29,18 @@ def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, 
     calls: list[tuple[str, int, bool]] = []
 
     def count(module: object, name: str) -> None:
-        compute = vars(module)[name]
+        prepare = vars(module)[name]
 
-        def counted(x: torch.Tensor, *arguments: object) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-            out = compute(x, *arguments)
-            if out is not None:
-                calls.append((name, x.shape[-2], out[1] is None))
-            return out
+        def counted(x: torch.Tensor, *arguments: object) -> LayerCall | None:
+            call: LayerCall | None = prepare(x, *arguments)
+            if call is not None:
+                calls.append((name, x.shape[-2], not call.apart))
+            return call
 
         monkeypatch.setattr(module, name, counted)
 
-    count(delta_layer, "delta_layer")
-    count(dense_layer, "dense_layer")
+    count(delta_layer, "delta_call")
+    count(dense_layer, "dense_call")
     return calls
 
 
@@ -57,7 +58,7 @@ def test_one_call_gives_the_bits_of_the_modules(
     rows = [rows for _, rows, _ in layers_in_one_call]
     assert min(rows) <= 2
     assert max(rows) > 16  # both kinds of matrix products
-    assert {name for name, _, _ in layers_in_one_call} == {"delta_layer", "dense_layer"}
+    assert {name for name, _, _ in layers_in_one_call} == {"delta_call", "dense_call"}
     assert {whole for _, _, whole in layers_in_one_call} == {family == "Qwen3_5"}  # of experts the input
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
@@ -102,7 +103,7 @@ def test_one_call_adds_an_adapter_as_the_modules_do(
 ) -> None:
     model = bind(make_peft("Qwen3_5", dtype, config_for("Qwen3_5", 5)))
     at_once, _ = run(model, PROMPTS, PARAMS)
-    assert {name for name, _, _ in layers_in_one_call} == {"delta_layer", "dense_layer"}
+    assert {name for name, _, _ in layers_in_one_call} == {"delta_call", "dense_call"}
     assert_matches_trainer(model, at_once, PARAMS)
     layers_in_one_call.clear()
     heard: list[str] = []

@@ -1,11 +1,18 @@
 """A decoder layer that a rollout computes in one call has the bits of its modules, and gives way to who listens."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from samebit.kernels import bind
+from samebit.kernels.binding.dense import known, one_call
 from samebit.kernels.binding.dense import layer as dense_layer
+from samebit.kernels.layout.layers.call import LayerCall
+from samebit.kernels.ops.dense.calls import run_layers
+from samebit.kernels.ops.rope import RotaryTables
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
@@ -24,16 +31,30 @@ FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
 def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each layer had that was computed in one call."""
     rows: list[int] = []
-    compute = dense_layer.dense_layer
+    prepare = dense_layer.dense_call
 
-    def counted(x: torch.Tensor, *arguments: object) -> torch.Tensor | None:
-        out = compute(x, *arguments)
-        if out is not None:
+    def counted(x: torch.Tensor, *arguments: object) -> LayerCall | None:
+        call = prepare(x, *arguments)
+        if call is not None:
             rows.append(x.shape[-2])
-        return out
+        return call
 
-    monkeypatch.setattr(dense_layer, "dense_layer", counted)
+    monkeypatch.setattr(dense_layer, "dense_call", counted)
     return rows
+
+
+@pytest.fixture
+def layers_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call of the kernels computed."""
+    counts: list[int] = []
+
+    def counted(x: torch.Tensor, calls: Sequence[LayerCall], tables: RotaryTables) -> tuple[torch.Tensor, Any]:
+        counts.append(len(calls))
+        return run_layers(x, calls, tables)
+
+    for module in (known, one_call):
+        monkeypatch.setattr(module, "run_layers", counted)
+    return counts
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,13 +83,33 @@ def test_who_listens_to_a_part_of_a_layer_hears_each_call(name: str, layers_in_o
     assert len(layers_in_one_call) == PARAMS[0].max_tokens  # those of the other layer
 
 
-def test_a_layer_hears_of_its_own_hooks(layers_in_one_call: list[int]) -> None:
+def test_a_layer_hears_of_its_own_hooks(layers_of_calls: list[int]) -> None:
     model = bound_model("Qwen3")
     heard: list[str] = []
     with listening(model, heard, "model.layers.1"):
         run(model, PROMPTS[1:2], PARAMS[:1])
     assert len(heard) == PARAMS[0].max_tokens
-    assert len(layers_in_one_call) == 2 * PARAMS[0].max_tokens
+    assert layers_of_calls == [1] * (2 * PARAMS[0].max_tokens)
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3_5"])
+def test_all_layers_of_a_step_are_one_call_where_nobody_listens(family: str, layers_of_calls: list[int]) -> None:
+    """Also those of two kinds, of attention and of Gated DeltaNet."""
+    model = bound_model(family)
+    at_once, _ = run(model, PROMPTS[1:2], PARAMS[:1])
+    layers = len(model.get_submodule("model.layers"))  # type: ignore[arg-type]
+    assert layers_of_calls == [layers] * PARAMS[0].max_tokens
+    with listening(model, [], "model.layers.1"):
+        one_by_one, _ = run(model, PROMPTS[1:2], PARAMS[:1])
+    assert_same_samples(one_by_one, at_once)
+
+
+def test_the_model_alone_does_not_go_through_an_adapter_whose_layers_were_one_call_before() -> None:
+    model = bind(make_peft("Qwen3"))
+    run(model, PROMPTS[1:2], PARAMS[:1])
+    with model.disable_adapter():
+        alone, _ = run(model, PROMPTS[1:2], PARAMS[:1])
+        assert_matches_trainer(model, alone, PARAMS[:1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,13 +12,15 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
+from samebit.kernels.binding.dense.known import PreparedFacts
 from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.binding.modules import NormFacts, mlp_forward, rms_norm_forward
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.delta import DeltaLayerOptions, DeltaTerms, DeltaWeights, MixerWeights
 from samebit.kernels.layout.layers.latent import GatedWeights
-from samebit.kernels.ops.delta.layer import delta_layer
+from samebit.kernels.ops.delta.layer import delta_call
 from samebit.kernels.ops.rope import RotaryTables
 
 MIXER = "linear_attn"
@@ -29,7 +31,7 @@ _OF_INPUT = ("in_proj_qkv", "in_proj_z", "in_proj_b")
 
 
 @dataclass(frozen=True)
-class DeltaLayerFacts:
+class DeltaLayerFacts(PreparedFacts):
     """Holds what the layer's call needs to know beside its parameters.
 
     Attributes:
@@ -51,11 +53,11 @@ class DeltaLayerFacts:
         """Implement `known.LayerFacts`."""
         return _weights(layer, self, context)
 
-    def compute(
+    def prepared(
         self, x: torch.Tensor, found: tuple[DeltaWeights, DeltaTerms], tables: RotaryTables
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Implement `known.LayerFacts`."""
-        return delta_layer(x, found[0], tables.context, self.options, found[1])
+    ) -> LayerCall | None:
+        """Implement `known.PreparedFacts`."""
+        return delta_call(x, found[0], tables.context, self.options, found[1])
 
 
 def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> DeltaLayerFacts | None:

@@ -4,7 +4,7 @@ them: masks, caches, and outputs that nobody asks for took a quarter of a small 
 Invariants:
 
 * The modules are called as the class's own forward calls them, in its order: hooks and forwards of theirs count.
-  Layers that are one call each are computed without calling them where nobody listens.
+  Layers that are one call each are computed without calling them where nobody listens, all in one call where they can.
 * A class whose forward is not transformers' own, a call that asks for more than hidden states, and one whose output a
   hook sees run as they are.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from samebit.kernels.binding.dense.known import known_layers
-from samebit.kernels.binding.dense.one_call import computed, one_call_forward
+from samebit.kernels.binding.dense.one_call import computed, computed_together, one_call_forward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.ops.linear import is_hooked
 from samebit.kernels.ops.rope import RotaryTables
@@ -60,6 +60,9 @@ def plain_decoder(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> D
     layers, count = decoder.layers, decoder.config.num_hidden_layers
     whole = len(layers) == count and isinstance(tables, RotaryTables)
     calls = known_layers(layers, one_call_forward, tables.context) if whole else None
+    together = None if calls is None else computed_together(layers, calls, hidden, tables)
+    if together is not None:
+        return DecoderOutput(decoder.norm(together))
     for layer, found in zip(islice(layers, count), repeat(None) if calls is None else calls, strict=False):
         before = hidden
         hidden = None if found is None else computed(layer, layer.__dict__["samebit"], before, found, tables)

@@ -17,8 +17,10 @@ from torch.nn.modules import module as torch_modules
 
 from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.weights import LayerWeights
 from samebit.kernels.layout.lora.adapters import KeptTerms
+from samebit.kernels.ops.dense.calls import run_layers
 from samebit.kernels.ops.rope import RotaryTables
 
 Found = tuple[Any, Any]
@@ -44,6 +46,21 @@ class LayerFacts(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Return the layer's result, or what it is without the child apart, and that one's input; None where the call
         does not fit."""
+
+
+class PreparedFacts:
+    """Knows it for layers that may be computed one after the other in one call."""
+
+    def prepared(self, x: torch.Tensor, found: Any, tables: RotaryTables) -> LayerCall | None:
+        """Return the call that computes the layer of what is like ``x``; None where it does not fit."""
+        raise NotImplementedError
+
+    def compute(
+        self, x: torch.Tensor, found: Any, tables: RotaryTables
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Implement `LayerFacts`."""
+        call = self.prepared(x, found, tables)
+        return None if call is None else run_layers(x, [call], tables)
 
 
 @dataclass(frozen=True, eq=False)

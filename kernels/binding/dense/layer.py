@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
+from samebit.kernels.binding.dense.known import PreparedFacts
 from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.binding.modules import (
@@ -22,14 +23,15 @@ from samebit.kernels.binding.modules import (
     rms_norm_forward,
 )
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.lora.adapters import DenseTerms
 from samebit.kernels.layout.options import DenseOptions, DenseWeights
-from samebit.kernels.ops.dense.layer import dense_layer
+from samebit.kernels.ops.dense.layer import dense_call
 from samebit.kernels.ops.rope import RotaryTables
 
 
 @dataclass(frozen=True)
-class DenseLayerFacts:
+class DenseLayerFacts(PreparedFacts):
     """Holds what the layer's call needs to know beside its parameters.
 
     Attributes:
@@ -51,11 +53,11 @@ class DenseLayerFacts:
         """Implement `known.LayerFacts`."""
         return _weights(layer, self, context)
 
-    def compute(
+    def prepared(
         self, x: torch.Tensor, found: tuple[DenseWeights, DenseTerms], tables: RotaryTables
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Implement `known.LayerFacts`."""
-        return dense_layer(x, found[0], tables, self.options, found[1])
+    ) -> LayerCall | None:
+        """Implement `known.PreparedFacts`."""
+        return dense_call(x, found[0], tables, self.options, found[1])
 
 
 def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> DenseLayerFacts | None:

@@ -9,13 +9,16 @@ Invariants:
 * What is kept of a module is compared with it at each call (`known`).
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from samebit.kernels.binding.dense.known import Found, LayerFacts, known_weights
+from samebit.kernels.binding.dense.known import Found, LayerFacts, PreparedFacts, known_weights
 from samebit.kernels.binding.lora.forwards import layer_forward
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.layers.call import LayerCall
+from samebit.kernels.ops.dense.calls import run_layers
 from samebit.kernels.ops.rope import RotaryTables
 
 
@@ -45,3 +48,17 @@ def computed(layer: Any, facts: LayerFacts, x: torch.Tensor, found: Found, table
         return None
     inside, behind = out
     return inside if behind is None else inside + layer.get_submodule(facts.apart)(behind)
+
+
+def computed_together(
+    layers: Iterable[Any], found: Iterable[Found], x: torch.Tensor, tables: RotaryTables
+) -> torch.Tensor | None:
+    """Compute all layers of what was found in one call; None where one does not fit, or has a call behind its own."""
+    calls: list[LayerCall] = []
+    for layer, of_layer in zip(layers, found, strict=True):
+        facts = layer.__dict__["samebit"]
+        call = facts.prepared(x, of_layer, tables) if isinstance(facts, PreparedFacts) else None
+        if call is None or call.apart:
+            return None
+        calls.append(call)
+    return run_layers(x, calls, tables)[0]

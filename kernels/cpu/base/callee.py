@@ -10,6 +10,8 @@ Invariants
   process. The name is known before code that bears it is linked: where that is compiled, and where it is loaded from
   Numba's cache, which compiles or loads what it calls first.
 * What is called is the code that Python calls: the same bits.
+
+Where the kernel is only known as the call is made, it is called at an address among the caller's numbers (`call_at`).
 """
 
 from collections.abc import Callable
@@ -19,11 +21,12 @@ from importlib import import_module
 from typing import Any
 
 import llvmlite.binding
-from numba.core import types
+from numba.core import cgutils, types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.funcdesc import default_mangler, qualifying_prefix
 from numba.core.registry import CPUDispatcher
 from numba.core.sigutils import normalize_signature
+from numba.extending import intrinsic
 
 from samebit.kernels.cpu.base.part import OPTIONS, without_values
 
@@ -46,8 +49,7 @@ class Callee(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
             compiled = self._kernel.overloads[args]
             described = copy(compiled.fndesc)
             described.mangled_name = "callee." + default_mangler(qualifying_prefix(*_place(self.py_func)), args)
-            address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
-            llvmlite.binding.add_symbol(described.mangled_name, address)
+            llvmlite.binding.add_symbol(described.mangled_name, _address(compiled))
             on_loading = partial(_name, *_place(self.py_func), args)
             library = _Named(self.targetctx.codegen(), described.mangled_name, on_loading)
             named = compiled._replace(entry_point=object(), fndesc=described, library=library)
@@ -70,6 +72,35 @@ class _Named(JITCodeLibrary):  # type: ignore[misc]
 
     def _get_module_for_linking(self) -> Any:
         return self._final_module
+
+
+def address_of(kernel: CPUDispatcher, args: tuple[types.Type, ...]) -> int:
+    """Return where a kernel for arguments of these types is, compiled or loaded before; it stays there."""
+    if args not in kernel.overloads:
+        kernel.compile(args)
+    return _address(kernel.overloads[args])
+
+
+@intrinsic
+def call_at(typingctx: Any, address: Any, arguments: Any) -> Any:
+    """Call the kernel at an `address_of` these arguments, a tuple; what it raises, the caller raises."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        convention = context.call_conv
+        kernel = convention.get_function_type(types.none, arguments.types).as_pointer()
+        values = cgutils.unpack_tuple(builder, args[1])
+        callee = builder.inttoptr(args[0], kernel)
+        status, _ = convention.call_function(builder, callee, types.none, arguments.types, values)
+        with cgutils.if_unlikely(builder, status.is_error):
+            convention.return_status_propagate(builder, status)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, arguments), generate
+
+
+def _address(compiled: Any) -> int:
+    address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+    return address
 
 
 def _place(function: Callable[..., Any]) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from samebit.kernels.cpu.delta.gates import gates_of_rows
 from samebit.kernels.cpu.delta.operation import WORK_AN_ELEMENT
 from samebit.kernels.cpu.delta.rule import rule
 from samebit.kernels.cpu.dense.products import shared
+from samebit.kernels.cpu.dense.terms import terms_at
 from samebit.kernels.cpu.norm import gated_rms_norm_rows
 from samebit.kernels.layout.grids import CACHE_LINE
 from samebit.kernels.layout.layers.delta import MixerOptions
@@ -36,23 +37,24 @@ _ROOMS = 11
 
 
 class Sizes(NamedTuple):
-    """Holds T, W, taps of the convolution, Hk, Hv, K and V."""
+    """Holds W, taps of the convolution, Hk, Hv, K and V; F, 0 for another MLP; where the addresses of the rule's memory
+    lie; the addresses of windows, now and of a block, and of the checkpoints' states and windows; whether the norm
+    has a sigmoid for a gate, and whether the gates' parameters are float32."""
 
-    rows: int
     width: int
     taps: int
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-
-
-class Kinds(NamedTuple):
-    """Holds numbers of the types of elements and of the gates' parameters, and the bytes of an element."""
-
-    elements: Any
-    gates: Any
-    itemsize: int
+    inner: int
+    states: int
+    windows: int
+    block_windows: int
+    captured_states: int
+    captured_windows: int
+    by_sigmoid: int
+    gates_in_float32: int
 
 
 @inlined_part
@@ -69,9 +71,8 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
 
     @kernel_part
     def mixer(
-        threads: int, places: Any, weights: Any, sizes: Any, numbers: Any, layout: Any, memory: Any, captures: Any,
-        terms: Any, kinds: Any,
-    ) -> None:  # fmt: skip
+        threads: int, places: Any, weights: Any, sizes: Any, step: Any, numbers: Any, terms: int, kind: Any
+    ) -> None:
         """Compute the mixer.
 
         Args:
@@ -79,25 +80,21 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
             places: addresses of x, of the result, which may be x, and of a room for what is between the kernels.
             weights: the addresses of linear layers (0 for a bias that one does not have), taps, norm and gates.
             sizes: `Sizes`.
-            numbers: eps of the norm, whether its gate is a sigmoid, the most of beta.
-            layout: as `rule` and the convolution take it.
-            memory: the grid; where the addresses of the rule's memory lie; addresses of windows, now and of a block.
-            captures: address and number of them, addresses of the checkpoints' states and windows.
-            terms: `terms.Terms` of the layers of x, of the last of them, and of that of the result.
-            kinds: `Kinds`.
+            step: `calls.Step`.
+            numbers: eps of the norm, and the most of beta.
+            terms: where the `terms.Terms` of the layers of x, of the last of them, and of that of the result lie.
+            kind: a number of the elements' type.
         """
         x, out, room = places
         (
             qkv_weight, qkv_bias, gate_weight, gate_bias, b_weight, b_bias, a_weight, a_bias, out_weight, out_bias,
             taps, norm_weight, a_log, dt_bias,
         ) = weights  # fmt: skip
-        kind, gates_kind, itemsize = kinds
-        rows, width, heads = sizes.rows, sizes.width, sizes.value_heads
+        rows, width, heads, itemsize = step.rows, sizes.width, sizes.value_heads, elements(x, 0, kind).itemsize
         inner = heads * sizes.value_dim
         channels = 2 * sizes.key_heads * sizes.key_dim + inner
-        grid, states, windows, block_windows = memory
-        captures_at, num_captures, captured_states, captured_windows = captures
-        eps, by_sigmoid, scale = numbers
+        layout, captures = (step.sequences, step.num_sequences), (step.captures, step.num_captures)
+        eps, scale = numbers
         decay = room
         beta = decay + whole_lines(rows * heads) * 4
         log_at = beta + whole_lines(rows * heads) * 4
@@ -118,44 +115,47 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
             (qkv_weight, qkv_bias, channels, qkv, gate_weight, gate_bias, inner, gate, b_weight, b_bias, heads, b),
             kind,
         )  # fmt: skip
-        add(threads, x, rows, width, terms[0], (qkv, gate, b), kind)
+        add(threads, x, rows, width, terms_at(terms, 0), (qkv, gate, b), kind)
         multiply(
             shared(rows * width * heads // _PRODUCTS, threads), x, width, rows, width,
             (a_weight, a_bias, heads, a, no, no, no, no, no, no, no, no), kind,
         )  # fmt: skip
-        add(threads, x, rows, width, terms[1], (a, no, no), kind)
+        add(threads, x, rows, width, terms_at(terms, 1), (a, no, no), kind)
         _convolve(
             shared(rows * channels * sizes.taps, threads), (qkv, channels, taps, no_bias, convolved),
-            (rows, channels, sizes.taps), layout, (grid, windows, block_windows),
-            (captures_at, num_captures, captured_windows), (kind, kind, kind),
+            (rows, channels, sizes.taps), layout, (step.block_size, sizes.windows, sizes.block_windows),
+            (*captures, sizes.captured_windows), (kind, kind, kind),
         )  # fmt: skip
-        log_at, bias_at = _widened(a_log, heads, gates_kind, log_at), _widened(dt_bias, heads, gates_kind, bias_at)
+        if sizes.gates_in_float32 > 0:
+            log_at, bias_at = a_log, dt_bias
+        else:
+            log_at, bias_at = _widened(a_log, heads, kind, log_at), _widened(dt_bias, heads, kind, bias_at)
         _gates(
             shared(rows * heads, threads), (a, heads, b, heads, log_at, bias_at, decay, beta), (rows, heads, 1), scale,
             kind,
         )  # fmt: skip
         _rule(
             shared(rows * inner * sizes.key_dim // _HEAD_WORK, threads), (convolved, channels, decay, beta, mixed),
-            (sizes.key_heads, heads, sizes.key_dim, sizes.value_dim, False), layout, (grid, states),
-            (captures_at, num_captures, captured_states), kind,
+            (sizes.key_heads, heads, sizes.key_dim, sizes.value_dim, False), layout,
+            (step.block_size, sizes.states), (*captures, sizes.captured_states), kind,
         )  # fmt: skip
         _norm(
             shared(rows * inner, threads), (mixed, gate, norm_weight, normed), inner,
-            (rows, inner, heads, sizes.value_dim), eps, False, by_sigmoid, kind, kind,
+            (rows, inner, heads, sizes.value_dim), eps, False, sizes.by_sigmoid > 0, kind, kind,
         )  # fmt: skip
         multiply(
             threads, normed, inner, rows, inner,
             (out_weight, out_bias, width, out, no, no, no, no, no, no, no, no), kind,
         )  # fmt: skip
-        add(threads, normed, rows, inner, terms[2], (out, no, no), kind)
+        add(threads, normed, rows, inner, terms_at(terms, 2), (out, no, no), kind)
 
     made: Callable[..., None] = mixer
     return made
 
 
-def room_of_mixer(options: MixerOptions, rows: int, itemsize: int) -> int:
-    """Return the bytes that a mixer needs for what is between its kernels."""
+def room_of_mixer(options: MixerOptions, itemsize: int) -> tuple[int, int]:
+    """Return the bytes, of each row and of the layer, that a mixer needs for what is between its kernels."""
     rule = options.rule
     elements_of_row = 2 * rule.width + 2 * rule.inner + 2 * rule.value_heads
     floats_of_row, floats_of_layer = 2 * rule.value_heads, 2 * rule.value_heads + rule.width
-    return rows * (elements_of_row * itemsize + 4 * floats_of_row) + 4 * floats_of_layer + _ROOMS * CACHE_LINE
+    return elements_of_row * itemsize + 4 * floats_of_row, 4 * floats_of_layer + _ROOMS * CACHE_LINE

@@ -9,6 +9,8 @@ of threads: they are still awake from the kernel before. T rows, W hidden size, 
 """
 
 from collections.abc import Callable
+from itertools import chain
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,45 +20,45 @@ from numba import carray
 from samebit.kernels.cpu.activation import sigmoid_rows
 from samebit.kernels.cpu.attention.forward import attend_part
 from samebit.kernels.cpu.attention.write_pages import rotate_and_write
-from samebit.kernels.cpu.base.jit import array, compile_kernel
-from samebit.kernels.cpu.base.memory import elements, kind_of, pointer, whole_lines
-from samebit.kernels.cpu.base.part import kernel_part
+from samebit.kernels.cpu.base.jit import compile_kernel
+from samebit.kernels.cpu.base.memory import elements, floats, integers, pointer, read, whole_lines
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
+from samebit.kernels.cpu.dense.calls import call_and_step, kept_call, kernel_at, record
 from samebit.kernels.cpu.dense.mlp import ROW_PARTS, normed, with_mlp
 from samebit.kernels.cpu.dense.products import Kernels, product, product_by_tiles, product_of_pairs, shared
-from samebit.kernels.cpu.dense.terms import NO_TERMS, add_adapter, add_nothing, terms_of
+from samebit.kernels.cpu.dense.terms import LAYOUT, NO_TERMS, add_adapter, add_nothing, numbers_of, terms_at, terms_of
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES
+from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.lora.adapters import DenseTerms
 from samebit.kernels.layout.options import DenseOptions, DenseWeights
-from samebit.kernels.openmp import num_threads
 
 _rotate_and_write, _sigmoid = rotate_and_write.part, sigmoid_rows.part
 
 _ROOMS = 13
 """The most arrays that lie in the room, each from a multiple of sixteen elements on."""
 
-_NO_SINKS = np.empty(0, np.float32)
-_NO_LSE = np.empty((0, 0), np.float32)
+_FLOAT, _INTEGER = np.float32(0), np.int32(0)
 
 
 class Sizes(NamedTuple):
-    """Holds T, W, heads of queries and of keys, D, angles, tokens a block, F (0 for another MLP), and whether queries
-    have gates."""
+    """Holds the address of the layer's pages and their number, W, heads of queries and of keys, D, F (0 for another
+    MLP), whether queries have gates, and how many tokens a token sees (0 for all)."""
 
-    rows: int
+    pages: int
+    num_blocks: int
     width: int
     heads: int
     kv_heads: int
     head_dim: int
-    angles: int
-    block_size: int
     inner: int
-    gated: bool
+    gated: int
+    window: int
 
 
 class Numbers(NamedTuple):
-    """Holds the eps of each norm, and what is added to its weight."""
+    """Holds the eps of each norm, and what is added to its weight; the scale and the softcap of attention."""
 
     first_eps: Any
     first_offset: Any
@@ -64,18 +66,22 @@ class Numbers(NamedTuple):
     second_offset: Any
     head_eps: Any
     head_offset: Any
+    scale: Any
+    softcap: Any
 
 
-class Call(NamedTuple):
-    """Holds the addresses of x, of the result, of its norm where another MLP follows, of cos and sin, and of a room for
-    what is between the kernels."""
+_WEIGHTS, _SIZES, _NUMBERS = 18, len(Sizes._fields), len(Numbers._fields)
+_LAYOUT = Struct(f"={_WEIGHTS + _SIZES}q" + "f4x" * _NUMBERS + LAYOUT * 4)
+"""Lays out a layer's record: the addresses of `DenseWeights.flat`, 0 for what it does not have, `Sizes`, `Numbers`, and
+four `Terms`."""
 
-    x: int
-    out: int
-    normed: int
-    cos: int
-    sin: int
-    room: int
+_SIZES_AT, _NUMBERS_AT, _TERMS_AT = 8 * _WEIGHTS, 8 * (_WEIGHTS + _SIZES), 8 * (_WEIGHTS + _SIZES + _NUMBERS)
+
+
+@inlined_part
+def _table(address: int, rows: int, columns: int) -> Any:
+    """Make an array of int32."""
+    return carray(pointer(address, _INTEGER), (rows, columns))
 
 
 @kernel_part
@@ -94,22 +100,17 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
     finish = with_mlp(multiply, add)
 
     @kernel_part
-    def layer(
-        threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any,
-        kind: Any,
-    ) -> None:  # fmt: skip
-        """Compute the layer; ``given``: `Call`, the addresses of `DenseWeights.flat` (0 for what the layer does not
-        have), `Sizes` and `Numbers`; ``terms``: four `Terms`; ``layout``: blocks and offsets of rows, then what
-        `attention.forward` reads."""
-        call, sizes, numbers = Call(*given[0]), Sizes(*given[2]), Numbers(*given[3])
+    def layer(threads: int, call_at: int, kind: Any) -> None:
+        """Compute the layer of the `calls.Call` at an address."""
+        call, step = call_and_step(call_at)
+        no, at = np.int64(0), call.record
+        sizes, numbers = Sizes(*read(at + _SIZES_AT, _SIZES, no)), Numbers(*read(at + _NUMBERS_AT, _NUMBERS, _FLOAT))
         (
             first_norm, second_norm, q_norm, k_norm, q_weight, q_bias, k_weight, k_bias, v_weight, v_bias,
             o_weight, o_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
-        ) = given[1]  # fmt: skip
-        blocks, offsets, sequences, block_tables, tiles, bunches = layout
-        rows, width, dim = sizes.rows, sizes.width, sizes.head_dim
+        ) = read(at, _WEIGHTS, no)  # fmt: skip
+        rows, width, dim, itemsize = step.rows, sizes.width, sizes.head_dim, elements(no, 0, kind).itemsize
         heads, kv_heads = sizes.heads * dim, sizes.kv_heads * dim
-        itemsize, no = pages.itemsize, np.int64(0)
         normed_at = call.room
         q = normed_at + whole_lines(rows * width) * itemsize
         k = q + whole_lines(rows * heads) * itemsize
@@ -119,7 +120,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         rest = both
         attended = q  # the queries are not read any more
         first, first_heads = q, heads
-        if sizes.gated:
+        if sizes.gated > 0:
             rest = both + whole_lines(2 * rows * heads) * itemsize
             first, first_heads = both, 2 * heads
         normed(threads, call.x, 0, 0, first_norm, numbers.first_offset, numbers.first_eps, rows, width, normed_at, kind)
@@ -127,20 +128,26 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
             threads, normed_at, width, rows, width,
             (q_weight, q_bias, first_heads, first, k_weight, k_bias, kv_heads, k, v_weight, v_bias, kv_heads, v), kind,
         )  # fmt: skip
-        add(threads, normed_at, rows, width, terms[0], (first, k, v), kind)
-        if sizes.gated:
+        add(threads, normed_at, rows, width, terms_at(at + _TERMS_AT, 0), (first, k, v), kind)
+        if sizes.gated > 0:
             share_out(
                 _split, ROW_PARTS, shared(rows * heads, threads), (both, q, rows * sizes.heads, dim, kind)
             )  # fmt: skip
         _rotate_and_write(
-            threads, (q, k, v, call.cos, call.sin, pages.ctypes.data, rotated),
-            (rows, sizes.heads, sizes.kv_heads, dim, sizes.angles, sizes.block_size),
-            (q_norm, kind, k_norm, kind, numbers.head_offset, numbers.head_eps), blocks, offsets, kind,
+            threads, (q, k, v, step.cos, step.sin, sizes.pages, rotated),
+            (rows, sizes.heads, sizes.kv_heads, dim, step.angles, step.block_size),
+            (q_norm, kind, k_norm, kind, numbers.head_offset, numbers.head_eps),
+            integers(step.blocks, rows), integers(step.offsets, rows), kind,
         )  # fmt: skip
-        queries = carray(pointer(rotated, kind), (rows, sizes.heads, dim))
-        result = carray(pointer(attended, kind), (rows, sizes.heads, dim))
-        attend_part(queries, pages, sequences, block_tables, tiles, bunches, scales, no_sinks, result, no_lse, threads)
-        if sizes.gated:
+        attend_part(
+            carray(pointer(rotated, kind), (rows, sizes.heads, dim)),
+            carray(pointer(sizes.pages, kind), (sizes.num_blocks, sizes.kv_heads, 2, dim * step.block_size)),
+            _table(step.sequences, 4, step.num_sequences),
+            _table(step.block_tables, step.num_tables, step.table_width), _table(step.tiles, step.num_tiles, 2),
+            _table(step.bunches, step.num_bunches, 2), (numbers.scale, numbers.softcap, sizes.window), floats(no, 0),
+            carray(pointer(attended, kind), (rows, sizes.heads, dim)), carray(pointer(no, _FLOAT), (0, 0)), threads,
+        )  # fmt: skip
+        if sizes.gated > 0:
             _sigmoid(
                 shared(rows * heads, threads), both + dim * itemsize, attended, kind, rows * sizes.heads, dim, 2 * dim,
                 dim, rotated,
@@ -150,11 +157,12 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
             threads, attended, heads, rows, heads,
             (o_weight, o_bias, width, normed_at, no, no, no, no, no, no, no, no), kind,
         )  # fmt: skip
-        add(threads, attended, rows, heads, terms[1], (normed_at, no, no), kind)
+        add(threads, attended, rows, heads, terms_at(at + _TERMS_AT, 1), (normed_at, no, no), kind)
         finish(
             threads, (call.x, normed_at, call.out, rest, call.normed), (rows, width, sizes.inner),
             (second_norm, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias),
-            (numbers.second_eps, numbers.second_offset), (terms[2], terms[3]), itemsize, kind,
+            (numbers.second_eps, numbers.second_offset),
+            (terms_at(at + _TERMS_AT, 2), terms_at(at + _TERMS_AT, 3)), itemsize, kind,
         )  # fmt: skip
 
     made: Callable[..., None] = layer
@@ -169,89 +177,61 @@ _adapted_by_pairs = _with_product(product_of_pairs, add_adapter)
 _adapted_by_tiles = _with_product(product_by_tiles, add_adapter)
 
 
-def _run(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
-) -> None:
+def _run(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer, multiplying in float32."""
-    _layer(threads, given, terms, pages, layout, scales, no_sinks, no_lse, kind)
+    _layer(threads, call_at, kind)
 
 
-def _run_by_pairs(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
-) -> None:
+def _run_by_pairs(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer in bfloat16, multiplying in pairs of inputs."""
-    _layer_by_pairs(threads, given, terms, pages, layout, scales, no_sinks, no_lse, kind)
+    _layer_by_pairs(threads, call_at, kind)
 
 
-def _run_by_tiles(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
-) -> None:
+def _run_by_tiles(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer in bfloat16, multiplying with tile instructions."""
-    _layer_by_tiles(threads, given, terms, pages, layout, scales, no_sinks, no_lse, kind)
+    _layer_by_tiles(threads, call_at, kind)
 
 
-def _run_adapted(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
-) -> None:
+def _run_adapted(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer with an adapter, multiplying in float32."""
-    _adapted(threads, given, terms, pages, layout, scales, no_sinks, no_lse, kind)
+    _adapted(threads, call_at, kind)
 
 
-def _run_adapted_by_pairs(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
-) -> None:
+def _run_adapted_by_pairs(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer with an adapter in bfloat16, multiplying in pairs of inputs."""
-    _adapted_by_pairs(threads, given, terms, pages, layout, scales, no_sinks, no_lse, kind)
+    _adapted_by_pairs(threads, call_at, kind)
 
 
-def _run_adapted_by_tiles(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, scales: Any, no_sinks: Any, no_lse: Any, kind: Any
-) -> None:
+def _run_adapted_by_tiles(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer with an adapter in bfloat16, multiplying with tile instructions."""
-    _adapted_by_tiles(threads, given, terms, pages, layout, scales, no_sinks, no_lse, kind)
+    _adapted_by_tiles(threads, call_at, kind)
 
 
 _kernels = Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
 _adapted_kernels = Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles)))
 
 
-def dense_layer(
-    x: torch.Tensor, weights: DenseWeights, angles: tuple[torch.Tensor, torch.Tensor], context: ForwardContext,
-    options: DenseOptions, terms: DenseTerms,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Implement `dispatch.dense_layer_of`."""
+def dense_call(weights: DenseWeights, context: ForwardContext, options: DenseOptions, terms: DenseTerms) -> LayerCall:
+    """Implement `dispatch.dense_call_of`."""
     if context.pages is None:
         raise ValueError("a context without pages; allowed: a rollout's")
-    pages, (cos, sin) = context.pages[options.attention.layer], angles
-    x = x.contiguous()
-    out, behind = torch.empty_like(x), None if options.inner else torch.empty_like(x)
-    sizes = (
-        context.num_rows, options.width, options.heads, options.kv_heads, options.head_dim, cos.size(1),
-        context.block_size, options.inner, options.gated,
-    )  # fmt: skip
-    room = _room(context, sizes, x.dtype)
-    given = (
-        (
-            x.data_ptr(), out.data_ptr(), 0 if behind is None else behind.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            room.data_ptr(),
-        ),
-        weights.addresses, sizes, options.numbers,
-    )  # fmt: skip
+    pages = context.pages[options.attention.layer]
+    places = pages.data_ptr(), len(pages)
+    return kept_call(weights, places, terms, lambda: _call(weights, places, options, terms, pages.dtype))
+
+
+def _call(
+    weights: DenseWeights, places: tuple[int, int], options: DenseOptions, terms: DenseTerms, dtype: torch.dtype
+) -> LayerCall:
     groups = tuple(map(terms_of, terms))
     kernels = _kernels if all(group is NO_TERMS for group in groups) else _adapted_kernels
-    kernels.of(x.dtype)(
-        num_threads(), given, groups, array(pages), (*context.read_by_layers, context.bunches), options.scales,
-        _NO_SINKS, _NO_LSE, kind_of(x.dtype),
+    numbers = (
+        *weights.addresses, *places, options.width, options.heads, options.kv_heads, options.head_dim, options.inner,
+        options.gated, options.attention.window, *options.numbers, *chain.from_iterable(map(numbers_of, groups)),
     )  # fmt: skip
-    return out, behind
-
-
-def _room(context: ForwardContext, sizes: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for what is between the kernels of a layer; the layers of a call share it."""
-    rows, width, heads, kv_heads, head_dim, _, _, inner, gated = sizes
-    elements_of_row = 2 * width + (2 * heads + 2 * kv_heads + 2 * heads * gated) * head_dim + 3 * inner
-    key = "dense layer", elements_of_row, dtype
-    if key not in context.worked_out:
-        context.worked_out[key] = torch.empty(rows * elements_of_row + _ROOMS * LANES, dtype=dtype)
-    room: torch.Tensor = context.worked_out[key]
-    return room
+    of_heads = 2 * (options.heads + options.kv_heads + options.heads * options.gated) * options.head_dim
+    room = 2 * options.width + of_heads + 3 * options.inner, _ROOMS * LANES
+    return LayerCall(
+        kernel_at(kernels.of(dtype), dtype), record(_LAYOUT, *numbers),
+        (room[0] * dtype.itemsize, room[1] * dtype.itemsize), not options.inner,
+    )  # fmt: skip

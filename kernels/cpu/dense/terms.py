@@ -3,9 +3,13 @@
 There is a kernel with what adds them and one without: as a branch each would be compiled for calls that have none.
 """
 
+from struct import calcsize
 from typing import Any, NamedTuple
 
-from samebit.kernels.cpu.base.part import kernel_part
+import numpy as np
+
+from samebit.kernels.cpu.base.memory import read
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.dense.products import shared
 from samebit.kernels.cpu.gemm.layers import MOST_LAYERS
 from samebit.kernels.cpu.low_rank import PRODUCTS, Matrices, add_terms
@@ -15,6 +19,12 @@ _add_terms = add_terms.part
 
 NO_TERMS = ((0,) * 12, 0, (0.0,) * MOST_LAYERS, (0,) * MOST_LAYERS, 0)
 """Stands for what an adapter does not add: `Terms` as a kernel takes them."""
+
+
+LAYOUT = "12q q 3d 3q q"
+"""Lays out `Terms` among the numbers of a layer (`calls.record`)."""
+
+_SIZE = calcsize(LAYOUT)
 
 
 class Terms(NamedTuple):
@@ -43,6 +53,20 @@ def add_adapter(threads: int, x: int, rows: int, inputs: int, terms: Any, outs: 
             shared(rows * group.work // PRODUCTS, threads), x, inputs, rows, inputs, group.layers, group.panel,
             group.scales, (outs[first], outs[second], outs[third]), kind,
         )  # fmt: skip
+
+
+@inlined_part
+def terms_at(address: int, place: int) -> Any:
+    """Read the `Terms` that lie at the ``place`` behind an address."""
+    no, first = np.int64(0), address + place * _SIZE
+    layers, scales, rest = read(first, 13, no), read(first + 13 * 8, 3, np.float64(0)), read(first + 16 * 8, 4, no)
+    return layers[:12], layers[12], scales, rest[:3], rest[3]
+
+
+def numbers_of(group: tuple[Any, ...]) -> tuple[float, ...]:
+    """Return `Terms` one number after the other, as `LAYOUT` takes them."""
+    layers, panel, scales, places, work = group
+    return (*layers, panel, *scales, *places, work)
 
 
 def terms_of(placed: PlacedTerms | None) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ size, F width of the MLP.
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -102,9 +103,7 @@ class DeltaLayerOptions:
         )  # fmt: skip
 
     @cached_property
-    def numbers(self) -> tuple[np.float32 | bool, ...]:
-        """Return, as a kernel takes them, the norms', then the eps of the mixer's, whether its gate is a sigmoid, and
-        the most of beta."""
-        norm = self.mixer.norm
-        of_norms = (np.float32(number) for each in self.norms for number in each)
-        return (*of_norms, np.float32(norm.eps), norm.sigmoid, np.float32(self.mixer.beta_scale))
+    def numbers(self) -> tuple[np.float32, ...]:
+        """Return, as a kernel takes them, the norms', then the eps of the mixer's, and the most of beta."""
+        of_mixer = self.mixer.norm.eps, self.mixer.beta_scale
+        return tuple(map(np.float32, (*chain.from_iterable(self.norms), *of_mixer)))

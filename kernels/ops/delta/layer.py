@@ -1,35 +1,36 @@
-"""Compute a decoder layer of a Gated DeltaNet mixer in one call, for the steps of a rollout.
+"""Prepare the one call of a decoder layer of a Gated DeltaNet mixer, for the steps of a rollout.
 
 Contract: the bits of the layer's modules, each called by itself, residual sums included. Where a device has no such
-call, or what is given does not fit it, there is no result, and the modules are to be called.
+call, or what is given does not fit it, there is none, and the modules are to be called.
 """
 
 import torch
 
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.delta import DeltaLayerOptions, DeltaTerms, DeltaWeights, MixerOptions
 from samebit.kernels.layout.states.delta import DeltaStates
 from samebit.kernels.ops.dense.fitting import call_fits, weights_fit
-from samebit.kernels.ops.dispatch import delta_layer_of
+from samebit.kernels.ops.dispatch import delta_call_of
 
 
-def delta_layer(
+def delta_call(
     x: torch.Tensor, weights: DeltaWeights, context: ForwardContext, options: DeltaLayerOptions, terms: DeltaTerms
-) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Return what the layer makes of ``x``, ``[..., W]`` for the T rows of the context, whose states and windows move
-    on; or None.
+) -> LayerCall | None:
+    """Return the call that makes the layer of what is like ``x``, ``[..., W]`` for the T rows of the context, whose
+    states and windows move on; or None.
 
-    Where options name no gated MLP the first result is what the mixer makes of ``x``, and the second the norm of that,
-    which is the MLP's input. ``terms``: of the adapter that all rows go through, which fit the weights.
+    Where options name no gated MLP, its result is what the mixer makes of ``x``, beside the norm of that, which is the
+    MLP's input. ``terms``: of the adapter that all rows go through, which fit the weights.
     """
-    kernel, width = delta_layer_of(x), options.mixer.width
-    if kernel is None or not call_fits(context, terms):
+    prepare, width = delta_call_of(x), options.mixer.width
+    if prepare is None or not call_fits(context, terms):
         return None
     if x.size(-1) != width or x.numel() != context.num_rows * width:
         return None
     if not (_weights_fit(weights, options, x.dtype) and _memory_fits(context, options.mixer, x.dtype)):
         return None
-    return kernel(x, weights, context, options, terms)
+    return prepare(weights, context, options, terms)
 
 
 def _weights_fit(weights: DeltaWeights, options: DeltaLayerOptions, dtype: torch.dtype) -> bool:

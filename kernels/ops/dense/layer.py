@@ -1,29 +1,30 @@
-"""Compute a decoder layer of attention and a gated MLP in one call, for the steps of a rollout.
+"""Prepare the one call of a decoder layer of attention and a gated MLP, for the steps of a rollout.
 
 Contract: the bits of the layer's modules, each called by itself, residual sums included. Where a device has no such
-call, or what is given does not fit it, there is no result, and the modules are to be called.
+call, or what is given does not fit it, there is none, and the modules are to be called.
 """
 
 import torch
 
+from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.lora.adapters import DenseTerms
 from samebit.kernels.layout.options import DenseOptions, DenseWeights
 from samebit.kernels.ops.dense.fitting import call_fits, pages_fit, rows_fit, weights_fit
-from samebit.kernels.ops.dispatch import dense_layer_of
+from samebit.kernels.ops.dispatch import dense_call_of
 from samebit.kernels.ops.rope import RotaryTables
 
 
-def dense_layer(
+def dense_call(
     x: torch.Tensor, weights: DenseWeights, tables: RotaryTables, options: DenseOptions, terms: DenseTerms
-) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Return what the layer makes of ``x``: ``[..., W]`` for the T rows of the tables' context, whose pages it writes
-    to and reads; or None.
+) -> LayerCall | None:
+    """Return the call that makes the layer of what is like ``x``: ``[..., W]`` for the T rows of the tables' context,
+    whose pages it writes to and reads; or None.
 
-    Where options name no gated MLP the first result is what attention makes of ``x``, and the second the norm of that,
-    which is the MLP's input. ``terms``: of the adapter that all rows go through, which fit the weights.
+    Where options name no gated MLP, its result is what attention makes of ``x``, beside the norm of that, which is the
+    MLP's input. ``terms``: of the adapter that all rows go through, which fit the weights.
     """
-    kernel, context = dense_layer_of(x), tables.context
-    if kernel is None or context.pages is None or not call_fits(context, terms):
+    prepare, context = dense_call_of(x), tables.context
+    if prepare is None or context.pages is None or not call_fits(context, terms):
         return None
     shape = (options.kv_heads, 2, options.head_dim * context.block_size)
     if not (
@@ -33,4 +34,4 @@ def dense_layer(
         and pages_fit(context.pages[options.attention.layer], tables, shape, x.dtype)
     ):
         return None
-    return kernel(x, weights, (tables.cos, tables.sin), context, options, terms)
+    return prepare(weights, context, options, terms)

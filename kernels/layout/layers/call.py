@@ -1,0 +1,23 @@
+"""Hold what a device makes of a decoder layer before it computes it, alone or behind others."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """Holds what computes a layer, as one entry of a list of calls; only the device that made it reads it.
+
+    Attributes:
+        kernel: its address.
+        record: numbers that the kernel reads, among them addresses: those of parameters and of what the layer keeps.
+        room: bytes that it needs for what is between its kernels, of each row and of the layer.
+        apart: another MLP follows behind the call, which gives that one's input.
+    """
+
+    kernel: int
+    record: npt.NDArray[np.int64]
+    room: tuple[int, int]
+    apart: bool
