@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from samebit.kernels.cpu.base.callee import call_at
 from samebit.kernels.cpu.base.jit import SharedKernel, compile_kernel
+from samebit.kernels.cpu.base.memory import doubles, read
 from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 
@@ -41,6 +43,26 @@ def _use(values: Any, amount: Any) -> None:
 
 
 use = compile_kernel(_use)
+
+
+def _add_read(amount: int, numbers: int, out: int) -> None:
+    """Add what is read at an address."""
+    if amount < 0:
+        raise ValueError("below 0")
+    first, second = read(numbers, 2, np.int64(0))
+    (half,) = read(numbers + 16, 1, np.float32(0))
+    doubles(out, 1)[0] += amount * (first + second + half)
+
+
+add_read = compile_kernel(_add_read)
+
+
+def _add_reads(address: int, amounts: Any, numbers: int, out: int) -> None:
+    for amount in amounts:
+        call_at(address, (amount, numbers, out))
+
+
+add_reads = compile_kernel(_add_reads)
 
 
 def compiled() -> list[int]:

@@ -8,11 +8,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from struct import pack
 from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
+from numba import types
+
+from samebit.kernels.cpu.base.callee import address_of
 
 from ..patience import HANG
 
@@ -43,6 +47,16 @@ def test_a_kernel_calls_another_for_each_dtype_and_brings_nothing_of_it(kernels:
 def test_what_the_called_one_raises_reaches_the_caller(kernels: Any) -> None:
     with pytest.raises(ValueError, match="no values"):
         kernels.use(np.zeros(0), 5)
+
+
+def test_a_kernel_is_called_at_its_address_with_numbers_that_lie_in_memory(kernels: Any) -> None:
+    numbers, out = np.frombuffer(pack("2qf4x", 3, 4, 0.5), np.int64), np.zeros(1)
+    address = address_of(kernels.add_read, (types.int64,) * 3)
+    kernels.add_reads(address, np.array([1, 2]), numbers.ctypes.data, out.ctypes.data)
+    assert out[0] == 3 * 7.5
+    with pytest.raises(ValueError, match="below 0"):
+        kernels.add_reads(address, np.array([4, -1]), numbers.ctypes.data, out.ctypes.data)
+    assert out[0] == 7 * 7.5
 
 
 def test_a_process_that_loads_a_kernel_loads_what_it_calls(tmp_path: Path) -> None:

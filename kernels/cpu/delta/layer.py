@@ -19,7 +19,7 @@ import torch
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import elements, read, whole_lines
 from samebit.kernels.cpu.base.part import kernel_part
-from samebit.kernels.cpu.delta.mixer import Sizes, room_of_mixer, with_mixer
+from samebit.kernels.cpu.delta.mixer import Memory, Sizes, room_of_mixer, with_mixer
 from samebit.kernels.cpu.dense.calls import call_and_step, kept_call, kernel_at, record
 from samebit.kernels.cpu.dense.mlp import normed, with_mlp
 from samebit.kernels.cpu.dense.products import Kernels, product, product_by_tiles, product_of_pairs
@@ -47,12 +47,15 @@ class Numbers(NamedTuple):
     most_of_beta: Any
 
 
-_WEIGHTS, _SIZES, _NUMBERS = 22, len(Sizes._fields), len(Numbers._fields)
-_LAYOUT = Struct(f"={_WEIGHTS + _SIZES}q" + "f4x" * _NUMBERS + LAYOUT * 5)
+_WEIGHTS, _SIZES, _MEMORY, _NUMBERS = 22, len(Sizes._fields), len(Memory._fields), len(Numbers._fields)
+_LAYOUT = Struct(f"={_WEIGHTS + _SIZES + _MEMORY}q" + "f4x" * _NUMBERS + LAYOUT * 5)
 """Lays out a layer's record: the addresses of `DeltaWeights.flat`, 0 for what it does not have, `mixer.Sizes`,
-`Numbers`, and five `Terms`."""
+`mixer.Memory`, `Numbers`, and five `Terms`."""
 
-_SIZES_AT, _NUMBERS_AT, _TERMS_AT = 8 * _WEIGHTS, 8 * (_WEIGHTS + _SIZES), 8 * (_WEIGHTS + _SIZES + _NUMBERS)
+_SIZES_AT = 8 * _WEIGHTS
+_MEMORY_AT = _SIZES_AT + 8 * _SIZES
+_NUMBERS_AT = _MEMORY_AT + 8 * _MEMORY
+_TERMS_AT = _NUMBERS_AT + 8 * _NUMBERS
 
 
 def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Callable[..., None]:
@@ -78,7 +81,8 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
             threads, (normed_at, normed_at, rest),
             (qkv_weight, qkv_bias, z_weight, z_bias, b_weight, b_bias, a_weight, a_bias, out_weight, out_bias,
              taps, norm_weight, a_log, dt_bias),
-            sizes, step, (numbers.mixer_eps, numbers.most_of_beta), at + _TERMS_AT, kind,
+            sizes, Memory(*read(at + _MEMORY_AT, _MEMORY, no)), step, (numbers.mixer_eps, numbers.most_of_beta),
+            at + _TERMS_AT, kind,
         )  # fmt: skip
         finish(
             threads, (call.x, normed_at, call.out, rest, call.normed), (rows, width, sizes.inner),
@@ -153,8 +157,9 @@ def _call(
     mixer, groups = options.mixer, tuple(map(terms_of, terms))
     kernels = _kernels if all(group is NO_TERMS for group in groups) else _adapted_kernels
     numbers = (
-        *weights.addresses, mixer.width, mixer.taps, *mixer.rule.sizes, options.inner, *places, mixer.norm.sigmoid,
-        weights.mixer.a_log.dtype is torch.float32, *options.numbers, *chain.from_iterable(map(numbers_of, groups)),
+        *weights.addresses, mixer.width, mixer.taps, *mixer.rule.sizes, options.inner, mixer.norm.sigmoid,
+        weights.mixer.a_log.dtype is torch.float32, *places, *options.numbers,
+        *chain.from_iterable(map(numbers_of, groups)),
     )  # fmt: skip
     of_mlp, itemsize = (3 * options.inner + mixer.width) * dtype.itemsize, dtype.itemsize
     of_row, of_layer = room_of_mixer(mixer, itemsize)

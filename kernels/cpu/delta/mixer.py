@@ -37,9 +37,8 @@ _ROOMS = 11
 
 
 class Sizes(NamedTuple):
-    """Holds W, taps of the convolution, Hk, Hv, K and V; F, 0 for another MLP; where the addresses of the rule's memory
-    lie; the addresses of windows, now and of a block, and of the checkpoints' states and windows; whether the norm
-    has a sigmoid for a gate, and whether the gates' parameters are float32."""
+    """Holds W, taps of the convolution, Hk, Hv, K and V; F, 0 for another MLP; whether the norm's gate is a sigmoid,
+    and whether the gates' parameters are float32."""
 
     width: int
     taps: int
@@ -48,13 +47,19 @@ class Sizes(NamedTuple):
     key_dim: int
     value_dim: int
     inner: int
+    by_sigmoid: int
+    gates_in_float32: int
+
+
+class Memory(NamedTuple):
+    """Holds where the addresses of the rule's memory lie, and the addresses of windows, now and of a block, and of the
+    checkpoints' states and windows."""
+
     states: int
     windows: int
     block_windows: int
     captured_states: int
     captured_windows: int
-    by_sigmoid: int
-    gates_in_float32: int
 
 
 @inlined_part
@@ -71,7 +76,7 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
 
     @kernel_part
     def mixer(
-        threads: int, places: Any, weights: Any, sizes: Any, step: Any, numbers: Any, terms: int, kind: Any
+        threads: int, places: Any, weights: Any, sizes: Any, memory: Any, step: Any, numbers: Any, terms: int, kind: Any
     ) -> None:
         """Compute the mixer.
 
@@ -80,6 +85,7 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
             places: addresses of x, of the result, which may be x, and of a room for what is between the kernels.
             weights: the addresses of linear layers (0 for a bias that one does not have), taps, norm and gates.
             sizes: `Sizes`.
+            memory: `Memory`.
             step: `calls.Step`.
             numbers: eps of the norm, and the most of beta.
             terms: where the `terms.Terms` of the layers of x, of the last of them, and of that of the result lie.
@@ -123,8 +129,8 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
         add(threads, x, rows, width, terms_at(terms, 1), (a, no, no), kind)
         _convolve(
             shared(rows * channels * sizes.taps, threads), (qkv, channels, taps, no_bias, convolved),
-            (rows, channels, sizes.taps), layout, (step.block_size, sizes.windows, sizes.block_windows),
-            (*captures, sizes.captured_windows), (kind, kind, kind),
+            (rows, channels, sizes.taps), layout, (step.block_size, memory.windows, memory.block_windows),
+            (*captures, memory.captured_windows), (kind, kind, kind),
         )  # fmt: skip
         if sizes.gates_in_float32 > 0:
             log_at, bias_at = a_log, dt_bias
@@ -137,7 +143,7 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
         _rule(
             shared(rows * inner * sizes.key_dim // _HEAD_WORK, threads), (convolved, channels, decay, beta, mixed),
             (sizes.key_heads, heads, sizes.key_dim, sizes.value_dim, False), layout,
-            (step.block_size, sizes.states), (*captures, sizes.captured_states), kind,
+            (step.block_size, memory.states), (*captures, memory.captured_states), kind,
         )  # fmt: skip
         _norm(
             shared(rows * inner, threads), (mixed, gate, norm_weight, normed), inner,

@@ -1,6 +1,7 @@
 """Compute a decoder layer as one kernel on the CPU: `layer` of attention and a gated MLP, `latent` of attention over
 latents.
 
-Inside of such a kernel `products` multiplies, `terms` adds what an adapter adds, `mlp` is the half behind attention.
+`calls` calls such kernels, also those of other folders, one after the other. Inside of one `products` multiplies,
+`terms` adds what an adapter adds, `mlp` is the half behind attention.
 Imports `layout` and, of `cpu`, `base`, `gemm`, `attention`, `latent`, `activation`, `norm`, `rope` and `low_rank`.
 """

@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 class Step(NamedTuple):
     """Holds what all layers of a call share: T, cosines, sines and their number, tokens a block; of each row its block
-    and its place there; sequences, block tables, tiles and bunches as attention takes them; captures."""
+    and its place there; sequences, and captures. Behind it lies the `Work`."""
 
     rows: int
     cos: int
@@ -52,6 +52,13 @@ class Step(NamedTuple):
     offsets: int
     sequences: int
     num_sequences: int
+    captures: int
+    num_captures: int
+
+
+class Work(NamedTuple):
+    """Holds block tables, tiles and bunches, as attention takes them."""
+
     block_tables: int
     num_tables: int
     table_width: int
@@ -59,12 +66,10 @@ class Step(NamedTuple):
     num_tiles: int
     bunches: int
     num_bunches: int
-    captures: int
-    num_captures: int
 
 
 _KEPT = "call"
-_CALL, _STEP = len(Call._fields), len(Step._fields)
+_CALL, _STEP, _WORK = len(Call._fields), len(Step._fields), len(Work._fields)
 
 
 @inlined_part
@@ -72,6 +77,12 @@ def call_and_step(call_at: int) -> Any:
     """Read the `Call` at an address, and its `Step`."""
     call = Call(*read(call_at, _CALL, np.int64(0)))
     return call, Step(*read(call.step, _STEP, np.int64(0)))
+
+
+@inlined_part
+def work_of(call: Any) -> Any:
+    """Read the `Work` of a `Call`."""
+    return Work(*read(call.step + 8 * _STEP, _WORK, np.int64(0)))
 
 
 def _run(threads: int, calls: Any, kind: Any) -> None:
@@ -125,7 +136,7 @@ def run_layers(
 
 
 def _step(context: ForwardContext, angles: tuple[torch.Tensor, torch.Tensor]) -> npt.NDArray[np.int64]:
-    """Return the `Step` of a call, made once."""
+    """Return `Step` and `Work` of a call, made once."""
     cos, sin = angles
     key = "step", cos.data_ptr(), sin.data_ptr(), cos.size(1)
     if key not in context.worked_out:
@@ -135,9 +146,9 @@ def _step(context: ForwardContext, angles: tuple[torch.Tensor, torch.Tensor]) ->
         captures = len(context.captures)
         step = np.array([
             context.num_rows, *key[1:], context.block_size, blocks.ctypes.data, offsets.ctypes.data,
-            sequences.ctypes.data, sequences.shape[1], block_tables.ctypes.data, *block_tables.shape,
-            tiles.ctypes.data, len(tiles), bunches.ctypes.data, len(bunches),
-            context.captured.data_ptr() if captures else 0, captures,
+            sequences.ctypes.data, sequences.shape[1], context.captured.data_ptr() if captures else 0, captures,
+            block_tables.ctypes.data, *block_tables.shape, tiles.ctypes.data, len(tiles), bunches.ctypes.data,
+            len(bunches),
         ])  # fmt: skip
         context.worked_out[key] = step, arrays
     found: npt.NDArray[np.int64] = context.worked_out[key][0]

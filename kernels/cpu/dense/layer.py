@@ -24,7 +24,7 @@ from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import elements, floats, integers, pointer, read, whole_lines
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.dense.calls import call_and_step, kept_call, kernel_at, record
+from samebit.kernels.cpu.dense.calls import call_and_step, kept_call, kernel_at, record, work_of
 from samebit.kernels.cpu.dense.mlp import ROW_PARTS, normed, with_mlp
 from samebit.kernels.cpu.dense.products import Kernels, product, product_by_tiles, product_of_pairs, shared
 from samebit.kernels.cpu.dense.terms import LAYOUT, NO_TERMS, add_adapter, add_nothing, numbers_of, terms_at, terms_of
@@ -75,7 +75,9 @@ _LAYOUT = Struct(f"={_WEIGHTS + _SIZES}q" + "f4x" * _NUMBERS + LAYOUT * 4)
 """Lays out a layer's record: the addresses of `DenseWeights.flat`, 0 for what it does not have, `Sizes`, `Numbers`, and
 four `Terms`."""
 
-_SIZES_AT, _NUMBERS_AT, _TERMS_AT = 8 * _WEIGHTS, 8 * (_WEIGHTS + _SIZES), 8 * (_WEIGHTS + _SIZES + _NUMBERS)
+_SIZES_AT = 8 * _WEIGHTS
+_NUMBERS_AT = _SIZES_AT + 8 * _SIZES
+_TERMS_AT = _NUMBERS_AT + 8 * _NUMBERS
 
 
 @inlined_part
@@ -103,6 +105,7 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
     def layer(threads: int, call_at: int, kind: Any) -> None:
         """Compute the layer of the `calls.Call` at an address."""
         call, step = call_and_step(call_at)
+        work = work_of(call)
         no, at = np.int64(0), call.record
         sizes, numbers = Sizes(*read(at + _SIZES_AT, _SIZES, no)), Numbers(*read(at + _NUMBERS_AT, _NUMBERS, _FLOAT))
         (
@@ -143,8 +146,8 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
             carray(pointer(rotated, kind), (rows, sizes.heads, dim)),
             carray(pointer(sizes.pages, kind), (sizes.num_blocks, sizes.kv_heads, 2, dim * step.block_size)),
             _table(step.sequences, 4, step.num_sequences),
-            _table(step.block_tables, step.num_tables, step.table_width), _table(step.tiles, step.num_tiles, 2),
-            _table(step.bunches, step.num_bunches, 2), (numbers.scale, numbers.softcap, sizes.window), floats(no, 0),
+            _table(work.block_tables, work.num_tables, work.table_width), _table(work.tiles, work.num_tiles, 2),
+            _table(work.bunches, work.num_bunches, 2), (numbers.scale, numbers.softcap, sizes.window), floats(no, 0),
             carray(pointer(attended, kind), (rows, sizes.heads, dim)), carray(pointer(no, _FLOAT), (0, 0)), threads,
         )  # fmt: skip
         if sizes.gated > 0:
