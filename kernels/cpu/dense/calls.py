@@ -68,7 +68,7 @@ class Work(NamedTuple):
     num_bunches: int
 
 
-_KEPT = "call"
+_KEPT, _ROOM = "call", ("room",)
 _CALL, _STEP, _WORK = len(Call._fields), len(Step._fields), len(Work._fields)
 
 
@@ -123,8 +123,9 @@ def run_layers(
     """Implement `dispatch.layers_of`."""
     x = x.contiguous()
     out, behind = torch.empty_like(x), torch.empty_like(x) if calls[-1].apart else None
-    most = max(context.num_rows * of_row + of_layer for of_row, of_layer in (call.room for call in calls))
-    room = torch.empty(most, dtype=torch.uint8)
+    room = _room(
+        context, max(context.num_rows * of_row + of_layer for of_row, of_layer in (call.room for call in calls))
+    )
     step = _step(context, angles)
     places = out.data_ptr(), 0 if behind is None else behind.data_ptr(), room.data_ptr()
     table = np.array(
@@ -133,6 +134,15 @@ def run_layers(
     table[0, 1] = x.data_ptr()  # the others go on where the one before has written
     _kernel(num_threads(), table, kind_of(x.dtype))
     return out, behind
+
+
+def _room(context: ForwardContext, size: int) -> torch.Tensor:
+    """Return at least so many bytes for what is between the kernels of a layer; the layers of a step share them."""
+    kept = context.worked_out.get(_ROOM)
+    if kept is None or len(kept) < size:
+        kept = context.worked_out[_ROOM] = torch.empty(size, dtype=torch.uint8)
+    room: torch.Tensor = kept
+    return room
 
 
 def _step(context: ForwardContext, angles: tuple[torch.Tensor, torch.Tensor]) -> npt.NDArray[np.int64]:
