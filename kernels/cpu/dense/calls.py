@@ -120,12 +120,10 @@ def record(layout: Struct, *numbers: object) -> npt.NDArray[np.int64]:
 def run_layers(
     x: torch.Tensor, calls: Sequence[LayerCall], angles: tuple[torch.Tensor, torch.Tensor], context: ForwardContext
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Implement `dispatch.layers_of`."""
-    x = x.contiguous()
+    """Implement `dispatch.run_layers`."""
+    x, rooms = x.contiguous(), [call.room for call in calls]
     out, behind = torch.empty_like(x), torch.empty_like(x) if calls[-1].apart else None
-    room = _room(
-        context, max(context.num_rows * of_row + of_layer for of_row, of_layer in (call.room for call in calls))
-    )
+    room = _room(context, max(context.num_rows * of_row + of_layer for of_row, of_layer in rooms))
     step = _step(context, angles)
     places = out.data_ptr(), 0 if behind is None else behind.data_ptr(), room.data_ptr()
     table = np.array(
