@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,15 +23,25 @@ from samebit.benchmarks.prefix_cache import Prompts
 from samebit.benchmarks.rounds import results_file, table
 from samebit.benchmarks.rounds.turns import Calibration, Spread, Turn, alternate, kept, ratio, spread
 from samebit.benchmarks.workloads import models
+from samebit.kernels.cpu.base.jit import array, compile_kernel
+from samebit.kernels.cpu.latent.forward import attend_part
+from samebit.kernels.cpu.latent.index import select_part
+from samebit.kernels.cpu.latent.operation import heads_together
+from samebit.kernels.cpu.latent.selection import chosen_of
+from samebit.kernels.cpu.latent.write_pages import write_pages
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.kv_pages import KVLayout, LatentLayout, PageLayout, SparseLayout
 from samebit.kernels.layout.options import AttentionOptions, IndexOptions, LatentOptions
+from samebit.kernels.openmp import num_threads
 from samebit.kernels.ops.attention import attention
 from samebit.kernels.ops.latent.attention import latent_attention
-from samebit.kernels.ops.latent.selection import choose_keys
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 BLOCK = 16
+
+_NO_LSE = np.empty((0, 0), np.float32)
+
+_write = write_pages.part
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,7 @@ def decode(heads: Heads, dtype: torch.dtype, sizes: Sizes) -> dict[str, Turn]:
 def sparse_decode(layer: Sparse, dtype: torch.dtype, sizes: Sizes) -> dict[str, Turn]:
     """Return the turns of one layer's attention of a decode step over latents: all of them, and those chosen.
 
-    The sparse turn scores, chooses and attends; projections are in neither.
+    The sparse turn scores, chooses and attends, in one call as in a layer of a rollout; projections are in neither.
     """
     heads, count = layer.attention, sizes.long_sequences
     rows = torch.randn(count, heads.rank + heads.rope).to(dtype)
@@ -123,12 +134,36 @@ def sparse_decode(layer: Sparse, dtype: torch.dtype, sizes: Sizes) -> dict[str, 
     index = IndexOptions(1, layer.heads, layer.size, layer.size**-0.5, layer.top_k)
 
     def sparse() -> None:
-        latent_attention(q, rows, context, options, choose_keys(queries, keys, weights, context, index))
+        chosen, plan = chosen_of(context, index)
+        if plan is None or context.pages is None:
+            raise ValueError(f"{sizes.long} tokens: nothing is to be chosen")
+        out, threads = torch.empty(*q.shape[:2], heads.rank, dtype=dtype), num_threads()
+        _choose_and_attend(
+            (array(keys), array(queries), array(weights), array(context.pages[1]), np.float32(index.scale)),
+            (array(rows), array(q), array(context.pages[0]), np.float32(options.scale)), context.read_by_layers,
+            plan.slabs, np.empty(plan.scores, np.float32), chosen.numpy(),
+            heads_together(heads.heads, len(context.tiles), threads), array(out), _NO_LSE, threads,
+        )  # fmt: skip
 
     return {
         "dense": _repeated(lambda: latent_attention(q, rows, context, options), sizes.repeats),
         "sparse": _repeated(sparse, sizes.repeats),
     }
+
+
+@compile_kernel
+def _choose_and_attend(
+    of_index: Any, of_attention: Any, layout: Any, slabs: Any, scores: Any, chosen: Any, together: int, out: Any,
+    no_lse: Any, threads: int,
+) -> None:  # fmt: skip
+    """Put index keys and latents into their pages, choose, and attend to what was chosen."""
+    keys, queries, weights, index_pages, index_scale = of_index
+    latents, q, pages, scale = of_attention
+    blocks, offsets, sequences, block_tables, tiles = layout
+    _write(1, keys, blocks, offsets, index_pages)
+    _write(1, latents, blocks, offsets, pages)
+    select_part(queries, weights, index_pages, sequences, block_tables, slabs, index_scale, scores, chosen, threads)
+    attend_part(q, pages, sequences, block_tables, tiles, chosen, together, scale, out, no_lse, threads)
 
 
 def _step(layout: PageLayout, dtype: torch.dtype, sizes: Sizes) -> ForwardContext:

@@ -219,14 +219,14 @@ FAMILIES = {
             unchanged,
             latent=LatentFamily(indexer=IndexerFamily(halves=True, shares=False)),
             experts=SIGMOID,
-            layers=LayerFamily(("indexed_attention",)),
+            layers=LayerFamily(("indexed_attention",), pre_norm=True),
         ),
         Family(
             "GlmMoeDsa",
             unchanged,
             latent=LatentFamily(by_version=True, indexer=IndexerFamily(halves=False, shares=True)),
             experts=SIGMOID,
-            layers=LayerFamily(("indexed_attention",)),
+            layers=LayerFamily(("indexed_attention",), pre_norm=True),
         ),
         Family(
             "GptOss",

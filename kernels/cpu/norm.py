@@ -106,13 +106,19 @@ def _layer_norm_row(
 ) -> None:  # fmt: skip
     lanes = np.empty(LANES, np.float32)
     row_in, row_out = x[row * width : (row + 1) * width], out[row * width : (row + 1) * width]
-    center = _mean(row_in, lanes)
-    scale = _ONE / np.sqrt(_mean_square(row_in, center, lanes) + eps)
-    mean[row] = center
-    inverse[row] = scale
-    for i in range(width):
-        value = (widen(row_in[i]) - center) * scale
-        row_out[i] = narrow(fma(value, widen(weight[i]), widen(bias[i])), row_out[i])
+    mean[row], inverse[row] = layer_norm_row(row_in, weight, bias, eps, lanes, row_out)
+
+
+@inlined_part
+def layer_norm_row(x: Any, weight: Any, bias: Any, eps: Any, lanes: Any, out: Any) -> Any:
+    """Write the norm of a row to ``out``, which may be the row; return its mean, and what the rest was multiplied with.
+    ``lanes``: scratch ``[LANES]``."""
+    center = _mean(x, lanes)
+    scale = _ONE / np.sqrt(_mean_square(x, center, lanes) + eps)
+    for i in range(len(x)):
+        value = (widen(x[i]) - center) * scale
+        out[i] = narrow(fma(value, widen(weight[i]), widen(bias[i])), out[i])
+    return center, scale
 
 
 def _gated_rms_norm(

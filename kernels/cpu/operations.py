@@ -9,8 +9,9 @@ from samebit.kernels.cpu.delta.gradients import delta_rule_backward
 from samebit.kernels.cpu.delta.layer import delta_call
 from samebit.kernels.cpu.delta.operation import delta_rule
 from samebit.kernels.cpu.dense.calls import run_layers
-from samebit.kernels.cpu.dense.latent import latent_layer
+from samebit.kernels.cpu.dense.latent import latent_call
 from samebit.kernels.cpu.dense.layer import dense_call
+from samebit.kernels.cpu.dense.sparse import sparse_call
 from samebit.kernels.cpu.experts.operation import experts_backward, experts_forward
 from samebit.kernels.cpu.experts.routing import route_backward, route_forward
 from samebit.kernels.cpu.latent.operation import gradients_of_heads, latent_backward, latent_forward, multiply_heads
@@ -70,8 +71,8 @@ __all__ = [
     "join_rotated",
     "keep_likely",
     "latent_backward",
+    "latent_call",
     "latent_forward",
-    "latent_layer",
     "lay_out",
     "layer_norm_backward",
     "layer_norm_forward",
@@ -89,5 +90,6 @@ __all__ = [
     "sample",
     "scan_backward",
     "scan_forward",
+    "sparse_call",
     "uniforms",
 ]

@@ -7,7 +7,7 @@ from peft import get_peft_model
 from torch import nn
 
 from samebit.kernels import bind
-from samebit.kernels.binding.dense import latent as latent_layer
+from samebit.kernels.cpu.dense.latent import ReadyLayer
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
@@ -26,15 +26,14 @@ FAMILIES = ("DeepseekV3", "DeepseekV3, whole queries, rope yarn", "DeepseekV2", 
 def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """How many rows each layer had that was computed in one call, and whether its MLP was in it."""
     calls: list[tuple[int, bool]] = []
-    compute = latent_layer.latent_layer
+    compute = ReadyLayer.__call__
 
-    def counted(x: torch.Tensor, *arguments: object) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        out = compute(x, *arguments)
-        if out is not None:
-            calls.append((x.shape[-2], out[1] is None))
+    def counted(self: ReadyLayer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out = compute(self, x)
+        calls.append((x.shape[-2], out[1] is None))
         return out
 
-    monkeypatch.setattr(latent_layer, "latent_layer", counted)
+    monkeypatch.setattr(ReadyLayer, "__call__", counted)
     return calls
 
 

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 
 from samebit.kernels.binding.dense.known import known_layers
-from samebit.kernels.binding.dense.one_call import computed, computed_together, one_call_forward
+from samebit.kernels.binding.dense.one_call import (
+    computed,
+    computed_in_turn,
+    computed_together,
+    one_call_forward,
+)
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.ops.linear import is_hooked
 from samebit.kernels.ops.rope import RotaryTables
@@ -61,11 +66,17 @@ def plain_decoder(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> D
     whole = len(layers) == count and isinstance(tables, RotaryTables)
     calls = known_layers(layers, one_call_forward, tables.context) if whole else None
     together = None if calls is None else computed_together(layers, calls, hidden, tables)
+    if calls is not None and together is None:
+        together = computed_in_turn(layers, calls, hidden, tables)
     if together is not None:
         return DecoderOutput(decoder.norm(together))
+    handed_on: dict[str, Any] = {}
     for layer, found in zip(islice(layers, count), repeat(None) if calls is None else calls, strict=False):
         before = hidden
-        hidden = None if found is None else computed(layer, layer.__dict__["samebit"], before, found, tables)
+        facts, earlier = layer.__dict__.get("samebit"), handed_on.get("prev_topk_indices")
+        hidden = None if found is None else computed(layer, facts, before, found, tables, earlier)
         if hidden is None:
-            hidden = layer(before, attention_mask=None, position_embeddings=tables, position_ids=positions)
+            hidden = layer(before, attention_mask=None, position_embeddings=tables, position_ids=positions, **handed_on)
+        if isinstance(hidden, tuple):  # of a family whose layers hand on which tokens they have read
+            hidden, handed_on["prev_topk_indices"] = hidden
     return DecoderOutput(decoder.norm(hidden))

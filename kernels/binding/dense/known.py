@@ -18,6 +18,7 @@ from torch.nn.modules import module as torch_modules
 from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
+from samebit.kernels.layout.layers.ready import ReadyLayer
 from samebit.kernels.layout.layers.weights import LayerWeights
 from samebit.kernels.layout.lora.adapters import KeptTerms
 from samebit.kernels.ops.dense.calls import run_layers
@@ -32,7 +33,9 @@ _SHAPE = attrgetter("shape", "dtype")
 class LayerFacts(Protocol):
     """Knows how one kind of decoder layer is computed in one call."""
 
-    adapters: bool
+    @property
+    def adapters(self) -> bool:
+        """Return whether peft has put adapters into the model."""
 
     @property
     def apart(self) -> str:
@@ -61,6 +64,26 @@ class PreparedFacts:
         """Implement `LayerFacts`."""
         call = self.prepared(x, found, tables)
         return None if call is None else run_layers(x, [call], tables)
+
+
+class ReadyFacts:
+    """Knows it for layers whose calls may all be made ready before the first is computed: between two layers the caches
+    are full of weights, and what Python does there takes twice to five times as long."""
+
+    returns_choice = False
+    """Whether a layer returns, behind its result, which tokens its rows have read."""
+
+    @property
+    def apart(self) -> str:
+        """Do as `LayerFacts.apart`."""
+        raise NotImplementedError
+
+    def ready(
+        self, x: torch.Tensor, found: Any, tables: RotaryTables, earlier: torch.Tensor | None
+    ) -> ReadyLayer | None:
+        """Return the call that computes the layer of what is like ``x``; None where it does not fit. ``earlier``: what
+        an earlier layer has chosen."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)

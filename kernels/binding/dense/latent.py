@@ -3,7 +3,8 @@
 `Family.layers` says of which families the layers are ``x + attention(norm(x))``, then ``x + mlp(norm(x))``. A gated MLP
 is in the call; routed experts are a call of their module behind it.
 
-Attention to chosen tokens, and attention whose keys are not rotated, are called module by module.
+An indexer is in the call too, or what an earlier layer has chosen is read. Attention whose keys are not rotated is
+called module by module.
 """
 
 from dataclasses import dataclass
@@ -13,20 +14,31 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
+from samebit.kernels.binding.dense.known import ReadyFacts
 from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
-from samebit.kernels.binding.dense.untouched import runs
+from samebit.kernels.binding.dense.untouched import product_of, runs
 from samebit.kernels.binding.latent.forwards import LatentFacts, expansion_forward, latent_forward
-from samebit.kernels.binding.modules import NormFacts, mlp_forward, rms_norm_forward
+from samebit.kernels.binding.latent.indexer import IndexerFacts, indexer_forward, weights_forward
+from samebit.kernels.binding.modules import NormFacts, layer_norm_forward, mlp_forward, rms_norm_forward
 from samebit.kernels.layout.forward_context import ForwardContext
-from samebit.kernels.layout.layers.latent import GatedWeights, LatentLayerOptions, LatentTerms, LatentWeights
-from samebit.kernels.ops.dense.latent import latent_layer
+from samebit.kernels.layout.layers.latent import (
+    GatedWeights,
+    IndexerOptions,
+    IndexWeights,
+    LatentLayerOptions,
+    LatentTerms,
+    LatentWeights,
+)
+from samebit.kernels.layout.layers.ready import ReadyLayer
+from samebit.kernels.ops.dense.latent import latent_call, sparse_call
+from samebit.kernels.ops.linear import weight_and_bias
 from samebit.kernels.ops.rope import RotaryTables
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True)
-class LatentLayerFacts:
+class LatentLayerFacts(ReadyFacts):
     """Holds what the layer's call needs to know beside its parameters.
 
     Attributes:
@@ -46,11 +58,26 @@ class LatentLayerFacts:
         """Implement `known.LayerFacts`."""
         return _weights(layer, self, context)
 
-    def compute(
-        self, x: torch.Tensor, found: tuple[LatentWeights, LatentTerms], tables: RotaryTables
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Implement `known.LayerFacts`."""
-        return latent_layer(x, found[0], tables, self.options, found[1])
+    def ready(
+        self, x: torch.Tensor, found: tuple[LatentWeights, LatentTerms], tables: RotaryTables,
+        earlier: torch.Tensor | None,
+    ) -> ReadyLayer | None:  # fmt: skip
+        """Implement `known.ReadyFacts`."""
+        return latent_call(x, found[0], tables, self.options, found[1])
+
+
+@dataclass(frozen=True)
+class SparseLayerFacts(LatentLayerFacts):
+    """Holds, beside that, whether a layer that reads chosen tokens returns what was chosen."""
+
+    returns_choice: bool
+
+    def ready(
+        self, x: torch.Tensor, found: tuple[LatentWeights, LatentTerms], tables: RotaryTables,
+        earlier: torch.Tensor | None,
+    ) -> ReadyLayer | None:  # fmt: skip
+        """Implement `known.ReadyFacts`."""
+        return sparse_call(x, found[0], tables, self.options, found[1], earlier)
 
 
 def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> LatentLayerFacts | None:
@@ -64,9 +91,12 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> L
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     of_attention = facts_of_part(attention, parts)
     rotated = (parts.get(attention) or (None,))[0] is latent_forward
-    if not rotated or not isinstance(of_attention, LatentFacts) or of_attention.reads != "all":
+    if not rotated or not isinstance(of_attention, LatentFacts):
         return None
-    low_rank = of_attention.low_rank
+    low_rank, reads = of_attention.low_rank, of_attention.reads
+    index = _index_of(attention.get_submodule("indexer"), parts) if reads == "own choice" and low_rank else None
+    if reads == "own choice" and index is None:
+        return None
     norms = [layer.get_submodule(name) for name in _NORMS]
     norms += [attention.get_submodule("q_a_layernorm")] if low_rank else []
     norms += [attention.get_submodule("kv_a_layernorm")]
@@ -86,8 +116,19 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> L
         weight_of(mlp.get_submodule("gate_proj"), parts).shape[0] if plain else 0,
         of_attention.interleaved,
         tuple(pairs if low_rank else (*pairs[:2], (0.0, 0.0), *pairs[2:])),
+        index,
     )
+    if reads != "all":
+        return SparseLayerFacts(options, adapters, of_attention.returns_choice)
     return LatentLayerFacts(options, adapters)
+
+
+def _index_of(indexer: nn.Module, parts: dict[nn.Module, Any]) -> IndexerOptions | None:
+    """Return the options of an indexer; None for one of other modules than transformers' own has."""
+    facts, norm = facts_of_part(indexer, parts), indexer.get_submodule("k_norm")
+    if not isinstance(facts, IndexerFacts) or type(norm) is not nn.LayerNorm:
+        return None
+    return IndexerOptions(facts.options, facts.interleaved, norm.eps)
 
 
 def _weights(layer: Any, facts: LatentLayerFacts, context: ForwardContext) -> tuple[LatentWeights, LatentTerms] | None:
@@ -108,7 +149,9 @@ def _weights(layer: Any, facts: LatentLayerFacts, context: ForwardContext) -> tu
         and all(norm is None or runs(norm, rms_norm_forward) for norm in norms)
         and (not gated or runs(mlp, mlp_forward))
     )
-    if not untouched:
+    of_index = facts.options.index
+    index = None if of_index is None else _index_weights(inside["indexer"], of_index)
+    if not untouched or (index is None and of_index is not None):
         return None
     first = inside["q_a_proj"] if low_rank else inside["q_proj"]
     groups = [(first, inside["kv_a_proj_with_mqa"]), (inside["o_proj"],)]
@@ -126,5 +169,24 @@ def _weights(layer: Any, facts: LatentLayerFacts, context: ForwardContext) -> tu
         expansion._parameters["weight"],
         o,
         GatedWeights(*others[0], *others[1]) if gated else None,
+        index,
     )
     return weights, LatentTerms(first_terms, query_terms, o_terms, *other_terms)
+
+
+def _index_weights(indexer: Any, options: IndexerOptions) -> IndexWeights | None:
+    """Return the parameters of an indexer; None where a call of its modules does more than compute with them."""
+    inside = indexer._modules
+    norm, factors = inside["k_norm"], inside["weights_proj"]
+    products = [product_of(inside[name]) for name in ("wq_b", "wk")]
+    queries, keys = (None if module is None else weight_and_bias(module) for module in products)
+    untouched = (
+        runs(indexer, indexer_forward)
+        and runs(norm, layer_norm_forward)
+        and runs(factors, weights_forward)
+        and norm.eps == options.eps
+    )
+    if not untouched or queries is None or keys is None:
+        return None
+    of_norm = norm._parameters["weight"], norm._parameters["bias"]
+    return IndexWeights(queries, keys, of_norm, factors._parameters["weight"])

@@ -9,6 +9,7 @@ T rows, W hidden size, H heads; rank, rope, nope and value are sizes as in `Late
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,10 +37,16 @@ _heads = products_of_heads.multiply.part
 _heads_by_pairs = products_of_heads.multiply_by_pairs.part
 _heads_by_tiles = products_of_heads.multiply_by_tiles.part
 
+_WEIGHTS = 19
+"""Those of `LatentWeights.flat` that are not an indexer's."""
+
 _ROOMS = 12
 """The most arrays that lie in the room, each from a multiple of sixteen elements on."""
 
 _NO_LISTS = np.empty((0, 0), np.int32)
+NO_INDEX = (0, 0, 0, 0), (0, 0, 0, 0), ()
+"""Stands for what a layer has that does not choose tokens itself: see `with_product`."""
+
 _NO_LSE = np.empty((0, 0), np.float32)
 
 
@@ -114,27 +121,49 @@ def _place_rows(
             )  # fmt: skip
 
 
-def _with_product(
-    multiply: Callable[..., None], multiply_heads: Callable[..., None], add: Callable[..., None]
+@kernel_part
+def choose_nothing(
+    threads: int, x: int, sizes: Any, angles: Any, indexer: Any, layout: Any, lists: Any, kind: Any
+) -> None:
+    """Choose tokens for a layer that has no indexer."""
+
+
+class Multiply(NamedTuple):
+    """Holds a product of up to three layers of one input, and that of heads."""
+
+    layers: Callable[..., None]
+    heads: Callable[..., None]
+
+
+PLAIN = Multiply(product, _heads)
+BY_PAIRS = Multiply(product_of_pairs, _heads_by_pairs)
+BY_TILES = Multiply(product_by_tiles, _heads_by_tiles)
+
+
+def with_product(
+    products: Multiply, add: Callable[..., None], choose: Callable[..., None] = choose_nothing
 ) -> Callable[..., None]:
-    """Make the layer from a product of up to three layers of one input, that of heads, and what adds an adapter's terms
-    to the first."""
+    """Make the layer from its products, what adds an adapter's terms to them, and what chooses the tokens to read."""
+    multiply, multiply_heads = products
     finish = with_mlp(multiply, add)
 
     @kernel_part
     def layer(
-        threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, no_lists: Any, no_lse: Any,
-        kind: Any,
+        threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any,
+        no_lse: Any, kind: Any,
     ) -> None:  # fmt: skip
         """Compute the layer; ``given``: `Call`, the addresses of `LatentWeights.flat` (0 for what the layer does not
         have), `Sizes` and `Numbers`; ``terms``: five `Terms`; ``layout``: blocks and offsets of rows, then what
-        `latent.forward` reads; ``attention``: scale, heads of an item, and whether neighbours are rotated together."""
+        `latent.forward` reads; ``attention``: scale, heads of an item, and whether neighbours are rotated together;
+        ``index``: a layer more of the input, one more of the queries' latents, and what ``choose`` needs besides;
+        ``lists``: as ``chosen`` of `latent.forward`, which ``choose`` writes."""
         call, sizes, numbers = Call(*given[0]), Sizes(*given[2]), Numbers(*given[3])
         (
             first_norm, second_norm, q_norm, latent_norm, q_weight, q_bias, kv_weight, kv_bias, b_weight, b_bias,
             heads_weight, o_weight, o_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
         ) = given[1]  # fmt: skip
         blocks, offsets, sequences, block_tables, tiles = layout
+        of_input, of_low, indexer = index
         scale, together, neighbours = attention
         rows, width, count, nope, value = sizes.rows, sizes.width, sizes.heads, sizes.nope, sizes.value
         rank, low = sizes.rank, sizes.query_rank
@@ -154,7 +183,7 @@ def _with_product(
         multiply(
             threads, normed_at, width, rows, width,
             (q_weight, q_bias, low if low > 0 else count * size, first, kv_weight, kv_bias, latent, compressed,
-             no, no, no, no), kind,
+             *of_input), kind,
         )  # fmt: skip
         add(threads, normed_at, rows, width, terms[0], (first, compressed, no), kind)
         if low > 0:
@@ -163,7 +192,7 @@ def _with_product(
             )  # fmt: skip
             multiply(
                 threads, low_normed, low, rows, low,
-                (b_weight, b_bias, count * size, q, no, no, no, no, no, no, no, no), kind,
+                (b_weight, b_bias, count * size, q, *of_low, no, no, no, no), kind,
             )  # fmt: skip
             add(threads, low_normed, rows, low, terms[1], (q, no, no), kind)
         step = (nope + value) * rank
@@ -179,10 +208,11 @@ def _with_product(
             ((q, compressed, absorbed, latent_norm, call.cos, call.sin), sizes,
              (numbers.latent_eps, numbers.latent_offset), neighbours, pages, (blocks, offsets), kind),
         )  # fmt: skip
+        choose(threads, normed_at, sizes, (call.cos, call.sin), indexer, layout, lists, kind)
         queries = carray(pointer(absorbed, kind), (rows, count, latent))
         result = carray(pointer(attended, kind), (rows, count, rank))
         attend_part(
-            queries, pages, sequences, block_tables, tiles, no_lists, together, scale, result, no_lse, threads
+            queries, pages, sequences, block_tables, tiles, lists, together, scale, result, no_lse, threads
         )  # fmt: skip
         multiply_heads(
             shared(rows * count * value, threads),
@@ -207,89 +237,133 @@ def _with_product(
     return made
 
 
-_layer = _with_product(product, _heads, add_nothing)
-_layer_by_pairs = _with_product(product_of_pairs, _heads_by_pairs, add_nothing)
-_layer_by_tiles = _with_product(product_by_tiles, _heads_by_tiles, add_nothing)
-_adapted = _with_product(product, _heads, add_adapter)
-_adapted_by_pairs = _with_product(product_of_pairs, _heads_by_pairs, add_adapter)
-_adapted_by_tiles = _with_product(product_by_tiles, _heads_by_tiles, add_adapter)
+_layer = with_product(PLAIN, add_nothing)
+_layer_by_pairs = with_product(BY_PAIRS, add_nothing)
+_layer_by_tiles = with_product(BY_TILES, add_nothing)
+_adapted = with_product(PLAIN, add_adapter)
+_adapted_by_pairs = with_product(BY_PAIRS, add_adapter)
+_adapted_by_tiles = with_product(BY_TILES, add_adapter)
 
 
 def _run(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, no_lists: Any, no_lse: Any, kind: Any
-) -> None:
+    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
+    kind: Any,
+) -> None:  # fmt: skip
     """Compute a layer, multiplying in float32."""
-    _layer(threads, given, terms, pages, layout, attention, no_lists, no_lse, kind)
+    _layer(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
 
 
 def _run_by_pairs(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, no_lists: Any, no_lse: Any, kind: Any
-) -> None:
+    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
+    kind: Any,
+) -> None:  # fmt: skip
     """Compute a layer in bfloat16, multiplying in pairs of inputs."""
-    _layer_by_pairs(threads, given, terms, pages, layout, attention, no_lists, no_lse, kind)
+    _layer_by_pairs(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
 
 
 def _run_by_tiles(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, no_lists: Any, no_lse: Any, kind: Any
-) -> None:
+    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
+    kind: Any,
+) -> None:  # fmt: skip
     """Compute a layer in bfloat16, multiplying with tile instructions."""
-    _layer_by_tiles(threads, given, terms, pages, layout, attention, no_lists, no_lse, kind)
+    _layer_by_tiles(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
 
 
 def _run_adapted(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, no_lists: Any, no_lse: Any, kind: Any
-) -> None:
+    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
+    kind: Any,
+) -> None:  # fmt: skip
     """Compute a layer with an adapter, multiplying in float32."""
-    _adapted(threads, given, terms, pages, layout, attention, no_lists, no_lse, kind)
+    _adapted(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
 
 
 def _run_adapted_by_pairs(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, no_lists: Any, no_lse: Any, kind: Any
-) -> None:
+    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
+    kind: Any,
+) -> None:  # fmt: skip
     """Compute a layer with an adapter in bfloat16, multiplying in pairs of inputs."""
-    _adapted_by_pairs(threads, given, terms, pages, layout, attention, no_lists, no_lse, kind)
+    _adapted_by_pairs(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
 
 
 def _run_adapted_by_tiles(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, no_lists: Any, no_lse: Any, kind: Any
-) -> None:
+    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
+    kind: Any,
+) -> None:  # fmt: skip
     """Compute a layer with an adapter in bfloat16, multiplying with tile instructions."""
-    _adapted_by_tiles(threads, given, terms, pages, layout, attention, no_lists, no_lse, kind)
+    _adapted_by_tiles(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
 
 
-_kernels = Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
-_adapted_kernels = Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles)))
+KERNELS = Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
+ADAPTED_KERNELS = Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles)))
 
 
-def latent_layer(
+@dataclass(frozen=True, eq=False, slots=True)
+class ReadyLayer:
+    """Holds what a kernel of a layer is called with but for the layer's input and results.
+
+    Attributes:
+        call: `Call` without them.
+        of_layer: what is given besides.
+        arguments: of the kernel, behind those.
+        chosen: as `ReadyLayer` of `layout` says it.
+        apart: another MLP follows behind the call.
+    """
+
+    kernel: Callable[..., None]
+    threads: int
+    call: tuple[int, ...]
+    of_layer: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+    chosen: torch.Tensor | None
+    apart: bool
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute the layer."""
+        x = x.contiguous()
+        out, behind = torch.empty_like(x), torch.empty_like(x) if self.apart else None
+        places = x.data_ptr(), out.data_ptr(), 0 if behind is None else behind.data_ptr()
+        self.kernel(self.threads, ((*places, *self.call), *self.of_layer), *self.arguments)
+        return out, behind
+
+
+def latent_call(
     x: torch.Tensor, weights: LatentWeights, angles: tuple[torch.Tensor, torch.Tensor], context: ForwardContext,
     options: LatentLayerOptions, terms: LatentTerms,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Implement `dispatch.latent_layer_of`."""
+) -> ReadyLayer:  # fmt: skip
+    """Implement `dispatch.latent_call_of`."""
+    groups = tuple(map(terms_of, terms))
+    kernels = KERNELS if all(group is NO_TERMS for group in groups) else ADAPTED_KERNELS
+    return prepare(kernels, x, weights, angles, context, options, groups, NO_INDEX, None)
+
+
+def prepare(
+    kernels: Kernels, x: torch.Tensor, weights: LatentWeights, angles: tuple[torch.Tensor, torch.Tensor],
+    context: ForwardContext, options: LatentLayerOptions, groups: tuple[Any, ...], index: tuple[Any, ...],
+    chosen: torch.Tensor | None,
+) -> ReadyLayer:  # fmt: skip
+    """Prepare one of the kernels for what is like ``x``: for terms of an adapter and an index as these take them, and
+    what is chosen, or will be by the call; None for all tokens."""
     if context.pages is None:
         raise ValueError("a context without pages; allowed: a rollout's")
-    attention, (cos, sin) = options.attention, angles
-    x = x.contiguous()
-    out, rows, threads = torch.empty_like(x), context.num_rows, num_threads()
-    behind = None if options.inner else torch.empty_like(x)
+    attention, (cos, sin), threads = options.attention, angles, num_threads()
     sizes = (
-        rows, options.width, options.heads, options.nope, options.value, attention.rank, attention.rope,
+        context.num_rows, options.width, options.heads, options.nope, options.value, attention.rank, attention.rope,
         options.query_rank, options.inner,
     )  # fmt: skip
-    call = (
-        x.data_ptr(), out.data_ptr(), 0 if behind is None else behind.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-        _room(context, options, x.dtype).data_ptr(),
-    )  # fmt: skip
-    given = call, weights.addresses, sizes, options.numbers
-    groups = tuple(map(terms_of, terms))
-    kernels = _kernels if all(group is NO_TERMS for group in groups) else _adapted_kernels
+    call = cos.data_ptr(), sin.data_ptr(), _room(context, options, x.dtype).data_ptr()
     together = heads_together(options.heads, len(context.tiles), threads)
-    kernels.of(x.dtype)(
-        threads, given, groups, array(context.pages[attention.layer]),
-        context.read_by_layers,
-        (np.float32(attention.scale), together, options.neighbours), _NO_LISTS, _NO_LSE, kind_of(x.dtype),
+    arguments = (
+        groups, array(context.pages[attention.layer]), context.read_by_layers,
+        (np.float32(attention.scale), together, options.neighbours), index,
+        _NO_LISTS if chosen is None else chosen.numpy(), _NO_LSE, kind_of(x.dtype),
     )  # fmt: skip
-    return out, behind
+    of_layer = weights.addresses[:_WEIGHTS], sizes, options.numbers
+    return ReadyLayer(kernels.of(x.dtype), threads, call, of_layer, arguments, chosen, not options.inner)
+
+
+def addresses_of_index(weights: LatentWeights) -> tuple[int, ...]:
+    """Return where the parameters of the layer's indexer are."""
+    return weights.addresses[_WEIGHTS:]
 
 
 def _room(context: ForwardContext, options: LatentLayerOptions, dtype: torch.dtype) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from samebit.kernels.cpu.base.callee import Callee
 from samebit.kernels.cpu.base.jit import SharedKernel, compile_kernel
 from samebit.kernels.cpu.base.memory import elements, floats, integers, longs, scratch, whole_lines
 from samebit.kernels.cpu.base.numeric import bits_of, widen
@@ -30,16 +31,19 @@ from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
 _TILE = KV_CHUNK * LANES
 
+_FEW = 8
+"""Pieces a thread, at least, that are shared out whole: of fewer, each thread scores a part of the keys."""
+
 _ZERO = np.float32(0.0)
 _LEAST = np.int64(-(1 << 31))
 """No key is less."""
 
 
 def _select(
-    queries: Any, weights: Any, pages: Any, sequences: Any, block_tables: Any, slab: Any, parts: int, scale: Any,
-    scores: Any, chosen: Any, threads: int,
+    queries: Any, weights: Any, pages: Any, sequences: Any, block_tables: Any, slabs: Any, scale: Any, scores: Any,
+    chosen: Any, threads: int,
 ) -> None:  # fmt: skip
-    """Score the tokens of a slab's rows, and choose; T rows of S sequences.
+    """Score the tokens of rows, slab by slab, and choose; T rows of S sequences.
 
     Both by one call: the threads that have scored are still awake when they choose.
 
@@ -49,29 +53,35 @@ def _select(
         pages: ``[blocks, B, D]``.
         sequences: ``[4, S]``, first row, length, start and row of the block tables of each.
         block_tables: ``[tables, blocks of a sequence]``.
-        slab: arrays ``pieces`` ``[N, 4]``, sequence, first row in it, rows, and the first of them in ``scores``;
-            ``rows``, of q, one after the other, and ``counts``, the tokens up to each one's own, more than K.
-        parts: of the keys of a piece, each an item of its own.
+        slabs: arrays ``begins`` ``[slabs + 1, 2]``, of pieces and of rows; ``pieces`` ``[N, 4]``, sequence, first row
+            in it, rows, and the first of them in ``scores``; ``rows``, of q, one after the other, and ``counts``, the
+            tokens up to each one's own, more than K.
         scale: factor on the products.
         scores: ``[rows, keys]``, whole chunks; gets the scores of the tokens up to the newest of a piece.
         chosen: ``[T, K]``, gets the chosen of the rows.
         threads: take the items in turns.
     """
-    pieces, rows, counts = slab
-    most = 0
-    for piece in range(len(pieces)):
-        most = max(most, pieces[piece, 2])
-    lanes, size = whole_lines(most * queries.shape[1]), queries.shape[2]
-    room = lanes * (size + KV_CHUNK) + KV_CHUNK * size + 6 * KV_CHUNK
-    share_out(
-        _score_items, threads, threads,
-        (threads, queries, weights, pages, sequences, block_tables, (pieces, parts), scale, scores,
-         scratch(threads * room), (lanes, room)),
-    )  # fmt: skip
-    share_out(_choose_place, len(rows), threads, (scores, rows, counts, chosen))
+    begins, all_pieces, all_rows, all_counts = slabs
+    for slab in range(len(begins) - 1):
+        pieces = all_pieces[begins[slab, 0] : begins[slab + 1, 0]]
+        rows = all_rows[begins[slab, 1] : begins[slab + 1, 1]]
+        counts = all_counts[begins[slab, 1] : begins[slab + 1, 1]]
+        parts = threads if len(pieces) < _FEW * threads else 1
+        most = 0
+        for piece in range(len(pieces)):
+            most = max(most, pieces[piece, 2])
+        lanes, size = whole_lines(most * queries.shape[1]), queries.shape[2]
+        room = lanes * (size + KV_CHUNK) + KV_CHUNK * size + 6 * KV_CHUNK
+        share_out(
+            _score_items, threads, threads,
+            (threads, queries, weights, pages, sequences, block_tables, (pieces, parts), scale, scores,
+             scratch(threads * room), (lanes, room)),
+        )  # fmt: skip
+        share_out(_choose_place, len(rows), threads, (scores, rows, counts, chosen))
 
 
 select = compile_kernel(_select)
+select_part = Callee(select)
 
 
 class _Memory(NamedTuple):

@@ -23,9 +23,6 @@ _SCORES = 1 << 23
 _ROWS = 256
 """Rows, tokens times heads, that meet a chunk together, at least a token's heads."""
 
-_FEW = 8
-"""Pieces a thread, at least, that are shared out whole: of fewer, each thread scores a part of the keys."""
-
 
 class _Slab(NamedTuple):
     """Names rows whose scores are kept at a time: their pieces ``[N, 4]``, and of each row the tokens up to its own."""
@@ -35,13 +32,19 @@ class _Slab(NamedTuple):
     counts: Ints
 
 
-class _Plan(NamedTuple):
-    """Says which rows take all tokens they see, with their counts, and which have to choose, of scores so wide."""
+class Plan(NamedTuple):
+    """Says which rows take all tokens they see, with their counts, and which have to choose.
+
+    Attributes:
+        rows, counts: of those that take all.
+        slabs: as `index.select_part` takes them: of rows whose scores are kept at a time.
+        scores: shape of the scores of a slab, at most.
+    """
 
     rows: Ints
     counts: Ints
-    width: int
-    slabs: list[_Slab]
+    slabs: tuple[Ints, ...]
+    scores: tuple[int, int]
 
 
 def choose_keys(
@@ -56,27 +59,29 @@ def choose_keys(
     blocks, offsets, sequences, block_tables, _ = context.read_by_layers
     memory = array(pages)
     write_pages.write_pages(keys.numel(), array(keys.contiguous()), blocks, offsets, memory)
-    if context.longest <= options.top_k:
-        return torch.empty(context.num_rows, 0, dtype=torch.int32)
-    chosen = torch.empty(context.num_rows, options.top_k, dtype=torch.int32)
-    out = chosen.numpy()
-    if not context.covers_all_rows:
-        out[:] = -1
-    plan = _plan_of(context, options)
-    if plan.rows.size > 0:
-        index.take(plan.rows.size * options.top_k, plan.rows, plan.counts, out)
-    threads = num_threads()
-    asked, factors = array(queries.contiguous()), array(weights.contiguous())
-    for slab in plan.slabs:
+    chosen, plan = chosen_of(context, options)
+    if plan is not None:
         index.select(
-            asked, factors, memory, sequences, block_tables, slab,
-            threads if len(slab.pieces) < _FEW * threads else 1, np.float32(options.scale),
-            np.empty((len(slab.rows), plan.width), np.float32), out, threads,
+            array(queries.contiguous()), array(weights.contiguous()), memory, sequences, block_tables, plan.slabs,
+            np.float32(options.scale), np.empty(plan.scores, np.float32), chosen.numpy(), num_threads(),
         )  # fmt: skip
     return chosen
 
 
-def _plan_of(context: ForwardContext, options: IndexOptions) -> _Plan:
+def chosen_of(context: ForwardContext, options: IndexOptions) -> tuple[torch.Tensor, Plan | None]:
+    """Return room for what is chosen, in which the lines of rows that do not have to choose are written; and the plan
+    of the others, None where all tokens are chosen for every row."""
+    if context.longest <= options.top_k:
+        return torch.empty(context.num_rows, 0, dtype=torch.int32), None
+    chosen, plan = torch.empty(context.num_rows, options.top_k, dtype=torch.int32), _plan_of(context, options)
+    if not context.covers_all_rows:
+        chosen.fill_(-1)
+    if plan.rows.size > 0:
+        index.take(plan.rows.size * options.top_k, plan.rows, plan.counts, chosen.numpy())
+    return chosen, plan
+
+
+def _plan_of(context: ForwardContext, options: IndexOptions) -> Plan:
     """Return the plan of a call's rows, made by the first layer that chooses: the others choose alike.
 
     In a decode step planning takes a tenth as long as scores.
@@ -85,8 +90,12 @@ def _plan_of(context: ForwardContext, options: IndexOptions) -> _Plan:
     if key not in plans:
         few = _rows_of(context, np.minimum(context.lengths, np.maximum(options.top_k - context.starts, 0)))
         width = ceil_div(context.longest, KV_CHUNK) * KV_CHUNK
-        plans[key] = _Plan(*few, width, list(_slabs(context, options, width)))
-    plan: _Plan = plans[key]
+        slabs = list(_slabs(context, options, width))
+        numbers = [[len(slab.pieces), len(slab.rows)] for slab in slabs]
+        begins = np.cumsum([[0, 0], *numbers], axis=0, dtype=np.int32)
+        joined = (np.concatenate(parts) for parts in zip(*slabs, strict=True))
+        plans[key] = Plan(*few, (begins, *joined), (max(rows for _, rows in numbers), width))
+    plan: Plan = plans[key]
     return plan
 
 

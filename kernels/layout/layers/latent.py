@@ -13,7 +13,7 @@ import torch
 
 from samebit.kernels.layout.layers.weights import LayerWeights
 from samebit.kernels.layout.lora.adapters import PlacedTerms
-from samebit.kernels.layout.options import LatentOptions, Layer
+from samebit.kernels.layout.options import IndexOptions, LatentOptions, Layer
 
 
 class GatedWeights(NamedTuple):
@@ -22,6 +22,16 @@ class GatedWeights(NamedTuple):
     gate: Layer
     up: Layer
     down: Layer
+
+
+class IndexWeights(NamedTuple):
+    """Holds the parameters of an indexer: what makes its queries of the queries' latents, its keys of the layer's
+    input, the norm of these, and the weights of its heads, which may be float32 whatever the others are."""
+
+    queries: Layer
+    keys: Layer
+    norm: tuple[torch.Tensor, torch.Tensor]
+    factors: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +45,7 @@ class LatentWeights(LayerWeights):
         heads: ``[heads * (nope + value), rank]``, both halves of the products of heads.
         o: of what heads give.
         mlp: None for another one behind the call.
+        index: of the layer's own indexer; None without one.
     """
 
     norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
@@ -43,13 +54,17 @@ class LatentWeights(LayerWeights):
     heads: torch.Tensor
     o: Layer
     mlp: GatedWeights | None
+    index: IndexWeights | None = None
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor | None, ...]:
-        """Return them one by one; None for what the layer does not have."""
+        """Return them one by one, those of an indexer behind; None for what the layer does not have."""
         (q, kv), nothing = self.first, (None, None)
         gate, up, down = (nothing, nothing, nothing) if self.mlp is None else self.mlp
-        return (*self.norms, *q, *kv, *(self.queries or nothing), self.heads, *self.o, *gate, *up, *down)
+        of_layer = (*self.norms, *q, *kv, *(self.queries or nothing), self.heads, *self.o, *gate, *up, *down)
+        if self.index is None:
+            return of_layer
+        return (*of_layer, *self.index.queries, *self.index.keys, *self.index.norm, self.index.factors)
 
 
 class LatentTerms(NamedTuple):
@@ -60,6 +75,26 @@ class LatentTerms(NamedTuple):
     o: PlacedTerms | None = None
     gate_up: PlacedTerms | None = None
     down: PlacedTerms | None = None
+
+
+@dataclass(frozen=True)
+class IndexerOptions:
+    """Tells the indexer of one layer from that of another.
+
+    Attributes:
+        choice: of its choice.
+        neighbours: elements that are rotated together stand side by side.
+        eps: of the norm of its keys.
+    """
+
+    choice: IndexOptions
+    neighbours: bool
+    eps: float
+
+    @cached_property
+    def numbers(self) -> tuple[np.float32, ...]:
+        """Return eps, the factor on the weights of the heads, and that on products, as a kernel takes them."""
+        return np.float32(self.eps), np.float32(self.choice.heads**-0.5), np.float32(self.choice.scale)
 
 
 @dataclass(frozen=True)
@@ -76,6 +111,7 @@ class LatentLayerOptions:
         inner: width of the gated MLP; 0 for another one behind the call.
         neighbours: elements that are rotated together stand side by side.
         norms: eps and offset of each of `LatentWeights.norms`.
+        index: of its own indexer; None without one.
     """
 
     attention: LatentOptions
@@ -87,6 +123,7 @@ class LatentLayerOptions:
     inner: int
     neighbours: bool
     norms: tuple[tuple[float, float], ...]
+    index: IndexerOptions | None = None
 
     @cached_property
     def numbers(self) -> tuple[np.float32, ...]:
@@ -100,9 +137,14 @@ class LatentLayerOptions:
         queries = self.heads * (self.nope + self.attention.rope)
         first = self.query_rank or queries
         values = self.heads * self.value
-        return (
+        of_layer: tuple[tuple[int, ...], ...] = (
             (width,), (width,), (self.query_rank,), (rank,),
             (first, width), (first,), (latent, width), (latent,), (queries, self.query_rank), (queries,),
             (self.heads * self.nope + values, rank), (width, values), (width,),
             (inner, width), (inner,), (inner, width), (inner,), (width, inner), (width,),
         )  # fmt: skip
+        if self.index is None:
+            return of_layer
+        heads, size = self.index.choice.heads, self.index.choice.size
+        of_index = ((heads * size, self.query_rank), (heads * size,), (size, width), (size,), (size,), (size,))
+        return (*of_layer, *of_index, (heads, width))
