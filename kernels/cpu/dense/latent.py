@@ -38,7 +38,7 @@ _heads_by_pairs = products_of_heads.multiply_by_pairs.part
 _heads_by_tiles = products_of_heads.multiply_by_tiles.part
 
 _WEIGHTS = 19
-"""Those of `LatentWeights.flat` that are not an indexer's."""
+"""Counts the parameters of `LatentWeights.flat` that are not an indexer's."""
 
 _ROOMS = 12
 """The most arrays that lie in the room, each from a multiple of sixteen elements on."""
