@@ -26,7 +26,7 @@ from samebit.benchmarks.workloads import models
 from samebit.kernels.cpu.base.jit import array, compile_kernel
 from samebit.kernels.cpu.latent.forward import attend_part
 from samebit.kernels.cpu.latent.index import select_part
-from samebit.kernels.cpu.latent.operation import heads_together
+from samebit.kernels.cpu.latent.operation import most_heads_together
 from samebit.kernels.cpu.latent.selection import chosen_of
 from samebit.kernels.cpu.latent.write_pages import write_pages
 from samebit.kernels.layout.forward_context import ForwardContext
@@ -137,12 +137,12 @@ def sparse_decode(layer: Sparse, dtype: torch.dtype, sizes: Sizes) -> dict[str, 
         chosen, plan = chosen_of(context, index)
         if plan is None or context.pages is None:
             raise ValueError(f"{sizes.long} tokens: nothing is to be chosen")
-        out, threads = torch.empty(*q.shape[:2], heads.rank, dtype=dtype), num_threads()
+        out = torch.empty(*q.shape[:2], heads.rank, dtype=dtype)
         _choose_and_attend(
             (array(keys), array(queries), array(weights), array(context.pages[1]), np.float32(index.scale)),
             (array(rows), array(q), array(context.pages[0]), np.float32(options.scale)), context.read_by_layers,
             plan.slabs, np.empty(plan.scores, np.float32), chosen.numpy(),
-            heads_together(heads.heads, len(context.tiles), threads), array(out), _NO_LSE, threads,
+            most_heads_together(heads.heads), array(out), _NO_LSE, num_threads(),
         )  # fmt: skip
 
     return {

@@ -23,7 +23,6 @@ from samebit.kernels.layout import device
 from samebit.kernels.layout.call_rows import Ints, StepRows
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.layout.layers.ready import ReadyLayer
 from samebit.kernels.layout.lora.adapters import LowRanks
 from samebit.kernels.layout.options import (
     AttentionOptions,
@@ -287,13 +286,13 @@ def run_layers(
     return cpu.run_layers(x, calls, angles, context)
 
 
-def latent_call_of(tensor: Tensor) -> Callable[..., ReadyLayer] | None:
+def latent_call_of(tensor: Tensor) -> Callable[..., LayerCall] | None:
     """Return what prepares the call of a decoder layer of attention over latents where the tensor is; None for a GPU,
     likewise."""
     return None if device.on_gpu(tensor) else cpu.latent_call
 
 
-def sparse_call_of(tensor: Tensor) -> Callable[..., ReadyLayer] | None:
+def sparse_call_of(tensor: Tensor) -> Callable[..., LayerCall] | None:
     """Return what prepares one that reads chosen tokens where the tensor is; None for a GPU, likewise."""
     return None if device.on_gpu(tensor) else cpu.sparse_call
 

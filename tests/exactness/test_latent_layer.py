@@ -1,13 +1,19 @@
 """A decoder layer of attention over latents that a rollout computes in one call has the bits of its modules, and gives
 way to who listens."""
 
+from typing import Any
+
 import pytest
 import torch
 from peft import get_peft_model
 from torch import nn
 
 from samebit.kernels import bind
-from samebit.kernels.cpu.dense.latent import ReadyLayer
+from samebit.kernels.binding.dense import latent as latent_layer
+from samebit.kernels.binding.dense import one_call
+from samebit.kernels.layout.layers.call import LayerCall
+from samebit.kernels.ops.dense.calls import run_layers
+from samebit.kernels.ops.rope import RotaryTables
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
@@ -26,15 +32,29 @@ FAMILIES = ("DeepseekV3", "DeepseekV3, whole queries, rope yarn", "DeepseekV2", 
 def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """How many rows each layer had that was computed in one call, and whether its MLP was in it."""
     calls: list[tuple[int, bool]] = []
-    compute = ReadyLayer.__call__
+    prepare = latent_layer.latent_call
 
-    def counted(self: ReadyLayer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out = compute(self, x)
-        calls.append((x.shape[-2], out[1] is None))
-        return out
+    def counted(x: torch.Tensor, *arguments: Any) -> LayerCall | None:
+        call = prepare(x, *arguments)
+        if call is not None:
+            calls.append((x.shape[-2], not call.apart))
+        return call
 
-    monkeypatch.setattr(ReadyLayer, "__call__", counted)
+    monkeypatch.setattr(latent_layer, "latent_call", counted)
     return calls
+
+
+@pytest.fixture
+def layers_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call of the kernels computed."""
+    counts: list[int] = []
+
+    def counted(x: torch.Tensor, calls: list[LayerCall], tables: RotaryTables) -> tuple[torch.Tensor, Any]:
+        counts.append(len(calls))
+        return run_layers(x, calls, tables)
+
+    monkeypatch.setattr(one_call, "run_layers", counted)
+    return counts
 
 
 @pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES))
@@ -54,6 +74,15 @@ def test_one_call_gives_the_bits_of_the_modules(
         one_by_one, _ = run(model, PROMPTS, PARAMS)
     assert not layers_in_one_call
     assert_same_samples(one_by_one, at_once)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_layers_up_to_one_of_experts_are_one_call(experts: bool, layers_of_calls: list[int]) -> None:
+    """Six layers: all at once, or the first two with the first one of experts, and three more of experts."""
+    model = make_model("DeepseekV3", num_hidden_layers=6, first_k_dense_replace=2 if experts else 6)
+    samples, _ = run(bind(model), PROMPTS, PARAMS)
+    assert layers_of_calls[:4] == ([3, 1, 1, 1] if experts else [6, 6, 6, 6])
+    assert_matches_trainer(model, samples, PARAMS)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
-from samebit.kernels.binding.dense.known import PreparedFacts
 from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.binding.modules import NormFacts, mlp_forward, rms_norm_forward
@@ -31,7 +30,7 @@ _OF_INPUT = ("in_proj_qkv", "in_proj_z", "in_proj_b")
 
 
 @dataclass(frozen=True)
-class DeltaLayerFacts(PreparedFacts):
+class DeltaLayerFacts:
     """Holds what the layer's call needs to know beside its parameters.
 
     Attributes:
@@ -53,10 +52,16 @@ class DeltaLayerFacts(PreparedFacts):
         """Implement `known.LayerFacts`."""
         return _weights(layer, self, context)
 
+    @property
+    def returns_choice(self) -> bool:
+        """Implement `known.LayerFacts`."""
+        return False
+
     def prepared(
-        self, x: torch.Tensor, found: tuple[DeltaWeights, DeltaTerms], tables: RotaryTables
-    ) -> LayerCall | None:
-        """Implement `known.PreparedFacts`."""
+        self, x: torch.Tensor, found: tuple[DeltaWeights, DeltaTerms], tables: RotaryTables,
+        earlier: torch.Tensor | None,
+    ) -> LayerCall | None:  # fmt: skip
+        """Implement `known.LayerFacts`."""
         return delta_call(x, found[0], tables.context, self.options, found[1])
 
 

@@ -17,12 +17,7 @@ from typing import Any
 import torch
 
 from samebit.kernels.binding.dense.known import known_layers
-from samebit.kernels.binding.dense.one_call import (
-    computed,
-    computed_in_turn,
-    computed_together,
-    one_call_forward,
-)
+from samebit.kernels.binding.dense.one_call import all_computed, computed, one_call_forward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.ops.linear import is_hooked
 from samebit.kernels.ops.rope import RotaryTables
@@ -65,11 +60,9 @@ def plain_decoder(decoder: Any, ids: torch.Tensor, positions: torch.Tensor) -> D
     layers, count = decoder.layers, decoder.config.num_hidden_layers
     whole = len(layers) == count and isinstance(tables, RotaryTables)
     calls = known_layers(layers, one_call_forward, tables.context) if whole else None
-    together = None if calls is None else computed_together(layers, calls, hidden, tables)
-    if calls is not None and together is None:
-        together = computed_in_turn(layers, calls, hidden, tables)
-    if together is not None:
-        return DecoderOutput(decoder.norm(together))
+    last = None if calls is None else all_computed(layers, calls, hidden, tables)
+    if last is not None:
+        return DecoderOutput(decoder.norm(last))
     handed_on: dict[str, Any] = {}
     for layer, found in zip(islice(layers, count), repeat(None) if calls is None else calls, strict=False):
         before = hidden

@@ -18,10 +18,8 @@ from torch.nn.modules import module as torch_modules
 from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.layout.layers.ready import ReadyLayer
 from samebit.kernels.layout.layers.weights import LayerWeights
 from samebit.kernels.layout.lora.adapters import KeptTerms
-from samebit.kernels.ops.dense.calls import run_layers
 from samebit.kernels.ops.rope import RotaryTables
 
 Found = tuple[Any, Any]
@@ -41,49 +39,18 @@ class LayerFacts(Protocol):
     def apart(self) -> str:
         """Return the name of the layer's child that is called by itself, behind that call; empty for none."""
 
+    @property
+    def returns_choice(self) -> bool:
+        """Return whether a layer returns, behind its result, which tokens its rows have read."""
+
     def find(self, layer: Any, context: ForwardContext) -> Found | None:
         """Return what the call reads; None where a call of the layer's modules does more than compute with it."""
 
-    def compute(
-        self, x: torch.Tensor, found: Any, tables: RotaryTables
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return the layer's result, or what it is without the child apart, and that one's input; None where the call
-        does not fit."""
-
-
-class PreparedFacts:
-    """Knows it for layers that may be computed one after the other in one call."""
-
-    def prepared(self, x: torch.Tensor, found: Any, tables: RotaryTables) -> LayerCall | None:
-        """Return the call that computes the layer of what is like ``x``; None where it does not fit."""
-        raise NotImplementedError
-
-    def compute(
-        self, x: torch.Tensor, found: Any, tables: RotaryTables
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Implement `LayerFacts`."""
-        call = self.prepared(x, found, tables)
-        return None if call is None else run_layers(x, [call], tables)
-
-
-class ReadyFacts:
-    """Knows it for layers whose calls may all be made ready before the first is computed: between two layers the caches
-    are full of weights, and what Python does there takes twice to five times as long."""
-
-    returns_choice = False
-    """Whether a layer returns, behind its result, which tokens its rows have read."""
-
-    @property
-    def apart(self) -> str:
-        """Do as `LayerFacts.apart`."""
-        raise NotImplementedError
-
-    def ready(
+    def prepared(
         self, x: torch.Tensor, found: Any, tables: RotaryTables, earlier: torch.Tensor | None
-    ) -> ReadyLayer | None:
+    ) -> LayerCall | None:
         """Return the call that computes the layer of what is like ``x``; None where it does not fit. ``earlier``: what
-        an earlier layer has chosen."""
-        raise NotImplementedError
+        an earlier layer has chosen, if layers choose tokens."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from samebit.kernels.binding.dense.known import ReadyFacts
 from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.dense.untouched import product_of, runs
 from samebit.kernels.binding.latent.forwards import LatentFacts, expansion_forward, latent_forward
 from samebit.kernels.binding.latent.indexer import IndexerFacts, indexer_forward, weights_forward
 from samebit.kernels.binding.modules import NormFacts, layer_norm_forward, mlp_forward, rms_norm_forward
 from samebit.kernels.layout.forward_context import ForwardContext
+from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.latent import (
     GatedWeights,
     IndexerOptions,
@@ -29,7 +29,6 @@ from samebit.kernels.layout.layers.latent import (
     LatentTerms,
     LatentWeights,
 )
-from samebit.kernels.layout.layers.ready import ReadyLayer
 from samebit.kernels.ops.dense.latent import latent_call, sparse_call
 from samebit.kernels.ops.linear import weight_and_bias
 from samebit.kernels.ops.rope import RotaryTables
@@ -38,16 +37,18 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True)
-class LatentLayerFacts(ReadyFacts):
+class LatentLayerFacts:
     """Holds what the layer's call needs to know beside its parameters.
 
     Attributes:
         options: sizes and constants.
         adapters: of peft are in the model, so that the layer may be recomputed inside a context of its own.
+        returns_choice: it returns which tokens its rows have read.
     """
 
     options: LatentLayerOptions
     adapters: bool
+    returns_choice: bool = False
 
     @property
     def apart(self) -> str:
@@ -58,25 +59,23 @@ class LatentLayerFacts(ReadyFacts):
         """Implement `known.LayerFacts`."""
         return _weights(layer, self, context)
 
-    def ready(
+    def prepared(
         self, x: torch.Tensor, found: tuple[LatentWeights, LatentTerms], tables: RotaryTables,
         earlier: torch.Tensor | None,
-    ) -> ReadyLayer | None:  # fmt: skip
-        """Implement `known.ReadyFacts`."""
+    ) -> LayerCall | None:  # fmt: skip
+        """Implement `known.LayerFacts`."""
         return latent_call(x, found[0], tables, self.options, found[1])
 
 
 @dataclass(frozen=True)
 class SparseLayerFacts(LatentLayerFacts):
-    """Holds, beside that, whether a layer that reads chosen tokens returns what was chosen."""
+    """Is that of a layer whose rows read chosen tokens."""
 
-    returns_choice: bool
-
-    def ready(
+    def prepared(
         self, x: torch.Tensor, found: tuple[LatentWeights, LatentTerms], tables: RotaryTables,
         earlier: torch.Tensor | None,
-    ) -> ReadyLayer | None:  # fmt: skip
-        """Implement `known.ReadyFacts`."""
+    ) -> LayerCall | None:  # fmt: skip
+        """Implement `known.LayerFacts`."""
         return sparse_call(x, found[0], tables, self.options, found[1], earlier)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from samebit.kernels.binding.dense.known import PreparedFacts
 from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.binding.modules import (
@@ -31,7 +30,7 @@ from samebit.kernels.ops.rope import RotaryTables
 
 
 @dataclass(frozen=True)
-class DenseLayerFacts(PreparedFacts):
+class DenseLayerFacts:
     """Holds what the layer's call needs to know beside its parameters.
 
     Attributes:
@@ -53,10 +52,16 @@ class DenseLayerFacts(PreparedFacts):
         """Implement `known.LayerFacts`."""
         return _weights(layer, self, context)
 
+    @property
+    def returns_choice(self) -> bool:
+        """Implement `known.LayerFacts`."""
+        return False
+
     def prepared(
-        self, x: torch.Tensor, found: tuple[DenseWeights, DenseTerms], tables: RotaryTables
-    ) -> LayerCall | None:
-        """Implement `known.PreparedFacts`."""
+        self, x: torch.Tensor, found: tuple[DenseWeights, DenseTerms], tables: RotaryTables,
+        earlier: torch.Tensor | None,
+    ) -> LayerCall | None:  # fmt: skip
+        """Implement `known.LayerFacts`."""
         return dense_call(x, found[0], tables, self.options, found[1])
 
 

@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
-from samebit.kernels.binding.dense.known import Found, LayerFacts, PreparedFacts, ReadyFacts, known_weights
+from samebit.kernels.binding.dense.known import Found, LayerFacts, known_weights
 from samebit.kernels.binding.lora.forwards import layer_forward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.layout.layers.ready import ReadyLayer
 from samebit.kernels.ops.dense.calls import run_layers
 from samebit.kernels.ops.rope import RotaryTables
 
 _FEW_ROWS = 256
-"""What calls that are ready hold until the last is made grows with the rows: which tokens are chosen."""
+"""What prepared calls hold until the last is computed grows with the rows: which tokens are chosen."""
 
 
 def one_call_forward(
@@ -47,57 +46,42 @@ def _in_rollout(context: ForwardContext) -> bool:
 
 
 def computed(
-    layer: Any, facts: LayerFacts | ReadyFacts, x: torch.Tensor, found: Found, tables: RotaryTables,
+    layer: Any, facts: LayerFacts, x: torch.Tensor, found: Found, tables: RotaryTables,
     earlier: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Return what the class's own forward would, of what was found; None where that does not fit one call. ``earlier``:
     what an earlier layer has chosen, if layers choose tokens."""
-    if not isinstance(facts, ReadyFacts):
-        out = facts.compute(x, found, tables)
-        return None if out is None else _with_child_apart(layer, facts, *out)
-    call = facts.ready(x, found, tables, earlier)
+    call = facts.prepared(x, found, tables, earlier)
     if call is None:
         return None
-    hidden = _with_child_apart(layer, facts, *call(x))
+    hidden = _computed([(layer, facts, call)], x, tables)
     return (hidden, call.chosen) if facts.returns_choice else hidden
 
 
-def computed_in_turn(
+def all_computed(
     layers: Iterable[Any], found: Iterable[Found], x: torch.Tensor, tables: RotaryTables
 ) -> torch.Tensor | None:
-    """Compute all layers of what was found, one after the other, after all calls were made ready; None where one can
-    not be, and for many rows, whose layers take so long that what is between them does not count."""
-    if tables.context.num_rows > _FEW_ROWS:
-        return None
-    calls: list[tuple[Any, ReadyFacts, ReadyLayer]] = []
+    """Compute all layers of what was found, with as few calls as there are children apart: each is prepared before the
+    first is computed, as between two layers the caches are full of weights, and what Python does there takes twice to
+    five times as long. None where one does not fit, and where what many rows choose would be held for all layers."""
+    calls: list[tuple[Any, LayerFacts, LayerCall]] = []
     chosen = None
     for layer, of_layer in zip(layers, found, strict=True):
-        facts = layer.__dict__["samebit"]
-        call = facts.ready(x, of_layer, tables, chosen) if isinstance(facts, ReadyFacts) else None
-        if call is None:
+        facts: LayerFacts = layer.__dict__["samebit"]
+        call = facts.prepared(x, of_layer, tables, chosen)
+        if call is None or (call.chosen is not None and tables.context.num_rows > _FEW_ROWS):
             return None
         chosen = call.chosen
         calls.append((layer, facts, call))
+    return _computed(calls, x, tables)
+
+
+def _computed(calls: list[tuple[Any, LayerFacts, LayerCall]], x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
+    """Compute layers one after the other, those behind each other in one call up to one with a child apart."""
+    together: list[LayerCall] = []
     for layer, facts, call in calls:
-        x = _with_child_apart(layer, facts, *call(x))
-    return x
-
-
-def _with_child_apart(
-    layer: Any, facts: LayerFacts | ReadyFacts, inside: torch.Tensor, behind: torch.Tensor | None
-) -> torch.Tensor:
-    return inside if behind is None else inside + layer.get_submodule(facts.apart)(behind)
-
-
-def computed_together(
-    layers: Iterable[Any], found: Iterable[Found], x: torch.Tensor, tables: RotaryTables
-) -> torch.Tensor | None:
-    """Compute all layers of what was found in one call; None where one does not fit, or has a call behind its own."""
-    calls: list[LayerCall] = []
-    for layer, of_layer in zip(layers, found, strict=True):
-        facts = layer.__dict__["samebit"]
-        call = facts.prepared(x, of_layer, tables) if isinstance(facts, PreparedFacts) else None
-        if call is None or call.apart:
-            return None
-        calls.append(call)
-    return run_layers(x, calls, tables)[0]
+        together.append(call)
+        if call.apart:
+            inside, behind = run_layers(x, together, tables)
+            x, together = inside + layer.get_submodule(facts.apart)(behind), []
+    return run_layers(x, together, tables)[0] if together else x

@@ -108,6 +108,12 @@ def integers(address: int, count: int) -> Any:
 
 
 @inlined_part
+def table(address: int, rows: int, columns: int) -> Any:
+    """Make an array of int32 of two dimensions."""
+    return carray(pointer(address, np.int32(0)), (rows, columns))
+
+
+@inlined_part
 def longs(address: int, count: int) -> Any:
     """Make an array of ``count`` int64."""
     return elements(address, count, np.int64(0))

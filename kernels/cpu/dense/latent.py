@@ -9,51 +9,50 @@ T rows, W hidden size, H heads; rank, rope, nope and value are sizes as in `Late
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import chain
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numba import carray
 
-from samebit.kernels.cpu.base.jit import array, compile_kernel
-from samebit.kernels.cpu.base.memory import NO_END, elements, floats, kind_of, pointer, whole_lines
-from samebit.kernels.cpu.base.part import kernel_part
+from samebit.kernels.cpu.base.jit import compile_kernel
+from samebit.kernels.cpu.base.memory import NO_END, elements, floats, integers, pointer, read, table, whole_lines
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
+from samebit.kernels.cpu.dense.calls import call_and_step, kept_call, kernel_at, record, work_of
 from samebit.kernels.cpu.dense.mlp import ROW_PARTS, normed, with_mlp
 from samebit.kernels.cpu.dense.products import Kernels, product, product_by_tiles, product_of_pairs, shared
-from samebit.kernels.cpu.dense.terms import NO_TERMS, add_adapter, add_nothing, terms_of
+from samebit.kernels.cpu.dense.terms import LAYOUT, NO_TERMS, add_adapter, add_nothing, numbers_of, terms_at, terms_of
 from samebit.kernels.cpu.gemm import heads as products_of_heads
 from samebit.kernels.cpu.latent.forward import attend_part
-from samebit.kernels.cpu.latent.operation import heads_together
+from samebit.kernels.cpu.latent.operation import most_heads_together
 from samebit.kernels.cpu.norm import rms_norm_row
 from samebit.kernels.cpu.rope import rotate_to_halves
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES
+from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.latent import LatentLayerOptions, LatentTerms, LatentWeights
-from samebit.kernels.openmp import num_threads
 
 _heads = products_of_heads.multiply.part
 _heads_by_pairs = products_of_heads.multiply_by_pairs.part
 _heads_by_tiles = products_of_heads.multiply_by_tiles.part
 
-_WEIGHTS = 19
-"""Counts the parameters of `LatentWeights.flat` that are not an indexer's."""
-
 _ROOMS = 12
 """The most arrays that lie in the room, each from a multiple of sixteen elements on."""
 
-_NO_LISTS = np.empty((0, 0), np.int32)
-NO_INDEX = (0, 0, 0, 0), (0, 0, 0, 0), ()
-"""Stands for what a layer has that does not choose tokens itself: see `with_product`."""
-
-_NO_LSE = np.empty((0, 0), np.float32)
+_FLOAT = np.float32(0)
 
 
 class Sizes(NamedTuple):
-    """Holds T, W, H, the sizes of heads and latents, and the width of the MLP, 0 where another one follows."""
+    """Holds the address of the layer's pages and their number; W and H, the sizes of heads and latents; the width of
+    the MLP, 0 where another one follows; the most heads of an item of attention, and whether neighbours are rotated
+    together; the address of the tokens that rows read, and how many of each row, 0 for all."""
 
-    rows: int
+    pages: int
+    num_blocks: int
     width: int
     heads: int
     nope: int
@@ -62,22 +61,14 @@ class Sizes(NamedTuple):
     rope: int
     query_rank: int
     inner: int
-
-
-class Call(NamedTuple):
-    """Holds the addresses of x, of the result, of its norm where another MLP follows, of cos and sin, and of a room for
-    what is between the kernels."""
-
-    x: int
-    out: int
-    normed: int
-    cos: int
-    sin: int
-    room: int
+    together: int
+    neighbours: int
+    lists: int
+    top_k: int
 
 
 class Numbers(NamedTuple):
-    """Holds the eps of each norm, and what is added to its weight."""
+    """Holds the eps of each norm, and what is added to its weight; the scale of attention."""
 
     first_eps: Any
     first_offset: Any
@@ -87,12 +78,25 @@ class Numbers(NamedTuple):
     query_offset: Any
     latent_eps: Any
     latent_offset: Any
+    scale: Any
+
+
+WEIGHTS = 19
+"""Counts the parameters of `LatentWeights.flat` that are not an indexer's."""
+
+_SIZES, _NUMBERS = len(Sizes._fields), len(Numbers._fields)
+RECORD = f"={WEIGHTS + _SIZES}q" + "f4x" * _NUMBERS + LAYOUT * 5
+"""Lays out a layer's record: the addresses of its parameters, 0 for what it does not have, `Sizes`, `Numbers`, and five
+`Terms`."""
+
+_LAYOUT = Struct(RECORD)
+_SIZES_AT = 8 * WEIGHTS
+_NUMBERS_AT = _SIZES_AT + 8 * _SIZES
+_TERMS_AT = _NUMBERS_AT + 8 * _NUMBERS
 
 
 @kernel_part
-def _place_rows(
-    part: int, tensors: Any, sizes: Any, norm: Any, neighbours: bool, pages: Any, places: Any, kind: Any
-) -> None:
+def _place_rows(part: int, tensors: Any, rows: int, sizes: Any, norm: Any, step: Any, kind: Any) -> None:
     """Put the rotated parts of a share of the rows behind their absorbed queries, and their latents, normalised, and
     rotated keys into the pages.
 
@@ -100,18 +104,18 @@ def _place_rows(
     queries ``[T, H, rank + rope]``, of the norm's weight, of cos and sin.
     """
     q_at, given_at, absorbed_at, weight_at, cos_at, sin_at = tensors
-    rows, count, rank, half = sizes.rows, sizes.heads, sizes.rank, sizes.rope // 2
+    count, rank, half = sizes.heads, sizes.rank, sizes.rope // 2
     width, size = rank + sizes.rope, sizes.nope + sizes.rope
     q, given = elements(q_at, rows * count * size, kind), elements(given_at, rows * width, kind)
     absorbed, weight = elements(absorbed_at, rows * count * width, kind), elements(weight_at, rank, kind)
     cos, sin = floats(cos_at, rows * half), floats(sin_at, rows * half)
-    memory = elements(pages.ctypes.data, NO_END, kind)
+    memory, neighbours = elements(sizes.pages, NO_END, kind), sizes.neighbours > 0
     eps, offset = norm
-    block_of_row, offset_of_row = places
+    block_of_row, offset_of_row = integers(step.blocks, rows), integers(step.offsets, rows)
     lanes = np.empty(LANES, np.float32)
     for row in range(rows * part // ROW_PARTS, rows * (part + 1) // ROW_PARTS):
         at = row * width
-        to = (np.int64(block_of_row[row]) * pages.shape[1] + offset_of_row[row]) * width
+        to = (np.int64(block_of_row[row]) * step.block_size + offset_of_row[row]) * width
         along, across = cos[row * half : (row + 1) * half], sin[row * half : (row + 1) * half]
         rms_norm_row(given[at : at + rank], weight, offset, eps, lanes, memory[to : to + rank])
         rotate_to_halves(given, at + rank, neighbours, along, across, memory, to + rank)
@@ -121,10 +125,16 @@ def _place_rows(
             )  # fmt: skip
 
 
+@inlined_part
+def nothing_beside(call: Any, rows: int, room: int, kind: Any) -> Any:
+    """Return what a layer that chooses no tokens multiplies besides: no layer more of its input, and none more of the
+    queries' latents."""
+    no = np.int64(0)
+    return (no, no, no, no), (no, no, no, no)
+
+
 @kernel_part
-def choose_nothing(
-    threads: int, x: int, sizes: Any, angles: Any, indexer: Any, layout: Any, lists: Any, kind: Any
-) -> None:
+def choose_nothing(threads: int, x: int, call: Any, step: Any, work: Any, sizes: Any, room: int, kind: Any) -> None:
     """Choose tokens for a layer that has no indexer."""
 
 
@@ -141,34 +151,29 @@ BY_TILES = Multiply(product_by_tiles, _heads_by_tiles)
 
 
 def with_product(
-    products: Multiply, add: Callable[..., None], choose: Callable[..., None] = choose_nothing
-) -> Callable[..., None]:
-    """Make the layer from its products, what adds an adapter's terms to them, and what chooses the tokens to read."""
+    products: Multiply, add: Callable[..., None], beside: Callable[..., Any] = nothing_beside,
+    choose: Callable[..., None] = choose_nothing,
+) -> Callable[..., None]:  # fmt: skip
+    """Make the layer from its products, what adds an adapter's terms to them, and what chooses the tokens to read, with
+    the layers that it multiplies ``beside`` others of the same input."""
     multiply, multiply_heads = products
     finish = with_mlp(multiply, add)
 
     @kernel_part
-    def layer(
-        threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any,
-        no_lse: Any, kind: Any,
-    ) -> None:  # fmt: skip
-        """Compute the layer; ``given``: `Call`, the addresses of `LatentWeights.flat` (0 for what the layer does not
-        have), `Sizes` and `Numbers`; ``terms``: five `Terms`; ``layout``: blocks and offsets of rows, then what
-        `latent.forward` reads; ``attention``: scale, heads of an item, and whether neighbours are rotated together;
-        ``index``: a layer more of the input, one more of the queries' latents, and what ``choose`` needs besides;
-        ``lists``: as ``chosen`` of `latent.forward`, which ``choose`` writes."""
-        call, sizes, numbers = Call(*given[0]), Sizes(*given[2]), Numbers(*given[3])
+    def layer(threads: int, call_at: int, kind: Any) -> None:
+        """Compute the layer of the `calls.Call` at an address."""
+        call, step = call_and_step(call_at)
+        work = work_of(call)
+        no, at = np.int64(0), call.record
+        sizes, numbers = Sizes(*read(at + _SIZES_AT, _SIZES, no)), Numbers(*read(at + _NUMBERS_AT, _NUMBERS, _FLOAT))
         (
             first_norm, second_norm, q_norm, latent_norm, q_weight, q_bias, kv_weight, kv_bias, b_weight, b_bias,
             heads_weight, o_weight, o_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
-        ) = given[1]  # fmt: skip
-        blocks, offsets, sequences, block_tables, tiles = layout
-        of_input, of_low, indexer = index
-        scale, together, neighbours = attention
-        rows, width, count, nope, value = sizes.rows, sizes.width, sizes.heads, sizes.nope, sizes.value
-        rank, low = sizes.rank, sizes.query_rank
+        ) = read(at, WEIGHTS, no)  # fmt: skip
+        rows, width, count, nope, value = step.rows, sizes.width, sizes.heads, sizes.nope, sizes.value
+        rank, low, inner = sizes.rank, sizes.query_rank, sizes.inner
         latent, size = rank + sizes.rope, nope + sizes.rope
-        itemsize, no = pages.itemsize, np.int64(0)
+        itemsize = elements(no, 0, kind).itemsize
         normed_at = call.room
         compressed = normed_at + whole_lines(rows * width) * itemsize
         q = compressed + whole_lines(rows * latent) * itemsize
@@ -178,6 +183,8 @@ def with_product(
         attended = absorbed + whole_lines(rows * count * latent) * itemsize
         values = attended + whole_lines(rows * count * rank) * itemsize
         rest = values + whole_lines(rows * count * value) * itemsize
+        room = rest + (3 * whole_lines(rows * inner) + whole_lines(rows * width)) * itemsize
+        of_input, of_low = beside(call, rows, room, kind)
         normed(threads, call.x, 0, 0, first_norm, numbers.first_offset, numbers.first_eps, rows, width, normed_at, kind)
         first = low_rank if low > 0 else q
         multiply(
@@ -185,7 +192,7 @@ def with_product(
             (q_weight, q_bias, low if low > 0 else count * size, first, kv_weight, kv_bias, latent, compressed,
              *of_input), kind,
         )  # fmt: skip
-        add(threads, normed_at, rows, width, terms[0], (first, compressed, no), kind)
+        add(threads, normed_at, rows, width, terms_at(at + _TERMS_AT, 0), (first, compressed, no), kind)
         if low > 0:
             normed(
                 threads, low_rank, 0, 0, q_norm, numbers.query_offset, numbers.query_eps, rows, low, low_normed, kind
@@ -194,43 +201,47 @@ def with_product(
                 threads, low_normed, low, rows, low,
                 (b_weight, b_bias, count * size, q, *of_low, no, no, no, no), kind,
             )  # fmt: skip
-            add(threads, low_normed, rows, low, terms[1], (q, no, no), kind)
-        step = (nope + value) * rank
+            add(threads, low_normed, rows, low, terms_at(at + _TERMS_AT, 1), (q, no, no), kind)
+        each = (nope + value) * rank
         multiply_heads(
             shared(rows * count * nope, threads),
             products_of_heads.Product(
                 products_of_heads.Rows(q, count * size, size), products_of_heads.Rows(absorbed, count * latent, latent),
-                rows, count, nope, rank, heads_weight, step, True,
+                rows, count, nope, rank, heads_weight, each, True,
             ), kind,
         )  # fmt: skip
         share_out(
             _place_rows, ROW_PARTS, shared(rows * count * latent, threads),
-            ((q, compressed, absorbed, latent_norm, call.cos, call.sin), sizes,
-             (numbers.latent_eps, numbers.latent_offset), neighbours, pages, (blocks, offsets), kind),
+            ((q, compressed, absorbed, latent_norm, step.cos, step.sin), rows, sizes,
+             (numbers.latent_eps, numbers.latent_offset), step, kind),
         )  # fmt: skip
-        choose(threads, normed_at, sizes, (call.cos, call.sin), indexer, layout, lists, kind)
-        queries = carray(pointer(absorbed, kind), (rows, count, latent))
-        result = carray(pointer(attended, kind), (rows, count, rank))
+        choose(threads, normed_at, call, step, work, sizes, room, kind)
         attend_part(
-            queries, pages, sequences, block_tables, tiles, lists, together, scale, result, no_lse, threads
+            carray(pointer(absorbed, kind), (rows, count, latent)),
+            carray(pointer(sizes.pages, kind), (sizes.num_blocks, step.block_size, latent)),
+            table(step.sequences, 4, step.num_sequences), table(work.block_tables, work.num_tables, work.table_width),
+            table(work.tiles, work.num_tiles, 2), table(sizes.lists, rows, sizes.top_k),
+            sizes.together, numbers.scale, carray(pointer(attended, kind), (rows, count, rank)),
+            carray(pointer(no, _FLOAT), (0, 0)), threads,
         )  # fmt: skip
         multiply_heads(
             shared(rows * count * value, threads),
             products_of_heads.Product(
                 products_of_heads.Rows(attended, count * rank, rank),
                 products_of_heads.Rows(values, count * value, value),
-                rows, count, rank, value, heads_weight + nope * rank * itemsize, step, False,
+                rows, count, rank, value, heads_weight + nope * rank * itemsize, each, False,
             ), kind,
         )  # fmt: skip
         multiply(
             threads, values, count * value, rows, count * value,
             (o_weight, o_bias, width, normed_at, no, no, no, no, no, no, no, no), kind,
         )  # fmt: skip
-        add(threads, values, rows, count * value, terms[2], (normed_at, no, no), kind)
+        add(threads, values, rows, count * value, terms_at(at + _TERMS_AT, 2), (normed_at, no, no), kind)
         finish(
             threads, (call.x, normed_at, call.out, rest, call.normed), (rows, width, sizes.inner),
             (second_norm, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias),
-            (numbers.second_eps, numbers.second_offset), (terms[3], terms[4]), itemsize, kind,
+            (numbers.second_eps, numbers.second_offset),
+            (terms_at(at + _TERMS_AT, 3), terms_at(at + _TERMS_AT, 4)), itemsize, kind,
         )  # fmt: skip
 
     made: Callable[..., None] = layer
@@ -245,136 +256,93 @@ _adapted_by_pairs = with_product(BY_PAIRS, add_adapter)
 _adapted_by_tiles = with_product(BY_TILES, add_adapter)
 
 
-def _run(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
-    kind: Any,
-) -> None:  # fmt: skip
+def _run(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer, multiplying in float32."""
-    _layer(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
+    _layer(threads, call_at, kind)
 
 
-def _run_by_pairs(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
-    kind: Any,
-) -> None:  # fmt: skip
+def _run_by_pairs(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer in bfloat16, multiplying in pairs of inputs."""
-    _layer_by_pairs(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
+    _layer_by_pairs(threads, call_at, kind)
 
 
-def _run_by_tiles(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
-    kind: Any,
-) -> None:  # fmt: skip
+def _run_by_tiles(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer in bfloat16, multiplying with tile instructions."""
-    _layer_by_tiles(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
+    _layer_by_tiles(threads, call_at, kind)
 
 
-def _run_adapted(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
-    kind: Any,
-) -> None:  # fmt: skip
+def _run_adapted(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer with an adapter, multiplying in float32."""
-    _adapted(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
+    _adapted(threads, call_at, kind)
 
 
-def _run_adapted_by_pairs(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
-    kind: Any,
-) -> None:  # fmt: skip
+def _run_adapted_by_pairs(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer with an adapter in bfloat16, multiplying in pairs of inputs."""
-    _adapted_by_pairs(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
+    _adapted_by_pairs(threads, call_at, kind)
 
 
-def _run_adapted_by_tiles(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
-    kind: Any,
-) -> None:  # fmt: skip
+def _run_adapted_by_tiles(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer with an adapter in bfloat16, multiplying with tile instructions."""
-    _adapted_by_tiles(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
+    _adapted_by_tiles(threads, call_at, kind)
 
 
 KERNELS = Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
 ADAPTED_KERNELS = Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_pairs, _run_adapted_by_tiles)))
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class ReadyLayer:
-    """Holds what a kernel of a layer is called with but for the layer's input and results.
-
-    Attributes:
-        call: `Call` without them.
-        of_layer: what is given besides.
-        arguments: of the kernel, behind those.
-        chosen: as `ReadyLayer` of `layout` says it.
-        apart: another MLP follows behind the call.
-    """
-
-    kernel: Callable[..., None]
-    threads: int
-    call: tuple[int, ...]
-    of_layer: tuple[Any, ...]
-    arguments: tuple[Any, ...]
-    chosen: torch.Tensor | None
-    apart: bool
-
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the layer."""
-        x = x.contiguous()
-        out, behind = torch.empty_like(x), torch.empty_like(x) if self.apart else None
-        places = x.data_ptr(), out.data_ptr(), 0 if behind is None else behind.data_ptr()
-        self.kernel(self.threads, ((*places, *self.call), *self.of_layer), *self.arguments)
-        return out, behind
-
-
 def latent_call(
-    x: torch.Tensor, weights: LatentWeights, angles: tuple[torch.Tensor, torch.Tensor], context: ForwardContext,
-    options: LatentLayerOptions, terms: LatentTerms,
-) -> ReadyLayer:  # fmt: skip
+    weights: LatentWeights, context: ForwardContext, options: LatentLayerOptions, terms: LatentTerms
+) -> LayerCall:
     """Implement `dispatch.latent_call_of`."""
-    groups = tuple(map(terms_of, terms))
-    kernels = KERNELS if all(group is NO_TERMS for group in groups) else ADAPTED_KERNELS
-    return prepare(kernels, x, weights, angles, context, options, groups, NO_INDEX, None)
+    pages = pages_of(context, options.attention.layer)
+    places = pages.data_ptr(), len(pages)
+
+    def call() -> LayerCall:
+        groups = tuple(map(terms_of, terms))
+        kernels = KERNELS if all(group is NO_TERMS for group in groups) else ADAPTED_KERNELS
+        kept, room = record_of(weights, pages, options, groups, None), room_of(options, pages.dtype)
+        return LayerCall(kernel_at(kernels.of(pages.dtype), pages.dtype), kept, room, not options.inner)
+
+    return kept_call(weights, places, terms, call)
 
 
-def prepare(
-    kernels: Kernels, x: torch.Tensor, weights: LatentWeights, angles: tuple[torch.Tensor, torch.Tensor],
-    context: ForwardContext, options: LatentLayerOptions, groups: tuple[Any, ...], index: tuple[Any, ...],
-    chosen: torch.Tensor | None,
-) -> ReadyLayer:  # fmt: skip
-    """Prepare one of the kernels for what is like ``x``: for terms of an adapter and an index as these take them, and
-    what is chosen, or will be by the call; None for all tokens."""
+def pages_of(context: ForwardContext, layer: int) -> torch.Tensor:
+    """Return the pages of a layer.
+
+    Raises:
+        ValueError: there are none, as the context is not a rollout's.
+    """
     if context.pages is None:
         raise ValueError("a context without pages; allowed: a rollout's")
-    attention, (cos, sin), threads = options.attention, angles, num_threads()
-    sizes = (
-        context.num_rows, options.width, options.heads, options.nope, options.value, attention.rank, attention.rope,
-        options.query_rank, options.inner,
+    return context.pages[layer]
+
+
+def record_of(
+    weights: LatentWeights, pages: torch.Tensor, options: LatentLayerOptions, groups: tuple[Any, ...],
+    chosen: torch.Tensor | None,
+) -> npt.NDArray[np.int64]:  # fmt: skip
+    """Return a layer's record."""
+    return record(_LAYOUT, *numbers_of_layer(weights, pages, options, groups, chosen))
+
+
+def numbers_of_layer(
+    weights: LatentWeights, pages: torch.Tensor, options: LatentLayerOptions, groups: tuple[Any, ...],
+    chosen: torch.Tensor | None,
+) -> tuple[object, ...]:  # fmt: skip
+    """Return what stands in a layer's `RECORD`; ``chosen``: tokens that its rows read, ``[T, K]``, None for all."""
+    attention = options.attention
+    lists = (0, 0) if chosen is None else (chosen.data_ptr(), chosen.shape[1])
+    return (
+        *weights.addresses[:WEIGHTS], pages.data_ptr(), len(pages), options.width, options.heads, options.nope,
+        options.value, attention.rank, attention.rope, options.query_rank, options.inner,
+        most_heads_together(options.heads), options.neighbours, *lists, *options.numbers, attention.scale,
+        *chain.from_iterable(map(numbers_of, groups)),
     )  # fmt: skip
-    call = cos.data_ptr(), sin.data_ptr(), _room(context, options, x.dtype).data_ptr()
-    together = heads_together(options.heads, len(context.tiles), threads)
-    arguments = (
-        groups, array(context.pages[attention.layer]), context.read_by_layers,
-        (np.float32(attention.scale), together, options.neighbours), index,
-        _NO_LISTS if chosen is None else chosen.numpy(), _NO_LSE, kind_of(x.dtype),
-    )  # fmt: skip
-    of_layer = weights.addresses[:_WEIGHTS], sizes, options.numbers
-    return ReadyLayer(kernels.of(x.dtype), threads, call, of_layer, arguments, chosen, not options.inner)
 
 
-def addresses_of_index(weights: LatentWeights) -> tuple[int, ...]:
-    """Return where the parameters of the layer's indexer are."""
-    return weights.addresses[_WEIGHTS:]
-
-
-def _room(context: ForwardContext, options: LatentLayerOptions, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for what is between the kernels of a layer; the layers of a call share it."""
+def room_of(options: LatentLayerOptions, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes that a layer needs for what is between its kernels, of each row and of the layer."""
     attention, heads = options.attention, options.heads
     of_heads = options.nope + attention.rope + attention.width + attention.rank + options.value
-    elements_of_row = (
-        2 * options.width + attention.width + 2 * options.query_rank + heads * of_heads + 3 * options.inner
-    )  # fmt: skip
-    key = "latent layer", elements_of_row, dtype
-    if key not in context.worked_out:
-        context.worked_out[key] = torch.empty(context.num_rows * elements_of_row + _ROOMS * LANES, dtype=dtype)
-    room: torch.Tensor = context.worked_out[key]
-    return room
+    of_row = 2 * options.width + attention.width + 2 * options.query_rank + heads * of_heads + 3 * options.inner
+    return of_row * dtype.itemsize, _ROOMS * LANES * dtype.itemsize

@@ -21,8 +21,8 @@ from samebit.kernels.cpu.activation import sigmoid_rows
 from samebit.kernels.cpu.attention.forward import attend_part
 from samebit.kernels.cpu.attention.write_pages import rotate_and_write
 from samebit.kernels.cpu.base.jit import compile_kernel
-from samebit.kernels.cpu.base.memory import elements, floats, integers, pointer, read, whole_lines
-from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.base.memory import elements, floats, integers, pointer, read, table, whole_lines
+from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.dense.calls import call_and_step, kept_call, kernel_at, record, work_of
 from samebit.kernels.cpu.dense.mlp import ROW_PARTS, normed, with_mlp
@@ -39,7 +39,7 @@ _rotate_and_write, _sigmoid = rotate_and_write.part, sigmoid_rows.part
 _ROOMS = 13
 """The most arrays that lie in the room, each from a multiple of sixteen elements on."""
 
-_FLOAT, _INTEGER = np.float32(0), np.int32(0)
+_FLOAT = np.float32(0)
 
 
 class Sizes(NamedTuple):
@@ -78,12 +78,6 @@ four `Terms`."""
 _SIZES_AT = 8 * _WEIGHTS
 _NUMBERS_AT = _SIZES_AT + 8 * _SIZES
 _TERMS_AT = _NUMBERS_AT + 8 * _NUMBERS
-
-
-@inlined_part
-def _table(address: int, rows: int, columns: int) -> Any:
-    """Make an array of int32."""
-    return carray(pointer(address, _INTEGER), (rows, columns))
 
 
 @kernel_part
@@ -145,9 +139,9 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         attend_part(
             carray(pointer(rotated, kind), (rows, sizes.heads, dim)),
             carray(pointer(sizes.pages, kind), (sizes.num_blocks, sizes.kv_heads, 2, dim * step.block_size)),
-            _table(step.sequences, 4, step.num_sequences),
-            _table(work.block_tables, work.num_tables, work.table_width), _table(work.tiles, work.num_tiles, 2),
-            _table(work.bunches, work.num_bunches, 2), (numbers.scale, numbers.softcap, sizes.window), floats(no, 0),
+            table(step.sequences, 4, step.num_sequences),
+            table(work.block_tables, work.num_tables, work.table_width), table(work.tiles, work.num_tiles, 2),
+            table(work.bunches, work.num_bunches, 2), (numbers.scale, numbers.softcap, sizes.window), floats(no, 0),
             carray(pointer(attended, kind), (rows, sizes.heads, dim)), carray(pointer(no, _FLOAT), (0, 0)), threads,
         )  # fmt: skip
         if sizes.gated > 0:

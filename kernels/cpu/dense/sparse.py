@@ -10,18 +10,20 @@ T rows, W hidden size, H heads and D elements of an index key, K tokens chosen f
 """
 
 from collections.abc import Callable
-from typing import Any
+from struct import Struct, calcsize
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numba import carray
 
-from samebit.kernels.cpu.base.jit import array, compile_kernel
-from samebit.kernels.cpu.base.memory import NO_END, elements, floats, pointer, whole_lines
+from samebit.kernels.cpu.base.jit import compile_kernel
+from samebit.kernels.cpu.base.memory import NO_END, elements, floats, integers, pointer, read, table, whole_lines
 from samebit.kernels.cpu.base.numeric import widen
-from samebit.kernels.cpu.base.part import kernel_part
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.dense import latent
+from samebit.kernels.cpu.dense.calls import kernel_at, record
 from samebit.kernels.cpu.dense.mlp import ROW_PARTS
 from samebit.kernels.cpu.dense.products import Kernels, product, shared
 from samebit.kernels.cpu.dense.terms import NO_TERMS, add_adapter, add_nothing, terms_of
@@ -31,6 +33,7 @@ from samebit.kernels.cpu.norm import layer_norm_row
 from samebit.kernels.cpu.rope import rotate_to_halves
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES
+from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.latent import IndexerOptions, LatentLayerOptions, LatentTerms, LatentWeights
 
 _FLOAT = np.float32(0.0)
@@ -38,10 +41,64 @@ _FLOAT = np.float32(0.0)
 _ROOMS = 6
 """The arrays that lie in the room, each from a multiple of sixteen elements on."""
 
-_NO_PLAN = (
-    np.zeros((1, 2), np.int32), np.empty((0, 4), np.int32), np.empty(0, np.int32), np.empty(0, np.int32)
-)  # fmt: skip
-_NO_SCORES = np.empty((0, 0), np.float32)
+
+class Index(NamedTuple):
+    """Holds the addresses of an indexer's parameters; that of its pages and their number, H, D, whether neighbours are
+    rotated together, and whether the weights of the heads are to be widened; addresses and numbers of slabs, pieces and
+    rows that have to choose, and of the scores of a slab, as `index.select_part` takes them, without slabs zeros."""
+
+    q_weight: int
+    q_bias: int
+    k_weight: int
+    k_bias: int
+    norm_weight: int
+    norm_bias: int
+    factors: int
+    pages: int
+    num_blocks: int
+    heads: int
+    size: int
+    neighbours: int
+    narrow: int
+    begins: int
+    num_slabs: int
+    pieces: int
+    num_pieces: int
+    rows: int
+    counts: int
+    num_rows: int
+    scores: int
+    scored_rows: int
+    scored_keys: int
+
+
+class Numbers(NamedTuple):
+    """Holds the eps of the norm of keys, the factor on the weights of the heads, and that on products."""
+
+    eps: Any
+    factor: Any
+    scale: Any
+
+
+class Rooms(NamedTuple):
+    """Holds the addresses of keys and queries as products give them, of rotated queries, of the weights of the heads
+    for each row, and of the layer's input and of what makes these, both as float32."""
+
+    keys: int
+    queries: int
+    rotated: int
+    factors: int
+    wide: int
+    wide_weight: int
+
+
+_NO_PLAN = (0,) * 10
+_INDEX, _NUMBERS = len(Index._fields), len(Numbers._fields)
+_LAYOUT = Struct(latent.RECORD + f"{_INDEX}q" + "f4x" * _NUMBERS)
+"""Lays out a layer's record: behind that of `latent` are `Index` and `Numbers`."""
+
+_INDEX_AT = calcsize(latent.RECORD)
+_NUMBERS_AT = _INDEX_AT + 8 * _INDEX
 
 
 @kernel_part
@@ -53,85 +110,97 @@ def _widen_part(part: int, source_at: int, count: int, out_at: int, kind: Any) -
 
 
 @kernel_part
-def _place_rows(
-    part: int, tensors: Any, sizes: Any, norm: Any, chooses: bool, factor: Any, neighbours: bool, pages: Any,
-    places: Any, kind: Any,
-) -> None:  # fmt: skip
-    """Put the index keys of a share of the rows, normalised and rotated, into their pages. If the call ``chooses``,
-    rotate the queries, and multiply the weights of the heads.
-
-    ``tensors``: addresses of keys ``[T, D]``, queries ``[T, H, D]`` before and behind their rotation, weights
-    ``[T, H]``, weight and bias of the norm, cos and sin.
-    """
-    keys_at, queries_at, rotated_at, factors_at, weight_at, bias_at, cos_at, sin_at = tensors
-    rows, heads, size, half = sizes
-    keys, queries = elements(keys_at, rows * size, kind), elements(queries_at, rows * heads * size, kind)
-    rotated, factors = elements(rotated_at, rows * heads * size, kind), floats(factors_at, rows * heads)
-    weight, bias = elements(weight_at, size, kind), elements(bias_at, size, kind)
-    cos, sin = floats(cos_at, rows * half), floats(sin_at, rows * half)
-    memory = elements(pages.ctypes.data, NO_END, kind)
-    block_of_row, offset_of_row = places
+def _place_rows(part: int, rooms: Any, index: Any, numbers: Any, rows: int, half: int, step: Any, kind: Any) -> None:
+    """Put the index keys of a share of the rows, normalised and rotated, into their pages. If the call has to choose,
+    rotate the queries, and multiply the weights of the heads."""
+    heads, size, neighbours = index.heads, index.size, index.neighbours > 0
+    keys, queries = elements(rooms.keys, rows * size, kind), elements(rooms.queries, rows * heads * size, kind)
+    rotated, factors = elements(rooms.rotated, rows * heads * size, kind), floats(rooms.factors, rows * heads)
+    weight, bias = elements(index.norm_weight, size, kind), elements(index.norm_bias, size, kind)
+    cos, sin = floats(step.cos, rows * half), floats(step.sin, rows * half)
+    memory = elements(index.pages, NO_END, kind)
+    block_of_row, offset_of_row = integers(step.blocks, rows), integers(step.offsets, rows)
     lanes = np.empty(LANES, np.float32)
     for row in range(rows * part // ROW_PARTS, rows * (part + 1) // ROW_PARTS):
         at = row * size
-        to = (np.int64(block_of_row[row]) * pages.shape[1] + offset_of_row[row]) * size
+        to = (np.int64(block_of_row[row]) * step.block_size + offset_of_row[row]) * size
         along, across = cos[row * half : (row + 1) * half], sin[row * half : (row + 1) * half]
-        layer_norm_row(keys[at : at + size], weight, bias, norm, lanes, keys[at : at + size])
+        layer_norm_row(keys[at : at + size], weight, bias, numbers.eps, lanes, keys[at : at + size])
         rotate_to_halves(keys, at, neighbours, along, across, memory, to)
         for d in range(2 * half, size):
             memory[to + d] = keys[at + d]
-        for head in range(row * heads, (row + 1) * heads if chooses else row * heads):
-            factors[head] *= factor
+        for head in range(row * heads, (row + 1) * heads if index.num_slabs > 0 else row * heads):
+            factors[head] *= numbers.factor
             rotate_to_halves(queries, head * size, neighbours, along, across, rotated, head * size)
             for d in range(head * size + 2 * half, (head + 1) * size):
                 rotated[d] = queries[d]
 
 
-@kernel_part
-def _choose(threads: int, x: int, sizes: Any, angles: Any, indexer: Any, layout: Any, lists: Any, kind: Any) -> None:
-    """Choose the tokens that rows attend to, and write their keys; ``x`` is the address of the layer's normed input.
+@inlined_part
+def _index_of(call: Any) -> Any:
+    """Read the `Index` of a `Call`."""
+    return Index(*read(call.record + _INDEX_AT, _INDEX, np.int64(0)))
 
-    ``indexer``: addresses of keys and queries as products gave them, and of a room; of the norm's weight and bias and
-    of the weights of the heads; H, D, whether neighbours are rotated together, and whether those weights are to be
-    widened; `IndexerOptions.numbers`; pages; slabs and scores as `index.select_part` takes them.
-    """
-    (keys, queries, room), (weight, bias, of_factors), (heads, size, neighbours, narrow), numbers = indexer[:4]
-    pages, slabs, scores = indexer[4:]
-    eps, factor, scale = numbers
-    blocks, offsets, sequences, block_tables, _ = layout
-    rows, width, half, no = sizes.rows, sizes.width, sizes.rope // 2, np.int64(0)
-    rotated = room
-    factors = rotated + whole_lines(rows * heads * size) * pages.itemsize
-    wide = factors + whole_lines(rows * heads) * 4
-    wide_weight = wide + whole_lines(rows * width) * 4
-    chooses = lists.shape[1] > 0
-    if chooses:
-        source, by = x, of_factors
-        if pages.itemsize < 4:
-            source = wide
-            share_out(_widen_part, ROW_PARTS, shared(rows * width, threads), (x, rows * width, wide, kind))
-            if narrow:
-                by = wide_weight
+
+@inlined_part
+def _rooms(index: Any, rows: int, width: int, room: int, itemsize: int) -> Any:
+    """Place the arrays of an indexer from an address on."""
+    queries = room + whole_lines(rows * index.size) * itemsize
+    rotated = queries + whole_lines(rows * index.heads * index.size) * itemsize
+    factors = rotated + whole_lines(rows * index.heads * index.size) * itemsize
+    wide = factors + whole_lines(rows * index.heads) * 4
+    return Rooms(room, queries, rotated, factors, wide, wide + whole_lines(rows * width) * 4)
+
+
+@inlined_part
+def _beside(call: Any, rows: int, room: int, kind: Any) -> Any:
+    """Return the layers of keys and of queries; without a choice there are no queries."""
+    index, no = _index_of(call), np.int64(0)
+    rooms = _rooms(index, rows, 0, room, elements(no, 0, kind).itemsize)
+    of_input = index.k_weight, index.k_bias, index.size, rooms.keys
+    if index.num_slabs > 0:
+        return of_input, (index.q_weight, index.q_bias, index.heads * index.size, rooms.queries)
+    return of_input, (no, no, no, no)
+
+
+@kernel_part
+def _choose(threads: int, x: int, call: Any, step: Any, work: Any, sizes: Any, room: int, kind: Any) -> None:
+    """Choose the tokens that rows attend to, and write their keys; ``x`` is the address of the layer's normed input."""
+    index, numbers = _index_of(call), Numbers(*read(call.record + _NUMBERS_AT, _NUMBERS, _FLOAT))
+    rows, width, heads, no, itemsize = step.rows, sizes.width, index.heads, np.int64(0), elements(0, 0, kind).itemsize
+    rooms = _rooms(index, rows, width, room, itemsize)
+    if index.num_slabs > 0:
+        source, by = x, index.factors
+        if itemsize < 4:
+            source = rooms.wide
+            share_out(_widen_part, ROW_PARTS, shared(rows * width, threads), (x, rows * width, source, kind))
+            if index.narrow > 0:
+                by = rooms.wide_weight
                 share_out(
-                    _widen_part, ROW_PARTS, shared(heads * width, threads), (of_factors, heads * width, by, kind)
+                    _widen_part, ROW_PARTS, shared(heads * width, threads), (index.factors, heads * width, by, kind)
                 )  # fmt: skip
         product(
-            threads, source, width, rows, width, (by, no, heads, factors, no, no, no, no, no, no, no, no), _FLOAT
+            threads, source, width, rows, width, (by, no, heads, rooms.factors, no, no, no, no, no, no, no, no), _FLOAT
         )  # fmt: skip
     share_out(
-        _place_rows, ROW_PARTS, shared(rows * heads * size, threads),
-        ((keys, queries, rotated, factors, weight, bias, *angles), (rows, heads, size, half), eps, chooses, factor,
-         neighbours, pages, (blocks, offsets), kind),
+        _place_rows, ROW_PARTS, shared(rows * heads * index.size, threads),
+        (rooms, index, numbers, rows, sizes.rope // 2, step, kind),
     )  # fmt: skip
-    if chooses:
+    if index.num_slabs > 0:
         select_part(
-            carray(pointer(rotated, kind), (rows, heads, size)), carray(pointer(factors, _FLOAT), (rows, heads)),
-            pages, sequences, block_tables, slabs, scale, scores, lists, threads,
+            carray(pointer(rooms.rotated, kind), (rows, heads, index.size)),
+            carray(pointer(rooms.factors, _FLOAT), (rows, heads)),
+            carray(pointer(index.pages, kind), (index.num_blocks, step.block_size, index.size)),
+            table(step.sequences, 4, step.num_sequences), table(work.block_tables, work.num_tables, work.table_width),
+            (table(index.begins, index.num_slabs + 1, 2), table(index.pieces, index.num_pieces, 4),
+             integers(index.rows, index.num_rows), integers(index.counts, index.num_rows)),
+            numbers.scale, carray(pointer(index.scores, _FLOAT), (index.scored_rows, index.scored_keys)),
+            table(sizes.lists, rows, sizes.top_k), threads,
         )  # fmt: skip
 
 
 def _made(products: latent.Multiply, add: Callable[..., None]) -> Callable[..., None]:
-    return latent.with_product(products, add, _choose)
+    return latent.with_product(products, add, _beside, _choose)
 
 
 _layer = _made(latent.PLAIN, add_nothing)
@@ -142,52 +211,34 @@ _adapted_by_pairs = _made(latent.BY_PAIRS, add_adapter)
 _adapted_by_tiles = _made(latent.BY_TILES, add_adapter)
 
 
-def _run(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
-    kind: Any,
-) -> None:  # fmt: skip
+def _run(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer with an indexer, multiplying in float32."""
-    _layer(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
+    _layer(threads, call_at, kind)
 
 
-def _run_by_pairs(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
-    kind: Any,
-) -> None:  # fmt: skip
+def _run_by_pairs(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer with an indexer in bfloat16, multiplying in pairs of inputs."""
-    _layer_by_pairs(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
+    _layer_by_pairs(threads, call_at, kind)
 
 
-def _run_by_tiles(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
-    kind: Any,
-) -> None:  # fmt: skip
+def _run_by_tiles(threads: int, call_at: int, kind: Any) -> None:
     """Compute a layer with an indexer in bfloat16, multiplying with tile instructions."""
-    _layer_by_tiles(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
+    _layer_by_tiles(threads, call_at, kind)
 
 
-def _run_adapted(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
-    kind: Any,
-) -> None:  # fmt: skip
-    """Compute a layer with an indexer with an adapter, multiplying in float32."""
-    _adapted(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
+def _run_adapted(threads: int, call_at: int, kind: Any) -> None:
+    """Compute a layer with an indexer and an adapter, multiplying in float32."""
+    _adapted(threads, call_at, kind)
 
 
-def _run_adapted_by_pairs(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
-    kind: Any,
-) -> None:  # fmt: skip
-    """Compute a layer with an indexer with an adapter in bfloat16, multiplying in pairs of inputs."""
-    _adapted_by_pairs(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
+def _run_adapted_by_pairs(threads: int, call_at: int, kind: Any) -> None:
+    """Compute a layer with an indexer and an adapter in bfloat16, multiplying in pairs of inputs."""
+    _adapted_by_pairs(threads, call_at, kind)
 
 
-def _run_adapted_by_tiles(
-    threads: int, given: Any, terms: Any, pages: Any, layout: Any, attention: Any, index: Any, lists: Any, no_lse: Any,
-    kind: Any,
-) -> None:  # fmt: skip
-    """Compute a layer with an indexer with an adapter in bfloat16, multiplying with tile instructions."""
-    _adapted_by_tiles(threads, given, terms, pages, layout, attention, index, lists, no_lse, kind)
+def _run_adapted_by_tiles(threads: int, call_at: int, kind: Any) -> None:
+    """Compute a layer with an indexer and an adapter in bfloat16, multiplying with tile instructions."""
+    _adapted_by_tiles(threads, call_at, kind)
 
 
 _kernels = Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
@@ -195,43 +246,51 @@ _adapted_kernels = Kernels(*map(compile_kernel, (_run_adapted, _run_adapted_by_p
 
 
 def sparse_call(
-    x: torch.Tensor, weights: LatentWeights, angles: tuple[torch.Tensor, torch.Tensor], context: ForwardContext,
-    options: LatentLayerOptions, terms: LatentTerms, earlier: torch.Tensor | None,
-) -> latent.ReadyLayer:  # fmt: skip
+    weights: LatentWeights, context: ForwardContext, options: LatentLayerOptions, terms: LatentTerms,
+    earlier: torch.Tensor | None,
+) -> LayerCall:  # fmt: skip
     """Implement `dispatch.sparse_call_of`."""
-    groups = tuple(map(terms_of, terms))
+    groups, index = tuple(map(terms_of, terms)), options.index
     adapted = any(group is not NO_TERMS for group in groups)
-    given = x, weights, angles, context, options, groups
-    if options.index is not None:
-        chosen, plan = chosen_of(context, options.index.choice)
-        index = _index_of(x, weights, context, options, options.index, plan)
-        return latent.prepare(_adapted_kernels if adapted else _kernels, *given, index, chosen)
-    if earlier is None:
+    pages = latent.pages_of(context, options.attention.layer)
+    of_row, of_layer = latent.room_of(options, pages.dtype)
+    if index is not None:
+        chosen, plan = chosen_of(context, index.choice)
+        numbers = latent.numbers_of_layer(weights, pages, options, groups, chosen)
+        kept = record(_LAYOUT, *numbers, *_numbers_of_index(weights, context, index, plan), *index.numbers)
+        more_of_row, more = _room_of(index, options.width, pages.dtype)
+        room, kernels = (of_row + more_of_row, of_layer + more), _adapted_kernels if adapted else _kernels
+    elif earlier is not None:
+        chosen, room, kernels = earlier, (of_row, of_layer), latent.ADAPTED_KERNELS if adapted else latent.KERNELS
+        kept = latent.record_of(weights, pages, options, groups, chosen)
+    else:
         raise TypeError("a layer without an indexer reads what an earlier one has chosen, and there is None")
-    return latent.prepare(latent.ADAPTED_KERNELS if adapted else latent.KERNELS, *given, latent.NO_INDEX, earlier)
+    return LayerCall(kernel_at(kernels.of(pages.dtype), pages.dtype), kept, room, not options.inner, chosen)
 
 
-def _index_of(
-    x: torch.Tensor, weights: LatentWeights, context: ForwardContext, options: LatentLayerOptions,
-    index: IndexerOptions, plan: Plan | None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return the index of a layer as its kernel takes it (`latent.with_product`)."""
-    if context.pages is None or weights.index is None:
-        raise ValueError("a layer without pages or without an indexer; allowed: a rollout's that has one")
-    choice, rows = index.choice, context.num_rows
-    q_weight, q_bias, k_weight, k_bias, *others = latent.addresses_of_index(weights)
-    outputs = choice.heads * choice.size
-    keys = _room(context, options, choice.heads, choice.size, x.dtype).data_ptr()
-    queries = keys + _lines(rows * choice.size) * x.itemsize
-    room = queries + _lines(rows * outputs) * x.itemsize
-    narrow = weights.index.factors.dtype != torch.float32
-    of_low = (0, 0, 0, 0) if plan is None else (q_weight, q_bias, outputs, queries)
-    indexer = (
-        (keys, queries, room), tuple(others), (choice.heads, choice.size, index.neighbours, narrow), index.numbers,
-        array(context.pages[choice.layer]), _NO_PLAN if plan is None else plan.slabs,
-        _NO_SCORES if plan is None else _scores(context, plan),
+def _numbers_of_index(
+    weights: LatentWeights, context: ForwardContext, index: IndexerOptions, plan: Plan | None
+) -> tuple[int, ...]:
+    """Return an `Index`.
+
+    Raises:
+        ValueError: the layer has none.
+    """
+    if weights.index is None:
+        raise ValueError("a layer without an indexer; allowed: one that has one")
+    choice, pages = index.choice, latent.pages_of(context, index.choice.layer)
+    of_plan = _NO_PLAN
+    if plan is not None:
+        begins, pieces, rows, counts = plan.slabs
+        scores = _scores(context, plan)
+        of_plan = (
+            begins.ctypes.data, len(begins) - 1, pieces.ctypes.data, len(pieces), rows.ctypes.data, counts.ctypes.data,
+            len(rows), scores.ctypes.data, *scores.shape,
+        )  # fmt: skip
+    return (
+        *weights.addresses[latent.WEIGHTS :], pages.data_ptr(), len(pages), choice.heads, choice.size,
+        index.neighbours, weights.index.factors.dtype != torch.float32, *of_plan,
     )  # fmt: skip
-    return (k_weight, k_bias, choice.size, keys), of_low, indexer
 
 
 def _scores(context: ForwardContext, plan: Plan) -> Any:
@@ -242,19 +301,8 @@ def _scores(context: ForwardContext, plan: Plan) -> Any:
     return context.worked_out[key]
 
 
-def _lines(count: int) -> int:
-    return -(-count // LANES) * LANES
-
-
-def _room(
-    context: ForwardContext, options: LatentLayerOptions, heads: int, size: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return memory for what is between the kernels of an indexer; the layers of a call share it."""
-    key, rows = ("sparse layer", heads, size, options.width, dtype), context.num_rows
-    if key not in context.worked_out:
-        of_dtype = rows * size * (1 + 2 * heads)
-        in_float32 = rows * (heads + options.width) + heads * options.width
-        bytes_of = of_dtype * dtype.itemsize + 4 * in_float32 + 4 * _ROOMS * LANES
-        context.worked_out[key] = torch.empty(bytes_of, dtype=torch.uint8)
-    room: torch.Tensor = context.worked_out[key]
-    return room
+def _room_of(index: IndexerOptions, width: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes that an indexer needs for what is between its kernels, of each row and of the layer."""
+    heads, size = index.choice.heads, index.choice.size
+    of_row = size * (1 + 2 * heads) * dtype.itemsize + 4 * (heads + width)
+    return of_row, 4 * heads * width + 4 * _ROOMS * LANES

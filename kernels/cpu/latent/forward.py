@@ -63,13 +63,15 @@ def _attend(
         block_tables: ``[tables, blocks of a sequence]``.
         tiles: ``[N, 2]``, sequence and first row in it of each `QUERY_TILE` tokens.
         chosen: ``[T, K]``, positions that a row with more than K tokens attends to, ascending; K is 0 for all.
-        heads: of an item; they divide H.
+        heads: of an item, at most; they divide H. Of few tiles an item has fewer, so that all threads have work.
         scale: factor on the scores.
         out: ``[T, H, R]``.
         lse: ``[T, H]``, gets the log-sum-exp of the scores; empty to get none.
         threads: take the work items in turns: even loads.
     """
     width, rank = q.shape[2], out.shape[2]
+    while heads % 2 == 0 and len(tiles) * (q.shape[1] // heads) < threads:
+        heads //= 2
     tokens = _tokens(heads)
     deep = whole_columns(rank, pages.itemsize < 4)
     size = whole_lines(size_of_running(tokens * heads, width + 1, deep) + _room(deep) + 8 * KV_CHUNK)

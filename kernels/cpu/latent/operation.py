@@ -46,12 +46,10 @@ def latent_forward(
     q = q.contiguous()
     empty = torch.empty if context.covers_all_rows else torch.zeros
     out = empty(tokens, count, options.rank, dtype=q.dtype)
-    threads = num_threads()
-    together = heads_together(count, len(tiles), threads)
     forward.attend(
         array(q), memory, sequences, block_tables, tiles,
-        _NO_LISTS if chosen is None else chosen.numpy(), together, np.float32(options.scale), array(out),
-        _NO_LSE if lse is None else lse.numpy(), threads,
+        _NO_LISTS if chosen is None else chosen.numpy(), most_heads_together(count), np.float32(options.scale),
+        array(out), _NO_LSE if lse is None else lse.numpy(), num_threads(),
     )  # fmt: skip
     if lse is None:
         return out, ()
@@ -79,12 +77,9 @@ def latent_backward(
     return grad_q.to(q.dtype), total.to(q.dtype)
 
 
-def heads_together(count: int, tiles: int, threads: int) -> int:
-    """Return how many of the heads are an item's, so that few tiles keep all threads at work."""
-    together = _divisor(count, _HEADS)
-    while together % 2 == 0 and tiles * (count // together) < threads:
-        together //= 2
-    return together
+def most_heads_together(count: int) -> int:
+    """Return how many of ``count`` heads are an item's, at most."""
+    return _divisor(count, _HEADS)
 
 
 @cache

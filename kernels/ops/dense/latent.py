@@ -6,6 +6,7 @@ call, or what is given does not fit it, there is no result, and the modules are 
 
 import torch
 
+from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.layout.layers.latent import (
     IndexerOptions,
     IndexWeights,
@@ -13,7 +14,6 @@ from samebit.kernels.layout.layers.latent import (
     LatentTerms,
     LatentWeights,
 )
-from samebit.kernels.layout.layers.ready import ReadyLayer
 from samebit.kernels.ops.dense.fitting import call_fits, pages_fit, rows_fit, weights_fit
 from samebit.kernels.ops.dispatch import latent_call_of, sparse_call_of
 from samebit.kernels.ops.rope import RotaryTables
@@ -21,7 +21,7 @@ from samebit.kernels.ops.rope import RotaryTables
 
 def latent_call(
     x: torch.Tensor, weights: LatentWeights, tables: RotaryTables, options: LatentLayerOptions, terms: LatentTerms
-) -> ReadyLayer | None:
+) -> LayerCall | None:
     """Return the call that computes the layer of what is like ``x``: ``[..., W]`` for the T rows of the tables'
     context, whose pages it writes to and reads; or None.
 
@@ -31,13 +31,13 @@ def latent_call(
     prepare = latent_call_of(x)
     if prepare is None or not _fits(x, weights, tables, options, terms):
         return None
-    return prepare(x, weights, (tables.cos, tables.sin), tables.context, options, terms)
+    return prepare(weights, tables.context, options, terms)
 
 
 def sparse_call(
     x: torch.Tensor, weights: LatentWeights, tables: RotaryTables, options: LatentLayerOptions, terms: LatentTerms,
     earlier: torch.Tensor | None,
-) -> ReadyLayer | None:  # fmt: skip
+) -> LayerCall | None:  # fmt: skip
     """Do as `latent_call` where rows attend to chosen tokens: the call has chosen them when it has been made.
 
     ``earlier``: what a layer before has chosen; read where options name no indexer.
@@ -47,7 +47,7 @@ def sparse_call(
         return None
     if not (_choice_fits(earlier, tables) if options.index is None else _index_fits(x, options.index, tables)):
         return None
-    return prepare(x, weights, (tables.cos, tables.sin), tables.context, options, terms, earlier)
+    return prepare(weights, tables.context, options, terms, earlier)
 
 
 def _fits(
