@@ -47,12 +47,8 @@ _FLOAT = np.float32(0)
 
 
 class Sizes(NamedTuple):
-    """Holds the address of the layer's pages and their number; W and H, the sizes of heads and latents; the width of
-    the MLP, 0 where another one follows; the most heads of an item of attention, and whether neighbours are rotated
-    together; the address of the tokens that rows read, and how many of each row, 0 for all."""
+    """Holds W and H, the sizes of heads and latents, and the width of the MLP, 0 where another one follows."""
 
-    pages: int
-    num_blocks: int
     width: int
     heads: int
     nope: int
@@ -61,10 +57,18 @@ class Sizes(NamedTuple):
     rope: int
     query_rank: int
     inner: int
-    together: int
-    neighbours: int
+
+
+class Memory(NamedTuple):
+    """Holds the address of the layer's pages and their number, that of the tokens that rows read, and how many of each
+    row, 0 for all; the most heads of an item of attention, and whether neighbours are rotated together."""
+
+    pages: int
+    num_blocks: int
     lists: int
     top_k: int
+    together: int
+    neighbours: int
 
 
 class Numbers(NamedTuple):
@@ -84,19 +88,20 @@ class Numbers(NamedTuple):
 WEIGHTS = 19
 """Counts the parameters of `LatentWeights.flat` that are not an indexer's."""
 
-_SIZES, _NUMBERS = len(Sizes._fields), len(Numbers._fields)
-RECORD = f"={WEIGHTS + _SIZES}q" + "f4x" * _NUMBERS + LAYOUT * 5
-"""Lays out a layer's record: the addresses of its parameters, 0 for what it does not have, `Sizes`, `Numbers`, and five
-`Terms`."""
+_SIZES, _MEMORY, _NUMBERS = len(Sizes._fields), len(Memory._fields), len(Numbers._fields)
+RECORD = f"={WEIGHTS + _SIZES + _MEMORY}q" + "f4x" * _NUMBERS + LAYOUT * 5
+"""Lays out a layer's record: the addresses of its parameters, 0 for what it does not have, `Sizes`, `Memory`,
+`Numbers`, and five `Terms`."""
 
 _LAYOUT = Struct(RECORD)
 _SIZES_AT = 8 * WEIGHTS
-_NUMBERS_AT = _SIZES_AT + 8 * _SIZES
+_MEMORY_AT = _SIZES_AT + 8 * _SIZES
+_NUMBERS_AT = _MEMORY_AT + 8 * _MEMORY
 _TERMS_AT = _NUMBERS_AT + 8 * _NUMBERS
 
 
 @kernel_part
-def _place_rows(part: int, tensors: Any, rows: int, sizes: Any, norm: Any, step: Any, kind: Any) -> None:
+def _place_rows(part: int, tensors: Any, rows: int, sizes: Any, memory: Any, norm: Any, step: Any, kind: Any) -> None:
     """Put the rotated parts of a share of the rows behind their absorbed queries, and their latents, normalised, and
     rotated keys into the pages.
 
@@ -109,7 +114,7 @@ def _place_rows(part: int, tensors: Any, rows: int, sizes: Any, norm: Any, step:
     q, given = elements(q_at, rows * count * size, kind), elements(given_at, rows * width, kind)
     absorbed, weight = elements(absorbed_at, rows * count * width, kind), elements(weight_at, rank, kind)
     cos, sin = floats(cos_at, rows * half), floats(sin_at, rows * half)
-    memory, neighbours = elements(sizes.pages, NO_END, kind), sizes.neighbours > 0
+    pages, neighbours = elements(memory.pages, NO_END, kind), memory.neighbours > 0
     eps, offset = norm
     block_of_row, offset_of_row = integers(step.blocks, rows), integers(step.offsets, rows)
     lanes = np.empty(LANES, np.float32)
@@ -117,8 +122,8 @@ def _place_rows(part: int, tensors: Any, rows: int, sizes: Any, norm: Any, step:
         at = row * width
         to = (np.int64(block_of_row[row]) * step.block_size + offset_of_row[row]) * width
         along, across = cos[row * half : (row + 1) * half], sin[row * half : (row + 1) * half]
-        rms_norm_row(given[at : at + rank], weight, offset, eps, lanes, memory[to : to + rank])
-        rotate_to_halves(given, at + rank, neighbours, along, across, memory, to + rank)
+        rms_norm_row(given[at : at + rank], weight, offset, eps, lanes, pages[to : to + rank])
+        rotate_to_halves(given, at + rank, neighbours, along, across, pages, to + rank)
         for head in range(row * count, (row + 1) * count):
             rotate_to_halves(
                 q, head * size + sizes.nope, neighbours, along, across, absorbed, head * width + rank
@@ -134,7 +139,9 @@ def nothing_beside(call: Any, rows: int, room: int, kind: Any) -> Any:
 
 
 @kernel_part
-def choose_nothing(threads: int, x: int, call: Any, step: Any, work: Any, sizes: Any, room: int, kind: Any) -> None:
+def choose_nothing(
+    threads: int, x: int, call: Any, step: Any, work: Any, sizes: Any, lists: Any, room: int, kind: Any
+) -> None:
     """Choose tokens for a layer that has no indexer."""
 
 
@@ -165,7 +172,8 @@ def with_product(
         call, step = call_and_step(call_at)
         work = work_of(call)
         no, at = np.int64(0), call.record
-        sizes, numbers = Sizes(*read(at + _SIZES_AT, _SIZES, no)), Numbers(*read(at + _NUMBERS_AT, _NUMBERS, _FLOAT))
+        sizes, memory = Sizes(*read(at + _SIZES_AT, _SIZES, no)), Memory(*read(at + _MEMORY_AT, _MEMORY, no))
+        numbers = Numbers(*read(at + _NUMBERS_AT, _NUMBERS, _FLOAT))
         (
             first_norm, second_norm, q_norm, latent_norm, q_weight, q_bias, kv_weight, kv_bias, b_weight, b_bias,
             heads_weight, o_weight, o_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
@@ -212,16 +220,17 @@ def with_product(
         )  # fmt: skip
         share_out(
             _place_rows, ROW_PARTS, shared(rows * count * latent, threads),
-            ((q, compressed, absorbed, latent_norm, step.cos, step.sin), rows, sizes,
+            ((q, compressed, absorbed, latent_norm, step.cos, step.sin), rows, sizes, memory,
              (numbers.latent_eps, numbers.latent_offset), step, kind),
         )  # fmt: skip
-        choose(threads, normed_at, call, step, work, sizes, room, kind)
+        lists = table(memory.lists, rows, memory.top_k)
+        choose(threads, normed_at, call, step, work, sizes, lists, room, kind)
         attend_part(
             carray(pointer(absorbed, kind), (rows, count, latent)),
-            carray(pointer(sizes.pages, kind), (sizes.num_blocks, step.block_size, latent)),
+            carray(pointer(memory.pages, kind), (memory.num_blocks, step.block_size, latent)),
             table(step.sequences, 4, step.num_sequences), table(work.block_tables, work.num_tables, work.table_width),
-            table(work.tiles, work.num_tiles, 2), table(sizes.lists, rows, sizes.top_k),
-            sizes.together, numbers.scale, carray(pointer(attended, kind), (rows, count, rank)),
+            table(work.tiles, work.num_tiles, 2), lists,
+            memory.together, numbers.scale, carray(pointer(attended, kind), (rows, count, rank)),
             carray(pointer(no, _FLOAT), (0, 0)), threads,
         )  # fmt: skip
         multiply_heads(
@@ -333,9 +342,9 @@ def numbers_of_layer(
     attention = options.attention
     lists = (0, 0) if chosen is None else (chosen.data_ptr(), chosen.shape[1])
     return (
-        *weights.addresses[:WEIGHTS], pages.data_ptr(), len(pages), options.width, options.heads, options.nope,
-        options.value, attention.rank, attention.rope, options.query_rank, options.inner,
-        most_heads_together(options.heads), options.neighbours, *lists, *options.numbers, attention.scale,
+        *weights.addresses[:WEIGHTS], options.width, options.heads, options.nope, options.value, attention.rank,
+        attention.rope, options.query_rank, options.inner, pages.data_ptr(), len(pages), *lists,
+        most_heads_together(options.heads), options.neighbours, *options.numbers, attention.scale,
         *chain.from_iterable(map(numbers_of, groups)),
     )  # fmt: skip
 

@@ -42,24 +42,34 @@ _ROOMS = 6
 """The arrays that lie in the room, each from a multiple of sixteen elements on."""
 
 
-class Index(NamedTuple):
-    """Holds the addresses of an indexer's parameters; that of its pages and their number, H, D, whether neighbours are
-    rotated together, and whether the weights of the heads are to be widened; addresses and numbers of slabs, pieces and
-    rows that have to choose, and of the scores of a slab, as `index.select_part` takes them, without slabs zeros."""
+class Weights(NamedTuple):
+    """Holds the addresses of an indexer's parameters."""
 
-    q_weight: int
+    queries: int
     q_bias: int
-    k_weight: int
+    keys: int
     k_bias: int
-    norm_weight: int
+    norm: int
     norm_bias: int
     factors: int
+
+
+class Index(NamedTuple):
+    """Holds the address of an indexer's pages and their number; H, D, whether neighbours are rotated together, and
+    whether the weights of the heads are to be widened."""
+
     pages: int
     num_blocks: int
     heads: int
     size: int
     neighbours: int
     narrow: int
+
+
+class Slabs(NamedTuple):
+    """Holds the addresses and numbers of slabs, of their pieces and of the rows that have to choose, and the address of
+    the scores of a slab and their shape, as `index.select_part` takes them; zeros where nothing is chosen."""
+
     begins: int
     num_slabs: int
     pieces: int
@@ -92,13 +102,15 @@ class Rooms(NamedTuple):
     wide_weight: int
 
 
-_NO_PLAN = (0,) * 10
-_INDEX, _NUMBERS = len(Index._fields), len(Numbers._fields)
-_LAYOUT = Struct(latent.RECORD + f"{_INDEX}q" + "f4x" * _NUMBERS)
-"""Lays out a layer's record: behind that of `latent` are `Index` and `Numbers`."""
+_WEIGHTS, _INDEX, _SLABS = len(Weights._fields), len(Index._fields), len(Slabs._fields)
+_NUMBERS = len(Numbers._fields)
+_LAYOUT = Struct(latent.RECORD + f"{_WEIGHTS + _INDEX + _SLABS}q" + "f4x" * _NUMBERS)
+"""Lays out a layer's record: behind that of `latent` are `Weights`, `Index`, `Slabs` and `Numbers`."""
 
-_INDEX_AT = calcsize(latent.RECORD)
-_NUMBERS_AT = _INDEX_AT + 8 * _INDEX
+_WEIGHTS_AT = calcsize(latent.RECORD)
+_INDEX_AT = _WEIGHTS_AT + 8 * _WEIGHTS
+_SLABS_AT = _INDEX_AT + 8 * _INDEX
+_NUMBERS_AT = _SLABS_AT + 8 * _SLABS
 
 
 @kernel_part
@@ -110,13 +122,16 @@ def _widen_part(part: int, source_at: int, count: int, out_at: int, kind: Any) -
 
 
 @kernel_part
-def _place_rows(part: int, rooms: Any, index: Any, numbers: Any, rows: int, half: int, step: Any, kind: Any) -> None:
-    """Put the index keys of a share of the rows, normalised and rotated, into their pages. If the call has to choose,
-    rotate the queries, and multiply the weights of the heads."""
+def _place_rows(
+    part: int, rooms: Any, weights: Any, index: Any, numbers: Any, chooses: bool, sizes: Any, step: Any, kind: Any
+) -> None:
+    """Put the index keys of a share of the rows, normalised and rotated, into their pages. If the call
+    ``chooses``, rotate the queries, and multiply the weights of the heads."""
+    rows, half = step.rows, sizes.rope // 2
     heads, size, neighbours = index.heads, index.size, index.neighbours > 0
     keys, queries = elements(rooms.keys, rows * size, kind), elements(rooms.queries, rows * heads * size, kind)
     rotated, factors = elements(rooms.rotated, rows * heads * size, kind), floats(rooms.factors, rows * heads)
-    weight, bias = elements(index.norm_weight, size, kind), elements(index.norm_bias, size, kind)
+    weight, bias = elements(weights.norm, size, kind), elements(weights.norm_bias, size, kind)
     cos, sin = floats(step.cos, rows * half), floats(step.sin, rows * half)
     memory = elements(index.pages, NO_END, kind)
     block_of_row, offset_of_row = integers(step.blocks, rows), integers(step.offsets, rows)
@@ -129,7 +144,7 @@ def _place_rows(part: int, rooms: Any, index: Any, numbers: Any, rows: int, half
         rotate_to_halves(keys, at, neighbours, along, across, memory, to)
         for d in range(2 * half, size):
             memory[to + d] = keys[at + d]
-        for head in range(row * heads, (row + 1) * heads if index.num_slabs > 0 else row * heads):
+        for head in range(row * heads, (row + 1) * heads if chooses else row * heads):
             factors[head] *= numbers.factor
             rotate_to_halves(queries, head * size, neighbours, along, across, rotated, head * size)
             for d in range(head * size + 2 * half, (head + 1) * size):
@@ -137,9 +152,11 @@ def _place_rows(part: int, rooms: Any, index: Any, numbers: Any, rows: int, half
 
 
 @inlined_part
-def _index_of(call: Any) -> Any:
-    """Read the `Index` of a `Call`."""
-    return Index(*read(call.record + _INDEX_AT, _INDEX, np.int64(0)))
+def _indexer_of(call: Any) -> Any:
+    """Read `Weights`, `Index` and `Slabs` of a `Call`."""
+    at, no = call.record, np.int64(0)
+    weights, index = Weights(*read(at + _WEIGHTS_AT, _WEIGHTS, no)), Index(*read(at + _INDEX_AT, _INDEX, no))
+    return weights, index, Slabs(*read(at + _SLABS_AT, _SLABS, no))
 
 
 @inlined_part
@@ -155,47 +172,50 @@ def _rooms(index: Any, rows: int, width: int, room: int, itemsize: int) -> Any:
 @inlined_part
 def _beside(call: Any, rows: int, room: int, kind: Any) -> Any:
     """Return the layers of keys and of queries; without a choice there are no queries."""
-    index, no = _index_of(call), np.int64(0)
+    (weights, index, slabs), no = _indexer_of(call), np.int64(0)
     rooms = _rooms(index, rows, 0, room, elements(no, 0, kind).itemsize)
-    of_input = index.k_weight, index.k_bias, index.size, rooms.keys
-    if index.num_slabs > 0:
-        return of_input, (index.q_weight, index.q_bias, index.heads * index.size, rooms.queries)
+    of_input = weights.keys, weights.k_bias, index.size, rooms.keys
+    if slabs.num_slabs > 0:
+        return of_input, (weights.queries, weights.q_bias, index.heads * index.size, rooms.queries)
     return of_input, (no, no, no, no)
 
 
 @kernel_part
-def _choose(threads: int, x: int, call: Any, step: Any, work: Any, sizes: Any, room: int, kind: Any) -> None:
+def _choose(
+    threads: int, x: int, call: Any, step: Any, work: Any, sizes: Any, lists: Any, room: int, kind: Any
+) -> None:
     """Choose the tokens that rows attend to, and write their keys; ``x`` is the address of the layer's normed input."""
-    index, numbers = _index_of(call), Numbers(*read(call.record + _NUMBERS_AT, _NUMBERS, _FLOAT))
+    weights, index, slabs = _indexer_of(call)
+    numbers = Numbers(*read(call.record + _NUMBERS_AT, _NUMBERS, _FLOAT))
     rows, width, heads, no, itemsize = step.rows, sizes.width, index.heads, np.int64(0), elements(0, 0, kind).itemsize
     rooms = _rooms(index, rows, width, room, itemsize)
-    if index.num_slabs > 0:
-        source, by = x, index.factors
+    if slabs.num_slabs > 0:
+        source, by = x, weights.factors
         if itemsize < 4:
             source = rooms.wide
             share_out(_widen_part, ROW_PARTS, shared(rows * width, threads), (x, rows * width, source, kind))
             if index.narrow > 0:
                 by = rooms.wide_weight
                 share_out(
-                    _widen_part, ROW_PARTS, shared(heads * width, threads), (index.factors, heads * width, by, kind)
+                    _widen_part, ROW_PARTS, shared(heads * width, threads), (weights.factors, heads * width, by, kind)
                 )  # fmt: skip
         product(
             threads, source, width, rows, width, (by, no, heads, rooms.factors, no, no, no, no, no, no, no, no), _FLOAT
         )  # fmt: skip
     share_out(
         _place_rows, ROW_PARTS, shared(rows * heads * index.size, threads),
-        (rooms, index, numbers, rows, sizes.rope // 2, step, kind),
+        (rooms, weights, index, numbers, slabs.num_slabs > 0, sizes, step, kind),
     )  # fmt: skip
-    if index.num_slabs > 0:
+    if slabs.num_slabs > 0:
         select_part(
             carray(pointer(rooms.rotated, kind), (rows, heads, index.size)),
             carray(pointer(rooms.factors, _FLOAT), (rows, heads)),
             carray(pointer(index.pages, kind), (index.num_blocks, step.block_size, index.size)),
             table(step.sequences, 4, step.num_sequences), table(work.block_tables, work.num_tables, work.table_width),
-            (table(index.begins, index.num_slabs + 1, 2), table(index.pieces, index.num_pieces, 4),
-             integers(index.rows, index.num_rows), integers(index.counts, index.num_rows)),
-            numbers.scale, carray(pointer(index.scores, _FLOAT), (index.scored_rows, index.scored_keys)),
-            table(sizes.lists, rows, sizes.top_k), threads,
+            (table(slabs.begins, slabs.num_slabs + 1, 2), table(slabs.pieces, slabs.num_pieces, 4),
+             integers(slabs.rows, slabs.num_rows), integers(slabs.counts, slabs.num_rows)),
+            numbers.scale, carray(pointer(slabs.scores, _FLOAT), (slabs.scored_rows, slabs.scored_keys)), lists,
+            threads,
         )  # fmt: skip
 
 
@@ -271,7 +291,7 @@ def sparse_call(
 def _numbers_of_index(
     weights: LatentWeights, context: ForwardContext, index: IndexerOptions, plan: Plan | None
 ) -> tuple[int, ...]:
-    """Return an `Index`.
+    """Return `Weights`, `Index` and `Slabs`.
 
     Raises:
         ValueError: the layer has none.
@@ -279,7 +299,7 @@ def _numbers_of_index(
     if weights.index is None:
         raise ValueError("a layer without an indexer; allowed: one that has one")
     choice, pages = index.choice, latent.pages_of(context, index.choice.layer)
-    of_plan = _NO_PLAN
+    of_plan: tuple[int, ...] = (0,) * _SLABS
     if plan is not None:
         begins, pieces, rows, counts = plan.slabs
         scores = _scores(context, plan)
