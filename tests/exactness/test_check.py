@@ -36,7 +36,13 @@ from .lora import make_peft
 @pytest.fixture
 def no_weights_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that are about other rows."""
-    monkeypatch.setattr(check._Check, "weights", lambda self: iter(()))
+    leave_out(monkeypatch, "weights")
+
+
+def leave_out(monkeypatch: pytest.MonkeyPatch, *parts: str) -> None:
+    """Let a check have no rows of these parts."""
+    for part in parts:
+        monkeypatch.setattr(check._Check, part, lambda self: iter(()))
 
 
 @pytest.fixture
@@ -79,7 +85,8 @@ def test_json_is_one_object_and_nothing_else(
 
 
 @pytest.mark.usefixtures("no_weights_part")
-def test_a_table_for_people(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_for_people(folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_out(monkeypatch, "temperatures", "prefix_cache", "layouts")
     assert cli.main(["check", folder, "--tokens", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "every bit agrees"
@@ -95,6 +102,7 @@ def test_another_formula_in_the_trainer_is_found(
         return found, torch.zeros_like(found), torch.zeros_like(found)
 
     monkeypatch.setattr(scored_head, "gather", torchs_own)
+    leave_out(monkeypatch, "temperatures", "prefix_cache")
     assert cli.main(["check", folder, "--json", "--tokens", "4"]) == 1
     report = json.loads(capsys.readouterr().out)
     differing = {row["name"]: row["differing"] for row in report["rows"]}
@@ -105,6 +113,7 @@ def test_another_formula_in_the_trainer_is_found(
 
 @pytest.mark.usefixtures("no_weights_part")
 def test_another_sample_of_the_same_seed_is_found(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out(monkeypatch, "temperatures", "prefix_cache", "layouts")
     monkeypatch.setattr(check._Check, "_one_by_one", lambda self: self._run(self.workload.params(temperature=0.5)))
     differing = {row.name: row.differing for row in check.check_model(folder, new_tokens=4)}
     assert differing["same seed, same samples under all of these"] > 0
@@ -112,14 +121,14 @@ def test_another_sample_of_the_same_seed_is_found(folder: str, monkeypatch: pyte
 
 
 EVERY = [(name, dtype) for name in (*FAMILIES, *SPARSE, *HYBRIDS) for dtype in DTYPES]
-FEW = [("Mamba2", torch.float32), ("Qwen3Moe", torch.bfloat16)]
-"""`test_another_grid_of_states` has the rows of attention beside states."""
+FEW = [("Mamba2", torch.float32)]
+"""`test_another_grid_of_states` has the rows of attention beside states, and of experts."""
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "dtype"), EVERY if CAMPAIGN else FEW)
 def test_every_family_passes(name: str, dtype: torch.dtype, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Under `make soak` all families and all rows; otherwise two, without the rows that change weights."""
+    """Under `make soak` all families and all rows; otherwise one, without the rows that change weights."""
     if not CAMPAIGN:
         request.getfixturevalue("no_weights_part")
     model = make_model(name, dtype)
@@ -141,8 +150,7 @@ def test_the_adapter_of_a_folder(
     make_model("Qwen3", num_hidden_layers=2).save_pretrained(tmp_path / "base")
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     model.save_pretrained(tmp_path / "adapter")
-    for part in ("prefix_cache", "temperatures", "layouts"):
-        monkeypatch.setattr(check._Check, part, lambda self: iter(()))
+    leave_out(monkeypatch, "prefix_cache", "temperatures", "layouts")
     monkeypatch.setattr(check._Check, "schedules", _one_schedule)
     arguments = ["check", str(tmp_path / "adapter"), "--json", "--tokens", "6"]
     assert cli.main(arguments) == 0
@@ -170,8 +178,7 @@ def _one_schedule(self: Any) -> Iterator[Row]:
 @pytest.mark.usefixtures("no_weights_part")
 def test_another_expert_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("Qwen3Moe", torch.bfloat16).save_pretrained(tmp_path)
-    for other in ("schedules", "temperatures", "prefix_cache", "layouts"):
-        monkeypatch.setattr(check._Check, other, lambda self: iter(()))
+    leave_out(monkeypatch, "schedules", "temperatures", "prefix_cache", "layouts")
     note = RoutePages.note
     monkeypatch.setattr(RoutePages, "note", lambda self, layer, ids: note(self, layer, ids + (layer == 1)))
     (row,) = [row for row in check.check_model(tmp_path, new_tokens=4) if row.differing]
@@ -181,10 +188,12 @@ def test_another_expert_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("no_weights_part")
 def test_another_grid_of_states(tmp_path: Path) -> None:
-    make_model("NemotronH", torch.bfloat16).save_pretrained(tmp_path)
+    make_model("GraniteMoeHybrid, experts", torch.bfloat16).save_pretrained(tmp_path)
     rows = list(check.check_model(tmp_path, new_tokens=8, ssm_chunk=16))
     assert [row.name for row in rows if row.differing or not row.tokens] == []
-    assert "states: hits on and off the grids" in [row.name for row in rows]
+    names = [row.name for row in rows]
+    assert "states: hits on and off the grids" in names
+    assert "routing: pairs that differ, cold and warm" in names
 
 
 @pytest.mark.parametrize(
@@ -216,8 +225,7 @@ def test_more_tokens_than_the_model_has_room_for_are_refused(
 def test_the_tokens_that_are_asked_for_are_sampled(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(check._Check, "schedules", lambda self: seen.append(self.workload.new_tokens) or iter(()))
-    for part in ("temperatures", "prefix_cache", "layouts", "weights"):
-        monkeypatch.setattr(check._Check, part, lambda self: iter(()))
+    leave_out(monkeypatch, "temperatures", "prefix_cache", "layouts", "weights")
     monkeypatch.setattr(check, "check_gemm_rows", lambda model: (1, 0, 0.0))
     for tokens in (160, 33, 1, None):
         assert len(list(check.check_model(folder, new_tokens=tokens))) == 2

@@ -251,10 +251,8 @@ def test_other_chunks(family: str, dtype: torch.dtype, chunk: int) -> None:
     if CAMPAIGN
     else [
         ("NemotronH", torch.float32, 64, 64),
-        ("NemotronH", torch.bfloat16, 64, 128),
-        ("FalconH1", torch.bfloat16, 128, 128),
+        ("FalconH1", torch.bfloat16, 64, 128),
         ("Bamba", torch.float32, 128, 256),
-        ("GraniteMoeHybrid", torch.bfloat16, 256, 256),
     ],
 )
 def test_hits_at_every_offset(family: str, dtype: torch.dtype, chunk: int, block_size: int) -> None:
