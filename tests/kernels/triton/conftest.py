@@ -5,7 +5,8 @@ GPU. Equal bits in it mean equal tiles and an equal order of sums: in these test
 product adds in the order of the depth, as a GPU's does. (NumPy's, which it would take, gives a
 row other bits in another place of the tile on many processors.)
 
-It is spared work, see spared_work.py.
+It is spared work, see spared_work.py. And where a layer's first call compares one launch with a launch each, few rows
+are compared, except in tests of these comparisons (`all_compared`).
 """
 
 import warnings
@@ -22,7 +23,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton import knobs
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from samebit.kernels.triton import heads, norm
+from samebit.kernels.triton.tiles import proved_equal
+
 from . import spared_work
+from .gpu import DEVICE
 
 if not torch.cuda.is_available() and not knobs.runtime.interpret:
     pytest.skip("no GPU, and Triton was imported before its interpreter was asked for", allow_module_level=True)
@@ -62,7 +67,31 @@ def _spared_work() -> Iterator[None]:
             spared_work.unwrap_what_is_wrapped(patch)
             spared_work.see_equals_at_once(patch)
             spared_work.round_at_once(patch)
+            spared_work.broadcast_as_numpy_computes(patch)
         yield
+
+
+_ROWS: list[tuple[Any, str, Any]] = [
+    (proved_equal, "_ROWS", 9), (proved_equal, "_COUNTS", (1,)), (heads, "_TOKENS", 3), (norm, "_COMPARED", 3),
+]  # fmt: skip
+"""Where it says how many rows are compared, and how many are enough to see that both ways run and agree."""
+
+_ALL_ROWS = [(holder, name, getattr(holder, name)) for holder, name, _ in _ROWS]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_compared() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for place in _ROWS if DEVICE == "cpu" else ():
+            patch.setattr(*place)
+        yield
+
+
+@pytest.fixture
+def all_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare as many rows as a GPU does."""
+    for place in _ALL_ROWS:
+        monkeypatch.setattr(*place)
 
 
 @pytest.fixture(autouse=True)

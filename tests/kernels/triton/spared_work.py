@@ -3,8 +3,9 @@
 At each call of a function by a kernel it looks through all of `triton.language` for what it replaces there; here once a
 launch for each file that the functions stand in. It computes whether integers overflow, and drops the answer. It makes
 its table of dtypes at each use, and the objects that describe a shape for each tensor and each type; here once a shape.
-It compares shapes, types and what a constant holds step by step; here two that are one object are equal at once. And it
-takes floats apart to convert them; here torch does.
+It compares shapes, types and what a constant holds step by step; here two that are one object are equal at once. It
+makes both operands as large as the result, which NumPy does as it computes. And it takes floats apart to convert them;
+here torch does.
 """
 
 from functools import cache
@@ -139,3 +140,53 @@ def see_equals_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core.dtype, "__eq__", lambda self, other: self is other or equal(self, other))
     patch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_others)
     patch.setattr(TritonSemantic, "cast", cast_others)
+
+
+def broadcast_as_numpy_computes(patch: pytest.MonkeyPatch) -> None:
+    """Hand on two operands that need no conversion as they are, with the type that they have when broadcast.
+
+    Those are of one dtype, numbers that the other's dtype holds, and pointers with offsets. What calls this computes
+    with both together, so that the result has the shape. Others go Triton's way, as do those whose shapes do not fit.
+    """
+    check, scalar = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant
+    wide = core.int32, core.int64, core.float32
+    common = cache(np.broadcast_shapes)
+    block = cache(lambda kind, sizes: core.block_type(kind, list(sizes)))
+
+    @cache
+    def whole_number(value: int, kind: core.dtype) -> core.tensor:
+        return scalar(interpreter.interpreter_semantic, value, kind)
+
+    def operand(self: TritonSemantic, given: Any, beside: Any) -> Any:
+        """Return a tensor; None for a number that is not held by the dtype of what is beside it."""
+        if type(given) is core.tensor:
+            return given
+        if type(beside) is not core.tensor:
+            return None
+        kind = core.int32 if beside.dtype.is_ptr() else beside.dtype
+        if type(given) is int and kind in wide and -(2**31) <= given < 2**31:
+            return whole_number(given, kind)
+        return scalar(self, given, kind) if type(given) is float and kind is core.float32 else None
+
+    def shaped(given: core.tensor, sizes: tuple[int, ...]) -> core.tensor:
+        kind = given.type
+        if not sizes or (kind.is_block() and kind.sizes == sizes):
+            return given
+        made = core.block_type(given.dtype, list(sizes)) if given.dtype.is_ptr() else block(given.dtype, sizes)
+        return core.tensor(given.handle, made)
+
+    def checked(
+        self: TritonSemantic, lhs: Any, rhs: Any, lhs_ptr: bool = False, rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> tuple[core.tensor, core.tensor]:  # fmt: skip
+        one, other = operand(self, lhs, rhs), operand(self, rhs, lhs)
+        if one is None or other is None:
+            return check(self, lhs, rhs, lhs_ptr, rhs_ptr, arithmetic_check, div_or_mod)
+        kind, beside = one.dtype, other.dtype
+        alike = kind is beside and (kind in wide if div_or_mod else type(kind) is core.dtype)
+        if not (alike or (lhs_ptr and kind.is_ptr() and beside.is_int())):
+            return check(self, lhs, rhs, lhs_ptr, rhs_ptr, arithmetic_check, div_or_mod)
+        sizes = common(*(part.type.sizes if part.type.is_block() else () for part in (one, other)))
+        return shaped(one, sizes), shaped(other, sizes)
+
+    patch.setattr(TritonSemantic, "binary_op_type_checking_impl", checked)

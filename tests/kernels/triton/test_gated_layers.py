@@ -114,6 +114,7 @@ def test_gradients_have_the_bits_of_calls_of_each(dtype: torch.dtype) -> None:
             assert one is other is None or torch.equal(one, other)
 
 
+@pytest.mark.usefixtures("all_compared")
 def test_a_tile_that_gives_other_bits_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_tile_that_gives_other_bits_is_not_used(
         assert launched(poisoned(torch.randn(rows, 100).bfloat16()), layers) == names
 
 
+@pytest.mark.usefixtures("all_compared")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_another_order_or_rounding_is_seen(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Stand-ins: up's depth in pieces of sixteen from the last to the first; an activation of what is not rounded, or,

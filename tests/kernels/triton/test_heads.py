@@ -165,6 +165,7 @@ def test_it_is_one_launch_where_the_bits_were_seen_to_be_equal(
     assert logging.WARNING in [record.levelno for record in caplog.records]
 
 
+@pytest.mark.usefixtures("all_compared")
 def test_another_rounding_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a stand-in that does not round between norm and rotation."""
     given = heads.Heads(torch.device(DEVICE), torch.bfloat16, 3, 1, 32, 16, (torch.bfloat16,) * 2)

@@ -82,6 +82,7 @@ def test_rows_of_more_dimensions_and_none() -> None:
     assert [tuple(out.shape) for out in multiply(torch.zeros(0, 100, device=DEVICE), layers)] == [(0, 20), (0, 30)]
 
 
+@pytest.mark.usefixtures("all_compared")
 def test_a_tile_that_gives_other_bits_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_tile_that_gives_other_bits_is_not_used(
         assert launched(poisoned(torch.randn(rows, 100).bfloat16()), layers) == names
 
 
+@pytest.mark.usefixtures("all_compared")
 def test_another_order_of_adding_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the last layer alone. A stand-in takes its depth in pieces of sixteen from the last to the first."""
 

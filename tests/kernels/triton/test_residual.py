@@ -66,6 +66,7 @@ def test_it_is_one_launch_where_the_bits_were_seen_to_be_equal(
     assert "do not have the bits of a launch each" in caplog.messages[0]
 
 
+@pytest.mark.usefixtures("all_compared")
 def test_another_rounding_of_the_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     given = torch.device(DEVICE), 100, torch.float32, torch.float32
     assert norm.added_equal(*given)

@@ -138,6 +138,7 @@ def test_few_rows_take_a_rung_only_where_it_was_found_equal(caplog: pytest.LogCa
     assert "calls of up to 64 rows take the next tile" in message
 
 
+@pytest.mark.usefixtures("all_compared")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_narrow_tile_that_adds_in_another_order_is_refused(dtype: torch.dtype) -> None:
     """Also where rounding to the dtype would nearly always hide it.
