@@ -6,6 +6,7 @@ Every import counts: inside of functions and under TYPE_CHECKING too.
 import ast
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -28,7 +29,12 @@ BELOW = {
 """What each floor may import, itself included; `ops.dispatch` the devices too."""
 
 
-def imports_of(path: Path) -> Iterator[str]:
+@cache
+def imports_of(path: Path) -> list[str]:
+    return list(read_imports(path))
+
+
+def read_imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

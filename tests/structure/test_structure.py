@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import zip_longest
 from pathlib import Path
@@ -156,28 +158,51 @@ def test_every_room_says_what_it_imports_and_names_what_is_in_it(imports: list[I
     assert not unsaid
 
 
-def test_a_checkout_works_in_its_root_without_an_install() -> None:
-    """`samebit.*` is found through the links in `samebit/`; transformers does not take our `kernels` for another."""
+@dataclass(frozen=True)
+class Loaded:
+    """Holds what a process in the root found that has loaded the kernels, and then the worker, without an install.
+
+    Attributes:
+        transformers: whether the kernels loaded transformers.
+        file: where `samebit.rollout` lies.
+        kernels_package: whether transformers takes our `kernels` for another package.
+        twice: what was loaded under its bare name.
+    """
+
+    transformers: bool
+    file: str
+    kernels_package: bool
+    twice: list[str]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
     script = (
-        "import sys\n"
+        "import json, sys\n"
         "sys.meta_path[:] = [finder for finder in sys.meta_path if 'ditable' not in repr(finder)]\n"
         "sys.path_hooks[:] = [hook for hook in sys.path_hooks if 'ditable' not in repr(hook)]\n"
+        "import samebit.kernels.ops.linear\n"
+        "transformers = 'transformers' in sys.modules\n"
         "from samebit.rollout import RolloutWorker\n"
         "from transformers.utils import is_kernels_available\n"
-        "found = sys.modules['samebit.rollout'].__file__\n"
-        "assert found.startswith(sys.argv[1]), found\n"
-        "assert not is_kernels_available()\n"
-        "twice = [name for name in sys.modules if name.split('.')[0] in sys.argv[2:] and '.' in name]\n"
-        "assert not twice, twice\n"
+        "twice = [name for name in sys.modules if name.split('.')[0] in sys.argv[1:] and '.' in name]\n"
+        "print(json.dumps([transformers, sys.modules['samebit.rollout'].__file__, is_kernels_available(), twice]))\n"
     )
-    command = [sys.executable, "-W", "ignore", "-c", script, str(ROOT), *PACKAGES]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=600)
+    command = [sys.executable, "-W", "ignore", "-c", script, *PACKAGES]
+    done = subprocess.run(command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE, timeout=600)
+    return Loaded(*json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_kernels_load_without_transformers() -> None:
+def test_a_checkout_works_in_its_root_without_an_install(loaded: Loaded) -> None:
+    """`samebit.*` is found through the links in `samebit/`; transformers does not take our `kernels` for another."""
+    assert loaded.file.startswith(str(ROOT))
+    assert not loaded.kernels_package
+    assert not loaded.twice
+
+
+def test_kernels_load_without_transformers(loaded: Loaded) -> None:
     """Which takes longer than torch; whoever calls kernels alone does not wait for it."""
-    script = "import sys, samebit.kernels.ops.linear; assert 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=600)
+    assert not loaded.transformers
 
 
 def _room(module: str, package: str) -> str | None:
