@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from llvmlite.binding import get_host_cpu_features
 
-from ..campaign import CAMPAIGN, long
+from ..campaign import long
 from ..patience import HANG
 
 ROOT = Path(__file__).parents[2]
@@ -23,13 +24,9 @@ HASWELL = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,
 OWN = ("PYTEST_", "SAMEBIT_TESTS_")
 """Begins the names of what belongs to this run of the tests: another has a server of forks of its own."""
 
-INTERPRETED = ["tests/kernels/triton/test_tiles.py", "-k", "another_order and bfloat16"]
-COMPILED = [
-    "tests/kernels/test_numeric.py",
-    "tests/kernels/test_rowwise.py",
-    "-k",
-    "numeric or (same_bits_in_every_call and rms_norm and dtype1)",
-]
+INTERPRETED = ["tests/kernels/triton/test_tiles.py"] if find_spec("triton") else []
+COMPILED = ["tests/kernels/test_numeric.py", "tests/kernels/test_rowwise.py"]
+FEW = "(another_order and bfloat16) or numeric or (same_bits_in_every_call and rms_norm and dtype1)"
 
 
 def run_tests(arguments: list[str], environment: dict[str, str], minutes: float) -> None:
@@ -50,7 +47,14 @@ def run_tests(arguments: list[str], environment: dict[str, str], minutes: float)
     assert " passed" in found.stdout
 
 
-@pytest.mark.soak
+@pytest.mark.skipif(not FEATURES.get("avx2"), reason="this processor has no avx2")
+def test_as_both_compute_on_a_haswell(tmp_path: Path) -> None:
+    """A few tests of each. Nothing comes from the cache of this processor's kernels, and nothing gets there."""
+    environment = HASWELL | {"OPENBLAS_CORETYPE": "Haswell", "NUMBA_CACHE_DIR": str(tmp_path)}
+    run_tests([*INTERPRETED, *COMPILED, "-k", FEW], environment, HANG / 60)
+
+
+@long
 @pytest.mark.parametrize("core", ["Haswell", "Zen", "SkylakeX"])
 def test_as_openblas_multiplies_on_other_processors(core: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -58,16 +62,14 @@ def test_as_openblas_multiplies_on_other_processors(core: str) -> None:
     if not FEATURES.get(needed):
         pytest.skip(f"this processor has no {needed}")
     whole = ["tests/kernels/triton", "--deselect", "tests/kernels/triton/test_compile.py"]  # which multiplies nothing
-    arguments = whole if CAMPAIGN else INTERPRETED
-    run_tests(arguments, {"OPENBLAS_CORETYPE": core}, 60 if CAMPAIGN else HANG / 60)
+    run_tests(whole, {"OPENBLAS_CORETYPE": core}, 60)
 
 
-@pytest.mark.soak
+@long
 @pytest.mark.skipif(not FEATURES.get("avx2"), reason="this processor has no avx2")
 def test_as_numba_compiles_for_a_haswell(tmp_path: Path) -> None:
-    """Nothing comes from the cache of this processor's kernels, and nothing gets there."""
-    arguments = ["tests/kernels", "--ignore", "tests/kernels/triton"] if CAMPAIGN else COMPILED
-    run_tests(arguments, HASWELL | {"NUMBA_CACHE_DIR": str(tmp_path)}, 60 if CAMPAIGN else HANG / 60)
+    arguments = ["tests/kernels", "--ignore", "tests/kernels/triton"]
+    run_tests(arguments, HASWELL | {"NUMBA_CACHE_DIR": str(tmp_path)}, 60)
 
 
 @long
