@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -18,6 +17,7 @@ from numba import types
 
 from samebit.kernels.cpu.base.callee import address_of
 
+from ..forks import python
 from ..patience import HANG
 
 FILE = Path(__file__).with_name("kernel_of_kernels.py")
@@ -66,7 +66,7 @@ def test_a_process_that_loads_a_kernel_loads_what_it_calls(tmp_path: Path) -> No
     def run() -> Any:
         environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
         done = subprocess.run(
-            [sys.executable, copy], env=environment, check=True, text=True, stdout=subprocess.PIPE, timeout=HANG
+            [*python(), copy], env=environment, check=True, text=True, stdout=subprocess.PIPE, timeout=HANG
         )
         return json.loads(done.stdout)
 
