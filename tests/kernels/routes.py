@@ -1,12 +1,14 @@
 """The ways through a rollout's memory that the tests of the kernels take, and the layouts of a training call."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
+
+from ..campaign import CAMPAIGN
 
 NextCount = Callable[[int, int], int]
 """Tokens that a sequence (the first number) computes next, after those it has (the second)."""
@@ -16,6 +18,17 @@ ROUTES: dict[str, NextCount] = {
     "token by token": lambda sequence, done: 1,
     "chunks": lambda sequence, done: (1, 7, 64, 3, 17, 2)[(sequence + done) % 6],
 }
+
+
+def ways(block_sizes: Sequence[int], turn: int) -> list[tuple[int, str]]:
+    """Return each block size with a route, in as many turns with each of them; or every pair in `make soak`."""
+    names = list(ROUTES)
+    return [
+        (size, name)
+        for row, size in enumerate(block_sizes)
+        for column, name in enumerate(names)
+        if CAMPAIGN or (row + turn) % len(names) == column
+    ]
 
 
 @dataclass(frozen=True)

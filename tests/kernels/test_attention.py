@@ -15,7 +15,7 @@ from samebit.kernels.ops.rope import RotaryTables, rotary_tables, rotate
 
 from .attention_layer import Shape, oracle, tensors, through_pages
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads
-from .routes import ROUTES, left_padding, packed_context, padded
+from .routes import ROUTES, left_padding, packed_context, padded, ways
 
 LENGTHS = (1, 2, 63, 64, 65, 130)
 
@@ -39,13 +39,15 @@ def _poison() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_route_through_the_pages_gives_the_training_bits(shape: Shape, dtype: torch.dtype) -> None:
     parts = tensors(shape, dtype, LENGTHS)
     expected = attention(*parts, packed_context(LENGTHS), shape.options, shape.sinks)
     assert_near(expected, oracle(*parts, shape, LENGTHS), 4)
-    for number, (block_size, route) in enumerate((b, r) for b in (4, 16, 64, 256) for r in ROUTES):
+    turn = SHAPES.index(shape) + DTYPES.index(dtype)
+    for number, (block_size, route) in enumerate(ways((4, 16, 64, 256), turn)):
         with threads(THREADS[number % len(THREADS)]):
             got = through_pages(parts, shape, LENGTHS, block_size, ROUTES[route], padding=number % 3)
         assert torch.equal(got, expected), (block_size, route)

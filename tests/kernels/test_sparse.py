@@ -14,7 +14,7 @@ from samebit.kernels.ops.latent.selection import choose_keys
 
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads
 from .latent_layer import Shape
-from .routes import ROUTES, left_padding, packed_context, padded
+from .routes import ROUTES, left_padding, packed_context, padded, ways
 from .sparse_layer import Inputs, Sparse, as_lists, attended, expected_choice, inputs, oracle, through_pages
 
 LENGTHS = (1, 3, 66, 70, 140)
@@ -38,6 +38,7 @@ def positions_of(lengths: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([np.arange(length) for length in lengths])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_every_route_chooses_alike_and_gives_the_training_bits(layer: Sparse, dtype: torch.dtype) -> None:
@@ -46,7 +47,8 @@ def test_every_route_chooses_alike_and_gives_the_training_bits(layer: Sparse, dt
     expected, found = attended(given, layer, packed_context(LENGTHS))
     assert torch.equal(as_lists(found, positions_of(LENGTHS), layer), chosen)
     assert_near(expected, oracle(given.q, given.latents, chosen, layer, LENGTHS), 4)
-    for number, (block_size, route) in enumerate((b, r) for b in (4, 64) for r in ROUTES):
+    turn = LAYERS.index(layer) + DTYPES.index(dtype)
+    for number, (block_size, route) in enumerate(ways((4, 64), turn)):
         with threads(THREADS[number % len(THREADS)]):
             out, own = through_pages(given, layer, LENGTHS, block_size, ROUTES[route], padding=number % 3)
         assert torch.equal(own, chosen), (block_size, route)
