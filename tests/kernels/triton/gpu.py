@@ -1,9 +1,28 @@
 """Shared by the tests of the Triton kernels."""
 
+from collections.abc import Sequence
+from itertools import cycle, product
+from typing import Any
+
 import torch
+
+from ...campaign import CAMPAIGN, first_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+EVERY = CAMPAIGN or DEVICE == "cuda"
+"""Whether all cases run at all sizes: those of a GPU take no time."""
+
+
+def few(cases: Sequence[Any], count: int = 1) -> list[Any]:
+    """Return the cases of a test; in the interpreter those after the first ``count`` are for `make soak`."""
+    return list(cases) if DEVICE == "cuda" else first_of(cases, count)
+
+
+def in_turns(first: Sequence[Any], second: Sequence[Any], third: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
+    """Return each with each; in the interpreter each of the first, which are the most, with the others in turns."""
+    return list(product(first, second, third) if EVERY else zip(first, cycle(second), cycle(third), strict=False))
 
 
 def poisoned(x: torch.Tensor, pad: int = 3) -> torch.Tensor:

@@ -20,14 +20,12 @@ from samebit.kernels.triton.linear import multiply, multiply_gated
 from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile, Rung
 from samebit.kernels.triton.tiles.proved_equal import JoinedLayers, joined, proved_joined
 
-from ...campaign import CAMPAIGN, in_pairs
-from .gpu import DEVICE, DTYPES, poisoned
+from .gpu import DEVICE, DTYPES, EVERY, in_turns, poisoned
 from .launches import launches
 
 TILE = MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=2)
 SMALL = MatmulTile(rows=32, outputs=16, depth=64, warps=4, stages=2)
-EVERY = CAMPAIGN or DEVICE == "cuda"
-SIZES = [(100, 129), (129, 77), (64, 100)] if EVERY else [(100, 129), (129, 77)]
+SIZES = [(100, 129), (129, 77), (64, 100)]
 """Inputs, and outputs of gate and of up."""
 
 ROWS = (1, 2, 3, 7, 70) if EVERY else (1, 3, 70)
@@ -61,7 +59,8 @@ def launched(x: torch.Tensor, layers: list[Layer], activation: str = "silu") -> 
     return [name for name in names if not name.startswith("aten")]
 
 
-@pytest.mark.parametrize(("sizes", "dtype", "biased"), in_pairs(SIZES, DTYPES, (False, True), every=EVERY))
+@pytest.mark.soak
+@pytest.mark.parametrize(("sizes", "dtype", "biased"), in_turns(SIZES, DTYPES, (False, True)))
 def test_they_have_the_bits_of_a_launch_each(sizes: tuple[int, int], dtype: torch.dtype, biased: bool) -> None:
     torch.manual_seed(sum(sizes))
     layers = gate_and_up(*sizes, (biased, biased), dtype)

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import replace
-from itertools import cycle, product
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,12 @@ from samebit.kernels.ops.norm import rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotate
 from samebit.kernels.triton import heads
 
-from ...campaign import CAMPAIGN, in_pairs
-from .gpu import DEVICE, DTYPES, poisoned
+from .gpu import DEVICE, DTYPES, EVERY, in_turns, poisoned
 from .launches import launches
 
 SIZES = [(3, 1, 32, 16), (4, 2, 50, 6), (2, 2, 100, 50), (6, 3, 129, 64)]
 """Query and KV heads, elements of a head, angles."""
 
-EVERY = CAMPAIGN or DEVICE == "cuda"
 ROWS = (1, 2, 3, 7) if EVERY else (1, 3)
 """Three are a sequence of two tokens and one of one, which is all that seven have."""
 
@@ -62,7 +59,8 @@ def operands(
     return qkv, tables, HeadNorms(*(poisoned(torch.randn(size).to(dtype)) for _ in range(2)), 1e-6, 1.0)
 
 
-@pytest.mark.parametrize(("sizes", "dtype", "normed"), in_pairs(SIZES, DTYPES, (False, True), every=EVERY))
+@pytest.mark.soak
+@pytest.mark.parametrize(("sizes", "dtype", "normed"), in_turns(SIZES, DTYPES, (False, True)))
 def test_one_launch_has_the_bits_of_a_launch_each(
     sizes: tuple[int, int, int, int], normed: bool, dtype: torch.dtype
 ) -> None:
@@ -97,14 +95,8 @@ def leaves(rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, cont
     return [parts, tables, HeadNorms(parts[4], parts[5], 1e-6, 1.0)]
 
 
-IN_TURNS = list(zip(SIZES, cycle(DTYPES), cycle((False, True)), strict=False))
-"""Each of the sizes, with a dtype each and with norms or without."""
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("sizes", "dtype", "normed"), list(product(SIZES, DTYPES, (False, True))) if EVERY else IN_TURNS
-)
+@pytest.mark.parametrize(("sizes", "dtype", "normed"), in_turns(SIZES, DTYPES, (False, True)))
 def test_training_has_the_bits_of_a_launch_each_and_its_gradients_too(
     sizes: tuple[int, int, int, int], normed: bool, dtype: torch.dtype
 ) -> None:

@@ -14,8 +14,7 @@ from samebit.kernels.triton.matmul import multiply_layers
 from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile, Rung
 from samebit.kernels.triton.tiles.proved_equal import JoinedLayers, joined, proved_joined
 
-from ...campaign import CAMPAIGN, in_pairs
-from .gpu import DEVICE, DTYPES, poisoned
+from .gpu import DEVICE, DTYPES, EVERY, in_turns, poisoned
 from .launches import launches
 
 TILE = MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=2)
@@ -23,7 +22,6 @@ SMALL = MatmulTile(rows=32, outputs=16, depth=64, warps=4, stages=2)
 SIZES = [(100, (96, 32, 32)), (129, (129, 129)), (64, (1, 200, 77))]
 """Inputs, and outputs of each layer."""
 
-EVERY = CAMPAIGN or DEVICE == "cuda"
 ROWS = (1, 2, 3, 7, 70) if EVERY else (1, 3, 70)
 """The last is more than a tile has."""
 
@@ -51,7 +49,8 @@ def launched(x: torch.Tensor, layers: list[Layer]) -> list[str]:
     return [name for name in names if name.startswith("_multiply")]
 
 
-@pytest.mark.parametrize(("sizes", "dtype", "biased"), in_pairs(SIZES, DTYPES, (False, True), every=EVERY))
+@pytest.mark.soak
+@pytest.mark.parametrize(("sizes", "dtype", "biased"), in_turns(SIZES, DTYPES, (False, True)))
 def test_each_layer_has_the_bits_of_a_launch_of_its_own(
     sizes: tuple[int, tuple[int, ...]], dtype: torch.dtype, biased: bool
 ) -> None:

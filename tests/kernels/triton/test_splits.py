@@ -6,6 +6,7 @@ In the interpreter as on a GPU, a row of a product is the same in any place of i
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from ...campaign import long
 from ..attention_layer import Shape, oracle, tensors
 from ..helpers import assert_near, leaves
 from ..shared_prefixes import Decode, Group
-from .gpu import DEVICE, leaf
+from .gpu import DEVICE, EVERY, leaf
 
 CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "500")) // 25
 """One takes some seconds in the interpreter."""
@@ -41,16 +42,17 @@ def limits(slots: int) -> Iterator[None]:
         yield
 
 
-def assert_one_row(decode: Decode) -> None:
+def assert_one_row(decode: Decode, items: int | None = None) -> None:
     """The newest rows have the same bits with as many splits of one program each as there can be, with few and none, in
-    groups and apart, alone, as the last of three tokens, and in training."""
-    (rows, _), last = decode.found(64, DEVICE), len(decode.lengths) - 1
+    groups and apart, alone, as the last of three tokens, and in training. ``items``: those of the first launch."""
+    (rows, context), last = decode.found(64, DEVICE), len(decode.lengths) - 1
+    (walked,) = context.on_device.items_of.values()
+    assert items in (None, len(walked.kept))
     assert_near(torch.cat(rows), torch.cat(decode.expected()), 4)
-    for slots in (0, 3):
+    for slots, shared in product((0, 3), (True, False)) if EVERY else ((0, True), (3, False)):
         with limits(slots):
-            for shared in (True, False):
-                found, _ = decode.found(64, DEVICE, shared=shared)
-                assert torch.equal(torch.cat(rows), torch.cat(found)), (slots, shared)
+            found, _ = decode.found(64, DEVICE, shared=shared)
+            assert torch.equal(torch.cat(rows), torch.cat(found)), (slots, shared)
     assert torch.equal(torch.cat(rows), torch.cat(decode.found(64, DEVICE, shared=False)[0]))
     assert torch.equal(decode.found(64, DEVICE, only=last)[0][0], rows[last])
     assert torch.equal(decode.found(64, DEVICE, long=last)[0][last][-1:], rows[last])
@@ -66,12 +68,6 @@ def trained(decode: Decode, sequence: int) -> torch.Tensor:
     return attention(*parts, context, decode.shape.options, sinks).cpu()
 
 
-def kept(decode: Decode) -> int:
-    """How many items there are in the first launch."""
-    (items,) = decode.found(64, DEVICE)[1].on_device.items_of.values()
-    return len(items.kept)
-
-
 SEQUENCES = (
     (Shape(2, 1, 32, has_sinks=True), torch.float32, (Group(0, (511, 512, 1100, 1025, 514)),), 5),
     (Shape(6, 2, 50, softcap=5.0), torch.bfloat16, (Group(1100, (1110, 1600)), Group(0, (40,))), 3),
@@ -83,9 +79,7 @@ SEQUENCES = (
 def test_a_row_has_the_same_bits_however_its_splits_are_walked(
     shape: Shape, dtype: torch.dtype, groups: tuple[Group, ...], items: int
 ) -> None:
-    decode = Decode(shape, dtype, groups)
-    assert kept(decode) == items
-    assert_one_row(decode)
+    assert_one_row(Decode(shape, dtype, groups), items)
 
 
 def test_splits_are_the_arithmetic_and_not_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
