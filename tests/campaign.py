@@ -27,6 +27,17 @@ def first_of(cases: Sequence[Any], count: int = 1) -> list[Any]:
     return [*cases[:count], *(pytest.param(*part, marks=MARKS) for part in parts[count:])]
 
 
+def in_turns(first: Iterable[Any], second: Iterable[Any], *, every: bool = CAMPAIGN) -> list[tuple[Any, Any]]:
+    """Return each of the first with the second in turns; or `every` pair."""
+    turns = list(second)
+    return [
+        (one, two)
+        for row, one in enumerate(first)
+        for turn, two in enumerate(turns)
+        if every or row % len(turns) == turn
+    ]
+
+
 def in_pairs(
     first: Iterable[Any], second: Iterable[Any], third: Iterable[Any], *, every: bool = CAMPAIGN
 ) -> list[tuple[Any, Any, Any]]:

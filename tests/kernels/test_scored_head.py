@@ -14,6 +14,7 @@ from samebit.kernels.binding.trainer.logprob_request import Scoring
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.logprobs import entropy_from_logits, logprobs_from_logits
 
+from ..campaign import in_pairs, in_turns
 from . import reference
 from .helpers import DTYPES, assert_near, leaves
 
@@ -57,9 +58,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.soak
+@pytest.mark.parametrize(("epilogue", "dtype", "with_bias"), in_pairs(EPILOGUES, DTYPES, (True, False)))
 def test_the_bits_are_those_of_the_logits_made_at_once(
     rows_at_once: int, epilogue: Epilogue, dtype: torch.dtype, with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,8 +75,8 @@ def test_the_bits_are_those_of_the_logits_made_at_once(
     assert max(sizes) == (rows_at_once if rows_at_once < panels else rows_at_once // panels * panels) * VOCAB
 
 
-@pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.soak
+@pytest.mark.parametrize(("epilogue", "dtype"), in_turns(EPILOGUES, DTYPES))
 def test_gradients_are_near_the_oracle(
     rows_at_once: int, epilogue: Epilogue, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

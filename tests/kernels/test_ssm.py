@@ -15,6 +15,7 @@ from samebit.kernels.layout.states.mamba import SSMShape
 from samebit.kernels.layout.states.memory import StateLayout
 from samebit.kernels.ops.ssd import scan
 
+from ..campaign import in_turns
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads
 from .mamba_layer import Case, Layer, layer_of, memory, oracle, step_context, through_states
 from .routes import ROUTES, left_padding, packed_context, padded
@@ -134,8 +135,8 @@ def test_checkpoints_and_copies_continue_with_the_same_bits(dtype: torch.dtype) 
     go_on(1, 70)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.soak
+@pytest.mark.parametrize(("case", "dtype"), in_turns(CASES, DTYPES), ids=str)
 def test_gradients_are_near_the_oracle(case: Case, dtype: torch.dtype) -> None:
     layer = layer_of(case, dtype, LENGTHS)
     upstream = torch.randn(sum(LENGTHS), case.shape.inner).to(dtype)

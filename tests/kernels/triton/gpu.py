@@ -20,7 +20,7 @@ def few(cases: Sequence[Any], count: int = 1) -> list[Any]:
     return list(cases) if DEVICE == "cuda" else first_of(cases, count)
 
 
-def in_turns(first: Sequence[Any], second: Sequence[Any], third: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
+def all_in_turns(first: Sequence[Any], second: Sequence[Any], third: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
     """Return each with each; in the interpreter each of the first, which are the most, with the others in turns."""
     return list(product(first, second, third) if EVERY else zip(first, cycle(second), cycle(third), strict=False))
 

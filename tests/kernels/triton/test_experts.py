@@ -132,7 +132,8 @@ def test_a_row_and_its_gradient_have_the_same_bits_in_any_company(name: str, dty
     ids = SKEWED[name]
     given = layer("gated", ids, dtype)
     whole, of_whole = given.run(), given.gradients()
-    for rows in (torch.tensor([len(ids) - 1, 1]), torch.tensor([0]), torch.tensor([len(ids) // 2, 0, len(ids) - 1])):
+    companies = [[0], [len(ids) // 2, 0, len(ids) - 1], [len(ids) - 1, 1]]
+    for rows in map(torch.tensor, companies if ALL else companies[:2]):
         assert torch.equal(given.run(rows), whole[rows]), rows
         of_rows = given.gradients(rows)
         for mine, theirs in zip(of_rows[:2], of_whole[:2], strict=True):

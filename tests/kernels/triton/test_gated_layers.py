@@ -20,7 +20,7 @@ from samebit.kernels.triton.linear import multiply, multiply_gated
 from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile, Rung
 from samebit.kernels.triton.tiles.proved_equal import JoinedLayers, joined, proved_joined
 
-from .gpu import DEVICE, DTYPES, EVERY, in_turns, poisoned
+from .gpu import DEVICE, DTYPES, EVERY, all_in_turns, poisoned
 from .launches import launches
 
 TILE = MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=2)
@@ -60,7 +60,7 @@ def launched(x: torch.Tensor, layers: list[Layer], activation: str = "silu") -> 
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("sizes", "dtype", "biased"), in_turns(SIZES, DTYPES, (False, True)))
+@pytest.mark.parametrize(("sizes", "dtype", "biased"), all_in_turns(SIZES, DTYPES, (False, True)))
 def test_they_have_the_bits_of_a_launch_each(sizes: tuple[int, int], dtype: torch.dtype, biased: bool) -> None:
     torch.manual_seed(sum(sizes))
     layers = gate_and_up(*sizes, (biased, biased), dtype)

@@ -17,7 +17,7 @@ from samebit.kernels.ops.norm import rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotate
 from samebit.kernels.triton import heads
 
-from .gpu import DEVICE, DTYPES, EVERY, in_turns, poisoned
+from .gpu import DEVICE, DTYPES, EVERY, all_in_turns, poisoned
 from .launches import launches
 
 SIZES = [(3, 1, 32, 16), (4, 2, 50, 6), (2, 2, 100, 50), (6, 3, 129, 64)]
@@ -60,7 +60,7 @@ def operands(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("sizes", "dtype", "normed"), in_turns(SIZES, DTYPES, (False, True)))
+@pytest.mark.parametrize(("sizes", "dtype", "normed"), all_in_turns(SIZES, DTYPES, (False, True)))
 def test_one_launch_has_the_bits_of_a_launch_each(
     sizes: tuple[int, int, int, int], normed: bool, dtype: torch.dtype
 ) -> None:
@@ -96,7 +96,7 @@ def leaves(rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, cont
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("sizes", "dtype", "normed"), in_turns(SIZES, DTYPES, (False, True)))
+@pytest.mark.parametrize(("sizes", "dtype", "normed"), all_in_turns(SIZES, DTYPES, (False, True)))
 def test_training_has_the_bits_of_a_launch_each_and_its_gradients_too(
     sizes: tuple[int, int, int, int], normed: bool, dtype: torch.dtype
 ) -> None:

@@ -14,7 +14,7 @@ from samebit.kernels.triton.matmul import multiply_layers
 from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile, Rung
 from samebit.kernels.triton.tiles.proved_equal import JoinedLayers, joined, proved_joined
 
-from .gpu import DEVICE, DTYPES, EVERY, in_turns, poisoned
+from .gpu import DEVICE, DTYPES, EVERY, all_in_turns, poisoned
 from .launches import launches
 
 TILE = MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=2)
@@ -50,7 +50,7 @@ def launched(x: torch.Tensor, layers: list[Layer]) -> list[str]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("sizes", "dtype", "biased"), in_turns(SIZES, DTYPES, (False, True)))
+@pytest.mark.parametrize(("sizes", "dtype", "biased"), all_in_turns(SIZES, DTYPES, (False, True)))
 def test_each_layer_has_the_bits_of_a_launch_of_its_own(
     sizes: tuple[int, tuple[int, ...]], dtype: torch.dtype, biased: bool
 ) -> None:
