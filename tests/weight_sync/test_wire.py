@@ -57,7 +57,7 @@ MESSAGES = [
     MemoryHandle("GPU-1", 2048, "ab" * 64, 4096, 512, "cd" * 20, 3, "ef" * 64, True),
 ]  # fmt: skip
 KINDS = tuple({type(message) for message in MESSAGES})
-CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "40"))
+CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "20"))
 DOCUMENTED = (SyncBrokenError, SyncRefusedError, WeightMismatchError, NonFiniteWeightError)
 
 
