@@ -146,7 +146,7 @@ def broadcast_as_numpy_computes(patch: pytest.MonkeyPatch) -> None:
     """Hand on two operands that need no conversion as they are, with the type that they have when broadcast.
 
     Those are of one dtype, numbers that the other's dtype holds, and pointers with offsets. What calls this computes
-    with both together, so that the result has the shape. Others go Triton's way, as do those whose shapes do not fit.
+    with both together, so that the result has the shape. Others go Triton's way.
     """
     check, scalar = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant
     wide = core.int32, core.int64, core.float32
