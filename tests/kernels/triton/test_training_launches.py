@@ -42,8 +42,8 @@ def qwen(layers: int) -> nn.Module:
 
 
 @cache
-def compare_tiles() -> None:
-    """Have the tiles of the layers of any `qwen` compared."""
+def compare() -> None:
+    """Have what the layers of any `qwen` launch together compared with a launch each."""
     qwen(1).model(input_ids=IDS)
 
 
@@ -55,7 +55,7 @@ def forward(model: nn.Module) -> tuple[torch.Tensor, Counter[str]]:
 
 
 def test_a_layer_of_a_training_call_launches_so_many_kernels() -> None:
-    compare_tiles()
+    compare()
     found = []
     for layers in (1, 2):
         hidden, names = forward(qwen(layers))
@@ -70,9 +70,9 @@ def of_a_launch_each() -> list[torch.Tensor]:
     """Hidden states and gradients where nothing shares a launch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "on_gpu", lambda tensor: True)
+        compare()
         patch.setattr(Addend, "of", staticmethod(lambda x: x))
         patch.setattr(heads, "joins", lambda given: False)
-        compare_tiles()
         model = qwen(2)
         for module in model.modules():
             module.register_forward_hook(lambda module, given, out: None)
