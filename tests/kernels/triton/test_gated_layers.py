@@ -20,7 +20,7 @@ from samebit.kernels.triton.linear import multiply, multiply_gated
 from samebit.kernels.triton.tiles.file import MatmulEntry, MatmulTile, Rung
 from samebit.kernels.triton.tiles.proved_equal import JoinedLayers, joined, proved_joined
 
-from .gpu import DEVICE, DTYPES, EVERY, all_in_turns, poisoned
+from .gpu import DEVICE, DTYPES, EVERY, all_in_turns, few, poisoned
 from .launches import launches
 
 TILE = MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=2)
@@ -131,7 +131,7 @@ def test_a_tile_that_gives_other_bits_is_not_used(
 
 
 @pytest.mark.usefixtures("all_compared")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", few(DTYPES, 2))
 def test_another_order_or_rounding_is_seen(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Stand-ins: up's depth in pieces of sixteen from the last to the first; an activation of what is not rounded, or,
     where nothing is rounded, by another sigmoid."""
