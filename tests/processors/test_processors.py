@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from llvmlite.binding import get_host_cpu_features
 
-from ..campaign import long
+from ..campaign import CAMPAIGN, first_of, long
 from ..patience import HANG
 
 ROOT = Path(__file__).parents[2]
@@ -54,15 +54,17 @@ def test_as_both_compute_on_a_haswell(tmp_path: Path) -> None:
     run_tests([*INTERPRETED, *COMPILED, "-k", FEW], environment, HANG / 60)
 
 
-@long
-@pytest.mark.parametrize("core", ["Haswell", "Zen", "SkylakeX"])
+@pytest.mark.soak
+@pytest.mark.parametrize("core", [*first_of(["Haswell"], 0), "Zen", "SkylakeX"])
 def test_as_openblas_multiplies_on_other_processors(core: str) -> None:
+    """A few tests, which `test_as_both_compute_on_a_haswell` has too; under `make soak` all of Triton's."""
     pytest.importorskip("triton", reason="Triton is not installed")
     needed = "avx512f" if core == "SkylakeX" else "avx2"
     if not FEATURES.get(needed):
         pytest.skip(f"this processor has no {needed}")
     whole = ["tests/kernels/triton", "--deselect", "tests/kernels/triton/test_compile.py"]  # which multiplies nothing
-    run_tests(whole, {"OPENBLAS_CORETYPE": core}, 60)
+    arguments = whole if CAMPAIGN else [*INTERPRETED, "-k", FEW]
+    run_tests(arguments, {"OPENBLAS_CORETYPE": core}, 60 if CAMPAIGN else HANG / 60)
 
 
 @long
