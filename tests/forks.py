@@ -29,6 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+CLIENT = "SAMEBIT_TESTS_CLIENT"
+"""Names the process of a fork's command, whose environment is what the fork was started with, in the fork's own."""
 _environment: dict[str, str] = {}
 _SERVER = "SAMEBIT_TESTS_SERVER"
 _SERVE = "serve"
@@ -62,7 +64,8 @@ def _address() -> str:
 
 def ask(command: list[str]) -> None:
     """Have a command run by the server, and end as it ends."""
-    request = json.dumps([command, os.getcwd(), dict(os.environ)]).encode()
+    environment = {**os.environ, CLIENT: str(os.getpid())}
+    request = json.dumps([command, os.getcwd(), environment]).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(_address())
         socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])

@@ -21,9 +21,10 @@ STEPS = 5
 
 
 def test_every_token_has_the_bits_of_its_own_version(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     pytest.importorskip("ray")
+    request.getfixturevalue("cluster")
     monkeypatch.setattr(sampling, "reward", lambda text, finished, problem, *_: len(set(text)) / 10)
     more = {"steps": STEPS, "prompts": 8, "samples": 8, "max_tokens": 40, "eval_every": STEPS, "max_num_seqs": 16}
     rows = grpo_async.run(tiny(tmp_path, OffPolicy, **more))

@@ -46,6 +46,7 @@ from samebit.weight_sync import (  # noqa: E402
     listening_store,
 )
 
+from ...forks import CLIENT  # noqa: E402
 from ...patience import HANG, wait_until  # noqa: E402
 from ..tiny_llama import tiny  # noqa: E402
 
@@ -64,9 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worker(cluster: None, folder: Path) -> Iterator[RayWorker]:
-    """In a process that is no fork, so that it loads under its own environment."""
-    whole = {"py_executable": sys.executable}
-    with RayWorker.start(folder, config=CONFIG, num_cpus=2, runtime_env=whole) as remote:
+    with RayWorker.start(folder, config=CONFIG, num_cpus=2) as remote:
         yield remote
 
 
@@ -184,7 +183,8 @@ def test_the_process_is_set_up_before_torch_loads(worker: RayWorker) -> None:
     state = worker.health()
     assert state.pid != os.getpid()
     assert state.trouble is None
-    environment = Path(f"/proc/{state.pid}/environ").read_bytes().split(b"\0")
+    started = ray.get(worker.actor.__ray_call__.remote(lambda actor: os.environ[CLIENT]))  # by Ray, for the fork
+    environment = Path(f"/proc/{started}/environ").read_bytes().split(b"\0")
     for expected in (b"OMP_WAIT_POLICY=passive", b"GOMP_SPINCOUNT=4000", b"OMP_NUM_THREADS=2", b"NUMBA_NUM_THREADS=2"):
         assert expected in environment
 

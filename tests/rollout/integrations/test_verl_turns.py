@@ -19,7 +19,16 @@ from samebit.benchmarks.verl_matrix import cases
 from samebit.recipes.verl_grpo.launch import Run
 from samebit.recipes.verl_grpo.mismatch import MISMATCH
 
-from .verl_run import IN_VERL, build_data, listening_elsewhere, running, spied, wait_for_end, wait_for_steps
+from .verl_run import (
+    IN_VERL,
+    build_data,
+    listening_elsewhere,
+    processes_of,
+    running,
+    spied,
+    wait_for_end,
+    wait_for_steps,
+)
 
 BLOCK = 8
 
@@ -49,6 +58,8 @@ def test_a_run_of_several_turns_with_two_servers_of_their_own_until_one_dies_in_
     run = Run(build_data(tmp_path / "data"), tmp_path, options)
     with running(run) as process:
         wait_for_steps(run, process, 1)
+        names = {process.name() for process in processes_of(run)}
+        assert {"ray::SamebitServer", "ray::WorkerDict"} <= {name.partition(".")[0] for name in names}, "forks too"
         assert listening_elsewhere(run) == []
         code = wait_for_end(run, process)
     said = run.log.read_text()

@@ -18,6 +18,7 @@ import pytest
 from samebit.recipes.verl_grpo import task
 from samebit.recipes.verl_grpo.launch import Run
 
+from ...forks import python
 from ...patience import HANG
 
 IN_VERL = Path(__file__).parent / "in_verl"
@@ -43,8 +44,10 @@ def spied(folder: Path, monkeypatch: pytest.MonkeyPatch, **environment: str) -> 
 
 @contextmanager
 def running(run: Run) -> Iterator[subprocess.Popen[bytes]]:
-    """Ended, with all its processes, whatever happens."""
-    process = run.start()
+    """Ended, with all its processes, whatever happens. Its first process is a fork, as `forks` says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "command", lambda run, command=Run.command: [*python(), *command(run)[1:]])
+        process = run.start()
     try:
         yield process
     finally:
@@ -56,12 +59,13 @@ def running(run: Run) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def processes_of(run: Run) -> list[psutil.Process]:
-    """Those that have its metrics file in their environment: Ray puts some in sessions of their own."""
-    mark = run.environment()["VERL_FILE_LOGGER_PATH"]
+    """Those in its folder, where forks too are, and those that began with its metrics file in their environment: Ray
+    puts some in sessions of their own."""
+    mark, folder = run.environment()["VERL_FILE_LOGGER_PATH"], str(run.out.resolve())
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get("VERL_FILE_LOGGER_PATH") == mark:
+            if process.cwd() == folder or process.environ().get("VERL_FILE_LOGGER_PATH") == mark:
                 found.append(process)
     return found
 
