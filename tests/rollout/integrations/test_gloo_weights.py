@@ -23,11 +23,12 @@ IDS = list(range(12))
 class Client:
     """Asks a server as the clients of trainers do."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, http: httpx.Client, url: str) -> None:
+        self._http = http
         self._url = url
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
-        httpx.post(self._url + path, json=body, timeout=HANG).raise_for_status()
+        self._http.post(self._url + path, json=body).raise_for_status()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._post("/init_weight_transfer_engine", {"init_info": init_info})
@@ -42,20 +43,24 @@ class Client:
         self._post("/finish_weight_update")
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    with serving(build_folder(tmp_path / "model"), "--control", "loopback") as one:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(build_folder(tmp_path_factory.mktemp("model")), "--control", "loopback") as one:
         yield one
 
 
-@pytest.mark.parametrize("part_bytes", [1, 10_000, 1 << 28])
-def test_what_is_sampled_then_has_the_bits_of_what_was_sent(served: Served, part_bytes: int, tmp_path: Path) -> None:
-    other = bind(AutoModelForCausalLM.from_pretrained(build_folder(tmp_path / "other", seed=1), dtype=torch.float32))
-    weights = GlooWeights(Client(served.control), part_bytes=part_bytes)
+@pytest.mark.parametrize(("part_bytes", "seed"), [(1, 1), (10_000, 2), (1 << 28, 3)])
+def test_what_is_sampled_then_has_the_bits_of_what_was_sent(
+    served: Served, part_bytes: int, seed: int, tmp_path: Path
+) -> None:
+    other = bind(AutoModelForCausalLM.from_pretrained(build_folder(tmp_path / "other", seed=seed), dtype=torch.float32))
+    before = served.service.worker.weight_version
+    weights = GlooWeights(Client(served.http, served.control), part_bytes=part_bytes)
     weights.init_weight_transfer()
     for version in (1, 2):
         weights.send_weights(other.named_parameters())
-        assert served.service.worker.weight_version == version
+        assert served.service.worker.weight_version == before + version
+    weights.destroy()
     asked = {"token_ids": IDS, "sampling_params": {"max_tokens": 8, "logprobs": 0, "ignore_eos": True}}
     (choice,) = served.post("/inference/v1/generate", asked).json()["choices"]
     expected = token_logprobs(other, torch.tensor([IDS + choice["token_ids"]]))[0, -8:].tolist()
@@ -64,19 +69,20 @@ def test_what_is_sampled_then_has_the_bits_of_what_was_sent(served: Served, part
 
 def test_what_is_refused_raises_and_ends_the_transfer(served: Served) -> None:
     """Nobody waits for the other side; the next update begins with a new transfer."""
-    weights = GlooWeights(Client(served.control), timeout=HANG)
+    before = served.service.worker.weight_version
+    weights = GlooWeights(Client(served.http, served.control), timeout=HANG)
     with pytest.raises(RuntimeError, match="init_weight_transfer"):
         weights.send_weights([])
     weights.init_weight_transfer()
     with pytest.raises(httpx.HTTPStatusError, match="409"):
         weights.send_weights([("nothing.weight", torch.zeros(3))])
-    assert served.service.worker.weight_version == 0
+    assert served.service.worker.weight_version == before
     with pytest.raises(RuntimeError, match="init_weight_transfer"):
         weights.send_weights([])
-    refusing = GlooWeights(Client(served.base), timeout=HANG)  # no control here
+    refusing = GlooWeights(Client(served.http, served.base), timeout=HANG)  # no control here
     with pytest.raises(httpx.HTTPStatusError, match="404"):
         refusing.init_weight_transfer()
     state = AutoModelForCausalLM.from_pretrained(served.folder).state_dict()
     weights.init_weight_transfer()
     weights.send_weights(state.items())
-    assert served.service.worker.weight_version == 1
+    assert served.service.worker.weight_version == before + 1
