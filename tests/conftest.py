@@ -21,6 +21,7 @@ import gc
 import importlib.metadata
 import os
 import shlex
+import sys
 import tempfile
 from contextlib import ExitStack
 from functools import cache
@@ -33,6 +34,7 @@ import torch
 
 from . import forks
 from .order import longest_first, share_a_cluster
+from .rewriting import rewrite_asserts
 
 os.environ.setdefault("RAY_AUTH_TOKEN", "of-the-tests")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -97,10 +99,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    """Start pytest-xdist's processes as forks."""
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Start pytest-xdist's processes as forks. While the server of these loads, this process has nothing to do."""
     for spec in specs:
         spec.python = shlex.join(forks.python())
+    if not sys.dont_write_bytecode:
+        rewrite_asserts(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
