@@ -35,9 +35,21 @@ _environment: dict[str, str] = {}
 _SERVER = "SAMEBIT_TESTS_SERVER"
 _SERVE = "serve"
 _LOADED = ("samebit.kernels", "samebit.rollout.worker", "samebit.weight_sync")
-_LOADED_FOR_VERL = ("tensordict", "pandas", "datasets", "peft", "hydra", "fastapi", "aiohttp")
-"""Lists what verl imports, where it is installed. Not Ray, which keeps what a process is."""
-_LOADED_FOR_TESTS = ("wandb", "reasoning_gym", "hypothesis", "openai", "schemathesis", "matplotlib.pyplot", "uvicorn")
+_LOADED_FOR_VERL = (
+    *("tensordict", "pandas", "datasets", "peft", "hydra", "fastapi", "aiohttp"),
+    *("requests", "jsonschema", "msgspec", "zmq"),
+)
+"""Lists what verl and Ray import, where it is installed. Not Ray, which keeps what a process is."""
+_LOADED_FOR_TESTS = (
+    "wandb",
+    "reasoning_gym",
+    "hypothesis",
+    "openai",
+    "schemathesis",
+    "matplotlib.pyplot",
+    "uvicorn",
+    "trl",
+)
 """Lists what else takes files of tests long to import: processes of pytest-xdist are forks too."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("verl", reason="verl is not installed: pip install 'samebit[verl]'")
 pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install 'samebit[verl]'")
 
+import omegaconf.base
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -47,6 +48,14 @@ CONFIGS = Path(str(inspect.getfile(verl_grpo))).parent
 FOLDER = {"path": "folder", "tokenizer_path": None}
 MODEL = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "samebit"}}
 ENGINE = FSDPEngineConfig(strategy="fsdp2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpolations_parsed_once() -> Iterator[None]:
+    """OmegaConf parses each again whenever it is resolved, which takes half of a look at a configuration."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(omegaconf.base, "parse", cache(omegaconf.base.parse))
+        yield
 
 
 @pytest.fixture
