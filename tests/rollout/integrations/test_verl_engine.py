@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from samebit.rollout.integrations.verl.server.adapters import adapter_config
 from samebit.rollout.integrations.verl.trainer import engine as engines
 from samebit.rollout.integrations.verl.trainer.routing import COMPARED, DIFFERING
 
-from ...campaign import in_pairs
+from ...campaign import CAMPAIGN
 from .verl_model import save_model, save_sparse_model, save_wrapped_model
 
 PROMPTS = [[1], [1, 5, 6, 7], list(range(4, 20)) * 2]
@@ -116,7 +117,10 @@ def sampled(worker: RolloutWorker, adapter: str | None = None) -> tuple[list[Req
 
 @pytest.mark.filterwarnings("error:.*autocast")
 @pytest.mark.soak
-@pytest.mark.parametrize(("dtype", "tied", "checkpointing"), in_pairs(["float32", "bfloat16"], *2 * [[True, False]]))
+@pytest.mark.parametrize(
+    ("dtype", "tied", "checkpointing"),
+    product(NAMES, *2 * [[True, False]]) if CAMPAIGN else [("float32", True, True), ("bfloat16", False, False)],
+)
 def test_the_engine_gives_the_workers_log_probabilities(
     tmp_path: Path, dtype: str, tied: bool, checkpointing: bool
 ) -> None:
