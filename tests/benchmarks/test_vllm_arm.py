@@ -19,7 +19,7 @@ from samebit.benchmarks.mismatch_study.arms import ARMS
 from samebit.benchmarks.mismatch_study.freshness import Freshness, StaleEngineError, prove_reload
 from samebit.benchmarks.mismatch_study.untied import save_untied
 from samebit.benchmarks.mismatch_study.vllm_sampler import VllmSampler
-from samebit.recipes import sampling, tiny_model
+from samebit.recipes import report, sampling, tiny_model
 from samebit.recipes.settings import OnPolicy
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
@@ -132,7 +132,8 @@ class Bfloat16Policy:
 
 @pytest.fixture
 def arm_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Put a worker of this process into vLLM's place; `arm_of(loads)`."""
+    """Put a worker of this process into vLLM's place; `arm_of(loads)`. Arms draw no pictures of their own."""
+    monkeypatch.setattr(report, "figure", lambda rows, path: None)
     monkeypatch.setattr(sampling, "reward", lambda text, *_: float(len(text) % 2))
 
     def put(loads: float) -> None:
@@ -169,6 +170,7 @@ def test_the_arm_ends_goes_on_and_is_shown(tmp_path: Path, arm_of: Callable[[flo
         assert all(row["perf/time_update"] >= row["perf/time_sync"] > 0 for row in rows[1:])
     assert runs["exact"][0]["val/accuracy"] == runs["vllm-truncated"][0]["val/accuracy"], "one policy, one judge"
     assert all(row["sync/sent_bytes"] > 100_000 for row in runs["vllm-truncated"][1:])
+    assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
     table = figure.seconds_table(tmp_path)
     assert [column.header for column in table.columns] == ["arm", *figure.PARTS, "step"]
     assert list(table.columns[0].cells) == ["exact", "vllm-truncated"]

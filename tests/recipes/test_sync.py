@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from samebit.recipes import grpo, sampling
@@ -23,8 +24,9 @@ def without_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def rewarded() -> Iterator[None]:
-    """Something that samples of a model that can do nothing differ in."""
+    """Something that samples of a model that can do nothing differ in; and no pictures, which take as long."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda self, path, **options: None)
         patch.setattr(sampling, "reward", lambda text, finished, problem, *_: len(set(text)) / 10)
         yield
 
