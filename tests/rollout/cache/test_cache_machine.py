@@ -31,7 +31,7 @@ from .cache_model import CacheModel, ModelSequence, Name
 
 MAX_LEN = 24
 STEPS = 60
-CASES = 2 * int(os.environ.get("SAMEBIT_SOAK_CASES", "40"))
+CASES = 2 * int(os.environ.get("SAMEBIT_SOAK_CASES", "20"))
 """Each case is a run of up to `STEPS` operations, of which about 30 find something to do: `make soak COUNT=2000` does
 more than 100,000."""
 

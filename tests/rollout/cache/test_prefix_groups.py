@@ -16,6 +16,7 @@ from samebit.rollout.errors import NonFiniteLogitsError
 from samebit.rollout.requests.request import Request
 from samebit.rollout.sampling_params import SamplingParams
 
+from ...campaign import in_pairs
 from ...patience import HANG, wait_until
 from ..inside import num_waiting
 from ..step_gate import StepGate
@@ -325,9 +326,11 @@ def test_a_group_in_tight_memory_computes_its_prompt_once(
     assert prompt_tokens_computed(engine, group) == 63
 
 
-@pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize("num_blocks", [7, 8, 9, 10, 11, 12, 14, 16, 18])
-@pytest.mark.parametrize("max_num_seqs", [2, 3, 4, 8])
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("max_num_seqs", "num_blocks", "recurrent"),
+    in_pairs([2, 3, 4, 8], [7, 8, 9, 10, 11, 12, 14, 16, 18], [False, True]),
+)
 def test_what_a_group_computes_again_was_lost_by_those_preempted(
     make_engine: Make,
     make_request: MakeRequest,

@@ -273,4 +273,4 @@ def test_any_schedule_gives_the_tokens_of_the_oracle(
     oracle: Callable[..., list[int]],
 ) -> None:
     """Each case is a schedule of up to `STEPS` operations."""
-    run_machine(make_engine, make_request, oracle, int(os.environ.get("SAMEBIT_SOAK_CASES", "150")))
+    run_machine(make_engine, make_request, oracle, int(os.environ.get("SAMEBIT_SOAK_CASES", "75")))
