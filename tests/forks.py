@@ -11,6 +11,7 @@ What is read when libraries load is the server's: where a test is of such a vari
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import json
 import os
@@ -34,6 +35,8 @@ CLIENT = "SAMEBIT_TESTS_CLIENT"
 _environment: dict[str, str] = {}
 _SERVER = "SAMEBIT_TESTS_SERVER"
 _SERVE = "serve"
+_MOST_FILES = 64
+"""Of a command, those that it is started with."""
 _LOADED = ("samebit.kernels", "samebit.rollout.worker", "samebit.weight_sync")
 _LOADED_FOR_VERL = (
     *("tensordict", "pandas", "datasets", "peft", "hydra", "fastapi", "aiohttp"),
@@ -77,15 +80,22 @@ def _address() -> str:
 def ask(command: list[str]) -> None:
     """Have a command run by the server, and end as it ends."""
     environment = {**os.environ, CLIENT: str(os.getpid())}
-    request = json.dumps([command, os.getcwd(), environment]).encode()
+    streams = _streams(command)
+    request = json.dumps([streams, command, os.getcwd(), environment]).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(_address())
-        socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
+        socket.send_fds(server, [len(request).to_bytes(8, "big")], streams)
         server.sendall(request)
         code = int(server.makefile().readline())
     if code < 0:
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _streams(command: list[str]) -> list[int]:
+    """Return the files that a command is started with: what multiprocessing starts has some beside the usual three."""
+    own = [int(name) for name in os.listdir("/proc/self/fd")] if "--multiprocessing-fork" in command else []
+    return [0, 1, 2, *(file for file in own if file > 2 and os.path.exists(f"/proc/self/fd/{file}"))]
 
 
 def serve() -> None:
@@ -121,7 +131,7 @@ def _is_ours(client: socket.socket) -> bool:
 def _keep(client: socket.socket) -> None:
     """Fork for a client's command, in which this returns; wait until it ends, or end it where the client has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    size, streams, _, _ = socket.recv_fds(client, 8, 3)
+    size, streams, _, _ = socket.recv_fds(client, 8, _MOST_FILES)
     request = client.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
     child = os.fork()
     if child == 0:
@@ -139,11 +149,13 @@ def _keep(client: socket.socket) -> None:
     os._exit(0)
 
 
-def _become(streams: list[int], command: list[str], folder: str, environment: dict[str, str]) -> None:
-    """Have what a process has that starts with this command."""
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
+def _become(given: list[int], streams: list[int], command: list[str], folder: str, environment: dict[str, str]) -> None:
+    """Have what a process has that starts with this command; the files that are given have these numbers there."""
+    aside = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(streams) + 1) for file in given]
+    for number, file in zip(streams, aside, strict=True):
+        os.dup2(file, number)
+    for file in {*given, *aside} - {*streams}:
+        os.close(file)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -161,6 +173,8 @@ def run(first: str, *arguments: str) -> None:
         sys.path.insert(0, os.getcwd())
         sys.argv[:1] = []
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    elif first == "-B":
+        run(*arguments)
     elif first == "-c":
         sys.path.insert(0, "")
         sys.argv[:] = ["-c", *arguments[1:]]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shlex
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker, spawn
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from samebit.rollout.integrations.trl.on_cpu import without_peak_flops
 from samebit.rollout.integrations.trl.served_weights import ServedWeights
 
 from ...campaign import long
+from ...forks import python
 from ...patience import HANG
 from ..http.served import Served, serving
 from .trl_model import byte_tokenizer, qwen3_folder
@@ -117,6 +121,17 @@ def reward(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float]]:
     return found
 
 
+@pytest.fixture
+def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let multiprocessing start a fork, as `forks` says, where it would start Python."""
+    resource_tracker.ensure_running()
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(python())} "$@"\n')
+    script.chmod(0o700)
+    monkeypatch.setattr(spawn, "_python_exe", os.fsencode(script))
+
+
+@pytest.mark.usefixtures("forked")
 def test_the_rollout_worker_and_weights_over_gloo(
     served: Served, reward: Callable[..., list[float]], tmp_path: Path
 ) -> None:
