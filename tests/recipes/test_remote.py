@@ -55,5 +55,5 @@ def test_the_command_starts_ray_itself(tmp_path: Path) -> None:
     options = {**TINY, "out": tmp_path, "samples": 8}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     subprocess.run([*python(), str(COMMAND), *words], check=True, cwd=tmp_path, timeout=HANG)
-    rows = [json.loads(line) for line in (tmp_path / "seed0" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["training/tokens_differing"] for row in rows if row["step"]] == [0, 0]
