@@ -13,12 +13,16 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-OF_ONE_CLUSTER = ("rollout/integrations/test_ray.py", "rollout/fleet/test_ray_fleet.py", "recipes/test_sync.py")
+OF_ONE_CLUSTER = (
+    "rollout/integrations/test_ray.py",
+    "rollout/fleet/test_ray_fleet.py",
+    "recipes/test_sync.py",
+    "recipes/test_grpo_async.py",
+)
 LONGEST = (
     "exactness/test_check.py",
-    "kernels/triton/test_ssm.py",
-    "kernels/triton/test_ssm_backward.py",
     "kernels/triton/test_attention.py",
+    "kernels/triton/test_splits.py",
     "benchmarks/test_benchmarks.py",
     "exactness/test_hybrids.py",
     "exactness/test_expert_routes.py",
@@ -31,7 +35,6 @@ WAITING = (
     "rollout/integrations/test_verl_turns.py",
     *OF_ONE_CLUSTER,
     "exactness/test_fsdp.py",
-    "recipes/test_grpo_async.py",
     "benchmarks/test_gpu_day.py",
     "rollout/fleet/test_fleet.py",
     "rollout/integrations/test_trl_async.py",

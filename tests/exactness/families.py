@@ -192,7 +192,7 @@ _SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
 LATENTS = tuple(_LATENT)
 """Families with latent attention."""
 
-SPARSE = tuple(name for name, (family, _) in _SPARSE.items() if f"{family}Config" in dir(transformers))
+SPARSE = tuple(name for name, (family, _) in _SPARSE.items() if hasattr(transformers, f"{family}Config"))
 """Families with sparse attention over latents, of those that this transformers has."""
 
 FAMILIES = (*_OWN, *(LATENTS if CAMPAIGN else LATENTS[:1]))
