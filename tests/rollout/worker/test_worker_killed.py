@@ -30,7 +30,8 @@ from samebit.weight_sync import (
 )
 
 from ...forks import python
-from ...patience import HANG
+from ...patience import HANG, wait_until
+from ..named_memory import named_memory
 
 SCRIPT = Path(__file__).parents[2] / "weight_sync" / "dying.py"
 POINTS = 20
@@ -89,13 +90,13 @@ def points(calls: int) -> list[int]:
 
 def test_a_sender_is_killed(make_worker: MakeWorker, dying: Dying) -> None:
     worker, _ = make_worker(module=model())
-    names = set(os.listdir("/dev/shm"))
+    names = named_memory()
     dying.start("sender", None)
     with SharedMemoryReceiver(dying.line(), timeout=TIMEOUT) as end:
         worker.receive_weights(end)
     outcomes = [_killed_sender(worker, dying, point) for point in points(int(dying.line()))]
     assert set(outcomes) == {"old", "incomplete", "new"}
-    assert set(os.listdir("/dev/shm")) <= names
+    wait_until(lambda: named_memory() <= names)
 
 
 def _killed_sender(worker: Any, dying: Dying, point: int) -> str:
@@ -190,7 +191,7 @@ def check(worker: Any, outcome: str, before: dict[str, torch.Tensor]) -> None:
 
 def test_a_receiver_is_killed(dying: Dying) -> None:
     weights, target = model(), model()
-    names = set(os.listdir("/dev/shm"))
+    names = named_memory()
     with SharedMemorySender(bucket_bytes=4096, timeout=TIMEOUT) as sender, ThreadPoolExecutor(1) as other:
         dying.start("receiver", None, sender.address)
         sender.send(weights)
@@ -207,4 +208,4 @@ def test_a_receiver_is_killed(dying: Dying) -> None:
             assert sender.send(weights).sent_bytes > 0
             received.result(HANG)
     assert all(torch.equal(a, b) for a, b in zip(weights.parameters(), target.parameters(), strict=True))
-    assert set(os.listdir("/dev/shm")) <= names
+    wait_until(lambda: named_memory() <= names)

@@ -39,7 +39,8 @@ from samebit.weight_sync.wire import receiver
 from samebit.weight_sync.wire.buckets import BucketHeader, Ending
 from samebit.weight_sync.wire.link import Announcement
 
-from ...patience import HANG
+from ...patience import HANG, wait_until
+from ..named_memory import named_memory
 
 MakeWorker = Callable[..., tuple[Any, Any]]
 FEW = SamplingParams(max_tokens=5)
@@ -559,14 +560,14 @@ def test_a_full_shared_memory_is_found_before_anything_is_announced(make_worker:
 
 
 def test_the_socket_is_for_its_owner_and_the_memory_has_no_name() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = named_memory()
     model = Odd()
     with SharedMemorySender(bucket_bytes=BUCKET, timeout=HANG) as sender, SharedMemoryReceiver(sender.address) as end:
         folder = Path(sender.address).parent
         assert folder.stat().st_mode & 0o077 == 0
         sending = Sending(sender, model)
         end.listen()
-        assert set(os.listdir("/dev/shm")) == before
+        wait_until(lambda: named_memory() <= before)
         memory = os.stat(f"/proc/self/fd/{sender.link._memory.descriptor}")
         assert (memory.st_mode & 0o077, memory.st_nlink, memory.st_size) == (0, 0, 2 * BUCKET)
         end.close()
