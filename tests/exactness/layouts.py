@@ -1,11 +1,14 @@
 """The layouts in which a trainer may hand over the same sequences; each gives their log-probabilities back."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from samebit.kernels import logprobs_from_logits, token_logprobs
+
+from ..campaign import CAMPAIGN
 
 Scores = list[torch.Tensor]
 """For each sequence the log-probabilities of its tokens from the second on."""
@@ -78,6 +81,21 @@ LAYOUTS: dict[str, Callable[..., Scores]] = {
     "logits of a packed batch": _from_packed(through_logits=True),
     "two micro-batches": _two_micro_batches,
 }
+
+TURNS = (
+    ("left padded", "logits of a packed batch", "logits of a right-padded batch"),
+    ("right padded", "packed", "logits of a left-padded batch", "two micro-batches"),
+)
+"""`LAYOUTS` of several sequences: in each turn each place of the padding, and both ways to log-probabilities."""
+
+
+def in_turns(families: Sequence[str], family: str) -> list[Callable[..., Scores]]:
+    """Return the layouts that a family is compared in: under `make soak` all, and otherwise those of one turn.
+
+    Of two families after each other, which `paired` gives one dtype each, both take the same.
+    """
+    turn = families.index(family) // 2 % len(TURNS)
+    return [LAYOUTS[name] for name in (itertools.chain(*TURNS) if CAMPAIGN else TURNS[turn])]
 
 
 def assert_same_bits(found: Scores, expected: Scores) -> None:
