@@ -25,7 +25,8 @@ from .families import (
 
 MAX_LEN = 300
 STEM, OTHER = token_ids(200, 200, seed=5)
-PROMPTS = [*(STEM[:length] for length in (1, 2, 3, 4, 63, 64, 65, 128, 130, 192)), OTHER[:100]]
+LENGTHS = (1, 2, 3, 4, 63, 64, 65, 128, 130, 192) if CAMPAIGN else (1, 3, 4, 64, 65, 130, 192)
+PROMPTS = [*(STEM[:length] for length in LENGTHS), OTHER[:100]]
 FOUR = [STEM[:130], OTHER[:130], STEM[50:180], OTHER[50:180]]
 NEW = 32
 SIX = ("NemotronH", "Bamba", "GraniteMoeHybrid", "FalconH1", "Zamba2", "Mamba2")
@@ -35,6 +36,9 @@ GRIDS = ((64, 64), (64, 128), (128, 128), (128, 256), (256, 256))
 """(SSM chunk, block size)"""
 LONG_LEN = 900
 """Of models whose prompts hold several blocks of 256 tokens."""
+
+OWN = (1, 2, 30) if CAMPAIGN else (1, 30)
+"""Tokens of prompts behind those that they share with another."""
 
 CAUSES = ("evicted", "diverged", "no_checkpoint")
 
@@ -62,19 +66,21 @@ def test_cold_warm_and_next_turn(family: str, dtype: torch.dtype) -> None:
         assert_same_samples(worker.generate(PROMPTS, wanted), whole)
         warm = worker.generate(PROMPTS, wanted)
         assert_same_samples(warm, whole)
-        assert [out.num_cached_tokens for out in warm] == [0, 0, 0, 0, 0, 0, 64, 64, 128, 128, 64]
+        assert [out.num_cached_tokens for out in warm] == [(len(prompt) - 1) // 64 * 64 for prompt in PROMPTS]
+        assert [out.num_cached_tokens for out in warm[-3:]] == [128, 128, 64]
         turns = [[*out.prompt_token_ids, *out.samples[0].token_ids, 7, 8] for out in whole]
-        outputs = worker.generate(turns, wanted)
-        assert_same_samples(outputs, uncached(model, turns, wanted))
+        following = params(len(PROMPTS), new=8)
+        outputs = worker.generate(turns, following)
+        assert_same_samples(outputs, uncached(model, turns, following))
         assert [out.num_cached_tokens for out in outputs[-3:]] == [128, 192, 128], "decode reached the end of a block"
         stats = worker.stats()
     assert stats["state_restores"] >= 6
     assert 0 < stats["states_used"] <= stats["states_total"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seats", [12, 2])
-def test_a_group_forks_the_state_of_its_prompt(dtype: torch.dtype, seats: int) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize(("seats", "dtype"), paired([12, 2], DTYPES))
+def test_a_group_forks_the_state_of_its_prompt(seats: int, dtype: torch.dtype) -> None:
     """Also when not all samples run at once; prompts on and off the grid."""
     model = bound_model("NemotronH", dtype)
     prompts, wanted = [STEM[:100], STEM[:64], OTHER[:3]], params(3, n=4)
@@ -261,7 +267,7 @@ def test_hits_at_every_offset(family: str, dtype: torch.dtype, chunk: int, block
     stem, other = token_ids(2 * block_size + chunk + 8, LONG_LEN, seed=6)
     behind = (*(block_size + tokens for tokens in (1, 2, 3)), block_size + chunk // 2 + 5)
     shared = sorted({chunk, block_size, block_size + chunk, 2 * block_size, *behind})
-    pairs = [(length, own) for length in shared for own in (1, 2, 30)] + [(2 * block_size, 0)]
+    pairs = [(length, own) for length in shared for own in OWN] + [(2 * block_size, 0)]
     prompts = [[*stem[:length], *other[length : length + own]] for length, own in pairs]
     wanted = params(len(prompts), new=6)
     whole = uncached(model, prompts, wanted, LONG_LEN)
