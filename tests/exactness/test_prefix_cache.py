@@ -8,6 +8,7 @@ import torch
 
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
 
+from ..campaign import in_pairs
 from ..patience import HANG
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import DTYPES, bound_model, make_model, paired, token_ids
@@ -39,10 +40,9 @@ def ask(worker: RolloutWorker, prompt: list[int], wanted: SamplingParams) -> Req
     return worker.generate([prompt], wanted)[0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
-def test_warm_and_partly_warm(family: str, dtype: torch.dtype, block_size: int) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize(("block_size", "family", "dtype"), in_pairs([1, 4, 16, 64], FAMILIES, DTYPES))
+def test_warm_and_partly_warm(block_size: int, family: str, dtype: torch.dtype) -> None:
     """Prompts that end just before, at and just behind the end of a block, after a longer one and a fork of it."""
     model = bound_model(family, dtype)
     lengths = sorted({1, 2, 3, block_size - 1, block_size, block_size + 1, 63, 64, 65} - {0})
@@ -60,8 +60,8 @@ def test_warm_and_partly_warm(family: str, dtype: torch.dtype, block_size: int) 
     assert_matches_trainer(model, whole, wanted, "left padded")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES))
 def test_followers_equal_their_leader(family: str, dtype: torch.dtype) -> None:
     model = bound_model(family, dtype)
     prompts = [STEM[:65], STEM[:65], STEM[:64], STEM[:70] + OTHER[:3], OTHER[:33]]
@@ -74,24 +74,25 @@ def test_followers_equal_their_leader(family: str, dtype: torch.dtype) -> None:
     assert_matches_trainer(model, outputs, wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("length", "max_num_seqs"), [(1, 8), (37, 8), (37, 2), (48, 2), (65, 1)])
-def test_a_group_equals_its_samples_one_by_one(dtype: torch.dtype, length: int, max_num_seqs: int) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize(("group", "dtype"), paired([(1, 8), (37, 8), (37, 2), (48, 2), (65, 1)], DTYPES))
+def test_a_group_equals_its_samples_one_by_one(group: tuple[int, int], dtype: torch.dtype) -> None:
     """A sample's numbers depend on its index and not on how many there are: of one alone, and of fewer."""
+    length, max_num_seqs = group
     model = bound_model("Gemma2", dtype)
     prompt = STEM[:length]
-    (group,), stats = run(model, [prompt], [params(n=5)], max_num_seqs=max_num_seqs)
+    (together,), stats = run(model, [prompt], [params(n=5)], max_num_seqs=max_num_seqs)
     assert stats["prefill_tokens_computed"] == length
-    assert len({tuple(sample.token_ids) for sample in group.samples}) == 5
+    assert len({tuple(sample.token_ids) for sample in together.samples}) == 5
     (apart,), _ = run(model, [prompt], [params(n=5)], max_num_seqs=1, enable_prefix_caching=False)
-    assert_same_samples([group], [apart])
+    assert_same_samples([together], [apart])
     single = cold(model, prompt, params(n=1)).samples[0]
-    assert (single.token_ids, single.logprobs) == (group.samples[0].token_ids, group.samples[0].logprobs)
-    assert_matches_trainer(model, [group], [params()])
+    assert (single.token_ids, single.logprobs) == (together.samples[0].token_ids, together.samples[0].logprobs)
+    assert_matches_trainer(model, [together], [params()])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES, shift=1))
 def test_turns_of_a_conversation(family: str, dtype: torch.dtype) -> None:
     """Each turn goes on behind blocks that decode has published."""
     model = bound_model(family, dtype)
@@ -106,9 +107,9 @@ def test_turns_of_a_conversation(family: str, dtype: torch.dtype) -> None:
             prompt = prompt + output.samples[0].token_ids + OTHER[turn : turn + 3]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
-def test_after_evictions_and_preemptions(dtype: torch.dtype, policy: str) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize(("policy", "dtype"), paired(["lru", "ref_zero"], DTYPES))
+def test_after_evictions_and_preemptions(policy: str, dtype: torch.dtype) -> None:
     model = bound_model("Gemma2", dtype)
     prompts = [(STEM if number % 3 else OTHER)[: 20 + 9 * number] for number in range(8)]
     wanted = [params(number, n=1 + number % 3, max_tokens=14) for number in range(8)]
@@ -184,9 +185,8 @@ def test_what_an_update_leaves_running_is_never_hit() -> None:
         assert_matches_trainer(model, [again], [params(2)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("block_size", [4, 64])
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype", "block_size"), in_pairs(FAMILIES, DTYPES, [4, 64]))
 def test_a_warm_prompt_is_scored_like_a_cold_one(family: str, dtype: torch.dtype, block_size: int) -> None:
     model = bound_model(family, dtype)
     wanted = params(prompt_logprobs=2, max_tokens=3)
