@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from samebit.kernels import bind
 
+from ..campaign import in_pairs
 from .families import DTYPES, EXPERTS, FAMILIES, make_model, paired, token_ids
 from .gradients import assert_equal, assert_near_the_oracle, gradients, loss, relative_error, take_gradients
 from .layouts import LAYOUTS
@@ -30,21 +30,24 @@ def test_near_the_oracle(family: str, dtype: torch.dtype) -> None:
     assert_near_the_oracle(family, dtype, SEQUENCES, tolerance[dtype], same_experts=followed)
 
 
-@pytest.fixture(params=[(f, d) for f in ("Gemma3", "Phi3") for d in DTYPES], ids=str)
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return bind(make_model(*request.param))
+CHECKPOINTED = in_pairs(("Gemma3", "Phi3"), DTYPES, (False, True))
+"""(family, dtype, reentrant)"""
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_changes_no_bit(model: PreTrainedModel, reentrant: bool) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype", "reentrant"), CHECKPOINTED)
+def test_checkpointing_changes_no_bit(family: str, dtype: torch.dtype, reentrant: bool) -> None:
+    model = bind(make_model(family, dtype))
     expected = gradients(model, LAYOUTS["packed"], SEQUENCES)
     with checkpointing(model, reentrant):
         assert_equal(gradients(model, LAYOUTS["packed"], SEQUENCES), expected)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_two_micro_batches_forward_before_either_backward(model: PreTrainedModel, reentrant: bool) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype", "reentrant"), CHECKPOINTED)
+def test_two_micro_batches_forward_before_either_backward(family: str, dtype: torch.dtype, reentrant: bool) -> None:
     """The recomputation of the first must not see the layout of the second."""
+    model = bind(make_model(family, dtype))
     with checkpointing(model, reentrant):
         expected = gradients(model, LAYOUTS["packed"], SEQUENCES, OTHERS)
         losses = [loss(LAYOUTS["packed"](model, batch)) for batch in (SEQUENCES, OTHERS)]

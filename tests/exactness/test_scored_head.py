@@ -1,6 +1,7 @@
 """Log-probabilities made in parts beside those of the class's own logits: the same bits, and no epilogue left out."""
 
 import inspect
+import itertools
 from types import MethodType
 from typing import Any
 
@@ -14,6 +15,7 @@ from samebit.kernels.binding.families import FAMILIES as BOUND
 from samebit.kernels.binding.families import Family
 from samebit.kernels.binding.trainer import logprob_head as scored_head
 
+from ..campaign import CAMPAIGN, in_pairs
 from .families import DTYPES, FAMILIES, HYBRIDS, VOCAB, make_model, paired, token_ids
 from .gradients import relative_error, take_gradients
 from .layouts import padded
@@ -49,20 +51,23 @@ def of_own_logits(model: nn.Module) -> torch.Tensor:
 def test_any_number_of_rows_at_once_gives_the_bits_of_the_models_own_logits(
     name: str, dtype: torch.dtype, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Under `make soak` each number with gradients and without; otherwise these have two numbers each."""
     model = bind(model_of(name, dtype, tie_word_embeddings=tied))
     with torch.no_grad():
         expected = of_own_logits(model)
-    for rows in (1, 7, 64, 1000):
-        monkeypatch.setattr(scored_head, "BYTES_AT_ONCE", 4 * VOCAB * rows)
-        with torch.no_grad():
-            assert torch.equal(scores(model), expected)
-        assert torch.equal(scores(model).detach(), expected)
+    for rows, grad in itertools.product((1, 7, 64, 1000), (False, True)):
+        if CAMPAIGN or grad == (rows in (7, 1000)):
+            monkeypatch.setattr(scored_head, "BYTES_AT_ONCE", 4 * VOCAB * rows)
+            with torch.set_grad_enabled(grad):
+                assert torch.equal(scores(model).detach(), expected)
 
 
+EPILOGUES = ("Qwen3", "Gemma2", "GraniteMoeHybrid, dense", "FalconH1", "Mamba2")
+
+
+@pytest.mark.soak
 @pytest.mark.usefixtures("seven_rows")
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma2", "GraniteMoeHybrid, dense", "FalconH1", "Mamba2"])
+@pytest.mark.parametrize(("name", "dtype", "tied"), in_pairs(EPILOGUES, DTYPES, (True, False)))
 def test_gradients_agree_with_those_of_the_models_own_logits(name: str, dtype: torch.dtype, tied: bool) -> None:
     model = bind(model_of(name, dtype, tie_word_embeddings=tied))
     weights = torch.linspace(-1, 2, TEMPERATURES.numel()).view_as(TEMPERATURES)
