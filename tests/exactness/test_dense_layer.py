@@ -16,7 +16,7 @@ from samebit.kernels.ops.rope import RotaryTables
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
-from .families import DTYPES, bound_model, make_model, token_ids
+from .families import DTYPES, bound_model, make_model, paired, token_ids
 from .listening import listening
 from .lora import SMALLER, config_for, lora_config, make_peft
 
@@ -56,8 +56,8 @@ def layers_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES))
 def test_one_call_gives_the_bits_of_the_modules(family: str, dtype: torch.dtype, layers_in_one_call: list[int]) -> None:
     model = bound_model(family, dtype)
     at_once, _ = run(model, PROMPTS, PARAMS)
@@ -111,8 +111,8 @@ def test_the_model_alone_does_not_go_through_an_adapter_whose_layers_were_one_ca
         assert_matches_trainer(model, alone, PARAMS[:1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("targets", [["q_proj", "v_proj", "down_proj"], None], ids=["some layers", "all layers"])
+@pytest.mark.soak
+@pytest.mark.parametrize(("targets", "dtype"), paired([["q_proj", "v_proj", "down_proj"], None], DTYPES))
 def test_one_call_adds_an_adapter_as_the_modules_do(
     targets: list[str] | None, dtype: torch.dtype, layers_in_one_call: list[int]
 ) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from samebit.kernels import bind, token_logprobs
 from samebit.rollout import RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
 
+from ..campaign import in_pairs
 from .families import make_model
 
 PROMPTS = [list(range(1, 70)), [*range(1, 41), 7, 8, 9]]
@@ -58,9 +59,8 @@ def test_an_optimizer_that_steps_untold_between_rollouts(family: str, caplog: py
     assert "with worker.weight_update()" in warning
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("step", [0, 1, 5])
-@pytest.mark.parametrize("family", ["Qwen3", "NemotronH"])
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "step", "ahead"), in_pairs(["Qwen3", "NemotronH"], [0, 1, 5], [False, True]))
 def test_weights_that_change_in_the_middle_of_a_forward(family: str, step: int, ahead: bool) -> None:
     """A first layer of the old weights under a second one of the new ones: no token of it is reported."""
     policy = bind(make_model(family))
