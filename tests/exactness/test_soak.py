@@ -21,7 +21,7 @@ from .compare import assert_matches_trainer, assert_same_samples, budget
 from .families import DTYPES, FAMILIES, HYBRIDS, bound_model, token_ids
 from .layouts import LAYOUTS, assert_same_bits
 
-CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "15"))
+CASES = int(os.environ.get("SAMEBIT_SOAK_CASES", "8"))
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 90)
 STEMS = token_ids(90, 90, seed=1)
 (LONG,) = token_ids(140, seed=2)
