@@ -1,18 +1,12 @@
 """A decoder layer that a rollout computes in one call has the bits of its modules, and gives way to who listens."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding.dense import layer as dense_layer
-from samebit.kernels.binding.dense import one_call
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.ops.dense.calls import run_layers
-from samebit.kernels.ops.rope import RotaryTables
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
@@ -41,19 +35,6 @@ def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(dense_layer, "dense_call", counted)
     return rows
-
-
-@pytest.fixture
-def layers_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many layers each call of the kernels computed."""
-    counts: list[int] = []
-
-    def counted(x: torch.Tensor, calls: Sequence[LayerCall], tables: RotaryTables) -> tuple[torch.Tensor, Any]:
-        counts.append(len(calls))
-        return run_layers(x, calls, tables)
-
-    monkeypatch.setattr(one_call, "run_layers", counted)
-    return counts
 
 
 @pytest.mark.soak

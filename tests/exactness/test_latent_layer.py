@@ -10,10 +10,7 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding.dense import latent as latent_layer
-from samebit.kernels.binding.dense import one_call
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.ops.dense.calls import run_layers
-from samebit.kernels.ops.rope import RotaryTables
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .compare import assert_matches_trainer, assert_same_samples, run
@@ -42,19 +39,6 @@ def layers_in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]
 
     monkeypatch.setattr(latent_layer, "latent_call", counted)
     return calls
-
-
-@pytest.fixture
-def layers_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many layers each call of the kernels computed."""
-    counts: list[int] = []
-
-    def counted(x: torch.Tensor, calls: list[LayerCall], tables: RotaryTables) -> tuple[torch.Tensor, Any]:
-        counts.append(len(calls))
-        return run_layers(x, calls, tables)
-
-    monkeypatch.setattr(one_call, "run_layers", counted)
-    return counts
 
 
 @pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES))

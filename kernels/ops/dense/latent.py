@@ -38,7 +38,7 @@ def sparse_call(
     x: torch.Tensor, weights: LatentWeights, tables: RotaryTables, options: LatentLayerOptions, terms: LatentTerms,
     earlier: torch.Tensor | None,
 ) -> LayerCall | None:  # fmt: skip
-    """Do as `latent_call` where rows attend to chosen tokens: the call has chosen them when it has been made.
+    """Do as `latent_call` where rows attend to chosen tokens: the call has chosen them when it has been computed.
 
     ``earlier``: what a layer before has chosen; read where options name no indexer.
     """
