@@ -6,8 +6,7 @@ Invariant: no request runs yet, and no thread exists, when the parts are there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numba
@@ -16,13 +15,13 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of, is_bound
-from samebit.kernels.openmp import start_pool
 from samebit.rollout.adapters.base import Base
 from samebit.rollout.adapters.loading import AdapterOptions, read_adapter
 from samebit.rollout.adapters.registry import FIRST, AdapterRegistry
 from samebit.rollout.cache import build_cache
 from samebit.rollout.checks import shown
 from samebit.rollout.config import RolloutConfig
+from samebit.rollout.control.compute_threads import ComputeThreads
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.memory.pool_sizes import check_room, count_blocks
@@ -37,16 +36,12 @@ from samebit.weight_sync.in_place.watch import WeightWatch
 logger = logging.getLogger(__name__)
 
 
-def _nothing() -> None:
-    """Leave the thread as it is."""
-
-
 @dataclass(frozen=True)
 class WorkerParts:
     """Holds what a worker is made of.
 
     config: with the block size that was chosen. has_experts: routed ones, whose choice can be noted.
-    dtype: of the weights. on_thread_start: runs first in the generation thread.
+    dtype: of the weights.
     """
 
     config: RolloutConfig
@@ -58,7 +53,7 @@ class WorkerParts:
     tokenizer: Tokenizer | None = None
     has_experts: bool = False
     dtype: torch.dtype = torch.float32
-    on_thread_start: Callable[[], None] = _nothing
+    threads: ComputeThreads = field(default_factory=ComputeThreads)
 
     def limits(self) -> RequestLimits:
         """Return what the model and its memory allow a request."""
@@ -123,7 +118,7 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
         has_experts=runner.shape.routes is not None,
         dtype=runner.shape.dtype,
         adapters=_adapters(loaded.module, base.adapter),
-        on_thread_start=_thread_setup(config.num_threads, runner.shape.device),
+        threads=ComputeThreads(config.num_threads, runner.shape.device),
     )
 
 
@@ -178,24 +173,6 @@ def _bind(module: nn.Module, exact: bool) -> None:
         bind(module, exact=exact)
     else:
         bind(module, ssm_chunk=recorded, exact=exact)
-
-
-def _thread_setup(num_threads: int | None, device: torch.device) -> Callable[[], None]:
-    """Return what the generation thread has to set itself: its thread counts and its current CUDA device.
-
-    Unless the config gives a number, the counts are those of the calling thread, which builds the worker.
-    """
-    start_pool()
-    of_torch = num_threads or torch.get_num_threads()
-    of_numba = num_threads or numba.get_num_threads()
-
-    def set_up() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        torch.set_num_threads(of_torch)
-        numba.set_num_threads(of_numba)
-
-    return set_up
 
 
 def _check_threads(num_threads: int | None) -> None:

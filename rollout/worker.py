@@ -95,7 +95,7 @@ class RolloutWorker(Closing):
         self._weights = parts.weights
         self._status = WorkerStatus(queue_while_asleep=parts.config.while_asleep == "wait")
         self._links = LinksInUse()
-        self._thread = GenerationThread(engine, self._status, parts.on_thread_start)
+        self._thread = GenerationThread(engine, self._status, parts.threads)
         weakref.finalize(self, self._thread.request_stop)
         self._sleep = Sleep(engine, parts.weights.memory, self._status)
         self._member = Member(self._thread, parts.weights)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
-from samebit.kernels.openmp import release_idle_threads
+from samebit.rollout.control.compute_threads import ComputeThreads
 from samebit.rollout.control.deliveries import Deliveries
 from samebit.rollout.control.delivery import Delivery
 from samebit.rollout.control.draining import Draining
@@ -47,6 +47,9 @@ T = TypeVar("T")
 
 EXIT_SECONDS = 30.0
 
+LINGER_SECONDS = 0.005
+"""The next request often follows at once: threads that had ended would have to start for it (.2 ms)."""
+
 _Aborted = tuple[str | Request, ...]
 """Names requests that are to end: by the id that one has then, or by itself: a later one that took its id goes on."""
 
@@ -54,11 +57,11 @@ _Aborted = tuple[str | Request, ...]
 class GenerationThread:
     """Steps an engine until it is closed, between commands that hold `lock`."""
 
-    def __init__(self, engine: Engine, status: WorkerStatus, on_start: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, status: WorkerStatus, threads: ComputeThreads) -> None:
         self.engine = engine
         self.status = status
         self.lock = TurnLock(self._owes_a_turn)
-        self._on_start = on_start
+        self._threads = threads
         self._inbox: deque[Delivery | _Aborted] = deque()
         self._deliveries = Deliveries()
         self._draining = Draining(engine, status)
@@ -123,7 +126,7 @@ class GenerationThread:
 
     def hold(self, make: Callable[[Gate], AbstractContextManager[T]]) -> Hold[T]:
         """Return a block for the caller, inside of what `make` gives for the gate at which it waits."""
-        return Hold(make, self._on_start, self._begin_hold)
+        return Hold(make, self._threads.set_up, self._begin_hold)
 
     def _begin_hold(self, hold: Hold[T]) -> None:
         self.check_thread()
@@ -192,7 +195,7 @@ class GenerationThread:
         """Serve until the end. Boundary: what goes wrong in this thread reaches every caller that waits for it."""
         broken: BaseException | None = None
         try:
-            self._on_start()
+            self._threads.set_up()
             self._serve()
         except BaseException as error:
             broken = error
@@ -203,10 +206,12 @@ class GenerationThread:
 
     def _serve(self) -> None:
         while not self.status.closed:
-            self._wake.wait()
+            if not self._wake.wait(LINGER_SECONDS):
+                self._threads.dismiss()
+                self._wake.wait()
+            self._threads.gather()
             while self._turn():
                 pass
-            release_idle_threads()
         with self.lock.generation():
             self._settle()
 
@@ -293,8 +298,9 @@ class _Bell:
         with suppress(RuntimeError):  # rung already
             self._silent.release()
 
-    def wait(self) -> None:
-        self._silent.acquire()
+    def wait(self, timeout: float = -1) -> bool:
+        """Return whether it was rung; without a timeout it will have been."""
+        return self._silent.acquire(timeout=timeout)
 
 
 def _stop_at_exit(generation: weakref.ref[GenerationThread]) -> None:

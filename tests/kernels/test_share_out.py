@@ -1,6 +1,7 @@
 """How a kernel's items are shared out among threads."""
 
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -56,3 +57,20 @@ def test_a_forked_child_computes_what_takes_one_thread() -> None:
         finally:  # whatever was raised: the child must not go on with pytest
             os._exit(0 if equal else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_kernel_of_few_items_ends_no_threads() -> None:
+    """libgomp ends the threads that a smaller team leaves over: the next kernel would start them again."""
+    started: list[set[str]] = []
+
+    def compute() -> None:
+        for items in (8, 3, 8, 2, 8):
+            kernel(4, items, 1.0, np.zeros(8), -1)
+            started.append({thread for thread in os.listdir("/proc/self/task") if int(thread) > newest})
+
+    kernel(1, 1, 1.0, np.zeros(8), -1)
+    newest = max(map(int, os.listdir("/proc/self/task")))
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert set.union(*started) == started[0]

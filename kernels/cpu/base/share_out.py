@@ -5,8 +5,12 @@ it, and the serial kernel would come on top. Here a kernel is compiled once, wit
 a ``prange`` itself: Numba's ``parallel_for`` with a function of one item. Threads, their pool and its settings are
 Numba's (see `openmp`).
 
-Invariant: one thread, or one item, is a plain loop of the caller, which wakes no pool. So small work costs no start of
-threads, and a forked child, in which OpenMP must not run, may compute it.
+Invariants
+----------
+* One thread, or one item, is a plain loop of the caller, which wakes no pool. So small work costs no start of threads,
+  and a forked child, in which OpenMP must not run, may compute it.
+* A kernel with fewer items than threads starts them all: libgomp ends those that a smaller team does not need, and
+  begins new ones for the next.
 """
 
 from typing import Any
@@ -46,11 +50,10 @@ def share_out(typing: Any, function: Any, items: Any, threads: Any, arguments: A
         state = cgutils.pack_struct(builder, [ir.Constant(_ADDRESS, 0), arguments])
         place = cgutils.alloca_once_value(builder, state)
         item = _item_function(context, builder.module, compiled.fndesc, place.type)
-        fewer = builder.icmp_signed("<", items, threads)
-        wanted = builder.select(fewer, items, threads)
-        with builder.if_else(builder.icmp_signed(">", wanted, ir.Constant(_ADDRESS, 1))) as (several, one):
+        one_of_either = [builder.icmp_signed("<=", number, ir.Constant(_ADDRESS, 1)) for number in (items, threads)]
+        with builder.if_else(builder.or_(*one_of_either)) as (one, several):
             with several:
-                _start_threads(builder, item, items, wanted, place)
+                _start_threads(builder, item, items, threads, place)
             with one:
                 _loop(builder, item, items, place)
         failed = builder.load(cgutils.gep_inbounds(builder, place, 0, 0))
