@@ -1,4 +1,4 @@
-"""Read an adapter in, from a dict, a folder in peft's format, a module, a stream or a link to another process.
+"""Read an adapter in, from a dict, a folder in peft's format, a name of the hub, a module, a stream or a link.
 
 Invariants
 ----------
@@ -21,6 +21,7 @@ from samebit.kernels.layout.lora.adapters import Adapter, new_number
 from samebit.rollout.adapters.layout import config_of, layout_of
 from samebit.rollout.adapters.registry import AdapterRegistry, Loaded
 from samebit.rollout.errors import AdapterError
+from samebit.rollout.models.hub import model_folder
 from samebit.weight_sync import Manifest, SyncReport, UpdateTerms, open_update
 from samebit.weight_sync.adapter_names import PREFIX, AdapterNames
 
@@ -32,6 +33,7 @@ class AdapterOptions:
     """Says how an adapter is taken.
 
     config: a ``LoraConfig`` or a dict of its fields; None for that of the folder, or of the adapter of this name.
+    revision: a branch, tag or commit of a source that is a name of the Hugging Face hub; None for its main branch.
     version: above that of the adapter of this name; None for the next.
     autocast: matrices of less than float32 are widened, as peft does (``autocast_adapter_dtype``); False takes them in
         the model's dtype, for a trainer whose adapter has it.
@@ -46,6 +48,7 @@ class AdapterOptions:
     autocast: bool = True
     in_flight: str = "finish"
     number: int | None = None
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         check_in_flight(self.in_flight)
@@ -53,6 +56,8 @@ class AdapterOptions:
             raise AdapterError(f"version must be an int or None, got {self.version!r}")
         if not isinstance(self.autocast, bool):
             raise AdapterError(f"autocast must be True or False, got {self.autocast!r}")
+        if not (self.revision is None or (isinstance(self.revision, str) and self.revision)):
+            raise AdapterError(f"revision must be a branch, tag or commit, or None, got {self.revision!r}")
 
 
 class AdapterKeywords(TypedDict, total=False):
@@ -63,6 +68,7 @@ class AdapterKeywords(TypedDict, total=False):
     autocast: bool
     in_flight: str
     number: int | None
+    revision: str | None
 
 
 def check_in_flight(in_flight: object) -> None:
@@ -77,14 +83,16 @@ def read_adapter(
     """Return an adapter of a bound model, read from a source.
 
     Raises:
-        AdapterError: a config or a version that will not do.
+        AdapterError: a config, a version or a revision that will not do.
+        ModelLoadError: no such folder; or a name that is not known, or not to be reached.
         WeightMismatchError: a tensor that is missing, unknown or misshapen, by name.
         NonFiniteWeightError: NaN or infinity.
     """
+    source = _resolved(source, options.revision)
     before = known.loaded(name)
     layout = None if before is None or options.config is not None else before.layout
-    if options.config is None and isinstance(source, str | Path):
-        layout = layout_of(config_of(Path(source)), module)
+    if options.config is None and isinstance(source, Path):
+        layout = layout_of(config_of(source), module)
     if layout is None:
         if options.config is None:
             raise AdapterError(
@@ -104,6 +112,15 @@ def read_adapter(
         report = update.write(tree, version=version)
     number = new_number() if options.number is None else options.number
     return Loaded(Adapter(name, deltas, version=version, number=number), layout), report
+
+
+def _resolved(source: object, revision: str | None) -> object:
+    """Return the folder of a path or a name of the hub; other sources as they are."""
+    if isinstance(source, str | Path):
+        return model_folder(source, revision, what="adapter")
+    if revision is not None:
+        raise AdapterError(f"revision={revision!r} is for a name of the hub, got a {type(source).__name__}")
+    return source
 
 
 def _next_version(before: Loaded | None, asked: int | None) -> int:

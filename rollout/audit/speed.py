@@ -13,6 +13,7 @@ from pathlib import Path
 
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
+from samebit.rollout.adapters.base import Base
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.memory.shape import MemoryShape
 from samebit.rollout.models.loading import load_model, naming
@@ -52,8 +53,9 @@ def memory_figures(
     Raises:
         ValueError: the model can not be loaded or bound.
     """
-    config = RolloutConfig(dtype=dtype, revision=revision, dequantize=dequantize)
-    loaded = load_model(folder, config, None, unlimited_len=1)
+    base = Base.of(folder, revision)
+    config = RolloutConfig(dtype=dtype, revision=base.revision, dequantize=dequantize)
+    loaded = load_model(base.model, config, None, unlimited_len=1)
     with naming(folder):
         model = bind(loaded.module)
     shape = MemoryShape.of(model, config.with_block_size(binding_of(model).ssm_chunk))
@@ -82,18 +84,15 @@ def speed_figures(
         ValueError: the model can not be loaded or bound, or is too short for this load.
     """
     length = load.prompt_tokens + load.new_tokens
-    wanted = RolloutConfig(dtype=dtype, max_model_len=length, revision=revision, dequantize=dequantize)
-    loaded = load_model(folder, wanted, None)
-    with naming(folder):
-        model = bind(loaded.module)
     config = RolloutConfig(
-        max_num_seqs=load.requests, max_num_batched_tokens=max(2048, load.requests), max_model_len=length
-    )
+        dtype=dtype, revision=revision, dequantize=dequantize, max_num_seqs=load.requests,
+        max_num_batched_tokens=max(2048, load.requests), max_model_len=length,
+    )  # fmt: skip
     params = SamplingParams(max_tokens=load.new_tokens, ignore_eos=True)
     rng = random.Random(load.seed)
     speeds, first_tokens = [], []
-    vocab_size = binding_of(model).vocab_size
-    with RolloutWorker(model, config=config) as worker:
+    with RolloutWorker(folder, config=config) as worker:
+        vocab_size = binding_of(worker.module).vocab_size
         for number in range(ROUNDS + 1):
             prompts = [rng.choices(range(vocab_size), k=load.prompt_tokens) for _ in range(load.requests)]
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Find the folder that holds what a user calls a model: a path, or a name of the Hugging Face hub.
+"""Find the folder that holds what a user calls a model, or an adapter: a path, or a name of the Hugging Face hub.
 
 Invariants
 ----------
@@ -24,10 +24,10 @@ UNWANTED = ["*/*", "consolidated*.safetensors"]
 """Lists the files that are not fetched: what lies in folders, and copies of the weights under other names."""
 
 
-def model_folder(model: str | Path, revision: str | None = None) -> Path:
+def model_folder(model: str | Path, revision: str | None = None, what: str = "model") -> Path:
     """Return the folder of a model; a name's snapshot is downloaded where the cache lacks it.
 
-    revision: a branch, tag or commit of a name.
+    revision: a branch, tag or commit of a name. what: it is called so where it is not found.
 
     Raises:
         ModelLoadError: no such folder; or the name is not known, or not to be reached.
@@ -40,8 +40,8 @@ def model_folder(model: str | Path, revision: str | None = None) -> Path:
             )
         return folder
     if isinstance(model, Path) or not _may_be_a_name(model):
-        raise ModelLoadError(f"no such model folder: {folder}")
-    return _snapshot(model, revision)
+        raise ModelLoadError(f"no such {what} folder: {folder}")
+    return _snapshot(model, revision, what)
 
 
 def _may_be_a_name(text: str) -> bool:
@@ -54,15 +54,15 @@ def _may_be_a_name(text: str) -> bool:
     return True
 
 
-def _snapshot(name: str, revision: str | None) -> Path:
+def _snapshot(name: str, revision: str | None, what: str) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except (RevisionNotFoundError, GatedRepoError, RepositoryNotFoundError) as error:
-        raise _refusal(name, revision, error) from error
+        raise _refusal(name, revision, what, error) from error
     except (OSError, ValueError) as error:
         cached = _cached(name, revision)
         if cached is None:
-            raise _refusal(name, revision, error) from error
+            raise _refusal(name, revision, what, error) from error
         return cached
 
 
@@ -74,7 +74,7 @@ def _cached(name: str, revision: str | None) -> Path | None:
         return None
 
 
-def _refusal(name: str, revision: str | None, error: Exception) -> ModelLoadError:
+def _refusal(name: str, revision: str | None, what: str, error: Exception) -> ModelLoadError:
     if isinstance(error, RevisionNotFoundError):
         return ModelLoadError(f"{name} has no revision {revision!r} on the Hugging Face hub")
     get = _download(name, revision)
@@ -82,11 +82,12 @@ def _refusal(name: str, revision: str | None, error: Exception) -> ModelLoadErro
         return ModelLoadError(f"{name} asks for its terms to be accepted on the Hugging Face hub; then {get}")
     if isinstance(error, RepositoryNotFoundError):
         return ModelLoadError(
-            f"no such model folder: {name}; and the Hugging Face hub knows no model of that name, or shows it to others"
+            f"no such {what} folder: {name}; and the Hugging Face hub knows no {what} of that name, or shows it to "
+            "others"
         )
-    what = "" if revision is None else f" at revision {revision!r}"
+    where = "the local cache" if revision is None else f"the local cache at revision {revision!r}"
     return ModelLoadError(
-        f"no such model folder: {name}; and as a name of the Hugging Face hub it is not in the local cache{what} and "
+        f"no such {what} folder: {name}; and as a name of the Hugging Face hub it is not in {where} and "
         f"can not be reached ({type(error).__name__}): {get} where it can"
     )
 

@@ -14,9 +14,10 @@ from transformers import LlamaForCausalLM
 
 from samebit.rollout.cli import main
 from samebit.rollout.config import RolloutConfig
-from samebit.rollout.errors import ModelLoadError
+from samebit.rollout.errors import AdapterError, ModelLoadError
 from samebit.rollout.models.hub import model_folder
 from samebit.rollout.models.loading import load_model
+from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
 from ..tiny_llama import smallest
@@ -107,6 +108,44 @@ def test_an_adapter_brings_its_model_in_the_revision_that_it_names(
         assert torch.equal(worker.module.lm_head.weight, wanted)
         assert worker.adapters == ["__base__", "default"]
         assert worker.generate([[1, 2]])[0].adapter == "default"
+
+
+def test_a_worker_loads_an_adapter_by_its_name_and_revision(cache: Cache, models: list[Path]) -> None:
+    """Of two versions of an adapter; a revision of what is no name is refused, and nothing is known of the adapter."""
+    peft, name = pytest.importorskip("peft"), "samebit-tests/adapter"
+    hub = Cache(cache.repo.parent, name)
+    for number, ref in enumerate(("v1", "main")):
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        torch.manual_seed(number)
+        peft.get_peft_model(smallest(), config).save_pretrained(ref)
+        hub.add(str(number) * 40, Path(ref), ref)
+    params = SamplingParams(max_tokens=4, temperature=0.0, adapter="policy")
+    with RolloutWorker(str(models[0])) as worker:
+        for revision, folder in ((None, "main"), ("v1", "v1")):
+            worker.load_adapter("policy", name, revision=revision)
+            [by_name] = worker.generate([[1, 2, 3]], params)
+            worker.load_adapter("policy", folder)
+            [by_folder] = worker.generate([[1, 2, 3]], params)
+            assert by_name.samples[0].logprobs == by_folder.samples[0].logprobs
+        for source in ("v1", dict[str, torch.Tensor]()):
+            with pytest.raises((ModelLoadError, AdapterError), match="revision='v1' is for a name"):
+                worker.load_adapter("other", source, revision="v1")
+        with pytest.raises(AdapterError, match="revision must be a branch, tag or commit, or None, got 3"):
+            worker.load_adapter("other", name, revision=3)  # type: ignore[arg-type]
+        with pytest.raises(ModelLoadError, match=r"no such adapter folder: nowhere; .* `hf download nowhere`"):
+            worker.load_adapter("other", "nowhere")
+        with pytest.raises(ModelLoadError, match=r"^no such adapter folder: no/where/at/all$"):
+            worker.load_adapter("other", "no/where/at/all")
+        assert worker.adapters == ["__base__", "policy"]
+
+
+def test_bench_takes_an_adapter(cache: Cache, adapter: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**adapter, "base_model_name_or_path": NAME, "revision": "v1"}
+    Path("adapter/adapter_config.json").write_text(json.dumps(config))
+    assert main(["bench", "adapter", "--memory"]) == 0
+    assert "kv block" in capsys.readouterr().out
+    assert main(["bench", "adapter", "--requests", "2", "--prompt", "3", "--tokens", "2"]) == 0
+    assert "output tokens per second" in capsys.readouterr().out
 
 
 def test_an_adapter_of_a_model_that_is_not_there_says_what_to_get(cache: Cache, adapter: dict[str, Any]) -> None:
