@@ -3,6 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
+Projections = Literal["by_key_head", "joined", "apart", "by_channel"]
+
+_INPUTS: dict[Projections, tuple[tuple[str, ...], ...]] = {
+    "by_key_head": (("in_proj_qkvz", "in_proj_ba"),),
+    "joined": (("in_proj_qkv", "in_proj_z", "in_proj_b"), ("in_proj_a",)),
+    "apart": (("q_proj", "k_proj", "v_proj"), ("g_proj", "b_proj", "a_proj")),
+    "by_channel": (("q_proj", "k_proj", "v_proj"), ("g_a_proj", "b_proj", "forget_gate.f_a_proj")),
+}
+
 
 @dataclass(frozen=True)
 class DeltaFamily:
@@ -20,7 +29,7 @@ class DeltaFamily:
         mixer: ends the class name of such a layer.
     """
 
-    projections: Literal["by_key_head", "joined", "apart", "by_channel"]
+    projections: Projections
     norm: str = "norm"
     out: str = "out_proj"
     negative_eigenvalues: str = ""
@@ -31,6 +40,11 @@ class DeltaFamily:
 
     foreign_norms = ("FusedRMSNormGated",)
     """Names the norm classes that Hugging Face takes from flash-linear-attention, where that is installed."""
+
+    @property
+    def inputs(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the projections of its input, those that are multiplied together in one tuple."""
+        return _INPUTS[self.projections]
 
     @property
     def by_channel(self) -> bool:

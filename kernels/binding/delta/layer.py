@@ -5,6 +5,7 @@ in the call; routed experts are a call of their module behind it.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,13 @@ from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.binding.modules import NormFacts, mlp_forward, rms_norm_forward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.layout.layers.delta import DeltaLayerOptions, DeltaTerms, DeltaWeights, MixerWeights
+from samebit.kernels.layout.layers.delta import (
+    MOST_GROUPS,
+    DeltaLayerOptions,
+    DeltaTerms,
+    DeltaWeights,
+    MixerWeights,
+)
 from samebit.kernels.layout.layers.latent import GatedWeights
 from samebit.kernels.ops.delta.layer import delta_call
 from samebit.kernels.ops.rope import RotaryTables
@@ -26,7 +33,6 @@ MIXER = "linear_attn"
 """Names the mixer in its layer."""
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-_OF_INPUT = ("in_proj_qkv", "in_proj_z", "in_proj_b")
 
 
 @dataclass(frozen=True)
@@ -99,17 +105,19 @@ def _weights(layer: Any, facts: DeltaLayerFacts, context: ForwardContext) -> tup
     )
     if not untouched:
         return None
-    groups = [tuple(inside[name] for name in _OF_INPUT), (inside["in_proj_a"],), (inside[facts.mixer.family.out],)]
+    family = facts.mixer.family
+    groups = [tuple(inside[name] for name in names) for names in (*family.inputs, (family.out,))]
     groups += [(of_mlp["gate_proj"], of_mlp["up_proj"]), (of_mlp["down_proj"],)] if gated else []
     linears = linears_of(tuple(groups), context, facts.adapters)
     if linears is None:
         return None
-    ((qkv, gate, b), (a,), (out,), *others), terms = linears
-    taps, norm = (inside[name]._parameters["weight"] for name in (facts.mixer.convolutions[0], facts.mixer.family.norm))
+    (layers, terms), count = linears, len(family.inputs)
+    of_input, ((out,), *others) = layers[:count], layers[count:]
+    taps, norm = (inside[name]._parameters["weight"] for name in (facts.mixer.convolutions[0], family.norm))
     gates = mixer._parameters["A_log"], mixer._parameters["dt_bias"]
     weights = DeltaWeights(
         (norms[0]._parameters["weight"], norms[1]._parameters["weight"]),
-        MixerWeights(qkv, gate, b, a, out, taps, norm, *gates),
+        MixerWeights(tuple(chain.from_iterable(of_input)), out, taps, norm, *gates),
         GatedWeights(*others[0], *others[1]) if gated else None,
     )
-    return weights, DeltaTerms(*terms)
+    return weights, DeltaTerms(*terms[:count], *[None] * (MOST_GROUPS - count), *terms[count:])

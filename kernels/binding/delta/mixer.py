@@ -76,16 +76,16 @@ def delta_forward(
 
 
 def _projections(self: Any, facts: DeltaFacts, x: torch.Tensor) -> Projected:
-    if facts.family.projections == "by_key_head":
-        return _by_key_head(facts.options, *projections(x, (self.in_proj_qkvz, self.in_proj_ba)))
-    if facts.family.projections == "joined":
-        qkv, gate, b = projections(x, (self.in_proj_qkv, self.in_proj_z, self.in_proj_b))
-        return Projected(qkv, gate, b, projection(x, self.in_proj_a))
-    qkv = torch.cat(projections(x, (self.q_proj, self.k_proj, self.v_proj)), dim=-1)
-    if facts.family.by_channel:
-        gate, b, a = projections(x, (self.g_a_proj, self.b_proj, self.forget_gate.f_a_proj))
-        return Projected(qkv, self.g_b_proj(gate), b, self.forget_gate.f_b_proj(a))
-    return Projected(qkv, *projections(x, (self.g_proj, self.b_proj, self.a_proj)))
+    family = facts.family
+    of_groups = [projections(x, tuple(map(self.get_submodule, names))) for names in family.inputs]
+    if family.projections == "by_key_head":
+        return _by_key_head(facts.options, *of_groups[0])
+    if family.projections == "joined":
+        return Projected(*of_groups[0], *of_groups[1])
+    qkv, (gate, b, a) = torch.cat(of_groups[0], dim=-1), of_groups[1]
+    if family.by_channel:
+        gate, a = self.g_b_proj(gate), self.forget_gate.f_b_proj(a)
+    return Projected(qkv, gate, b, a)
 
 
 def _by_key_head(options: DeltaOptions, qkvz: torch.Tensor, ba: torch.Tensor) -> Projected:

@@ -68,9 +68,9 @@ class DeltaPlan:
             by_channel=shape.by_channel,
         )
         beta_scale = 2.0 if negative and self.config.to_dict()[negative] else 1.0
-        one_call = None
-        if self.family.projections == "joined":
-            one_call = MixerOptions(options, norm, attributes["hidden_size"], taps, beta_scale)
+        one_call, by_key_head = None, self.family.projections == "by_key_head"
+        if by_key_head or self.family.projections == "joined":
+            one_call = MixerOptions(options, norm, attributes["hidden_size"], taps, beta_scale, by_key_head)
         facts = DeltaFacts(self.family, options, convolutions, norm, beta_scale, one_call)
         return delta_forward, facts
 

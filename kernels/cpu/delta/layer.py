@@ -68,26 +68,19 @@ def _with_product(multiply: Callable[..., None], add: Callable[..., None]) -> Ca
         call, step = call_and_step(call_at)
         no, at = np.int64(0), call.record
         sizes, numbers = Sizes(*read(at + _SIZES_AT, _SIZES, no)), Numbers(*read(at + _NUMBERS_AT, _NUMBERS, _FLOAT))
-        (
-            first_norm, second_norm, qkv_weight, qkv_bias, z_weight, z_bias, b_weight, b_bias, a_weight, a_bias,
-            out_weight, out_bias, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias,
-            taps, norm_weight, a_log, dt_bias,
-        ) = read(at, _WEIGHTS, no)  # fmt: skip
+        weights = read(at, _WEIGHTS, no)
         rows, width, itemsize = step.rows, sizes.width, elements(no, 0, kind).itemsize
         normed_at = call.room
         rest = normed_at + whole_lines(rows * width) * itemsize
-        normed(threads, call.x, 0, 0, first_norm, numbers.first_offset, numbers.first_eps, rows, width, normed_at, kind)
+        normed(threads, call.x, 0, 0, weights[0], numbers.first_offset, numbers.first_eps, rows, width, normed_at, kind)
         mix(
-            threads, (normed_at, normed_at, rest),
-            (qkv_weight, qkv_bias, z_weight, z_bias, b_weight, b_bias, a_weight, a_bias, out_weight, out_bias,
-             taps, norm_weight, a_log, dt_bias),
-            sizes, Memory(*read(at + _MEMORY_AT, _MEMORY, no)), step, (numbers.mixer_eps, numbers.most_of_beta),
+            threads, (normed_at, normed_at, rest), (weights[2:10], weights[10:12], weights[18:]), sizes,
+            Memory(*read(at + _MEMORY_AT, _MEMORY, no)), step, (numbers.mixer_eps, numbers.most_of_beta),
             at + _TERMS_AT, kind,
         )  # fmt: skip
         finish(
             threads, (call.x, normed_at, call.out, rest, call.normed), (rows, width, sizes.inner),
-            (second_norm, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias),
-            (numbers.second_eps, numbers.second_offset),
+            weights[1:2] + weights[12:18], (numbers.second_eps, numbers.second_offset),
             (terms_at(at + _TERMS_AT, 3), terms_at(at + _TERMS_AT, 4)), itemsize, kind,
         )  # fmt: skip
 
@@ -158,7 +151,7 @@ def _call(
     kernels = _kernels if all(group is NO_TERMS for group in groups) else _adapted_kernels
     numbers = (
         *weights.addresses, mixer.width, mixer.taps, *mixer.rule.sizes, options.inner, mixer.norm.sigmoid,
-        weights.mixer.a_log.dtype is torch.float32, *places, *options.numbers,
+        mixer.by_key_head, weights.mixer.a_log.dtype is torch.float32, *places, *options.numbers,
         *chain.from_iterable(map(numbers_of, groups)),
     )  # fmt: skip
     of_mlp, itemsize = (3 * options.inner + mixer.width) * dtype.itemsize, dtype.itemsize

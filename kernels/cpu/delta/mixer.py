@@ -18,6 +18,7 @@ from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.conv import convolve_rows
 from samebit.kernels.cpu.delta.gates import gates_of_rows
 from samebit.kernels.cpu.delta.operation import WORK_AN_ELEMENT
+from samebit.kernels.cpu.delta.projections import with_projections
 from samebit.kernels.cpu.delta.rule import rule
 from samebit.kernels.cpu.dense.products import shared
 from samebit.kernels.cpu.dense.terms import terms_at
@@ -29,16 +30,13 @@ _convolve, _gates, _rule = convolve_rows.part, gates_of_rows.part, rule.part
 _norm = gated_rms_norm_rows.part
 
 _HEAD_WORK = int(1 / WORK_AN_ELEMENT)
-_PRODUCTS = 16
-"""Products that take the time of one element of a row-wise kernel."""
-
 _ROOMS = 11
 """The arrays that lie in the room, each from a cache line on."""
 
 
 class Sizes(NamedTuple):
     """Holds W, taps of the convolution, Hk, Hv, K and V; F, 0 for another MLP; whether the norm's gate is a sigmoid,
-    and whether the gates' parameters are float32."""
+    whether projections stand together per key head, and whether the gates' parameters are float32."""
 
     width: int
     taps: int
@@ -48,6 +46,7 @@ class Sizes(NamedTuple):
     value_dim: int
     inner: int
     by_sigmoid: int
+    by_key_head: int
     gates_in_float32: int
 
 
@@ -73,6 +72,7 @@ def _widened(source_at: int, count: int, kind: Any, target_at: int) -> int:
 
 def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Callable[..., None]:
     """Make the mixer from a product of up to three layers of one input, and what adds an adapter's terms to it."""
+    project = with_projections(multiply, add)
 
     @kernel_part
     def mixer(
@@ -83,19 +83,17 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
         Args:
             threads: take shares of each kernel.
             places: addresses of x, of the result, which may be x, and of a room for what is between the kernels.
-            weights: the addresses of linear layers (0 for a bias that one does not have), taps, norm and gates.
+            weights: the addresses of the linear layers of x, of that of the result (0 for a bias that one does not
+                have), and of taps, norm and gates.
             sizes: `Sizes`.
             memory: `Memory`.
             step: `calls.Step`.
             numbers: eps of the norm, and the most of beta.
-            terms: where the `terms.Terms` of the layers of x, of the last of them, and of that of the result lie.
+            terms: where the `terms.Terms` of the two groups of layers of x, and of that of the result lie.
             kind: a number of the elements' type.
         """
         x, out, room = places
-        (
-            qkv_weight, qkv_bias, gate_weight, gate_bias, b_weight, b_bias, a_weight, a_bias, out_weight, out_bias,
-            taps, norm_weight, a_log, dt_bias,
-        ) = weights  # fmt: skip
+        inputs, (out_weight, out_bias), (taps, norm_weight, a_log, dt_bias) = weights
         rows, width, heads, itemsize = step.rows, sizes.width, sizes.value_heads, elements(x, 0, kind).itemsize
         inner = heads * sizes.value_dim
         channels = 2 * sizes.key_heads * sizes.key_dim + inner
@@ -106,27 +104,18 @@ def with_mixer(multiply: Callable[..., None], add: Callable[..., None]) -> Calla
         log_at = beta + whole_lines(rows * heads) * 4
         bias_at = log_at + whole_lines(heads) * 4
         qkv = bias_at + whole_lines(heads) * 4
-        convolved = qkv + whole_lines(rows * channels) * itemsize
-        gate = convolved + whole_lines(rows * channels) * itemsize
+        gate = qkv + whole_lines(rows * channels) * itemsize
         b = gate + whole_lines(rows * inner) * itemsize
         a = b + whole_lines(rows * heads) * itemsize
-        mixed = a + whole_lines(rows * heads) * itemsize
+        convolved = a + whole_lines(rows * heads) * itemsize
+        mixed = convolved + whole_lines(rows * channels) * itemsize
         no_bias = mixed + whole_lines(rows * inner) * itemsize
         no = np.int64(0)
         normed = mixed  # a head is read before it is written
         zeros = floats(no_bias, channels)
         zeros[:] = 0.0
-        multiply(
-            threads, x, width, rows, width,
-            (qkv_weight, qkv_bias, channels, qkv, gate_weight, gate_bias, inner, gate, b_weight, b_bias, heads, b),
-            kind,
-        )  # fmt: skip
-        add(threads, x, rows, width, terms_at(terms, 0), (qkv, gate, b), kind)
-        multiply(
-            shared(rows * width * heads // _PRODUCTS, threads), x, width, rows, width,
-            (a_weight, a_bias, heads, a, no, no, no, no, no, no, no, no), kind,
-        )  # fmt: skip
-        add(threads, x, rows, width, terms_at(terms, 1), (a, no, no), kind)
+        # Per key head, the outputs lie where convolution and rule will write, side by side, and where the gates will.
+        project(threads, x, inputs, sizes, rows, (qkv, gate, b, a, convolved, decay), terms, kind)
         _convolve(
             shared(rows * channels * sizes.taps, threads), (qkv, channels, taps, no_bias, convolved),
             (rows, channels, sizes.taps), layout, (step.block_size, memory.windows, memory.block_windows),

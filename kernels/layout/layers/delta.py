@@ -17,15 +17,15 @@ from samebit.kernels.layout.layers.weights import LayerWeights
 from samebit.kernels.layout.lora.adapters import PlacedTerms
 from samebit.kernels.layout.options import DeltaOptions, GatedNormOptions, Layer
 
+MOST_INPUTS, MOST_GROUPS = 4, 2
+"""Count the linear layers of a mixer's input, and the groups of them that are multiplied together, at most."""
+
 
 class MixerWeights(NamedTuple):
-    """Holds the parameters of a Gated DeltaNet mixer: its linear layers, the first four of one input (that of queries,
-    keys and values, those of the norm's gate, of beta and of the decays), and the others."""
+    """Holds the parameters of a Gated DeltaNet mixer: the linear layers of its input, which `MixerOptions.outputs`
+    lists, that of its result, and the others."""
 
-    qkv: Layer
-    gate: Layer
-    b: Layer
-    a: Layer
+    inputs: tuple[Layer, ...]
     out: Layer
     taps: torch.Tensor
     norm: torch.Tensor
@@ -46,16 +46,16 @@ class DeltaWeights(LayerWeights):
     def flat(self) -> tuple[torch.Tensor | None, ...]:
         """Return them one by one; None for what the layer does not have."""
         mixer, nothing = self.mixer, (None, None)
+        inputs = chain.from_iterable((*mixer.inputs, *(nothing,) * (MOST_INPUTS - len(mixer.inputs))))
         gate, up, down = (nothing, nothing, nothing) if self.mlp is None else self.mlp
-        linears = (*mixer.qkv, *mixer.gate, *mixer.b, *mixer.a, *mixer.out, *gate, *up, *down)
-        return (*self.norms, *linears, *mixer[5:])
+        return (*self.norms, *inputs, *mixer.out, *gate, *up, *down, *mixer[2:])
 
 
 class DeltaTerms(NamedTuple):
     """Holds what an adapter adds to the linear layers of `DeltaWeights`; None for nothing."""
 
     first: PlacedTerms | None = None
-    a: PlacedTerms | None = None
+    second: PlacedTerms | None = None
     out: PlacedTerms | None = None
     gate_up: PlacedTerms | None = None
     down: PlacedTerms | None = None
@@ -63,9 +63,16 @@ class DeltaTerms(NamedTuple):
 
 @dataclass(frozen=True)
 class MixerOptions:
-    """Tells one whole Gated DeltaNet mixer from another: its rule, its norm, hidden size, taps, and the most of beta.
+    """Tells one whole Gated DeltaNet mixer from another.
 
-    The norm's weight is that of one head, which all heads share.
+    Attributes:
+        rule: of its delta rule.
+        norm: of its norm; the weight is that of one head, which all heads share.
+        width: W.
+        taps: of its convolution.
+        beta_scale: beta is at most this.
+        by_key_head: the outputs of its projections stand together per key head: its query, its key, its values, their
+            gates; and what its betas and what its decays are of.
     """
 
     rule: DeltaOptions
@@ -73,6 +80,14 @@ class MixerOptions:
     width: int
     taps: int
     beta_scale: float
+    by_key_head: bool
+
+    @cached_property
+    def outputs(self) -> tuple[int, ...]:
+        """Return how many outputs each linear layer of its input has: that of queries, keys and values, those of the
+        gate, of beta and of the decays; by key head that of the first four, and that of beta and decays."""
+        rule, heads = self.rule, self.rule.value_heads
+        return (rule.width + rule.inner, 2 * heads) if self.by_key_head else (rule.width, rule.inner, heads, heads)
 
 
 @dataclass(frozen=True)
@@ -93,11 +108,11 @@ class DeltaLayerOptions:
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of `DeltaWeights.flat`."""
         rule, width, taps, inner = self.mixer.rule, self.mixer.width, self.mixer.taps, self.inner
-        heads = (rule.value_heads,)
+        outputs, heads = self.mixer.outputs, (rule.value_heads,)
+        outputs += (0,) * (MOST_INPUTS - len(outputs))
         return (
-            (width,), (width,),
-            (rule.width, width), (rule.width,), (rule.inner, width), (rule.inner,), (*heads, width), heads,
-            (*heads, width), heads, (width, rule.inner), (width,),
+            (width,), (width,), *chain.from_iterable(((count, width), (count,)) for count in outputs),
+            (width, rule.inner), (width,),
             (inner, width), (inner,), (inner, width), (inner,), (width, inner), (width,),
             (rule.width, 1, taps), (rule.value_dim,), heads, heads,
         )  # fmt: skip
