@@ -196,12 +196,12 @@ class Recurrence:
         """Compute one token a sequence. Arguments: as `samebit.kernels.ops.ssd.scan`; row s is that of ``slots[s]``."""
         shape = self.shape
         rows, heads = len(xbc), shape.heads
-        xbc, dt = with_unit_stride(xbc), with_unit_stride(dt)
+        (xbc, stride), (dt, dt_stride) = with_unit_stride(xbc), with_unit_stride(dt)
         decay_rate, dt_bias, skip = decay_rate.contiguous(), dt_bias.contiguous(), skip.contiguous()
         out = torch.empty(rows, shape.inner, dtype=xbc.dtype)
         _kernel(
-            int(rows * shape.inner * shape.state_size * WORK_AN_ELEMENT), xbc.data_ptr(), xbc.stride(0), dt.data_ptr(),
-            dt.stride(0), decay_rate.data_ptr(), dt_bias.data_ptr(), skip.data_ptr(), slots.data_ptr(), rows, heads,
+            int(rows * shape.inner * shape.state_size * WORK_AN_ELEMENT), xbc.data_ptr(), stride, dt.data_ptr(),
+            dt_stride, decay_rate.data_ptr(), dt_bias.data_ptr(), skip.data_ptr(), slots.data_ptr(), rows, heads,
             shape.head_dim, shape.groups, shape.state_size, self.states.data_ptr(), out.data_ptr(),
             kind_of(xbc.dtype),
         )  # fmt: skip

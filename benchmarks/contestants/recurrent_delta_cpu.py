@@ -137,9 +137,9 @@ class DeltaRecurrence:
     def step(self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Compute one token a sequence: as `samebit.kernels.ops.delta.rule`; row s is that of ``slots[s]``."""
         shape = self.shape
-        qkv, decay, beta = with_unit_stride(qkv), decay.contiguous(), beta.contiguous()
+        (qkv, stride), decay, beta = with_unit_stride(qkv), decay.contiguous(), beta.contiguous()
         out = torch.empty(len(qkv), shape.inner, dtype=qkv.dtype)
-        tensors = qkv.data_ptr(), qkv.stride(0), *(t.data_ptr() for t in (decay, beta, slots, self.states, out))
+        tensors = qkv.data_ptr(), stride, *(t.data_ptr() for t in (decay, beta, slots, self.states, out))
         _kernel(
             int(len(qkv) * shape.inner * shape.key_dim * WORK_AN_ELEMENT), tensors,
             (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.by_channel), len(qkv),

@@ -217,23 +217,21 @@ def conv_forward(
 ) -> tuple[torch.Tensor, Saved]:
     """Implement `Operations.conv_forward`."""
     saved = x, weight, bias
-    rows, width = x.shape
-    x = with_unit_stride(x)
+    (rows, width), taps = x.shape, weight.shape[2]
+    x, stride = with_unit_stride(x)
     weight, bias = weight.contiguous(), bias.contiguous()
-    taps = weight.shape[-1]
-    out = (torch.empty if context.covers_all_rows else torch.zeros)(rows, width, dtype=x.dtype)
-    windows, block_windows, captured, captures, kept, grid = 0, 0, 0, 0, 0, 0
+    out = (x.new_empty if context.covers_all_rows else x.new_zeros)(rows, width)
+    windows, block_windows, captures, kept, grid = 0, 0, context.captured_at, 0, 0
     if context.states is not None:
         memory = context.states.layers[layer]
         windows, block_windows = memory.window.data_ptr(), memory.block_window.data_ptr()
-        captures, grid = len(context.captures), context.block_size
-        if captures:
-            captured = context.captured.data_ptr()
+        grid = context.block_size
+        if captures[1]:
             kept = context.states.checkpoints[layer].window.data_ptr()
     convolve_rows(
-        x.numel() * taps, (x.data_ptr(), x.stride(0), weight.data_ptr(), bias.data_ptr(), out.data_ptr()),
-        (rows, width, taps), (context.layout.data_ptr(), len(context.lengths)), (grid, windows, block_windows),
-        (captured, captures, kept), (kind_of(x.dtype), kind_of(weight.dtype), kind_of(bias.dtype)),
+        rows * width * taps, (x.data_ptr(), stride, weight.data_ptr(), bias.data_ptr(), out.data_ptr()),
+        (rows, width, taps), context.layout_at, (grid, windows, block_windows),
+        (*captures, kept), (kind_of(x.dtype), kind_of(weight.dtype), kind_of(bias.dtype)),
     )  # fmt: skip
     return out, saved
 

@@ -31,7 +31,7 @@ def multiply_part(x: torch.Tensor, part: Layer, outputs: int) -> torch.Tensor:
 def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
     """Implement `Operations.multiply`."""
     *shape, inputs = x.shape
-    rows = with_unit_stride(x if len(shape) == 1 else x.reshape(-1, inputs))
+    rows, stride = with_unit_stride(x if len(shape) == 1 else x.reshape(-1, inputs))
     count, dtype = rows.size(0), x.dtype
     addresses: list[int] = []
     results: list[torch.Tensor] = []
@@ -43,7 +43,7 @@ def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
         held.append((weight, bias))
         results.append(out)
     work = inputs * max(addresses[2::4]) // PRODUCTS_AN_ELEMENT
-    arguments = rows.data_ptr(), rows.stride(0), count, inputs, in_one(addresses)
+    arguments = rows.data_ptr(), stride, count, inputs, in_one(addresses)
     lanes = ceil_div(count, LANES) * LANES
     if dtype == torch.bfloat16 and amx_tiles.available():
         amx.multiply(lanes * work, *arguments)
@@ -85,11 +85,11 @@ def write_gradient_of_weight(grad: torch.Tensor, x: torch.Tensor, out: torch.Ten
     if not _by_own_kernels(grad):
         torch.mm(grad.T, x, out=out)
         return
-    grad, x = with_unit_stride(grad), with_unit_stride(x)
+    (grad, grad_stride), (x, x_stride) = with_unit_stride(grad), with_unit_stride(x)
     (rows, outputs), inputs = grad.shape, x.size(1)
     weight_gradient.multiply(
         rows * outputs * inputs // PRODUCTS_AN_ELEMENT,
-        grad.data_ptr(), grad.stride(0), x.data_ptr(), x.stride(0), rows, inputs, outputs, out.data_ptr(),
+        grad.data_ptr(), grad_stride, x.data_ptr(), x_stride, rows, inputs, outputs, out.data_ptr(),
     )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def _padded(matrix: torch.Tensor, multiple: int) -> torch.Tensor:
 def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: LowRanks) -> list[torch.Tensor]:
     """Implement `Operations.add_low_rank`."""
     inputs = x.size(-1)
-    rows = with_unit_stride(x.reshape(-1, inputs))
+    rows, stride = with_unit_stride(x.reshape(-1, inputs))
     count = rows.size(0)
     results = [base.contiguous() for base in bases]
     matrices = Matrices.of(terms)
@@ -124,7 +124,7 @@ def add_low_rank(bases: Sequence[torch.Tensor], x: torch.Tensor, terms: LowRanks
     addresses = [out.data_ptr() for out in results]
     add_terms(
         count * matrices.work // PRODUCTS,
-        rows.data_ptr(), rows.stride(0), count, inputs, matrices.layers, matrices.panel,
+        rows.data_ptr(), stride, count, inputs, matrices.layers, matrices.panel,
         matrices.scales, (*addresses, *(0,) * (MOST_LAYERS - len(addresses))), kind_of(x.dtype),
     )  # fmt: skip
     return results

@@ -245,10 +245,10 @@ def gated_rms_norm_forward(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, options: GatedNormOptions
 ) -> tuple[torch.Tensor, Saved]:
     """Implement `Operations.gated_rms_norm_forward`."""
-    dense, gates, factors = x.contiguous(), with_unit_stride(gate), weight.contiguous()
+    dense, (gates, gate_stride), factors = x.contiguous(), with_unit_stride(gate), weight.contiguous()
     out = torch.empty_like(dense)
     gated_rms_norm_rows(
-        x.numel(), (dense.data_ptr(), gates.data_ptr(), factors.data_ptr(), out.data_ptr()), gates.stride(0),
+        x.numel(), (dense.data_ptr(), gates.data_ptr(), factors.data_ptr(), out.data_ptr()), gate_stride,
         (*x.shape, options.groups, len(factors)), np.float32(options.eps), options.gate_first, options.sigmoid,
         kind_of(x.dtype), kind_of(weight.dtype),
     )  # fmt: skip

@@ -186,6 +186,17 @@ class CallRows:
         return torch.from_numpy(np.ascontiguousarray(self.captures, np.int32))
 
     @cached_property
+    def layout_at(self) -> tuple[int, int]:
+        """Return the address of the `layout`, and the number of sequences."""
+        return self.layout.data_ptr(), len(self.lengths)
+
+    @cached_property
+    def captured_at(self) -> tuple[int, int]:
+        """Return the address of what is `captured`, 0 for nothing, and the number of captures."""
+        count = len(self.captures)
+        return self.captured.data_ptr() if count else 0, count
+
+    @cached_property
     def longest(self) -> int:
         """Return how many tokens the longest sequence has, those of this call included; 0 without sequences."""
         return int((self.starts + self.lengths).max(initial=0))

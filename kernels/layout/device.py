@@ -18,9 +18,11 @@ def on_gpu(tensor: torch.Tensor) -> bool:
     Raises:
         ValueError: neither these nor those of the CPU do: it is on "meta", where there is no memory, say.
     """
-    if not (tensor.is_cpu or tensor.is_cuda):
+    if tensor.is_cpu:
+        return False
+    if not tensor.is_cuda:
         raise ValueError(f"a tensor is on {tensor.device}; there are kernels for cpu and cuda")
-    return tensor.is_cuda
+    return True
 
 
 def check_current(tensor: torch.Tensor) -> None:

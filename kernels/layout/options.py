@@ -243,6 +243,11 @@ class DeltaOptions:
         return self.key_heads, self.value_heads, self.key_dim, self.value_dim
 
     @cached_property
+    def numbers(self) -> tuple[int, int, int, int, bool]:
+        """Return the sizes and whether each channel decays by itself, as a kernel takes them."""
+        return (*self.sizes, self.by_channel)
+
+    @cached_property
     def decays(self) -> int:
         """Return how many numbers a token's decay is."""
         return self.value_heads * self.key_dim if self.by_channel else self.value_heads

@@ -36,36 +36,41 @@ def causal_conv(
         ValueError: rows that are not the context's, weight, bias or states of another shape.
         TypeError: dtypes of which there are no kernels, states of another dtype than x.
     """
-    _check(x, weight, bias)
-    if x.shape[0] != context.num_rows:
-        raise ValueError(f"x has {x.shape[0]} rows, the context {len(context.positions)}")
-    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    rows, width, taps = _check(x, weight, bias)
+    if rows != context.num_rows:
+        raise ValueError(f"x has {rows} rows, the context {context.num_rows}")
+    bias = weight.new_zeros(width) if bias is None else bias
     if context.states is not None:
-        _check_memory(x, weight.shape[-1], context.states.layers[layer], context)
+        _check_memory(x, (taps - 1, width), context.states.layers[layer], context)
     elif torch.is_grad_enabled():
         out: torch.Tensor = _CausalConv.apply(x, weight, bias, context, layer)
         return out
     return operations_for(x).conv_forward(x, weight, bias, context, layer)[0]
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if x.dim() != 2 or weight.dim() != 3 or not weight.numel():
-        raise ValueError(f"x is {list(x.shape)} and weight {list(weight.shape)}; allowed: [T, W] and [W, 1, K]")
-    check_shape("weight", weight, x.shape[1], 1, weight.shape[2])
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, int, int]:
+    """Return T, W and K. (Asking a tensor for its shape takes longer than comparing it.)"""
+    of_x, of_weight = x.shape, weight.shape
+    if len(of_x) != 2 or len(of_weight) != 3 or not weight.numel():
+        raise ValueError(f"x is {list(of_x)} and weight {list(of_weight)}; allowed: [T, W] and [W, 1, K]")
+    (rows, width), taps = of_x, of_weight[2]
+    check_shape("weight", weight, width, 1, taps)
     if bias is not None:
-        check_shape("bias", bias, x.shape[1])
+        check_shape("bias", bias, width)
     if not device.on_gpu(x):
         check_host("weight", weight)
         if bias is not None:
             check_host("bias", bias)
+    return rows, width, taps
 
 
-def _check_memory(x: torch.Tensor, taps: int, memory: LayerStates, context: ForwardContext) -> None:
-    window, slots = memory.window, len(memory.window)
+def _check_memory(x: torch.Tensor, window: tuple[int, int], memory: LayerStates, context: ForwardContext) -> None:
     if memory.dtype is not x.dtype:
         raise changed_dtype(f"the convolution's input is {x.dtype}", "states", memory.dtype)
     if not device.on_gpu(x):
-        check_shape("the layer's window", window, slots, taps - 1, x.shape[1])
+        slots, held = memory.windows
+        if held != window:
+            raise ValueError(f"the layer's window has the shape {held} a slot; allowed: {window}")
         if context.last_slot >= slots:
             raise ValueError(f"slot {context.last_slot} is to be read; the layer has {slots} of them")
 

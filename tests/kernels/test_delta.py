@@ -260,6 +260,10 @@ def test_states_that_do_not_fit_are_named() -> None:
     context = step_context([60], [0], [2], memory(case, torch.float32, 1))
     with pytest.raises(ValueError, match="slot 2 is to be read; the layer has 1"):
         delta_rule(convolved, decay, beta, context, case.options)
+    whole = memory(case, torch.float32, 2)
+    fewer_tails = replace(whole, layers=(replace(whole.layers[0], tail_k=whole.layers[0].tail_k[:1]),))
+    with pytest.raises(ValueError, match="slot 1 is to be read; the layer has 1"):
+        delta_rule(convolved, decay, beta, step_context([60], [0], [1], fewer_tails), case.options)
     other = replace(case.shape, key_heads=4, value_heads=4, key_dim=8)
     context = step_context([60], [0], [0], memory(replace(case, shape=other), torch.float32, 1))
     with pytest.raises(ValueError, match="the layer's state has the shape"):

@@ -71,13 +71,13 @@ def gates(
     a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `Operations.gates`."""
-    rows, heads = b.shape
-    a, b, a_log, bias = with_unit_stride(a), with_unit_stride(b), a_log.contiguous(), bias.contiguous()
-    decay, beta = torch.empty(a.shape), torch.empty(b.shape)
+    (rows, wide), heads = a.shape, b.shape[1]
+    (a, a_stride), (b, b_stride) = with_unit_stride(a), with_unit_stride(b)
+    a_log, bias = a_log.contiguous(), bias.contiguous()
+    decay, beta = torch.empty(rows, wide), torch.empty(rows, heads)  # numbers: a shape takes twice as long
     tensors = (
-        a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0), a_log.data_ptr(), bias.data_ptr(), decay.data_ptr(),
+        a.data_ptr(), a_stride, b.data_ptr(), b_stride, a_log.data_ptr(), bias.data_ptr(), decay.data_ptr(),
         beta.data_ptr(),
     )  # fmt: skip
-    sizes = rows, heads, a.shape[1] // heads
-    gates_of_rows(a.numel(), tensors, sizes, np.float32(scale), kind_of(a.dtype))
+    gates_of_rows(rows * wide, tensors, (rows, heads, wide // heads), np.float32(scale), kind_of(a.dtype))
     return decay, beta

@@ -21,19 +21,16 @@ def delta_rule(
     """Implement `Operations.delta_rule`."""
     rows = qkv.shape[0]
     inner = options.inner
-    qkv, decay, beta = with_unit_stride(qkv), decay.contiguous(), beta.contiguous()
-    out = (torch.empty if context.covers_all_rows else torch.zeros)(rows, inner, dtype=qkv.dtype)
-    grid, memory, captured, captures, kept = 0, 0, 0, 0, 0
+    (qkv, stride), decay, beta = with_unit_stride(qkv), decay.contiguous(), beta.contiguous()
+    out = (qkv.new_empty if context.covers_all_rows else qkv.new_zeros)(rows, inner)
+    grid, memory, captures, kept = 0, 0, context.captured_at, 0
     if context.states is not None:
         grid, memory = context.block_size, context.states.layer(options.layer, DeltaStates).addresses.data_ptr()
-        captures = len(context.captures)
-        if captures:
-            captured = context.captured.data_ptr()
+        if captures[1]:
             kept = context.states.checkpoints[options.layer].state.data_ptr()
     rule.rule(
         int(rows * inner * options.key_dim * WORK_AN_ELEMENT),
-        (qkv.data_ptr(), qkv.stride(0), decay.data_ptr(), beta.data_ptr(), out.data_ptr()),
-        (*options.sizes, options.by_channel), (context.layout.data_ptr(), len(context.lengths)), (grid, memory),
-        (captured, captures, kept), kind_of(qkv.dtype),
+        (qkv.data_ptr(), stride, decay.data_ptr(), beta.data_ptr(), out.data_ptr()),
+        options.numbers, context.layout_at, (grid, memory), (*captures, kept), kind_of(qkv.dtype),
     )  # fmt: skip
     return out

@@ -298,8 +298,9 @@ def _move(sizes: Any, memory: Any, scratch: Any, at: int, k_at: int, ends_block:
         last = sums[sums_at + SCAN_CHUNK - 1]
         for s in range(SCAN_CHUNK):
             decayed = share_left(np.float32(last - sums[sums_at + s]))
-            for p in range(wide):
-                fed[s * wide + p] = u[u_at + s * wide + p] * decayed
+            source, target = u[u_at + s * wide : u_at + (s + 1) * wide], fed[s * wide : (s + 1) * wide]
+            for p in range(wide):  # within slices, whose places need no wrapping around
+                target[p] = source[p] * decayed
         kept[0] = share_left(np.float32(last))
     first = 0
     while first < wide:  # of each panel; meanwhile the next head's state is asked for

@@ -26,20 +26,18 @@ def scan_forward(
     heads, size = decay_rate.shape[0], options.state_size
     inner = width - 2 * options.groups * size
     decay_rate, dt_bias, skip = decay_rate.contiguous(), dt_bias.contiguous(), skip.contiguous()
-    xbc, dt = with_unit_stride(xbc), with_unit_stride(dt)
-    out = (torch.empty if context.covers_all_rows else torch.zeros)(rows, inner, dtype=xbc.dtype)
-    grid, memory, captured, captures, kept = 0, 0, 0, 0, 0
+    (xbc, stride), (dt, dt_stride) = with_unit_stride(xbc), with_unit_stride(dt)
+    out = (xbc.new_empty if context.covers_all_rows else xbc.new_zeros)(rows, inner)
+    grid, memory, captures, kept = 0, 0, context.captured_at, 0
     if context.states is not None:
         grid, memory = context.block_size, context.states.layer(options.layer, SSMStates).addresses.data_ptr()
-        captures = len(context.captures)
-        if captures:
-            captured = context.captured.data_ptr()
+        if captures[1]:
             kept = context.states.checkpoints[options.layer].state.data_ptr()
-    addresses = xbc.data_ptr(), xbc.stride(0), dt.data_ptr(), dt.stride(0), decay_rate.data_ptr(), dt_bias.data_ptr()
+    addresses = xbc.data_ptr(), stride, dt.data_ptr(), dt_stride, decay_rate.data_ptr(), dt_bias.data_ptr()
     scan.scan(
         int(rows * inner * size * WORK_AN_ELEMENT), (*addresses, skip.data_ptr(), out.data_ptr()), *options.dt_limits,
-        (heads, inner // heads, options.groups, size), (context.layout.data_ptr(), len(context.lengths)),
-        (grid, memory), (captured, captures, kept), kind_of(xbc.dtype),
+        (heads, inner // heads, options.groups, size), context.layout_at,
+        (grid, memory), (*captures, kept), kind_of(xbc.dtype),
     )  # fmt: skip
     return out, saved
 

@@ -27,6 +27,12 @@ class DeltaStates(LayerStates):
     tail_sums: torch.Tensor
 
     @cached_property
+    def shapes(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Return how many slots there are of both, and the shapes of a slot's state and of the keys of its tail."""
+        (slots, *of_state), (tails, *of_keys) = self.state.shape, self.tail_k.shape
+        return min(slots, tails), tuple(of_state), tuple(of_keys)
+
+    @cached_property
     def addresses(self) -> torch.Tensor:
         """Return ``[5]`` int64: where states and tail are, as the kernels take them."""
         parts = (self.state, self.block_state, self.tail_k, self.tail_u, self.tail_sums)

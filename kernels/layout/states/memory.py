@@ -43,6 +43,12 @@ class LayerStates:
         """Return the model's dtype."""
         return self.window.dtype
 
+    @cached_property
+    def windows(self) -> tuple[int, tuple[int, ...]]:
+        """Return how many windows there are, and the shape of one: to ask a tensor takes longer than to compare."""
+        count, *shape = self.window.shape
+        return count, tuple(shape)
+
 
 @dataclass(frozen=True, eq=False)
 class LayerCheckpoints:

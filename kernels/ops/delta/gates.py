@@ -34,12 +34,13 @@ def gates(
         ValueError: sizes that do not match.
         TypeError: a and b of two dtypes, or of one without kernels.
     """
-    if a.dim() != 2 or b.dim() != 2 or len(a) != len(b) or not b.shape[1] or a.shape[1] % b.shape[1]:
+    of_a, of_b = a.shape, b.shape  # asked for once: each time takes longer than a comparison
+    if len(of_a) != 2 or len(of_b) != 2 or of_a[0] != of_b[0] or not of_b[1] or of_a[1] % of_b[1]:
         raise ValueError(
-            f"a is {list(a.shape)} and b {list(b.shape)}; allowed: two alike, [T, H], or a [T, H K] and b [T, H]"
+            f"a is {list(of_a)} and b {list(of_b)}; allowed: two alike, [T, H], or a [T, H K] and b [T, H]"
         )
-    check_shape("a_log", a_log, b.shape[1])
-    check_shape("dt_bias", dt_bias, a.shape[1])
+    check_shape("a_log", a_log, of_b[1])
+    check_shape("dt_bias", dt_bias, of_a[1])
     if a.dtype is not b.dtype:
         raise TypeError(f"a is {a.dtype} and b {b.dtype}; allowed: two alike")
     if not device.on_gpu(a):
@@ -47,10 +48,16 @@ def gates(
         check_host("b", b)
         check_host("a_log", a_log)
         check_host("dt_bias", dt_bias)
+    a_log, dt_bias = _in_float32(a_log), _in_float32(dt_bias)
     if torch.is_grad_enabled():
-        decay, beta = _Gates.apply(a, b, a_log.float(), dt_bias.float(), beta_scale)
+        decay, beta = _Gates.apply(a, b, a_log, dt_bias, beta_scale)
         return decay, beta
-    return operations_for(a).gates(a, b, a_log.float(), dt_bias.float(), beta_scale)
+    return operations_for(a).gates(a, b, a_log, dt_bias, beta_scale)
+
+
+def _in_float32(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the parameter itself where it is float32: torch takes five times as long to find that out."""
+    return parameter if parameter.dtype is torch.float32 else parameter.float()
 
 
 class _Gates(torch.autograd.Function):

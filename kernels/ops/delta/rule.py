@@ -44,9 +44,7 @@ def delta_rule(
             captures between the grid's lines.
         TypeError: inputs of other dtypes, states of another than qkv, or of another kind of layer.
     """
-    rows = _check(qkv, decay, beta, options)
-    if rows != context.num_rows:
-        raise ValueError(f"qkv has {rows} rows, the context {context.num_rows}")
+    _check(qkv, decay, beta, context.num_rows, options)
     if not decay.dtype is beta.dtype is torch.float32:
         raise TypeError(f"decay and beta are {decay.dtype} and {beta.dtype}; allowed: float32")
     if context.states is not None:
@@ -57,12 +55,13 @@ def delta_rule(
     return operations_for(qkv).delta_rule(qkv, decay, beta, context, options)
 
 
-def _check(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, options: DeltaOptions) -> int:
-    """Return the number of rows. (Of a tensor, ``len`` takes four times as long as its shape.)"""
-    shape = qkv.shape
+def _check(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, rows: int, options: DeltaOptions) -> None:
+    """Check what is given; ``rows``: the context's."""
+    shape = qkv.shape  # (of a tensor, ``len`` takes four times as long)
     if len(shape) != 2 or shape[1] != options.width:
         raise ValueError(f"qkv is {list(shape)}; allowed: [T, {options.width}], q, k and v of the heads of {options}")
-    rows = shape[0]
+    if shape[0] != rows:
+        raise ValueError(f"qkv has {shape[0]} rows, the context {rows}")
     check_shape("decay", decay, rows, options.decays)
     check_shape("beta", beta, rows, options.value_heads)
     if not device.on_gpu(qkv):
@@ -70,16 +69,18 @@ def _check(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, options: 
         check_host("decay", decay)
         check_host("beta", beta)
         check_dtype_of_cpu(qkv.dtype)
-    return rows
 
 
 def _check_memory(qkv: torch.Tensor, memory: DeltaStates, context: ForwardContext, options: DeltaOptions) -> None:
     if memory.dtype is not qkv.dtype:
         raise changed_dtype(f"qkv is {qkv.dtype}", "states", memory.dtype)
     if not device.on_gpu(qkv):
-        slots, (of_state, of_keys) = memory.state.shape[0], options.shapes_of_slot
-        check_shape("the layer's state", memory.state, slots, *of_state)
-        check_shape("the layer's tail of keys", memory.tail_k, slots, *of_keys)
+        slots, of_state, of_keys = memory.shapes
+        if (of_state, of_keys) != options.shapes_of_slot:
+            raise ValueError(
+                f"the layer's state has the shape {of_state} a slot, its tail of keys {of_keys}; "
+                f"allowed: {options.shapes_of_slot}"
+            )
         if context.last_slot >= slots:
             raise ValueError(f"slot {context.last_slot} is to be read; the layer has {slots} of them")
     if len(context.captures) and bool((context.captures[:, 1] % options.chunk).any()):
