@@ -3,6 +3,9 @@
 Invariant: an element is ``bias + sum over k of weight[k] * input[t - K + 1 + k]``, k ascending, wherever the inputs
 come from: the rows of this call or the window of those before it. Inputs before position 0 are left out.
 
+A window holds the input of a position p in its row ``p % (K - 1)``: what a decode step keeps takes the place of what no
+later step reads, and nothing moves.
+
 T tokens, S sequences, W channels, K taps.
 """
 
@@ -10,6 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from torch.nn import functional as F
 
 from samebit.kernels.cpu.base.jit import SharedKernel
@@ -17,6 +23,8 @@ from samebit.kernels.cpu.base.memory import NO_END, elements, integers, kind_of,
 from samebit.kernels.cpu.base.numeric import fma, narrow, sigmoid, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
+from samebit.kernels.cpu.base.vectors import VECTOR, accumulate, exponential, load_vector, pointer_to, store_vector
+from samebit.kernels.cpu.base.vectors import fma as fma_of_vectors
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.options import Saved
@@ -26,7 +34,7 @@ _PARTS = 16
 
 _FEW_ROWS = 64
 """Up to so many rows threads take channels, not rows: as they do of the product before, so that what one has computed
-is in its own cache, and windows are where it has moved them."""
+is in its own cache, and it keeps the windows of a sequence while they are there."""
 
 
 class Inputs(NamedTuple):
@@ -46,11 +54,14 @@ class Layout(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """Holds the last inputs of each slot, and those as of the last multiple of ``grid``; 0 for a call without."""
+    """Holds the last inputs of each slot, and those as of the last multiple of ``grid``; 0 for a call without. And
+    (sequence, position, checkpoint) of each capture, and the windows of checkpoints."""
 
     grid: int
     now: Any
     of_block: Any
+    captures: Any
+    captured: Any
 
 
 class Sizes(NamedTuple):
@@ -64,8 +75,8 @@ class Sizes(NamedTuple):
 
 
 def _convolve(threads: int, tensors: Any, sizes: Any, layout: Any, memory: Any, captures: Any, kinds: Any) -> None:
-    """Convolve all rows, then move the windows on; addresses and numbers come in plain tuples, which cost a call less
-    than named ones.
+    """Convolve all rows, and keep the windows of what follows; addresses and numbers come in plain tuples, which cost
+    a call less than named ones.
 
     Args:
         threads: take shares of the rows, or of the channels.
@@ -82,22 +93,20 @@ def _convolve(threads: int, tensors: Any, sizes: Any, layout: Any, memory: Any, 
     layout_at, sequences = layout
     grid, now_at, of_block_at = memory
     captures_at, num_captures, captured_at = captures
-    shares = threads if rows <= _FEW_ROWS else 1
-    cut = Sizes(rows, width, taps, 1 if shares > 1 else min(_PARTS, rows), shares)
+    few = rows <= _FEW_ROWS
+    cut = Sizes(rows, width, taps, 1 if few else _PARTS, threads if few else 1)
     inputs = Inputs(
         elements(x_at, NO_END, kind), stride, elements(weight_at, width * taps, weight_kind),
         elements(bias_at, width, bias_kind),
     )  # fmt: skip
     rows_of = Layout(integers(layout_at, 4 * sequences), sequences)
-    windows = Windows(grid, elements(now_at, NO_END, kind), elements(of_block_at, NO_END, kind))
-    share_out(
-        _conv_rows, cut.parts * shares, threads,
-        (cut, inputs, rows_of, windows.now, elements(out_at, rows * width, kind)),
+    windows = Windows(
+        grid, elements(now_at, NO_END, kind), elements(of_block_at, NO_END, kind),
+        integers(captures_at, 3 * num_captures), elements(captured_at, NO_END, kind),
     )  # fmt: skip
-    share_out(
-        _move_windows, sequences * shares if grid else 0, threads,
-        (cut, inputs, rows_of, windows, integers(captures_at, 3 * num_captures), elements(captured_at, NO_END, kind)),
-    )  # fmt: skip
+    out = elements(out_at, rows * width, kind)
+    share_out(_conv_rows, cut.parts * cut.shares, threads, (cut, inputs, rows_of, windows, out))
+    share_out(_keep_windows, 0 if few or grid < 1 else sequences, threads, (cut, inputs, rows_of, windows))
 
 
 convolve_rows = SharedKernel(_convolve)
@@ -123,87 +132,139 @@ def _spread(weight: Any, bias: Any, first: int, filters: Any) -> None:
 
 
 @kernel_part
-def _conv_rows(item: int, sizes: Any, inputs: Any, layout: Any, now: Any, out: Any) -> None:
-    """Convolve a piece of the rows, in a share of the channels."""
+def _conv_rows(item: int, sizes: Any, inputs: Any, layout: Any, windows: Any, out: Any) -> None:
+    """Convolve a piece of the rows, in a share of the channels; of whole sequences the windows are then kept."""
     rows, width, parts = sizes.rows, sizes.width, sizes.parts
     first, last = _channels(sizes, item // parts)
     of, sequences = layout
-    filters, acc = np.empty((sizes.taps + 1, last - first), np.float32), np.empty(last - first, np.float32)
+    filters, sources = np.empty((sizes.taps + 1, last - first), np.float32), np.empty(sizes.taps, np.int64)
     _spread(inputs.weight, inputs.bias, first, filters)
     part = item % parts
     above, below = rows * part // parts, rows * (part + 1) // parts
     for sequence in range(sequences):
         begin, start, slot = of[sequence], of[2 * sequences + sequence], of[3 * sequences + sequence]
         for row in range(max(above, begin), min(below, begin + of[sequences + sequence])):
-            _conv_row(inputs, filters, row, row - begin, start, slot, now, width, first, acc)
-            result = out[row * width + first : row * width + last]
-            for c in range(len(result)):
-                result[c] = narrow(acc[c] * sigmoid(acc[c]), result[c])
+            missing = _find_inputs(inputs, windows.now, sizes, row, row - begin, start, slot, first, sources)
+            _conv_row(filters, sources, missing, out[row * width + first : row * width + last])
+        if parts == 1 and windows.grid > 0:
+            _keep_window(sequence, sizes, inputs, layout, windows, first, last)
 
 
 @inlined_part
-def _conv_row(
-    inputs: Any, filters: Any, row: int, within: int, start: int, slot: int, windows: Any, width: int, first: int,
-    acc: Any,
-) -> None:  # fmt: skip
-    """Compute the row's channels from the ``first`` on before their activation, in ``acc``."""
-    x, stride = inputs.x, inputs.stride
-    taps, count = filters.shape[0] - 1, len(acc)
-    for c in range(count):
-        acc[c] = filters[taps, c]
-    for k in range(taps):
-        offset = within - (taps - 1) + k
+def _find_inputs(
+    inputs: Any, windows: Any, sizes: Any, row: int, within: int, start: int, slot: int, first: int, sources: Any
+) -> int:
+    """Write where the inputs of a row's taps lie, from the channel ``first`` on; return how many taps have none."""
+    size, missing = sizes.taps - 1, 0
+    for k in range(sizes.taps):
+        offset = within - size + k
         if offset >= 0:
-            source = (row - (taps - 1) + k) * stride + first
-            _add(filters[k], x[source : source + count], acc)
+            place = (row - size + k) * inputs.stride + first
+            sources[k] = inputs.x.ctypes.data + place * inputs.x.itemsize
         elif start + offset >= 0:
-            source = (slot * (taps - 1) + taps - 1 + offset) * width + first
-            _add(filters[k], windows[source : source + count], acc)
+            place = (slot * size + (start + offset) % size) * sizes.width + first
+            sources[k] = windows.ctypes.data + place * windows.itemsize
+        else:
+            missing = k + 1
+    return missing
 
 
 @inlined_part
-def _add(weight: Any, source: Any, acc: Any) -> None:
-    for c in range(len(acc)):
-        acc[c] = fma(weight[c], widen(source[c]), acc[c])
+def _conv_row(filters: Any, sources: Any, missing: int, out: Any) -> None:
+    """Compute a row's channels of what `_find_inputs` has found."""
+    taps, count = len(sources), len(out)
+    whole = count // LANES * LANES
+    conv_vectors(filters.reshape(-1), sources, missing, taps, count, out)
+    for c in range(whole, count):
+        total = filters[taps, c]
+        for k in range(missing, taps):
+            total = fma(filters[k, c], widen(elements(sources[k], count, out[0])[c]), total)
+        out[c] = narrow(total * sigmoid(total), out[c])
+
+
+@intrinsic
+def conv_vectors(typingctx: Any, filters: Any, sources: Any, missing: Any, taps: Any, count: Any, out: Any) -> Any:
+    """Compute ``silu(filters[taps] + sum over missing <= k < taps of filters[k] * source k)``, ascending, of all whole
+    vectors of ``count`` channels.
+
+    A vector is read, summed and written at once: products wait for windows, which come from memory, while exponentials
+    of others are computed.
+    """
+    i64 = types.int64
+    signature = types.void(filters, sources, i64, i64, i64, out)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        filters_array, sources_array, first, last, many, out_array = args
+        index, one = many.type, ir.Constant(VECTOR, [1.0] * LANES)
+        factors = pointer_to(context, builder, filters, filters_array, index(0))
+        addresses = pointer_to(context, builder, sources, sources_array, index(0))
+        results = pointer_to(context, builder, out, out_array, index(0))
+        source_type = results.type
+
+        def of_filter(k: Any, lane: Any) -> Any:
+            place = builder.gep(factors, [builder.add(builder.mul(k, many), lane)])
+            return load_vector(builder, place, types.float32)
+
+        def vector(number: Any, nothing: list[Any]) -> list[Any]:
+            lane = builder.mul(number, index(LANES))
+
+            def tap(i: Any, sums: list[Any]) -> list[Any]:
+                k = builder.add(first, i)
+                source = builder.inttoptr(builder.load(builder.gep(addresses, [k])), source_type)
+                read = load_vector(builder, builder.gep(source, [lane]), out.dtype)
+                return [fma_of_vectors(builder, of_filter(k, lane), read, sums[0])]
+
+            (total,) = accumulate(builder, builder.sub(last, first), [of_filter(last, lane)], tap)
+            share = builder.fdiv(one, builder.fadd(one, exponential(builder, builder.fneg(total))))
+            store_vector(builder, builder.fmul(total, share), builder.gep(results, [lane]), out.dtype)
+            return nothing
+
+        accumulate(builder, builder.sdiv(many, index(LANES)), [], vector)
+        return context.get_dummy_value()
+
+    return signature, generate
 
 
 @kernel_part
-def _move_windows(item: int, sizes: Any, inputs: Any, layout: Any, memory: Any, captures: Any, captured: Any) -> None:
-    """Keep a sequence's inputs before a call's end, before its last block boundary, and where captures want them, in a
-    share of the channels."""
-    of, sequences = layout
-    sequence, channels = item % sequences, _channels(sizes, item // sequences)
-    grid, windows, block_windows = memory
-    width, size = sizes.width, sizes.taps - 1
-    row, length = of[sequence], of[sequences + sequence]
-    start, slot = of[2 * sequences + sequence], of[3 * sequences + sequence]
-    held = size * width
-    window = windows[slot * held : (slot + 1) * held]
-    for c in range(0, len(captures), 3):
-        if captures[c] == sequence:
-            kept = captured[captures[c + 2] * held : (captures[c + 2] + 1) * held]
-            _window_at(inputs, row, captures[c + 1] - start, width, size, channels, window, kept)
-    boundary = (start + length) // grid * grid
-    if boundary > start:
-        kept = block_windows[slot * held : (slot + 1) * held]
-        _window_at(inputs, row, boundary - start, width, size, channels, window, kept)
-    _window_at(inputs, row, length, width, size, channels, window, window)
+def _keep_windows(sequence: int, sizes: Any, inputs: Any, layout: Any, windows: Any) -> None:
+    """Keep a sequence's inputs, in all channels."""
+    _keep_window(sequence, sizes, inputs, layout, windows, 0, sizes.width)
 
 
 @inlined_part
-def _window_at(
-    inputs: Any, row: int, offset: int, width: int, size: int, channels: Any, before: Any, target: Any
-) -> None:
-    """Copy the last inputs before row ``row + offset``; ascending, so that ``target`` may be ``before``."""
-    first, last = channels
-    for j in range(size):
-        place, kept = offset - size + j, target[j * width + first : j * width + last]
-        if place >= 0:
-            at = (row + place) * inputs.stride
+def _keep_window(sequence: int, sizes: Any, inputs: Any, layout: Any, windows: Any, first: int, last: int) -> None:
+    """Keep a sequence's inputs where captures want them, before its last block boundary, and before the call's end, in
+    the channels from the ``first`` to before the ``last``."""
+    of, sequences = layout
+    grid, now, of_block, captures, captured = windows
+    size = sizes.taps - 1
+    row, start, slot = of[sequence], of[2 * sequences + sequence], of[3 * sequences + sequence]
+    end, held = start + of[sequences + sequence], size * sizes.width
+    window = now[slot * held : (slot + 1) * held]
+    call = row, start, window, sizes.width, size, first, last
+    for c in range(0, len(captures), 3):
+        if captures[c] == sequence:
+            kept = captured[captures[c + 2] * held : (captures[c + 2] + 1) * held]
+            _copy_inputs(inputs, call, max(captures[c + 1] - size, 0), captures[c + 1], kept)
+    boundary = end // grid * grid
+    if boundary > start:
+        kept = of_block[slot * held : (slot + 1) * held]
+        _copy_inputs(inputs, call, max(boundary - size, 0), boundary, kept)
+    _copy_inputs(inputs, call, max(end - size, start), end, window)
+
+
+@inlined_part
+def _copy_inputs(inputs: Any, call: Any, begin: int, end: int, target: Any) -> None:
+    """Copy the inputs of the positions from ``begin`` to before ``end`` to where a window holds them."""
+    row, start, window, width, size, first, last = call
+    for position in range(begin, end):
+        at = position % size * width
+        kept = target[at + first : at + last]
+        if position >= start:
+            at = (row + position - start) * inputs.stride
             _copy(inputs.x[at + first : at + last], kept)
         else:
-            at = (size + place) * width
-            _copy(before[at + first : at + last], kept)
+            _copy(window[at + first : at + last], kept)
 
 
 @inlined_part

@@ -5,7 +5,7 @@ end, a slot holds:
 
 * ``state``: the float32 state as of ``b``;
 * the tail: what the kind of layer keeps of the tokens from ``b`` on (`mamba`, `delta`);
-* ``window``: the last K - 1 inputs of the convolution before the end;
+* ``window``: the last K - 1 inputs of the convolution before the end; which row holds which is the kernels' own affair;
 * ``block_state`` and ``block_window``: both as of the last *block* boundary, for a checkpoint of it when the sequence
   stops later.
 
