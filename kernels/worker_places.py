@@ -28,7 +28,9 @@ from numba import types
 
 from samebit.kernels.openmp import num_threads
 
-_TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+"""Where Linux says which processors share a core with one of this number."""
+
 _BITS = 64
 
 _set_affinity = types.ExternalFunction("sched_setaffinity", types.int32(types.int32, types.uintp, types.uintp))
@@ -44,7 +46,7 @@ def bind_workers() -> None:
     if not sys.platform.startswith("linux"):
         return
     allowed, threads = os.sched_getaffinity(0), num_threads()
-    places = places_of(allowed, threads, _libc().sched_getcpu(), _siblings)
+    places = places_of(allowed, threads, _libc().sched_getcpu(), siblings_of)
     if not places:
         return
     words = max(allowed) // _BITS + 1
@@ -75,12 +77,15 @@ def places_of(
 
 
 @cache
-def _siblings(processor: int) -> frozenset[int]:
-    """Read which processors share a core with this one."""
-    path = Path(_TOPOLOGY.format(processor))
-    if not path.exists():
-        return frozenset((processor,))
-    ranges = [[int(end) for end in part.split("-")] for part in path.read_text().strip().split(",")]
+def siblings_of(processor: int) -> frozenset[int]:
+    """Return the processors that share a core with this one, itself included."""
+    path = Path(SIBLINGS.format(processor))
+    return processors_in(path.read_text()) if path.exists() else frozenset((processor,))
+
+
+def processors_in(text: str) -> frozenset[int]:
+    """Return the processors of a list as Linux writes it: ``0-1,4``."""
+    ranges = [[int(end) for end in part.split("-")] for part in text.strip().split(",")]
     return frozenset(number for ends in ranges for number in range(ends[0], ends[-1] + 1))
 
 

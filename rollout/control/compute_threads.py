@@ -33,7 +33,7 @@ class ComputeThreads:
         numba.set_num_threads(self._of_numba)
 
     def gather(self) -> None:
-        """Begin to compute in the generation thread: on a CPU its workers start, each at a place of its own."""
+        """Make sure, in the generation thread, that its workers are there: on a CPU, each at a place of its own."""
         if not self._gathered and self._device.type == "cpu":
             bind_workers()
         self._gathered = True

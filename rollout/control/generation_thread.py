@@ -209,7 +209,6 @@ class GenerationThread:
             if not self._wake.wait(LINGER_SECONDS):
                 self._threads.dismiss()
                 self._wake.wait()
-            self._threads.gather()
             while self._turn():
                 pass
         with self.lock.generation():
@@ -221,6 +220,7 @@ class GenerationThread:
             self._take_inbox()
             if not self.status.may_step:
                 return False
+            self._threads.gather()
             self._hand_over(self.engine.step())
             if self._draining.awaited and self.engine.drained:
                 self._draining.look_again()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from samebit.kernels.openmp import process_environment
-from samebit.kernels.worker_places import places_of
+from samebit.kernels.worker_places import SIBLINGS, places_of, processors_in, siblings_of
 
 PROCESSORS = sorted(os.sched_getaffinity(0))
 MODELS = Path(__file__).parents[1] / "rollout"
@@ -41,11 +41,13 @@ def when(condition):
 
 with RolloutWorker(tiny(0), config=RolloutConfig(num_threads=int(sys.argv[1]), max_model_len=2048)) as worker:
     worker.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
-    handle = worker.submit([1, 2, 3], SamplingParams(max_tokens=2000, ignore_eos=True))
-    next(iter(handle))
-    working = bound()
-    handle.cancel()
-    handle.result()
+    ended = "length"
+    while ended == "length":  # a process that waits long for a processor looks when all is done
+        handle = worker.submit([1, 2, 3], SamplingParams(max_tokens=2000, ignore_eos=True))
+        next(iter(handle))
+        working = bound()
+        handle.cancel()
+        ended = handle.result().samples[0].finish_reason
     print(json.dumps([working, when(lambda places: not places)]))
 """
 
@@ -84,10 +86,18 @@ def test_the_caller_may_have_moved_to_a_processor_that_was_taken_from_it() -> No
     assert len(places_of({0, 1}, 2, 5, one_core_each)) == 1
 
 
+def test_which_processors_share_a_core_is_read_where_the_system_says_it() -> None:
+    assert processors_in("0-1,4\n") == {0, 1, 4}
+    assert processors_in("3\n") == {3}
+    for processor in PROCESSORS:
+        assert Path(SIBLINGS.format(processor)).exists() == Path(SIBLINGS.format(processor)).parent.exists()
+        assert processor in siblings_of(processor)
+
+
 @pytest.mark.skipif(len(PROCESSORS) < 2, reason="one processor")
 @pytest.mark.parametrize("fewer", [0, 1])
 def test_workers_are_bound_while_a_rollout_worker_generates_and_not_afterwards(fewer: int) -> None:
-    """Neither the generation thread is nor the caller's; nor any where there are more processors than threads."""
+    """Neither the generation thread is nor the caller's; nor any with fewer threads than processors and than cores."""
     threads = len(PROCESSORS) - fewer
     done = subprocess.run(
         [sys.executable, "-c", WHILE_IT_GENERATES, str(threads), str(MODELS)],
@@ -97,5 +107,6 @@ def test_workers_are_bound_while_a_rollout_worker_generates_and_not_afterwards(f
     working, resting = json.loads(done.stdout)
     assert resting == []
     bound = [processor for place in working for processor in place]
-    assert len(working) == (0 if fewer else threads - 1)
+    assert fewer or len(working) == threads - 1
+    assert len(working) == len(places_of(set(PROCESSORS), threads, PROCESSORS[0], siblings_of))
     assert len(set(bound)) == len(bound)

@@ -31,10 +31,9 @@ def kind_of(dtype: torch.dtype) -> Any:
     Raises:
         TypeError: a dtype that the kernels of the CPU do not compute in.
     """
-    kind = _KINDS.get(dtype)
-    if kind is None:
+    if dtype not in _KINDS:
         check_dtype_of_cpu(dtype)
-    return kind
+    return _KINDS[dtype]
 
 
 def with_unit_stride(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
