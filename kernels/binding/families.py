@@ -27,7 +27,8 @@ class BindingError(ValueError):
 
 @dataclass(frozen=True)
 class AttentionFamily:
-    """Describes the attention of one family.
+    """Describes the attention of one family, beyond what a module has as attributes: a config may hold what its family
+    does not read, as a window of Mistral's in a Llama that was made of one.
 
     Attributes:
         qk_norm: normalise queries and keys not at all, per head, or over all heads together.
@@ -36,6 +37,8 @@ class AttentionFamily:
         fused: one ``qkv_proj`` instead of three.
         gated: ``q_proj`` also gives a gate a head, whose sigmoid is multiplied onto what is attended to.
         rope_per_layer_type: separate rotary frequencies for local and global layers.
+        window_of_all: the mask of all layers has the config's window, of which the modules know nothing.
+        soft_capped: scores are capped where the config has an ``attn_logit_softcapping``.
     """
 
     qk_norm: Literal["none", "head", "full"] = "none"
@@ -44,6 +47,8 @@ class AttentionFamily:
     fused: bool = False
     gated: bool = False
     rope_per_layer_type: bool = False
+    window_of_all: bool = False
+    soft_capped: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,7 @@ class Family:
 
 
 _HEAD_NORMS = AttentionFamily("head")
+_WINDOW = AttentionFamily(window_of_all=True)
 _GEMMA_NORM = NormFamily(1.0, "eps")
 _PRE_NORM = LayerFamily(pre_norm=True)
 _DELTA_LAYERS = LayerFamily(("linear_attention", "full_attention"))
@@ -180,11 +186,12 @@ FAMILIES = {
         Family("Llama", unchanged, layers=_PRE_NORM),
         Family("Qwen2", unchanged, layers=_PRE_NORM),
         Family("Qwen3", unchanged, attention=_HEAD_NORMS, layers=_PRE_NORM),
-        Family("Mistral", unchanged, layers=_PRE_NORM),
-        Family("Phi3", unchanged, attention=AttentionFamily(fused=True), mlp=MLPFamily("fused")),
+        Family("Mistral", unchanged, attention=_WINDOW, layers=_PRE_NORM),
+        Family("Phi3", unchanged, attention=replace(_WINDOW, fused=True), mlp=MLPFamily("fused")),
         Family(
             "Gemma2",
             soft_capped,
+            attention=AttentionFamily(soft_capped=True),
             norm=_GEMMA_NORM,
             scaled_embedding="Gemma2TextScaledWordEmbedding",
             mlp=MLPFamily(activation="hidden_activation"),
@@ -201,7 +208,7 @@ FAMILIES = {
         Family("StableLm", unchanged),
         Family("Qwen3Moe", unchanged, attention=_HEAD_NORMS, experts=_SOFTMAX),
         Family("Olmoe", unchanged, attention=AttentionFamily("full"), experts=_SOFTMAX),
-        Family("Mixtral", unchanged, experts=ExpertFamily("SparseMoeBlock", "softmax_of_chosen")),
+        Family("Mixtral", unchanged, attention=_WINDOW, experts=ExpertFamily("SparseMoeBlock", "softmax_of_chosen")),
         Family("Glm4Moe", unchanged, attention=AttentionFamily("head", "use_qk_norm"), experts=SIGMOID),
         Family(
             "DeepseekV2",

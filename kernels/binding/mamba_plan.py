@@ -58,14 +58,14 @@ class MixerPlan:
         self.shapes.append(shape)
         self.inside |= {f"{name}.{part}" for part in ("act", "conv1d", "norm")}
         options = SSMOptions(len(self.shapes) - 1, self.chunk, shape.groups, shape.state_size, self._dt_limits())
-        said = self.config.to_dict()
+        multipliers = self.config.ssm_multipliers if "ssm_in_multiplier" in attributes else None
         facts = MambaFacts(
             inner=shape.inner,
             conv_width=shape.conv_width,
             options=options,
             norm=self._norm(name, module, shape),
-            in_multiplier=said.get("ssm_in_multiplier") or 1.0,
-            multipliers=_multipliers(shape, said.get("ssm_multipliers")),
+            in_multiplier=attributes.get("ssm_in_multiplier", 1.0),
+            multipliers=_multipliers(shape, multipliers),
         )
         return mamba_forward, facts
 

@@ -210,26 +210,22 @@ class Plan:
         )
 
     def _mlp(self, name: str, module: nn.Module) -> bound.MLPFacts:
-        gate, down = self.facts.get("mlp_multipliers") or (1.0, 1.0)
+        gate, down = (vars(module).get(f"{part}_multiplier", 1.0) for part in ("gate", "down"))
         adapter = self._adapter(name, module, "gate_up_proj_adapter_list")
         return bound.MLPFacts(self.facts[self.family.mlp.activation], self.family.mlp.form, gate, down, adapter)
 
     def _attention(self, name: str, module: nn.Module) -> bound.AttentionFacts:
-        layer = len(self.attentions)
-        if self.family.recurs:
-            head_dim, scale, window = vars(module)["head_dim"], vars(module)["scaling"], 0
-        else:
-            head_dim, scale = self._head_dim_and_scale()
-            window = self._window(layer)
+        own = vars(module)
+        cap = self.facts["attn_logit_softcapping"] if self.family.attention.soft_capped else None
         facts = bound.AttentionFacts(
             kv_heads=self.config.num_key_value_heads,
-            head_dim=head_dim,
+            head_dim=own["head_dim"],
             fused=self.family.attention.fused,
             qk_norm=self._qk_norm(),
             sinks=self.family.attention.sinks,
             gated=self.family.attention.gated,
-            options=AttentionOptions(layer, scale, window, self.facts.get("attn_logit_softcapping") or 0.0),
-            key_multiplier=self.facts.get("key_multiplier") or 1.0,
+            options=AttentionOptions(len(self.attentions), own["scaling"], self._window(own), cap or 0.0),
+            key_multiplier=own.get("key_multiplier", 1.0),
             adapter=self._adapter(name, module, "linear_q_adapter_list"),
         )
         self.attentions.append(facts)
@@ -239,11 +235,6 @@ class Plan:
         attention = self.family.attention
         switch = attention.qk_norm_switch
         return attention.qk_norm if not switch or self.facts[switch] else "none"
-
-    def _head_dim_and_scale(self) -> tuple[int, float]:
-        config = self.config
-        head_dim: int = self.facts.get("head_dim") or config.hidden_size // config.num_attention_heads
-        return head_dim, (self.facts.get("query_pre_attn_scalar") or head_dim) ** -0.5
 
     def _adapter(self, name: str, module: nn.Module, adapters: str) -> int:
         """Return which adapter of a shared layer (Zamba2) this one uses; -1 where it has none."""
@@ -259,12 +250,11 @@ class Plan:
             )
         return place
 
-    def _window(self, layer: int) -> int:
-        window: int = self.facts.get("sliding_window") or 0
-        layer_types = self.facts.get("layer_types")
-        if layer_types is None:
-            return window
-        return window if layer_types[layer] == "sliding_attention" else 0
+    def _window(self, attention: dict[str, Any]) -> int:
+        """Return how many tokens an attention with these attributes looks back at, itself the last; 0 for all."""
+        of_all = self.facts["sliding_window"] if self.family.attention.window_of_all else None
+        window: int | None = attention.get("sliding_window", of_all)
+        return window or 0
 
     def _rotary(self, module: Any) -> bound.RotaryFacts:
         frequencies, scaling = {}, {}
