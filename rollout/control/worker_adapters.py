@@ -5,9 +5,12 @@ Invariants
 * Generation goes on while an adapter is read, and no request waits for it. Requests that have begun end under what they
   began with, unless the caller has them ended.
 * What is refused changes nothing: an adapter is known when all of it is there, and not before.
+* Loads under one name are made one after the other: no two adapters have one version.
 """
 
 from __future__ import annotations
+
+import threading
 
 from samebit.kernels.layout.lora.adapters import Adapter
 from samebit.rollout.adapters.loading import AdapterOptions, check_in_flight, read_adapter
@@ -28,15 +31,17 @@ class WorkerAdapters:
         self._thread = thread
         self._weights = weights
         self._links = links
+        self._turns: dict[str, threading.RLock] = {}
 
     def load(self, name: str, source: object, asked: AdapterOptions) -> SyncReport:
         """Read an adapter in, and let requests from now on find it under this name."""
         self._thread.check_thread()
-        self._thread.status.check_usable()
-        before = self.registry.loaded(self.registry.check_free(name))
-        with self._links.in_use(source):
-            loaded, report = read_adapter(name, source, asked, self._weights.module, self.registry)
-        self.registry.put(loaded)
+        with self._turns.setdefault(self.registry.check_free(name), threading.RLock()):
+            self._thread.status.check_usable()
+            before = self.registry.loaded(name)
+            with self._links.in_use(source):
+                loaded, report = read_adapter(name, source, asked, self._weights.module, self.registry)
+            self.registry.put(loaded)
         if before is not None and asked.in_flight == "abort":
             self._abort_requests_of(before.adapter)
         return report

@@ -140,6 +140,17 @@ def test_a_new_version_leaves_others_alone(policy: PeftModel, worker: RolloutWor
     worker.generate(PROMPTS, params("ref"))
 
 
+def test_loads_at_once_under_one_name_have_versions_of_their_own(policy: PeftModel, worker: RolloutWorker) -> None:
+    source, count = tensors(policy), 16
+    with ThreadPoolExecutor(count) as pool:
+        loads = [pool.submit(worker.load_adapter, "crowd", source, config=lora_config()) for _ in range(count)]
+        versions = [load.result(HANG).version for load in loads]
+    assert sorted(versions) == list(range(1, count + 1))
+    (output,) = worker.generate(PROMPTS[:1], params("crowd")[:1])
+    assert output.adapter_version == count
+    worker.drop_adapter("crowd")
+
+
 def test_a_worker_from_a_folder_of_peft(policy: PeftModel, folder: Path, tmp_path: Path) -> None:
     make_model("Qwen3", num_hidden_layers=2).save_pretrained(tmp_path / "base")
     config = json.loads((folder / "adapter_config.json").read_text())
