@@ -61,7 +61,7 @@ class FleetAdapters:
         return found
 
     def load(self, name: str, source: object, options: AdapterKeywords) -> SyncReport:
-        """Let all replicas read an adapter from a folder, and requests from now on find it under this name.
+        """Let all replicas read an adapter from a folder or the hub, and requests from now on find it under this name.
 
         Raises:
             AdapterError: a name, a version or an adapter that will not do, or replicas that read different ones.
@@ -87,8 +87,9 @@ class FleetAdapters:
             number = next(self._numbers)
             config = before.config if before is not None and asked.config is None else asked.config
             wanted = WantedAdapter(
-                f"{name}{_MARK}{number - _FIRST_NUMBER}", str(source), version, number, config, asked.autocast
-            )
+                f"{name}{_MARK}{number - _FIRST_NUMBER}", str(source), version, number, config, asked.autocast,
+                revision=asked.revision,
+            )  # fmt: skip
             report = self._read_everywhere(wanted)
             with self.sending:
                 self._known[name] = replace(wanted, digest=report.digest)

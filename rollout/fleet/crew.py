@@ -50,8 +50,8 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class WantedAdapter:
-    """Is an adapter that all replicas shall have. inner: its name there. number: in the digests of its cached blocks.
-    digest: of what was read from the folder; None until all have read it."""
+    """Is an adapter that all replicas shall have. inner: its name there. folder: or a name of the hub, whose revision
+    stands last. number: in the digests of its cached blocks. digest: of what was read; None until all have read it."""
 
     inner: str
     folder: str
@@ -60,10 +60,14 @@ class WantedAdapter:
     config: object
     autocast: bool
     digest: str | None = None
+    revision: str | None = None
 
     def options(self) -> AdapterKeywords:
         """Return with what a replica loads it."""
-        return {"config": self.config, "version": self.version, "autocast": self.autocast, "number": self.number}
+        return {
+            "config": self.config, "version": self.version, "autocast": self.autocast, "number": self.number,
+            "revision": self.revision,
+        }  # fmt: skip
 
 
 @dataclass

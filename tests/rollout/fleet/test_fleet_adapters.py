@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from samebit.rollout import AdapterError, RequestError, RequestOutput, RolloutConfig, RolloutWorker, SamplingParams
-from samebit.rollout.errors import NoReplicaError
+from samebit.rollout.errors import ModelLoadError, NoReplicaError
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.fleet.replica import ReplicaSide
@@ -124,6 +124,7 @@ def test_what_one_replica_refuses_none_has(local: ModelFleet, tmp_path: Path) ->
         (AdapterError, "must be a string that is not empty nor the model's own", "__base__", folder, {}),
         (AdapterError, "version must be above the adapter's current 1, got 1", "a", folder, {"version": 1}),
         (AdapterError, "in_flight must be one of", "a", folder, {"in_flight": "keep"}),
+        (ModelLoadError, "revision='v1' is for a name of the Hugging Face hub", "a", folder, {"revision": "v1"}),
     ):
         with pytest.raises(error, match=said):
             fleet.load_adapter(name, source, **options)
