@@ -35,7 +35,7 @@ class Base:
         if not isinstance(given, str | Path):
             return cls(given, revision)
         folder = Path(given)
-        if not folder.is_dir():
+        if not (given and folder.is_dir()):
             folder, revision = model_folder(given, revision), None
         if not (folder / CONFIG_FILE).is_file():
             return cls(folder, revision)

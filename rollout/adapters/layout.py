@@ -43,6 +43,7 @@ def layout_of(config: object, module: nn.Module) -> AdapterLayout:
 
     plain: Any = copy.deepcopy(checked)
     plain.init_lora_weights = True  # other ways read weights, which the model below has not
+    plain.base_model_name_or_path = None  # peft warns of another path than the model's own, as of a snapshot's
     with torch.device("meta"):
         skeleton = type(module)(copy.deepcopy(module.config))
     try:

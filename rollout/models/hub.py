@@ -32,6 +32,8 @@ def model_folder(model: str | Path, revision: str | None = None, what: str = "mo
     Raises:
         ModelLoadError: no such folder; or the name is not known, or not to be reached.
     """
+    if not model:  # a path of nothing would be the current folder
+        raise ModelLoadError(f"no such {what} folder: {model!r}; it is an empty text")
     folder = Path(model)
     if folder.is_dir():
         if revision is not None:

@@ -1,6 +1,7 @@
 """Workers with weights of their own take adapters by name, alone, while they generate."""
 
 import json
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -161,6 +162,16 @@ def test_a_worker_from_a_folder_of_peft(policy: PeftModel, folder: Path, tmp_pat
         assert_matches_trainer(policy, worker.generate(PROMPTS, params(None)), params())
         with policy.disable_adapter():
             assert_matches_trainer(policy, worker.generate(PROMPTS, params("__base__")), params())
+
+
+def test_an_adapter_may_call_its_model_something_else(worker: RolloutWorker, folder: Path) -> None:
+    """As the folder of a snapshot is not called like the model: peft has nothing to warn of."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "org/model"}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        worker.load_adapter("other name", folder)
+    worker.drop_adapter("other name")
 
 
 def test_bad_adapters_are_refused_and_change_nothing(policy: PeftModel, worker: RolloutWorker, folder: Path) -> None:

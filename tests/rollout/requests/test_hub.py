@@ -179,6 +179,15 @@ def test_what_is_written_as_a_path_is_no_name(cache: Cache, typo: str | Path) ->
         model_folder(typo)
 
 
+def test_an_empty_text_is_not_the_current_folder(
+    cache: Cache, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(models[0])
+    assert model_folder(".") == Path()
+    with pytest.raises(ModelLoadError, match="no such model folder: ''; it is an empty text"):
+        RolloutWorker("")
+
+
 def test_a_folder_that_is_called_like_a_name_comes_first(cache: Cache, models: list[Path]) -> None:
     shutil.copytree(models[0], NAME)
     assert model_folder(NAME) == Path(NAME)
