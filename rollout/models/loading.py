@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from samebit.kernels import BindingError
 from samebit.kernels.binding.lora.peft_model import inner_model
@@ -126,6 +128,7 @@ def _facts(
 def _from_folder(folder: Path, config: RolloutConfig) -> PreTrainedModel:
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder} has no config.json: it is not a Hugging Face model folder")
+    _check_generation_config(folder)
     if not any(folder.glob("*.safetensors")):
         raise ModelLoadError(f"{folder} has no weights (*.safetensors; pickled weights are not read)")
     if holds_other_tensors(folder):
@@ -136,6 +139,23 @@ def _from_folder(folder: Path, config: RolloutConfig) -> PreTrainedModel:
     return module
 
 
+def _check_generation_config(folder: Path) -> None:
+    """Check that it can be read: transformers takes defaults in the place of one that it can not, without end tokens.
+
+    Raises:
+        ModelLoadError: it can not.
+    """
+    path = folder / GENERATION_CONFIG_NAME
+    if not path.is_file():
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} can not be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{path} must hold an object, and holds a {type(found).__name__}")
+
+
 def _from_pretrained(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     loaded = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -143,6 +163,7 @@ def _from_pretrained(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
         local_files_only=True,
         use_safetensors=True,
         dtype=dtype,
+        ignore_mismatched_sizes=True,  # refused below, by name
         output_loading_info=True,
     )
     module, info = cast(tuple[nn.Module, dict[str, Any]], loaded)
@@ -151,6 +172,9 @@ def _from_pretrained(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
             f"the weights in {folder} lack {len(info['missing_keys'])} tensors: "
             f"{', '.join(sorted(info['missing_keys']))}"
         )
+    if info["mismatched_keys"]:
+        sizes = [f"{name} {list(found)}, the model {list(own)}" for name, found, own in sorted(info["mismatched_keys"])]
+        raise ModelLoadError(f"tensors in {folder} have other shapes than the model's: {'; '.join(sizes)}")
     names = FolderNames.of(module)
     unknown = [name for name in info["unexpected_keys"] if not names.ignores(name)]
     if unknown:

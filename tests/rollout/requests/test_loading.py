@@ -87,6 +87,24 @@ def test_a_missing_tensor_is_never_made_up(folder: Path) -> None:
         load_model(folder, DEFAULT, None)
 
 
+def test_a_tensor_of_another_shape_is_refused_by_name_and_shapes(folder: Path) -> None:
+    edit_weights(folder, **{"model.norm.weight": torch.ones(17)})
+    with pytest.raises(
+        ModelLoadError, match=r"other shapes than the model's: model\.norm\.weight \[17\], the model \[16\]"
+    ):
+        load_model(folder, DEFAULT, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "can not be read: .*"), ("[1]", "must hold an object, and holds a list")]
+)
+def test_a_generation_config_that_can_not_be_read_is_refused(folder: Path, text: str, said: str) -> None:
+    """It has the end tokens, without which requests would run to their length."""
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ModelLoadError, match=rf"generation_config\.json {said}"):
+        load_model(folder, DEFAULT, None)
+
+
 def test_nan_weights_are_refused_by_name(folder: Path) -> None:
     edit_weights(folder, **{"model.norm.weight": torch.full((16,), float("nan"))})
     with pytest.raises(ModelLoadError, match=r"model\.norm\.weight in .* holds NaN"):
