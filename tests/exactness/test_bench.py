@@ -92,3 +92,16 @@ def test_what_can_not_be_measured_is_one_line(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert [line for line in printed.err.splitlines() if line.startswith("samebit bench: ")]
+
+
+@pytest.mark.parametrize(
+    ("given", "least"), [("--prompt x", 1), ("--tokens 0", 1), ("--seed -1", 0), ("--seed 1.5", 0)]
+)
+def test_a_number_that_is_none_says_which_are_allowed(
+    given: str, least: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option, number = given.split()
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "folder", option, number])
+    said = f"argument {option}: must be a whole number of at least {least}, got '{number}'"
+    assert said in capsys.readouterr().err
