@@ -206,6 +206,11 @@ _LOOPS = {
 (measured)."""
 
 
+def kernel_of(activation: str) -> SharedKernel | None:
+    """Return the kernel of an activation, as `silu_rows`; None for that which is torch's."""
+    return _LOOPS[activation].forward if activation in _LOOPS else None
+
+
 def gated_forward(activation: str, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, Saved]:
     """Implement `Operations.gated_forward`."""
     if activation not in _LOOPS:

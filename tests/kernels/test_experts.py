@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from samebit.kernels.cpu.experts import operation
 from samebit.kernels.cpu.experts.sorting import sort_pairs
 from samebit.kernels.layout.options import ExpertOptions, ExpertWeights, RoutingOptions
 from samebit.kernels.ops.activation import gated
@@ -113,6 +114,25 @@ def test_a_row_has_the_same_bits_where_a_few_experts_are_computed_at_a_time(name
     with threads(1):
         assert torch.equal(many.run(), few.run().repeat(times, 1))
         assert torch.equal(many.run(), many.with_tensors(*leaves(*many.tensors())).run())
+
+
+@pytest.mark.parametrize("name", ["gated", "plain", "interleaved"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_without_a_graph_experts_are_one_call_with_the_bits_of_the_steps_by_themselves(
+    name: str, biased: bool, arithmetic: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = layer(*LAYERS[name], arithmetic, biased=biased)
+    expected = replace(given, x=given.x.clone().requires_grad_()).run()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a step by itself")
+
+    for step in ("sort_pairs", "multiply_grouped", "activate", "combine"):
+        monkeypatch.setattr(operation, step, refuse)
+    for number in THREADS:
+        with threads(number):
+            for rows in COUNTS:
+                assert torch.equal(given.run(slice(rows)), expected[:rows])
 
 
 @pytest.mark.parametrize("name", ["gated", "gelu"])
@@ -272,6 +292,8 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             wrong.run()
+        with pytest.raises(ValueError, match=message):
+            replace(wrong, x=wrong.x.clone().requires_grad_()).run()
     for wrong, message in (
         (replace(given, ids=given.ids.long()), "ids is torch.int64; allowed: torch.int32"),
         (replace(given, weights=given.weights.bfloat16()), "weights is torch.bfloat16; allowed: torch.float32"),

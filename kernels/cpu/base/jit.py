@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
+from numba import types
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
 from samebit.kernels import openmp  # its import chooses the threading layer
-from samebit.kernels.cpu.base.callee import Callee
+from samebit.kernels.cpu.base.callee import Callee, address_of
 from samebit.kernels.cpu.base.kernel_cache import KernelCache
 from samebit.kernels.cpu.base.part import OPTIONS, KernelCompiler
 
@@ -87,6 +88,10 @@ class SharedKernel:
     def __call__(self, work: int, *args: Any) -> None:
         """Run on ``args``; ``work`` is the number of elements touched."""
         self._compiled(1 if work < _PARALLEL_WORK else openmp.num_threads(), *args)
+
+    def address(self, *args: Any) -> int:
+        """Return where the kernel is that takes a number of threads and arguments of these types (`callee.call_at`)."""
+        return address_of(self._compiled, (types.int64, *args))
 
 
 def array(tensor: torch.Tensor) -> Any:

@@ -111,9 +111,15 @@ def integers(address: int, count: int) -> Any:
 
 
 @inlined_part
+def rows_at(address: int, rows: int, width: int, kind: Any) -> Any:
+    """Make an array ``[rows, width]`` of elements of the type of ``kind``."""
+    return carray(pointer(address, kind), (rows, width))
+
+
+@inlined_part
 def table(address: int, rows: int, columns: int) -> Any:
     """Make an array of int32 of two dimensions."""
-    return carray(pointer(address, np.int32(0)), (rows, columns))
+    return rows_at(address, rows, columns, np.int32(0))
 
 
 @inlined_part

@@ -12,7 +12,7 @@ import torch
 
 from samebit.kernels.cpu.base.jit import SharedKernel, array
 from samebit.kernels.cpu.base.numeric import fma, narrow, widen
-from samebit.kernels.cpu.base.part import kernel_part
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.grids import LANES
 
@@ -44,7 +44,9 @@ def combine_backward(
     return of_outputs, of_weights
 
 
-def _add_up_rows(threads: int, outputs: Any, place_of: Any, weights: Any, out: Any) -> None:
+@inlined_part
+def add_up_rows(threads: int, outputs: Any, place_of: Any, weights: Any, out: Any) -> None:
+    """Write the weighted sums ``[T, W]``, as arrays."""
     share_out(_add_up_row, len(place_of), threads, (outputs, place_of, weights, out))
 
 
@@ -89,5 +91,9 @@ def _hand_back_row(
         of_weights[row, choice] = total
 
 
-_add_up = SharedKernel(_add_up_rows)
+def _combine(threads: int, outputs: Any, place_of: Any, weights: Any, out: Any) -> None:
+    add_up_rows(threads, outputs, place_of, weights, out)
+
+
+_add_up = SharedKernel(_combine)
 _hand_back = SharedKernel(_hand_back_rows)

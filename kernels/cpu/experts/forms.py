@@ -10,6 +10,7 @@ import torch
 
 from samebit.kernels.cpu.activation import gated_backward, gated_forward
 from samebit.kernels.cpu.base.jit import SharedKernel, array
+from samebit.kernels.cpu.base.memory import kind_of, rows_at
 from samebit.kernels.cpu.base.numeric import narrow, sigmoid, widen
 from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
@@ -24,14 +25,29 @@ def activate(products: torch.Tensor, options: ExpertOptions) -> torch.Tensor:
     """Return what goes into the second product, ``[P, I]``."""
     if options.form == "gated":
         return gated_forward(options.activation, *products.chunk(2, dim=-1))[0]
-    pairs, width = products.shape
-    if options.form == "plain":
-        out = torch.empty_like(products)
-        _square(products.numel(), array(products), array(out))
-    else:
-        out = products.new_empty(pairs, width // 2)
-        _clamped(products.numel(), array(products), *_constants(options), array(out))
+    pairs, width = len(products), products.shape[1] // products_of(options)
+    out = products.new_empty(pairs, width)
+    kernel_of_form(options)(
+        products.numel(), products.data_ptr(), pairs, width, *constants_of(options), out.data_ptr(),
+        kind_of(products.dtype),
+    )  # fmt: skip
     return out
+
+
+def products_of(options: ExpertOptions) -> int:
+    """Return how many outputs of the first product make an input of the second."""
+    return 1 if options.form == "plain" else 2
+
+
+def kernel_of_form(options: ExpertOptions) -> SharedKernel:
+    """Return the kernel of experts that are not gated: of the address of the products, P, I, `constants_of`, the
+    address of the result, and a number of the elements' type."""
+    return _square if options.form == "plain" else _clamped
+
+
+def constants_of(options: ExpertOptions) -> tuple[Any, Any]:
+    """Return limit and alpha, 0 for none."""
+    return np.float32(options.limit or 0), np.float32(options.alpha or 0)
 
 
 def activate_backward(products: torch.Tensor, grad: torch.Tensor, options: ExpertOptions) -> torch.Tensor:
@@ -42,16 +58,15 @@ def activate_backward(products: torch.Tensor, grad: torch.Tensor, options: Exper
     if options.form == "plain":
         _square_backward(products.numel(), array(products), array(grad), array(out))
     else:
-        _clamped_backward(products.numel(), array(products), array(grad), *_constants(options), array(out))
+        _clamped_backward(products.numel(), array(products), array(grad), *constants_of(options), array(out))
     return out
 
 
-def _constants(options: ExpertOptions) -> tuple[Any, Any]:
-    return np.float32(options.limit), np.float32(options.alpha)
-
-
-def _square_rows(threads: int, products: Any, out: Any) -> None:
-    share_out(_square_row, len(out), threads, (products, out))
+def _square_rows(
+    threads: int, products_at: int, pairs: int, width: int, limit: Any, alpha: Any, out_at: int, kind: Any
+) -> None:
+    products, out = rows_at(products_at, pairs, width, kind), rows_at(out_at, pairs, width, kind)
+    share_out(_square_row, pairs, threads, (products, out))
 
 
 @kernel_part
@@ -76,8 +91,11 @@ def _square_row_backward(row: int, products: Any, grad: Any, out: Any) -> None:
         to[i] = narrow(_TWO * x * widen(upstream[i]), to[i])
 
 
-def _clamped_rows(threads: int, products: Any, limit: Any, alpha: Any, out: Any) -> None:
-    share_out(_clamped_row, len(out), threads, (products, limit, alpha, out))
+def _clamped_rows(
+    threads: int, products_at: int, pairs: int, width: int, limit: Any, alpha: Any, out_at: int, kind: Any
+) -> None:
+    products, out = rows_at(products_at, pairs, 2 * width, kind), rows_at(out_at, pairs, width, kind)
+    share_out(_clamped_row, pairs, threads, (products, limit, alpha, out))
 
 
 @kernel_part

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from samebit.kernels.cpu.base.jit import SharedKernel
 from samebit.kernels.cpu.base.memory import kind_of
 from samebit.kernels.cpu.gemm import amx_tiles, dots_vectors, grouped
 from samebit.kernels.cpu.linear import PRODUCTS_AN_ELEMENT, write_gradient_of_weight
@@ -19,7 +20,6 @@ def multiply_grouped(
     layer: Layer,
     offsets: torch.Tensor,
     transposed: bool,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``[P, N]``: each row times the weight of its expert.
 
@@ -29,12 +29,11 @@ def multiply_grouped(
         layer: weight ``[E, N, K]``, transposed ``[E, K, N]``, and bias ``[E, N]`` or None.
         offsets: ``[E + 1]``, where each expert's pairs begin.
         transposed: how the weights lie.
-        out: contiguous, where the products go; None for a new tensor.
     """
     x, weight, bias = x.contiguous(), layer[0].contiguous(), None if layer[1] is None else layer[1].contiguous()
     inputs, outputs = weight.shape[1:] if transposed else weight.shape[:0:-1]
     pairs = len(x) if row_of is None else len(row_of)
-    out = x.new_empty(pairs, outputs) if out is None else out
+    out = x.new_empty(pairs, outputs)
     product = grouped.Product(
         x=x.data_ptr(),
         row_of=0 if row_of is None else row_of.data_ptr(),
@@ -47,13 +46,17 @@ def multiply_grouped(
         out=out.data_ptr(),
         transposed=transposed,
     )
-    multiply = grouped.multiply
-    if x.dtype == torch.bfloat16 and dots_vectors.available():
-        multiply = grouped.multiply_by_pairs
-    if x.dtype == torch.bfloat16 and amx_tiles.available():
-        multiply = grouped.multiply_by_tiles
-    multiply(pairs * inputs * outputs // PRODUCTS_AN_ELEMENT, product, kind_of(x.dtype))
+    kernel_of(x.dtype)(pairs * inputs * outputs // PRODUCTS_AN_ELEMENT, product, kind_of(x.dtype))
     return out
+
+
+def kernel_of(dtype: torch.dtype) -> SharedKernel:
+    """Return what multiplies elements of this type on this processor: a `gemm.grouped.Product`."""
+    if dtype != torch.bfloat16:
+        return grouped.multiply
+    if amx_tiles.available():
+        return grouped.multiply_by_tiles
+    return grouped.multiply_by_pairs if dots_vectors.available() else grouped.multiply
 
 
 def gradient_of_weights(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, transposed: bool) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from samebit.kernels.cpu.base.jit import array, compile_kernel
+from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.layout.options import Saved
 
 
@@ -34,21 +35,41 @@ class Pairs:
 
 
 def sort_pairs(ids: torch.Tensor, experts: int) -> Pairs:
-    """Sort the pairs of each row and the experts ``[T, top_k]`` that it chose."""
+    """Sort the pairs of each row and the experts ``[T, top_k]`` that it chose.
+
+    Raises:
+        ValueError: ids of no expert.
+    """
     ids = ids.contiguous()
     row_of, place_of = torch.empty(ids.numel(), dtype=torch.int32), torch.empty_like(ids)
     offsets = torch.zeros(experts + 1, dtype=torch.int64)
-    _sort(array(ids), array(row_of), array(place_of), array(offsets))
+    try:
+        _sort(array(ids), array(row_of), array(place_of), array(offsets))
+    except IndexError:
+        raise refusal_of(ids, experts) from None
     return Pairs(row_of, place_of, offsets)
 
 
-@compile_kernel
-def _sort(ids: Any, row_of: Any, place_of: Any, offsets: Any) -> None:
-    rows, choices = ids.shape
+def refusal_of(ids: torch.Tensor, experts: int) -> ValueError:
+    """Return what to raise where `sort` found ids of no expert."""
+    lowest, highest = (int(bound) for bound in torch.aminmax(ids))
+    return ValueError(f"ids are {lowest} to {highest}; allowed: 0 to {experts - 1}")
+
+
+@kernel_part
+def sort(ids: Any, row_of: Any, place_of: Any, offsets: Any) -> None:
+    """Write the arrays of `Pairs`; ``offsets`` are zeros.
+
+    Raises:
+        IndexError: an id of no expert.
+    """
+    (rows, choices), experts = ids.shape, len(offsets) - 1
     for row in range(rows):
         for choice in range(choices):
+            if not 0 <= ids[row, choice] < experts:
+                raise IndexError("an id of no expert")
             offsets[ids[row, choice] + 1] += 1
-    for expert in range(len(offsets) - 1):
+    for expert in range(experts):
         offsets[expert + 1] += offsets[expert]
     following = offsets.copy()
     for row in range(rows):
@@ -58,3 +79,8 @@ def _sort(ids: Any, row_of: Any, place_of: Any, offsets: Any) -> None:
             row_of[place] = row
             place_of[row, choice] = place
             following[expert] = place + 1
+
+
+@compile_kernel
+def _sort(ids: Any, row_of: Any, place_of: Any, offsets: Any) -> None:
+    sort(ids, row_of, place_of, offsets)

@@ -84,10 +84,6 @@ def _check(
     if not device.on_gpu(x):
         for name, part in (("ids", ids), ("weights", weights), *tensors.items()):
             check_host(name, part)
-        if ids.numel():
-            lowest, highest = (int(bound) for bound in torch.aminmax(ids))
-            if lowest < 0 or highest >= len(experts.up):
-                raise ValueError(f"ids are {lowest} to {highest}; allowed: 0 to {len(experts.up) - 1}")
 
 
 def _check_shapes(
