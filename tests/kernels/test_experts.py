@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from numba.core.runtime import _nrt_python, rtsys
 from torch.utils.checkpoint import checkpoint
 
 from samebit.kernels.cpu.experts import operation
@@ -114,6 +115,22 @@ def test_a_row_has_the_same_bits_where_a_few_experts_are_computed_at_a_time(name
     with threads(1):
         assert torch.equal(many.run(), few.run().repeat(times, 1))
         assert torch.equal(many.run(), many.with_tensors(*leaves(*many.tensors())).run())
+
+
+def test_experts_by_steps_are_computed_a_few_rows_at_a_time_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, sizes = layer(*LAYERS["one of many"], torch.float32), []
+    expected = replace(given, x=given.x.clone().requires_grad_()).run()
+    multiply = operation.multiply_grouped
+
+    def noted(*arguments: object) -> torch.Tensor:
+        products = multiply(*arguments)
+        sizes.append(len(products))
+        return products
+
+    monkeypatch.setattr(operation, "multiply_grouped", noted)
+    monkeypatch.setattr(operation, "_PAIRS", 100)
+    assert torch.equal(given.run(), expected)
+    assert sizes == [100] * 4 + [99] * 2
 
 
 @pytest.mark.parametrize("name", ["gated", "plain", "interleaved"])
@@ -301,3 +318,20 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(TypeError, match=message):
             wrong.run()
+
+
+def test_what_was_allocated_for_ids_of_no_expert_is_freed() -> None:
+    given = layer(*LAYERS["gated"], torch.float32)
+    wrong = replace(given, ids=given.ids + 1)
+    _nrt_python.memsys_enable_stats()
+    try:
+        before = rtsys.get_allocation_stats()
+        for refused in (wrong, replace(wrong, x=wrong.x.clone().requires_grad_())):
+            with pytest.raises(ValueError, match="ids are 1 to 13"):
+                refused.run()
+        after = rtsys.get_allocation_stats()
+    finally:
+        _nrt_python.memsys_disable_stats()
+    made, freed = after.mi_alloc - before.mi_alloc, after.mi_free - before.mi_free
+    assert made > 0
+    assert freed == made

@@ -133,7 +133,8 @@ def _compute(threads: int, numbers: Any, limit: Any, alpha: Any, kind: Any) -> N
     row_of, place_of, offsets = (
         np.empty(pairs, np.int32), np.empty((rows, top_k), np.int32), np.zeros(experts + 1, np.int64)
     )  # fmt: skip
-    sort(table(operands.ids, rows, top_k), row_of, place_of, offsets)
+    if not sort(table(operands.ids, rows, top_k), row_of, place_of, offsets):
+        raise IndexError("an id of no expert")
     most, longest, first = _PAIRS_A_THREAD * threads, 0, 0
     while first < experts:
         last = _end_of_run(offsets, first, most)

@@ -11,22 +11,35 @@ from samebit.kernels.cpu.experts.one_call import compute, is_one_call
 from samebit.kernels.cpu.experts.sorting import sort_pairs
 from samebit.kernels.layout.options import ExpertOptions, ExpertWeights, Saved
 
+_PAIRS = 1 << 13
+"""Count of pairs that are computed at a time where neither gradients are kept nor all is one call: what lies between
+the products takes little memory."""
+
 
 def experts_forward(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: ExpertWeights, options: ExpertOptions,
     saving: bool,
 ) -> tuple[torch.Tensor, Saved]:  # fmt: skip
     """Implement `Operations.experts_forward`."""
-    if not saving and is_one_call(options):
+    if saving:
+        return _by_steps(x, ids, weights, experts, options)
+    if is_one_call(options):
         return compute(x, ids, weights, experts, options), ()
+    rows = max(1, _PAIRS // ids.shape[1])
+    parts = zip(x.split(rows), ids.split(rows), weights.split(rows), strict=True)
+    return torch.cat([_by_steps(*part, experts, options)[0] for part in parts]), ()
+
+
+def _by_steps(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: ExpertWeights, options: ExpertOptions
+) -> tuple[torch.Tensor, Saved]:
     pairs = sort_pairs(ids, len(experts.up))
     first, second = (experts.up, experts.up_bias), (experts.down, experts.down_bias)
     products = multiply_grouped(x, pairs.row_of, first, pairs.offsets, options.transposed)
     hidden = activate(products, options)
     outputs = multiply_grouped(hidden, None, second, pairs.offsets, options.transposed)
     out = combine(outputs, pairs.place_of, weights)
-    saved = x, weights, experts.up, experts.down, products, hidden, outputs, *pairs.saved()
-    return out, saved if saving else ()
+    return out, (x, weights, experts.up, experts.down, products, hidden, outputs, *pairs.saved())
 
 
 def experts_backward(

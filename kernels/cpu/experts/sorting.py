@@ -57,17 +57,14 @@ def refusal_of(ids: torch.Tensor, experts: int) -> ValueError:
 
 
 @kernel_part
-def sort(ids: Any, row_of: Any, place_of: Any, offsets: Any) -> None:
-    """Write the arrays of `Pairs`; ``offsets`` are zeros.
-
-    Raises:
-        IndexError: an id of no expert.
-    """
+def sort(ids: Any, row_of: Any, place_of: Any, offsets: Any) -> bool:
+    """Write the arrays of `Pairs`, ``offsets`` being zeros; return False for an id of no expert, which a caller that
+    has allocated arrays raises itself: Numba frees what its own function has, and not what callers have."""
     (rows, choices), experts = ids.shape, len(offsets) - 1
     for row in range(rows):
         for choice in range(choices):
             if not 0 <= ids[row, choice] < experts:
-                raise IndexError("an id of no expert")
+                return False
             offsets[ids[row, choice] + 1] += 1
     for expert in range(experts):
         offsets[expert + 1] += offsets[expert]
@@ -79,8 +76,10 @@ def sort(ids: Any, row_of: Any, place_of: Any, offsets: Any) -> None:
             row_of[place] = row
             place_of[row, choice] = place
             following[expert] = place + 1
+    return True
 
 
 @compile_kernel
 def _sort(ids: Any, row_of: Any, place_of: Any, offsets: Any) -> None:
-    sort(ids, row_of, place_of, offsets)
+    if not sort(ids, row_of, place_of, offsets):
+        raise IndexError("an id of no expert")
