@@ -12,6 +12,7 @@ from samebit.kernels.cpu.dense.calls import run_layers
 from samebit.kernels.cpu.dense.latent import latent_call
 from samebit.kernels.cpu.dense.layer import dense_call
 from samebit.kernels.cpu.dense.sparse import sparse_call
+from samebit.kernels.cpu.experts.block import block_call
 from samebit.kernels.cpu.experts.operation import experts_backward, experts_forward
 from samebit.kernels.cpu.experts.routing import route_backward, route_forward
 from samebit.kernels.cpu.latent.operation import gradients_of_heads, latent_backward, latent_forward, multiply_heads
@@ -46,6 +47,7 @@ __all__ = [
     "attention_backward",
     "attention_forward",
     "attention_of_unrotated",
+    "block_call",
     "choose_keys",
     "conv_backward",
     "conv_forward",

@@ -312,6 +312,11 @@ class ExpertOptions:
     limit: float | None = None
     alpha: float | None = None
 
+    @property
+    def products(self) -> int:
+        """Return how many outputs of the first product make an input of the second."""
+        return 1 if self.form == "plain" else 2
+
 
 @dataclass(frozen=True)
 class ExpertWeights:

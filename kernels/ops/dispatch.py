@@ -278,6 +278,12 @@ def delta_call_of(tensor: Tensor) -> Callable[..., LayerCall] | None:
     return None if device.on_gpu(tensor) else cpu.delta_call
 
 
+def block_call_of(tensor: Tensor) -> Callable[..., LayerCall | None] | None:
+    """Return what prepares that of a block of routed experts where the tensor is, or finds that these experts have
+    none; None for a GPU, likewise."""
+    return None if device.on_gpu(tensor) else cpu.block_call
+
+
 def run_layers(
     x: Tensor, calls: Sequence[LayerCall], angles: tuple[Tensor, Tensor], context: ForwardContext
 ) -> tuple[Tensor, Tensor | None]:

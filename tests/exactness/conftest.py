@@ -14,7 +14,7 @@ from samebit.kernels.ops.rope import RotaryTables
 
 @pytest.fixture
 def layers_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many layers each call of the kernels computed."""
+    """How many layers each call of the kernels computed, and blocks of experts behind them."""
     counts: list[int] = []
 
     def counted(x: torch.Tensor, calls: Sequence[LayerCall], tables: RotaryTables) -> tuple[torch.Tensor, Any]:

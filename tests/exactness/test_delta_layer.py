@@ -25,8 +25,8 @@ PARAMS = [
 DENSE = {"mlp_only_layers": [0, 1, 2]}
 CASES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "joined": ("Qwen3_5", {}, [3]),
-    "joined, experts": ("Qwen3_5Moe", {}, [1, 1, 1]),
-    "by key head, experts in two layers": ("Qwen3Next", {}, [1, 2]),
+    "joined, experts": ("Qwen3_5Moe", {}, [6]),
+    "by key head, experts in two layers": ("Qwen3Next", {}, [5]),
     "by key head, two value heads each": (
         "Qwen3Next",
         {**DENSE, "linear_num_value_heads": 4, "linear_key_head_dim": 20, "linear_value_head_dim": 50},
@@ -38,7 +38,8 @@ CASES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         [3],
     ),
 }
-"""The family of a model, what is changed in it, and how many layers each call of a step computes: experts end one."""
+"""The family of a model, what is changed in it, and how many layers and blocks of experts each call of a step
+computes."""
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from samebit.kernels.binding.delta.mixer import DeltaFacts, delta_forward
+from samebit.kernels.binding.dense.experts import block_behind
+from samebit.kernels.binding.dense.known import Found
 from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.binding.modules import NormFacts, mlp_forward, rms_norm_forward
@@ -54,7 +56,7 @@ class DeltaLayerFacts:
         """Implement `known.LayerFacts`."""
         return "" if self.options.inner else "mlp"
 
-    def find(self, layer: Any, context: ForwardContext) -> tuple[DeltaWeights, DeltaTerms] | None:
+    def find(self, layer: Any, context: ForwardContext) -> Found | None:
         """Implement `known.LayerFacts`."""
         return _weights(layer, self, context)
 
@@ -64,7 +66,7 @@ class DeltaLayerFacts:
         return False
 
     def prepared(
-        self, x: torch.Tensor, found: tuple[DeltaWeights, DeltaTerms], tables: RotaryTables,
+        self, x: torch.Tensor, found: Found, tables: RotaryTables,
         earlier: torch.Tensor | None,
     ) -> LayerCall | None:  # fmt: skip
         """Implement `known.LayerFacts`."""
@@ -89,9 +91,9 @@ def facts_of(layer: nn.Module, parts: dict[nn.Module, Any], adapters: bool) -> D
     return DeltaLayerFacts(DeltaLayerOptions(mixer.one_call, inner, (pairs[0], pairs[1])), mixer, adapters)
 
 
-def _weights(layer: Any, facts: DeltaLayerFacts, context: ForwardContext) -> tuple[DeltaWeights, DeltaTerms] | None:
-    """Return the layer's parameters, and what the call's adapter adds; None where a call of its modules does more than
-    compute with them."""
+def _weights(layer: Any, facts: DeltaLayerFacts, context: ForwardContext) -> Found | None:
+    """Return the layer's parameters, what the call's adapter adds, and the experts behind; None where a call of its
+    modules does more than compute with them."""
     if torch_modules._has_any_global_hook():
         return None
     gated, children = facts.options.inner > 0, layer._modules
@@ -120,4 +122,5 @@ def _weights(layer: Any, facts: DeltaLayerFacts, context: ForwardContext) -> tup
         MixerWeights(tuple(chain.from_iterable(of_input)), out, taps, norm, *gates),
         GatedWeights(*others[0], *others[1]) if gated else None,
     )
-    return weights, DeltaTerms(*terms[:count], *[None] * (MOST_GROUPS - count), *terms[count:])
+    block = None if gated else block_behind(mlp, context, facts.adapters)
+    return weights, DeltaTerms(*terms[:count], *[None] * (MOST_GROUPS - count), *terms[count:]), block

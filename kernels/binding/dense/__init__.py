@@ -1,7 +1,7 @@
-"""Bind a decoder layer as one call in a rollout: `layer` of attention and an MLP, `latent` of attention over latents;
-`one_call` makes the call, and `decoder` those of all layers.
+"""Bind a decoder layer as one call in a rollout: `layer` of attention and an MLP, `latent` of attention over latents,
+`experts` of the experts behind either; `one_call` makes the call, and `decoder` those of all layers.
 
 Each says when, and with which parameters; `linears` finds those of linear layers, `untouched` finds out whether modules
 do no more than `bind` gave them, `known` finds parameters again in the next step. Imports `ops`, `layout` and, of
-`binding`, `modules`, `latent` and `lora`.
+`binding`, `modules`, `latent`, `experts` and `lora`.
 """

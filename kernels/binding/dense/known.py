@@ -18,12 +18,16 @@ from torch.nn.modules import module as torch_modules
 from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
-from samebit.kernels.layout.layers.weights import LayerWeights
+from samebit.kernels.layout.layers.experts import BlockOptions, BlockWeights
 from samebit.kernels.layout.lora.adapters import KeptTerms
 from samebit.kernels.ops.rope import RotaryTables
 
-Found = tuple[Any, Any]
-"""Holds a layer's parameters, `LayerWeights`, and what an adapter adds to its linear layers."""
+Block = tuple[BlockWeights, BlockOptions]
+"""Holds what the one call of a block of experts reads."""
+
+Found = tuple[Any, Any, Block | None]
+"""Holds a layer's parameters, `LayerWeights`, what an adapter adds to its linear layers, and the experts behind it;
+None where the child apart is none, or is to be called."""
 
 _SHAPE = attrgetter("shape", "dtype")
 
@@ -37,7 +41,8 @@ class LayerFacts(Protocol):
 
     @property
     def apart(self) -> str:
-        """Return the name of the layer's child that is called by itself, behind that call; empty for none."""
+        """Return the name of the layer's child behind that call, which has one of its own or is called by itself; empty
+        for none."""
 
     @property
     def returns_choice(self) -> bool:
@@ -73,11 +78,12 @@ class KnownCall:
 
     @classmethod
     def of(cls, layer: nn.Module, found: Any, weights: Sequence[torch.Tensor], apart: str = "") -> "KnownCall":
-        """Note what stands in the modules of a layer now, but for those of the child that is called by itself."""
+        """Note what stands in the modules of a layer now, but for those of a child that is called by itself."""
         inside = [one for name, child in layer.named_children() if name != apart for one in child.modules()]
         places: list[tuple[dict[str, Any], str]] = [(module.__dict__, "forward") for module in inside]
         places += [(module._modules, name) for module in (layer, *inside) for name in module._modules]
-        places += [(module._parameters, name) for module in inside for name in module._parameters]
+        kept = [holder for module in inside for holder in (module._parameters, module._buffers)]
+        places += [(holder, name) for holder in kept for name in holder]
         holders, names = zip(*places, strict=True)
         things = [holder.get(name) for holder, name in places]
         return cls(found, _hooks_of(inside), holders, names, things, weights, _marks(weights))
@@ -119,8 +125,9 @@ def known_weights(layer: nn.Module, facts: LayerFacts, context: ForwardContext) 
         found = facts.find(layer, context)
         if found is None:
             return None
-        weights: LayerWeights = found[0]
-        known = kept.calls[layer] = KnownCall.of(layer, found, weights.present, facts.apart)
+        weights, _, block = found
+        read, apart = (weights.present, facts.apart) if block is None else (weights.present + block[0].present, "")
+        known = kept.calls[layer] = KnownCall.of(layer, found, read, apart)
     again: Found = known.found
     return again
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
+from samebit.kernels.binding.dense.experts import block_behind
+from samebit.kernels.binding.dense.known import Found
 from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.dense.untouched import product_of, runs
 from samebit.kernels.binding.latent.forwards import LatentFacts, expansion_forward, latent_forward
@@ -55,12 +57,12 @@ class LatentLayerFacts:
         """Implement `known.LayerFacts`."""
         return "" if self.options.inner else "mlp"
 
-    def find(self, layer: Any, context: ForwardContext) -> tuple[LatentWeights, LatentTerms] | None:
+    def find(self, layer: Any, context: ForwardContext) -> Found | None:
         """Implement `known.LayerFacts`."""
         return _weights(layer, self, context)
 
     def prepared(
-        self, x: torch.Tensor, found: tuple[LatentWeights, LatentTerms], tables: RotaryTables,
+        self, x: torch.Tensor, found: Found, tables: RotaryTables,
         earlier: torch.Tensor | None,
     ) -> LayerCall | None:  # fmt: skip
         """Implement `known.LayerFacts`."""
@@ -72,7 +74,7 @@ class SparseLayerFacts(LatentLayerFacts):
     """Is that of a layer whose rows read chosen tokens."""
 
     def prepared(
-        self, x: torch.Tensor, found: tuple[LatentWeights, LatentTerms], tables: RotaryTables,
+        self, x: torch.Tensor, found: Found, tables: RotaryTables,
         earlier: torch.Tensor | None,
     ) -> LayerCall | None:  # fmt: skip
         """Implement `known.LayerFacts`."""
@@ -130,9 +132,9 @@ def _index_of(indexer: nn.Module, parts: dict[nn.Module, Any]) -> IndexerOptions
     return IndexerOptions(facts.options, facts.interleaved, norm.eps)
 
 
-def _weights(layer: Any, facts: LatentLayerFacts, context: ForwardContext) -> tuple[LatentWeights, LatentTerms] | None:
-    """Return the layer's parameters, and what the call's adapter adds; None where a call of its modules does more than
-    compute with them."""
+def _weights(layer: Any, facts: LatentLayerFacts, context: ForwardContext) -> Found | None:
+    """Return the layer's parameters, what the call's adapter adds, and the experts behind; None where a call of its
+    modules does more than compute with them."""
     if torch_modules._has_any_global_hook():
         return None
     low_rank, gated = facts.options.query_rank > 0, facts.options.inner > 0
@@ -170,7 +172,8 @@ def _weights(layer: Any, facts: LatentLayerFacts, context: ForwardContext) -> tu
         GatedWeights(*others[0], *others[1]) if gated else None,
         index,
     )
-    return weights, LatentTerms(first_terms, query_terms, o_terms, *other_terms)
+    block = None if gated else block_behind(mlp, context, facts.adapters)
+    return weights, LatentTerms(first_terms, query_terms, o_terms, *other_terms), block
 
 
 def _index_weights(indexer: Any, options: IndexerOptions) -> IndexWeights | None:

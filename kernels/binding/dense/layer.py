@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
+from samebit.kernels.binding.dense.experts import block_behind
+from samebit.kernels.binding.dense.known import Found
 from samebit.kernels.binding.dense.linears import facts_of_part, is_plain_mlp, linears_of, weight_of
 from samebit.kernels.binding.dense.untouched import runs
 from samebit.kernels.binding.modules import (
@@ -48,7 +50,7 @@ class DenseLayerFacts:
         """Implement `known.LayerFacts`."""
         return "" if self.options.inner else "mlp"
 
-    def find(self, layer: Any, context: ForwardContext) -> tuple[DenseWeights, DenseTerms] | None:
+    def find(self, layer: Any, context: ForwardContext) -> Found | None:
         """Implement `known.LayerFacts`."""
         return _weights(layer, self, context)
 
@@ -58,7 +60,7 @@ class DenseLayerFacts:
         return False
 
     def prepared(
-        self, x: torch.Tensor, found: tuple[DenseWeights, DenseTerms], tables: RotaryTables,
+        self, x: torch.Tensor, found: Found, tables: RotaryTables,
         earlier: torch.Tensor | None,
     ) -> LayerCall | None:  # fmt: skip
         """Implement `known.LayerFacts`."""
@@ -106,9 +108,9 @@ def _is_plain_attention(facts: AttentionFacts) -> bool:
     return not special and facts.key_multiplier == 1.0
 
 
-def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tuple[DenseWeights, DenseTerms] | None:
-    """Return the layer's parameters, and what the call's adapter adds; None where a call of its modules does more than
-    compute with them."""
+def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> Found | None:
+    """Return the layer's parameters, what the call's adapter adds, and the experts behind; None where a call of its
+    modules does more than compute with them."""
     if torch_modules._has_any_global_hook():
         return None
     children, gated = layer._modules, facts.options.inner > 0
@@ -133,4 +135,4 @@ def _weights(layer: Any, facts: DenseLayerFacts, context: ForwardContext) -> tup
     first, second, *of_heads = [norm._parameters["weight"] for norm in norms]
     of_norms: tuple[Any, ...] = (first, second), tuple(of_heads) or (None, None)
     parts: tuple[Any, ...] = (*of_norms, *layers) if gated else (*of_norms, *layers, None, None)
-    return DenseWeights(*parts), DenseTerms(*terms)
+    return DenseWeights(*parts), DenseTerms(*terms), None if gated else block_behind(mlp, context, facts.adapters)

@@ -1,4 +1,4 @@
-"""Run a decoder layer as one call in a rollout, with that of its experts behind it, where no hook could tell.
+"""Run a decoder layer as one call in a rollout, its experts in another behind it, where no hook could tell.
 
 What a kind of layer computes is in its facts (`known.LayerFacts`): `layer`, `latent`, and `delta.layer`.
 
@@ -15,11 +15,16 @@ from typing import Any
 import torch
 
 from samebit.kernels.binding.dense.known import Found, LayerFacts, known_weights
+from samebit.kernels.binding.experts.routes import installed_notes
 from samebit.kernels.binding.lora.forwards import layer_forward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.kernels.ops.dense.calls import run_layers
+from samebit.kernels.ops.experts.block import block_call
 from samebit.kernels.ops.rope import RotaryTables
+
+_Prepared = tuple[Any, LayerFacts, LayerCall, LayerCall | None]
+"""Holds a layer, its facts, its call and that of the experts behind it, if that is one."""
 
 _FEW_ROWS = 256
 """What prepared calls hold until the last is computed grows with the rows: which tokens are chosen."""
@@ -54,17 +59,17 @@ def computed(
     call = facts.prepared(x, found, tables, earlier)
     if call is None:
         return None
-    hidden = _computed([(layer, facts, call)], x, tables)
+    hidden = _computed([(layer, facts, call, _behind(x, found))], x, tables)
     return (hidden, call.chosen) if facts.returns_choice else hidden
 
 
 def all_computed(
     layers: Iterable[Any], found: Iterable[Found], x: torch.Tensor, tables: RotaryTables
 ) -> torch.Tensor | None:
-    """Compute all layers of what was found, with as few calls as there are children apart: each is prepared before the
-    first is computed, as between two layers the caches are full of weights, and what Python does there takes twice to
-    five times as long. None where one does not fit, and where what many rows choose would be held for all layers."""
-    calls: list[tuple[Any, LayerFacts, LayerCall]] = []
+    """Compute all layers of what was found, with as few calls as there are children to call: each is prepared before
+    the first is computed, as between two layers the caches are full of weights, and what Python does there takes twice
+    to five times as long. None where one does not fit, and where what many rows choose would be held for all layers."""
+    calls: list[_Prepared] = []
     chosen = None
     for layer, of_layer in zip(layers, found, strict=True):
         facts: LayerFacts = layer.__dict__["samebit"]
@@ -72,16 +77,23 @@ def all_computed(
         if call is None or (call.chosen is not None and tables.context.num_rows > _FEW_ROWS):
             return None
         chosen = call.chosen
-        calls.append((layer, facts, call))
+        calls.append((layer, facts, call, _behind(x, of_layer)))
     return _computed(calls, x, tables)
 
 
-def _computed(calls: list[tuple[Any, LayerFacts, LayerCall]], x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
-    """Compute layers one after the other, those behind each other in one call up to one with a child apart."""
+def _behind(x: torch.Tensor, found: Found) -> LayerCall | None:
+    """Return the call of the experts behind a layer; None without any, and where they, or who wants to know which are
+    chosen, have to be called."""
+    block = found[2]
+    return None if block is None or installed_notes() is not None else block_call(x, *block)
+
+
+def _computed(calls: list[_Prepared], x: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
+    """Compute layers one after the other, those behind each other in one call up to one with a child that is called."""
     together: list[LayerCall] = []
-    for layer, facts, call in calls:
-        together.append(call)
-        if call.apart:
+    for layer, facts, call, block in calls:
+        together += [call] if block is None else [call, block]
+        if together[-1].apart:
             inside, behind = run_layers(x, together, tables)
             x, together = inside + layer.get_submodule(facts.apart)(behind), []
     return run_layers(x, together, tables)[0] if together else x

@@ -69,6 +69,11 @@ class BlockFacts:
     shared_gate: str
     returns_weights: bool
 
+    @property
+    def plain(self) -> bool:
+        """Return whether it is a router, experts in a module, and what is shared, and its result is their sum."""
+        return self.linears is None and not self.latent and not self.returns_weights
+
 
 def router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a router's logits ``[T, E]``, and weights and ids ``[T, top_k]`` of the experts chosen."""

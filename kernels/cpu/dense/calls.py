@@ -122,7 +122,7 @@ def run_layers(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Implement `dispatch.run_layers`."""
     x, rooms = x.contiguous(), [call.room for call in calls]
-    out, behind = torch.empty_like(x), torch.empty_like(x) if calls[-1].apart else None
+    out, behind = torch.empty_like(x), torch.empty_like(x) if any(call.apart for call in calls) else None
     room = _room(context, max(context.num_rows * of_row + of_layer for of_row, of_layer in rooms))
     step = _step(context, angles)
     places = out.data_ptr(), 0 if behind is None else behind.data_ptr(), room.data_ptr()
@@ -131,7 +131,7 @@ def run_layers(
     )
     table[0, 1] = x.data_ptr()  # the others go on where the one before has written
     _kernel(num_threads(), table, kind_of(x.dtype))
-    return out, behind
+    return out, behind if calls[-1].apart else None
 
 
 def _room(context: ForwardContext, size: int) -> torch.Tensor:

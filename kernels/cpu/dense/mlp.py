@@ -14,14 +14,11 @@ from samebit.kernels.cpu.base.memory import elements, whole_lines
 from samebit.kernels.cpu.base.numeric import narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.dense.products import shared
+from samebit.kernels.cpu.dense.products import ROW_PARTS, shared
 from samebit.kernels.cpu.norm import rms_norm_row
 from samebit.kernels.layout.grids import LANES
 
 _silu = silu_rows.part
-
-ROW_PARTS = 16
-"""Count of pieces that rows are cut into: scratch memory is allocated once a piece."""
 
 
 @kernel_part
@@ -57,8 +54,50 @@ def normed(
     )  # fmt: skip
 
 
+def with_gated(multiply: Callable[..., None], add: Callable[..., None]) -> Callable[..., None]:
+    """Make a gated MLP from a product of up to three layers of one input, and what adds an adapter's terms to it."""
+
+    @kernel_part
+    def gated(
+        threads: int, places: Any, sizes: Any, weights: Any, terms: Any, itemsize: int, kind: Any
+    ) -> None:  # fmt: skip
+        """Multiply, activate and multiply.
+
+        Args:
+            threads: take shares of each kernel.
+            places: addresses of x, of the result, which may be x, and of a room for ``whole_lines`` of three times T F
+                elements.
+            sizes: T, W and F.
+            weights: addresses of weight and bias of gate, up and down.
+            terms: `terms.Terms` of gate and up, and of down.
+            itemsize: bytes of an element.
+            kind: a number of the elements' type.
+        """
+        x, out, gate = places
+        rows, width, inner = sizes
+        gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias = weights
+        no = np.int64(0)
+        up = gate + whole_lines(rows * inner) * itemsize
+        activated = up + whole_lines(rows * inner) * itemsize
+        multiply(
+            threads, x, width, rows, width,
+            (gate_weight, gate_bias, inner, gate, up_weight, up_bias, inner, up, no, no, no, no), kind,
+        )  # fmt: skip
+        add(threads, x, rows, width, terms[0], (gate, up, no), kind)
+        _silu(shared(rows * inner, threads), gate, up, kind, rows, inner, inner, inner, activated)
+        multiply(
+            threads, activated, inner, rows, inner,
+            (down_weight, down_bias, width, out, no, no, no, no, no, no, no, no), kind,
+        )  # fmt: skip
+        add(threads, activated, rows, inner, terms[1], (out, no, no), kind)
+
+    made: Callable[..., None] = gated
+    return made
+
+
 def with_mlp(multiply: Callable[..., None], add: Callable[..., None]) -> Callable[..., None]:
     """Make the half from a product of up to three layers of one input, and what adds an adapter's terms to it."""
+    compute = with_gated(multiply, add)
 
     @kernel_part
     def mlp(
@@ -78,29 +117,14 @@ def with_mlp(multiply: Callable[..., None], add: Callable[..., None]) -> Callabl
             itemsize: bytes of an element.
             kind: a number of the elements' type.
         """
-        x, normed_at, out, gate, behind = places
-        rows, width, inner = sizes
-        norm_weight, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias = weights
-        eps, offset = norm
+        x, normed_at, out, room, behind = places
+        (rows, width, inner), norm_weight, (eps, offset) = sizes, weights[0], norm
         if inner == 0:
             normed(threads, x, normed_at, out, norm_weight, offset, eps, rows, width, behind, kind)
             return
-        no = np.int64(0)
-        up = gate + whole_lines(rows * inner) * itemsize
-        activated = up + whole_lines(rows * inner) * itemsize
-        middle = activated + whole_lines(rows * inner) * itemsize
+        middle = room + 3 * whole_lines(rows * inner) * itemsize
         normed(threads, x, normed_at, middle, norm_weight, offset, eps, rows, width, normed_at, kind)
-        multiply(
-            threads, normed_at, width, rows, width,
-            (gate_weight, gate_bias, inner, gate, up_weight, up_bias, inner, up, no, no, no, no), kind,
-        )  # fmt: skip
-        add(threads, normed_at, rows, width, terms[0], (gate, up, no), kind)
-        _silu(shared(rows * inner, threads), gate, up, kind, rows, inner, inner, inner, activated)
-        multiply(
-            threads, activated, inner, rows, inner,
-            (down_weight, down_bias, width, normed_at, no, no, no, no, no, no, no, no), kind,
-        )  # fmt: skip
-        add(threads, activated, rows, inner, terms[1], (normed_at, no, no), kind)
+        compute(threads, (normed_at, normed_at, room), sizes, weights[1:], terms, itemsize, kind)
         normed(threads, middle, normed_at, out, 0, offset, eps, rows, width, normed_at, kind)
 
     made: Callable[..., None] = mlp

@@ -9,12 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from samebit.kernels.cpu.base.memory import elements, floats
+from samebit.kernels.cpu.base.numeric import widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm import amx, amx_tiles, dots, dots_vectors, few_rows, many_rows
 
 _few, _many = few_rows.multiply.part, many_rows.multiply.part
 _few_pairs, _many_pairs = dots.multiply_few.part, dots.multiply.part
 _tiles = amx.multiply.part
+
+ROW_PARTS = 16
+"""Count of pieces that rows are cut into: scratch memory is allocated once a piece."""
 
 _WORTH_SHARING = 1 << 12
 """Elements from which on a second thread is worth its while: it is awake."""
@@ -24,6 +30,21 @@ _WORTH_SHARING = 1 << 12
 def shared(work: int, threads: int) -> int:
     """Return how many threads take shares of ``work`` elements."""
     return threads if work >= _WORTH_SHARING else 1
+
+
+@kernel_part
+def _widen_part(part: int, source_at: int, count: int, out_at: int, kind: Any) -> None:
+    """Write a share of ``count`` elements as float32."""
+    source, out = elements(source_at, count, kind), floats(out_at, count)
+    for i in range(count * part // ROW_PARTS, count * (part + 1) // ROW_PARTS):
+        out[i] = widen(source[i])
+
+
+@inlined_part
+def write_widened(threads: int, source_at: int, count: int, out_at: int, kind: Any) -> int:
+    """Write ``count`` elements as float32; return where."""
+    share_out(_widen_part, ROW_PARTS, shared(count, threads), (source_at, count, out_at, kind))
+    return out_at
 
 
 @kernel_part

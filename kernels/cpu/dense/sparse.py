@@ -19,13 +19,11 @@ from numba import carray
 
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, floats, integers, pointer, read, table, whole_lines
-from samebit.kernels.cpu.base.numeric import widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.dense import latent
 from samebit.kernels.cpu.dense.calls import kernel_at, record
-from samebit.kernels.cpu.dense.mlp import ROW_PARTS
-from samebit.kernels.cpu.dense.products import Kernels, product, shared
+from samebit.kernels.cpu.dense.products import ROW_PARTS, Kernels, product, shared, write_widened
 from samebit.kernels.cpu.dense.terms import NO_TERMS, add_adapter, add_nothing, terms_of
 from samebit.kernels.cpu.latent.index import select_part
 from samebit.kernels.cpu.latent.selection import Plan, chosen_of
@@ -114,14 +112,6 @@ _NUMBERS_AT = _SLABS_AT + 8 * _SLABS
 
 
 @kernel_part
-def _widen_part(part: int, source_at: int, count: int, out_at: int, kind: Any) -> None:
-    """Write a share of ``count`` elements as float32."""
-    source, out = elements(source_at, count, kind), floats(out_at, count)
-    for i in range(count * part // ROW_PARTS, count * (part + 1) // ROW_PARTS):
-        out[i] = widen(source[i])
-
-
-@kernel_part
 def _place_rows(
     part: int, rooms: Any, weights: Any, index: Any, numbers: Any, chooses: bool, sizes: Any, step: Any, kind: Any
 ) -> None:
@@ -192,13 +182,9 @@ def _choose(
     if slabs.num_slabs > 0:
         source, by = x, weights.factors
         if itemsize < 4:
-            source = rooms.wide
-            share_out(_widen_part, ROW_PARTS, shared(rows * width, threads), (x, rows * width, source, kind))
+            source = write_widened(threads, x, rows * width, rooms.wide, kind)
             if index.narrow > 0:
-                by = rooms.wide_weight
-                share_out(
-                    _widen_part, ROW_PARTS, shared(heads * width, threads), (weights.factors, heads * width, by, kind)
-                )  # fmt: skip
+                by = write_widened(threads, weights.factors, heads * width, rooms.wide_weight, kind)
         product(
             threads, source, width, rows, width, (by, no, heads, rooms.factors, no, no, no, no, no, no, no, no), _FLOAT
         )  # fmt: skip

@@ -25,18 +25,13 @@ def activate(products: torch.Tensor, options: ExpertOptions) -> torch.Tensor:
     """Return what goes into the second product, ``[P, I]``."""
     if options.form == "gated":
         return gated_forward(options.activation, *products.chunk(2, dim=-1))[0]
-    pairs, width = len(products), products.shape[1] // products_of(options)
+    pairs, width = len(products), products.shape[1] // options.products
     out = products.new_empty(pairs, width)
     kernel_of_form(options)(
         products.numel(), products.data_ptr(), pairs, width, *constants_of(options), out.data_ptr(),
         kind_of(products.dtype),
     )  # fmt: skip
     return out
-
-
-def products_of(options: ExpertOptions) -> int:
-    """Return how many outputs of the first product make an input of the second."""
-    return 1 if options.form == "plain" else 2
 
 
 def kernel_of_form(options: ExpertOptions) -> SharedKernel:

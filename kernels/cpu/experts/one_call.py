@@ -15,13 +15,13 @@ from numba import typeof, types
 
 from samebit.kernels.cpu import activation
 from samebit.kernels.cpu.base.callee import call_at
-from samebit.kernels.cpu.base.jit import SharedKernel
+from samebit.kernels.cpu.base.jit import SharedKernel, called_kernel
 from samebit.kernels.cpu.base.memory import kind_of, read, rows_at, table
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.dense.products import shared
 from samebit.kernels.cpu.experts import grouped
 from samebit.kernels.cpu.experts.combine import add_up_rows
-from samebit.kernels.cpu.experts.forms import constants_of, kernel_of_form, products_of
+from samebit.kernels.cpu.experts.forms import constants_of, kernel_of_form
 from samebit.kernels.cpu.experts.sorting import refusal_of, sort
 from samebit.kernels.cpu.gemm.few_rows import READING
 from samebit.kernels.cpu.gemm.grouped import Product
@@ -65,7 +65,8 @@ class Chosen(NamedTuple):
     gated: int
 
 
-_SIZES, _OPERANDS, _CHOSEN = len(Sizes._fields), len(Operands._fields), len(Chosen._fields)
+SIZES, OPERANDS, CHOSEN = len(Sizes._fields), len(Operands._fields), len(Chosen._fields)
+"""Count their fields."""
 
 
 def is_one_call(options: ExpertOptions) -> bool:
@@ -83,7 +84,7 @@ def compute(
     """
     x, ids, weights, up, down = (part.contiguous() for part in (x, ids, weights, experts.up, experts.down))
     up_bias, down_bias = (None if bias is None else bias.contiguous() for bias in (experts.up_bias, experts.down_bias))
-    (rows, width), top_k, number, products = x.shape, ids.size(1), up.size(0), products_of(options)
+    (rows, width), top_k, number, products = x.shape, ids.size(1), up.size(0), options.products
     inner, pairs = down.size(1 if options.transposed else 2), rows * top_k
     out = torch.empty_like(x)
     numbers = (
@@ -93,9 +94,7 @@ def compute(
             0 if up_bias is None else up_bias.data_ptr(), down.data_ptr(),
             0 if down_bias is None else down_bias.data_ptr(), out.data_ptr(),
         ),
-        *Chosen(
-            _product_at(grouped.kernel_of(x.dtype), x.dtype), _activation_at(options, x.dtype), options.form == "gated"
-        ),
+        *chosen_of(options, x.dtype),
     )  # fmt: skip
     work = (pairs + READING * min(pairs, number)) * (products + 1) * inner * width // PRODUCTS_AN_ELEMENT
     try:
@@ -103,6 +102,12 @@ def compute(
     except IndexError:
         raise refusal_of(ids, number) from None
     return out
+
+
+def chosen_of(options: ExpertOptions, dtype: torch.dtype) -> Chosen:
+    """Return the kernels that compute these experts on this processor."""
+    multiply = _product_at(grouped.kernel_of(dtype), dtype)
+    return Chosen(multiply, _activation_at(options, dtype), int(options.form == "gated"))
 
 
 @cache
@@ -119,15 +124,12 @@ def _activation_at(options: ExpertOptions, dtype: torch.dtype) -> int:
     return kernel_of_form(options).address(*(types.int64,) * 3, *(types.float32,) * 2, types.int64, kind)
 
 
-def _compute(threads: int, numbers: Any, limit: Any, alpha: Any, kind: Any) -> None:
+def _compute(threads: int, sizes: Any, operands: Any, chosen: Any, limit: Any, alpha: Any, kind: Any) -> None:
     """Compute `Sizes` of `Operands` by the kernels `Chosen`.
 
     What lies between the products is that of a few experts at a time, so it takes little memory, and the same again
     and again: memory that is new to a process costs as much time as a quarter of the products.
     """
-    at, no = _address(numbers), np.int64(0)
-    sizes, operands = Sizes(*read(at, _SIZES, no)), Operands(*read(at + 8 * _SIZES, _OPERANDS, no))
-    chosen = Chosen(*read(at + 8 * (_SIZES + _OPERANDS), _CHOSEN, no))
     rows, top_k, experts, width = sizes.rows, sizes.top_k, sizes.experts, sizes.width
     pairs, dtype = rows * top_k, np.array(kind).dtype
     row_of, place_of, offsets = (
@@ -200,4 +202,15 @@ def _compute_run(
     call_at(chosen.multiply, (threads, second_product, kind))
 
 
-_kernel = SharedKernel(_compute)
+compute_experts = called_kernel(_compute)
+
+
+def _run(threads: int, numbers: Any, limit: Any, alpha: Any, kind: Any) -> None:
+    """Compute what one array of numbers says: that costs a call from Python less than their tuples do."""
+    at, no = _address(numbers), np.int64(0)
+    sizes, operands = Sizes(*read(at, SIZES, no)), Operands(*read(at + 8 * SIZES, OPERANDS, no))
+    chosen = Chosen(*read(at + 8 * (SIZES + OPERANDS), CHOSEN, no))
+    compute_experts(threads, sizes, operands, chosen, limit, alpha, kind)
+
+
+_kernel = SharedKernel(_run)

@@ -14,7 +14,7 @@ import torch
 
 from samebit.kernels.cpu.base.jit import SharedKernel, array
 from samebit.kernels.cpu.base.numeric import exp, sigmoid
-from samebit.kernels.cpu.base.part import kernel_part
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.options import RoutingOptions, Saved
@@ -25,30 +25,35 @@ _LEAST = np.float32(-np.inf)
 _NEVER_ZERO = np.float32(1e-20)
 
 
-class _Rule(NamedTuple):
-    """Holds the options of a router as a kernel takes them."""
+class Rule(NamedTuple):
+    """Holds the options of a router as a kernel takes them: what is yes or no as 1 or 0, the scale float32."""
 
-    sigmoid: bool
-    normalised: bool
-    compare_logits: bool
+    scale: Any
+    sigmoid: int
+    normalised: int
+    compare_logits: int
     top_k: int
     groups: int
     kept_groups: int
-    two_best: bool
-    scale: Any
+    two_best: int
 
 
-def _rule_of(options: RoutingOptions, corrected: bool) -> _Rule:
+RULE = len(Rule._fields) - 1
+"""Counts the integers of a `Rule`; the scale stands before them."""
+
+
+def rule_of(options: RoutingOptions, corrected: bool) -> Rule:
+    """Return the rule of a router."""
     two_best = options.groups > 1 and options.group_score == "best_two"
-    return _Rule(
-        sigmoid=options.scores == "sigmoid",
-        normalised=options.normalised or options.scores == "softmax_of_chosen",
-        compare_logits=not (corrected or two_best),
+    return Rule(
+        scale=np.float32(options.scale),
+        sigmoid=int(options.scores == "sigmoid"),
+        normalised=int(options.normalised or options.scores == "softmax_of_chosen"),
+        compare_logits=int(not (corrected or two_best)),
         top_k=options.top_k,
         groups=options.groups,
         kept_groups=options.kept_groups,
-        two_best=two_best,
-        scale=np.float32(options.scale),
+        two_best=int(two_best),
     )
 
 
@@ -60,7 +65,7 @@ def route_forward(
     ids = torch.empty(rows, options.top_k, dtype=torch.int32)
     weights = torch.empty(rows, options.top_k)
     added = torch.zeros(experts) if correction is None else correction.contiguous()
-    rule = _rule_of(options, correction is not None)
+    rule = rule_of(options, correction is not None)
     _choose(4 * logits.numel(), array(logits), array(added), rule, array(ids), array(weights))
     return ids, weights, (logits, ids, weights)
 
@@ -69,13 +74,15 @@ def route_backward(saved: Saved, grad: torch.Tensor, options: RoutingOptions) ->
     """Implement `Operations.route_backward`."""
     logits, ids, weights = saved
     out = torch.empty_like(logits)
-    rule = _rule_of(options, False)
+    rule = rule_of(options, False)
     given = (array(part.contiguous()) for part in (logits, ids, weights, grad))
     _differentiate(4 * logits.numel(), *given, rule, array(out))
     return out
 
 
-def _choose_rows(threads: int, logits: Any, correction: Any, rule: Any, ids: Any, weights: Any) -> None:
+@inlined_part
+def choose_rows(threads: int, logits: Any, correction: Any, rule: Any, ids: Any, weights: Any) -> None:
+    """Write ids and weights of the experts of all rows, as arrays."""
     share_out(_choose_row, len(logits), threads, (logits, correction, rule, ids, weights))
 
 
@@ -120,7 +127,11 @@ def _differentiate_row(row: int, logits: Any, ids: Any, weights: Any, grad: Any,
             to[e] += weight * upstream
 
 
-_choose = SharedKernel(_choose_rows)
+def _choose_all(threads: int, logits: Any, correction: Any, rule: Any, ids: Any, weights: Any) -> None:
+    choose_rows(threads, logits, correction, rule, ids, weights)
+
+
+_choose = SharedKernel(_choose_all)
 _differentiate = SharedKernel(_differentiate_rows)
 
 

@@ -97,7 +97,7 @@ def _check_shapes(
     rows, width = x.shape
     up, down = ((part.mT if options.transposed else part).shape for part in (experts.up, experts.down))
     number, inner = down[0], down[2]
-    products = inner if options.form == "plain" else 2 * inner
+    products = options.products * inner
     if not rows == len(ids) == len(weights) or weights.shape != ids.shape:
         raise ValueError(f"x has {rows} rows, ids are {list(ids.shape)}, weights {list(weights.shape)}")
     if not 1 <= ids.shape[1] <= number or up != (number, products, width) or down[1] != width:

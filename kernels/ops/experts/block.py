@@ -1,0 +1,25 @@
+"""Prepare the one call of a block of routed experts, behind that of a decoder layer, for the steps of a rollout.
+
+Contract: the bits of `routing.route`, of `routed.routed_experts` and of what computes every row, each by itself, and of
+the sum of all of it and the residual. Where a device has no such call, or what is given does not fit it, there is none.
+"""
+
+import torch
+
+from samebit.kernels.layout.layers.call import LayerCall
+from samebit.kernels.layout.layers.experts import BlockOptions, BlockWeights
+from samebit.kernels.ops.dense.fitting import weights_fit
+from samebit.kernels.ops.dispatch import block_call_of
+
+
+def block_call(x: torch.Tensor, weights: BlockWeights, options: BlockOptions) -> LayerCall | None:
+    """Return the call that computes the block behind one whose second result is its input, and adds the first; or None.
+
+    ``x``: like either, ``[..., W]``. The options of router and experts have been checked (`check_options`,
+    `check_expert_options`).
+    """
+    prepare = block_call_of(x)
+    if prepare is None or torch.is_grad_enabled() or x.size(-1) != options.width:
+        return None
+    fits = weights_fit(weights, options.shapes, x.dtype, (torch.float32,))
+    return prepare(weights, options, x.dtype) if fits else None

@@ -1,0 +1,103 @@
+"""A block of routed experts that a rollout computes in the call of its layer has the bits of its modules, and gives way
+to who listens."""
+
+import pytest
+import torch
+from torch import nn
+
+from samebit.kernels import bind
+from samebit.kernels.binding.dense import one_call
+from samebit.kernels.layout.layers.call import LayerCall
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+
+from .compare import assert_matches_trainer, assert_same_samples, run
+from .families import DTYPES, bound_model, make_model, paired, token_ids
+from .listening import listening
+
+PROMPTS = token_ids(1, 3, 65, 130)
+PARAMS = [
+    SamplingParams(n=n, seed=n, max_tokens=new, ignore_eos=True) for n, new in ((1, 16), (2, 12), (5, 12), (9, 8))
+]
+FAMILIES = ("Qwen3Moe", "Mixtral", "Glm4Moe", "Qwen3Next", "DeepseekV2")
+SHARED = "shared_expert", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate"
+
+
+@pytest.fixture
+def blocks_in_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each block had that was computed in the call of its layer."""
+    rows: list[int] = []
+    prepare = one_call.block_call
+
+    def counted(x: torch.Tensor, *arguments: object) -> LayerCall | None:
+        call = prepare(x, *arguments)
+        if call is not None:
+            rows.append(x.shape[-2])
+        return call
+
+    monkeypatch.setattr(one_call, "block_call", counted)
+    return rows
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """The names of the blocks of experts."""
+    return [name.removesuffix(".gate") for name, _ in model.named_modules() if name.endswith(".mlp.gate")]
+
+
+@pytest.mark.parametrize(("family", "dtype"), paired(FAMILIES, DTYPES))
+def test_one_call_gives_the_bits_of_the_modules(family: str, dtype: torch.dtype, blocks_in_calls: list[int]) -> None:
+    model = bound_model(family, dtype)
+    at_once, _ = run(model, PROMPTS, PARAMS)
+    assert min(blocks_in_calls) <= 2
+    assert max(blocks_in_calls) > 16  # both kinds of matrix products
+    assert_matches_trainer(model, at_once, PARAMS)
+    blocks_in_calls.clear()
+    heard: list[str] = []
+    with listening(model, heard, *(f"{name}.gate" for name in blocks_of(model))):
+        one_by_one, _ = run(model, PROMPTS, PARAMS)
+    assert heard
+    assert not blocks_in_calls
+    assert_same_samples(one_by_one, at_once)
+
+
+@pytest.mark.parametrize("part", ["", "gate", "experts", *SHARED])
+def test_who_listens_to_a_part_of_a_block_hears_each_call(part: str, blocks_in_calls: list[int]) -> None:
+    model = bound_model("Qwen3Next")
+    first, *others = blocks_of(model)
+    heard: list[str] = []
+    with listening(model, heard, f"{first}.{part}".rstrip(".")):
+        run(model, PROMPTS[1:2], PARAMS[:1])
+    assert len(heard) == PARAMS[0].max_tokens
+    assert len(blocks_in_calls) == PARAMS[0].max_tokens * len(others)
+
+
+def test_who_asks_for_the_experts_of_a_token_has_the_routers_called(blocks_in_calls: list[int]) -> None:
+    model = bind(make_model("Qwen3Moe"))
+    asked = SamplingParams(max_tokens=4, seed=1, ignore_eos=True, return_routed_experts=True)
+    outputs, _ = run(model, PROMPTS[1:2], [asked])
+    assert outputs[0].samples[0].routed_experts is not None
+    assert not blocks_in_calls
+
+
+def test_a_call_that_is_found_again_sees_what_changed_meanwhile(blocks_in_calls: list[int]) -> None:
+    """Parameters of other numbers that nobody was told of, and a correction that is another tensor."""
+    model = make_model("Glm4Moe")
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with RolloutWorker(model, config=RolloutConfig(num_blocks=32, max_num_seqs=4, max_model_len=128)) as worker:
+        worker.generate([[5, 6, 7]], params)
+        block = model.get_submodule(blocks_of(model)[0])
+        names = "gate.weight", "experts.gate_up_proj", "experts.down_proj", "shared_experts.up_proj.weight"
+        for place, name in enumerate(names):
+            with torch.no_grad():
+                block.get_parameter(name).mul_(1.5)
+            assert_matches_trainer(model, worker.generate([[15 + place, 16, 17]], params), [params])
+        router = block.get_submodule("gate")
+        router.e_score_correction_bias = torch.randn_like(router.get_buffer("e_score_correction_bias"))
+        assert_matches_trainer(model, worker.generate([[25, 26, 27]], params), [params])
+    assert blocks_in_calls
+
+
+def test_experts_of_torchs_gelu_are_called(blocks_in_calls: list[int]) -> None:
+    model = bind(make_model("Qwen3Moe", hidden_act="gelu"))
+    outputs, _ = run(model, PROMPTS[:2], PARAMS[:2])
+    assert_matches_trainer(model, outputs, PARAMS[:2])
+    assert not blocks_in_calls
