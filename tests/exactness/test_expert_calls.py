@@ -7,6 +7,7 @@ from torch import nn
 
 from samebit.kernels import bind
 from samebit.kernels.binding.dense import one_call
+from samebit.kernels.binding.dense.known import KnownCall
 from samebit.kernels.layout.layers.call import LayerCall
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
@@ -94,6 +95,16 @@ def test_a_call_that_is_found_again_sees_what_changed_meanwhile(blocks_in_calls:
         router.e_score_correction_bias = torch.randn_like(router.get_buffer("e_score_correction_bias"))
         assert_matches_trainer(model, worker.generate([[25, 26, 27]], params), [params])
     assert blocks_in_calls
+
+
+def test_what_a_call_was_made_of_is_not_found_again_with_another_correction() -> None:
+    model = bind(make_model("Glm4Moe"))
+    block = blocks_of(model)[0]
+    known = KnownCall.of(model.get_submodule(block.removesuffix(".mlp")), None, [])
+    assert known.holds()
+    router = model.get_submodule(f"{block}.gate")
+    router.e_score_correction_bias = router.get_buffer("e_score_correction_bias").clone()
+    assert not known.holds()
 
 
 def test_experts_of_torchs_gelu_are_called(blocks_in_calls: list[int]) -> None:
