@@ -1,13 +1,16 @@
 """Set up the threads with which a worker computes: the generation thread, those of commands, and the workers of each.
 
-Invariant: while the generation thread sleeps it has no workers: libgomp would let those of a trainer sleep at once.
+Invariants
+----------
+* While the generation thread sleeps it has no workers of OpenMP: libgomp would let those of a trainer sleep at once.
+* Its team, which kernels compute with on a CPU, sleeps then, and leaves its processors to others.
 """
 
 import numba
 import torch
 
 from samebit.kernels.openmp import release_idle_threads, start_pool
-from samebit.kernels.worker_places import bind_workers
+from samebit.kernels.team.team import Team, teams_run_here
 
 
 class ComputeThreads:
@@ -23,6 +26,7 @@ class ComputeThreads:
         self._of_torch = num_threads or torch.get_num_threads()
         self._of_numba = num_threads or numba.get_num_threads()
         self._device = device or torch.device("cpu")
+        self._team: Team | None = None
         self._gathered = False
 
     def set_up(self) -> None:
@@ -33,12 +37,23 @@ class ComputeThreads:
         numba.set_num_threads(self._of_numba)
 
     def gather(self) -> None:
-        """Make sure, in the generation thread, that its workers are there: on a CPU, each at a place of its own."""
-        if not self._gathered and self._device.type == "cpu":
-            bind_workers()
+        """Make sure, in the generation thread, that its team is there: on a CPU, each thread at a place of its own."""
+        if self._gathered:
+            return
+        if self._team is None and self._device.type == "cpu" and self._of_numba > 1 and teams_run_here():
+            self._team = Team(self._of_numba)
+        if self._team is not None:
+            self._team.take_places()
         self._gathered = True
 
     def dismiss(self) -> None:
-        """End the workers of the generation thread, which is about to sleep."""
+        """Let the team of the generation thread, which is about to sleep, leave its places, and end other workers."""
         release_idle_threads()
+        if self._team is not None:
+            self._team.leave_places()
         self._gathered = False
+
+    def end(self) -> None:
+        """End the team of the generation thread, which is about to end."""
+        if self._team is not None:
+            self._team.end()

@@ -201,6 +201,7 @@ class GenerationThread:
             broken = error
             with contained("logging what failed the generation thread"):
                 logger.exception("the generation thread failed")
+        self._threads.end()
         with self.lock.generation():
             self._break(broken)
 

@@ -21,7 +21,7 @@ from .imports import PACKAGES, ROOT, Import, attributes_of, find_cycles, module_
 # Per package: its rooms, from the ground up. A module imports from its own floor and from those below it.
 FLOORS = {
     "samebit": ["kernels weight_sync", "rollout", "recipes", "benchmarks"],
-    "samebit.kernels": ["openmp", "worker_places layout", "cpu triton", "ops", "binding"],
+    "samebit.kernels": ["openmp team", "layout", "cpu triton", "ops", "binding"],
     "samebit.rollout": [
         "errors checks guard keys publishing",
         "config sampling_params",

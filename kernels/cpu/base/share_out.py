@@ -2,15 +2,16 @@
 
 Of a ``prange`` Numba compiles the loop's body, two wrappers and the function around them, each with everything beneath
 it, and the serial kernel would come on top. Here a kernel is compiled once, without ``parallel``, and calls what starts
-a ``prange`` itself: Numba's ``parallel_for`` with a function of one item. Threads, their pool and its settings are
-Numba's (see `openmp`).
+a ``prange`` itself, with a function of one item: that of the team which its thread has (see `team`), else Numba's
+``parallel_for``, whose threads, pool and settings are Numba's (see `openmp`).
 
 Invariants
 ----------
 * One thread, or one item, is a plain loop of the caller, which wakes no pool. So small work costs no start of threads,
   and a forked child, in which OpenMP must not run, may compute it.
-* A kernel with fewer items than threads starts them all: libgomp ends those that a smaller team does not need, and
-  begins new ones for the next.
+* A kernel with fewer items than threads starts them all: libgomp ends those that it does not need, and begins new ones
+  for the next.
+* An item shares out nothing itself.
 """
 
 from typing import Any
@@ -20,9 +21,15 @@ from numba.core import cgutils, types
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
+from samebit.kernels.team import current
+from samebit.kernels.team.sharing import SHARE, SIZE
+
+current.name_function()
+
 _BYTES = ir.IntType(8).as_pointer()
 _ADDRESS = ir.IntType(types.intp.bitwidth)
 _ITEM = ir.FunctionType(ir.VoidType(), [_BYTES.as_pointer(), _ADDRESS.as_pointer(), _ADDRESS.as_pointer(), _BYTES])
+_SHARE = ir.FunctionType(ir.VoidType(), [_ADDRESS] * 5)
 _PARALLEL_FOR = ir.FunctionType(ir.VoidType(), [_BYTES] * 5 + [_ADDRESS] * 3)
 
 
@@ -65,6 +72,26 @@ def share_out(typing: Any, function: Any, items: Any, threads: Any, arguments: A
 
 
 def _start_threads(builder: Any, item: Any, items: Any, threads: Any, state: Any) -> None:
+    """Have the team of the thread, or the pool where it has none of that many, call ``item`` for each number."""
+    find = cgutils.get_or_insert_function(builder.module, current.TYPE, current.NAME)
+    team = builder.call(find, [])
+    size = cgutils.alloca_once_value(builder, ir.Constant(_ADDRESS, 0))
+    with builder.if_then(cgutils.is_not_null(builder, team)):
+        builder.store(_word_of(builder, team, SIZE), size)
+    with builder.if_else(builder.icmp_signed("<=", threads, builder.load(size)), likely=True) as (by_team, by_pool):
+        with by_team:
+            share = builder.inttoptr(_word_of(builder, team, SHARE), _SHARE.as_pointer())
+            addresses = [builder.ptrtoint(place, _ADDRESS) for place in (item, state)]
+            builder.call(share, [team, *addresses, items, threads])
+        with by_pool:
+            _start_pool(builder, item, items, threads, state)
+
+
+def _word_of(builder: Any, team: Any, place: int) -> Any:
+    return builder.load(builder.inttoptr(builder.add(team, ir.Constant(_ADDRESS, place)), _ADDRESS.as_pointer()))
+
+
+def _start_pool(builder: Any, item: Any, items: Any, threads: Any, state: Any) -> None:
     """Have the pool call ``item`` for each number; the address of an item is its number."""
     start = cgutils.get_or_insert_function(builder.module, _PARALLEL_FOR, "numba_parallel_for")
     none, one = ir.Constant(_ADDRESS, 0), ir.Constant(_ADDRESS, 1)

@@ -1,4 +1,4 @@
-"""Where the workers of an OpenMP pool run: `kernels/worker_places.py`."""
+"""Teams of threads: `kernels/team`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from samebit.kernels.openmp import process_environment
-from samebit.kernels.worker_places import SIBLINGS, places_of, processors_in, siblings_of
+from samebit.kernels.team.places import SIBLINGS, places_of, processors_in, siblings_of
 
 PROCESSORS = sorted(os.sched_getaffinity(0))
 MODELS = Path(__file__).parents[1] / "rollout"

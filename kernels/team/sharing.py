@@ -1,0 +1,248 @@
+"""Share out the items of a call among the threads of a team, in compiled code.
+
+The items of a call are cut into a range a thread. A thread takes its own from the first on, neighbours in memory, and
+then the last ones of others. So the caller has computed all that a late thread has left by the time that it looks for
+those which somebody has begun: only for these it waits. (OpenMP waits for each thread of a team, whether it has work or
+has not woken up yet.)
+
+Invariants
+----------
+* An item is taken by an exchange of its range's word that fails where another thread was faster: exactly one takes it.
+* The caller returns when all items are computed. So a call lasts as long as somebody holds an item of it, and what a
+  thread reads of a call after it has taken an item is of that call.
+* A thread that comes late, to a call that has ended or to the next one, finds empty ranges or whole ones: either is well.
+* An item shares out nothing itself.
+
+A team is memory of 64-bit words; what different threads write lies `LINE` bytes apart. Processors of x86-64, Linux.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LINE = 128
+"""Bytes between what different threads write: two cache lines, as processors fetch them in pairs."""
+
+SHARE, SIZE = 0, 8
+CALLS, SLEEPING, FUNCTION, RANGES = LINE, 2 * LINE, 3 * LINE, 4 * LINE
+DATA, THREADS, ENDED = FUNCTION + 8, FUNCTION + 16, FUNCTION + 24
+"""Where in a team's memory is what: the address of `_share` and the count of threads; the count of calls, which threads
+that wait look at; how many sleep; the call, which is a function of an item and its data, and how many threads it may
+have; whether the team has ended; and a line a thread, its range of items and how many it has computed of the call."""
+
+SPINS = 4000
+"""How often a thread looks before it sleeps: as long as the gaps between the operations of a step (see `openmp`)."""
+
+_COMPUTED = 8
+_HALF = 32
+_FIRST = (1 << _HALF) - 1
+_FUTEX, _WAIT, _WAKE = 202, 128, 129  # of this process alone
+_MANY = 1 << 30
+
+_I64, _BYTES = ir.IntType(64), ir.IntType(8).as_pointer()
+_NOTHING = ir.FunctionType(ir.VoidType(), [])
+_ITEM = ir.FunctionType(ir.VoidType(), [_BYTES.as_pointer(), _I64.as_pointer(), _I64.as_pointer(), _BYTES])
+
+_system_call = types.ExternalFunction("syscall", types.int64(*(types.int64,) * 7))
+_yield_processor = types.ExternalFunction("sched_yield", types.int32())
+
+
+def _word(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _I64.as_pointer())
+
+
+@intrinsic
+def _load(typingctx: Any, address: Any) -> Any:
+    """Read a word, and see all that its writer had written before."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_word(builder, args[0]), "seq_cst", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _store(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write a word behind all that was written before."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], _word(builder, args[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def _add(typingctx: Any, address: Any, number: Any) -> Any:
+    """Add to a word."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.atomic_rmw("add", _word(builder, args[0]), args[1], "seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def _exchange(typingctx: Any, address: Any, seen: Any, new: Any) -> Any:
+    """Write ``new`` to a word if it is as it was ``seen``; tell whether it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        done = builder.cmpxchg(_word(builder, args[0]), args[1], args[2], "seq_cst")
+        return builder.extract_value(done, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _pause(typingctx: Any) -> Any:
+    """Tell the processor that a loop only looks."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pause = cgutils.get_or_insert_function(builder.module, _NOTHING, "llvm.x86.sse2.pause")
+        builder.call(pause, [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def _compute(typingctx: Any, function: Any, item: Any, data: Any) -> Any:
+    """Call what Numba calls for an item: its number is the first address that it is given."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function, item, data = args
+        with builder.goto_entry_block():
+            base = builder.alloca(_BYTES)
+        builder.store(builder.inttoptr(item, _BYTES), base)
+        nothing = ir.Constant(_I64.as_pointer(), None)
+        call = builder.inttoptr(function, _ITEM.as_pointer())
+        builder.call(call, [base, nothing, nothing, builder.inttoptr(data, _BYTES)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@njit
+def _take_first(at: int) -> int:
+    """Take the first item of the range at an address; -1 for none."""
+    while True:
+        seen = _load(at)
+        first, end = seen & _FIRST, seen >> _HALF
+        if first >= end:
+            return -1
+        if _exchange(at, seen, seen + 1):
+            return first
+
+
+@njit
+def _take_last(at: int) -> int:
+    """Take the last item of the range at an address; -1 for none."""
+    while True:
+        seen = _load(at)
+        first, end = seen & _FIRST, seen >> _HALF
+        if first >= end:
+            return -1
+        if _exchange(at, seen, seen - (1 << _HALF)):
+            return end - 1
+
+
+@njit
+def _take_part(team: int, me: int) -> None:
+    """Compute items of the call that is now, until none is left to take."""
+    threads = _load(team + THREADS)
+    if me >= threads:
+        return
+    for turn in range(threads):
+        at = team + RANGES + LINE * ((me + turn) % threads)
+        item = _take_first(at) if turn == 0 else _take_last(at)
+        while item >= 0:
+            _compute(_load(team + FUNCTION), item, _load(team + DATA))
+            _add(team + RANGES + LINE * me + _COMPUTED, 1)
+            item = _take_first(at) if turn == 0 else _take_last(at)
+
+
+@njit
+def _computed(team: int) -> int:
+    """Return how many items of the call are computed."""
+    total = 0
+    for thread in range(_load(team + SIZE)):
+        total += _load(team + RANGES + LINE * thread + _COMPUTED)
+    return total
+
+
+@njit
+def _call(team: int) -> None:
+    """Count a call, and wake who sleeps."""
+    _add(team + CALLS, 1)
+    if _load(team + SLEEPING) > 0:
+        _system_call(_FUTEX, team + CALLS, _WAKE, _MANY, 0, 0, 0)
+
+
+def _share(team: int, function: int, data: int, items: int, threads: int) -> None:
+    """Have the first ``threads`` of a team, the caller among them, call a function for each of ``items`` numbers."""
+    _store(team + FUNCTION, function)
+    _store(team + DATA, data)
+    _store(team + THREADS, threads)
+    for thread in range(_load(team + SIZE)):
+        _store(team + RANGES + LINE * thread + _COMPUTED, 0)
+    for thread in range(threads):
+        first, end = items * thread // threads, items * (thread + 1) // threads
+        _store(team + RANGES + LINE * thread, end << _HALF | first)
+    _call(team)
+    _take_part(team, 0)
+    looked = 0
+    while _computed(team) < items:
+        looked += 1
+        if looked < SPINS:
+            _pause()
+        else:
+            _yield_processor()
+
+
+def _serve(team: int, me: int) -> None:
+    """Take part in each call, as thread ``me`` of a team, until the team ends."""
+    seen = 0
+    while _load(team + ENDED) == 0:
+        looked = 0
+        while _load(team + CALLS) == seen:
+            looked += 1
+            if looked < SPINS:
+                _pause()
+            else:
+                _add(team + SLEEPING, 1)
+                _system_call(_FUTEX, team + CALLS, _WAIT, seen, 0, 0, 0)
+                _add(team + SLEEPING, -1)
+        seen = _load(team + CALLS)
+        _take_part(team, me)
+
+
+def _end(team: int) -> None:
+    """Have the other threads of a team return from `_serve`."""
+    _store(team + ENDED, 1)
+    _call(team)
+
+
+@dataclass(frozen=True)
+class Functions:
+    """Holds the address of `_share`, which compiled code calls, and the others as Python calls them, without the GIL."""
+
+    share: int
+    serve: Callable[[int, int], None]
+    end: Callable[[int], None]
+
+
+@cache
+def functions() -> Functions:
+    """Compile them, or load what a process has compiled before."""
+    share, serve, end = (
+        cfunc(types.void(*(types.int64,) * count), cache=True)(function)
+        for function, count in ((_share, 5), (_serve, 2), (_end, 1))
+    )
+    return Functions(share.address, serve.ctypes, end.ctypes)

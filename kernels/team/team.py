@@ -1,0 +1,84 @@
+"""Start the threads of a team, put each in its place, and end them.
+
+Invariants
+----------
+* A team is of the thread that makes it: `share_out` finds it there, and there alone.
+* The first thread stays free, so that threads which it starts later, for whatever library, may run anywhere.
+* A place is a wish: where the system refuses it, the thread runs where it did.
+"""
+
+import ctypes
+import os
+import platform
+import sys
+import threading
+from contextlib import suppress
+from functools import cache
+
+import numpy as np
+
+from samebit.kernels.team.current import set_team
+from samebit.kernels.team.places import places_of, siblings_of
+from samebit.kernels.team.sharing import LINE, RANGES, SHARE, SIZE, functions
+
+_WORD = 8
+
+
+def teams_run_here() -> bool:
+    """Return whether the system is one that `sharing` is written for."""
+    return sys.platform.startswith("linux") and platform.machine() == "x86_64"
+
+
+class Team:
+    """Computes with the thread that makes it, until that ends it.
+
+    Args:
+        size: of the team, the calling thread included.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 2:
+            raise ValueError(f"a team has at least two threads, got {size}")
+        compiled = functions()
+        self._size = size
+        self._memory = np.zeros((RANGES + LINE * (size + 1)) // _WORD, np.int64)
+        skipped = -self._memory.ctypes.data % LINE // _WORD
+        words = self._memory[skipped:]
+        words[SHARE // _WORD], words[SIZE // _WORD] = compiled.share, size
+        self._address = words.ctypes.data
+        self._threads = [
+            threading.Thread(
+                target=compiled.serve, args=(self._address, number), name=f"samebit-compute-{number}", daemon=True
+            )
+            for number in range(1, size)
+        ]
+        for thread in self._threads:
+            thread.start()
+        set_team(self._address)
+
+    def take_places(self) -> None:
+        """Give each thread a processor or a core of its own, where the team has as many as the caller may use."""
+        allowed = os.sched_getaffinity(0)
+        self._place(places_of(allowed, self._size, _libc().sched_getcpu(), siblings_of))
+
+    def leave_places(self) -> None:
+        """Let each thread run where the caller may."""
+        self._place([frozenset(os.sched_getaffinity(0))] * len(self._threads))
+
+    def end(self) -> None:
+        """End the other threads; the caller computes without a team again."""
+        set_team(0)
+        functions().end(self._address)
+        for thread in self._threads:
+            thread.join()
+
+    def _place(self, places: list[frozenset[int]]) -> None:
+        for thread, place in zip(self._threads, places, strict=False):  # none: all stay where they are
+            if thread.native_id is not None:
+                with suppress(OSError):
+                    os.sched_setaffinity(thread.native_id, place)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
