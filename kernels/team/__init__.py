@@ -1,5 +1,5 @@
 """Share out the items of kernels among threads that wait for nobody who is late.
 
-`sharing` is the compiled part, what each thread does; `team` starts the threads and ends them; `places` says on which
-processor each runs, and `current` is how compiled code finds the team of its thread. Imports nothing of samebit.
+`sharing` is what each thread does, compiled; `team` starts threads and ends them; `places` chooses the processor of
+each, and `current` tells compiled code the team of its thread. Imports nothing of samebit.
 """

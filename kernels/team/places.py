@@ -19,7 +19,7 @@ SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 def places_of(
     allowed: set[int], threads: int, here: int, siblings: Callable[[int], frozenset[int]]
 ) -> list[frozenset[int]]:
-    """Return the processors of each thread of a team but the first; none where they are not as many as processors or cores.
+    """Return the processors of each thread of a team but the first; none where processors, or cores, are not as many.
 
     Args:
         allowed: the processors that may be used.

@@ -1,4 +1,4 @@
-"""Share out the items of a call among the threads of a team, in compiled code.
+"""Share out the items of a kernel's call among the threads of a team, in compiled code.
 
 The items of a call are cut into a range a thread. A thread takes its own from the first on, neighbours in memory, and
 then the last ones of others. So the caller has computed all that a late thread has left by the time that it looks for
@@ -10,7 +10,7 @@ Invariants
 * An item is taken by an exchange of its range's word that fails where another thread was faster: exactly one takes it.
 * The caller returns when all items are computed. So a call lasts as long as somebody holds an item of it, and what a
   thread reads of a call after it has taken an item is of that call.
-* A thread that comes late, to a call that has ended or to the next one, finds empty ranges or whole ones: either is well.
+* A thread that comes late, to a call that has ended or to the next one, finds ranges that are empty or of that one.
 * An item shares out nothing itself.
 
 A team is memory of 64-bit words; what different threads write lies `LINE` bytes apart. Processors of x86-64, Linux.
@@ -129,8 +129,13 @@ def _compute(typingctx: Any, function: Any, item: Any, data: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@njit
-def _take_first(at: int) -> int:
+def _part(function: Callable[..., Any]) -> Any:
+    """Compile a function for the ones below."""
+    return njit(function)
+
+
+@_part
+def _take_first(at: int) -> Any:
     """Take the first item of the range at an address; -1 for none."""
     while True:
         seen = _load(at)
@@ -141,8 +146,8 @@ def _take_first(at: int) -> int:
             return first
 
 
-@njit
-def _take_last(at: int) -> int:
+@_part
+def _take_last(at: int) -> Any:
     """Take the last item of the range at an address; -1 for none."""
     while True:
         seen = _load(at)
@@ -153,7 +158,7 @@ def _take_last(at: int) -> int:
             return end - 1
 
 
-@njit
+@_part
 def _take_part(team: int, me: int) -> None:
     """Compute items of the call that is now, until none is left to take."""
     threads = _load(team + THREADS)
@@ -168,8 +173,8 @@ def _take_part(team: int, me: int) -> None:
             item = _take_first(at) if turn == 0 else _take_last(at)
 
 
-@njit
-def _computed(team: int) -> int:
+@_part
+def _computed(team: int) -> Any:
     """Return how many items of the call are computed."""
     total = 0
     for thread in range(_load(team + SIZE)):
@@ -177,7 +182,7 @@ def _computed(team: int) -> int:
     return total
 
 
-@njit
+@_part
 def _call(team: int) -> None:
     """Count a call, and wake who sleeps."""
     _add(team + CALLS, 1)
@@ -231,7 +236,7 @@ def _end(team: int) -> None:
 
 @dataclass(frozen=True)
 class Functions:
-    """Holds the address of `_share`, which compiled code calls, and the others as Python calls them, without the GIL."""
+    """Holds the address of `_share`, which compiled code calls, and the others for Python: they release the GIL."""
 
     share: int
     serve: Callable[[int, int], None]

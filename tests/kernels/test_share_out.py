@@ -2,28 +2,11 @@
 
 import os
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
-from numba import njit
 
-from samebit.kernels.cpu.base.jit import compile_kernel
-from samebit.kernels.cpu.base.share_out import share_out
-
-
-@njit(nogil=True, error_model="numpy")
-def _count(item: int, scale: float, counts: Any, refused: int) -> None:
-    if item == refused:
-        raise ValueError("an item that fails")
-    counts[item] += scale * (item + 1)
-
-
-def _kernel(threads: int, items: int, scale: float, counts: Any, refused: int) -> None:
-    share_out(_count, items, threads, (scale, counts, refused))
-
-
-kernel = compile_kernel(_kernel)
+from .counting_kernel import kernel
 
 
 def test_each_item_is_computed_once_whatever_the_threads() -> None:

@@ -6,13 +6,27 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from samebit.kernels.openmp import process_environment
+from samebit.kernels.team import team as teams
 from samebit.kernels.team.places import SIBLINGS, places_of, processors_in, siblings_of
+from samebit.kernels.team.sharing import functions
+from samebit.kernels.team.team import Team
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+
+from ..rollout.tiny_llama import tiny
+from .counting_kernel import kernel
 
 PROCESSORS = sorted(os.sched_getaffinity(0))
 MODELS = Path(__file__).parents[1] / "rollout"
@@ -50,6 +64,106 @@ with RolloutWorker(tiny(0), config=RolloutConfig(num_threads=int(sys.argv[1]), m
         ended = handle.result().samples[0].finish_reason
     print(json.dumps([working, when(lambda places: not places)]))
 """
+
+
+@contextmanager
+def a_team(size: int) -> Iterator[Team]:
+    team = Team(size)
+    try:
+        yield team
+    finally:
+        team.end()
+
+
+def counted(threads: int, items: int) -> bool:
+    """Tell whether a kernel computes each item once, and no other."""
+    counts = np.zeros(items + 1)
+    kernel(threads, items, 0.5, counts, -1)
+    return np.array_equal(counts, [*(0.5 * np.arange(1, items + 1)), 0.0])
+
+
+def compute_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("samebit-compute")]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_team_computes_each_item_once(size: int) -> None:
+    with a_team(size):
+        assert len(compute_threads()) == size - 1
+        for items in (0, 1, 2, 3, 7, 129, 1000):
+            for threads in (1, 2, size, 16):  # as many as there are, fewer, and more: those are of OpenMP
+                assert counted(threads, items)
+    assert compute_threads() == []
+    assert counted(size, 129)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    size=st.integers(2, 4),
+    calls=st.lists(
+        st.tuples(st.integers(0, 300), st.integers(1, 4), st.sampled_from([0, 0, 0, 1e-4, 1e-3])), max_size=60
+    ),
+)
+def test_calls_follow_each_other_while_threads_wake_work_and_fall_asleep(
+    size: int, calls: list[tuple[int, int, float]]
+) -> None:
+    with a_team(size):
+        for items, threads, rest in calls:
+            assert counted(threads, items)
+            time.sleep(rest)
+
+
+def test_nobody_waits_for_a_thread_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = threading.Event()
+
+    def late(team: int, me: int) -> None:
+        begin.wait()
+        functions().serve(team, me)
+
+    monkeypatch.setattr(teams, "functions", lambda: replace(functions(), serve=late))
+    with a_team(3):
+        assert all(counted(3, items) for items in (2, 3, 129))
+        begin.set()
+        assert all(counted(3, items) for items in (2, 3, 129))
+
+
+def test_an_item_that_raises_in_a_team_is_known_to_the_caller() -> None:
+    with a_team(2):
+        for refused in (0, 7):
+            with pytest.raises(MemoryError, match="no memory for a kernel's scratch"):
+                kernel(2, 8, 1.0, np.zeros(8), refused)
+        assert counted(2, 8)
+
+
+def test_a_team_is_of_the_thread_that_makes_it() -> None:
+    """Two threads with a team each, and one without, compute at the same time."""
+    right: list[bool] = []
+
+    def compute(size: int) -> None:
+        team = Team(size) if size > 1 else None
+        right.extend(counted(2, 100) for _ in range(300))
+        if team is not None:
+            team.end()
+
+    threads = [threading.Thread(target=compute, args=(size,)) for size in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 900
+    assert compute_threads() == []
+
+
+def test_one_thread_is_no_team() -> None:
+    with pytest.raises(ValueError, match="at least two threads, got 1"):
+        Team(1)
+
+
+def test_a_rollout_worker_has_a_team_until_it_is_closed() -> None:
+    with RolloutWorker(tiny(0), config=RolloutConfig(num_threads=2)) as worker:
+        worker.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        assert [thread.name for thread in compute_threads()] == ["samebit-compute-1"]
+    assert compute_threads() == []
 
 
 def one_core_each(processor: int) -> frozenset[int]:

@@ -4,5 +4,5 @@ From the ground up: `references` takes the counting of them out of what only bor
 that kernels call, `callee` lets them call kernels, and `jit` compiles kernels, which `kernel_cache` keeps on disk;
 `share_out` divides their items among threads; `memory` makes arrays of addresses; `numeric` computes with scalars;
 `vectors` emits sixteen lanes in LLVM, `rows` hands such functions their rows, `small_tiles` and `state_tiles` multiply
-with them. Imports `layout` and `openmp`, and nothing else of `cpu`.
+with them. Imports `layout`, `openmp` and `team`, and nothing else of `cpu`.
 """
