@@ -167,6 +167,7 @@ _GEMMA_NORM = NormFamily(1.0, "eps")
 _PRE_NORM = LayerFamily(pre_norm=True)
 _DELTA_LAYERS = LayerFamily(("linear_attention", "full_attention"))
 _QWEN_SHARED = SharedExperts("shared_expert", "shared_expert_gate")
+_OF_CHOSEN = ExpertFamily("SparseMoeBlock", "softmax_of_chosen")
 _SOFTMAX = ExpertFamily("SparseMoeBlock", "softmax", normalised="norm_topk_prob")
 
 _QWEN3_NEXT = Family(
@@ -208,13 +209,7 @@ FAMILIES = {
         Family("StableLm", unchanged),
         Family("Qwen3Moe", unchanged, attention=_HEAD_NORMS, experts=_SOFTMAX, layers=_PRE_NORM),
         Family("Olmoe", unchanged, attention=AttentionFamily("full"), experts=_SOFTMAX, layers=_PRE_NORM),
-        Family(
-            "Mixtral",
-            unchanged,
-            attention=_WINDOW,
-            experts=ExpertFamily("SparseMoeBlock", "softmax_of_chosen"),
-            layers=_PRE_NORM,
-        ),
+        Family("Mixtral", unchanged, attention=_WINDOW, experts=_OF_CHOSEN, layers=_PRE_NORM),
         Family(
             "Glm4Moe",
             unchanged,
