@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 
@@ -34,6 +35,10 @@ class Team:
 
     Args:
         size: of the team, the calling thread included.
+
+    Raises:
+        ValueError: a size below 2.
+        RuntimeError: the system can not start a thread.
     """
 
     def __init__(self, size: int) -> None:
@@ -46,14 +51,13 @@ class Team:
         words = self._memory[skipped:]
         words[SHARE // _WORD], words[SIZE // _WORD] = compiled.share, size
         self._address = words.ctypes.data
-        self._threads = [
-            threading.Thread(
-                target=compiled.serve, args=(self._address, number), name=f"samebit-compute-{number}", daemon=True
-            )
-            for number in range(1, size)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(1, size):
+                self._threads.append(_started(compiled.serve, self._address, number))
+        except RuntimeError:  # the system has no thread left
+            self.end()
+            raise
         set_team(self._address)
 
     def take_places(self) -> None:
@@ -77,6 +81,12 @@ class Team:
             if thread.native_id is not None:
                 with suppress(OSError):
                     os.sched_setaffinity(thread.native_id, place)
+
+
+def _started(serve: Callable[[int, int], None], team: int, number: int) -> threading.Thread:
+    thread = threading.Thread(target=serve, args=(team, number), name=f"samebit-compute-{number}", daemon=True)
+    thread.start()
+    return thread
 
 
 @cache

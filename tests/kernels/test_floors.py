@@ -22,9 +22,10 @@ DISPATCH = f"{PACKAGE}.ops.dispatch"
 BELOW = {
     "binding": {"binding", "ops", "layout"},
     "ops": {"ops", "layout"},
-    "cpu": {"cpu", "layout", "openmp"},
+    "cpu": {"cpu", "layout", "openmp", "team"},
     "triton": {"triton", "layout"},
     "layout": {"layout"},
+    "team": {"team"},
 }
 """What each floor may import, itself included; `ops.dispatch` the devices too."""
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -64,6 +65,14 @@ with RolloutWorker(tiny(0), config=RolloutConfig(num_threads=int(sys.argv[1]), m
         ended = handle.result().samples[0].finish_reason
     print(json.dumps([working, when(lambda places: not places)]))
 """
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    """Numba takes the threads of a thread's last kernel for its wish."""
+    before = numba.get_num_threads()
+    yield
+    numba.set_num_threads(before)
 
 
 @contextmanager
@@ -152,6 +161,21 @@ def test_a_team_is_of_the_thread_that_makes_it() -> None:
         thread.join()
     assert right == [True] * 900
     assert compute_threads() == []
+
+
+def test_a_team_that_can_not_be_started_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "samebit-compute-2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        Team(4)
+    assert compute_threads() == []
+    assert counted(4, 129)
 
 
 def test_one_thread_is_no_team() -> None:
