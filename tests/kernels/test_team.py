@@ -26,6 +26,7 @@ from samebit.kernels.team.sharing import functions
 from samebit.kernels.team.team import Team
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
+from ..patience import HANG
 from ..rollout.tiny_llama import tiny
 from .counting_kernel import kernel
 
@@ -91,18 +92,19 @@ def counted(threads: int, items: int) -> bool:
     return np.array_equal(counts, [*(0.5 * np.arange(1, items + 1)), 0.0])
 
 
-def compute_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("samebit-compute")]
+def compute_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("samebit-compute")}
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_team_computes_each_item_once(size: int) -> None:
+    before = compute_threads()
     with a_team(size):
-        assert len(compute_threads()) == size - 1
+        assert len(compute_threads() - before) == size - 1
         for items in (0, 1, 2, 3, 7, 129, 1000):
             for threads in (1, 2, size, 16):  # as many as there are, fewer, and more: those are of OpenMP
                 assert counted(threads, items)
-    assert compute_threads() == []
+    assert not compute_threads() - before
     assert counted(size, 129)
 
 
@@ -130,10 +132,22 @@ def test_nobody_waits_for_a_thread_that_is_late(monkeypatch: pytest.MonkeyPatch)
         functions().serve(team, me)
 
     monkeypatch.setattr(teams, "functions", lambda: replace(functions(), serve=late))
-    with a_team(3):
-        assert all(counted(3, items) for items in (2, 3, 129))
-        begin.set()
-        assert all(counted(3, items) for items in (2, 3, 129))
+    ended, right = threading.Event(), []
+
+    def compute() -> None:
+        with a_team(3):
+            right.append(all(counted(3, items) for items in (2, 3, 129)))
+            ended.set()
+            begin.wait()
+            right.append(all(counted(3, items) for items in (2, 3, 129)))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    before_they_began = ended.wait(HANG)
+    begin.set()
+    thread.join()
+    assert before_they_began
+    assert right == [True, True]
 
 
 def test_an_item_that_raises_in_a_team_is_known_to_the_caller() -> None:
@@ -147,6 +161,7 @@ def test_an_item_that_raises_in_a_team_is_known_to_the_caller() -> None:
 def test_a_team_is_of_the_thread_that_makes_it() -> None:
     """Two threads with a team each, and one without, compute at the same time."""
     right: list[bool] = []
+    before = compute_threads()
 
     def compute(size: int) -> None:
         team = Team(size) if size > 1 else None
@@ -160,11 +175,11 @@ def test_a_team_is_of_the_thread_that_makes_it() -> None:
     for thread in threads:
         thread.join()
     assert right == [True] * 900
-    assert compute_threads() == []
+    assert not compute_threads() - before
 
 
 def test_a_team_that_can_not_be_started_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Thread.start
+    start, before = threading.Thread.start, compute_threads()
 
     def refuse(thread: threading.Thread) -> None:
         if thread.name == "samebit-compute-2":
@@ -174,7 +189,7 @@ def test_a_team_that_can_not_be_started_leaves_no_thread(monkeypatch: pytest.Mon
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="can't start"):
         Team(4)
-    assert compute_threads() == []
+    assert not compute_threads() - before
     assert counted(4, 129)
 
 
@@ -184,10 +199,11 @@ def test_one_thread_is_no_team() -> None:
 
 
 def test_a_rollout_worker_has_a_team_until_it_is_closed() -> None:
+    before = compute_threads()
     with RolloutWorker(tiny(0), config=RolloutConfig(num_threads=2)) as worker:
         worker.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
-        assert [thread.name for thread in compute_threads()] == ["samebit-compute-1"]
-    assert compute_threads() == []
+        assert [thread.name for thread in compute_threads() - before] == ["samebit-compute-1"]
+    assert not compute_threads() - before
 
 
 def one_core_each(processor: int) -> frozenset[int]:
