@@ -1,9 +1,10 @@
-"""Compute the linear layer on the CPU: choose among the matrix products in `gemm`; gradients in bfloat16, and
-those of a few rows, are torch's.
+"""Compute the linear layer on the CPU: choose among the matrix products in `gemm`; gradients in bfloat16, those of
+a few rows, and those on processors without AVX-512 are torch's.
 
 T rows, K inputs, N outputs. Up to three layers of one input share the preparation of it and the start of the threads.
 """
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -11,13 +12,14 @@ import torch
 from samebit.kernels.cpu import weight_gradient
 from samebit.kernels.cpu.activation import gated_forward
 from samebit.kernels.cpu.base.memory import kind_of, with_unit_stride
+from samebit.kernels.cpu.base.vectors import REGISTERS
 from samebit.kernels.cpu.gemm import amx, amx_tiles, dots, dots_vectors, few_rows, many_rows
 from samebit.kernels.cpu.gemm.layers import in_one
 from samebit.kernels.layout.grids import LANES, ceil_div
 from samebit.kernels.layout.options import Layer, Saved
 
-_ROWS_OF_GRADIENTS = 64
-"""With fewer rows torch's products are faster."""
+_ROWS_OF_GRADIENTS = 64 if REGISTERS == 32 else sys.maxsize
+"""With fewer rows torch's products are faster; without AVX-512 with any number of them."""
 
 PRODUCTS_AN_ELEMENT = 16
 """Products that take the time of one element of a row-wise kernel."""
@@ -69,12 +71,14 @@ def multiply_gated(
 def gradient_of_inputs(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Implement `Operations.gradient_of_inputs`."""
     if not _by_own_kernels(grad):
-        return grad @ weight
+        return torch_product(grad, weight)
     return multiply(grad, ((weight.t(), None),))[0]
 
 
 def gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Implement `Operations.gradient_of_weight`."""
+    if not _by_own_kernels(grad):
+        return torch_product(grad.T, x)
     out = torch.empty(grad.size(1), x.size(1), dtype=grad.dtype)
     write_gradient_of_weight(grad, x, out)
     return out
@@ -83,7 +87,7 @@ def gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def write_gradient_of_weight(grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
     """Write `gradient_of_weight` to a contiguous ``[N, K]``."""
     if not _by_own_kernels(grad):
-        torch.mm(grad.T, x, out=out)
+        out.copy_(torch_product(grad.T, x))
         return
     (grad, grad_stride), (x, x_stride) = with_unit_stride(grad), with_unit_stride(x)
     (rows, outputs), inputs = grad.shape, x.size(1)
@@ -96,6 +100,16 @@ def write_gradient_of_weight(grad: torch.Tensor, x: torch.Tensor, out: torch.Ten
 def add_gradient_of_inputs(sums: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> None:
     """Implement `Operations.add_gradient_of_inputs`."""
     sums += gradient_of_inputs(grad, weight)
+
+
+def torch_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return torch's product of matrices, for gradients, rounded once.
+
+    Without instructions for bfloat16 torch takes up to a hundred times as long for it as for float32.
+    """
+    if left.dtype == torch.bfloat16 and not dots_vectors.available():
+        return torch.matmul(left.float(), right.float()).to(left.dtype)
+    return torch.matmul(left, right)
 
 
 def _by_own_kernels(grad: torch.Tensor) -> bool:

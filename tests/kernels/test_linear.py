@@ -175,6 +175,16 @@ def test_gradients_are_near_the_float64_oracle(dtype: torch.dtype) -> None:
         assert (a.grad - b.grad).norm() < {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype] * b.grad.norm()
 
 
+@pytest.mark.usefixtures("_plain_processor")
+def test_gradients_in_bfloat16_are_those_in_float32_where_there_are_no_instructions_for_it() -> None:
+    """torch multiplies bfloat16 too, which takes it up to a hundred times as long there."""
+    torch.manual_seed(1)
+    x, weight, grad = (torch.randn(shape).bfloat16() for shape in ((7, 100), (129, 100), (7, 129)))
+    found = gradients(x, weight, grad, 1)
+    exact = gradients(x.float(), weight.float(), grad.float(), 1)
+    assert all(torch.equal(one, other.bfloat16()) for one, other in zip(found, exact, strict=True))
+
+
 def test_only_the_gradients_that_are_asked_for() -> None:
     x, weight = torch.randn(5, 8), torch.randn(20, 8, requires_grad=True)
     linear(x, weight).sum().backward()

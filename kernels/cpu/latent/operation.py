@@ -12,7 +12,7 @@ from samebit.kernels.cpu.base.jit import array
 from samebit.kernels.cpu.base.memory import kind_of
 from samebit.kernels.cpu.gemm import amx_tiles, dots_vectors, heads
 from samebit.kernels.cpu.latent import backward, forward, write_pages
-from samebit.kernels.cpu.linear import PRODUCTS_AN_ELEMENT
+from samebit.kernels.cpu.linear import PRODUCTS_AN_ELEMENT, torch_product
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import LatentOptions, Saved
 from samebit.kernels.openmp import num_threads
@@ -120,5 +120,5 @@ def gradients_of_heads(
     """Implement `Operations.gradients_of_heads`."""
     upstream, inputs = grad.transpose(0, 1), x.transpose(0, 1)
     left, right = (inputs, upstream) if transposed else (upstream, inputs)
-    of_x = torch.matmul(upstream, weight.mT if transposed else weight).transpose(0, 1) if needed[0] else None
-    return of_x, torch.matmul(left.mT, right) if needed[1] else None
+    of_x = torch_product(upstream, weight.mT if transposed else weight).transpose(0, 1) if needed[0] else None
+    return of_x, torch_product(left.mT, right) if needed[1] else None
