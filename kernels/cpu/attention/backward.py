@@ -18,13 +18,14 @@ from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.base.small_tiles import tile_multiply, tile_multiply_add
+from samebit.kernels.cpu.gemm.many_rows_vectors import transpose_tile
 from samebit.kernels.layout.grids import KV_CHUNK, LANES
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _ROWS = 4
 _TILE = 32
-"""Rows whose weights are kept until they are added to the keys'; a multiple of `_ROWS`."""
+"""Rows whose weights are kept until they are added to the keys'; a multiple of `_ROWS` and of `LANES`."""
 
 
 class _Queries(NamedTuple):
@@ -126,10 +127,12 @@ def _load_queries(q: Any, out: Any, grad: Any, shape: Any, place: Any) -> Any:
     delta = np.zeros(rows, np.float32)
     for r in range(rows):
         token, head = place.row + r // group, place.kv_head * group + r % group
+        total = _ZERO
         for d in range(head_dim):
             query[r * wide + d] = widen(q[token, head, d])
             upstream[r * wide + d] = widen(grad[token, head, d])
-            delta[r] = fma(upstream[r * wide + d], widen(out[token, head, d]), delta[r])
+            total = fma(upstream[r * wide + d], widen(out[token, head, d]), total)
+        delta[r] = total
     return _Queries(query, upstream, delta, np.zeros(rows * wide, np.float32), wide)
 
 
@@ -156,8 +159,8 @@ def _chunk_gradients(
     group, window = shape.group, softmax.window
     rows = place.count * group
     last_row = rows if window <= 0 else min(rows, (base + count - 1 + window) * group)
-    s = np.zeros(_ROWS * KV_CHUNK, np.float32)
-    slopes = np.zeros(_ROWS * KV_CHUNK, np.float32)
+    s = np.zeros(_TILE * KV_CHUNK, np.float32)
+    slopes = np.zeros(_TILE * KV_CHUNK, np.float32)
     weights = np.zeros(KV_CHUNK * _TILE, np.float32)
     bends = np.zeros(KV_CHUNK * _TILE, np.float32)
     for first in range(base * group, last_row, _TILE):
@@ -165,11 +168,12 @@ def _chunk_gradients(
         for r in range(first, end, _ROWS):
             many = _ROWS if r + _ROWS <= end else 1
             for row in range(r, min(r + _ROWS, end), many):
-                _tile_of_slopes(shape, softmax, place, base, count, lse, queries, chunk, row, many, s, slopes)
-                for i in range(many):
-                    for j in range(count):
-                        weights[j * _TILE + row + i - first] = s[i * KV_CHUNK + j]
-                        bends[j * _TILE + row + i - first] = slopes[i * KV_CHUNK + j]
+                at = (row - first) * KV_CHUNK
+                _tile_of_slopes(shape, softmax, place, base, count, lse, queries, chunk, row, many, s, slopes, at)
+        for row in range(0, end - first, LANES):
+            for key in range(0, count, LANES):
+                transpose_tile(s, row * KV_CHUNK + key, KV_CHUNK, weights, key * _TILE + row, _TILE)
+                transpose_tile(slopes, row * KV_CHUNK + key, KV_CHUNK, bends, key * _TILE + row, _TILE)
         _add_to_keys(weights, queries.upstream, chunk.grad_values, queries.wide, group, window, base, count, first, end)
         _add_to_keys(bends, queries.query, chunk.grad_keys, queries.wide, group, window, base, count, first, end)
 
@@ -177,40 +181,44 @@ def _chunk_gradients(
 @inlined_part
 def _tile_of_slopes(
     shape: Any, softmax: Any, place: Any, base: int, count: int, lse: Any, queries: Any, chunk: Any, row: int,
-    many: int, s: Any, slopes: Any,
+    many: int, s: Any, slopes: Any, first: int,
 ) -> None:  # fmt: skip
-    """Compute the probabilities ``s`` of ``many`` rows from ``row`` on and their ``slopes``, add to grad_query."""
+    """Compute the probabilities of ``many`` rows from ``row`` on and their ``slopes``, add to grad_query.
+
+    Both are written to rows of `KV_CHUNK` elements from ``first`` on.
+    """
     group, wide, window = shape.group, queries.wide, softmax.window
     most = min(count, (row + many - 1) // group + 1 - base)
     for at in range(0, most, 2 * LANES):
         tile_multiply(
             many, 2, Rows(queries.query, row * wide, wide), Rows(chunk.keys, at, KV_CHUNK), shape.head_dim,
-            Rows(s, at, KV_CHUNK),
+            Rows(s, first + at, KV_CHUNK),
         )  # fmt: skip
         tile_multiply(
             many, 2, Rows(queries.upstream, row * wide, wide), Rows(chunk.values, at, KV_CHUNK), shape.head_dim,
-            Rows(slopes, at, KV_CHUNK),
+            Rows(slopes, first + at, KV_CHUNK),
         )  # fmt: skip
     for i in range(many):
         r = row + i
         token = r // group
         lo = max(0, token - window + 1 - base) if window > 0 else 0
         shift = lse[place.row + token, place.kv_head * group + r % group]
-        scores, bends = s[i * KV_CHUNK : (i + 1) * KV_CHUNK], slopes[i * KV_CHUNK : (i + 1) * KV_CHUNK]
+        begin, end = first + i * KV_CHUNK, first + (i + 1) * KV_CHUNK
+        scores, bends = s[begin:end], slopes[begin:end]
         _to_slopes(softmax, shift, queries.delta[r], lo, min(count, token + 1 - base), scores, bends)
     least = min(count, row // group + 1 - base)  # keys that all of these rows see
     at = 0
     while at < wide:
         columns = _columns(wide - at)
         tile_multiply_add(
-            many, columns, Rows(slopes, 0, KV_CHUNK), Rows(chunk.key_rows, at, wide), least,
+            many, columns, Rows(slopes, first, KV_CHUNK), Rows(chunk.key_rows, at, wide), least,
             Rows(queries.grad_query, row * wide + at, wide),
         )  # fmt: skip
         for i in range(many):
             own = min(count, (row + i) // group + 1 - base) - least
             tile_multiply_add(
-                1, columns, Rows(slopes, i * KV_CHUNK + least, KV_CHUNK), Rows(chunk.key_rows, least * wide + at, wide),
-                own, Rows(queries.grad_query, (row + i) * wide + at, wide),
+                1, columns, Rows(slopes, first + i * KV_CHUNK + least, KV_CHUNK),
+                Rows(chunk.key_rows, least * wide + at, wide), own, Rows(queries.grad_query, (row + i) * wide + at, wide),
             )  # fmt: skip
         at += columns * LANES
 
@@ -266,13 +274,15 @@ def _columns(left: int) -> int:
 @inlined_part
 def _to_slopes(softmax: Any, shift: Any, delta: Any, lo: int, hi: int, p: Any, slope: Any) -> None:
     """Turn raw scores ``p`` into probabilities, and their gradients ``slope`` into those of the raw scores."""
-    for j in range(KV_CHUNK):
+    for j in range(KV_CHUNK):  # all of them: to leave some out takes longer than to compute them
         s = p[j] * softmax.scale
         bend = _ONE
         if softmax.softcap > _ZERO:
             t = tanh(s / softmax.softcap)
             s = softmax.softcap * t
             bend = _ONE - t * t
-        seen = lo <= j and j < hi
-        p[j] = exp(s - shift) if seen else _ZERO
-        slope[j] = p[j] * (slope[j] - delta) * bend * softmax.scale if seen else _ZERO
+        p[j] = exp(s - shift)
+        slope[j] = p[j] * (slope[j] - delta) * bend * softmax.scale
+    for unseen in (slice(0, lo), slice(hi, KV_CHUNK)):
+        p[unseen] = _ZERO
+        slope[unseen] = _ZERO
