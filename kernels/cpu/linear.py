@@ -4,7 +4,6 @@ a few rows, and those on processors without AVX-512 are torch's.
 T rows, K inputs, N outputs. Up to three layers of one input share the preparation of it and the start of the threads.
 """
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -18,8 +17,8 @@ from samebit.kernels.cpu.gemm.layers import in_one
 from samebit.kernels.layout.grids import LANES, ceil_div
 from samebit.kernels.layout.options import Layer, Saved
 
-_ROWS_OF_GRADIENTS = 64 if REGISTERS == 32 else sys.maxsize
-"""With fewer rows torch's products are faster; without AVX-512 with any number of them."""
+_ROWS_OF_GRADIENTS = 64
+"""With fewer rows torch's products are faster."""
 
 PRODUCTS_AN_ELEMENT = 16
 """Products that take the time of one element of a row-wise kernel."""
@@ -113,5 +112,7 @@ def torch_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _by_own_kernels(grad: torch.Tensor) -> bool:
-    """Return whether gradients are not torch's: in float32, where there are rows enough to turn a weight over for."""
-    return grad.dtype == torch.float32 and grad.numel() >= _ROWS_OF_GRADIENTS * grad.size(-1)
+    """Return whether gradients are not torch's: in float32, where there are rows enough to turn a weight over for, and
+    AVX-512; without it torch's are faster."""
+    enough = grad.numel() >= _ROWS_OF_GRADIENTS * grad.size(-1)
+    return REGISTERS == 32 and grad.dtype == torch.float32 and enough

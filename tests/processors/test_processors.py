@@ -74,12 +74,26 @@ def test_as_numba_compiles_for_a_haswell(tmp_path: Path) -> None:
     run_tests(arguments, HASWELL | {"NUMBA_CACHE_DIR": str(tmp_path)}, 60)
 
 
+PLUGINS = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+EMULATED = [
+    *(f"tests/kernels/test_{name}.py" for name in ("linear", "experts", "latent", "sparse", "scored_head")),
+    *(f"tests/exactness/test_{name}_layer.py" for name in ("dense", "delta", "latent", "sparse")),
+    *(f"tests/exactness/test_{name}.py" for name in ("experts", "expert_blocks", "expert_calls", "latent_families")),
+    *(f"tests/exactness/test_{name}.py" for name in ("rollout", "gradients", "prefix_cache")),
+]
+"""Lists what is run as on processors with other products of bfloat16."""
+
+
+@pytest.mark.skipif(not FEATURES.get("avx2"), reason="this processor has no avx2")
+def test_as_pairs_multiply(tmp_path: Path) -> None:
+    """A few tests, as on a processor with AVX-512 and instructions for bfloat16 (AVX512-BF16)."""
+    environment = {"PYTHONPATH": os.pathsep.join(PLUGINS), "NUMBA_CACHE_DIR": str(tmp_path)}
+    run_tests(["-p", "emulated_pairs", EMULATED[0], "-k", "few_rows and pairs and 129"], environment, HANG / 60)
+
+
 @long
-def test_as_tiles_multiply(tmp_path: Path) -> None:
-    """The instructions (AMX) are emulated; where a processor has them, tests of the kernels use them as they are."""
-    names = "experts expert_blocks latent_families rollout gradients prefix_cache"
-    models = [f"tests/exactness/test_{name}.py" for name in names.split()]
-    kernels = [f"tests/kernels/test_{name}.py" for name in ("linear", "experts", "latent", "scored_head")]
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "NUMBA_CACHE_DIR": str(tmp_path), "SAMEBIT_SOAK_CASES": ""}
-    run_tests(["-p", "emulated_tiles", *kernels, *models, "-k", "tiles or bfloat16 or dtype1"], environment, 60)
+@pytest.mark.parametrize("plugin", ["emulated_tiles", "emulated_pairs"])
+def test_as_other_processors_multiply_bfloat16(tmp_path: Path, plugin: str) -> None:
+    """The instructions are emulated; where a processor has them, tests of the kernels use them as they are."""
+    environment = {"PYTHONPATH": os.pathsep.join(PLUGINS), "NUMBA_CACHE_DIR": str(tmp_path), "SAMEBIT_SOAK_CASES": ""}
+    run_tests(["-p", plugin, *EMULATED, "-k", "tiles or pairs or bfloat16 or dtype1"], environment, 60)

@@ -218,7 +218,8 @@ def _tile_of_slopes(
             own = min(count, (row + i) // group + 1 - base) - least
             tile_multiply_add(
                 1, columns, Rows(slopes, first + i * KV_CHUNK + least, KV_CHUNK),
-                Rows(chunk.key_rows, least * wide + at, wide), own, Rows(queries.grad_query, (row + i) * wide + at, wide),
+                Rows(chunk.key_rows, least * wide + at, wide), own,
+                Rows(queries.grad_query, (row + i) * wide + at, wide),
             )  # fmt: skip
         at += columns * LANES
 
