@@ -10,14 +10,12 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import CRITICAL
 
 from samebit.kernels.openmp import ENVIRONMENT
 
-MODEL = "a Hugging Face model folder, or a name of the Hugging Face hub; no tokenizer is needed"
-DEQUANTIZE = "take weights that the folder holds quantized (mxfp4, fp8 in blocks) as bfloat16"
 FAILED, UNUSABLE = 1, 2
 """The command exits so where a promise is broken, and where it could not be carried out."""
 
@@ -29,24 +27,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         _let_idle_threads_sleep()
     if given[:1] == ["serve"]:
         return _serve(given[1:])
-    arguments = _parser().parse_args(given)
-    code: int = arguments.run(arguments)
-    return code
+    return _answer(_parser().parse_args(given))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="samebit", description="An RL rollout engine that agrees with its trainer.")
-    commands = parser.add_subparsers(title="commands", required=True)
+    commands = parser.add_subparsers(title="commands", required=True, dest="command")
     check = commands.add_parser(
         "check",
         help="compare rollout and trainer bit for bit on your model and machine",
         description="Generates from random prompts under many schedules and compares each reported log-probability "
         "with the training forward, bit for bit. Exit code 0: all equal; 1: some differ; 2: can not be checked.",
     )
-    check.add_argument("model_dir", metavar="MODEL", help=MODEL)
-    check.add_argument("--revision", metavar="REV", help="branch, tag or commit of a name (its main branch)")
-    check.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    check.add_argument("--dequantize", action="store_true", help=DEQUANTIZE)
+    _add_model(check, _check, ("auto", "float32", "bfloat16", "float16"))
     check.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     check.add_argument(
         "--tokens", type=_positive, metavar="N", help="new tokens a request (32), up to half of the model's length"
@@ -54,28 +47,40 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--ssm-chunk", type=_positive, metavar="N", help="grid of the states of a model with recurrent layers (64)"
     )
-    check.add_argument("--seed", type=_natural, default=0, metavar="N", help="of prompts and samples (0)")
-    check.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    check.set_defaults(run=_check)
     bench = commands.add_parser(
         "bench",
         help="measure your model on your machine, or print what a sequence takes of memory",
         description="Generates from random prompts, all at once, and prints output tokens per second and the time to "
         "the first token: median and extremes of three rounds. Exit code 2: the model can not be measured.",
     )
-    bench.add_argument("model_dir", metavar="MODEL", help=MODEL)
-    bench.add_argument("--revision", metavar="REV", help="branch, tag or commit of a name (its main branch)")
+    _add_model(bench, _bench, ("auto", "float32", "bfloat16"))
     bench.add_argument("--memory", action="store_true", help="bytes of a KV block and of states; nothing is computed")
-    bench.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    bench.add_argument("--dequantize", action="store_true", help=DEQUANTIZE)
     bench.add_argument("--requests", type=_positive, default=16, metavar="N", help="requests at once (16)")
     bench.add_argument("--prompt", type=_positive, default=128, metavar="N", help="tokens a prompt (128)")
     bench.add_argument("--tokens", type=_positive, default=64, metavar="N", help="new tokens a request (64)")
-    bench.add_argument("--seed", type=_natural, default=0, metavar="N", help="of prompts (0)")
-    bench.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    bench.set_defaults(run=_bench)
     commands.add_parser("serve", help="answer over HTTP: OpenAI's endpoints, vLLM's RL dialect, metrics")
     return parser
+
+
+def _add_model(
+    command: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], dtypes: Sequence[str]
+) -> None:
+    """Add the options that all commands about a model have."""
+    command.add_argument(
+        "model_dir",
+        metavar="MODEL",
+        help="a Hugging Face model folder, or a name of the Hugging Face hub; no tokenizer is needed",
+    )
+    command.add_argument("--revision", metavar="REV", help="branch, tag or commit of a name (its main branch)")
+    command.add_argument("--dtype", default="auto", choices=dtypes)
+    command.add_argument(
+        "--dequantize",
+        action="store_true",
+        help="take weights that the folder holds quantized (mxfp4, fp8 in blocks) as bfloat16",
+    )
+    command.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the prompts, and of samples (0)")
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    command.set_defaults(run=run)
 
 
 def _positive(text: str) -> int:
@@ -117,38 +122,46 @@ def _collecting_no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _check(arguments: argparse.Namespace) -> int:
+def _answer(arguments: argparse.Namespace) -> int:
+    """Run a command about a model; where that can not be, one line says why."""
     with _collecting_no_garbage():
         from safetensors import SafetensorError
         from transformers.utils import logging
 
-        from samebit.rollout.audit.audit import check_model
-        from samebit.rollout.audit.compare import Row
         from samebit.rollout.errors import NonFiniteLogitsError
 
     logging.disable_progress_bar()
     logging.set_verbosity(CRITICAL)  # what matters of it is in the error
-    rows: list[Row] = []
     try:
-        for row in check_model(
-            arguments.model_dir,
-            arguments.dtype,
-            arguments.tokens,
-            arguments.seed,
-            arguments.device,
-            arguments.ssm_chunk,
-            arguments.revision,
-            arguments.dequantize,
-        ):
-            if not (rows or arguments.json):
-                sys.stdout.write(f"{'':<52}{'tokens':>9}{'differing':>11}{'max |diff|':>12}\n")
-            rows.append(row)
-            if not arguments.json:
-                sys.stdout.write(f"{row.name:<52}{row.tokens:>9,}{row.differing:>11,}{row.max_abs_diff:>12.3g}\n")
-                sys.stdout.flush()
+        code: int = arguments.run(arguments)
     except (ValueError, OSError, SafetensorError, NonFiniteLogitsError) as error:
-        sys.stderr.write(f"samebit check: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"samebit {arguments.command}: {' '.join(str(error).split())}\n")
         return UNUSABLE
+    return code
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    with _collecting_no_garbage():
+        from samebit.rollout.audit.audit import check_model
+        from samebit.rollout.audit.compare import Row
+
+    rows: list[Row] = []
+    for row in check_model(
+        arguments.model_dir,
+        dtype=arguments.dtype,
+        new_tokens=arguments.tokens,
+        seed=arguments.seed,
+        device=arguments.device,
+        ssm_chunk=arguments.ssm_chunk,
+        revision=arguments.revision,
+        dequantize=arguments.dequantize,
+    ):
+        if not (rows or arguments.json):
+            sys.stdout.write(f"{'':<52}{'tokens':>9}{'differing':>11}{'max |diff|':>12}\n")
+        rows.append(row)
+        if not arguments.json:
+            sys.stdout.write(f"{row.name:<52}{row.tokens:>9,}{row.differing:>11,}{row.max_abs_diff:>12.3g}\n")
+            sys.stdout.flush()
     ok = all(row.differing == 0 for row in rows if row.promised)
     if arguments.json:
         sys.stdout.write(json.dumps({"ok": ok, "rows": [row.as_json() for row in rows]}) + "\n")
@@ -159,27 +172,14 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     with _collecting_no_garbage():
-        from safetensors import SafetensorError
-        from transformers.utils import logging
-
         from samebit.rollout.audit.speed import Load, memory_figures, speed_figures
-        from samebit.rollout.errors import NonFiniteLogitsError
 
-    logging.disable_progress_bar()
-    logging.set_verbosity(CRITICAL)  # what matters of it is in the error
     load = Load(arguments.requests, arguments.prompt, arguments.tokens, arguments.seed)
-    try:
-        if arguments.memory:
-            figures = memory_figures(
-                arguments.model_dir, arguments.dtype, arguments.revision, dequantize=arguments.dequantize
-            )
-        else:
-            figures = speed_figures(
-                arguments.model_dir, load, arguments.dtype, arguments.revision, dequantize=arguments.dequantize
-            )
-    except (ValueError, OSError, SafetensorError, NonFiniteLogitsError) as error:
-        sys.stderr.write(f"samebit bench: {' '.join(str(error).split())}\n")
-        return UNUSABLE
+    model = {"dtype": arguments.dtype, "revision": arguments.revision, "dequantize": arguments.dequantize}
+    if arguments.memory:
+        figures = memory_figures(arguments.model_dir, **model)
+    else:
+        figures = speed_figures(arguments.model_dir, load, **model)
     if arguments.json:
         metrics = {one.name: {"value": one.value, "min": one.min, "max": one.max} for one in figures}
         sys.stdout.write(json.dumps({"meta": {} if arguments.memory else vars(load), "metrics": metrics}) + "\n")
