@@ -1,4 +1,4 @@
-"""Every file, link and anchor that the documentation names is there, and its prose wraps."""
+"""Every file, link and anchor that the documentation names is there, every folder is named, and prose wraps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ FILE = re.compile(r"(?<![\w/.<-])((?:[\w.-]+/)+[\w.-]+\.(?:py|json|yaml|md))\b")
 BARE = re.compile(r"`([\w-]+\.py)`")
 NO_PROSE = re.compile(r"(    |#|\s*\|)")  # code, headings, tables
 WIDTH = 100
+PACKAGES = ("kernels", "rollout", "weight_sync")
 UNWRAPPED = ("benchmarks/README.md",)  # written line by line, as things are measured
 SHORTHANDS = (
     ROOT,
@@ -51,6 +52,13 @@ def test_what_a_page_names_exists(page: Path) -> None:
     missing += [name for name in FILE.findall(LINK.sub("", text)) if not any((at / name).exists() for at in folders)]
     missing += [name for name in BARE.findall(text) if name not in NAMES]
     assert not [name for name in missing if not name.startswith(("runs/", "path/", "models/"))]
+
+
+def test_the_architecture_page_has_every_folder() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.partition("## The folders")[2].partition("\n## ")[0]
+    folders = {f"{top}/{found.parent.name}/" for top in PACKAGES for found in (ROOT / top).glob("*/__init__.py")}
+    assert set(re.findall(rf"`((?:{'|'.join(PACKAGES)})/\w+/)`", section)) == folders
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "SECURITY.md"], ids=lambda page: str(page.relative_to(ROOT)))
