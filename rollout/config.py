@@ -112,45 +112,12 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         self._take_plain_values()
-        if self.block_size is not None and not _power_of_two(self.block_size):
-            raise ValueError(f"block_size must be a power of two (1, 2, 4, ...) or None, got {shown(self.block_size)}")
+        self._check_simple_fields()
+        self._check_block_size()
         self._check_pool_size()
-        check_positive_int("max_num_seqs", self.max_num_seqs)
-        check_positive_int("max_num_batched_tokens", self.max_num_batched_tokens)
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}): each running "
-                f"sequence computes one token a step; got {self.max_num_batched_tokens}"
-            )
-        if self.max_model_len is not None:
-            check_positive_int("max_model_len", self.max_model_len)
-            if self.max_model_len < 2:
-                raise ValueError("max_model_len must be at least 2 (one prompt token, one new), got 1")
-        check_bool("enable_prefix_caching", self.enable_prefix_caching)
-        check_one_of("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
+        self._check_step_size()
         self._check_state_cache()
-        if self.num_threads is not None:
-            check_positive_int("num_threads", self.num_threads)
-        if as_int(self.seed) is None or not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be an int from 0 to 2**63 - 1, got {shown(self.seed)}")
-        check_one_of("while_asleep", self.while_asleep, WHILE_ASLEEP)
-        if self.revision is not None and not (isinstance(self.revision, str) and self.revision):
-            raise ValueError(f"revision must be a non-empty string or None, got {shown(self.revision)}")
-        check_bool("dequantize", self.dequantize)
         self._check_digest_key()
-        check_bool("exact", self.exact)
-        check_bool("enforce_eager", self.enforce_eager)
-        for name, given in (("async_scheduling", self.async_scheduling), ("self_test", self.self_test)):
-            if given is not None and not isinstance(given, bool):
-                raise ValueError(f"{name} must be True, False or None, got {shown(given)}")
-        if self.self_test and not self.exact:
-            raise ValueError("self_test=True compares what exact=False gives up; allowed with it: False or None")
-        check_one_of("device", self.device, DEVICES)
-        if self.block_size is not None and self.block_size < SMALLEST_BLOCK[self.device]:
-            least = SMALLEST_BLOCK[self.device]
-            raise ValueError(
-                f"block_size on {self.device!r} must be a power of two from {least} on or None, got {self.block_size}"
-            )
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device='cuda', but torch {torch.__version__} sees no CUDA device here; allowed: 'cpu'")
         self.torch_dtype()
@@ -209,6 +176,51 @@ class RolloutConfig:
         if self.device != "cuda" or self.num_blocks is not None or self.kv_cache_gb is not None:
             return None
         return DEFAULT_GPU_SHARE if self.gpu_memory_utilization is None else self.gpu_memory_utilization
+
+    def _check_block_size(self) -> None:
+        check_one_of("device", self.device, DEVICES)
+        if self.block_size is None:
+            return
+        if not _power_of_two(self.block_size):
+            raise ValueError(f"block_size must be a power of two (1, 2, 4, ...) or None, got {shown(self.block_size)}")
+        least = SMALLEST_BLOCK[self.device]
+        if self.block_size < least:
+            raise ValueError(
+                f"block_size on {self.device!r} must be a power of two from {least} on or None, got {self.block_size}"
+            )
+
+    def _check_step_size(self) -> None:
+        check_positive_int("max_num_seqs", self.max_num_seqs)
+        check_positive_int("max_num_batched_tokens", self.max_num_batched_tokens)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}): each running "
+                f"sequence computes one token a step; got {self.max_num_batched_tokens}"
+            )
+        if self.max_model_len is not None:
+            check_positive_int("max_model_len", self.max_model_len)
+            if self.max_model_len < 2:
+                raise ValueError("max_model_len must be at least 2 (one prompt token, one new), got 1")
+
+    def _check_simple_fields(self) -> None:
+        """Check the fields whose values depend on no other field, and what self_test may be."""
+        check_one_of("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
+        check_one_of("while_asleep", self.while_asleep, WHILE_ASLEEP)
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("dequantize", self.dequantize)
+        check_bool("exact", self.exact)
+        check_bool("enforce_eager", self.enforce_eager)
+        if self.num_threads is not None:
+            check_positive_int("num_threads", self.num_threads)
+        if as_int(self.seed) is None or not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be an int from 0 to 2**63 - 1, got {shown(self.seed)}")
+        if self.revision is not None and not (isinstance(self.revision, str) and self.revision):
+            raise ValueError(f"revision must be a non-empty string or None, got {shown(self.revision)}")
+        for name, given in (("async_scheduling", self.async_scheduling), ("self_test", self.self_test)):
+            if given is not None and not isinstance(given, bool):
+                raise ValueError(f"{name} must be True, False or None, got {shown(given)}")
+        if self.self_test and not self.exact:
+            raise ValueError("self_test=True compares what exact=False gives up; allowed with it: False or None")
 
     def _check_pool_size(self) -> None:
         ways = {
