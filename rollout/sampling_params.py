@@ -137,7 +137,7 @@ class SamplingParams:
         return () if self.stop_token_ids is None else tuple(self.stop_token_ids)
 
     def placed(self, seed: int, adapter: str | None) -> SamplingParams:
-        """Return these with a seed and an adapter that are known to be right; nothing is checked again."""
+        """Return the same with a seed and an adapter that are known to be right; nothing is checked again."""
         other = copy.copy(self)
         object.__setattr__(other, "seed", seed)
         object.__setattr__(other, "adapter", adapter)

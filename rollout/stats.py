@@ -45,7 +45,7 @@ def worker_stats(engine: Engine, num_unstarted: int = 0) -> dict[str, float]:
 
 
 def _checkpoint_stats(checkpoints: CheckpointPool) -> dict[str, float]:
-    """Name its numbers: all are 0 without recurrent layers, and without prefix caching."""
+    """Return the numbers of the checkpoint pool: all 0 without recurrent layers or without prefix caching."""
     counters = checkpoints.counters
     return {
         "states_used": len(checkpoints),

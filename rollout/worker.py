@@ -112,7 +112,7 @@ class RolloutWorker(Closing):
 
     @property
     def module(self) -> nn.Module:
-        """Return the model that it generates with: the trainer's own, or the one it has loaded."""
+        """Return the model that the worker generates with: the trainer's own, or the one it has loaded."""
         return self._weights.module
 
     @property
@@ -176,7 +176,7 @@ class RolloutWorker(Closing):
         request_ids: list[str | None],
         handles: list[RequestHandle],
     ) -> None:
-        """Queue them. `handles` gets theirs before that: a caller that is interrupted can abort them."""
+        """Queue prompts. `handles` is filled first, so that a caller that is interrupted can abort the requests."""
         self._thread.check_thread()
         self._status.check_accepts_requests()
         self._weights.check_module()
@@ -326,25 +326,25 @@ class RolloutWorker(Closing):
 
     @property
     def paused(self) -> bool:
-        """Return whether it stands still until `resume()`."""
+        """Return whether the worker stands still until `resume()`."""
         return self._status.paused
 
     @property
     def sleeping(self) -> tuple[str, ...]:
-        """Return the tags that sleep."""
+        """Return the tags of the memory that sleeps: "weights", "kv_cache"."""
         return self._status.sleeping
 
     @property
     def has_weights(self) -> bool:
-        """Return whether its weights are there: awake, and complete."""
+        """Return whether the weights are in memory and complete."""
         return self._status.incomplete is None and "weights" not in self.sleeping
 
     def after_steps(self, listener: Callable[[], None]) -> None:
-        """Call it in the generation thread after each step, for as long as the worker lives. It must not wait."""
+        """Call `listener` in the generation thread after each step, while the worker lives. It must not wait."""
         self._thread.after_steps(listener)
 
     def open_cache_journal(self, incarnation: int) -> CacheJournal:
-        """Note from now on what the prefix cache can hit and what no longer, for a reader in any thread."""
+        """Record, from now on, which blocks enter and leave the prefix cache; any thread may read the journal."""
         return self._thread.run(lambda engine: engine.cache.open_journal(incarnation))
 
     def cache_snapshot(self, journal: CacheJournal) -> CacheSnapshot:

@@ -99,7 +99,7 @@ class _Copy:
     """Holds the bits of tensors, in a file without a name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write them. Raises `OSError` when there is no room."""
+        """Write the tensors. Raises `OSError` when there is no room."""
         self._begins: dict[str, int] = {}
         with ExitStack() as stack:
             self._file = stack.enter_context(tempfile.TemporaryFile())

@@ -1,4 +1,4 @@
-"""Know which adapter a request goes through.
+"""Find the adapter that a request goes through.
 
 Invariants
 ----------

@@ -17,7 +17,7 @@ Difference = tuple[int, int, float]
 
 @dataclass(frozen=True)
 class Row:
-    """Is one line of the report: how many tokens were compared under this condition, and how many differ.
+    """Holds one line of the report: how many tokens were compared under a condition, and how many differ.
 
     promised: that none does; False where the row tells what an alternative would cost.
     """
@@ -29,7 +29,7 @@ class Row:
     promised: bool = True
 
     def as_json(self) -> dict[str, object]:
-        """Return it as `samebit check --json` prints it: `promised` only where it is not."""
+        """Return the row as `samebit check --json` prints it; `promised` appears only where it is false."""
         fields = dict(vars(self))
         return {name: value for name, value in fields.items() if name != "promised" or not value}
 

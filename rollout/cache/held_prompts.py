@@ -40,7 +40,7 @@ class HeldPrompts:
         self._without_keeper: dict[HeldPrompt, None] = {}
 
     def __contains__(self, prompt: HeldPrompt) -> bool:
-        """Tell whether it is held."""
+        """Tell whether a prompt is held."""
         return prompt in self._held
 
     def hold_first(self, leader: CacheEntry, samples: list[CacheEntry]) -> None:
@@ -110,7 +110,7 @@ class HeldPrompts:
         return True
 
     def drop_all(self) -> None:
-        """Give up all of them."""
+        """Give up all prompts."""
         for prompt in list(self._held):
             self._end(prompt)
 

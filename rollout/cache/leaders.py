@@ -29,11 +29,11 @@ class Leaders:
         self._waits_for: dict[Sequence, Awaited] = {}
 
     def __contains__(self, sequence: Sequence) -> bool:
-        """Tell whether it waits behind a leader."""
+        """Tell whether a sequence waits behind a leader."""
         return sequence in self._waits_for
 
     def lead(self, sequence: Sequence, awaited: list[Awaited]) -> None:
-        """Note that `sequence` is going to compute and publish these, but for those that are led already."""
+        """Note that `sequence` will compute and publish these blocks or prompts, except those that have a leader."""
         led = {digest: None for digest in awaited if digest not in self._led}
         if led:
             self._leading[sequence] = led
@@ -60,7 +60,7 @@ class Leaders:
         return self._led.get(awaited)
 
     def add_follower(self, sequence: Sequence, awaited: Awaited) -> None:
-        """Let a sequence wait for this, which is led."""
+        """Let a sequence wait for a block or prompt that has a leader."""
         self._waits_for[sequence] = awaited
         self._followers.setdefault(awaited, {})[sequence] = None
 
@@ -74,7 +74,7 @@ class Leaders:
                 del self._followers[awaited]
 
     def wake(self, awaited: Awaited, by: Sequence | None = None) -> list[Sequence]:
-        """Hand back the followers of what is there now. With `by`, only if this sequence leads it."""
+        """Hand back the followers of a block or prompt that is there now. With `by`, only if that sequence leads it."""
         leader = self._led.get(awaited)
         if leader is None or (by is not None and leader is not by):
             return []

@@ -202,7 +202,7 @@ class PrefixCache(Cache):
         return entry.match
 
     def _count_free(self, match: list[CachedBlock]) -> int:
-        """Count the free ones of these, whose sharing takes capacity: the last ones."""
+        """Count the matched blocks without an owner, which are the last ones: they are among the free blocks."""
         return len(match) - bisect_left(match, True, key=lambda cached: self.pool.refcount(cached.block) == 0)
 
     def _resume_point(self, entry: CacheEntry) -> tuple[int, int]:

@@ -28,7 +28,7 @@ class RecentDigests:
         self._now[digest] = None
 
     def clear(self) -> None:
-        """Forget all of them; O(1)."""
+        """Forget all digests; O(1)."""
         self._dropped.add(self._before)
         self._dropped.add(self._now)
         self._before, self._now = {}, {}

@@ -19,7 +19,7 @@ from samebit.rollout.requests.request import Request
 
 
 class Deliveries:
-    """Makes the delivery of each request, and ends it. num_made: the ordinal of the next request."""
+    """Makes a delivery for each request, and ends it. num_made: the count so far, the next request's ordinal."""
 
     def __init__(self) -> None:
         self.num_made = 0

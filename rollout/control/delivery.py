@@ -28,7 +28,7 @@ from samebit.rollout.requests.tokenizer import Tokenizer
 
 
 class Delivery:
-    """Is the generation thread's end of a request on its way to its caller."""
+    """Wakes the callers that wait for a request: the generation thread's side of a `RequestHandle`."""
 
     def __init__(self, request: Request, streams: set[Delivery]) -> None:
         self.request = request
@@ -48,7 +48,7 @@ class Delivery:
             self._call_one()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call it once, in the thread that ends the request, or here if that has happened. It must not wait."""
+        """Call `callback` once: in the thread that ends the request, or here if it has ended. It must not wait."""
         self._callbacks.append(callback)
         if self.done:
             self._call_one()
@@ -97,7 +97,7 @@ class Delivery:
 
 
 class RequestHandle:
-    """Is the caller's end of a request. Safe to use from several threads."""
+    """Stands for a request at its caller: waits, streams, cancels. Safe to use from several threads."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class RequestHandle:
         return self.result()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call it once, in the thread that ends the request, or here if that has happened. It must not wait."""
+        """Call `callback` once: in the thread that ends the request, or here if it has ended. It must not wait."""
         self._delivery.when_done(callback)
 
     def reader(self) -> TokenReader:
@@ -177,7 +177,7 @@ class RequestHandle:
 
 
 def requests_of(handles: list[RequestHandle]) -> list[Request]:
-    """Return what the generation thread knows them by, whatever has their ids later."""
+    """Return the requests of these handles. (An id may belong to another request by now.)"""
     return [handle._delivery.request for handle in handles]
 
 

@@ -87,7 +87,7 @@ class GenerationThread:
             raise WorkerStateError("this call was made inside weight_update(): finish that block first")
 
     def submit(self, make_requests: MakeRequests, hand_out: Callable[[list[Delivery]], None]) -> None:
-        """Queue requests, all or none. `hand_out` gets what they are delivered by, before they are queued."""
+        """Queue requests, all or none. `hand_out` is given their deliveries before they are queued."""
         with self.status.mutex:
             self.status.check_accepts_requests()
             deliveries = self._deliveries.make(make_requests(self._deliveries.num_made, self._deliveries.new_id))
@@ -96,17 +96,17 @@ class GenerationThread:
         self._wake.ring()
 
     def abort(self, requests: Iterable[str | Request]) -> None:
-        """Let these requests, or those of these ids, end with what they have."""
+        """End these requests, each given by itself or by its id, with the tokens they have."""
         self.status.check_process()
         self._inbox.append(tuple(requests))
         self._wake.ring()
 
     def after_steps(self, listener: Callable[[], None]) -> None:
-        """Call it in this thread after each step that committed tokens. It must not wait."""
+        """Call `listener` in this thread after each step that committed tokens. It must not wait."""
         self._listeners = (*self._listeners, listener)
 
     def abort_where(self, concerned: Callable[[Request], bool]) -> None:
-        """End these of all requests, those that have just come included, with what they have. Under the lock."""
+        """End the requests that `concerned` picks, queued ones too, with the tokens they have. Under the lock."""
         self._take_inbox()
         self.deliver(self.engine.abort([i for i, request in self.engine.requests.items() if concerned(request)]))
 
@@ -125,7 +125,7 @@ class GenerationThread:
             return result
 
     def hold(self, make: Callable[[Gate], AbstractContextManager[T]]) -> Hold[T]:
-        """Return a block for the caller, inside of what `make` gives for the gate at which it waits."""
+        """Return a `with` block for the caller; `make` gives the context manager around it, for the gate to wait at."""
         return Hold(make, self._threads.set_up, self._begin_hold)
 
     def _begin_hold(self, hold: Hold[T]) -> None:
@@ -286,7 +286,7 @@ class GenerationThread:
 
 
 class _Bell:
-    """Wakes the one thread that waits. Rung before, it does not let it wait.
+    """Wakes the one thread that waits; a bell that was rung before it waits wakes it at once.
 
     A bare lock: an interrupt inside of `threading.Event` can leave the event's own lock taken.
     """
@@ -300,7 +300,7 @@ class _Bell:
             self._silent.release()
 
     def wait(self, timeout: float = -1) -> bool:
-        """Return whether it was rung; without a timeout it will have been."""
+        """Wait for the bell; return False when the timeout came first."""
         return self._silent.acquire(timeout=timeout)
 
 

@@ -42,7 +42,7 @@ class Intake:
     def checked(
         self, prompts: list[list[int]], params: list[SamplingParams], request_ids: list[str | None]
     ) -> MakeRequests:
-        """Return what makes the requests.
+        """Check prompts and parameters; return a function that makes the requests.
 
         Raises:
             RequestError: a prompt or its parameters can not be taken; says which, where there are several.
@@ -65,7 +65,7 @@ class Intake:
         return make
 
     def _check(self, prompt: list[int], params: SamplingParams) -> partial[Request]:
-        """Return what makes the request, given its id and ordinal."""
+        """Check one prompt; return a function that makes its request, given an id and an ordinal."""
         ids = self._limits.check_prompt(prompt)
         max_new_tokens = self._limits.check_params(params, len(ids))
         adapter = self._adapters.resolve(params.adapter)
@@ -96,7 +96,7 @@ def as_request_ids(given: object) -> list[str]:
 def paired(
     prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None
 ) -> tuple[list[list[int]], list[SamplingParams], list[str | None]]:
-    """Return prompts, the parameters of each, and that they have no names."""
+    """Return the prompts, a `SamplingParams` for each, and None as the id of each."""
     if not isinstance(prompts, list | tuple):
         raise RequestError(f"prompts must be a list of token id lists, got {type(prompts).__name__}")
     if isinstance(params, list | tuple):

@@ -40,7 +40,7 @@ class CallerLeftError(Exception):
 
 
 def wait_at(gate: Gate) -> None:
-    """Wait for `GO`.
+    """Wait at a gate for `GO`.
 
     Raises:
         CallerLeftError: the caller went away first.
@@ -54,7 +54,7 @@ def in_main_thread() -> bool:
 
 
 class _Report(Generic[T]):
-    """Says what the clerk did: it has entered, or left.
+    """Tells the caller that the clerk has entered, or left, and what it raised.
 
     Waiting takes nothing away: it may be interrupted and done again.
     """
@@ -107,7 +107,7 @@ class _Exit:
 
 
 class Hold(Generic[T]):
-    """Is a `with` block in the caller's thread, inside of a context manager that is entered and left by the clerk.
+    """Runs a `with` block in the caller's thread, inside a context manager that the clerk enters and leaves.
 
     make: the context manager; given the gate at which it waits. prepare: called first in the clerk's thread. announce:
     called first in the caller's; may raise.
@@ -150,7 +150,7 @@ class Hold(Generic[T]):
         return value
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the block; raises what goes wrong with that."""
+        """End the block; raises what its end raises."""
         if self._in_place is not None:
             self._in_place.__exit__(kind, error, trace)
             return
@@ -160,7 +160,7 @@ class Hold(Generic[T]):
         self._ended.get()
 
     def watch(self, leave: Callable[..., None]) -> None:
-        """Let the clerk know when this is dropped."""
+        """Let the clerk know when Python drops `leave`, the `__exit__` of the statement."""
         self._statement = weakref.ref(leave, self._gate.put)
 
     @property

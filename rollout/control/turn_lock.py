@@ -122,7 +122,7 @@ class TurnLock:
 
 
 class Ticket:
-    """Is a place in the queue; `GO` comes to `gate` when the lock is handed over."""
+    """Holds a place in the queue; `GO` comes to `gate` when the lock is handed over."""
 
     __slots__ = ("gate", "owner")
 

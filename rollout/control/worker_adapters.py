@@ -22,7 +22,7 @@ from samebit.weight_sync import SyncReport
 
 
 class WorkerAdapters:
-    """Changes the adapters of one worker."""
+    """Loads and drops the adapters of one worker."""
 
     def __init__(
         self, registry: AdapterRegistry, thread: GenerationThread, weights: WorkerWeights, links: LinksInUse

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from samebit.rollout.errors import WorkerStateError
 
 TAGS = ("weights", "kv_cache")
-"""Names what sleeps and wakes up."""
+"""Names the parts of a worker's memory that can sleep."""
 
 
 @dataclass

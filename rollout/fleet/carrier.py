@@ -27,7 +27,7 @@ from samebit.rollout.sampling_params import SamplingParams
 
 @dataclass(eq=False)
 class Running:
-    """Is a request in flight; `member` runs it. run: counts runs; what a feed says of another one is not of this."""
+    """Holds a request in flight; `member` runs it. run: its number; what feeds say of an earlier run is dropped."""
 
     handle: FleetHandle
     prompt: list[int]
@@ -40,7 +40,7 @@ class Running:
 
 
 class Carrier:
-    """Knows the requests in flight. Any thread may call it."""
+    """Holds the requests in flight. Any thread may call it."""
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
@@ -84,7 +84,7 @@ class Carrier:
                 self._crew.background.spawn(self._tell(running, "abort"))
 
     def after_steps(self, listener: Callable[[], None]) -> None:
-        """Call it after each feed with tokens. It must not wait."""
+        """Call `listener` after each feed with tokens. It must not wait."""
         self._listeners = (*self._listeners, listener)
 
     def fail_all(self, error: WorkerStateError) -> None:
@@ -92,11 +92,6 @@ class Carrier:
         for running in list(self._running.values()):
             self._forget(running, computed=False)
             running.handle.fail(error)
-
-    @property
-    def num_running(self) -> int:
-        """Return how many requests are in flight."""
-        return len(self._running)
 
     # -- on the loop -------------------------------------------------------------------------------
 
@@ -136,7 +131,7 @@ class Carrier:
         return True
 
     async def _tell(self, running: Running, what: str, *more: int) -> None:
-        """Say something of a request to the replica that runs it; one that is dead needs no telling."""
+        """Send a command about a request to the replica that runs it; a dead replica is passed over."""
         with contained(f"{what} at a replica"):
             try:
                 await running.member.port.command(what, running.handle.request_id, *more)

@@ -35,7 +35,7 @@ DEAD, SILENT, TROUBLE, BEHIND = "dead", "silent", "trouble", "behind"
 
 @dataclass(eq=False)
 class Member:
-    """Is a replica as the fleet sees it. incarnation: counts its lives. stats: its numbers as of the last feed."""
+    """Holds what the fleet knows of a replica. incarnation: counts its starts. stats: as of its last feed."""
 
     name: str
     port: ReplicaPort
@@ -63,7 +63,7 @@ class WantedAdapter:
     revision: str | None = None
 
     def options(self) -> AdapterKeywords:
-        """Return with what a replica loads it."""
+        """Return the keywords with which a replica loads the adapter."""
         return {
             "config": self.config, "version": self.version, "autocast": self.autocast, "number": self.number,
             "revision": self.revision,
@@ -72,7 +72,7 @@ class WantedAdapter:
 
 @dataclass
 class Wanted:
-    """Says how all replicas shall be, so that one that comes later is too. asleep: tags and their level."""
+    """Says which state all replicas shall have, later ones too. asleep: the level of each tag that sleeps."""
 
     paused: bool = False
     asleep: dict[str, int] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class Crew:
     # -- on the loop -------------------------------------------------------------------------------
 
     async def lose(self, member: Member, life: int, error: WorkerLostError) -> None:
-        """Note that a replica has died in this life, and start it again; the first call counts."""
+        """Note that a replica has died and start it again. life: its incarnation; later calls for it do nothing."""
         if self.background.closed or not member.alive or member.starting or member.incarnation != life:
             return
         member.alive = False
@@ -248,7 +248,7 @@ class Crew:
             waiting.cancel()
 
     def _take(self, member: Member, state: ReplicaState) -> None:
-        """Note how a replica is, unless something later is known."""
+        """Note the state of a replica, unless a later one is known."""
         if state.stamp < member.state.stamp:
             return
         member.state = state
@@ -258,7 +258,7 @@ class Crew:
             self.router.close(member.name, TROUBLE, state.trouble)
 
     async def _restart(self, member: Member) -> None:
-        """Start a replica again, as often as it may be."""
+        """Start a replica again, at most `max_restarts` times."""
         await member.port.stop()
         while member.restarts < self.options.max_restarts and not self.background.closed:
             member.restarts += 1

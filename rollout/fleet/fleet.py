@@ -52,7 +52,7 @@ class _Checked(NamedTuple):
 
 
 class Fleet(Closing):
-    """Is a worker to its callers. `RayFleet.start` makes one of actors.
+    """Acts as one worker to its callers. `RayFleet.start` makes one of actors.
 
     start: makes the port of the replica of this name, from the config given, with its model loaded. It runs in a thread
     and may wait; it is called again to replace a replica that has died. host: where replicas reach this process.
@@ -258,11 +258,7 @@ class Fleet(Closing):
 
     def stats(self) -> dict[str, float]:
         """Return the numbers of all living replicas added up, asked for now; those of the router; and of the fleet."""
-        total: dict[str, float] = {}
-        for one in self._crew.command("stats"):
-            for name, value in one.items():
-                total[name] = total.get(name, 0) + value
-        return {**total, **self.fleet_stats()}
+        return self._with_totals(self._crew.command("stats"))
 
     def replica_stats(self) -> dict[str, dict[str, float]]:
         """Return the numbers of each replica as of its last feed, at most about a second old; no replica is asked."""
@@ -270,8 +266,11 @@ class Fleet(Closing):
 
     def last_stats(self) -> dict[str, float]:
         """Return what `stats` does, of the numbers of `replica_stats`."""
+        return self._with_totals(self.replica_stats().values())
+
+    def _with_totals(self, stats: Iterable[dict[str, float]]) -> dict[str, float]:
         total: dict[str, float] = {}
-        for one in self.replica_stats().values():
+        for one in stats:
             for name, value in one.items():
                 total[name] = total.get(name, 0) + value
         return {**total, **self.fleet_stats()}

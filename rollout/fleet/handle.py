@@ -75,7 +75,7 @@ class FleetHandle:
             raise
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call it once when the request has ended, or here if it has. It must not wait."""
+        """Call `callback` once: when the request ends, or here if it has ended. It must not wait."""
         self._ended.add_done_callback(lambda _: callback())
 
     def reader(self) -> FleetReader:
@@ -108,7 +108,7 @@ class FleetHandle:
         self._notify()
 
     def finish(self, output: RequestOutput) -> None:
-        """End with a result."""
+        """End the request with its result."""
         if self._ended.done():
             return
         for sample in output.samples:
@@ -118,7 +118,7 @@ class FleetHandle:
         self._notify()
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, unless it has ended."""
+        """End the request with an error, unless it has ended."""
         if not self._ended.done():
             self._ended.set_exception(error)
         self._notify()
@@ -131,7 +131,7 @@ class FleetHandle:
 
     @property
     def failed(self) -> bool:
-        """Return whether it has ended with an error."""
+        """Return whether the request has ended with an error."""
         return self._ended.done() and self._ended.exception() is not None
 
     @property

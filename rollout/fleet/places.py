@@ -16,7 +16,7 @@ from samebit.rollout.fleet.shadow import Shadow
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """Is a replica, as the router sees it.
+    """Holds what the router knows of a replica.
 
     limit: samples that it runs at once. used: when it was chosen last, as a count of choices. closed: why it takes no
     requests, each reason by its name.
@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Is where the requests of one prompt are, and how many of their samples."""
+    """Holds the place that the requests of one prompt go to, and how many of their samples are in flight."""
 
     place: Place
     samples: int = 0
@@ -61,7 +61,7 @@ class Ticket:
 
 
 class Groups:
-    """Knows the groups that are in flight."""
+    """Holds the groups that are in flight, by their prompt's name."""
 
     def __init__(self) -> None:
         self._groups: dict[bytes, Group] = {}

@@ -38,7 +38,7 @@ class ReplicaSide(AsyncWorker):
     _told = True
 
     async def begin(self, incarnation: int, host: str = "127.0.0.1") -> Introduction:
-        """Begin to tell. host: where others reach this process.
+        """Join a fleet: begin to note what is cached. host: where others reach this process.
 
         Raises:
             WorkerStateError: it has begun already.

@@ -31,7 +31,7 @@ _NONE = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Says of a request what its place depends on.
+    """Holds what decides where a request goes.
 
     chain: the digests of its full blocks. tokens: its length. samples: `n`. group: equal for equal prompts. session:
     the conversation it belongs to.
@@ -159,7 +159,7 @@ class Router:
             return {name: place.load for name, place in self._places.items()}
 
     def closed(self) -> dict[str, str]:
-        """Return why replicas take no requests, of those that take none."""
+        """Return the replicas that take no requests, each with the reason."""
         with self._mutex:
             return {name: _why(place) for name, place in self._places.items() if place.closed}
 

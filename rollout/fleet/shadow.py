@@ -136,11 +136,11 @@ class Shadow:
         return fresh
 
     def fulfil(self, digests: list[bytes]) -> None:
-        """Note that the request which was to publish these has ended well."""
+        """Note that the request that was to publish these blocks has ended well."""
         self._ending += digests
 
     def disappoint(self, digests: list[bytes]) -> None:
-        """Note that these will not be published."""
+        """Note that these blocks will not be published."""
         known = self._known
         for digest in digests:
             if known.get(digest) is False:

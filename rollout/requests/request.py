@@ -98,7 +98,7 @@ class Request:
 
     @property
     def adapter_number(self) -> int:
-        """Return the number of the adapter that it goes through; 0 for none."""
+        """Return the number of the request's adapter; 0 for none."""
         return 0 if self.adapter is None else self.adapter.number
 
     @property
@@ -107,7 +107,7 @@ class Request:
         return self.progress.unfinished == 0
 
     def record(self, name: str, sample: int) -> float:
-        """Note that this happened now; return the time."""
+        """Record an event, and return its time."""
         now = time.monotonic()
         self.events.append(RequestEvent(name, now, sample))
         return now
@@ -175,13 +175,13 @@ class PromptScores:
 
     @classmethod
     def of(cls, params: SamplingParams, length: int) -> PromptScores | None:
-        """Return room for those that are asked for; None for none."""
+        """Return room for the scores of a prompt of this length; None where they were not asked for."""
         if params.prompt_logprobs is None:
             return None
         return cls(np.zeros(length, np.float32), [None] * length if params.prompt_logprobs else None, length > 1)
 
     def add(self, start: int, logprobs: FloatArray, top: list[dict[int, float] | None] | None) -> None:
-        """Keep those of the tokens from `start` on; the prompt's last one is wanted last."""
+        """Keep the scores of the tokens from `start` on; those of the prompt's last token come last."""
         end = start + len(logprobs)
         self.logprobs[start:end] = logprobs
         if self.top_logprobs is not None and top is not None:
@@ -246,12 +246,12 @@ class Sequence:
 
     @property
     def params(self) -> SamplingParams:
-        """Return what was asked for."""
+        """Return the parameters of the request."""
         return self.request.params
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Return how many tokens it begins with."""
+        """Return the length of the prompt."""
         return len(self.request.prompt)
 
     @property
@@ -266,7 +266,7 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Return whether it has ended, for whatever reason."""
+        """Return whether the sample has ended, for whatever reason."""
         return self.status is SequenceStatus.FINISHED
 
     @property

@@ -32,7 +32,7 @@ class WeightWatch:
         self.accept()
 
     def moved(self) -> bool:
-        """Return whether they were written since they were accepted."""
+        """Return whether the weights were written since they were accepted."""
         if not self._tensors:
             return False
         try:
@@ -42,7 +42,7 @@ class WeightWatch:
         return not same or self._sum() != self._writes
 
     def accept(self) -> None:
-        """Take them as they are now."""
+        """Take the weights as they are now."""
         places = [
             (holder, name, tensor)
             for watched in self._modules

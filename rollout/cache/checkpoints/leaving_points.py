@@ -25,7 +25,7 @@ class LeavingPoints:
         self._holders.update(digests)
 
     def remove_chain(self, digests: list[bytes]) -> None:
-        """Note that it does not wait any more."""
+        """Note that a prompt with these blocks does not wait any more."""
         for digest in digests:
             if self._holders[digest] == 1:
                 del self._holders[digest]

@@ -1,4 +1,4 @@
-"""Know the links that a worker receives weights from now: closing the worker closes them.
+"""Close, with a worker, the links over which it is receiving weights.
 
 Invariant: after `close` no call waits for a sender, neither one that waited before nor one that comes.
 """

@@ -31,7 +31,7 @@ MOST_VERSION = (1 << 63) - 1
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """Is a worker's part in the updates of its weights, which several workers may share."""
+    """Stands for one worker in updates of weights that several workers may share."""
 
     thread: GenerationThread
     weights: WorkerWeights
@@ -62,7 +62,7 @@ class Member:
 
 @dataclass(eq=False)
 class Transaction:
-    """Stands for one update while it is written; set `complete` when all weights were. version: that it will have."""
+    """Stands for an update while it is written. version: the new one. complete: set once all weights are written."""
 
     version: int
     complete: bool = False

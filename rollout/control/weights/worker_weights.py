@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerWeights:
-    """Holds the weights of one worker. memory: where they sleep.
+    """Holds the weights of one worker. memory: frees and restores them.
 
     users: where the workers on a shared module are known, that of its binding. dequantize: take quantized folders.
     exact: take no weights of a trainer whose GPU computes other bits.

@@ -112,7 +112,7 @@ def _not_finite(content: Any, where: str) -> str | None:
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return what an exception of the worker means to who called."""
+    """Return the HTTP error that an exception of the worker becomes."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NoTokenLeftError | RequestError | ValueError | TypeError):

@@ -20,7 +20,7 @@ def ignore_trl_without_them() -> None:
 
 
 def trl_has_value_heads() -> bool:
-    """Tell by its folder: importing TRL's part in question warns that it is experimental."""
+    """Look for the files of TRL's value heads: to import them gives a warning that they are experimental."""
     found = find_spec("trl")
     if found is None or found.origin is None:
         return False
