@@ -2,7 +2,6 @@
 
 import itertools
 
-import numba
 import pytest
 import torch
 
@@ -10,6 +9,7 @@ from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
 
 from ..campaign import CAMPAIGN, first_of
+from ..kernels.helpers import THREADS, threads
 from .families import DIFFERENT_HYBRIDS, DTYPES, HYBRIDS, bound_model, cast, make_model, of_families, paired, token_ids
 from .gradients import (
     assert_equal,
@@ -115,17 +115,11 @@ def test_zamba2_has_one_attention_in_two_layers() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_change_nothing(dtype: torch.dtype) -> None:
     model = bound_model("NemotronH", dtype)
-    before = torch.get_num_threads(), numba.get_num_threads()
-    try:
-        results = []
-        for count in range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1):
-            torch.set_num_threads(count)
-            numba.set_num_threads(count)
+    results = []
+    for count in THREADS:
+        with threads(count):
             scores = detached(LAYOUTS["packed"](model, SEQUENCES))
             results.append([*scores, *stepwise(model, SEQUENCES, ROUTES["chunks"], 1.0, 64)])
-    finally:
-        torch.set_num_threads(before[0])
-        numba.set_num_threads(before[1])
     for result in results:
         assert_same_bits(result, results[0])
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numba
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from samebit.kernels import bind, token_logprobs
 from samebit.kernels.binding.binding import is_bound
 
+from ..kernels.helpers import THREADS, threads
 from .families import DTYPES, FAMILIES, bound_model, make_model, paired, token_ids
 from .layouts import LAYOUTS, Scores, alone, assert_same_bits, in_turns, packed, padded
 
@@ -61,16 +61,10 @@ def test_autocast_changes_nothing_and_says_so(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_change_nothing(dtype: torch.dtype) -> None:
     model = bound_model("Llama", dtype)
-    before = torch.get_num_threads(), numba.get_num_threads()
-    try:
-        results = []
-        for count in range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1):
-            torch.set_num_threads(count)
-            numba.set_num_threads(count)
+    results = []
+    for count in THREADS:
+        with threads(count):
             results.append(detached([*LAYOUTS["packed"](model, SEQUENCES), *alone(model, SEQUENCES)]))
-    finally:
-        torch.set_num_threads(before[0])
-        numba.set_num_threads(before[1])
     for result in results:
         assert_same_bits(result, results[0])
 

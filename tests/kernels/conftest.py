@@ -1,4 +1,6 @@
-"""The products of bfloat16 as on processors with and without instructions for them."""
+"""Fixtures of the kernel tests: memory that shows what was not written, bfloat16 as other processors multiply it."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +13,14 @@ _PRODUCTS = {
     "bfloat16, pairs": (torch.bfloat16, dots_vectors),
     "bfloat16, tiles": (torch.bfloat16, amx_tiles),
 }
+
+
+@pytest.fixture
+def nan_in_empty() -> Iterator[None]:
+    """In this mode torch fills what `torch.empty` returns with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

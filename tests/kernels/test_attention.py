@@ -1,6 +1,5 @@
 """Paged attention: near the oracle, the same bits by any route through the pages, gradients."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,6 +16,8 @@ from .attention_layer import Shape, oracle, tensors, through_pages
 from .helpers import DTYPES, THREADS, assert_near, leaves, threads
 from .routes import ROUTES, left_padding, packed_context, padded, ways
 
+pytestmark = pytest.mark.usefixtures("nan_in_empty")
+
 LENGTHS = (1, 2, 63, 64, 65, 130)
 
 
@@ -29,14 +30,6 @@ SHAPES = (
     Shape(6, 2, 48, has_sinks=True),
     Shape(7, 1, 33, window=20, softcap=2.0, has_sinks=True),
 )
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """In this mode torch fills what `torch.empty` returns with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.soak

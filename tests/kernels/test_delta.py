@@ -1,6 +1,5 @@
 """The gates and the delta rule: near the oracle, the same bits by any route through the states, gradients."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -25,6 +24,8 @@ from .helpers import DTYPES, THREADS, assert_near, leaves, threads
 from .mamba_layer import step_context
 from .routes import ROUTES, left_padding, packed_context, padded
 
+pytestmark = pytest.mark.usefixtures("nan_in_empty")
+
 LENGTHS = (1, 2, 3, 15, 16, 17, 50, 97)
 
 CASES = (
@@ -33,14 +34,6 @@ CASES = (
     Case(DeltaShape(key_heads=1, value_heads=4, key_dim=100, value_dim=16, taps=3), 64),
     Case(DeltaShape(key_heads=2, value_heads=2, key_dim=20, value_dim=33, taps=3, by_channel=True), 16),
 )
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """In this mode torch fills what `torch.empty` returns with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,7 +1,5 @@
 """Attention over latents, and the products of heads around it: near the oracle, equal bits by any route, gradients."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -18,18 +16,12 @@ from .helpers import DTYPES, THREADS, assert_near, leaves, threads
 from .latent_layer import Shape, oracle, tensors, through_pages
 from .routes import ROUTES, left_padding, packed_context, padded, ways
 
+pytestmark = pytest.mark.usefixtures("nan_in_empty")
+
 LENGTHS = (1, 2, 63, 64, 65, 130)
 SHAPES = (Shape(4, 48, 16), Shape(5, 33, 7), Shape(1, 200, 9), Shape(34, 17, 2), Shape(40, 16, 8))
 SIZES = ((1, 6, 4), (3, 20, 33), (5, 129, 100), (2, 250, 16))
 """Heads, inputs and outputs; more outputs than are turned over at a time."""
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """In this mode torch fills what `torch.empty` returns with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.soak

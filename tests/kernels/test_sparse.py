@@ -1,7 +1,5 @@
 """Sparse attention over latents: what is chosen, ties, equal bits by any route, the dense form, gradients, refusals."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -17,6 +15,8 @@ from .latent_layer import Shape
 from .routes import ROUTES, left_padding, packed_context, padded, ways
 from .sparse_layer import Inputs, Sparse, as_lists, attended, expected_choice, inputs, oracle, through_pages
 
+pytestmark = pytest.mark.usefixtures("nan_in_empty")
+
 LENGTHS = (1, 3, 66, 70, 140)
 LAYERS = (
     Sparse(Shape(4, 48, 16), 8, 32, 70),
@@ -24,14 +24,6 @@ LAYERS = (
     Sparse(Shape(34, 17, 2), 65, 20, 100),
 )
 """Of 1 token, of one chunk and a piece, of two; index sizes that fill no vector, and more heads than are a tile."""
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """In this mode torch fills what `torch.empty` returns with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def positions_of(lengths: tuple[int, ...]) -> np.ndarray:

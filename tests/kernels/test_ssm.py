@@ -1,6 +1,5 @@
 """The convolution and the scan of Mamba2: near the oracle, the same bits by any route through the states, gradients."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,6 +19,8 @@ from .helpers import DTYPES, THREADS, assert_near, leaves, threads
 from .mamba_layer import Case, Layer, layer_of, memory, oracle, step_context, through_states
 from .routes import ROUTES, left_padding, packed_context, padded
 
+pytestmark = pytest.mark.usefixtures("nan_in_empty")
+
 LENGTHS = (1, 2, 3, 4, 63, 64, 65, 130)
 
 
@@ -29,14 +30,6 @@ CASES = (
     Case(SSMShape(3, 129, 1, 7, 2), 128, (0.01, 0.5)),
     Case(SSMShape(2, 64, 1, 128, 3), 256),
 )
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """In this mode torch fills what `torch.empty` returns with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

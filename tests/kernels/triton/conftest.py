@@ -23,6 +23,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton import knobs
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from samebit.kernels.layout import device
 from samebit.kernels.triton import heads, norm
 from samebit.kernels.triton.tiles import proved_equal
 
@@ -92,6 +93,12 @@ def all_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare as many rows as a GPU does."""
     for place in _ALL_ROWS:
         monkeypatch.setattr(*place)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's kernels compute each tensor, wherever it lies."""
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 @pytest.fixture(autouse=True)

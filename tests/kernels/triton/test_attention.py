@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import training_context
 from samebit.kernels.ops.attention import attention
 from samebit.kernels.triton.gradients import attention as gradients
@@ -15,12 +14,9 @@ from ..routes import ROUTES, left_padding, padded
 from ..shared_prefixes import Decode, Group
 from .gpu import DEVICE, EVERY, leaf
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 LENGTHS = (1, 66, 129) if EVERY else (1, 129)
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 CASES = (

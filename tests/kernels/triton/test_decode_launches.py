@@ -9,13 +9,14 @@ import torch
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.residual import Addend
-from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext, use_context
 from samebit.kernels.layout.lora.adapters import RowAdapters
 
 from ...exactness.families import make_model
 from .gpu import DEVICE
 from .launches import launches
+
+pytestmark = pytest.mark.usefixtures("on_gpu")
 
 LAYER = Counter(
     {
@@ -28,11 +29,6 @@ LAYER = Counter(
     }
 )
 """Of a Qwen3, in a step with a group of sequences and with room for more rows than there are."""
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 def decode(layout_of: object) -> ForwardContext:

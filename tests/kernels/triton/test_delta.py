@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from samebit.kernels.layout import device
 from samebit.kernels.layout.states.delta import DeltaShape
 
 from ...campaign import first_of
@@ -16,13 +15,10 @@ from ..mamba_layer import step_context
 from ..routes import ROUTES, packed_context
 from .gpu import DEVICE
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 LENGTHS = (2, 19)
 BLOCK = 16
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 CASES = (

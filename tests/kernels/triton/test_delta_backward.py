@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
 from samebit.kernels.layout.options import DeltaOptions
 from samebit.kernels.ops.delta.rule import delta_rule
@@ -15,6 +14,8 @@ from ..helpers import assert_near
 from ..routes import packed_context
 from .gpu import DEVICE, poisoned
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 LENGTHS = (1, 66, 17)
 """Of one token, two chunks of the gradients."""
 
@@ -22,11 +23,6 @@ CASES = (
     (DeltaOptions(0, 64, key_heads=1, value_heads=2, key_dim=20, value_dim=40), torch.float32),
     (DeltaOptions(0, 64, key_heads=1, value_heads=1, key_dim=16, value_dim=7), torch.bfloat16),
 )
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 def given(options: DeltaOptions, dtype: torch.dtype) -> list[torch.Tensor]:

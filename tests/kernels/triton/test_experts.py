@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samebit.kernels.layout import device
 from samebit.kernels.layout.options import ExpertOptions, ExpertWeights
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.experts.routed import routed_experts
@@ -28,6 +27,8 @@ from .. import reference
 from ..helpers import assert_near
 from .gpu import DEVICE, DTYPES, poisoned
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 FORMS = {
     "gated": ExpertOptions("silu", "gated"),
     "gelu": ExpertOptions("gelu", "gated", transposed=True),
@@ -35,11 +36,6 @@ FORMS = {
     "interleaved": ExpertOptions("silu", "interleaved", transposed=True, limit=1.5, alpha=1.702),
 }
 ALL = CAMPAIGN or DEVICE == "cuda"
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 @dataclass(frozen=True)

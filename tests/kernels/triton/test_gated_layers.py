@@ -9,7 +9,6 @@ from torch import nn
 
 from samebit.kernels.binding.lora.forwards import linear_forward
 from samebit.kernels.binding.modules import attach
-from samebit.kernels.layout import device
 from samebit.kernels.layout.options import Layer
 from samebit.kernels.ops.activation import gated
 from samebit.kernels.ops.dense.gated import gated_linears
@@ -23,6 +22,8 @@ from samebit.kernels.triton.tiles.proved_equal import JoinedLayers, joined, prov
 from .gpu import DEVICE, DTYPES, EVERY, all_in_turns, few, poisoned
 from .launches import launches
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 TILE = MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=2)
 SMALL = MatmulTile(rows=32, outputs=16, depth=64, warps=4, stages=2)
 SIZES = [(100, 129), (129, 77), (64, 100)]
@@ -32,11 +33,6 @@ ROWS = (1, 2, 3, 7, 70) if EVERY else (1, 3, 70)
 """The last is more than a tile has."""
 
 KINDS = ("silu", "gelu_pytorch_tanh", "gelu", "sigmoid") if EVERY else ("silu", "gelu_pytorch_tanh")
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 def gate_and_up(inputs: int, outputs: int, biased: Sequence[bool], dtype: torch.dtype) -> list[Layer]:

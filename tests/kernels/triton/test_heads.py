@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.kv_pages import KVLayout
 from samebit.kernels.layout.options import AttentionOptions, HeadNorms
@@ -28,8 +27,7 @@ ROWS = (1, 2, 3, 7) if EVERY else (1, 3)
 
 
 @pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+def _nothing_known(on_gpu: None) -> None:
     heads.joins.cache_clear()
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from samebit.kernels.layout import device
 from samebit.kernels.layout.options import Layer
 from samebit.kernels.triton import linear as operation
 from samebit.kernels.triton.linear import multiply
@@ -17,6 +16,8 @@ from samebit.kernels.triton.tiles.proved_equal import JoinedLayers, joined, prov
 from .gpu import DEVICE, DTYPES, EVERY, all_in_turns, poisoned
 from .launches import launches
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 TILE = MatmulTile(rows=64, outputs=64, depth=64, warps=4, stages=2)
 SMALL = MatmulTile(rows=32, outputs=16, depth=64, warps=4, stages=2)
 SIZES = [(100, (96, 32, 32)), (129, (129, 129)), (64, (1, 200, 77))]
@@ -26,11 +27,6 @@ ROWS = (1, 2, 3, 7, 70) if EVERY else (1, 3, 70)
 """The last is more than a tile has."""
 
 JOINED = JoinedLayers(torch.device(DEVICE), 100, (77, 16), torch.bfloat16, biased=True)
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 def layers_of(inputs: int, outputs: Sequence[int], biased: Sequence[bool], dtype: torch.dtype) -> list[Layer]:

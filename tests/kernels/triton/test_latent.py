@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from samebit.kernels.layout import attention_work, device
+from samebit.kernels.layout import attention_work
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
 from samebit.kernels.layout.kv_pages import LatentLayout
 from samebit.kernels.ops.latent.attention import latent_attention
@@ -15,17 +15,14 @@ from ..latent_layer import Shape, oracle, tensors, through_pages
 from ..routes import ROUTES, left_padding, padded
 from .gpu import DEVICE, leaf
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 LENGTHS = (1, 3, 66)
 CASES = (
     (Shape(4, 48, 16), torch.float32),
     (Shape(5, 33, 7), torch.bfloat16),
     (Shape(18, 17, 2), torch.float16),
 )
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)

@@ -17,12 +17,9 @@ from ..helpers import assert_near
 from .gpu import DEVICE, DTYPES, leaf
 from .launches import launches
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 VOCABULARIES = (100, 1024, 8201)
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 def logits_of(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

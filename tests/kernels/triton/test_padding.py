@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.kv_pages import KVLayout, LatentLayout, PageLayout, SparseLayout
 from samebit.kernels.layout.options import AttentionOptions, DeltaOptions, LatentOptions, SSMOptions
@@ -21,17 +20,14 @@ from samebit.kernels.ops.ssd import scan
 from .gpu import DEVICE
 from .launches import launches
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 ROOMY = 7
 """Rows of a step, more of them than it has sequences: two, which compute a token each, the rows 1 and 4."""
 
 REAL = [1, 4]
 MAMBA = SSMShape(heads=2, head_dim=20, groups=1, state_size=16, taps=2)
 DELTA = DeltaShape(key_heads=1, value_heads=2, key_dim=16, value_dim=20, taps=2)
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 def step(pages: PageLayout | None = None, states: SSMShape | DeltaShape | None = None) -> ForwardContext:

@@ -19,8 +19,7 @@ EPS = 1e-6
 
 
 @pytest.fixture(autouse=True)
-def _without_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+def _without_gradients(on_gpu: None) -> Iterator[None]:
     norm._sums_in_one_launch.cache_clear()
     with torch.no_grad():
         yield

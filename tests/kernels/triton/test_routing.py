@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samebit.kernels.layout import device
 from samebit.kernels.layout.options import RoutingOptions
 from samebit.kernels.ops.experts.routing import Routing, route
 
 from .. import reference
 from ..helpers import assert_near
 from .gpu import DEVICE, poisoned
+
+pytestmark = pytest.mark.usefixtures("on_gpu")
 
 EXPERTS = 18
 ROUTERS = {
@@ -25,11 +26,6 @@ ROUTERS = {
     "softmax, two best": RoutingOptions("softmax", 3, True, groups=3, kept_groups=2),
     "sigmoid of one": RoutingOptions("sigmoid", 1, False, 0.5),
 }
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 def corrections(options: RoutingOptions) -> Iterator[torch.Tensor | None]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import training_context
 from samebit.kernels.layout.options import GatedNormOptions
 from samebit.kernels.ops.activation import ACTIVATIONS, gated
@@ -19,6 +18,8 @@ from .. import reference
 from ..helpers import assert_near
 from .gpu import DEVICE, DTYPES, EVERY, leaf
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 EPS = 1e-6
 ROWS = 130 if EVERY else 70
 """More than a tile of a product has, and than one program sums for the gradient of a norm's weight."""
@@ -28,11 +29,6 @@ CASES = {
     torch.bfloat16: [(2, 1000), (7, 129)],
     torch.float16: [(3, 129)],
 }
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 @dataclass(frozen=True)

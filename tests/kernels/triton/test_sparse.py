@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import training_context
 from samebit.kernels.layout.options import IndexOptions
 from samebit.kernels.ops.latent.attention import latent_attention
@@ -16,16 +15,13 @@ from ..routes import ROUTES, left_padding, padded
 from ..sparse_layer import Inputs, Sparse, attended, expected_choice, inputs, oracle, through_pages
 from .gpu import DEVICE, EVERY, leaf
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 CASES = (
     (Sparse(Shape(4, 48, 16), 8, 32, 66), torch.float32, (1, 3, 70)),
     (Sparse(Shape(18, 17, 2), 65, 7, 5), torch.bfloat16, (2, 9)),
 )
 """More tokens than a tile of the list, and heads than a tile of the index; index sizes that fill no tile."""
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 @pytest.mark.parametrize(("layer", "dtype", "lengths"), CASES, ids=str)

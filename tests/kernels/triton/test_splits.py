@@ -25,13 +25,10 @@ from ..helpers import assert_near, leaves
 from ..shared_prefixes import Decode, Group
 from .gpu import DEVICE, EVERY, leaf
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 CASES = max(1, int(os.environ.get("SAMEBIT_SOAK_CASES", "500")) // 25)
 """One takes some seconds in the interpreter."""
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from samebit.kernels.layout import device
 from samebit.kernels.layout.states.mamba import SSMShape
 
 from ..helpers import assert_near
@@ -14,13 +13,10 @@ from ..mamba_layer import Case, Layer, layer_of, memory, oracle, step_context, t
 from ..routes import ROUTES, packed_context
 from .gpu import DEVICE, few
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 LENGTHS = (1, 3, 34)
 BLOCK = 32
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 CASES = (

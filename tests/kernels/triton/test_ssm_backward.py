@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import ForwardContext, training_context
 from samebit.kernels.layout.options import SSMOptions
 from samebit.kernels.ops.conv import causal_conv
@@ -15,12 +14,9 @@ from .. import reference
 from ..helpers import assert_near
 from .gpu import DEVICE, poisoned
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 FACTOR = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from ...exactness.families import make_model
 from .gpu import DEVICE
 from .launches import launches
 
+pytestmark = pytest.mark.usefixtures("on_gpu")
+
 LAYER = Counter(
     {
         "_norm_sums": 2,
@@ -29,11 +31,6 @@ LAYER = Counter(
 """Of a Qwen3, in a call without padding."""
 
 IDS = torch.tensor([[5, 6, 7]], device=DEVICE)
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
 
 
 def qwen(layers: int) -> nn.Module:
