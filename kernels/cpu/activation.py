@@ -1,6 +1,7 @@
 """Compute gated activations on the CPU, elementwise: act(gate) * up, and its two gradients.
 
-One kernel an activation: a branch inside the loop would keep LLVM from vectorising it. T rows of width W.
+One kernel an activation: a branch inside the loop would keep LLVM from vectorising it. Kernels are functions of the
+module, by whose names Numba keeps them on disk; what they call may be closures. T rows of width W.
 """
 
 from dataclasses import dataclass
@@ -25,14 +26,83 @@ _THREE = np.float32(3.0)
 
 
 @inlined_part
-def _row(x: Any, row: int, stride: int, width: int) -> Any:
-    """Return a view of one row: an index from 0 on lets LLVM vectorise (no wrap-around check)."""
-    return x[row * stride : row * stride + width]
+def _silu_of(x: Any) -> Any:
+    return x * sigmoid(x)
+
+
+@inlined_part
+def _silu_gradients(x: Any, up: Any, d: Any) -> Any:
+    s = sigmoid(x)
+    return d * up * (s * (_ONE + x * (_ONE - s))), d * x * s
 
 
 @inlined_part
 def _tanh_of(x: Any) -> Any:
     return tanh(_ROOT * (x + _CUBIC * x * x * x))
+
+
+@inlined_part
+def _gelu_tanh_of(x: Any) -> Any:
+    return _HALF * x * (_ONE + _tanh_of(x))
+
+
+@inlined_part
+def _gelu_tanh_gradients(x: Any, up: Any, d: Any) -> Any:
+    t = _tanh_of(x)
+    inner = _ROOT * (_ONE + _THREE * _CUBIC * x * x)
+    slope = _HALF * (_ONE + t) + _HALF * x * (_ONE - t * t) * inner
+    return d * up * slope, d * _HALF * x * (_ONE + t)
+
+
+@inlined_part
+def _sigmoid_gradients(x: Any, up: Any, d: Any) -> Any:
+    s = sigmoid(x)
+    return d * up * (s * (_ONE - s)), d * s
+
+
+@inlined_part
+def _row(x: Any, row: int, stride: int, width: int) -> Any:
+    """Return a view of one row: an index from 0 on lets LLVM vectorise (no wrap-around check)."""
+    return x[row * stride : row * stride + width]
+
+
+def _row_parts(act: Any, gradients: Any) -> tuple[Any, Any]:
+    """Make the parts that compute a row, forward and backward, from those that compute an element.
+
+    Args:
+        act: of the gate.
+        gradients: of gate, up and the gradient of the result; returns those of gate and up.
+    """
+
+    @kernel_part
+    def forward(
+        row: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int,
+        up_stride: int, out_address: int,
+    ) -> None:  # fmt: skip
+        gate, up = elements(gate_address, rows * gate_stride, kind), elements(up_address, rows * up_stride, kind)
+        out = elements(out_address, rows * width, kind)
+        g, u, o = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width), _row(out, row, width, width)
+        for i in range(width):
+            o[i] = narrow(act(widen(g[i])) * widen(u[i]), o[i])
+
+    @kernel_part
+    def backward(
+        row: int, gate: Any, up: Any, grad: Any, width: int, gate_stride: int, up_stride: int, grad_gate: Any,
+        grad_up: Any,
+    ) -> None:  # fmt: skip
+        g, u = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width)
+        upstream = _row(grad, row, width, width)
+        to_gate, to_up = _row(grad_gate, row, width, width), _row(grad_up, row, width, width)
+        for i in range(width):
+            of_gate, of_up = gradients(widen(g[i]), widen(u[i]), widen(upstream[i]))
+            to_gate[i], to_up[i] = narrow(of_gate, to_gate[i]), narrow(of_up, to_up[i])
+
+    return forward, backward
+
+
+_silu_row, _silu_backward_row = _row_parts(_silu_of, _silu_gradients)
+_gelu_tanh_row, _gelu_tanh_backward_row = _row_parts(_gelu_tanh_of, _gelu_tanh_gradients)
+_sigmoid_row, _sigmoid_backward_row = _row_parts(sigmoid, _sigmoid_gradients)
 
 
 def _silu(
@@ -45,44 +115,13 @@ def _silu(
     )  # fmt: skip
 
 
-@kernel_part
-def _silu_row(
-    row: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride: int,
-    out_address: int,
-) -> None:  # fmt: skip
-    gate, up = elements(gate_address, rows * gate_stride, kind), elements(up_address, rows * up_stride, kind)
-    out = elements(out_address, rows * width, kind)
-    g, u, o = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width), _row(out, row, width, width)
-    for i in range(width):
-        x = widen(g[i])
-        o[i] = narrow(x * sigmoid(x) * widen(u[i]), o[i])
-
-
 def _silu_backward(
     threads: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int,
     grad_gate: Any, grad_up: Any,
 ) -> None:  # fmt: skip
     share_out(
-        _silu_backward_row, rows, threads,
-        (gate, up, grad, rows, width, gate_stride, up_stride, grad_gate, grad_up),
+        _silu_backward_row, rows, threads, (gate, up, grad, width, gate_stride, up_stride, grad_gate, grad_up)
     )  # fmt: skip
-
-
-@kernel_part
-def _silu_backward_row(
-    row: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate: Any,
-    grad_up: Any,
-) -> None:  # fmt: skip
-    g, u = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width)
-    upstream = _row(grad, row, width, width)
-    to_gate, to_up = _row(grad_gate, row, width, width), _row(grad_up, row, width, width)
-    for i in range(width):
-        x = widen(g[i])
-        d = widen(upstream[i])
-        s = sigmoid(x)
-        slope = s * (_ONE + x * (_ONE - s))
-        to_gate[i] = narrow(d * widen(u[i]) * slope, to_gate[i])
-        to_up[i] = narrow(d * x * s, to_up[i])
 
 
 def _gelu_tanh(
@@ -95,45 +134,13 @@ def _gelu_tanh(
     )  # fmt: skip
 
 
-@kernel_part
-def _gelu_tanh_row(
-    row: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride: int,
-    out_address: int,
-) -> None:  # fmt: skip
-    gate, up = elements(gate_address, rows * gate_stride, kind), elements(up_address, rows * up_stride, kind)
-    out = elements(out_address, rows * width, kind)
-    g, u, o = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width), _row(out, row, width, width)
-    for i in range(width):
-        x = widen(g[i])
-        o[i] = narrow(_HALF * x * (_ONE + _tanh_of(x)) * widen(u[i]), o[i])
-
-
 def _gelu_tanh_backward(
     threads: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int,
     grad_gate: Any, grad_up: Any,
 ) -> None:  # fmt: skip
     share_out(
-        _gelu_tanh_backward_row, rows, threads,
-        (gate, up, grad, rows, width, gate_stride, up_stride, grad_gate, grad_up),
+        _gelu_tanh_backward_row, rows, threads, (gate, up, grad, width, gate_stride, up_stride, grad_gate, grad_up)
     )  # fmt: skip
-
-
-@kernel_part
-def _gelu_tanh_backward_row(
-    row: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate: Any,
-    grad_up: Any,
-) -> None:  # fmt: skip
-    g, u = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width)
-    upstream = _row(grad, row, width, width)
-    to_gate, to_up = _row(grad_gate, row, width, width), _row(grad_up, row, width, width)
-    for i in range(width):
-        x = widen(g[i])
-        d = widen(upstream[i])
-        t = _tanh_of(x)
-        inner = _ROOT * (_ONE + _THREE * _CUBIC * x * x)
-        slope = _HALF * (_ONE + t) + _HALF * x * (_ONE - t * t) * inner
-        to_gate[i] = narrow(d * widen(u[i]) * slope, to_gate[i])
-        to_up[i] = narrow(d * _HALF * x * (_ONE + t), to_up[i])
 
 
 def _sigmoid(
@@ -146,41 +153,13 @@ def _sigmoid(
     )  # fmt: skip
 
 
-@kernel_part
-def _sigmoid_row(
-    row: int, gate_address: int, up_address: int, kind: Any, rows: int, width: int, gate_stride: int, up_stride: int,
-    out_address: int,
-) -> None:  # fmt: skip
-    gate, up = elements(gate_address, rows * gate_stride, kind), elements(up_address, rows * up_stride, kind)
-    out = elements(out_address, rows * width, kind)
-    g, u, o = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width), _row(out, row, width, width)
-    for i in range(width):
-        o[i] = narrow(sigmoid(widen(g[i])) * widen(u[i]), o[i])
-
-
 def _sigmoid_backward(
     threads: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int,
     grad_gate: Any, grad_up: Any,
 ) -> None:  # fmt: skip
     share_out(
-        _sigmoid_backward_row, rows, threads,
-        (gate, up, grad, rows, width, gate_stride, up_stride, grad_gate, grad_up),
+        _sigmoid_backward_row, rows, threads, (gate, up, grad, width, gate_stride, up_stride, grad_gate, grad_up)
     )  # fmt: skip
-
-
-@kernel_part
-def _sigmoid_backward_row(
-    row: int, gate: Any, up: Any, grad: Any, rows: int, width: int, gate_stride: int, up_stride: int, grad_gate: Any,
-    grad_up: Any,
-) -> None:  # fmt: skip
-    g, u = _row(gate, row, gate_stride, width), _row(up, row, up_stride, width)
-    upstream = _row(grad, row, width, width)
-    to_gate, to_up = _row(grad_gate, row, width, width), _row(grad_up, row, width, width)
-    for i in range(width):
-        d = widen(upstream[i])
-        s = sigmoid(widen(g[i]))
-        to_gate[i] = narrow(d * widen(u[i]) * (s * (_ONE - s)), to_gate[i])
-        to_up[i] = narrow(d * s, to_up[i])
 
 
 @dataclass(frozen=True)
