@@ -18,7 +18,7 @@ from samebit.kernels.binding.binding import binding_of, is_bound
 from samebit.rollout.adapters.base import Base
 from samebit.rollout.adapters.loading import AdapterOptions, read_adapter
 from samebit.rollout.adapters.registry import FIRST, AdapterRegistry
-from samebit.rollout.cache import build_cache
+from samebit.rollout.cache import Cache, build_cache
 from samebit.rollout.checks import shown
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.compute_threads import ComputeThreads
@@ -80,28 +80,14 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
     config = config.with_block_size(binding_of(loaded.module).ssm_chunk)
     self_test(loaded.module, config, loaded.max_model_len)
     runner = ModelRunner(loaded.module, config)
-    left = _bytes_left(runner, config)
-    bytes_per_block = runner.shape.bytes_per_block()
-    num_blocks = count_blocks(config, bytes_per_block, loaded.max_model_len, left)
-    check_room(config, num_blocks, bytes_per_block)
-    cache = build_cache(
-        num_blocks=num_blocks,
-        block_size=runner.shape.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=loaded.max_model_len,
-        prefix_caching=config.enable_prefix_caching,
-        eviction_policy=config.eviction_policy,
-        checkpoints=runner.shape.checkpoint_pool(),
-        digest_key=config.digest_key,
-    )
     engine = Engine(
         runner,
-        cache,
+        _cache(runner, config, loaded.max_model_len),
         config.max_num_batched_tokens,
         run_ahead=config.runs_ahead,
         watch=WeightWatch(loaded.module if loaded.shared else None),
     )
-    runner.warm_up(cache.tables.rows)
+    runner.warm_up(engine.cache.tables.rows)
     return WorkerParts(
         config,
         engine,
@@ -142,6 +128,23 @@ def _end_tokens(named: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
             others, vocab_size - 1,
         )  # fmt: skip
     return known
+
+
+def _cache(runner: ModelRunner, config: RolloutConfig, max_model_len: int) -> Cache:
+    """Choose how many blocks there are, and build the cache that owns them."""
+    bytes_per_block = runner.shape.bytes_per_block()
+    num_blocks = count_blocks(config, bytes_per_block, max_model_len, _bytes_left(runner, config))
+    check_room(config, num_blocks, bytes_per_block)
+    return build_cache(
+        num_blocks=num_blocks,
+        block_size=runner.shape.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        prefix_caching=config.enable_prefix_caching,
+        eviction_policy=config.eviction_policy,
+        checkpoints=runner.shape.checkpoint_pool(),
+        digest_key=config.digest_key,
+    )
 
 
 def _bytes_left(runner: ModelRunner, config: RolloutConfig) -> int:

@@ -34,8 +34,10 @@ SWEPT_PER_BLOCK = 2
 
 
 class PrefixCache(Cache):
-    """Is a `Cache`, which says what each method is asked, with sharing. checkpoints: of a model with recurrent states,
-    None for another. digest_key: what blocks are named with, None for a key of its own."""
+    """Shares the KV of tokens that sequences begin with; `Cache` describes the methods.
+
+    checkpoints: of a model with recurrent states, None for another. digest_key: names blocks; None for a new key.
+    """
 
     shares_prompts = True
 
