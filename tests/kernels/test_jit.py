@@ -98,6 +98,44 @@ def test_a_kernel_is_compiled_anew_when_a_file_that_it_takes_in_has_changed(tmp_
     assert done.stdout.splitlines() == ["1 1", "1 0", "2 1"]
 
 
+NAMED = """
+from typing import NamedTuple
+import numpy as np
+from samebit.kernels.cpu.base.jit import compile_kernel
+class {name}(NamedTuple):
+    first: int
+def write(given, out):
+    out[0] = given.first
+kernel = compile_kernel(write)
+def run():
+    out = np.zeros(1)
+    kernel({name}(3), out)
+    print(int(out[0]), sum(kernel.stats.cache_misses.values()), flush=True)
+"""
+
+RUN_NAMED = """
+import os, sys
+from pathlib import Path
+import samebit.kernels.cpu.base.jit
+sys.dont_write_bytecode = True
+sys.path.insert(0, sys.argv[1])
+for name in ("Before", "Before", "After"):
+    Path(sys.argv[1], "named.py").write_text(sys.argv[2].format(name=name))
+    if not os.fork():
+        from named import run
+        run()
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_a_kernel_is_compiled_anew_when_the_class_of_an_argument_is_gone(tmp_path: Path) -> None:
+    """Numba can not read its index of the kernel then."""
+    command = [*python(), "-c", RUN_NAMED, str(tmp_path), NAMED]
+    done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, timeout=HANG)
+    assert done.stdout.splitlines() == ["3 1", "3 0", "3 1"]
+
+
 def test_torch_lends_numba_its_openmp_runtime_where_the_system_has_none() -> None:
     """Numba's layer is asked for again behind each copy; an error names what is missing and what to do."""
     asked: list[int] = []

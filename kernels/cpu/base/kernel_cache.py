@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
@@ -48,9 +49,19 @@ def sources_of(function: Callable[..., None]) -> bytes:
     return hashlib.sha256(b"".join(sorted(map(_hashed, files)))).digest()
 
 
+class _Index(IndexDataCacheFile):  # type: ignore[misc]  # Numba has no types
+    """Lists what is on disk of one kernel: nothing, if the index names a class or a module of older sources."""
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()
+        except (AttributeError, ImportError):
+            return {}
+
+
 class KernelCache(FunctionCache):  # type: ignore[misc]  # Numba has no types
     """Keeps the machine code of a kernel, by types of its arguments and by processor."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         super().__init__(function)
-        self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, sources_of(function))
+        self._cache_file = _Index(self.cache_path, self._impl.filename_base, sources_of(function))
