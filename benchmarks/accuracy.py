@@ -9,7 +9,6 @@ README.md in this folder defines each number.
 import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
 
 # isort: split
-import argparse
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from samebit.benchmarks.rounds import results_file
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.kernels import bind
 from samebit.recipes import tiny_model
 from samebit.recipes.accuracy.answers import Answers, Difference, answer, compare
@@ -169,9 +169,8 @@ def show(name: str, sizes: Sizes, result: Result) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--steps", type=int, default=Sizes.steps, help="of teaching")
     parser.add_argument("--weights", type=Path, help="what teaching gave: taken from here if there, else kept here")
     parser.add_argument("--quick", action="store_true", help="sizes that show only that it runs")

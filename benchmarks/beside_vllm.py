@@ -9,7 +9,6 @@ already spares it, so that a run that was cut off goes on. README.md in this fol
 import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
 
 # isort: split
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Any
 from samebit.benchmarks.engines import commands
 from samebit.benchmarks.engines.process import Command, EngineProcess, started
 from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.parts_file import PartsFile
 from samebit.benchmarks.rounds.turns import Calibration, Round, Spread, Turn, alternate, is_steady, kept, ratio, spread
 from samebit.benchmarks.workloads import models, served
@@ -117,16 +117,11 @@ def figures(part: Part, rounds: list[Round], sizes: served.Sizes, calibration: C
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, metavar="NAME", help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--json", type=Path, help="write the figures here, and spare the parts that are here")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds of each part (default 4)")
+    parser = benchmark_parser(__doc__, rounds=4, of="each part", parts=PARTS)
     parser.add_argument("--quick", action="store_true", help="an eighth of the tokens")
     parser.add_argument("--vllm", type=Path, default=commands.VLLM_PYTHON, help="the Python that has vLLM")
     parser.add_argument("--vllm-threads", choices=commands.VLLM_THREADS, default=commands.VLLM_THREADS[0])
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     vllm = commands.Vllm(args.vllm, args.vllm_threads)
     vllm.check()
     kept_parts = PartsFile(args.json)

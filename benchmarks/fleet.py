@@ -6,7 +6,6 @@ The router is the real one; the replicas are stand-ins in virtual time (`contest
 and throughputs are the same on every machine. Only the microseconds are of this one.
 """
 
-import argparse
 import gc
 import os
 import random
@@ -15,12 +14,12 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from samebit.benchmarks.contestants.paced_replicas import BLOCK, Clock, Conversations, PacedReplica, Turn
 from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.rollout.fleet.options import RouterOptions
 from samebit.rollout.fleet.places import Ticket
@@ -247,8 +246,7 @@ def _bytes_a_block(count: int = 100_000) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--requests", type=int, default=100_000, help="over 64 replicas (100,000)")
     args = parser.parse_args()
     metrics = {**prefixes(), **one_at_its_limit(), **costs(), **many(args.requests)}

@@ -8,7 +8,6 @@ is reported, and the others go on. What matters most comes first, for the 8B mod
 comes after the time is up is "not run".
 """
 
-import argparse
 import json
 import os
 import sys
@@ -31,6 +30,7 @@ from samebit.benchmarks import gpu_figures as measure  # noqa: E402
 from samebit.benchmarks.gpu_experts import QWEN3_30B_A3B, experts  # noqa: E402
 from samebit.benchmarks.gpu_profile import profiles  # noqa: E402
 from samebit.benchmarks.rounds import results_file  # noqa: E402
+from samebit.benchmarks.rounds.command_line import benchmark_parser  # noqa: E402
 from samebit.benchmarks.rounds.limited import emit, run_limited  # noqa: E402
 from samebit.benchmarks.workloads import models  # noqa: E402
 from samebit.kernels import bind  # noqa: E402
@@ -196,8 +196,7 @@ def run_item(item: Item, sizes: measure.Sizes, device: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = benchmark_parser(__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="fewer sequences, once; without --models, the smallest alone"
     )

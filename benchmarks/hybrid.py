@@ -8,12 +8,10 @@ README.md in this folder defines each number.
 import samebit.kernels
 
 # isort: split
-import argparse
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -23,6 +21,7 @@ from samebit.benchmarks.contestants.huggingface import hf_generate
 from samebit.benchmarks.contestants.samebit_worker import samebit
 from samebit.benchmarks.prefix_cache import Prompts
 from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.parts_file import PartsFile
 from samebit.benchmarks.rounds.turns import Calibration, Spread, Turn, alternate, kept, ratio, spread
 from samebit.benchmarks.workloads import models
@@ -219,14 +218,9 @@ def measure_part(name: str, rounds: int, quick: bool) -> tuple[dict[str, Any], d
 
 def main() -> None:
     parts = [*STEPS, *MODELS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=parts, metavar="NAME", help=f"some of {', '.join(parts)}")
-    parser.add_argument("--json", type=Path, help="write the figures here, and spare the parts that are here")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each comparison (default 3)")
+    parser = benchmark_parser(__doc__, rounds=3, of="each comparison", parts=parts)
     parser.add_argument("--quick", action="store_true", help="one round of everything")
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     kept_parts = PartsFile(args.json)
     for name in kept_parts.missing(args.parts or parts):
         about, metrics = measure_part(name, args.rounds, args.quick)

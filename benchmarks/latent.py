@@ -7,12 +7,10 @@ README.md in this folder defines each number.
 """
 
 # isort: split
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedMode
 
 from samebit.benchmarks.prefix_cache import Prompts
 from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.turns import Calibration, Spread, Turn, alternate, kept, ratio, spread
 from samebit.benchmarks.workloads import models
 from samebit.kernels.cpu.base.jit import array, compile_kernel
@@ -257,13 +256,9 @@ def measure(sizes: Sizes, calibration: Calibration) -> dict[str, Spread]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--rounds", type=int, default=Sizes.rounds, help=f"default {Sizes.rounds}")
+    parser = benchmark_parser(__doc__, rounds=Sizes.rounds, of="each comparison")
     parser.add_argument("--quick", action="store_true", help="two rounds")
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     sizes = replace(Sizes(), rounds=2 if args.quick else args.rounds)
     load_before = results_file.load_average()
     metrics = measure(sizes, Calibration())

@@ -9,17 +9,16 @@ Processor time of the whole process, because it counts in whatever else the mach
 """
 
 # isort: split
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from samebit.benchmarks.rounds import results_file
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.benchmarks.workloads import models
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
@@ -97,9 +96,7 @@ def _seconds(worker: RolloutWorker, adapter: str, count: int, new_tokens: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=Sizes.rounds)
+    parser = benchmark_parser(__doc__, rounds=Sizes.rounds, of="each comparison")
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=tuple(models.DTYPES))
     parser.add_argument("--quick", action="store_true", help="a small model, two rounds: shows that it runs")
     arguments = parser.parse_args()

@@ -10,18 +10,17 @@ of the whole step. full_gib and lora_gib: weights, gradients and AdamW's moments
 import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
 
 # isort: split
-import argparse
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from samebit.benchmarks.rounds import results_file
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.benchmarks.workloads import models
 from samebit.kernels import token_logprobs
@@ -115,9 +114,7 @@ def measure(sizes: Sizes) -> dict[str, Spread]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=Sizes.rounds)
+    parser = benchmark_parser(__doc__, rounds=Sizes.rounds, of="steps")
     parser.add_argument("--quick", action="store_true", help="a small model and step: shows that it runs")
     arguments = parser.parse_args()
     sizes = Sizes(rounds=arguments.rounds)

@@ -8,17 +8,16 @@ README.md in this folder defines each number.
 import samebit.kernels
 
 # isort: split
-import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from samebit.benchmarks.contestants.expert_layers import ExpertLayers, Pass
 from samebit.benchmarks.contestants.huggingface import hf_generate
 from samebit.benchmarks.contestants.samebit_worker import samebit
 from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.turns import Calibration, Round, Spread, Turn, alternate, is_steady, kept, ratio, spread
 from samebit.benchmarks.workloads import models
 from samebit.benchmarks.workloads.workload import Run, Workload
@@ -150,13 +149,9 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds of whole rollouts (default 4)")
+    parser = benchmark_parser(__doc__, rounds=4, of="whole rollouts")
     parser.add_argument("--quick", action="store_true", help="one round of whole rollouts, three of everything else")
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     shape, workload, sizes, comparison = models.EXPERTS, Workload(), Sizes(), Comparison()
     load_before = results_file.load_average()
     if args.quick:

@@ -8,16 +8,15 @@ README.md in this folder defines each number.
 import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
 
 # isort: split
-import argparse
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from samebit.benchmarks import cache_growth
 from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.benchmarks.workloads import models, unshared
 from samebit.benchmarks.workloads.shared_prefix import SharedPrefix, SharedRound
@@ -143,13 +142,9 @@ def measure(model: PreTrainedModel, sizes: Sizes, rounds: int) -> dict[str, Spre
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--rounds", type=int, default=12, help="rounds of each comparison (default 12)")
+    parser = benchmark_parser(__doc__, rounds=12, of="each comparison")
     parser.add_argument("--quick", action="store_true", help="one round of everything")
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     sizes = Sizes()
     model = models.build(models.SHAPES["5m"], torch.float32, sizes.longest)
     load_before = results_file.load_average()

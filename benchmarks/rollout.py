@@ -8,7 +8,6 @@ README.md in this folder defines each number.
 import samebit.kernels  # before torch: see samebit.kernels.openmp
 
 # isort: split
-import argparse
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from samebit.benchmarks.contestants.huggingface import (
 )
 from samebit.benchmarks.contestants.samebit_worker import samebit
 from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.turns import (
     Calibration,
     Round,
@@ -185,14 +185,10 @@ def disturbed(all_measured: list[Measured], calibration: Calibration) -> tuple[i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = benchmark_parser(__doc__, rounds=3, of="the 5 M float32 comparison")
     parser.add_argument("--plot", type=Path, help="write a picture (PNG) here")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of the 5 M float32 comparison (default 3)")
     parser.add_argument("--quick", action="store_true", help="the 5 M model in float32 only, under a minute")
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     workload, calibration = Workload(), Calibration()
     load_before = results_file.load_average()
     if not continuous_available():

@@ -8,10 +8,8 @@ each number.
 """
 
 # isort: split
-import argparse
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from transformers import DynamicCache, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from samebit.benchmarks.rounds import results_file
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.benchmarks.workloads import models
 from samebit.kernels import bind, token_logprobs
@@ -190,8 +189,7 @@ def show(metrics: dict[str, Spread]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="an eighth of the sequences")
     args = parser.parse_args()
     sizes = Sizes(sequences=4, micro_batch=2) if args.quick else Sizes()

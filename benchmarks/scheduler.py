@@ -6,15 +6,14 @@ A step is `Engine.step()` - schedule, table bookkeeping, commit - on a runner th
 engine with few waiting requests and one with many take turns, step by step.
 """
 
-import argparse
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.rollout import SamplingParams
 from samebit.rollout.cache import build_cache
@@ -107,8 +106,7 @@ def measure(few: int, many: int, repetitions: int) -> dict[str, Spread]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = benchmark_parser(__doc__)
     args = parser.parse_args()
     metrics = measure(few=100, many=20_000, repetitions=5)
     table.show(metrics)

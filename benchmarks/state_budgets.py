@@ -8,14 +8,13 @@ README.md in this folder defines each number.
 import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
 
 # isort: split
-import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from samebit.benchmarks.prefix_cache import Prompts, Sizes, multi_turn
 from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.turns import Spread, spread
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
@@ -52,8 +51,7 @@ def measure(model: PreTrainedModel, budgets: Budgets) -> dict[str, Spread]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = benchmark_parser(__doc__)
     args = parser.parse_args()
     length = {"max_position_embeddings": Sizes().longest}
     model = bind(tiny_model.build_model(tiny_model.build_tokenizer(), 0, "gdn", **length))

@@ -9,18 +9,17 @@ in this folder defines each number.
 import samebit.kernels  # noqa: F401  (before torch: see samebit.kernels.openmp)
 
 # isort: split
-import argparse
 import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.parts_file import PartsFile
 from samebit.benchmarks.rounds.turns import Calibration, Round, Spread, Turn, alternate, is_steady, kept, ratio, spread
 from samebit.benchmarks.workloads import mismatch_models, models
@@ -93,14 +92,9 @@ def figures(name: str, rounds: list[Round], calibration: Calibration, repeats: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, metavar="NAME", help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--json", type=Path, help="write the figures here, and spare the parts that are here")
-    parser.add_argument("--rounds", type=int, default=6, help="rounds of each part (default 6)")
+    parser = benchmark_parser(__doc__, rounds=6, of="each part", parts=PARTS)
     parser.add_argument("--quick", action="store_true", help="one short sequence, once a turn")
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     sizes = Sizes(sequences=1, tokens=48, repeats=1) if args.quick else Sizes()
     done, calibration = PartsFile(args.json), Calibration()
     for name in done.missing(args.parts or PARTS):

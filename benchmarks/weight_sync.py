@@ -6,7 +6,6 @@ All updates go through `RolloutWorker.receive_weights`, and every one brings oth
 README.md says what the figures are.
 """
 
-import argparse
 import ctypes
 import tempfile
 import time
@@ -29,6 +28,7 @@ from samebit.benchmarks.contestants.weight_sender import (
     reset_peak,
 )
 from samebit.benchmarks.rounds import results_file, table
+from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.turns import (
     Calibration,
     Round,
@@ -240,12 +240,10 @@ def _speeds(rounds: list[Round], gigabytes: float) -> dict[str, Spread]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, rounds=7, of="each transport")
     parser.add_argument("--megabytes", type=int, default=1024, help="size of the weights")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=50, help="GRPO steps of each point of the delta curve")
     parser.add_argument("--warmup", type=int, default=500, help="most supervised steps before them")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     metrics, meta = measure(args.megabytes, args.rounds, args.steps, args.warmup)
     table.show(metrics)

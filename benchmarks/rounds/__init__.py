@@ -2,5 +2,6 @@
 
 The way through: `turns` runs them, by `machine_noise`; `stepped_engines` steps engines by hand; `limited` gives a part
 a process and a limit; `parts_file` keeps the parts of a long measurement. `results_file` writes, `table` and
-`mismatch_report` show. Imports `workloads` and, to step it, `samebit.rollout`.
+`mismatch_report` show; `command_line` has the options that most benchmarks share. Imports `workloads` and, to step it,
+`samebit.rollout`.
 """
