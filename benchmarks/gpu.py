@@ -87,7 +87,7 @@ LEAST = 15.0
 
 @dataclass(frozen=True)
 class Item:
-    """Is one process: a part of a model."""
+    """Describes one process: a part of a model."""
 
     model: str
     part: str

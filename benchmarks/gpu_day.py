@@ -51,7 +51,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Item:
-    """Is one process; it may take ``limit`` seconds, and is not begun with fewer than ``least``."""
+    """Describes one process; it may take ``limit`` seconds, and is not begun with fewer than ``least``."""
 
     name: str
     command: tuple[str, ...]

@@ -27,7 +27,7 @@ from samebit.rollout.runner.cuda_recorder import CudaRecorder
 
 @dataclass(frozen=True)
 class Figure:
-    """Is one line of the table."""
+    """Holds one line of the table."""
 
     name: str
     value: float

@@ -8,7 +8,7 @@ Closed = TypeVar("Closed", bound="Closing")
 
 
 class Closing:
-    """Is a context manager that closes itself."""
+    """Closes itself at the end of a `with` block."""
 
     def close(self) -> None:
         """Give back what is held. Closing twice does nothing more."""

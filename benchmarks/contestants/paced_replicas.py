@@ -39,7 +39,7 @@ class Clock:
 
 @dataclass(eq=False)
 class Turn:
-    """Is a request: the tokens of its prompt and of the answer that it will get, and the digests of both."""
+    """Holds a request: the tokens of its prompt and of the answer that it will get, and the digests of both."""
 
     session: str
     chain: list[bytes]

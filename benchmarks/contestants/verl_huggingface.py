@@ -192,7 +192,7 @@ def _plain(params: SamplingParams) -> SamplingParams:
 
 
 class HuggingFaceServer(SamebitServer):
-    """Is samebit's server with that worker inside."""
+    """Runs samebit's server with that worker inside."""
 
     def make_worker(self, folder: str, options: ServerOptions, tokenizer: PreTrainedTokenizerBase) -> Any:
         return HuggingFaceWorker(folder, options.worker, tokenizer)

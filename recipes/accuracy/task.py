@@ -26,7 +26,7 @@ class Task:
 
     @classmethod
     def draw(cls, held_out: int, examples: int, seed: int = 0) -> "Task":
-        """Draw it.
+        """Draw the problems of a task.
 
         Raises:
             ValueError: fewer distinct problems than are asked for, and one to train on.

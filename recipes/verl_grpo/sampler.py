@@ -8,14 +8,14 @@ POLL_SECONDS = 0.1
 
 
 class OnPolicy(ReplayBuffer):
-    """Is the replay buffer of the trainer mode "sync"."""
+    """Serves as the replay buffer of the trainer mode "sync"."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(poll_interval=POLL_SECONDS, **options)
 
 
 class OffPolicy(ReplayBufferAsync):
-    """Is the replay buffer of the other modes."""
+    """Serves as the replay buffer of the other modes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(poll_interval=POLL_SECONDS, **options)

@@ -93,7 +93,7 @@ class _Leaving:
 
 
 class _Exit:
-    """Is the `__exit__` of `Hold`: made anew for each `with` statement, which is the only one to hold it.
+    """Gives `Hold` its `__exit__`, made anew for each `with` statement, which alone holds it.
 
     A partial, since Python takes a bound method apart before it calls it.
     """

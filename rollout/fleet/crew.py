@@ -50,8 +50,11 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class WantedAdapter:
-    """Is an adapter that all replicas shall have. inner: its name there. folder: or a name of the hub, whose revision
-    stands last. number: in the digests of its cached blocks. digest: of what was read; None until all have read it."""
+    """Describes an adapter that all replicas shall have.
+
+    inner: its name there. folder: or a name of the hub, with `revision`. number: in the digests of its cached blocks.
+    digest: of what was read; None until all have read it.
+    """
 
     inner: str
     folder: str

@@ -140,7 +140,7 @@ def _from_folder(folder: Path, config: RolloutConfig) -> PreTrainedModel:
 
 
 def _check_generation_config(folder: Path) -> None:
-    """Check that it can be read: transformers takes defaults in the place of one that it can not, without end tokens.
+    """Check that generation_config.json can be read: otherwise transformers takes defaults, without end tokens.
 
     Raises:
         ModelLoadError: it can not.

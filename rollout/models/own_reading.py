@@ -55,7 +55,7 @@ def read_folder(folder: Path, dtype: torch.dtype | None, *, dequantize: bool) ->
 
 
 def _config(folder: Path) -> Any:
-    """Return the folder's config, without what it says of quantization: the model is not."""
+    """Return the folder's config without its quantization: the model is not quantized."""
     config = read_text_config(folder)
     vars(config).pop("quantization_config", None)
     return config

@@ -155,7 +155,7 @@ class BroadcastReceiver(ReceiverLink):
 
 
 class _SenderEnd(SenderLink):
-    """Is the sender's end, which fills one bucket while the other is on its way."""
+    """Sends buckets: fills one while the other is on its way."""
 
     def __init__(self, group: _Collectives, bucket_bytes: int) -> None:
         self.bucket_bytes = self._most = check_bucket_bytes(bucket_bytes)

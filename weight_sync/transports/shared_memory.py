@@ -30,7 +30,7 @@ class SharedMemorySender(WeightSender):
 
 @dataclass(frozen=True)
 class SharedFile:
-    """Is the message that brings the buckets, as an open file."""
+    """Brings the buckets, as an open file."""
 
 
 class _SenderEnd(SocketSenderEnd[SharedBuckets]):

@@ -74,7 +74,7 @@ class NoMemory:
 
 
 class SocketSenderEnd(SenderLink, Generic[Memory]):
-    """Is the sender's end over a socket; a subclass chooses the kind of memory."""
+    """Sends over a socket; a subclass chooses the kind of memory."""
 
     def __init__(self, bucket_bytes: int, timeout: float) -> None:
         self.bucket_bytes = bucket_bytes
@@ -211,7 +211,7 @@ class SocketSenderEnd(SenderLink, Generic[Memory]):
 
 
 class SocketReceiver(ReceiverLink, Generic[Memory]):
-    """Is the receiver's end over a socket; a subclass chooses the kind of memory."""
+    """Receives over a socket; a subclass chooses the kind of memory."""
 
     def __init__(self, address: str, timeout: float) -> None:
         if not isinstance(address, str):

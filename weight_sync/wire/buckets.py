@@ -51,7 +51,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class BucketHeader:
-    """Is the head of a bucket. `total`, in the last one, is the digest of all weights; `seal` covers the rest."""
+    """Holds the head of a bucket. `total`, in the last one, is the digest of all weights; `seal` covers the rest."""
 
     sequence: int
     used: int
@@ -66,7 +66,7 @@ class BucketHeader:
 
 @dataclass(frozen=True)
 class RecordHeader:
-    """Is the head of a payload of `size` bytes with this `digest`: the piece at `offset` of a tensor."""
+    """Holds the head of a payload of `size` bytes with this `digest`: the piece at `offset` of a tensor."""
 
     tensor: int
     kind: Kind

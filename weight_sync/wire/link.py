@@ -132,7 +132,7 @@ def shortened(text: str, most: int) -> str:
 
 
 class SenderLink(Closing, ABC):
-    """Is the trainer's end. `bucket_bytes` is the size of each of the two buckets of a sync."""
+    """Defines the trainer's end. `bucket_bytes` is the size of each of the two buckets of a sync."""
 
     bucket_bytes: int
 
@@ -158,7 +158,7 @@ class SenderLink(Closing, ABC):
 
 
 class ReceiverLink(Closing, ABC):
-    """Is the worker's end: a source for `receive_weights`. Closing it, in any thread, ends a wait for the sender."""
+    """Defines the worker's end, a source for `receive_weights`. Closing it in any thread ends a wait for the sender."""
 
     @abstractmethod
     def listen(self, most_bytes: int = MOST_BYTES) -> Announcement:

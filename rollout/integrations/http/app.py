@@ -24,7 +24,7 @@ from samebit.rollout.integrations.http.service import Service
 
 @dataclass(frozen=True)
 class Doors:
-    """Is the application of the process: `public` for everyone, `loopback` for the port of the control listener."""
+    """Serves both ports of the process: `public` for everyone, `loopback` for the port of the control listener."""
 
     public: ASGIApp
     loopback: ASGIApp | None

@@ -33,7 +33,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Is an answer that sends events as they come. `deadline`: raised into the stream after that number of seconds."""
+    """Answers with events, sent as they come. `deadline`: raised into the stream after that number of seconds."""
 
     media_type = "text/event-stream"
 

@@ -63,7 +63,7 @@ def submitted(
 
 
 def numbers_of(worker: ServedWorker) -> dict[str, dict[str, float]]:
-    """Return the numbers of each worker, by the name of its replica; "0" for one alone. It does not wait for them."""
+    """Return the statistics of each replica by its name, "0" for a single worker; no replica is asked."""
     if isinstance(worker, Fleet):
         return worker.replica_stats()
     return {"0": worker.stats()}

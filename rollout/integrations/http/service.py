@@ -72,7 +72,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """Is the model as clients see it. adapter_folders: where adapters came from, by their names. created: when it was
+    """Describes the model to clients. adapter_folders: where adapters came from, by their names. created: when it was
     loaded."""
 
     name: str

@@ -99,7 +99,7 @@ def load(setup: Setup) -> Service:
 
 
 def tracing_of(endpoint: str | None, name: str) -> Tracing | None:
-    """Return what traces requests, where it is wanted. Raises ValueError if OpenTelemetry is not installed."""
+    """Return the tracing of requests, None where it is off. Raises ValueError if OpenTelemetry is not installed."""
     if endpoint is None:
         return None
     try:
@@ -189,7 +189,7 @@ class Server:
 
     @property
     def port(self) -> int:
-        """Return the port that it listens at."""
+        """Return the port that the server listens at."""
         port: int = self._sockets.public.getsockname()[1]
         return port
 

@@ -70,7 +70,7 @@ class StallWatch:
             self._watching = asyncio.create_task(self._watch())
 
     def sent(self, task: asyncio.Task[object]) -> None:
-        """Note that the client has taken it."""
+        """Note that the client has taken what was handed to it."""
         self._since.pop(task, None)
 
     async def _watch(self) -> None:

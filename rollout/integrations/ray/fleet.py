@@ -29,7 +29,7 @@ from samebit.rollout.sampling_params import SamplingParams
 
 
 class FleetActor(ReplicaSide, RolloutActor):
-    """Is a replica in an actor."""
+    """Runs a replica in an actor."""
 
     async def begin(self, incarnation: int, host: str | None = None) -> Introduction:
         return await super().begin(incarnation, _this_node() if host is None else host)
@@ -65,7 +65,7 @@ class RayPort:
 
 
 class RayFleet(Fleet):
-    """Is a worker made of actors: `RolloutWorker`'s calls, over several replicas behind one router."""
+    """Offers the calls of `RolloutWorker` over replicas in actors, behind one router."""
 
     @classmethod
     def start(

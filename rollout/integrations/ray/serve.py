@@ -38,7 +38,7 @@ _OURS = ("num_replicas", "autoscaling_config", "max_ongoing_requests", "max_queu
 
 
 class FrontApp:
-    """Is the application of the front, in the process that Serve has started for it."""
+    """Runs the application of the front, in the process that Serve has started for it."""
 
     def __init__(self, setup: Setup) -> None:
         self.service = load(setup)

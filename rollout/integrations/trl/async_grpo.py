@@ -33,7 +33,7 @@ _VERSIONS = "samebit_versions"
 
 
 class AsyncGRPOTrainer(TrlAsyncGRPOTrainer):
-    """Is TRL's `AsyncGRPOTrainer` with exact rollouts in this process, without a server.
+    """Trains as TRL's `AsyncGRPOTrainer`, with exact rollouts in this process, without a server.
 
     Attributes:
         worker: the rollout worker, on the trainer's module.

@@ -68,7 +68,7 @@ class _Sampled:
 
 
 class _Loop(_AsyncRolloutLoop):
-    """Is TRL's loop over a worker in this process."""
+    """Runs TRL's loop over a worker in this process."""
 
     def __init__(self, worker: RolloutWorker, params: SamplingParams, **options: Any) -> None:
         super().__init__(**options)
@@ -80,7 +80,7 @@ class _Loop(_AsyncRolloutLoop):
         """Holds how far TRL's count of versions is ahead of the worker's."""
 
     def ask_to_stop(self) -> None:
-        """End the loop soon, and what it waits for; from another thread."""
+        """Ask the loop, from another thread, to end soon, and abort the requests that it waits for."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop)
 

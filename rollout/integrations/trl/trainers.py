@@ -129,7 +129,7 @@ class _SamebitRollouts(_Trainer):
 
 
 class GRPOTrainer(_SamebitRollouts, trl.GRPOTrainer):
-    """Is TRL's `GRPOTrainer` with exact rollouts; takes `rollout_config` besides what that takes."""
+    """Trains as TRL's `GRPOTrainer`, with exact rollouts; takes the same arguments, and `rollout_config`."""
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], *_given: Any, **_options: Any
@@ -145,7 +145,7 @@ class GRPOTrainer(_SamebitRollouts, trl.GRPOTrainer):
 
 
 class RLOOTrainer(_SamebitRollouts, trl.RLOOTrainer):
-    """Is TRL's `RLOOTrainer` with exact rollouts; takes `rollout_config` besides what that takes."""
+    """Trains as TRL's `RLOOTrainer`, with exact rollouts; takes the same arguments, and `rollout_config`."""
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *_given: Any, **_options: Any) -> list[list[int]]:
         return self._sample(prompt_ids)[0]

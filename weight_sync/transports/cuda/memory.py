@@ -25,7 +25,7 @@ _LONGEST_HANDLE = 1024
 
 @dataclass(frozen=True)
 class MemoryHandle:
-    """Is the message with which the other process opens the memory. Its fields are torch's; bytes are hexadecimal."""
+    """Carries what the other process opens the memory with. Its fields are torch's; bytes are hexadecimal."""
 
     gpu: str
     num_bytes: int

@@ -31,7 +31,7 @@ class Seen:
     metrics: RequestMetrics
 
     def ended(self, handles: Iterable[ServedHandle]) -> None:
-        """Observe what these requests gave."""
+        """Observe the results of these requests."""
         for handle in handles:
             self.metrics.observe(handle)
 

@@ -46,7 +46,7 @@ class CompletionPieceChoice(CompletionChoiceAnswer):
 
 
 class CompletionPiece(Completion):
-    """Is an event of a streamed completion."""
+    """Describes an event of a streamed completion."""
 
     choices: list[CompletionPieceChoice]  # type: ignore[assignment]
 
@@ -73,7 +73,7 @@ class ChatPieceChoice(ChunkChoice):
 
 
 class ChatPiece(ChatCompletionChunk):
-    """Is an event of a streamed chat completion."""
+    """Describes an event of a streamed chat completion."""
 
     choices: list[ChatPieceChoice]  # type: ignore[assignment]
     prompt_token_ids: list[int] | None = None

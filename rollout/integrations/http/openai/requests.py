@@ -79,7 +79,7 @@ class CompletionRequest(Common):
 
 
 class TextPart(Strict):
-    """Is a piece of a message."""
+    """Holds a piece of a message."""
 
     type: Literal["text"]
     text: str
@@ -91,7 +91,7 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    """Is a call that the model has made."""
+    """Holds a call that the model has made."""
 
     id: str
     type: Literal["function"] = "function"
@@ -99,7 +99,7 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """Is one message of a conversation."""
+    """Holds one message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -124,7 +124,7 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """Is a function that the model may call."""
+    """Describes a function that the model may call."""
 
     type: Literal["function"]
     function: Function

@@ -25,7 +25,7 @@ from samebit.rollout.outputs import RequestOutput
 
 
 class Scored(BaseModel):
-    """Is a token with its log-probability. `rank` is known where it is among the alternatives that were asked for."""
+    """Holds a token and its log-probability. `rank` is known where it is among the alternatives that were asked for."""
 
     token_id: int
     logprob: float

@@ -96,7 +96,7 @@ class SamebitCheckpointEngine(CheckpointEngine):
 
 
 class SamebitCheckpointWorker(CheckpointEngineWorker):
-    """Is verl's worker beside a server, in a process that has to know the backend first."""
+    """Makes the backend known in its process, and is then verl's worker beside a server."""
 
     def __init__(self, rollout_config: Any, *args: Any, **kwargs: Any) -> None:
         register()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 
 class Gate:
-    """Is open; or closed, and then a request waits outside or is turned away."""
+    """Lets requests in while it is open; while it is closed they wait outside or are turned away."""
 
     def __init__(self) -> None:
         self.inside: set[str] = set()

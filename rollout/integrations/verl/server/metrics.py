@@ -73,7 +73,7 @@ def on_policy(batch: Any, step: int, *, with_routing: bool = False) -> dict[str,
 
 
 def on_policy_of(data: DataProto, weights: Set[int]) -> dict[str, float]:
-    """Compare in a batch that holds its tensors. weights: what servers call those that are trained."""
+    """Compare both sides' log-probabilities in a batch that holds its tensors. weights: versions that are on policy."""
     tags = ({name: data.non_tensor_batch[name][row] for name in _SPAN} for row in range(len(data)))
     fresh = torch.tensor([_is_fresh(tag, weights) for tag in tags])
     tokens = data.batch["response_mask"].bool() & fresh[:, None]

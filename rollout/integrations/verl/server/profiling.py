@@ -19,7 +19,7 @@ class Tracing:
         self._running: profile | None = None
 
     def start(self) -> None:
-        """Start, unless it is off or running."""
+        """Start tracing, unless it is off or running."""
         if self._folder is not None and self._running is None:
             everywhere = _ExperimentalConfig(profile_all_threads=True)
             self._running = profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere)

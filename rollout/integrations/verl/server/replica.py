@@ -44,14 +44,14 @@ class SamebitReplica(RolloutReplica):
         self.seen: dict[str, float] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """fully_async starts its servers in one process and trains in another: that one watches them too."""
+        """Watch the server in this process too: fully_async starts servers in one process and trains in another."""
         self.__dict__.update(state)
         _prepare_process()
         self._begin_to_watch()
 
     @property
     def is_policy(self) -> bool:
-        """Return whether its server has the weights that are trained; else it is one of a reward or teacher model."""
+        """Return whether the server has the weights that are trained, and not those of a reward or teacher model."""
         return not (self.is_reward_model or self.is_teacher_model)
 
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:

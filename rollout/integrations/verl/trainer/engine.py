@@ -114,8 +114,8 @@ class SamebitEngine(FSDPEngineWithLMHead):
 
 
 def register() -> None:
-    """Make verl use it: for every FSDP model on a CPU, and on NVIDIA GPUs instead of its own, which it behaves like
-    where samebit is not asked for."""
+    """Register the engine in verl for FSDP models: on a CPU, and on NVIDIA GPUs in place of verl's own, as which it
+    behaves where samebit is not asked for."""
     if SamebitEngine not in EngineRegistry._engines["language_model"]["fsdp2"].values():
         as_engine = EngineRegistry.register
         as_engine("language_model", list(STRATEGIES), device="cpu")(SamebitEngine)

@@ -19,8 +19,8 @@ from samebit.weight_sync import SyncReport, WeightStream
 
 
 class SamebitRollout(BaseRollout):
-    """Is what verl calls the rollout, beside a rank of the trainer that has a server of its own. `device_mesh` is None
-    beside a STANDALONE server."""
+    """Drives the server beside a rank of the trainer: what verl calls the rollout. `device_mesh` is None beside a
+    STANDALONE server."""
 
     is_leader_rank = True
 
