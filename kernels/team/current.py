@@ -1,7 +1,7 @@
-"""Tell compiled code which team its thread computes with: a thread-local address, behind a name that object code bears.
+"""Tell compiled code which team its thread computes with, by a function that returns a thread-local address.
 
-Numba can not compile thread-local variables, and a key of pthreads is known to this process alone, while object code is
-kept for others too. So a function of this process returns the address, and has the same name in all.
+Numba can not compile thread-local variables. A key of pthreads is known to one process alone, while object code is
+cached for others. So compiled code calls a function by its name, `NAME`, and each process defines that function.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 NAME = "samebit_team"
-"""The function: of no arguments, returns the address of the calling thread's team, 0 for none."""
+"""Names the function: it takes no arguments and returns the address of the calling thread's team, 0 for none."""
 
 TYPE = ir.FunctionType(ir.IntType(64), [])
 
@@ -24,13 +24,13 @@ def set_team(address: int) -> None:
 
 
 def name_function() -> None:
-    """Make the function known, before object code that bears its name is loaded."""
+    """Define the function, before object code that calls it is loaded."""
     _place()
 
 
 @cache
 def _place() -> tuple[ctypes.CDLL, ctypes.c_uint, Any]:
-    """Return libc, the key under which each thread keeps the address, and what holds the function."""
+    """Define the function; return libc, the key of the thread-local address, and what owns the function's code."""
     libc, key = ctypes.CDLL(None), ctypes.c_uint()
     if libc.pthread_key_create(ctypes.byref(key), None) != 0:
         raise MemoryError("no thread-local place is left for a team of threads (pthread_key_create)")

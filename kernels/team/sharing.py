@@ -1,19 +1,19 @@
 """Share out the items of a kernel's call among the threads of a team, in compiled code.
 
-The items of a call are cut into a range a thread. A thread takes its own from the first on, neighbours in memory, and
-then the last ones of others. So the caller has computed all that a late thread has left by the time that it looks for
-those which somebody has begun: only for these it waits. (OpenMP waits for each thread of a team, whether it has work or
-has not woken up yet.)
+The items of a call are cut into one range a thread. A thread takes the items of its own range from the first on, which
+are neighbours in memory, and then steals the last ones of other ranges. So the others compute what a late thread has
+not begun, and the caller waits only for items that have been begun. (OpenMP waits for each thread of a team, also for
+one that has no work or has not woken up yet.)
 
 Invariants
 ----------
-* An item is taken by an exchange of its range's word that fails where another thread was faster: exactly one takes it.
-* The caller returns when all items are computed. So a call lasts as long as somebody holds an item of it, and what a
-  thread reads of a call after it has taken an item is of that call.
-* A thread that comes late, to a call that has ended or to the next one, finds ranges that are empty or of that one.
-* An item shares out nothing itself.
+* An item is taken by a compare-and-exchange of its range's word, so exactly one thread takes it.
+* The caller returns when all items are computed. So a call lasts as long as a thread holds an item of it, and what a
+  thread reads of a call after it has taken an item belongs to that call.
+* A late thread finds ranges that are empty, or those of the next call, in which it may take part.
+* An item shares out no work itself.
 
-A team is memory of 64-bit words; what different threads write lies `LINE` bytes apart. Processors of x86-64, Linux.
+A team is an array of 64-bit words; words that different threads write lie `LINE` bytes apart. For Linux on x86-64.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,13 @@ LINE = 128
 SHARE, SIZE = 0, 8
 CALLS, SLEEPING, FUNCTION, RANGES = LINE, 2 * LINE, 3 * LINE, 4 * LINE
 DATA, THREADS, ENDED = FUNCTION + 8, FUNCTION + 16, FUNCTION + 24
-"""Where in a team's memory is what: the address of `_share` and the count of threads; the count of calls, which threads
-that wait look at; how many sleep; the call, which is a function of an item and its data, and how many threads it may
-have; whether the team has ended; and a line a thread, its range of items and how many it has computed of the call."""
+"""Offsets into a team's memory, in bytes. SHARE: the address of `_share`. SIZE: the count of threads. CALLS: the count
+of calls, which idle threads watch. SLEEPING: how many threads sleep. FUNCTION, DATA: the call's function of an item,
+and its data. THREADS: the most threads that the call may have. ENDED: whether the team has ended. RANGES: a line a
+thread, its range of items and how many items of the call it has computed."""
 
 SPINS = 4000
-"""How often a thread looks before it sleeps: as long as the gaps between the operations of a step (see `openmp`)."""
+"""How often a thread that waits looks before it sleeps: for as long as the gaps within a step last (see `openmp`)."""
 
 _COMPUTED = 8
 _HALF = 32
@@ -47,7 +48,9 @@ _MANY = 1 << 30
 
 _I64, _BYTES = ir.IntType(64), ir.IntType(8).as_pointer()
 _NOTHING = ir.FunctionType(ir.VoidType(), [])
-_ITEM = ir.FunctionType(ir.VoidType(), [_BYTES.as_pointer(), _I64.as_pointer(), _I64.as_pointer(), _BYTES])
+ITEM = ir.FunctionType(ir.VoidType(), [_BYTES.as_pointer(), _I64.as_pointer(), _I64.as_pointer(), _BYTES])
+"""The type of a function that computes an item: its number as an address, two that are not read, and the data."""
+
 
 _system_call = types.ExternalFunction("syscall", types.int64(*(types.int64,) * 7))
 _yield_processor = types.ExternalFunction("sched_yield", types.int32())
@@ -59,7 +62,7 @@ def _word(builder: Any, address: Any) -> Any:
 
 @intrinsic
 def _load(typingctx: Any, address: Any) -> Any:
-    """Read a word, and see all that its writer had written before."""
+    """Read a word atomically; what its writer had written before it is visible then."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(_word(builder, args[0]), "seq_cst", 8)
@@ -69,7 +72,7 @@ def _load(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def _store(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write a word behind all that was written before."""
+    """Write a word atomically, after all that was written before."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store_atomic(args[1], _word(builder, args[0]), "release", 8)
@@ -80,7 +83,7 @@ def _store(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def _add(typingctx: Any, address: Any, number: Any) -> Any:
-    """Add to a word."""
+    """Add to a word atomically."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.atomic_rmw("add", _word(builder, args[0]), args[1], "seq_cst")
@@ -91,7 +94,7 @@ def _add(typingctx: Any, address: Any, number: Any) -> Any:
 
 @intrinsic
 def _exchange(typingctx: Any, address: Any, seen: Any, new: Any) -> Any:
-    """Write ``new`` to a word if it is as it was ``seen``; tell whether it was."""
+    """Write ``new`` to a word if it still is ``seen`` (compare and exchange); tell whether it was."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         done = builder.cmpxchg(_word(builder, args[0]), args[1], args[2], "seq_cst")
@@ -102,7 +105,7 @@ def _exchange(typingctx: Any, address: Any, seen: Any, new: Any) -> Any:
 
 @intrinsic
 def _pause(typingctx: Any) -> Any:
-    """Tell the processor that a loop only looks."""
+    """Tell the processor that this is a loop that waits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pause = cgutils.get_or_insert_function(builder.module, _NOTHING, "llvm.x86.sse2.pause")
@@ -114,7 +117,7 @@ def _pause(typingctx: Any) -> Any:
 
 @intrinsic
 def _compute(typingctx: Any, function: Any, item: Any, data: Any) -> Any:
-    """Call what Numba calls for an item: its number is the first address that it is given."""
+    """Call a function for an item as Numba's ``parallel_for`` does: the item's number is passed as an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function, item, data = args
@@ -122,16 +125,14 @@ def _compute(typingctx: Any, function: Any, item: Any, data: Any) -> Any:
             base = builder.alloca(_BYTES)
         builder.store(builder.inttoptr(item, _BYTES), base)
         nothing = ir.Constant(_I64.as_pointer(), None)
-        call = builder.inttoptr(function, _ITEM.as_pointer())
+        call = builder.inttoptr(function, ITEM.as_pointer())
         builder.call(call, [base, nothing, nothing, builder.inttoptr(data, _BYTES)])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-def _part(function: Callable[..., Any]) -> Any:
-    """Compile a function for the ones below."""
-    return njit(function)
+_part: Callable[[Callable[..., Any]], Any] = njit
 
 
 @_part
@@ -160,7 +161,7 @@ def _take_last(at: int) -> Any:
 
 @_part
 def _take_part(team: int, me: int) -> None:
-    """Compute items of the call that is now, until none is left to take."""
+    """Compute items of the current call until none is left to take."""
     threads = _load(team + THREADS)
     if me >= threads:
         return
@@ -184,14 +185,14 @@ def _computed(team: int) -> Any:
 
 @_part
 def _call(team: int) -> None:
-    """Count a call, and wake who sleeps."""
+    """Announce a call, and wake the threads that sleep."""
     _add(team + CALLS, 1)
     if _load(team + SLEEPING) > 0:
         _system_call(_FUTEX, team + CALLS, _WAKE, _MANY, 0, 0, 0)
 
 
 def _share(team: int, function: int, data: int, items: int, threads: int) -> None:
-    """Have the first ``threads`` of a team, the caller among them, call a function for each of ``items`` numbers."""
+    """Have the first ``threads`` threads of a team, the caller's among them, call a function for each item number."""
     _store(team + FUNCTION, function)
     _store(team + DATA, data)
     _store(team + THREADS, threads)
@@ -245,7 +246,7 @@ class Functions:
 
 @cache
 def functions() -> Functions:
-    """Compile them, or load what a process has compiled before."""
+    """Compile the functions, or load them from Numba's cache."""
     share, serve, end = (
         cfunc(types.void(*(types.int64,) * count), cache=True)(function)
         for function, count in ((_share, 5), (_serve, 2), (_end, 1))

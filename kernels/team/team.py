@@ -1,10 +1,10 @@
-"""Start the threads of a team, put each in its place, and end them.
+"""Start the threads of a team, bind each to its processors, and end them.
 
 Invariants
 ----------
-* A team is of the thread that makes it: `share_out` finds it there, and there alone.
-* The first thread stays free, so that threads which it starts later, for whatever library, may run anywhere.
-* A place is a wish: where the system refuses it, the thread runs where it did.
+* A team belongs to the thread that makes it: in that thread alone `share_out` finds it.
+* The first thread is not bound: threads that it starts later, for other libraries, would inherit that.
+* Where the system refuses to bind a thread, it runs where it did.
 """
 
 import ctypes
@@ -26,12 +26,12 @@ _WORD = 8
 
 
 def teams_run_here() -> bool:
-    """Return whether the system is one that `sharing` is written for."""
+    """Return whether this system is one that `sharing` is written for."""
     return sys.platform.startswith("linux") and platform.machine() == "x86_64"
 
 
 class Team:
-    """Computes with the thread that makes it, until that ends it.
+    """Helps the thread that makes it to compute kernels, until that thread calls `end`.
 
     Args:
         size: of the team, the calling thread included.
@@ -61,7 +61,7 @@ class Team:
         set_team(self._address)
 
     def take_places(self) -> None:
-        """Give each thread a processor or a core of its own, where the team has as many as the caller may use."""
+        """Bind each thread to a processor or a core of its own, where the caller may use as many as the team has."""
         allowed = os.sched_getaffinity(0)
         self._place(places_of(allowed, self._size, _libc().sched_getcpu(), siblings_of))
 

@@ -22,13 +22,12 @@ from numba.core.typing import signature
 from numba.extending import intrinsic
 
 from samebit.kernels.team import current
-from samebit.kernels.team.sharing import SHARE, SIZE
+from samebit.kernels.team.sharing import ITEM, SHARE, SIZE
 
 current.name_function()
 
 _BYTES = ir.IntType(8).as_pointer()
 _ADDRESS = ir.IntType(types.intp.bitwidth)
-_ITEM = ir.FunctionType(ir.VoidType(), [_BYTES.as_pointer(), _ADDRESS.as_pointer(), _ADDRESS.as_pointer(), _BYTES])
 _SHARE = ir.FunctionType(ir.VoidType(), [_ADDRESS] * 5)
 _PARALLEL_FOR = ir.FunctionType(ir.VoidType(), [_BYTES] * 5 + [_ADDRESS] * 3)
 
@@ -113,7 +112,7 @@ def _loop(builder: Any, item: Any, items: Any, state: Any) -> None:
 
 def _item_function(context: Any, module: Any, described: Any, place: Any) -> Any:
     """Make what ``parallel_for`` calls for an item, whose number is its first address, with the state's as its data."""
-    function = ir.Function(module, _ITEM, module.get_unique_name("shared_out_item"))
+    function = ir.Function(module, ITEM, module.get_unique_name("shared_out_item"))
     function.linkage = "internal"
     builder = ir.IRBuilder(function.append_basic_block())
     bases, _, _, data = function.args
