@@ -33,13 +33,13 @@ from samebit.kernels.cpu.dense.products import (
 from samebit.kernels.cpu.dense.terms import add_nothing
 from samebit.kernels.cpu.experts.forms import constants_of
 from samebit.kernels.cpu.experts.one_call import (
-    CHOSEN,
+    KERNELS,
     SIZES,
-    Chosen,
+    ExpertKernels,
     Operands,
     Sizes,
-    chosen_of,
     compute_experts,
+    expert_kernels,
     is_one_call,
 )
 from samebit.kernels.cpu.experts.routing import RULE, Rule, choose_rows, rule_of
@@ -51,15 +51,15 @@ _FLOAT = np.float32(0)
 _ONE = np.float32(1)
 
 _ROOMS = 13
-"""The arrays that lie in the room, each from a multiple of sixteen elements on."""
+"""Counts the arrays in the scratch buffer (``inside`` is three); each begins at a multiple of sixteen elements."""
 
 
 class Rooms(NamedTuple):
-    """Holds the addresses of what is between the kernels.
+    """Holds the addresses of the intermediate results, which lie in one scratch buffer.
 
-    Float32: logits, weights of the chosen, the correction, and of another dtype the input and the router's parameters,
-    widened. Int32: the chosen. Of the elements' type: what the experts give, what those of every row give and are
-    weighted by, and a room for these.
+    In float32: logits, weights of the chosen experts, the correction; the input and the router's parameters, widened
+    where they have another dtype. In int32: ids of the chosen experts. In the elements' dtype: the output of these, and
+    of the experts that compute every row the output, the gates and what is inside them.
     """
 
     logits: int
@@ -77,20 +77,20 @@ class Rooms(NamedTuple):
 
 _WEIGHTS = 15
 _OTHER_SIZES = SIZES - 1
-_LAYOUT = Struct(f"={_WEIGHTS + _OTHER_SIZES + CHOSEN + 1 + RULE}q" + "f4x" * 3)
+_LAYOUT = Struct(f"={_WEIGHTS + _OTHER_SIZES + KERNELS + 1 + RULE}q" + "f4x" * 3)
 """Lays out a block's record: the addresses of `BlockWeights.flat`, 0 for what it does not have, `one_call.Sizes` but
-for the rows, `one_call.Chosen`, F, `routing.Rule` but for the scale; the scale, limit and alpha."""
+for the rows, `one_call.ExpertKernels`, F, `routing.Rule` but for the scale; the scale, limit and alpha."""
 
 _SIZES_AT = 8 * _WEIGHTS
-_CHOSEN_AT = _SIZES_AT + 8 * _OTHER_SIZES
-_SHARED_AT = _CHOSEN_AT + 8 * CHOSEN
+_KERNELS_AT = _SIZES_AT + 8 * _OTHER_SIZES
+_SHARED_AT = _KERNELS_AT + 8 * KERNELS
 _RULE_AT = _SHARED_AT + 8
 _NUMBERS_AT = _RULE_AT + 8 * RULE
 
 
 @inlined_part
 def _rooms(sizes: Any, of_every_row: int, itemsize: int, room: int) -> Any:
-    """Place the arrays from an address on."""
+    """Lay the arrays out from an address on."""
     chosen, outputs = whole_lines(sizes.rows * sizes.top_k), whole_lines(sizes.rows * sizes.width)
     weights = room + whole_lines(sizes.rows * sizes.experts) * 4
     ids = weights + chosen * 4
@@ -161,7 +161,7 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
         call, step = call_and_step(call_at)
         no, at, rows, x = np.int64(0), call.record, step.rows, call.normed
         itemsize = elements(no, 0, kind).itemsize
-        weights, chosen = read(at, _WEIGHTS, no), Chosen(*read(at + _CHOSEN_AT, CHOSEN, no))
+        weights, kernels = read(at, _WEIGHTS, no), ExpertKernels(*read(at + _KERNELS_AT, KERNELS, no))
         (up, up_bias, down, down_bias), (gate, gate_bias) = weights[2:6], weights[12:14]
         sizes = Sizes(rows, *read(at + _SIZES_AT, _OTHER_SIZES, no))
         (inner,), width = read(at + _SHARED_AT, 1, no), sizes.width
@@ -172,7 +172,7 @@ def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
             rooms, kind,
         )  # fmt: skip
         operands = Operands(x, rooms.ids, rooms.weights, up, up_bias, down, down_bias, rooms.routed)
-        compute_experts(threads, sizes, operands, chosen, limit, alpha, kind)
+        compute_experts(threads, sizes, operands, kernels, limit, alpha, kind)
         every_row = gates = no
         if inner > 0:
             every_row = rooms.every_row
@@ -229,7 +229,7 @@ def _call(weights: BlockWeights, options: BlockOptions, dtype: torch.dtype) -> L
     sizes = Sizes(0, routing.top_k, number, width, options.inner, experts.products, experts.transposed)
     scale, *rule = rule_of(routing, weights.correction is not None)
     numbers = (
-        *weights.addresses, *sizes[1:], *chosen_of(experts, dtype), options.shared, *rule, scale,
+        *weights.addresses, *sizes[1:], *expert_kernels(experts, dtype), options.shared, *rule, scale,
         *constants_of(experts),
     )  # fmt: skip
     itemsize = dtype.itemsize

@@ -17,7 +17,6 @@ from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.layout.grids import LANES
 
 _ZERO = np.float32(0.0)
-_ONE = np.float32(1.0)
 
 
 def combine(outputs: torch.Tensor, place_of: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

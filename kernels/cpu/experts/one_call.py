@@ -57,7 +57,7 @@ class Operands(NamedTuple):
     out: int
 
 
-class Chosen(NamedTuple):
+class ExpertKernels(NamedTuple):
     """Holds addresses of the kernels that multiply and that activate, and whether the latter is of gated experts."""
 
     multiply: int
@@ -65,7 +65,7 @@ class Chosen(NamedTuple):
     gated: int
 
 
-SIZES, OPERANDS, CHOSEN = len(Sizes._fields), len(Operands._fields), len(Chosen._fields)
+SIZES, OPERANDS, KERNELS = len(Sizes._fields), len(Operands._fields), len(ExpertKernels._fields)
 """Count their fields."""
 
 
@@ -94,7 +94,7 @@ def compute(
             0 if up_bias is None else up_bias.data_ptr(), down.data_ptr(),
             0 if down_bias is None else down_bias.data_ptr(), out.data_ptr(),
         ),
-        *chosen_of(options, x.dtype),
+        *expert_kernels(options, x.dtype),
     )  # fmt: skip
     work = (pairs + READING * min(pairs, number)) * (products + 1) * inner * width // PRODUCTS_AN_ELEMENT
     try:
@@ -104,10 +104,10 @@ def compute(
     return out
 
 
-def chosen_of(options: ExpertOptions, dtype: torch.dtype) -> Chosen:
+def expert_kernels(options: ExpertOptions, dtype: torch.dtype) -> ExpertKernels:
     """Return the kernels that compute these experts on this processor."""
     multiply = _product_at(grouped.kernel_of(dtype), dtype)
-    return Chosen(multiply, _activation_at(options, dtype), int(options.form == "gated"))
+    return ExpertKernels(multiply, _activation_at(options, dtype), int(options.form == "gated"))
 
 
 @cache
@@ -124,8 +124,8 @@ def _activation_at(options: ExpertOptions, dtype: torch.dtype) -> int:
     return kernel_of_form(options).address(*(types.int64,) * 3, *(types.float32,) * 2, types.int64, kind)
 
 
-def _compute(threads: int, sizes: Any, operands: Any, chosen: Any, limit: Any, alpha: Any, kind: Any) -> None:
-    """Compute `Sizes` of `Operands` by the kernels `Chosen`.
+def _compute(threads: int, sizes: Any, operands: Any, kernels: Any, limit: Any, alpha: Any, kind: Any) -> None:
+    """Compute `Sizes` of `Operands` by the kernels `ExpertKernels`.
 
     What lies between the products is that of a few experts at a time, so it takes little memory, and the same again
     and again: memory that is new to a process costs as much time as a quarter of the products.
@@ -149,7 +149,7 @@ def _compute(threads: int, sizes: Any, operands: Any, chosen: Any, limit: Any, a
         for expert in range(first, last + 1):
             run[expert - first] = offsets[expert] - offsets[first]
         _compute_run(
-            threads, sizes, operands, chosen, first, last - first,
+            threads, sizes, operands, kernels, first, last - first,
             (row_of[offsets[first] :], run, products, hidden, outputs[offsets[first] :]), (limit, alpha), kind,
         )  # fmt: skip
         first = last
@@ -175,7 +175,7 @@ def _end_of_run(offsets: Any, first: int, most: int) -> int:
 
 @kernel_part
 def _compute_run(
-    threads: int, sizes: Any, operands: Any, chosen: Any, first: int, experts: int, arrays: Any, constants: Any,
+    threads: int, sizes: Any, operands: Any, kernels: Any, first: int, experts: int, arrays: Any, constants: Any,
     kind: Any,
 ) -> None:  # fmt: skip
     """Write the outputs of a run of experts. The caller holds the arrays, whose addresses the kernels are given."""
@@ -193,13 +193,13 @@ def _compute_run(
         hidden_at, no, offsets_at, experts, inner, width, down, down_bias, _address(outputs), transposed
     )  # fmt: skip
     few = shared(pairs * inner, threads)
-    call_at(chosen.multiply, (threads, first_product, kind))
-    if chosen.gated:
+    call_at(kernels.multiply, (threads, first_product, kind))
+    if kernels.gated:
         up_at = products_at + inner * size
-        call_at(chosen.activate, (few, products_at, up_at, kind, pairs, inner, wide, wide, hidden_at))
+        call_at(kernels.activate, (few, products_at, up_at, kind, pairs, inner, wide, wide, hidden_at))
     else:
-        call_at(chosen.activate, (few, products_at, pairs, inner, *constants, hidden_at, kind))
-    call_at(chosen.multiply, (threads, second_product, kind))
+        call_at(kernels.activate, (few, products_at, pairs, inner, *constants, hidden_at, kind))
+    call_at(kernels.multiply, (threads, second_product, kind))
 
 
 compute_experts = called_kernel(_compute)
@@ -209,8 +209,8 @@ def _run(threads: int, numbers: Any, limit: Any, alpha: Any, kind: Any) -> None:
     """Compute what one array of numbers says: that costs a call from Python less than their tuples do."""
     at, no = _address(numbers), np.int64(0)
     sizes, operands = Sizes(*read(at, SIZES, no)), Operands(*read(at + 8 * SIZES, OPERANDS, no))
-    chosen = Chosen(*read(at + 8 * (SIZES + OPERANDS), CHOSEN, no))
-    compute_experts(threads, sizes, operands, chosen, limit, alpha, kind)
+    kernels = ExpertKernels(*read(at + 8 * (SIZES + OPERANDS), KERNELS, no))
+    compute_experts(threads, sizes, operands, kernels, limit, alpha, kind)
 
 
 _kernel = SharedKernel(_run)
