@@ -151,7 +151,7 @@ class BoundModules:
         return BoundModules(tuple(one for one in self.modules if not f"{one.name}.".startswith(left_out)))
 
     def check(self) -> None:
-        """Compare.
+        """Raise if a module is not as `bind` left it.
 
         Raises:
             BindingError: something is not as it was bound, by name.

@@ -97,7 +97,7 @@ class LayerFamily:
     """Describes the layers of one family.
 
     Attributes:
-        types: what they may be, in the words of the configs before transformers 5.13.
+        types: those that a layer may have, as configs named them before transformers 5.13.
         required: a layer type without which Hugging Face can not run the family, if there is one.
         pre_norm: they add attention or a mixer of a norm, then an MLP or experts of a norm: each can be one call in a
             rollout.
@@ -109,7 +109,7 @@ class LayerFamily:
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """Return what they may be, in the words of the configs of this transformers."""
+        """Return the types that a layer may have, as configs of this version of transformers name them."""
         return tuple(dict.fromkeys(_NEW_NAMES.get(kind, kind) for kind in self.types))
 
 
@@ -147,7 +147,7 @@ class Family:
 
     @property
     def recurs(self) -> bool:
-        """Return whether it has layers with states."""
+        """Return whether the family has recurrent layers."""
         return bool(self.mamba.mixer) or self.delta is not None
 
     @property

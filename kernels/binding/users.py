@@ -1,4 +1,4 @@
-"""Know the objects that use one bound model, such as rollout workers, so that an update through one reaches all.
+"""List the objects that use one bound model, such as rollout workers, so that an update through one reaches all.
 
 Invariant: nothing is kept alive, and a copy of the model begins without users.
 """
@@ -23,12 +23,12 @@ class Users(Generic[User]):
         return Users()
 
     def join(self, user: User) -> None:
-        """Add one, behind all others."""
+        """Add a user, behind all others."""
         with self._mutex:
             self._users[next(self._numbers)] = user
 
     def leave(self, user: User) -> None:
-        """Take one away; nothing happens if it has left already."""
+        """Remove a user; nothing happens if it has left already."""
         with self._mutex:
             for number in [number for number, known in self._users.items() if known is user]:
                 del self._users[number]

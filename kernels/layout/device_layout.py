@@ -66,12 +66,12 @@ class DeviceLayout:
 
     @staticmethod
     def of(call: CallRows, work: AttentionWork, device: torch.device) -> "DeviceLayout":
-        """Send the call's to this device."""
+        """Send the layout of a call to this device."""
         return DeviceLayout.from_parts(sent(layout_parts(call, work), device), work)
 
     @staticmethod
     def from_parts(parts: Tensors, work: AttentionWork) -> "DeviceLayout":
-        """Build it of what `layout_parts` gave, on the device; other names are left out."""
+        """Build the layout from the arrays of `layout_parts`, which are on the device; other names are left out."""
         named = {one.name: parts[one.name] for one in fields(DeviceLayout) if one.name in parts}
         items = {tokens: Items.named(parts, tokens) for tokens in sizes_of_items(parts)}
         return DeviceLayout(**named, work=work, tiles_of={}, items_of=items)

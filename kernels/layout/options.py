@@ -63,7 +63,7 @@ class DenseWeights(LayerWeights):
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor | None, ...]:
-        """Return them one by one; None for what the layer does not have."""
+        """Return the parameters one by one; None for what the layer does not have."""
         nothing = (None, None)
         (q, k, v), (o,), (gate, up), (down,) = (
             self.qkv, self.o, self.gate_up or (nothing, nothing), self.down or (nothing,)

@@ -93,7 +93,7 @@ def sent(arrays: Arrays, device: torch.device) -> Tensors:
 
 
 class Arrival:
-    """Brings a tensor back to the host; on CUDA neither the copy waits nor the caller, until it asks for it."""
+    """Copies a tensor to the host; on CUDA the caller goes on meanwhile, and waits only in `numpy`."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._there = tensor, None
@@ -104,7 +104,7 @@ class Arrival:
             self._there.record(torch.cuda.current_stream(tensor.device))
 
     def numpy(self) -> npt.NDArray[Any]:
-        """Return its values; waits until they are there."""
+        """Wait until the values have arrived, and return them."""
         if self._there is not None:
             self._there.synchronize()
         return self._host.numpy()

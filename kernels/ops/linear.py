@@ -80,7 +80,7 @@ def multiply(x: torch.Tensor, layers: Sequence[Layer]) -> list[torch.Tensor]:
 
 
 def only_multiply(modules: Sequence[nn.Module]) -> bool:
-    """Return whether calls of bound modules may be one call: none of them does more, or is torch's."""
+    """Return whether the calls of these modules may be one: all are bound, and none does more than multiply."""
     return all(is_plain(module) and "forward" in vars(module) for module in modules)
 
 
@@ -90,7 +90,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def weight_and_bias(module: nn.Module) -> Layer:
-    """Return those of a plain module, in a fifth of the time of the attributes."""
+    """Return weight and bias of a plain module, in a fifth of the time that attributes take."""
     parameters = module._parameters
     return parameters["weight"], parameters["bias"]  # type: ignore[return-value]
 
@@ -168,7 +168,7 @@ def gradients_of_layers(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Return the gradients of `recorded_parts`, None for each that is not ``needed``, from those of the results.
 
-    That of x is the sum of theirs from the last layer to the first, as autograd adds it up for layers of their own.
+    The gradient of x is added up from the last layer to the first, as autograd does for separate layers.
     """
     of_x, *of_parts = needed
     inputs, grad_x = x.reshape(-1, x.shape[-1]), None

@@ -112,7 +112,7 @@ def gated_rms_norm(
 
 
 def check_rows(x: torch.Tensor, **of_width: torch.Tensor) -> None:
-    """Check that the others have an element for each of a row, and on the CPU are where its kernels read."""
+    """Check that the others are ``[W]`` like a row of ``x``, and on the CPU that its kernels can read all of them."""
     if not x.dim() or not x.shape[-1]:
         raise ValueError(f"x has the shape {list(x.shape)}; allowed: [..., W], W at least 1")
     for name, part in of_width.items():

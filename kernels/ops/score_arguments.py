@@ -18,7 +18,7 @@ def check_ids(name: str, ids: object) -> None:
 
 
 def check_in_vocabulary(name: str, ids: torch.Tensor, vocab_size: int) -> None:
-    """Raise ValueError unless all ids are those of tokens."""
+    """Raise ValueError unless all ids are in the vocabulary."""
     if ids.numel():
         least, greatest = int(ids.min()), int(ids.max())
         if least < 0 or greatest >= vocab_size:

@@ -51,7 +51,7 @@ class Places:
 
     @staticmethod
     def of(context: ForwardContext) -> "Places":
-        """Return those of a call."""
+        """Return the places of a call's rows."""
         layout = context.on_device
         return Places(layout.blocks, layout.offsets, layout.sequences, context.block_size)
 

@@ -68,7 +68,7 @@ class Heads:
     def of(
         q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], norms: HeadNorms | None
     ) -> "Heads":
-        """Return those of a call."""
+        """Return the sizes and dtypes of a call."""
         weights = None if norms is None else (norms.queries.dtype, norms.keys.dtype)
         return Heads(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], angles[0].shape[1], weights)
 

@@ -55,7 +55,7 @@ class RouteLayout:
 
 @dataclass(frozen=True, eq=False)
 class RoutePages:
-    """Notes in blocks: ``memory`` is ``[blocks, block_size, layers with experts, top_k]`` int16."""
+    """Holds notes in blocks: ``memory`` is ``[blocks, block_size, layers with experts, top_k]`` int16."""
 
     layout: RouteLayout
     memory: torch.Tensor
@@ -80,16 +80,16 @@ class RoutePages:
 
 @dataclass(frozen=True, eq=False)
 class RouteList:
-    """Notes of one training call, row after row: ``rows[layer]`` is ``[T, top_k]``."""
+    """Holds the notes of one training call, row after row: ``rows[layer]`` is ``[T, top_k]``."""
 
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def note(self, layer: int, ids: torch.Tensor) -> None:
-        """Keep them."""
+        """Keep the experts of the rows."""
         self.rows[layer] = ids.detach()
 
     def of_rows(self, layout: RouteLayout) -> Routes:
-        """Return ``[T, num_layers, top_k]``."""
+        """Return the notes of all rows, ``[T, num_layers, top_k]``."""
         return layout.spread(torch.stack([self.rows[layer] for layer in range(len(layout.layers))], dim=1))
 
 
@@ -111,7 +111,7 @@ def installed_notes() -> RouteNotes | None:
 
 @contextmanager
 def use_notes(notes: RouteNotes | None) -> Iterator[None]:
-    """Let routers note what they choose; None: let them not."""
+    """Let routers note what they choose inside the block; with None they note nothing."""
     token = _installed.set(notes)
     try:
         yield

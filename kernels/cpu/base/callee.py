@@ -34,7 +34,7 @@ _callees: dict[tuple[str, str], "Callee"] = {}
 
 
 class Callee(CPUDispatcher):  # type: ignore[misc]  # Numba has no types
-    """Is a kernel as compiled code calls it."""
+    """Lets compiled code call a kernel."""
 
     def __init__(self, kernel: CPUDispatcher) -> None:
         super().__init__(kernel.py_func, targetoptions=OPTIONS)

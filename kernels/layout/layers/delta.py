@@ -44,7 +44,7 @@ class DeltaWeights(LayerWeights):
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor | None, ...]:
-        """Return them one by one; None for what the layer does not have."""
+        """Return the parameters one by one; None for what the layer does not have."""
         mixer, nothing = self.mixer, (None, None)
         inputs = chain.from_iterable((*mixer.inputs, *(nothing,) * (MOST_INPUTS - len(mixer.inputs))))
         gate, up, down = (nothing, nothing, nothing) if self.mlp is None else self.mlp

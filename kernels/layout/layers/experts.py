@@ -26,7 +26,7 @@ class BlockWeights(LayerWeights):
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor | None, ...]:
-        """Return them one by one; None for what the block does not have."""
+        """Return the parameters one by one; None for what the block does not have."""
         experts, nothing = self.experts, (None, None)
         gate, up, down = (nothing, nothing, nothing) if self.shared is None else self.shared
         return (

@@ -58,7 +58,7 @@ class LatentWeights(LayerWeights):
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor | None, ...]:
-        """Return them one by one, those of an indexer behind; None for what the layer does not have."""
+        """Return the parameters one by one, an indexer's last; None for what the layer does not have."""
         (q, kv), nothing = self.first, (None, None)
         gate, up, down = (nothing, nothing, nothing) if self.mlp is None else self.mlp
         of_layer = (*self.norms, *q, *kv, *(self.queries or nothing), self.heads, *self.o, *gate, *up, *down)

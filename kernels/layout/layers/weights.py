@@ -1,4 +1,4 @@
-"""Hold the parameters of a decoder layer that is one call, and what is worked out of them, as long as they are."""
+"""Hold the parameters of a decoder layer that is one call, and what was worked out from them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,20 +13,20 @@ class LayerWeights:
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor | None, ...]:
-        """Return them one by one; None for what the layer does not have."""
+        """Return the parameters one by one; None for what the layer does not have."""
         raise NotImplementedError
 
     @cached_property
     def present(self) -> list[torch.Tensor]:
-        """Return those that the layer has."""
+        """Return the parameters that the layer has."""
         return [weight for weight in self.flat if weight is not None]
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Return where they are, 0 for what the layer does not have."""
+        """Return the addresses of the parameters, 0 for what the layer does not have."""
         return tuple(0 if weight is None else weight.data_ptr() for weight in self.flat)
 
     @cached_property
     def worked_out(self) -> dict[object, Any]:
-        """Return what was found out about them, for the next call with these."""
+        """Return a dictionary that callers fill with what they find out about these parameters."""
         return {}

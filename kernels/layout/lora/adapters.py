@@ -152,11 +152,11 @@ class KeptTerms:
         self.calls: dict[nn.Module, Any] = {}
 
     def of(self, deltas: Deltas) -> LowRanks | None:
-        """Return what is kept of these, if anything is."""
+        """Return the terms that are kept for these deltas, if any are."""
         return self._terms.get(deltas)
 
     def keep(self, deltas: Deltas, terms: tuple[LowRank, ...]) -> LowRanks:
-        """Keep the terms of these."""
+        """Keep the terms of these deltas."""
         self._terms[deltas] = fixed = LowRanks(terms, fixed=True)
         return fixed
 

@@ -51,7 +51,7 @@ def activate_backward(
 
 
 def _constants(options: ExpertOptions) -> tuple[float, float]:
-    """Return those of the interleaved form; any for the others."""
+    """Return limit and alpha of the interleaved form; other forms do not read them."""
     return options.limit or 0.0, options.alpha or 0.0
 
 
