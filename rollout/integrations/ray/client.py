@@ -25,10 +25,10 @@ from samebit.kernels.openmp import process_environment
 from samebit.rollout.adapters.loading import AdapterOptions
 from samebit.rollout.checks import check_one_of, check_timeout
 from samebit.rollout.config import DEVICES, RolloutConfig
-from samebit.rollout.control.intake import as_request_ids
+from samebit.rollout.control.intake import as_request_ids, paired
 from samebit.rollout.control.sleep import check_tags
 from samebit.rollout.control.worker_status import TAGS
-from samebit.rollout.errors import RequestError, WorkerLostError
+from samebit.rollout.errors import WorkerLostError
 from samebit.rollout.integrations.links import CudaIpcAt, SharedMemoryAt
 from samebit.rollout.integrations.ray.actor import Health, RolloutActor
 from samebit.rollout.integrations.ray.calls import wait_for, wait_for_async
@@ -140,9 +140,7 @@ class RayWorker(Closing):
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[RayRequestHandle]:
         """Submit each prompt, in this order; a bad one does not keep the rest from being queued."""
-        each = params if isinstance(params, list | tuple) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts, but {len(each)} params")
+        prompts, each, _ = paired(prompts, params)
         return [self.submit(prompt, wanted) for prompt, wanted in zip(prompts, each, strict=True)]
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
