@@ -35,7 +35,7 @@ _OF_MEMORY = frozenset(
 
 
 class Addend(torch.Tensor):
-    """Is a plain tensor but for one thing: added to another one from the right, it makes a `WaitingSum`."""
+    """Makes a `WaitingSum` when it is added to a tensor from the right; in all else it is a plain tensor."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -53,7 +53,7 @@ class Addend(torch.Tensor):
 
 
 class WaitingSum(torch.Tensor):
-    """Is a tensor whose memory has room for a sum, and knows what is to be added until it is read."""
+    """Holds memory for a sum, and the two tensors that are added there when it is first read."""
 
     room: torch.Tensor
     parts: tuple[torch.Tensor, torch.Tensor] | None
@@ -104,7 +104,7 @@ class WaitingSum(torch.Tensor):
     def added(self) -> torch.Tensor:
         """Return the sum without gradient: a plain tensor with the same memory.
 
-        That is no modification to autograd, which may have saved the sum already: nothing has read it.
+        Autograd may have saved the sum already; it does not count this as a modification, as nothing has read the sum.
         """
         parts = self.taken()
         if parts is not None:
@@ -113,10 +113,10 @@ class WaitingSum(torch.Tensor):
         return self.room
 
     def taken(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return what is still to be added, to who will do it; None if it has been.
+        """Hand the two tensors over to the caller, who adds them; None if they have been added.
 
         Raises:
-            RuntimeError: it was modified in place since: the sum would be another one.
+            RuntimeError: one of them was modified in place since: the sum would be another one.
         """
         if self.parts is None:
             return None

@@ -24,7 +24,7 @@ _LAUNCHES = threading.RLock()
 
 
 class _Kernel(JITFunction[Any]):  # type: ignore[misc]  # Triton has no types
-    """Is launched by one thread at a time: Triton lets another one launch what it has compiled and not yet loaded."""
+    """Launches from one thread at a time: Triton would let a second one launch a kernel that is not loaded yet."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         with _LAUNCHES:

@@ -110,7 +110,7 @@ class _PartCompiler(Compiler):  # type: ignore[misc]
 
 
 class _Part(CPUDispatcher):  # type: ignore[misc]
-    """Is known to compiled code only."""
+    """Compiles a function that compiled code alone calls."""
 
     def __init__(self, function: Callable[..., Any], *, inlined: bool) -> None:
         super().__init__(function, targetoptions={**OPTIONS, "forceinline": inlined}, pipeline_class=_PartCompiler)
