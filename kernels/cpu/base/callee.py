@@ -1,17 +1,17 @@
-"""Let kernels call a kernel that stands by itself.
+"""Let kernels call a kernel that is compiled by itself.
 
-What a layer's one call runs, products and attention, are kernels of their own too, and each several times longer than
-what is between them. As parts they would be optimised, and kept on disk, in every kernel of a layer once more. A kernel
-calls another at its address, which costs nothing beside what it computes.
+The call of a whole layer runs matrix products and attention, which are kernels of their own too, each several times
+longer than the code between them. As parts they would be optimised, and kept on disk, again in every layer's kernel. So
+a kernel calls another one at its address, which costs nothing beside what it computes.
 
 Invariants
 ----------
-* An address has a name, which object code bears: of the kernel and of the types of its arguments, the same in every
-  process. The name is known before code that bears it is linked: where that is compiled, and where it is loaded from
-  Numba's cache, which compiles or loads what it calls first.
-* What is called is the code that Python calls: the same bits.
+* Object code calls a kernel by a name, made of the kernel and of the types of its arguments, which is the same in every
+  process. The name is defined before such code is linked: when it is compiled, and when it is loaded from Numba's
+  cache, which first compiles or loads the kernels that it calls.
+* Compiled code calls the same machine code as Python does, so the bits are the same.
 
-Where the kernel is only known as the call is made, it is called at an address among the caller's numbers (`call_at`).
+A kernel that is chosen only as the call is made is called at an address among the caller's numbers (`call_at`).
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Keep kernels on disk for as long as the sources that they are made of stay as they are.
 
 Numba looks at the file of the kernel alone. But a kernel takes in functions and constants of the modules that its own
-imports, of those that these import, and so on: behind an update of one of them the next process would run the code of
-before, beside kernels of the new one.
+imports, of those that these import, and so on: after an update of one of them the next process would run the old code
+in some kernels and the new code in others.
 """
 
 import hashlib

@@ -1,9 +1,9 @@
 """Compile the functions that kernels call.
 
 Numba optimises every function that it compiles, with all that it calls, and makes machine code of it. A kernel is a
-chain of calls, so what stands at its end would be optimised once a link: attention three times. Its own way to put a
-function in place of a call copies its statements there, and then infers types and lowers them once a call. A part is
-typed and lowered once to LLVM's language, where calls are replaced; the kernel optimises the whole once.
+chain of calls, so the last function would be optimised once for each link: attention three times. Numba's own inlining
+copies a function's statements to each call, and infers their types and lowers them again there. A part is typed and
+lowered to LLVM IR once; its calls are inlined there, and the kernel optimises the whole once.
 
 Invariants
 ----------

@@ -1,4 +1,4 @@
-"""Count references to memory only where some is made.
+"""Count references only in code that allocates memory.
 
 Numba counts the references to an array's memory at each assignment, argument and field of a named tuple, by atomic
 instructions that LLVM moves nothing across. A part of a kernel hardly ever needs that: what it is given, its caller

@@ -1,17 +1,17 @@
 """Share out the items of a kernel among threads.
 
-Of a ``prange`` Numba compiles the loop's body, two wrappers and the function around them, each with everything beneath
-it, and the serial kernel would come on top. Here a kernel is compiled once, without ``parallel``, and calls what starts
-a ``prange`` itself, with a function of one item: that of the team which its thread has (see `team`), else Numba's
-``parallel_for``, whose threads, pool and settings are Numba's (see `openmp`).
+For a ``prange`` Numba compiles the loop's body, two wrappers and the function around them, each with everything beneath
+it, and a serial kernel would come on top. Here a kernel is compiled once, without ``parallel``. It hands a function of
+one item to what starts the threads: to its thread's team, if it has one (see `team`), else to ``parallel_for``, which a
+``prange`` would call, with Numba's pool and settings (see `openmp`).
 
 Invariants
 ----------
 * One thread, or one item, is a plain loop of the caller, which wakes no pool. So small work costs no start of threads,
   and a forked child, in which OpenMP must not run, may compute it.
-* A kernel with fewer items than threads starts them all: libgomp ends those that it does not need, and begins new ones
-  for the next.
-* An item shares out nothing itself.
+* A kernel with fewer items than threads starts all the same: libgomp would end the threads that it does not need, and
+  start new ones for the next kernel.
+* An item shares out no work itself.
 """
 
 from typing import Any

@@ -72,7 +72,11 @@ def product_by_tiles(threads: int, x: int, stride: int, rows: int, inputs: int, 
 
 
 class Kernels(NamedTuple):
-    """Holds the kernels of a layer by what multiplies in them."""
+    """Holds the kernels of a layer by what multiplies in them.
+
+    Each is a function of its module: Numba keeps a kernel on disk under the file and name of its function, and does not
+    find it again for a closure.
+    """
 
     plain: Callable[..., None]
     by_pairs: Callable[..., None]

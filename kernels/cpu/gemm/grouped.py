@@ -1,4 +1,4 @@
-"""Multiply matrices of groups: rows that lie side by side share a weight, one of many, and few or many rows have it.
+"""Multiply rows that lie in groups, each group with a weight of its own, whether a group has few rows or many.
 
 Invariant: a row is multiplied by the code that multiplies it in a linear layer, so it has the same bits. Which rows are
 beside it, in its panel or in its group, enters nowhere, nor do the threads.
