@@ -1,6 +1,11 @@
 """Decide which kind of device computes, and in which dtypes: by the tensor's device, here and nowhere else."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch.autograd.function import once_differentiable
 
 EXACT_EVERYWHERE = (torch.float32, torch.bfloat16)
 """Lists the dtypes that are computed exactly on every device."""
@@ -42,3 +47,19 @@ def check_current(tensor: torch.Tensor) -> None:
 def exact_dtypes(tensor: torch.Tensor) -> tuple[torch.dtype, ...]:
     """Return the dtypes that are computed exactly where this tensor is."""
     return DTYPES["cuda" if on_gpu(tensor) else "cpu"]
+
+
+def plain_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the backward of a function: it can not be differentiated itself, and computes in the dtypes of what it
+    is given, also where a loss is differentiated inside autocast."""
+
+    @functools.wraps(backward)
+    def plain(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        kind = next((grad.device.type for grad in grads if grad is not None), "cpu")
+        if not torch.is_autocast_enabled(kind):
+            return backward(ctx, *grads)
+        with torch.autocast(kind, enabled=False):
+            return backward(ctx, *grads)
+
+    decorated: Callable[..., Any] = once_differentiable(plain)
+    return decorated

@@ -7,10 +7,10 @@ their vector body and scalar rest, so an element would change with the number of
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from samebit.kernels.layout import device
+from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host
 from samebit.kernels.ops.dispatch import operations_for
 
@@ -77,6 +77,6 @@ class _Gated(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
         return None, *ctx.kernels.gated_backward(ctx.activation, ctx.saved_tensors, grad)

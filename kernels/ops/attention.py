@@ -9,9 +9,9 @@ begins, before its first chunk of keys.
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
+from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.layout.forward_context import TRAINING_BLOCK, ForwardContext
 from samebit.kernels.layout.grids import KV_CHUNK
 from samebit.kernels.layout.options import AttentionOptions, HeadNorms
@@ -139,7 +139,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *ctx.kernels.attention_backward(ctx.saved_tensors, grad, ctx.layout, ctx.options), None, None
 
@@ -163,7 +163,7 @@ class _AttentionOfRotated(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kernels, tables = ctx.kernels, ctx.tables
         attended, keys = ctx.lengths[0], sum(ctx.lengths[:2])

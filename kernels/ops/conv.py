@@ -7,9 +7,9 @@ of earlier ones (the window in the state memory). One call for all sequences; fl
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
+from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.shape_checks import check_host, check_shape
 from samebit.kernels.layout.states.memory import LayerStates
@@ -87,6 +87,6 @@ class _CausalConv(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         return *ctx.kernels.conv_backward(ctx.saved_tensors, grad, ctx.layout), None, None

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
-from samebit.kernels.layout.device import EXACT_EVERYWHERE, exact_dtypes
+from samebit.kernels.layout.device import EXACT_EVERYWHERE, exact_dtypes, plain_backward
 from samebit.kernels.layout.options import Layer
 from samebit.kernels.layout.shape_checks import check_host
 from samebit.kernels.ops.dispatch import Operations, operations_for
@@ -194,7 +193,7 @@ class _Linear(torch.autograd.Function):
         return kernels.multiply(x, ((weight, bias),))[0]
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
@@ -216,7 +215,7 @@ class _Linears(torch.autograd.Function):
         return tuple(kernels.multiply(x, layers))
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         return None, *gradients_of_layers(ctx.kernels, x, weights, grads, ctx.needs_input_grad[1:])

@@ -8,9 +8,9 @@ these numbers and the trainer differentiates them; there is no second formula.
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
+from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.layout.options import Reduced
 from samebit.kernels.layout.shape_checks import check_dtype, check_host, check_readable, check_shape
 from samebit.kernels.ops.dispatch import operations_for
@@ -192,7 +192,7 @@ class _Gather(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.kernels.gather_gradient(*ctx.saved_tensors, grad), None, None
 
@@ -206,6 +206,6 @@ class _Entropy(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.kernels.entropy_gradient(*ctx.saved_tensors, grad), None

@@ -8,9 +8,9 @@ Gated RMSNorm: Mamba2 (Dao & Gu 2024).
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
+from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.layout.options import GatedNormOptions
 from samebit.kernels.layout.shape_checks import check_dtype, check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.ops.dispatch import operations_for
@@ -134,7 +134,7 @@ class _RMSNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         return *ctx.kernels.rms_norm_backward(ctx.saved_tensors, grad, ctx.eps, ctx.offset), None, None
 
@@ -151,7 +151,7 @@ class _AddRMSNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
         return *ctx.kernels.rms_norm_backward(ctx.saved_tensors, grad, ctx.eps, ctx.offset), None, None, None, None
 
@@ -166,7 +166,7 @@ class _LayerNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         return *ctx.kernels.layer_norm_backward(ctx.saved_tensors, grad, ctx.eps), None
 
@@ -183,6 +183,6 @@ class _GatedRMSNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         return *ctx.kernels.gated_rms_norm_backward(ctx.saved_tensors, grad, ctx.options), None

@@ -7,9 +7,9 @@ from a module's buffer (``.to(bfloat16)`` truncates those); the rotation runs in
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
+from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.shape_checks import check_dtype, check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.ops.dispatch import operations_for
@@ -118,6 +118,6 @@ class _Rotate(torch.autograd.Function):
         return kernels.rotate(x, tables.cos, tables.sin, 1.0)
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.kernels.rotate(grad, ctx.tables.cos, ctx.tables.sin, -1.0), None

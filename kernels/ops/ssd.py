@@ -9,9 +9,9 @@ is a constant; `ssm_chunk` is the grid on which states are kept, and changes no 
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
+from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES, ceil_div
 from samebit.kernels.layout.options import SSMOptions
@@ -123,6 +123,6 @@ class _Scan(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *ctx.kernels.scan_backward(ctx.saved_tensors, grad, ctx.layout, ctx.options), None, None

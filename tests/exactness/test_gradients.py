@@ -6,7 +6,7 @@ import torch
 from samebit.kernels import bind
 
 from ..campaign import in_pairs
-from .families import DTYPES, EXPERTS, FAMILIES, make_model, paired, token_ids
+from .families import DTYPES, EXPERTS, FAMILIES, LATENTS, make_model, paired, token_ids
 from .gradients import assert_equal, assert_near_the_oracle, gradients, loss, relative_error, take_gradients
 from .layouts import LAYOUTS
 from .test_layouts import checkpointing
@@ -53,6 +53,16 @@ def test_two_micro_batches_forward_before_either_backward(family: str, dtype: to
         losses = [loss(LAYOUTS["packed"](model, batch)) for batch in (SEQUENCES, OTHERS)]
         for each in losses:
             each.backward()
+    assert_equal(take_gradients(model), expected)
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Bamba", "Qwen3Next", LATENTS[0]])
+def test_autocast_around_the_backward_changes_no_bit(family: str) -> None:
+    model = bind(make_model(family))
+    expected = gradients(model, LAYOUTS["packed"], SEQUENCES)
+    of_all = loss(LAYOUTS["packed"](model, SEQUENCES))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        of_all.backward()
     assert_equal(take_gradients(model), expected)
 
 

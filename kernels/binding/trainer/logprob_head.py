@@ -15,10 +15,10 @@ Invariants:
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from samebit.kernels.binding.epilogue import Epilogue
 from samebit.kernels.binding.trainer.logprob_request import Scores, Scoring
+from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.ops.linear import add_gradient_of_inputs, gradient_of_weight, linear, linear_part
 from samebit.kernels.ops.logprobs import entropies, entropy_gradient, gather, gather_gradient
 
@@ -101,7 +101,7 @@ class _Scored(torch.autograd.Function):
         return logprobs, entropy if scoring.with_entropy else None
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(
         ctx: Any, of_logprobs: torch.Tensor | None, of_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:

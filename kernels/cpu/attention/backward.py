@@ -169,7 +169,9 @@ def _chunk_gradients(
             many = _ROWS if r + _ROWS <= end else 1
             for row in range(r, min(r + _ROWS, end), many):
                 at = (row - first) * KV_CHUNK
-                _tile_of_slopes(shape, softmax, place, base, count, lse, queries, chunk, row, many, s, slopes, at)
+                _tile_of_slopes(
+                    shape, softmax, place, base, count, lse, queries, chunk, row, many, s[at:], slopes[at:]
+                )  # fmt: skip
         for row in range(0, end - first, LANES):
             for key in range(0, count, LANES):
                 transpose_tile(s, row * KV_CHUNK + key, KV_CHUNK, weights, key * _TILE + row, _TILE)
@@ -181,45 +183,40 @@ def _chunk_gradients(
 @inlined_part
 def _tile_of_slopes(
     shape: Any, softmax: Any, place: Any, base: int, count: int, lse: Any, queries: Any, chunk: Any, row: int,
-    many: int, s: Any, slopes: Any, first: int,
+    many: int, s: Any, slopes: Any,
 ) -> None:  # fmt: skip
-    """Compute the probabilities of ``many`` rows from ``row`` on and their ``slopes``, add to grad_query.
-
-    Both are written to rows of `KV_CHUNK` elements from ``first`` on.
-    """
+    """Compute the probabilities ``s`` of ``many`` rows from ``row`` on and their ``slopes``, add to grad_query."""
     group, wide, window = shape.group, queries.wide, softmax.window
     most = min(count, (row + many - 1) // group + 1 - base)
     for at in range(0, most, 2 * LANES):
         tile_multiply(
             many, 2, Rows(queries.query, row * wide, wide), Rows(chunk.keys, at, KV_CHUNK), shape.head_dim,
-            Rows(s, first + at, KV_CHUNK),
+            Rows(s, at, KV_CHUNK),
         )  # fmt: skip
         tile_multiply(
             many, 2, Rows(queries.upstream, row * wide, wide), Rows(chunk.values, at, KV_CHUNK), shape.head_dim,
-            Rows(slopes, first + at, KV_CHUNK),
+            Rows(slopes, at, KV_CHUNK),
         )  # fmt: skip
     for i in range(many):
         r = row + i
         token = r // group
         lo = max(0, token - window + 1 - base) if window > 0 else 0
         shift = lse[place.row + token, place.kv_head * group + r % group]
-        begin, end = first + i * KV_CHUNK, first + (i + 1) * KV_CHUNK
-        scores, bends = s[begin:end], slopes[begin:end]
+        scores, bends = s[i * KV_CHUNK : (i + 1) * KV_CHUNK], slopes[i * KV_CHUNK : (i + 1) * KV_CHUNK]
         _to_slopes(softmax, shift, queries.delta[r], lo, min(count, token + 1 - base), scores, bends)
     least = min(count, row // group + 1 - base)  # keys that all of these rows see
     at = 0
     while at < wide:
         columns = _columns(wide - at)
         tile_multiply_add(
-            many, columns, Rows(slopes, first, KV_CHUNK), Rows(chunk.key_rows, at, wide), least,
+            many, columns, Rows(slopes, 0, KV_CHUNK), Rows(chunk.key_rows, at, wide), least,
             Rows(queries.grad_query, row * wide + at, wide),
         )  # fmt: skip
         for i in range(many):
             own = min(count, (row + i) // group + 1 - base) - least
             tile_multiply_add(
-                1, columns, Rows(slopes, first + i * KV_CHUNK + least, KV_CHUNK),
-                Rows(chunk.key_rows, least * wide + at, wide), own,
-                Rows(queries.grad_query, (row + i) * wide + at, wide),
+                1, columns, Rows(slopes, i * KV_CHUNK + least, KV_CHUNK), Rows(chunk.key_rows, least * wide + at, wide),
+                own, Rows(queries.grad_query, (row + i) * wide + at, wide),
             )  # fmt: skip
         at += columns * LANES
 

@@ -7,10 +7,10 @@ Contract: an element depends on its own inputs alone; float32 inside and out.
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from samebit.kernels.layout import device
+from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host, check_shape
 from samebit.kernels.ops.dispatch import operations_for
 
@@ -70,7 +70,7 @@ class _Gates(torch.autograd.Function):
         return operations_for(a).gates(a, b, a_log, bias, scale)
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad_decay: torch.Tensor, grad_beta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         a, b, a_log, bias = ctx.saved_tensors
         rate, share = -a_log.exp(), torch.sigmoid(b.float())

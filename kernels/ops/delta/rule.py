@@ -9,9 +9,9 @@ the state as of the chunk boundary, which is written once a chunk. The chunk of 
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
+from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import DeltaOptions
 from samebit.kernels.layout.shape_checks import check_dtype_of_cpu, check_host, check_shape
@@ -98,7 +98,7 @@ class _DeltaRule(torch.autograd.Function):
         return operations_for(qkv).delta_rule(qkv, decay, beta, context, options)
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         by_channel = ctx.options.by_channel
         backward = gradients_by_channel if by_channel else operations_for(grad).delta_rule_backward

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.layout.options import Layer
 from samebit.kernels.ops.activation import ACTIVATIONS, gated
 from samebit.kernels.ops.dispatch import operations_for
@@ -63,7 +63,7 @@ class _GatedLinears(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, gate_weight, up_weight, *saved = ctx.saved_tensors
         grads = ctx.kernels.gated_backward(ctx.activation, tuple(saved), grad)

@@ -12,10 +12,9 @@ weight is a sum over its rows in their order.
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
-from samebit.kernels.layout.device import exact_dtypes
+from samebit.kernels.layout.device import exact_dtypes, plain_backward
 from samebit.kernels.layout.options import ExpertOptions, ExpertWeights
 from samebit.kernels.layout.shape_checks import check_dtype, check_host, check_shape
 from samebit.kernels.ops.activation import ACTIVATIONS, PLAIN_ACTIVATIONS
@@ -133,7 +132,7 @@ class _RoutedExperts(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_x, _, *others = ctx.needs_input_grad[:-1]
         of_x, *others = ctx.kernels.experts_backward(ctx.saved_tensors, grad, ctx.options, (of_x, *others))

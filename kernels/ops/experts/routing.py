@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
+from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.layout.options import RoutingOptions
 from samebit.kernels.layout.shape_checks import check_dtype, check_host, check_shape
 from samebit.kernels.ops.dispatch import operations_for
@@ -115,6 +115,6 @@ class _Route(torch.autograd.Function):
         return ids, weights
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, _: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.kernels.route_backward(ctx.saved_tensors, grad, ctx.options), None, None

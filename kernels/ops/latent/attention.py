@@ -15,9 +15,9 @@ chunks of their list. A row for which all tokens are chosen has the bits of one 
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
+from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.layout.forward_context import TRAINING_BLOCK, ForwardContext
 from samebit.kernels.layout.options import LatentOptions
 from samebit.kernels.layout.shape_checks import check_dtype, check_dtype_of_cpu, check_host, check_shape
@@ -114,6 +114,6 @@ class _LatentAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return *ctx.kernels.latent_backward(ctx.saved_tensors, grad, ctx.layout, ctx.options), None, None, None

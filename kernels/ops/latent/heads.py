@@ -8,10 +8,9 @@ that an update of the parameter would have to follow. Gradients on the CPU are t
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from samebit.kernels.layout import device
-from samebit.kernels.layout.device import EXACT_EVERYWHERE, exact_dtypes
+from samebit.kernels.layout.device import EXACT_EVERYWHERE, exact_dtypes, plain_backward
 from samebit.kernels.layout.shape_checks import check_host
 from samebit.kernels.ops.dispatch import operations_for
 
@@ -65,7 +64,7 @@ class _Heads(torch.autograd.Function):
         return kernels.multiply_heads(x, weight, transposed)
 
     @staticmethod
-    @once_differentiable
+    @plain_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, _ = ctx.needs_input_grad
