@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from samebit.rollout.requests.request import Request, RequestEvent, Sequence, Span
-from samebit.rollout.requests.tokenizer import Tokenizer, decoded
+from samebit.rollout.requests.stop_strings import text_of
+from samebit.rollout.requests.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def _text(sequence: Sequence, token_ids: list[int], tokenizer: Tokenizer | None)
         return sequence.ending.matcher.text
     if tokenizer is None:
         return None
-    return decoded(tokenizer, token_ids)
+    return text_of(tokenizer, token_ids)
 
 
 def _spans(given: list[list[int]]) -> list[Span]:

@@ -1,14 +1,31 @@
-"""Decode a sample as it grows, and look for stop strings in its text.
+"""Decode a sample as it grows, or when it has ended, and look for stop strings in its text.
 
 Invariants
 ----------
 * A match that straddles two tokens is found; an incomplete UTF-8 character is held back until it is whole.
 * The text is cut before the match; the token ids keep every sampled token.
+* A sample has one text: that as which it grew is that of all its tokens.
 """
 
 from __future__ import annotations
 
 from samebit.rollout.requests.tokenizer import Tokenizer, decoded
+
+
+def text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    """Return the text of a sample that has ended.
+
+    A tokenizer that falls back to bytes (Llama's, Mistral's, Gemma's) decodes a run of them to nothing but replacement
+    characters where one character is incomplete: whole ones beside it are only there as the sample grows.
+    """
+    text = decoded(tokenizer, token_ids)
+    if "\ufffd" not in text:
+        return text
+    matcher = StopStringMatcher(tokenizer, ())
+    for token in token_ids:
+        matcher.push(token, search=False)
+    matcher.flush()
+    return matcher.text
 
 
 class StopStringMatcher:
@@ -26,12 +43,11 @@ class StopStringMatcher:
     def push(self, token: int, *, search: bool) -> str | None:
         """Add a token; the stop string that now matches, if any (the text is then cut before it)."""
         self._tokens.append(token)
-        before = self._decode(self._context, self._decoded)
-        after = self._decode(self._context, len(self._tokens))
-        if len(after) <= len(before) or after.endswith("\ufffd"):
+        new = self._undecoded()
+        if not new or new.endswith("\ufffd"):
             return None
         seen = len(self.text)
-        self.text += after[len(before) :]
+        self.text += new
         self._context, self._decoded = self._decoded, len(self._tokens)
         if not search:
             return None
@@ -47,10 +63,15 @@ class StopStringMatcher:
 
     def flush(self) -> None:
         """Keep whatever was held back, at the end of the sample."""
+        self.text += self._undecoded()
+        self._context = self._decoded = len(self._tokens)
+
+    def _undecoded(self) -> str:
+        """Return the text of the tokens that are not in the text yet: what they add to that of the piece before, as a
+        space may only be there behind other tokens. Bytes that end no character can undo that of those before."""
         before = self._decode(self._context, self._decoded)
         after = self._decode(self._context, len(self._tokens))
-        self.text += after[len(before) :]
-        self._context = self._decoded = len(self._tokens)
+        return after[len(before) :] if after.startswith(before) else self._decode(self._decoded, len(self._tokens))
 
     def _decode(self, start: int, end: int) -> str:
         return decoded(self._tokenizer, self._tokens[start:end])

@@ -1,7 +1,10 @@
-"""Llamas of random weights: the smallest that a folder can hold, and one that another process loads or is sent."""
+"""Llamas of random weights: the smallest that a folder can hold, and one that another process loads or is sent; and a
+tokenizer that falls back to bytes as Llama's does."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SMALLEST: dict[str, object] = {
     "vocab_size": 50,
@@ -30,4 +33,18 @@ def tiny(seed: int) -> LlamaForCausalLM:
         initializer_range=0.2,
         bos_token_id=None,
         eos_token_id=None,
+    )
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of a few letters, and a token for each byte of all other characters."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abc"]
+    backend = Tokenizer(
+        BPE({token: i for i, token in enumerate(tokens)}, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", add_bos_token=False
     )

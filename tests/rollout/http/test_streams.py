@@ -25,9 +25,11 @@ from samebit.rollout.integrations.http.openai.tools import HermesParser
 from samebit.rollout.integrations.http.service import Service
 from samebit.rollout.integrations.http.settings import ServeSettings
 from samebit.rollout.outputs import StreamChunk
+from samebit.rollout.requests.stop_strings import text_of
 
 from ...forks import python
 from ...patience import wait_until
+from ..tiny_llama import byte_fallback_tokenizer
 from .served import CALL, NAME, Served, byte_tokenizer
 
 LONG = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -158,6 +160,18 @@ def test_the_pieces_of_a_text_are_the_text(text: str, cuts: list[int], stop: str
     rest = ids[start:]
     found += pieces.push(chunk(rest, finish="length"))
     assert found == text
+
+
+FALLING_BACK = byte_fallback_tokenizer()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(3, len(FALLING_BACK) - 1), max_size=30), st.integers(1, 5))
+def test_the_pieces_of_incomplete_characters_are_the_text(ids: list[int], size: int) -> None:
+    """Of a tokenizer that has a token for each byte: a sample may end, or go wrong, within a character."""
+    pieces = SampleText(FALLING_BACK, (), frozenset())
+    found = "".join(pieces.push(chunk(ids[start : start + size])) for start in range(0, len(ids), size))
+    assert found + pieces.push(chunk([], finish="length")) == text_of(FALLING_BACK, ids)
 
 
 def test_what_may_end_a_sample_is_held_back() -> None:

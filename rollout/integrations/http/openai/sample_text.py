@@ -10,15 +10,15 @@ Invariants
 from __future__ import annotations
 
 from samebit.rollout.outputs import SampleOutput, StreamChunk
-from samebit.rollout.requests.stop_strings import StopStringMatcher
-from samebit.rollout.requests.tokenizer import Tokenizer, decoded
+from samebit.rollout.requests.stop_strings import StopStringMatcher, text_of
+from samebit.rollout.requests.tokenizer import Tokenizer
 
 
 def whole_text(tokenizer: Tokenizer, sample: SampleOutput) -> str:
     """Return the text of a sample that has ended."""
     if sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str):
-        return decoded(tokenizer, sample.token_ids[:-1])
-    return decoded(tokenizer, sample.token_ids) if sample.text is None else sample.text
+        return text_of(tokenizer, sample.token_ids[:-1])
+    return text_of(tokenizer, sample.token_ids) if sample.text is None else sample.text
 
 
 class SampleText:

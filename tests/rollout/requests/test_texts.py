@@ -1,0 +1,29 @@
+"""The text of a sample is one, however it is made: at once, as it grows, with and without stop strings."""
+
+from samebit.rollout import RolloutWorker, SamplingParams
+from samebit.rollout.requests.stop_strings import text_of
+
+from ..tiny_llama import byte_fallback_tokenizer, smallest
+
+TOKENIZER = byte_fallback_tokenizer()
+
+
+def test_a_whole_character_beside_an_incomplete_one_is_not_lost() -> None:
+    whole, part = "\u65e5".encode(), "\u672c".encode()[:2]
+    ids = TOKENIZER.convert_tokens_to_ids(["a", *(f"<0x{byte:02X}>" for byte in whole + part), "b"])
+    assert TOKENIZER.decode(ids) == "a\ufffd\ufffd\ufffd\ufffd\ufffdb"
+    assert text_of(TOKENIZER, ids) == "a\u65e5\ufffd\ufffdb"
+    assert text_of(TOKENIZER, ids[:4]) == "a\u65e5"
+
+
+def test_stop_strings_that_do_not_come_leave_the_text_alone() -> None:
+    """A sampled byte is seldom a whole character: these texts have many that are not."""
+    model = smallest(vocab_size=len(TOKENIZER))
+    params = {"n": 16, "max_tokens": 20, "seed": 0, "ignore_eos": True}
+    with RolloutWorker(model, tokenizer=TOKENIZER) as worker:
+        plain, stopped = (
+            worker.generate([[1, 5]], SamplingParams(**params, **more))[0].samples for more in ({}, {"stop": "never"})
+        )
+    assert [sample.token_ids for sample in stopped] == [sample.token_ids for sample in plain]
+    assert [sample.text for sample in stopped] == [sample.text for sample in plain]
+    assert any("\ufffd" in sample.text for sample in plain)
