@@ -145,7 +145,8 @@ def install(app: FastAPI) -> None:
 
     async def http(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return answer(ApiError(error.status_code, str(error.detail), headers=error.headers))
+        why = "" if error.__cause__ is None else f": {' '.join(str(error.__cause__).split())}"
+        return answer(ApiError(error.status_code, f"{error.detail}{why}", headers=error.headers))
 
     for kind in (ApiError, *_KNOWN, Exception):
         app.add_exception_handler(kind, ours)
@@ -157,8 +158,7 @@ def _first(errors: Sequence[Any]) -> tuple[str, str | None]:
     """Return message and field of the thing that is wrong, of several the deepest: of the forms that a field may have,
     the one that came nearest."""
     first = max(errors, key=lambda error: len(error["loc"]))
-    path = [part for part in first["loc"][1:] if isinstance(part, int) or _is_a_field(part)]
-    param = ".".join(map(str, path)) or None
+    param = _param(first)
     if first["type"] == "extra_forbidden":
         message = f"there is no field {param!r}; nothing that is passed is ignored"
     elif first["type"] == "json_invalid":
@@ -166,8 +166,22 @@ def _first(errors: Sequence[Any]) -> tuple[str, str | None]:
     elif isinstance(first.get("input"), bytes):
         return "the body is JSON, and has to come as such: send the header Content-Type: application/json", None
     else:
-        message = f"{param or 'the body'}: {first['msg']}, got {shown(first.get('input'))}"
+        message = f"{param or 'the body'}: {_of_all_forms(first, errors)}, got {shown(first.get('input'))}"
     return message, param
+
+
+def _param(error: Any) -> str | None:
+    path = [part for part in error["loc"][1:] if isinstance(part, int) or _is_a_field(part)]
+    return ".".join(map(str, path)) or None
+
+
+def _of_all_forms(first: Any, errors: Sequence[Any]) -> str:
+    """Say what is allowed: of a field that may have several forms, what that asks for which the value has, or the names
+    of all."""
+    same = [one for one in errors if len(one["loc"]) == len(first["loc"]) and _param(one) == _param(first)]
+    of_its_form = [one for one in same if not one["type"].endswith("_type")]
+    said, *more = dict.fromkeys(one["msg"] for one in of_its_form or same)
+    return ", or ".join((said, *(message.removeprefix("Input should be ") for message in more)))
 
 
 def _is_a_field(part: str) -> bool:

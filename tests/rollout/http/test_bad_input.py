@@ -22,7 +22,9 @@ BAD = [
     (COMPLETIONS, {**TEXT, "model": "gpt-9"}, 404, "there is no model 'gpt-9' here"),
     (COMPLETIONS, {**TEXT, "tempurature": 1}, 400, "no field 'tempurature'"),
     (COMPLETIONS, {**TEXT, "prompt": ""}, 400, "prompt"),
-    (COMPLETIONS, {**TEXT, "prompt": []}, 400, "prompt"),
+    (COMPLETIONS, {**TEXT, "prompt": []}, 400, "prompt: List should have at least 1 item"),
+    (COMPLETIONS, {**TEXT, "prompt": 5}, 400, "prompt: Input should be a valid string, or a valid list, got 5"),
+    (COMPLETIONS, {**TEXT, "stop": 5}, 400, "stop: Input should be a valid string, or a valid list, got 5"),
     (COMPLETIONS, {**TEXT, "prompt": [[]]}, 400, "the prompt is empty"),
     (COMPLETIONS, {**TEXT, "prompt": [1, "a"]}, 400, "prompt"),
     (COMPLETIONS, {**TEXT, "prompt": [100000]}, 400, "outside the vocabulary"),
@@ -109,6 +111,16 @@ def test_what_is_no_json_is_400(served: Served, body: bytes) -> None:
     answer = served.http.post(served.base + COMPLETIONS, content=body, headers=content)
     assert answer.status_code in (400, 413)
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"), [(b'{"prompt": "\xff"}', "can't decode byte 0xff"), (b'{"a":' * 30000, "recursion depth")]
+)
+def test_a_body_that_can_not_be_read_is_told_why(served: Served, body: bytes, says: str) -> None:
+    content = {"Content-Type": "application/json"}
+    answer = served.http.post(served.base + COMPLETIONS, content=body, headers=content)
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
 
 
 def test_a_body_that_does_not_say_that_it_is_json_is_told_how(served: Served) -> None:

@@ -162,6 +162,25 @@ def test_tokens_are_named_by_their_ids(served: Served) -> None:
         assert all(one.top_logprobs[0].token.startswith("token_id:") for one in choice.logprobs.content)
 
 
+def test_alternatives_of_one_text_are_all_there(served: Served) -> None:
+    """Parts of characters have one text; the sampled token's number stands under its own name."""
+    asked = {"model": NAME, "prompt": "ab", "n": 4, "max_tokens": 20, "seed": 6, "logprobs": 20}
+    more = {"return_token_ids": True, "ignore_eos": True}
+    by_text = served.client.completions.create(**asked, extra_body=more).choices
+    by_id = served.client.completions.create(**asked, extra_body={**more, "return_tokens_as_token_ids": True}).choices
+    shared = 0
+    for named, numbered in zip(by_text, by_id, strict=True):
+        assert named.token_ids == numbered.token_ids
+        scores, all_of_them = named.logprobs, numbered.logprobs.top_logprobs
+        for name, score, top, other in zip(
+            scores.tokens, scores.token_logprobs, scores.top_logprobs, all_of_them, strict=True
+        ):
+            assert top[name] == score
+            assert sorted(top.values()) == sorted(other.values())
+            shared += "\ufffd" in top and any(one.startswith("token_id:") for one in top)
+    assert shared
+
+
 def test_tokens_and_text(served: Served) -> None:
     asked = served.post("/tokenize", {"prompt": "abc", "return_token_strs": True}).json()
     assert asked["token_strs"] == ["ab", "c"]
@@ -224,6 +243,23 @@ def test_a_session_goes_on_from_its_token_ids(served: Served) -> None:
     assert turn(more, "another").prompt_token_ids == rendered.prompt_token_ids
     turn(USER, "third")  # two are kept
     assert turn(more, "agent").prompt_token_ids == rendered.prompt_token_ids
+
+
+def test_a_session_with_other_tools_is_rendered_anew(served: Served) -> None:
+    def turn(messages: list[ChatCompletionMessageParam], session: str | None, *names: str) -> ChatCompletion:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return served.client.chat.completions.create(
+            model=NAME, messages=messages, max_tokens=1, tools=tools or None,
+            extra_body={"return_token_ids": True}, extra_headers={} if session is None else {"X-Session-ID": session},
+        )  # fmt: skip
+
+    first = turn(USER, "tools", "add")
+    said = first.choices[0].message.content
+    more = [*USER, {"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+    start = [*first.prompt_token_ids, *first.choices[0].token_ids]
+    assert turn(more, "tools", "add").prompt_token_ids[: len(start)] == start
+    for others in ((), ("add", "multiply")):
+        assert turn(more, "tools", *others).prompt_token_ids == turn(more, None, *others).prompt_token_ids
 
 
 def test_a_client_that_goes_away_aborts_its_request(served: Served) -> None:

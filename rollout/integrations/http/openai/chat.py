@@ -52,7 +52,12 @@ async def _prompt_ids(service: Service, asked: ChatRequest, session: str | None)
 
     if session is None:
         return await encode(await render(asked.messages))
-    return await service.sessions.prompt(session, asked.messages, render, encode)
+    return await service.sessions.prompt(session, asked.messages, _beside_messages(asked), render, encode)
+
+
+def _beside_messages(asked: ChatRequest) -> str:
+    """Return what a template gets beside the messages of a conversation."""
+    return asked.model_dump_json(include={"tools", "chat_template_kwargs"}, exclude_defaults=True)
 
 
 class _Chat:
@@ -123,7 +128,7 @@ class _Chat:
             calls = [ToolCall.model_validate(call) for call in parsed.calls] or None
             answer = Message(role="assistant", content=parsed.content, tool_calls=calls)
             ids = output.prompt_token_ids + sample.token_ids
-            self._service.sessions.note(self._session, self._asked.messages, answer, ids)
+            self._service.sessions.note(self._session, self._asked.messages, _beside_messages(self._asked), answer, ids)
 
     # -- streamed --------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def of_completion(
         "tokens": names,
         "token_logprobs": list(logprobs),
         "top_logprobs": [
-            None if logprob is None else _by_text(texts, {**(other or {}), token: logprob})
+            None if logprob is None else _by_text(texts, token, {**(other or {}), token: logprob})
             for token, logprob, other in zip(token_ids, logprobs, top or [None] * len(token_ids), strict=True)
         ],
         "text_offset": offsets,
@@ -78,6 +78,11 @@ def _one(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
-def _by_text(texts: TokenTexts, top: Top) -> dict[str, float]:
-    """Name alternatives by their text; of two tokens with one text the likelier stands for both."""
-    return {texts[token]: logprob for token, logprob in reversed(ranked(top))}
+def _by_text(texts: TokenTexts, token: int, top: Top) -> dict[str, float]:
+    """Name a token and its alternatives by their text. Where several have one, as parts of characters have, it is the
+    name of the token itself, or of the likeliest of them; the others are called `token_id:5`."""
+    owners = {texts[token]: token}
+    for other, _ in ranked(top):
+        owners.setdefault(texts[other], other)
+    names = {owner: text for text, owner in owners.items()}
+    return {names.get(one, f"token_id:{one}"): logprob for one, logprob in ranked(top)}

@@ -7,7 +7,8 @@ trainer sees one sequence.
 Invariants
 ----------
 * With a session, a turn whose first messages are those of an earlier turn and its answer begins with the very ids of
-  that turn; only what is behind them is tokenized.
+  that turn; only what is behind them is tokenized. Other tools, or other arguments of the template, stand in no ids of
+  an earlier turn: with them a conversation is rendered anew.
 * At most `most` conversations are kept, the least recently used ones go first.
 """
 
@@ -27,9 +28,10 @@ Encode = Callable[[str], Awaitable[list[int]]]
 
 @dataclass(frozen=True)
 class Turn:
-    """Holds the messages of a turn with its answer, and the ids of both."""
+    """Holds the messages of a turn with its answer, what the template got `beside` them, and the ids of all."""
 
     messages: tuple[str, ...]
+    beside: str
     token_ids: list[int]
 
 
@@ -41,9 +43,11 @@ class Sessions:
         self._per_session = per_session
         self._turns: OrderedDict[str, list[Turn]] = OrderedDict()
 
-    async def prompt(self, name: str, messages: list[Message], render: Render, encode: Encode) -> list[int]:
+    async def prompt(
+        self, name: str, messages: list[Message], beside: str, render: Render, encode: Encode
+    ) -> list[int]:
         """Return the ids of a conversation. A session whose turns it does not go on from is begun anew."""
-        found = self._longest(name, messages)
+        found = self._longest(name, messages, beside)
         if found is None:
             return await encode(await render(messages))
         turn, known = found
@@ -56,18 +60,22 @@ class Sessions:
         ended = bool(rest) and turn.token_ids[-1] == rest[0]
         return turn.token_ids + (rest[1:] if ended else rest)
 
-    def note(self, name: str, messages: list[Message], answer: Message, token_ids: list[int]) -> None:
+    def note(self, name: str, messages: list[Message], beside: str, answer: Message, token_ids: list[int]) -> None:
         """Keep a turn: what was asked, what was answered, and the ids of both."""
         turns = self._turns.setdefault(name, [])
         self._turns.move_to_end(name)
-        turns.append(Turn((*map(_key, messages), _key(answer)), token_ids))
+        turns.append(Turn((*map(_key, messages), _key(answer)), beside, token_ids))
         del turns[: -self._per_session]
         while len(self._turns) > self._most:
             self._turns.popitem(last=False)
 
-    def _longest(self, name: str, messages: list[Message]) -> tuple[Turn, int] | None:
+    def _longest(self, name: str, messages: list[Message], beside: str) -> tuple[Turn, int] | None:
         keys = tuple(map(_key, messages))
-        turns = [turn for turn in self._turns.get(name, ()) if keys[: len(turn.messages)] == turn.messages]
+        turns = [
+            turn
+            for turn in self._turns.get(name, ())
+            if turn.beside == beside and keys[: len(turn.messages)] == turn.messages
+        ]
         best = max(turns, key=lambda turn: len(turn.messages), default=None)
         return None if best is None else (best, len(best.messages))
 
