@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from samebit.kernels import bind
 
@@ -41,6 +42,14 @@ def test_checkpointing_changes_no_bit(family: str, dtype: torch.dtype, reentrant
     expected = gradients(model, LAYOUTS["packed"], SEQUENCES)
     with checkpointing(model, reentrant):
         assert_equal(gradients(model, LAYOUTS["packed"], SEQUENCES), expected)
+
+
+def test_a_checkpoint_around_the_whole_call_changes_no_bit() -> None:
+    model = bind(make_model("Qwen3"))
+    expected = gradients(model, LAYOUTS["packed"], SEQUENCES)
+    found = checkpoint(LAYOUTS["packed"], model, SEQUENCES, use_reentrant=False)
+    loss(found).backward()
+    assert_equal(take_gradients(model), expected)
 
 
 @pytest.mark.soak

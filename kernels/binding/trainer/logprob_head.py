@@ -12,6 +12,7 @@ Invariants:
 * A buffer holds `BYTES_AT_ONCE` of float32 logits at most, but always one row, and `_LEAST_COLUMNS` of the vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -105,14 +106,15 @@ class _Scored(torch.autograd.Function):
     def backward(
         ctx: Any, of_logprobs: torch.Tensor | None, of_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        x, weight, bias, *_ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: a checkpoint around the call gives them once
+        x, weight, bias, *_ = saved
         of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
         x_grad = torch.zeros(x.shape, dtype=torch.float32, device=x.device) if of_x else None
         weight_grad = torch.empty_like(weight) if of_weight else None
         bias_grad = torch.empty_like(bias) if of_bias else None
-        at_once = len(weight) if ctx.saved_tensors[-1] is not None else _columns_at_once(len(x))
+        at_once = len(weight) if saved[-1] is not None else _columns_at_once(len(x))
         for part in _parts(len(weight), at_once):
-            grad = _gradient_of_logits(ctx, part, of_logprobs, of_entropy).to(weight.dtype)
+            grad = _gradient_of_logits(ctx, saved, part, of_logprobs, of_entropy).to(weight.dtype)
             if x_grad is not None:
                 add_gradient_of_inputs(x_grad, grad, weight[part])
             if weight_grad is not None:
@@ -124,10 +126,10 @@ class _Scored(torch.autograd.Function):
 
 
 def _gradient_of_logits(
-    ctx: Any, part: slice, of_logprobs: torch.Tensor | None, of_entropy: torch.Tensor | None
+    ctx: Any, saved: Sequence[Any], part: slice, of_logprobs: torch.Tensor | None, of_entropy: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the gradient ``[R, columns]`` float32 of what the head gives for this part of the vocabulary."""
-    x, weight, bias, tokens, temperatures, peaks, log_totals, entropy, kept = ctx.saved_tensors
+    x, weight, bias, tokens, temperatures, peaks, log_totals, entropy, kept = saved
     if kept is None:
         kept = linear_part(x, weight[part], None if bias is None else bias[part], len(weight)).float()
     head_logits = kept.detach().requires_grad_()
