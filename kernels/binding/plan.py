@@ -228,8 +228,24 @@ class Plan:
             key_multiplier=own.get("key_multiplier", 1.0),
             adapter=self._adapter(name, module, "linear_q_adapter_list"),
         )
+        if facts.qk_norm == "full":
+            self._check_norms(name, module, facts.head_dim)
         self.attentions.append(facts)
         return facts
+
+    def _check_norms(self, name: str, module: nn.Module, head_dim: int) -> None:
+        """Check that the norms over all heads are as wide as these are.
+
+        Raises:
+            BindingError: a norm of another width, by name.
+        """
+        for part, heads in (("q", self.config.num_attention_heads), ("k", self.config.num_key_value_heads)):
+            width = module.get_submodule(f"{part}_norm").weight.numel()
+            if width != heads * head_dim:
+                raise BindingError(
+                    f"{self.family.prefix}: {name}.{part}_norm has {width} weights; here {heads} heads of {head_dim} "
+                    f"elements (head_dim) have {heads * head_dim}"
+                )
 
     def _qk_norm(self) -> Literal["none", "head", "full"]:
         attention = self.family.attention

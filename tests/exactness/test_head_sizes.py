@@ -108,6 +108,16 @@ def test_whatever_part_of_a_head_is_rotated_it_is_computed_or_named(family: str,
         assert_computed(bind(tiny(family, head_dim, partial_rotary_factor=part)))
 
 
+def test_a_norm_over_all_heads_is_as_wide_as_they_are_or_named() -> None:
+    """OLMoE's class takes a head_dim for its heads, and hidden_size for their norms."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    assert_computed(bind(tiny("Olmoe", 8, **experts)))
+    model = tiny("Olmoe", 8, hidden_size=32, **experts)
+    with pytest.raises(BindingError, match=r"q_norm has 32 weights; here 2 heads of 8 elements \(head_dim\) have 16"):
+        bind(model)
+    assert not is_bound(model)
+
+
 def test_queries_that_do_not_share_keys_evenly_are_refused() -> None:
     with pytest.raises(BindingError, match="num_attention_heads=4 is no multiple of num_key_value_heads=3"):
         bind(tiny("Llama", 8, num_attention_heads=4, num_key_value_heads=3))
