@@ -16,7 +16,7 @@ from samebit.kernels.binding.binding import binding_of
 from samebit.rollout.adapters.base import Base
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.memory.shape import MemoryShape
-from samebit.rollout.models.loading import load_model, naming
+from samebit.rollout.models.loading import load_model, naming, position_limit
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
@@ -83,7 +83,8 @@ def speed_figures(
     Raises:
         ValueError: the model can not be loaded or bound, or is too short for this load.
     """
-    length = load.prompt_tokens + load.new_tokens
+    base = Base.of(folder, revision)
+    length = _checked_length(load, position_limit(base.model, base.revision))
     config = RolloutConfig(
         dtype=dtype, revision=revision, dequantize=dequantize, max_num_seqs=load.requests,
         max_num_batched_tokens=max(2048, load.requests), max_model_len=length,
@@ -102,6 +103,16 @@ def speed_figures(
                 speeds.append(load.requests * load.new_tokens / seconds)
                 first_tokens.append(1e3 * statistics.mean(out.time_to_first_token or 0.0 for out in outputs))
     return [_spread("output_tokens_per_second", "tokens/s", speeds), _spread("time_to_first_token", "ms", first_tokens)]
+
+
+def _checked_length(load: Load, limit: int | None) -> int:
+    length = load.prompt_tokens + load.new_tokens
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"{load.prompt_tokens} tokens a prompt (--prompt) and {load.new_tokens} new ones (--tokens) are {length} "
+            f"in all; allowed: up to this model's {limit} positions"
+        )
+    return length
 
 
 def _exactly(name: str, unit: str, value: float) -> Figure:

@@ -99,6 +99,14 @@ def naming(model: object) -> Iterator[None]:
         raise ModelLoadError(f"{model} can not be loaded: {type(error).__name__}: {reason}") from error
 
 
+def position_limit(model: str | Path, revision: str | None) -> int | None:
+    """Return how many positions the model of a folder, or of a name, has; None where its config has no limit."""
+    folder = model_folder(model, revision)
+    with naming(folder):
+        _check_config(folder)
+        return _positions(read_text_config(folder))
+
+
 def _load_folder(
     folder: Path, config: RolloutConfig, tokenizer: Tokenizer | None, unlimited_len: int | None
 ) -> LoadedModel:
@@ -126,8 +134,7 @@ def _facts(
 
 
 def _from_folder(folder: Path, config: RolloutConfig) -> PreTrainedModel:
-    if not (folder / "config.json").is_file():
-        raise ModelLoadError(f"{folder} has no config.json: it is not a Hugging Face model folder")
+    _check_config(folder)
     _check_generation_config(folder)
     if not any(folder.glob("*.safetensors")):
         raise ModelLoadError(f"{folder} has no weights (*.safetensors; pickled weights are not read)")
@@ -137,6 +144,11 @@ def _from_folder(folder: Path, config: RolloutConfig) -> PreTrainedModel:
         module = _from_pretrained(folder, config.torch_dtype() or "auto")
     cast(nn.Module, module).to(config.device)
     return module
+
+
+def _check_config(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"{folder} has no config.json: it is not a Hugging Face model folder")
 
 
 def _check_generation_config(folder: Path) -> None:
@@ -228,17 +240,23 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def _max_model_len(module: PreTrainedModel, config: RolloutConfig, unlimited_len: int | None) -> int:
     text_config = module.config.get_text_config()
     _checked_int("num_hidden_layers", text_config.num_hidden_layers, least=1)
-    if not hasattr(text_config, "max_position_embeddings"):
+    limit = _positions(text_config)
+    if limit is None:
         length = config.max_model_len or unlimited_len
         if length is None:
             raise ModelLoadError("the model's config has no max_position_embeddings: give max_model_len")
         return length
-    limit = _checked_int("max_position_embeddings", text_config.max_position_embeddings, least=2)
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
         raise ModelLoadError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions")
     return config.max_model_len
+
+
+def _positions(text_config: Any) -> int | None:
+    if not hasattr(text_config, "max_position_embeddings"):
+        return None
+    return _checked_int("max_position_embeddings", text_config.max_position_embeddings, least=2)
 
 
 def _checked_int(name: str, given: object, *, least: int) -> int:

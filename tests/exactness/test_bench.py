@@ -92,6 +92,11 @@ def test_what_can_not_be_measured_is_one_line(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert [line for line in printed.err.splitlines() if line.startswith("samebit bench: ")]
+    if "--prompt" in arguments:
+        assert (
+            "400 tokens a prompt (--prompt) and 64 new ones (--tokens) are 464 in all; allowed: up to this model's 320 "
+            "positions" in printed.err
+        )
 
 
 @pytest.mark.parametrize(
