@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import nn
 
@@ -109,6 +109,12 @@ class RolloutWorker(Closing):
             other.thread.wait_a_turn()
         self._engine.watch.accept()
         self._weights.accept()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} is neither pickled nor copied: it has a thread of this process. Build one "
+            "where it is needed, or use samebit.rollout.integrations.ray.RayWorker"
+        )
 
     @property
     def module(self) -> nn.Module:

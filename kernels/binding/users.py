@@ -5,7 +5,7 @@ Invariant: nothing is kept alive, and a copy of the model begins without users.
 
 import itertools
 import threading
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 from weakref import WeakValueDictionary
 
 User = TypeVar("User")
@@ -21,6 +21,12 @@ class Users(Generic[User]):
 
     def __deepcopy__(self, memo: object) -> "Users[User]":
         return Users()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a bound model is not pickled: pickle or save its state_dict(), and call samebit.kernels.bind on the model "
+            "that takes it; copy.deepcopy(model) copies a bound one"
+        )
 
     def join(self, user: User) -> None:
         """Add a user, behind all others."""

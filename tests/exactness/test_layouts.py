@@ -1,6 +1,7 @@
 """The training forward: its bits do not depend on layout, checkpointing, autocast, threads or how dtype came about."""
 
 import copy
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,6 +88,8 @@ def test_a_bound_model_may_be_moved_to_another_dtype() -> None:
 def test_a_copy_is_bound_and_independent() -> None:
     model = bind(make_model("Gemma3"))
     expected = detached(alone(model, SEQUENCES))
+    with pytest.raises(TypeError, match=r"a bound model is not pickled: pickle or save its state_dict\(\)"):
+        pickle.dumps(model)
     twin = copy.deepcopy(model)
     assert is_bound(twin)
     assert_same_bits(detached(alone(twin, SEQUENCES)), expected)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import copy
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -311,6 +313,13 @@ def test_close_fails_what_is_pending_and_can_be_called_twice(make_worker: MakeWo
     with pytest.raises(WorkerStateError, match="the worker is closed"):
         worker.receive_weights({})
     assert runner.pages is None
+
+
+def test_a_worker_is_neither_pickled_nor_copied(make_worker: MakeWorker) -> None:
+    worker, _ = make_worker()
+    for copies in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match="a RolloutWorker is neither pickled nor copied: it has a thread"):
+            copies(worker)
 
 
 def test_leaving_the_with_block_closes(make_worker: MakeWorker) -> None:
