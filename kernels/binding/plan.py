@@ -240,7 +240,7 @@ class Plan:
             BindingError: a norm of another width, by name.
         """
         for part, heads in (("q", self.config.num_attention_heads), ("k", self.config.num_key_value_heads)):
-            width = module.get_submodule(f"{part}_norm").weight.numel()
+            width = module.get_parameter(f"{part}_norm.weight").numel()
             if width != heads * head_dim:
                 raise BindingError(
                     f"{self.family.prefix}: {name}.{part}_norm has {width} weights; here {heads} heads of {head_dim} "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from samebit.rollout.adapters.layout import CONFIG_FILE, config_of
+from samebit.rollout.adapters.layout import CONFIG_FILE, check_beginning, config_of
 from samebit.rollout.errors import AdapterError
 from samebit.rollout.models.hub import model_folder
 
@@ -29,7 +29,7 @@ class Base:
         adapter.
 
         Raises:
-            AdapterError: an adapter whose config does not say which model it is for.
+            AdapterError: an adapter whose config does not say which model it is for, or which is for changed weights.
             ModelLoadError: a name that is not known, or not to be reached.
         """
         if not isinstance(given, str | Path):
@@ -48,6 +48,7 @@ class Base:
         if not (isinstance(model, str) and model):
             path = adapter / CONFIG_FILE
             raise AdapterError(f"{path} does not say base_model_name_or_path, the model that it is for")
+        check_beginning(config.get("init_lora_weights"))
         if revision is None and isinstance(own, str) and not Path(model).is_dir():
             revision = own or None
         return cls(model, revision, adapter)

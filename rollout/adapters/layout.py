@@ -21,6 +21,9 @@ from samebit.kernels.binding.lora.loaded import DeltaShape, delta_shapes
 from samebit.rollout.errors import AdapterError
 
 CONFIG_FILE = "adapter_config.json"
+_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways of peft to begin an adapter that change the weights under it."""
+
 NO_PEFT = "adapters are read by peft, which is not installed: pip install samebit[lora]"
 
 
@@ -39,6 +42,7 @@ def layout_of(config: object, module: nn.Module) -> AdapterLayout:
         AdapterError: a config that peft refuses, another method than LoRA, or what is not exact, by name.
     """
     checked = _lora_config(config)
+    check_beginning(checked.init_lora_weights)
     from peft import get_peft_model
 
     plain: Any = copy.deepcopy(checked)
@@ -53,6 +57,20 @@ def layout_of(config: object, module: nn.Module) -> AdapterLayout:
     except ValueError as error:
         raise AdapterError(f"peft refuses the adapter's config for this model: {error}") from error
     return AdapterLayout(shapes, checked)
+
+
+def check_beginning(way: object) -> None:
+    """Check that an adapter which began in this way (``init_lora_weights``) belongs to the weights that it names.
+
+    Raises:
+        AdapterError: a way that changes the weights under the adapter.
+    """
+    if isinstance(way, str) and way.lower().startswith(_CHANGING):
+        raise AdapterError(
+            f"init_lora_weights={way!r} changes the weights of the model under the adapter; this model has those of "
+            "before. Save plain LoRA (path_initial_model_for_weight_conversion of peft's save_pretrained), or give the "
+            "worker the PeftModel; for a model that has the changed weights, set init_lora_weights to True"
+        )
 
 
 def config_of(folder: Path) -> dict[str, Any]:

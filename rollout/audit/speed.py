@@ -10,6 +10,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
@@ -84,7 +85,7 @@ def speed_figures(
         ValueError: the model can not be loaded or bound, or is too short for this load.
     """
     base = Base.of(folder, revision)
-    length = _checked_length(load, position_limit(base.model, base.revision))
+    length = _checked_length(load, position_limit(cast(str | Path, base.model), base.revision))
     config = RolloutConfig(
         dtype=dtype, revision=revision, dequantize=dequantize, max_num_seqs=load.requests,
         max_num_batched_tokens=max(2048, load.requests), max_model_len=length,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from samebit.kernels import bind
@@ -174,6 +174,26 @@ def test_an_adapter_may_call_its_model_something_else(worker: RolloutWorker, fol
     worker.drop_adapter("other name")
 
 
+def begun(way: str) -> LoraConfig:
+    return lora_config(init_lora_weights=way)
+
+
+def test_an_adapter_that_changed_its_model_is_refused_before_that_is_loaded(folder: Path) -> None:
+    """The model that the folder names is not there."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config |= {"init_lora_weights": "pissa", "base_model_name_or_path": "org/model"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(AdapterError, match="init_lora_weights='pissa' changes the weights of the model"):
+        RolloutWorker(folder, config=CONFIG)
+
+
+@pytest.mark.parametrize("way", ["pissa", "gaussian"])
+def test_however_an_adapter_began_that_of_the_trainer_is_served(way: str) -> None:
+    model = bind(get_peft_model(make_model("Qwen3", num_hidden_layers=2), begun(way)))
+    with RolloutWorker(model, config=CONFIG) as worker:
+        assert_matches_trainer(model, worker.generate(PROMPTS, params(None)), params())
+
+
 def test_bad_adapters_are_refused_and_change_nothing(policy: PeftModel, worker: RolloutWorker, folder: Path) -> None:
     worker.load_adapter("policy", folder)
     before = worker.generate(PROMPTS, params())
@@ -192,6 +212,8 @@ def test_bad_adapters_are_refused_and_change_nothing(policy: PeftModel, worker: 
         (AdapterError, "DoraLinearVariant", good, {"config": lora_config(use_dora=True)}),
         (AdapterError, "lm_head .exact are linear layers", good, {"config": lora_config(target_modules=["lm_head"])}),
         (AdapterError, "Target modules", good, {"config": lora_config(target_modules=["elsewhere"])}),
+        (AdapterError, "init_lora_weights='pissa_niter_4' changes", good, {"config": begun("pissa_niter_4")}),
+        (AdapterError, "init_lora_weights='olora' changes", good, {"config": begun("olora")}),
         (AdapterError, "peft_type='IA3'", good, {"config": {"peft_type": "IA3"}}),
         (AdapterError, "unexpected keyword", good, {"config": {"rank": 3}}),
     ]
