@@ -272,8 +272,8 @@ class RolloutWorker(Closing):
 
     def load_adapter(self, name: str, source: object, **options: Unpack[AdapterKeywords]) -> SyncReport:
         """Take an adapter, or a new version of it, under a name for `SamplingParams.adapter`: from a folder in peft's
-        format, a name of the hub, a dict of tensors, a module, a `WeightStream`, or the receiving end of a link.
-        Generation goes on.
+        format, a name of the hub, a dict or a module of its tensors and no others, a `WeightStream`, or the receiving
+        end of a link. Generation goes on.
 
         The keywords are those of `AdapterOptions`: `config`, `version`, `autocast`, `in_flight`, `revision`.
         """
