@@ -28,6 +28,13 @@ def text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     return matcher.text
 
 
+_INCOMPLETE = 3
+"""Tokens that an incomplete character can have: it lacks one byte at least of four."""
+
+_HELD = 8
+"""From this count of tokens on those before the last few are looked at by themselves: no text is decoded ever again."""
+
+
 class StopStringMatcher:
     """Decodes the text of one sample as it grows, and searches it for stop strings."""
 
@@ -43,12 +50,12 @@ class StopStringMatcher:
     def push(self, token: int, *, search: bool) -> str | None:
         """Add a token; the stop string that now matches, if any (the text is then cut before it)."""
         self._tokens.append(token)
-        new = self._undecoded()
-        if not new or new.endswith("\ufffd"):
+        new, end = self._certain()
+        if not new:
             return None
         seen = len(self.text)
         self.text += new
-        self._context, self._decoded = self._decoded, len(self._tokens)
+        self._context, self._decoded = self._decoded, end
         if not search:
             return None
         return self._cut(max(seen - self._overlap, 0))
@@ -63,15 +70,28 @@ class StopStringMatcher:
 
     def flush(self) -> None:
         """Keep whatever was held back, at the end of the sample."""
-        self.text += self._undecoded()
+        self.text += self._undecoded(len(self._tokens))
         self._context = self._decoded = len(self._tokens)
 
-    def _undecoded(self) -> str:
-        """Return the text of the tokens that are not in the text yet: what they add to that of the piece before, as a
-        space may only be there behind other tokens. Bytes that end no character can undo that of those before."""
+    def _certain(self) -> tuple[str, int]:
+        """Return the text that no later token can change, of those that are not in the text yet, and where it ends."""
+        end = len(self._tokens)
+        new = self._undecoded(end)
+        if not new.endswith("\ufffd"):
+            return new, end
+        if end - self._decoded >= _HELD:
+            apart = self._undecoded(end - _INCOMPLETE)
+            if apart + self._decode(end - _INCOMPLETE, end) == new:
+                return apart, end - _INCOMPLETE
+        return "", self._decoded
+
+    def _undecoded(self, end: int) -> str:
+        """Return the text of the tokens up to an end that are not in the text yet: what they add to that of the piece
+        before, as a space may only be there behind other tokens. Bytes that end no character can undo that of those
+        before."""
         before = self._decode(self._context, self._decoded)
-        after = self._decode(self._context, len(self._tokens))
-        return after[len(before) :] if after.startswith(before) else self._decode(self._decoded, len(self._tokens))
+        after = self._decode(self._context, end)
+        return after[len(before) :] if after.startswith(before) else self._decode(self._decoded, end)
 
     def _decode(self, start: int, end: int) -> str:
         return decoded(self._tokenizer, self._tokens[start:end])

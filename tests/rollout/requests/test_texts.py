@@ -1,7 +1,10 @@
 """The text of a sample is one, however it is made: at once, as it grows, with and without stop strings."""
 
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
 from samebit.rollout import RolloutWorker, SamplingParams
-from samebit.rollout.requests.stop_strings import text_of
+from samebit.rollout.requests.stop_strings import StopStringMatcher, text_of
 
 from ..tiny_llama import byte_fallback_tokenizer, smallest
 
@@ -14,6 +17,30 @@ def test_a_whole_character_beside_an_incomplete_one_is_not_lost() -> None:
     assert TOKENIZER.decode(ids) == "a\ufffd\ufffd\ufffd\ufffd\ufffdb"
     assert text_of(TOKENIZER, ids) == "a\u65e5\ufffd\ufffdb"
     assert text_of(TOKENIZER, ids[:4]) == "a\u65e5"
+
+
+class Counting:
+    """Decodes as a tokenizer of bytes, and remembers the most tokens that it was given at once."""
+
+    most = 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.most = max(self.most, len(token_ids))
+        return bytes(token_ids).decode(errors="replace")
+
+
+@settings(max_examples=60, deadline=None)
+@example([0x80] * 120)
+@given(st.lists(st.sampled_from([*"\U0001f600\u65e5a ".encode(), 0x80, 0xFF]), max_size=120))
+def test_what_is_no_character_is_decoded_once_and_again_for_a_few_tokens(ids: list[int]) -> None:
+    """Bytes of which no character comes would all be, with each of them."""
+    tokenizer = Counting()
+    matcher = StopStringMatcher(tokenizer, ())
+    for token in ids:
+        matcher.push(token, search=False)
+    matcher.flush()
+    assert matcher.text == bytes(ids).decode(errors="replace")
+    assert tokenizer.most <= 32
 
 
 def test_stop_strings_that_do_not_come_leave_the_text_alone() -> None:

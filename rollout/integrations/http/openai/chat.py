@@ -18,6 +18,7 @@ from samebit.rollout.integrations.http.openai.prompts import chat_text, token_id
 from samebit.rollout.integrations.http.openai.requests import ChatRequest, Message, ToolCall
 from samebit.rollout.integrations.http.openai.sample_text import SampleText, whole_text
 from samebit.rollout.integrations.http.openai.sampling import of_chat
+from samebit.rollout.integrations.http.openai.sessions import Conversation
 from samebit.rollout.integrations.http.openai.tools import Parsed, ToolParser, make_parser
 from samebit.rollout.integrations.http.service import Asked, Prompt, Service, session_of
 from samebit.rollout.outputs import RequestOutput, SampleOutput, StreamChunk
@@ -52,12 +53,12 @@ async def _prompt_ids(service: Service, asked: ChatRequest, session: str | None)
 
     if session is None:
         return await encode(await render(asked.messages))
-    return await service.sessions.prompt(session, asked.messages, _beside_messages(asked), render, encode)
+    return await service.sessions.prompt(session, _conversation(asked), render, encode)
 
 
-def _beside_messages(asked: ChatRequest) -> str:
-    """Return what a template gets beside the messages of a conversation."""
-    return asked.model_dump_json(include={"tools", "chat_template_kwargs"}, exclude_defaults=True)
+def _conversation(asked: ChatRequest) -> Conversation:
+    beside = asked.model_dump_json(include={"tools", "chat_template_kwargs"}, exclude_defaults=True)
+    return Conversation(asked.messages, beside)
 
 
 class _Chat:
@@ -128,7 +129,7 @@ class _Chat:
             calls = [ToolCall.model_validate(call) for call in parsed.calls] or None
             answer = Message(role="assistant", content=parsed.content, tool_calls=calls)
             ids = output.prompt_token_ids + sample.token_ids
-            self._service.sessions.note(self._session, self._asked.messages, _beside_messages(self._asked), answer, ids)
+            self._service.sessions.note(self._session, _conversation(self._asked), answer, ids)
 
     # -- streamed --------------------------------------------------------------------------------
 

@@ -27,11 +27,22 @@ Encode = Callable[[str], Awaitable[list[int]]]
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Holds the messages of a turn with its answer, what the template got `beside` them, and the ids of all."""
+class Conversation:
+    """Holds what a chat template shows: messages, and what it gets `beside` them."""
 
-    messages: tuple[str, ...]
+    messages: list[Message]
     beside: str
+
+    def key(self, *more: Message) -> tuple[str, ...]:
+        """Return what it is known by, with more messages behind its own."""
+        return self.beside, *map(_key, (*self.messages, *more))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Holds the key of a conversation with its answer, and the ids of both."""
+
+    key: tuple[str, ...]
     token_ids: list[int]
 
 
@@ -43,14 +54,13 @@ class Sessions:
         self._per_session = per_session
         self._turns: OrderedDict[str, list[Turn]] = OrderedDict()
 
-    async def prompt(
-        self, name: str, messages: list[Message], beside: str, render: Render, encode: Encode
-    ) -> list[int]:
+    async def prompt(self, name: str, asked: Conversation, render: Render, encode: Encode) -> list[int]:
         """Return the ids of a conversation. A session whose turns it does not go on from is begun anew."""
-        found = self._longest(name, messages, beside)
-        if found is None:
+        messages = asked.messages
+        turn = self._longest(name, asked.key())
+        if turn is None:
             return await encode(await render(messages))
-        turn, known = found
+        known = len(turn.key) - 1
         mark = f"[{uuid.uuid4().hex}]"
         answer = Message(role="assistant", content=mark)
         text = await render([*messages[: known - 1], answer, *messages[known:]])
@@ -60,24 +70,18 @@ class Sessions:
         ended = bool(rest) and turn.token_ids[-1] == rest[0]
         return turn.token_ids + (rest[1:] if ended else rest)
 
-    def note(self, name: str, messages: list[Message], beside: str, answer: Message, token_ids: list[int]) -> None:
+    def note(self, name: str, asked: Conversation, answer: Message, token_ids: list[int]) -> None:
         """Keep a turn: what was asked, what was answered, and the ids of both."""
         turns = self._turns.setdefault(name, [])
         self._turns.move_to_end(name)
-        turns.append(Turn((*map(_key, messages), _key(answer)), beside, token_ids))
+        turns.append(Turn(asked.key(answer), token_ids))
         del turns[: -self._per_session]
         while len(self._turns) > self._most:
             self._turns.popitem(last=False)
 
-    def _longest(self, name: str, messages: list[Message], beside: str) -> tuple[Turn, int] | None:
-        keys = tuple(map(_key, messages))
-        turns = [
-            turn
-            for turn in self._turns.get(name, ())
-            if turn.beside == beside and keys[: len(turn.messages)] == turn.messages
-        ]
-        best = max(turns, key=lambda turn: len(turn.messages), default=None)
-        return None if best is None else (best, len(best.messages))
+    def _longest(self, name: str, key: tuple[str, ...]) -> Turn | None:
+        turns = [turn for turn in self._turns.get(name, ()) if key[: len(turn.key)] == turn.key]
+        return max(turns, key=lambda turn: len(turn.key), default=None)
 
 
 def _key(message: Message) -> str:
