@@ -135,7 +135,7 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
 
 def is_bound(model: nn.Module) -> bool:
     """Return whether `bind` has been applied to this model."""
-    return isinstance(inner_model(model).__dict__.get("samebit"), Binding)
+    return _known(model) is not None
 
 
 def binding_of(model: nn.Module) -> Binding:
@@ -147,10 +147,18 @@ def binding_of(model: nn.Module) -> Binding:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a bound Hugging Face model, got {type(model).__name__}")
-    binding = inner_model(model).__dict__.get("samebit")
-    if not isinstance(binding, Binding):
+    binding = _known(model)
+    if binding is None:
+        for name, child in model.named_children():
+            if _known(child) is not None:  # of DistributedDataParallel, torch.compile
+                raise ValueError(f"{type(model).__name__} is not bound, but what it wraps is: give its {name}")
         raise ValueError(f"{type(model).__name__} is not bound: call samebit.kernels.bind(model) first")
     return binding
+
+
+def _known(model: nn.Module) -> Binding | None:
+    found = inner_model(model).__dict__.get("samebit")
+    return found if isinstance(found, Binding) else None
 
 
 def checked_binding_of(model: nn.Module) -> Binding:

@@ -331,6 +331,12 @@ def test_an_unbound_model_has_no_token_logprobs() -> None:
         token_logprobs(make_model("Llama"), torch.ones(1, 4, dtype=torch.int64))
 
 
+def test_what_wraps_a_bound_model_has_none_either_and_says_what_has() -> None:
+    compiled = torch.compile(bound_model("Llama"))  # compiles at the first call
+    with pytest.raises(ValueError, match="OptimizedModule is not bound, but what it wraps is: give its _orig_mod"):
+        token_logprobs(compiled, torch.zeros(1, 4, dtype=torch.int64))
+
+
 def test_a_replaced_activation_is_refused() -> None:
     model = make_model("Llama")
     model.model.layers[0].mlp.act_fn = nn.Tanh()
