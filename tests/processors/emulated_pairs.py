@@ -11,6 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 from samebit.kernels.cpu.base import vectors
 
@@ -61,7 +62,7 @@ def dot_at(builder: Any, pairs: Any, total: Any, key: dots.Key, place: int) -> A
 
 def rounded(builder: Any, vector: Any) -> Any:
     """Do as `latent.dots._rounded` does."""
-    room = builder.alloca(ir.VectorType(ir.IntType(16), vector.type.count))
+    room = cgutils.alloca_once(builder, ir.VectorType(ir.IntType(16), vector.type.count))  # not anew in each loop
     vectors.store_vector(builder, _normal(builder, vector), room, types.uint16)
     return builder.load(room)
 
