@@ -23,7 +23,7 @@ from samebit.kernels.binding.latent.indexer import indexers_of, most_chosen
 from samebit.kernels.layout.grids import ceil_div
 from samebit.rollout.adapters.base import Base
 from samebit.rollout.audit.adapters import TrainersAdapter
-from samebit.rollout.audit.compare import Difference, Row, compare, compare_samples, reported, worst
+from samebit.rollout.audit.compare import Difference, Row, compare, compare_samples, compared_config, reported, worst
 from samebit.rollout.audit.expert_routes import compare_routes
 from samebit.rollout.audit.gemm_rows import check_gemm_rows
 from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
@@ -229,7 +229,7 @@ class _Check:
         return Row("same seed, same samples under all of these", *self.repeated)
 
     def _config(self, **changes: Any) -> RolloutConfig:
-        return RolloutConfig(max_model_len=self.workload.max_model_len, device=device_of(self.model).type, **changes)
+        return compared_config(self.model, max_model_len=self.workload.max_model_len, **changes)
 
     def _run(self, params: list[SamplingParams] | None = None, **config: Any) -> list[RequestOutput]:
         with RolloutWorker(self.model, config=self._config(**config)) as worker:

@@ -11,8 +11,9 @@ from torch import nn
 
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.layout.grids import ceil_div
+from samebit.rollout.audit.compare import compared_config
 from samebit.rollout.audit.trainer_layouts import device_of
-from samebit.rollout.config import SMALLEST_BLOCK, RolloutConfig
+from samebit.rollout.config import SMALLEST_BLOCK
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
@@ -77,7 +78,7 @@ class CacheRuns:
 
     def worker(self, **changes: Any) -> RolloutWorker:
         config: dict[str, Any] = {"max_model_len": self.max_model_len, "block_size": self.block, **changes}
-        return RolloutWorker(self._model, config=RolloutConfig(device=device_of(self._model).type, **config))
+        return RolloutWorker(self._model, config=compared_config(self._model, **config))
 
     def params(self, count: int, samples: int = 1) -> list[SamplingParams]:
         """Return seeded parameters: a request gives the same tokens with and without the cache."""

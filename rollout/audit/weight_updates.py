@@ -18,10 +18,9 @@ import torch
 from torch import nn
 
 from samebit.kernels import token_logprobs
-from samebit.rollout.audit.compare import Difference, compare, compare_samples, reported, worst
+from samebit.rollout.audit.compare import Difference, compare, compare_samples, compared_config, reported, worst
 from samebit.rollout.audit.sending_process import TIMEOUT, SendingProcess
 from samebit.rollout.audit.trainer_layouts import Sample, device_of, packed
-from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.weights.transaction import IN_FLIGHT
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.outputs import RequestOutput
@@ -58,7 +57,7 @@ class WeightsCheck:
         self._halve()
         self._prompts, self._params = requests
         self._first = first
-        self._config = RolloutConfig(max_model_len=max_model_len, device=device_of(model).type)
+        self._config = compared_config(model, max_model_len=max_model_len)
         self._long = min(CAUGHT_TOKENS, max_model_len // 2)
 
     def runs(self) -> Iterator[Run]:

@@ -17,7 +17,7 @@ PARAMS = [SamplingParams(seed=seed, max_tokens=40, n=1 + seed % 3, ignore_eos=Tr
 
 
 def generated(name: str, dtype: torch.dtype, **changes: int | bool) -> list[RequestOutput]:
-    config = RolloutConfig(device="cuda", max_num_seqs=8, max_model_len=256, **changes)
+    config = RolloutConfig(device="cuda", max_num_seqs=8, max_model_len=256, num_blocks=64, **changes)
     with RolloutWorker(bind(make_model(name, dtype)).cuda(), config=config) as worker:
         return worker.generate(PROMPTS, PARAMS)
 
@@ -38,7 +38,9 @@ def test_graphs_change_no_bit(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["Qwen3", "NemotronH", "Qwen3Moe"])
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_a_step_waits_for_the_device_once(name: str, async_scheduling: bool) -> None:
-    config = RolloutConfig(device="cuda", max_num_seqs=8, max_model_len=256, async_scheduling=async_scheduling)
+    config = RolloutConfig(
+        device="cuda", max_num_seqs=8, max_model_len=256, num_blocks=64, async_scheduling=async_scheduling
+    )
     shared = {"max_tokens": 100, "ignore_eos": True}
     params = [
         SamplingParams(**shared),
