@@ -164,8 +164,11 @@ def made(shape: dict[str, Any], sizes: measure.Sizes, device: str) -> PreTrained
     """Return a random bfloat16 model on the device, unbound."""
     with torch.device(device):
         if "layers_block_type" in shape:
-            return models.build_hybrid(shape, sizes.max_model_len).to(torch.bfloat16)
-        return models.build(shape, torch.bfloat16, sizes.max_model_len)
+            model = models.build_hybrid(shape, sizes.max_model_len).to(torch.bfloat16)
+        else:
+            model = models.build(shape, torch.bfloat16, sizes.max_model_len)
+    torch.cuda.empty_cache()  # its weights were made in float32
+    return model
 
 
 def measured(item: Item, shape: dict[str, Any], sizes: measure.Sizes, device: str) -> Iterator[measure.Figure]:
