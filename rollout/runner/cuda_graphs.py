@@ -195,4 +195,5 @@ def _stand_in(context: ForwardContext, sequences: int) -> ForwardContext:
     return replace(
         context, row_start=zeros, lengths=zeros + 1, starts=zeros, table_rows=zeros, write_from=None,
         captures=np.empty((0, 3), np.int32), device_layout=None,
+        known={"covers_all_rows": False},  # there may be fewer sequences
     )  # fmt: skip
