@@ -21,6 +21,7 @@ from samebit.kernels.binding.lora.forwards import LayoutPositions, gated_project
 from samebit.kernels.binding.lora.plan import PeftAdapters
 from samebit.kernels.binding.residual import Addend, normed_sum
 from samebit.kernels.binding.wrapped import positions_of_text
+from samebit.kernels.layout import device
 from samebit.kernels.layout.forward_context import (
     ForwardContext,
     LayoutMask,
@@ -110,7 +111,7 @@ class RotaryFacts:
         """Return cosines and sines of positions from 0 on, those of a rollout's call on the CPU among them; None for
         another call, and for many positions."""
         longest = context.longest
-        if context.pages is None or context.positions.is_cuda or longest > KNOWN_POSITIONS:
+        if context.pages is None or device.on_gpu(context.positions) or longest > KNOWN_POSITIONS:
             return None
         known = self._known.get(layer_type)
         if known is None or len(known[0]) < longest:
