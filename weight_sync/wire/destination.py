@@ -4,7 +4,8 @@ Invariants
 ----------
 * A piece is read once: copied, cast if need be, scanned. Its values are finite as sent and after the cast.
 * Pieces come in order and do not overlap; those of a whole tensor leave nothing out.
-* Only a tensor whose memory is not contiguous goes through a copy of its own size.
+* Only a tensor whose memory is not contiguous, or is on a GPU, goes through a copy of its own size. The copy is made
+  when the first piece comes, and gone when the last has: a model on a GPU needs no room on the host for all of it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class Destination:
         self.spec = spec
         self.target = target
         self.changed = False
-        self._staging = None if self._in_place(target) else target.detach().contiguous().clone()
-        self._memory = self._bytes_of(target if self._staging is None else self._staging)
+        self._settled = False
+        self._staging: Tensor | None = None
+        self._memory: Any = self._bytes_of(target) if self._in_place(target) else None
         self._lanes = Lanes.of(target.dtype)
         self._sent_lanes = Lanes.of(spec.dtype)
         self._received = 0
@@ -74,11 +76,12 @@ class Destination:
             raise SyncBrokenError(f"a change of {self.spec.name} that came before, at byte {offset}")
         if encoded_digest(payload) != record.digest:
             raise SyncBrokenError(f"wrong checksum of a change of {self.spec.name} from byte {offset}")
+        memory = self._opened()
         if record.kind is Kind.DENSE:
-            self._memory[offset : offset + payload.size] = payload
+            memory[offset : offset + payload.size] = payload
             self._received = offset + payload.size
         else:
-            self._received = offset + apply_encoded(record.kind, payload, self._memory[offset:], _size(self.spec))
+            self._received = offset + apply_encoded(record.kind, payload, memory[offset:], _size(self.spec))
         self.changed = True
 
     def put(self, offset: int, payload: Any) -> int:
@@ -89,26 +92,38 @@ class Destination:
             digest = self._cast(offset, payload)
         self._sent_digests.append(digest)
         self._received = offset + len(payload)
+        if self.whole:
+            self.settle()
         return digest
 
     def settle(self) -> None:
-        """Make the writes visible, once all pieces are there."""
-        if not self.changed:
-            return
-        with torch.no_grad():
-            if self._staging is not None:
-                self.target.copy_(self._staging)
-            else:
-                torch.autograd.graph.increment_version(self.target)
+        """Make the writes visible, once all pieces are there; a second call does nothing."""
+        if self.changed and not self._settled:
+            with torch.no_grad():
+                if self._staging is not None:
+                    self.target.copy_(self._staging)
+                else:
+                    torch.autograd.graph.increment_version(self.target)
+        self._settled, self._staging, self._memory = True, None, None
+
+    def _opened(self) -> Any:
+        """Return the memory that pieces are written to."""
+        if self._memory is None:
+            self._staging = self._copy_of(self.target.detach())
+            self._memory = self._bytes_of(self._staging)
+        return self._memory
 
     def _in_place(self, target: Tensor) -> bool:
         return in_place_bytes(target) is not None
+
+    def _copy_of(self, target: Tensor) -> Tensor:
+        return torch.empty(target.shape, dtype=target.dtype).copy_(target)
 
     def _bytes_of(self, tensor: Tensor) -> Any:
         return writable_bytes(tensor)
 
     def _copy(self, offset: int, piece: Any) -> Scan:
-        return copy_bytes(piece, self._memory[offset : offset + len(piece)], self._lanes, offset=offset)
+        return copy_bytes(piece, self._opened()[offset : offset + len(piece)], self._lanes, offset=offset)
 
     def _write(self, offset: int, piece: Any) -> Scan:
         written = self._copy(offset, piece)

@@ -82,7 +82,7 @@ def test_padding_rows_reach_no_gradient() -> None:
         whole[real] = part
         return poisoned(whole)
 
-    context = training_context(mask.shape, mask.to(DEVICE), None)
+    context = training_context(mask.shape, mask, None, DEVICE)
     padded = found(options, [spread(part) for part in inputs], context)
     for one, other in zip(padded, found(options, inputs, context_of(lengths)), strict=True):
         assert torch.equal(one[real], other)

@@ -88,7 +88,7 @@ class Repeating:
 def config(enforce_eager: bool, async_scheduling: bool | None = None) -> RolloutConfig:
     return RolloutConfig(
         block_size=64, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, device=DEVICE,
-        enforce_eager=enforce_eager, async_scheduling=async_scheduling,
+        enforce_eager=enforce_eager, async_scheduling=async_scheduling, kv_cache_gb=0.05 if DEVICE == "cuda" else None,
     )  # fmt: skip
 
 

@@ -273,9 +273,9 @@ def test_gradients_under_fsdp2() -> None:
     """Some layers are sharded, in a group of one process: a sum is what a sharded layer is called with, and returns."""
     model, x = Model(100, torch.float32), given(100)
     expected = gradients(Model(100, torch.float32).apart(), x)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (1,))
+        mesh = init_device_mesh(DEVICE, (1,))
         fully_shard(model.layers[1], mesh=mesh)
         fully_shard(model, mesh=mesh)
         found = gradients(model, x)

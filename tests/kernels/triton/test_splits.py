@@ -79,6 +79,7 @@ def test_a_row_has_the_same_bits_however_its_splits_are_walked(
     assert_one_row(Decode(shape, dtype, groups), items)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a compiled kernel holds its SPLIT; the interpreter reads it anew")
 def test_splits_are_the_arithmetic_and_not_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """One softmax over all keys rounds differently: so the tests above see whether all ways merge."""
     decode = Decode(Shape(2, 1, 32), torch.float32, (Group(0, (512, 1500)),))

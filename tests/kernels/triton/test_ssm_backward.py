@@ -52,7 +52,7 @@ def with_padding(lengths: tuple[int, ...]) -> tuple[ForwardContext, torch.Tensor
     for s, length in enumerate(lengths):
         start = width - length if s % 2 == 0 else 0
         mask[s, start : start + length] = 1
-    context = training_context((len(lengths), width), mask.to(DEVICE), None)
+    context = training_context((len(lengths), width), mask, None, DEVICE)
     return context, mask.flatten().bool()
 
 

@@ -72,11 +72,14 @@ class DeviceDestination(Destination):
     def _in_place(self, target: Tensor) -> bool:
         return target.is_contiguous() and target.storage_offset() * target.element_size() % WORD == 0
 
+    def _copy_of(self, target: Tensor) -> Tensor:
+        return target.contiguous().clone()
+
     def _bytes_of(self, tensor: Tensor) -> Tensor:
         return device_bytes(tensor)
 
     def _copy(self, offset: int, piece: Any) -> Scan:
-        place = self._memory[offset : offset + len(piece)]
+        place = self._opened()[offset : offset + len(piece)]
         piece = piece.to(place.device)
         changed = not torch.equal(place, piece)
         place.copy_(piece)
