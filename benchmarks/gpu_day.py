@@ -1,15 +1,16 @@
 """Spend the first hours on a GPU well: calls of at most 9.5 minutes, what decides about the rest first.
 
-    python -P benchmarks/gpu_day.py kernels --out DIR      bits, kernels beside the oracle, rows
-    python -P benchmarks/gpu_day.py engine --out DIR       graphs, samebit check, CUDA IPC
+    python -P benchmarks/gpu_day.py kernels --out DIR      bits, rows, kernels beside the oracle
+    python -P benchmarks/gpu_day.py engine --out DIR       samebit check, graphs, updates
     python -P benchmarks/gpu_day.py speed --out DIR        an 8B model: exactness, decode, training; a hybrid
     python -P benchmarks/gpu_day.py tiles --out DIR        tiles of the 8B model's layers
     python -P benchmarks/gpu_day.py rest --out DIR         small models, tax, control, Hugging Face
 
-Runs from a checkout, offline, with torch, triton, transformers, numba and pytest; with pytest-xdist tests run in eight
-processes. Each item is a process of its own with a limit (`rounds/limited.py`): one that hangs, crashes or leaves a
-broken CUDA context behind costs itself alone. DIR/results.jsonl has a line for each result and for the end of each
-item, on the disk before the next one begins; DIR/log.txt all that the items print. Later calls add to both.
+Runs from a checkout, offline, with torch, triton, transformers, numba and pytest; with pytest-xdist tests run in nearly
+as many processes as there are cores. Each item is a process of its own with a limit (`rounds/limited.py`): one that
+hangs, crashes or leaves a broken CUDA context behind costs itself alone. DIR/results.jsonl has a line for each result
+and for the end of each item, on the disk before the next one begins; DIR/log.txt all that the items print. Later calls
+add to both.
 
 No item starts with less than its shortest useful time left. Triton's interpreter is off: an item fails without a GPU.
 """
@@ -32,7 +33,8 @@ from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 
-if find_spec("samebit") is None:  # a bare machine: the checkout itself is enough
+BARE = find_spec("samebit") is None
+if BARE:  # the checkout itself is enough
     sys.path.insert(0, str(ROOT))
 
 from samebit.benchmarks.rounds.limited import run_limited  # noqa: E402
@@ -43,6 +45,8 @@ RESERVE = 8.0
 
 LOGGED = 400_000
 """Characters that an item may add to the log."""
+
+AT_ONCE = "samebit.benchmarks.rounds.failures_at_once"
 
 ENVIRONMENT = {
     "TRITON_INTERPRET": "0", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -67,11 +71,12 @@ def script(name: str, limit: float, *args: str, least: float = 20.0) -> Item:
 
 def tests(name: str, limit: float, *paths: str) -> Item:
     """Make an item of tests."""
-    spread = ("-n", "8", "--dist", "load") if find_spec("xdist") else ()
+    count = str(max(1, (os.cpu_count() or 1) - 2))
+    spread = ("-n", count, "--dist", "worksteal") if find_spec("xdist") else ()
     command = (
-        sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "--maxfail=12",
-        "--durations=8", "--continue-on-collection-errors", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"),
-        *spread, *(str(ROOT / "tests" / path) for path in paths),
+        sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", AT_ONCE, "--tb=short",
+        "--maxfail=50", "--durations=8", "--continue-on-collection-errors", "--rootdir", str(ROOT),
+        "-c", str(ROOT / "pyproject.toml"), *spread, *(str(ROOT / "tests" / path) for path in paths),
     )  # fmt: skip
     return Item(name, command, limit)
 
@@ -87,7 +92,8 @@ def sanitized(limit: float) -> list[Item]:
     if found is None:
         return []
     plain = tests("memcheck of norms and heads", limit, "gpu/test_heads.py", "gpu/test_norm_sums.py")
-    alone = tuple(word for word in plain.command if word not in ("-n", "8", "--dist", "load"))
+    first = plain.command.index("-n") if "-n" in plain.command else 0
+    alone = (*plain.command[:first], *plain.command[first + 4 :]) if first else plain.command
     return [Item(plain.name, (found, "--tool", "memcheck", "--error-exitcode", "9", *alone), limit)]
 
 
@@ -101,10 +107,10 @@ def calls(out: Path) -> dict[str, list[Item]]:
             tests("kernels near the oracle", 240, *(f"kernels/triton/{path.name}" for path in near)),
         ],
         "engine": [
-            tests("graphs", 180, "gpu/test_graphs.py"),
-            tests("check", 220, "gpu/test_check.py"),
-            tests("shared prefixes, experts, CUDA IPC", 160,
-                  *(f"gpu/test_{name}.py" for name in ("shared_prefixes", "experts", "cuda_ipc"))),
+            tests("check", 240, "gpu/test_check.py"),
+            tests("graphs", 150, "gpu/test_graphs.py"),
+            tests("updates, CUDA IPC, shared prefixes, experts", 170,
+                  *(f"gpu/test_{name}.py" for name in ("updates", "cuda_ipc", "shared_prefixes", "experts"))),
         ],
         "speed": [
             part("qwen3-8b", "exactness", 120),
@@ -205,6 +211,14 @@ def without_a_libgomp() -> dict[str, str]:
     return {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH")]))}
 
 
+def with_samebit(folder: Path) -> dict[str, str]:
+    """Return what lets Python find samebit where it is not installed, and not the checkout's folders beside it."""
+    if not BARE:
+        return {}
+    (folder / "samebit").symlink_to(ROOT / "samebit")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+
 def main() -> int:
     """Return how many items did not end well."""
     names = list(calls(Path()))
@@ -214,8 +228,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"all items end by then (default {MINUTES})")
     args = parser.parse_args()
     out = args.out.resolve()
-    os.environ.update({**ENVIRONMENT, **without_a_libgomp()})
-    return run(calls(out)[args.call], Record(out), 60 * args.minutes)
+    with tempfile.TemporaryDirectory(prefix="samebit-") as folder:
+        os.environ.update({**ENVIRONMENT, **without_a_libgomp(), **with_samebit(Path(folder))})
+        return run(calls(out)[args.call], Record(out), 60 * args.minutes)
 
 
 if __name__ == "__main__":

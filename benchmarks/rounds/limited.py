@@ -1,7 +1,7 @@
 """Run a part of a benchmark in a process of its own, with a limit: what hangs, crashes or leaves a broken GPU context
 behind costs that part alone, and what it had found by then is kept.
 
-The process prints a line of `MARK` and JSON for each result; all other lines are shown as they come.
+The process prints a line of `MARK` and JSON for each result; all other lines are shown as they come, its errors too.
 """
 
 import json
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import IO, Any
 
 MARK = "RESULT "
 
@@ -26,24 +26,29 @@ def emit(**result: Any) -> None:
 def run_limited(command: Sequence[str], seconds: float, take: Callable[[dict[str, Any]], None]) -> str | None:
     """Run it, with all that it starts, and hand each result to ``take``; return what went wrong, None if nothing."""
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
-    reader = threading.Thread(target=_read, args=(process, take), daemon=True)
-    reader.start()
+    readers = [threading.Thread(target=_read, args=(stream, take), daemon=True) for stream in _streams(process)]
+    for reader in readers:
+        reader.start()
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
         return f"stopped: {seconds:.0f} s were over"
     finally:
         _end(process)
-        reader.join(_GRACE)
+        for reader in readers:
+            reader.join(_GRACE)
     return None if code == 0 else f"failed: exit code {code}"
 
 
-def _read(process: "subprocess.Popen[str]", take: Callable[[dict[str, Any]], None]) -> None:
-    assert process.stdout is not None
-    with process.stdout as lines:
+def _streams(process: "subprocess.Popen[str]") -> list[IO[str]]:
+    return [stream for stream in (process.stdout, process.stderr) if stream is not None]
+
+
+def _read(lines: IO[str], take: Callable[[dict[str, Any]], None]) -> None:
+    with lines:
         for line in lines:
             if line.startswith(MARK):
                 take(json.loads(line.removeprefix(MARK)))

@@ -1,0 +1,30 @@
+"""Let pytest say why a test failed as soon as it has: a run that a limit ends says nothing of it otherwise.
+
+pytest -p samebit.benchmarks.rounds.failures_at_once
+"""
+
+import pytest
+from _pytest.terminal import TerminalReporter
+
+_LONGEST = 6000
+"""The most characters of one failure, its end."""
+
+
+class _Failures:
+    def __init__(self, terminal: TerminalReporter) -> None:
+        self._terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome == "failed":
+            printed = "".join(f"\n-- {title}\n{text}" for title, text in report.sections)
+            self._terminal.write_line(f"\n==== {report.nodeid} ({report.when})")
+            self._terminal.write_line((report.longreprtext + printed)[-_LONGEST:])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Print a failure, with what the test printed, in the process that was called."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if isinstance(terminal, TerminalReporter):  # a process of pytest-xdist has none
+        config.pluginmanager.register(_Failures(terminal))
