@@ -70,9 +70,8 @@ def test_an_item_that_hangs_or_crashes_costs_itself_alone(tmp_path: Path, capfd:
 
 def test_why_a_test_failed_is_in_the_log_of_a_run_that_is_ended(tmp_path: Path) -> None:
     file = tmp_path / "test_two.py"
-    file.write_text(
-        "import os\ndef test_one():\n    print('shown')\n    assert 1 == 2\ndef test_two():\n    os.kill(os.getpid(), 9)\n"
-    )
+    one, two = "print('shown')\n    assert 1 == 2", "os.kill(os.getpid(), 9)"
+    file.write_text(f"import os\ndef test_one():\n    {one}\ndef test_two():\n    {two}\n")
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", gpu_day.AT_ONCE, str(file))
     assert gpu_day.run([gpu_day.Item("tests", command, 600.0)], gpu_day.Record(tmp_path / "out"), 600.0) == 1
     log = (tmp_path / "out" / "log.txt").read_text()
