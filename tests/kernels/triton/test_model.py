@@ -105,7 +105,6 @@ PARAMS = [
 ]
 
 
-@long
 @pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rollout_is_near_training_with_graphs_and_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
