@@ -161,14 +161,16 @@ def run_all(turns: list[Item], report: Report, minutes: float, more: list[str]) 
 
 
 def made(shape: dict[str, Any], sizes: measure.Sizes, device: str) -> PreTrainedModel:
-    """Return a random bfloat16 model on the device, unbound."""
-    with torch.device(device):
-        if "layers_block_type" in shape:
-            model = models.build_hybrid(shape, sizes.max_model_len).to(torch.bfloat16)
-        else:
-            model = models.build(shape, torch.bfloat16, sizes.max_model_len)
-    torch.cuda.empty_cache()  # its weights were made in float32
-    return model
+    """Return a random bfloat16 model on the device, unbound; of float32 weights nothing would be left but the room."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            if "layers_block_type" in shape:
+                return models.build_hybrid(shape, sizes.max_model_len).to(torch.bfloat16)
+            return models.build(shape, torch.bfloat16, sizes.max_model_len)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def measured(item: Item, shape: dict[str, Any], sizes: measure.Sizes, device: str) -> Iterator[measure.Figure]:

@@ -155,7 +155,7 @@ def far_pages(sizes: Sizes, device: torch.device) -> Comparison:
 
 
 def attentions(sizes: Sizes, device: torch.device) -> Iterator[Comparison]:
-    """Compare tiles of attention with the first: of those in which warps lie along the keys others are expected."""
+    """Compare tiles of attention with the first. Of fewer rows than four warps multiply at once an H100 has others."""
     parts, heads = _random_heads(sizes.heads, sizes.tokens, device), sizes.heads
     context, options = training_context((1, sizes.tokens), None, None, device), AttentionOptions(0, heads.size**-0.5)
     first, *others = sizes.attention_tiles
@@ -167,7 +167,7 @@ def attentions(sizes: Sizes, device: torch.device) -> Iterator[Comparison]:
             with tiles_of_attention(tile):
                 return torch.equal(attention(*parts, context, options), whole)
 
-        yield compared(f"attention: {tile}", same, expected=True if tile.rows >= 16 * tile.warps else None)
+        yield compared(f"attention: {tile}", same, expected=True if tile.rows >= max(64, 16 * tile.warps) else None)
 
 
 @contextmanager

@@ -45,7 +45,11 @@ def profiles(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figu
 
 
 def _kernels(worker: RolloutWorker, prompts: list[list[int]], new_tokens: int, device: str) -> list[Kernel]:
-    """Return what ran, on a GPU its kernels alone, the longest first."""
+    """Return what ran, on a GPU its kernels alone, the longest first.
+
+    Raises:
+        RuntimeError: the profiler saw none.
+    """
     on_gpu = device == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     everywhere = _ExperimentalConfig(profile_all_threads=True)  # the worker computes in a thread of its own
@@ -58,6 +62,8 @@ def _kernels(worker: RolloutWorker, prompts: list[list[int]], new_tokens: int, d
         for one in seen.key_averages()
         if not on_gpu or one.device_type is DeviceType.CUDA
     ]
+    if not found:
+        raise RuntimeError("torch's profiler saw no kernel")
     return sorted(found, key=lambda kernel: -kernel.microseconds)
 
 
