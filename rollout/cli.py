@@ -39,8 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Generates from random prompts under many schedules and compares each reported log-probability "
         "with the training forward, bit for bit. Exit code 0: all equal; 1: some differ; 2: can not be checked.",
     )
-    _add_model(check, _check, ("auto", "float32", "bfloat16", "float16"))
-    check.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    _add_model(check, _check)
     check.add_argument(
         "--tokens", type=_positive, metavar="N", help="new tokens a request (32), up to half of the model's length"
     )
@@ -53,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Generates from random prompts, all at once, and prints output tokens per second and the time to "
         "the first token: median and extremes of three rounds. Exit code 2: the model can not be measured.",
     )
-    _add_model(bench, _bench, ("auto", "float32", "bfloat16"))
+    _add_model(bench, _bench)
     bench.add_argument("--memory", action="store_true", help="bytes of a KV block and of states; nothing is computed")
     bench.add_argument("--requests", type=_positive, default=16, metavar="N", help="requests at once (16)")
     bench.add_argument("--prompt", type=_positive, default=128, metavar="N", help="tokens a prompt (128)")
@@ -62,9 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model(
-    command: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], dtypes: Sequence[str]
-) -> None:
+def _add_model(command: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
     """Add the options that all commands about a model have."""
     command.add_argument(
         "model_dir",
@@ -72,7 +69,10 @@ def _add_model(
         help="a Hugging Face model folder, or a name of the Hugging Face hub; no tokenizer is needed",
     )
     command.add_argument("--revision", metavar="REV", help="branch, tag or commit of a name (its main branch)")
-    command.add_argument("--dtype", default="auto", choices=dtypes)
+    command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    command.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="float16: on cuda"
+    )
     command.add_argument(
         "--dequantize",
         action="store_true",
@@ -175,11 +175,12 @@ def _bench(arguments: argparse.Namespace) -> int:
         from samebit.rollout.audit.speed import Load, memory_figures, speed_figures
 
     load = Load(arguments.requests, arguments.prompt, arguments.tokens, arguments.seed)
-    model = {"dtype": arguments.dtype, "revision": arguments.revision, "dequantize": arguments.dequantize}
+    where, dtype, revision = arguments.model_dir, arguments.dtype, arguments.revision
+    more = {"dequantize": arguments.dequantize, "device": arguments.device}
     if arguments.memory:
-        figures = memory_figures(arguments.model_dir, **model)
+        figures = memory_figures(where, dtype, revision, **more)
     else:
-        figures = speed_figures(arguments.model_dir, load, **model)
+        figures = speed_figures(where, load, dtype, revision, **more)
     if arguments.json:
         metrics = {one.name: {"value": one.value, "min": one.min, "max": one.max} for one in figures}
         sys.stdout.write(json.dumps({"meta": {} if arguments.memory else vars(load), "metrics": metrics}) + "\n")

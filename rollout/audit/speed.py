@@ -46,7 +46,12 @@ class Load:
 
 
 def memory_figures(
-    folder: str | Path, dtype: str = "auto", revision: str | None = None, *, dequantize: bool = False
+    folder: str | Path,
+    dtype: str = "auto",
+    revision: str | None = None,
+    *,
+    dequantize: bool = False,
+    device: str = "cpu",
 ) -> list[Figure]:
     """Measure bytes over all layers: of a KV block, a running sequence's state and a cached state (0 without
     recurrent layers), and what the default configuration makes of the states: the count of each, and all together.
@@ -55,7 +60,7 @@ def memory_figures(
         ValueError: the model can not be loaded or bound.
     """
     base = Base.of(folder, revision)
-    config = RolloutConfig(dtype=dtype, revision=base.revision, dequantize=dequantize)
+    config = RolloutConfig(dtype=dtype, revision=base.revision, dequantize=dequantize, device=device)
     loaded = load_model(base.model, config, None, unlimited_len=1)
     with naming(folder):
         model = bind(loaded.module)
@@ -77,7 +82,13 @@ def memory_figures(
 
 
 def speed_figures(
-    folder: str | Path, load: Load, dtype: str = "auto", revision: str | None = None, *, dequantize: bool = False
+    folder: str | Path,
+    load: Load,
+    dtype: str = "auto",
+    revision: str | None = None,
+    *,
+    dequantize: bool = False,
+    device: str = "cpu",
 ) -> list[Figure]:
     """Measure output tokens per second, log-probabilities included, and the mean time to the first token.
 
@@ -87,7 +98,7 @@ def speed_figures(
     base = Base.of(folder, revision)
     length = _checked_length(load, position_limit(cast(str | Path, base.model), base.revision))
     config = RolloutConfig(
-        dtype=dtype, revision=revision, dequantize=dequantize, max_num_seqs=load.requests,
+        dtype=dtype, revision=revision, dequantize=dequantize, device=device, max_num_seqs=load.requests,
         max_num_batched_tokens=max(2048, load.requests), max_model_len=length,
     )  # fmt: skip
     params = SamplingParams(max_tokens=load.new_tokens, ignore_eos=True)

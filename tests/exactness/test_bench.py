@@ -110,3 +110,13 @@ def test_a_number_that_is_none_says_which_are_allowed(
         cli.main(["bench", "folder", option, number])
     said = f"argument {option}: must be a whole number of at least {least}, got '{number}'"
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("memory", [[], ["--memory"]])
+def test_a_device_that_is_not_there_is_named(
+    memory: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model("Qwen3").save_pretrained(tmp_path)
+    assert cli.main(["bench", str(tmp_path), "--device", "cuda", *memory]) == 2
+    assert "sees no CUDA device" in capsys.readouterr().err

@@ -20,6 +20,15 @@ def test_every_row_of_the_check_is_exact(
 ) -> None:
     make_model(name, dtype).save_pretrained(tmp_path)
     code = cli.main(["check", str(tmp_path), "--device", "cuda", "--json"])
-    report = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert printed.out, printed.err
+    report = json.loads(printed.out)
     assert [row for row in report["rows"] if row["differing"]] == []
     assert code == 0
+
+
+def test_bench_measures_on_the_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model("Qwen3", torch.bfloat16).save_pretrained(tmp_path)
+    options = ("--device", "cuda", "--requests", "2", "--prompt", "5", "--tokens", "4")
+    assert cli.main(["bench", str(tmp_path), "--json", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["output_tokens_per_second"]["min"] > 0
