@@ -41,8 +41,8 @@ class InPlaceChanges:
             NonFiniteWeightError: NaN or infinity, in what was read.
         """
         digest = self._read() if read else None
-        changed = self.names()
-        self.accept()
+        marks = self._marks()
+        changed, self._seen = marks.changed_since(self._seen), marks
         return SyncReport(
             version=version,
             tensors=len(self._names),

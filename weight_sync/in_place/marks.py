@@ -45,6 +45,7 @@ class Mark:
 class Marks:
     """Holds the marks of some tensors, by name."""
 
+    @torch.no_grad()
     def __init__(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
         self._marks = {name: Mark.of(tensors[name]) for name in names}
 
@@ -53,7 +54,6 @@ class Marks:
         return tuple(name for name, mark in self._marks.items() if mark.differs(before._marks[name]))
 
 
-@torch.no_grad()
 def _sample(tensor: Tensor) -> Tensor:
     bits = tensor.view(_INTEGERS[tensor.element_size()]) if tensor.element_size() in _INTEGERS else tensor
     return bits.take(_places(tensor.numel(), tensor.device))
