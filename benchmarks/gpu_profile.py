@@ -1,14 +1,24 @@
-"""Show where the time of a step goes: each kernel of a decode and of a prefill by name, as torch's profiler saw it.
+"""Show where the time of a step goes on a GPU: each Triton kernel of a decode and of a prefill by name.
+
+Triton tells of each launch, and an event of CUDA before and after it says how long it ran: that needs no profiler of
+the driver's, which some machines do not let a user have (torch's saw no kernel on the one where this was first run).
+Kernels are launched one by one, as graphs replay them. Each step begins with a spin, in which the host launches what
+follows, so that no kernel waits for it. What is torch's own (sums of drawn tokens, copies) is not listed.
 
 Beside the kernels that stream memory stands what they read at least, over the bandwidth of a copy.
 """
 
+from __future__ import annotations
+
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
+import triton
+from torch import nn
 from transformers import PreTrainedModel
 
 from samebit.benchmarks import gpu_figures as measure
@@ -17,6 +27,9 @@ from samebit.rollout import RolloutWorker
 
 SHOWN = 16
 """Counts the kernels of a profile that are shown: those that take longest."""
+
+_SPIN = 40_000_000
+"""Cycles of the GPU before a step, some 20 ms: longer than the host takes to launch one."""
 
 
 @dataclass(frozen=True)
@@ -28,43 +41,87 @@ class Kernel:
     microseconds: float
 
 
+class LaunchTimes:
+    """Notes when each kernel of Triton's begins and ends on the GPU, while it is open."""
+
+    def __init__(self) -> None:
+        self._began: torch.cuda.Event | None = None
+        self._launches: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> LaunchTimes:
+        triton.knobs.runtime.launch_enter_hook.add(self._before)
+        triton.knobs.runtime.launch_exit_hook.add(self._after)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        triton.knobs.runtime.launch_enter_hook.remove(self._before)
+        triton.knobs.runtime.launch_exit_hook.remove(self._after)
+
+    def kernels(self) -> list[Kernel]:
+        """Return what ran, the longest first.
+
+        Raises:
+            RuntimeError: nothing did.
+        """
+        if not self._launches:
+            raise RuntimeError("no kernel of Triton's was launched: the model is not on a GPU")
+        self._launches[-1][2].synchronize()
+        times: dict[str, list[float]] = defaultdict(list)
+        for name, began, ended in self._launches:
+            times[name].append(1e3 * began.elapsed_time(ended))
+        found = [Kernel(name, len(each), sum(each)) for name, each in times.items()]
+        return sorted(found, key=lambda kernel: -kernel.microseconds)
+
+    def _before(self, launch: Any) -> None:
+        self._began = _recorded()
+
+    def _after(self, launch: Any) -> None:
+        if self._began is not None:
+            self._launches.append((launch.get()["name"], self._began, _recorded()))
+
+
 def profiles(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
-    """List the kernels of a decode step of many sequences, then those of a prefill."""
+    """List the kernels of a decode step of many sequences, then those of a prefill.
+
+    Raises:
+        RuntimeError: the model is not on a GPU.
+    """
     count, copied = min(64, max(sizes.sequences)), measure.bandwidth(device)
     prompts, others = (measure.prompts_of(model, (length,) * count) for length in (sizes.prompt, sizes.prompt - 1))
     held = count * (sizes.prompt + sizes.new_tokens // 2) * measure.kv_bytes(model)
     least = {"_multiply": measure.weight_bytes(model) / copied * 1e6, "_attend_items": held / copied * 1e6}
-    with measure.worker_of(model, sizes, count, device) as worker:
+    eager = {"enforce_eager": True, "async_scheduling": False}
+    with measure.worker_of(model, sizes, count, device, **eager) as worker:
         worker.generate(prompts, measure.sampled(2))  # compiles, and fills the prefix cache
-        decode = _kernels(worker, prompts, 1 + sizes.new_tokens, device)
-        prefill = _kernels(worker, others, 1, device)
+        decode = _kernels(worker, prompts, 1 + sizes.new_tokens)
+        prefill = _kernels(worker, others, 1)
     yield from _figures(f"decode step of {count}", decode, 1 + sizes.new_tokens)
     for name, microseconds in least.items():
         yield Figure(f"decode step of {count}: {name}* at least", microseconds, "us")
     yield from _figures(f"prefill of {count} x {len(others[0])}", prefill, 1)
 
 
-def _kernels(worker: RolloutWorker, prompts: list[list[int]], new_tokens: int, device: str) -> list[Kernel]:
-    """Return what ran, on a GPU its kernels alone, the longest first.
-
-    Raises:
-        RuntimeError: the profiler saw none.
-    """
-    on_gpu = device == "cuda"
-    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    everywhere = _ExperimentalConfig(profile_all_threads=True)  # the worker computes in a thread of its own
-    with profile(activities=[activity], experimental_config=everywhere) as seen:
+def _kernels(worker: RolloutWorker, prompts: list[list[int]], new_tokens: int) -> list[Kernel]:
+    with _spinning_before_steps(worker.module), LaunchTimes() as times:
         worker.generate(prompts, measure.sampled(new_tokens))
-        if on_gpu:
-            torch.cuda.synchronize()
-    found = [
-        Kernel(one.key, one.count, one.self_device_time_total if on_gpu else one.self_cpu_time_total)
-        for one in seen.key_averages()
-        if not on_gpu or one.device_type is DeviceType.CUDA
-    ]
-    if not found:
-        raise RuntimeError("torch's profiler saw no kernel")
-    return sorted(found, key=lambda kernel: -kernel.microseconds)
+        return times.kernels()
+
+
+@contextmanager
+def _spinning_before_steps(module: Any) -> Iterator[None]:
+    """Keep the GPU busy at the beginning of each step; the embedding is the first module that computes."""
+    first: nn.Module = module.get_input_embeddings()
+    hook = first.register_forward_pre_hook(lambda *_: torch.cuda._sleep(_SPIN) if torch.cuda.is_available() else None)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _figures(what: str, kernels: list[Kernel], steps: int) -> Iterator[Figure]:

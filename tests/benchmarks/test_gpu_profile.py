@@ -1,0 +1,55 @@
+"""What a profile makes of Triton's launches; events of CUDA are stood in for by a clock."""
+
+from itertools import count
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.compiler.compiler import LazyDict  # noqa: E402
+
+from samebit.benchmarks.gpu_profile import Kernel, LaunchTimes  # noqa: E402
+
+
+class Event:
+    """Records 1, 2, 4, 7, 11, ... microseconds."""
+
+    numbers = count()
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = 0.0
+
+    def record(self) -> None:
+        number = next(self.numbers)
+        self.at = 1 + number * (number + 1) / 2
+
+    def synchronize(self) -> None:
+        assert self.at
+
+    def elapsed_time(self, later: "Event") -> float:
+        return (later.at - self.at) / 1e3
+
+
+def launch(name: str) -> None:
+    """Do what Triton does around a launch."""
+    metadata = LazyDict({"name": name, "stream": 0})
+    triton.knobs.runtime.launch_enter_hook(metadata)
+    triton.knobs.runtime.launch_exit_hook(metadata)
+
+
+def test_launches_are_added_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    launch("before")
+    with LaunchTimes() as times:
+        for name in ("short", "long", "short", "longest"):
+            launch(name)
+    launch("after")
+    found = [Kernel(kernel.name, kernel.count, round(kernel.microseconds, 6)) for kernel in times.kernels()]
+    assert found == [Kernel("longest", 1, 7.0), Kernel("short", 2, 1.0 + 5.0), Kernel("long", 1, 3.0)]
+
+
+def test_a_profile_without_launches_is_an_error() -> None:
+    with LaunchTimes() as times, pytest.raises(RuntimeError, match="not on a GPU"):
+        times.kernels()
