@@ -13,8 +13,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import CRITICAL
+from typing import TYPE_CHECKING
 
 from samebit.kernels.openmp import ENVIRONMENT
+
+if TYPE_CHECKING:
+    from samebit.rollout.audit.compare import Row
 
 FAILED, UNUSABLE = 1, 2
 """The command exits so where a promise is broken, and where it could not be carried out."""
@@ -143,10 +147,9 @@ def _answer(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     with _collecting_no_garbage():
         from samebit.rollout.audit.audit import check_model
-        from samebit.rollout.audit.compare import Row
 
     rows: list[Row] = []
-    for row in check_model(
+    found = check_model(
         arguments.model_dir,
         dtype=arguments.dtype,
         new_tokens=arguments.tokens,
@@ -155,19 +158,30 @@ def _check(arguments: argparse.Namespace) -> int:
         ssm_chunk=arguments.ssm_chunk,
         revision=arguments.revision,
         dequantize=arguments.dequantize,
-    ):
-        if not (rows or arguments.json):
-            sys.stdout.write(f"{'':<52}{'tokens':>9}{'differing':>11}{'max |diff|':>12}\n")
-        rows.append(row)
-        if not arguments.json:
-            sys.stdout.write(f"{row.name:<52}{row.tokens:>9,}{row.differing:>11,}{row.max_abs_diff:>12.3g}\n")
-            sys.stdout.flush()
+    )
+    try:
+        for row in found:
+            if not (rows or arguments.json):
+                sys.stdout.write(f"{'':<52}{'tokens':>9}{'differing':>11}{'max |diff|':>12}\n")
+            rows.append(row)
+            if not arguments.json:
+                sys.stdout.write(f"{row.name:<52}{row.tokens:>9,}{row.differing:>11,}{row.max_abs_diff:>12.3g}\n")
+                sys.stdout.flush()
+    except Exception as error:
+        if rows and arguments.json:
+            _print_report(False, rows, error=f"{type(error).__name__}: {error}")
+        raise
     ok = all(row.differing == 0 for row in rows if row.promised)
     if arguments.json:
-        sys.stdout.write(json.dumps({"ok": ok, "rows": [row.as_json() for row in rows]}) + "\n")
+        _print_report(ok, rows)
     else:
         sys.stdout.write("every bit agrees\n" if ok else "NOT EXACT: see the rows with differing tokens\n")
     return 0 if ok else FAILED
+
+
+def _print_report(ok: bool, rows: Sequence[Row], **more: str) -> None:
+    """Print the rows as JSON; of a check that ended early those that it had found, and ``error`` in ``more``."""
+    sys.stdout.write(json.dumps({"ok": ok, "rows": [row.as_json() for row in rows], **more}) + "\n")
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -93,6 +93,23 @@ def test_a_table_for_people(folder: str, monkeypatch: pytest.MonkeyPatch, capsys
     assert any(line.startswith("preempted") for line in lines)
 
 
+def test_rows_that_were_found_before_an_error_are_kept(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(self: object) -> Iterator[Row]:
+        raise ValueError("no weights today")
+
+    leave_out(monkeypatch, "temperatures", "prefix_cache", "layouts")
+    monkeypatch.setattr(check._Check, "weights", broken)
+    assert cli.main(["check", folder, "--json", "--tokens", "4"]) == 2
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    assert report["ok"] is False
+    assert report["error"] == "ValueError: no weights today"
+    assert "one request at a time" in [row["name"] for row in report["rows"]]
+    assert printed.err.endswith("samebit check: no weights today\n")
+
+
 @pytest.mark.usefixtures("no_weights_part")
 def test_another_formula_in_the_trainer_is_found(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -23,6 +23,7 @@ def test_every_row_of_the_check_is_exact(
     printed = capsys.readouterr()
     assert printed.out, printed.err
     report = json.loads(printed.out)
+    assert "error" not in report, printed.err
     assert [row for row in report["rows"] if row["differing"]] == []
     assert code == 0
 
