@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from time import perf_counter
+from typing import cast
 
 from rich.console import Console
+from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -58,6 +60,7 @@ class Seed:
     @property
     def config(self) -> RolloutConfig:
         return RolloutConfig(
+            device=self.settings.device,
             kv_cache_gb=self.settings.kv_cache_gb,
             max_num_seqs=self.settings.max_num_seqs,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
@@ -147,7 +150,7 @@ def _seed(settings: Settings, number: int, log: MetricsLog) -> Iterator[Seed]:
         row, sets = warm_up(settings, number, folder)
     else:
         folder, sets = model_folder(settings.model), _problem_sets(settings, number)
-    policy, tokenizer = tiny_model.load(folder)
+    policy, tokenizer = tiny_model.load(folder, settings.device)
     style = _style(settings, tokenizer)
     yield Seed(settings, number, bind(policy), tokenizer, folder, sets, style, log, row, done)
     tiny_model.save(policy, tokenizer, out / "policy")
@@ -179,6 +182,7 @@ def warm_up(settings: Settings, seed: int, folder: Path) -> tuple[Row, ProblemSe
     sets = _of_warm_up(settings, seed)
     tokenizer = tiny_model.build_tokenizer()
     model = bind(tiny_model.build_model(tokenizer, seed, settings.architecture))
+    cast(nn.Module, model).to(settings.device)
     started = perf_counter()
     result = warmup.warm_up(model, tokenizer, sets.training[:used], settings, seed)
     seconds = perf_counter() - started

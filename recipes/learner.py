@@ -177,7 +177,8 @@ class Learner:
         return {**known, "sync/sent_bytes": report.sent_bytes, "perf/time_sync": seconds}
 
     def _batches(self, rows: Sequence[Trajectory]) -> Iterator[Batch]:
-        return micro_batches(rows, self.settings.micro_batch_tokens, self._pad_id)
+        for batch in micro_batches(rows, self.settings.micro_batch_tokens, self._pad_id):
+            yield batch.on(self.policy.device)
 
     def _logprobs(self, batch: Batch) -> Tensor:
         return token_logprobs(

@@ -28,6 +28,10 @@ class Rows:
     attention_mask: Tensor  # [B, T]
     taught: Tensor  # [B, T-1] bool: of an answer, or its end
 
+    def on(self, device: torch.device) -> "Rows":
+        """Return the rows on a device."""
+        return Rows(**{name: part.to(device) for name, part in vars(self).items()})
+
 
 def rows(lessons: Sequence[Lesson], tokenizer: PreTrainedTokenizerFast, row_tokens: int = 0) -> Rows:
     """Return all lessons in order, as many in a row as fit into `row_tokens`, but at least one."""

@@ -50,5 +50,5 @@ class SavedRun:
         optimizer.load_state_dict(self._state()["optimizer"])
 
     def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = torch.load(self.folder / _STATE, weights_only=True)
+        state: dict[str, Any] = torch.load(self.folder / _STATE, map_location="cpu", weights_only=True)
         return state

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from samebit.recipes.boards import BOARDS
 from samebit.recipes.problem import MARKER
 
@@ -43,6 +45,7 @@ class Settings:
     architecture: str = option("dense", "shape of the built-in model", choices=ARCHITECTURES)
     prompt_style: str = option("expression", "how chain_sum asks", choices=("expression", "question"))
     out: Path = option(Path("runs/grpo"), "where metrics, figure, TensorBoard events and models go", type=Path)
+    device: str = option("cpu", "where trainer and worker compute", choices=("cpu", "cuda"))
     seeds: int = option(1, "run the seeds 0 .. SEEDS-1, one after the other")
 
     steps: int = option(30, "GRPO steps")
@@ -78,6 +81,8 @@ class Settings:
     max_num_batched_tokens: int = option(4096, "tokens in one engine step")
 
     def __post_init__(self) -> None:
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"--device cuda: torch {torch.__version__} sees no CUDA device here")
         if self.data is not None and self.model is None:
             raise ValueError("--data needs --model: the built-in model's tokenizer knows arithmetic only")
         if self.model is not None and self.warm_from is not None:
@@ -117,6 +122,8 @@ class OnPolicy(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.device == "cuda" and self.sync == "shm":
+            raise ValueError("--sync shm: the other process computes on the CPU; --device cuda takes shared or copy")
         if self.save_every < 0:
             raise ValueError(f"--save-every must be at least 0, got {self.save_every}")
         if self.updates < 1 or self.prompts % self.updates:
@@ -134,6 +141,11 @@ class OffPolicy(Settings):
         "until it is finished",
         choices=("recompute", "wait"),
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device != "cpu":
+            raise ValueError(f"--device {self.device}: the worker's process computes on the CPU; take recipes/grpo.py")
 
 
 def parse(kind: type[AnySettings], program: str, arguments: Sequence[str] | None = None) -> AnySettings:

@@ -10,6 +10,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -141,12 +142,14 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pat
     tokenizer.save_pretrained(folder)
 
 
-def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Return model (float32, because it will be trained) and tokenizer of any local Hugging Face folder."""
+def load(folder: Path, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Return model (float32, because it will be trained), on a device, and tokenizer of any local Hugging Face
+    folder."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    cast(nn.Module, model).to(device)
     return cast(PreTrainedModel, model), cast(PreTrainedTokenizerFast, tokenizer)
 
 

@@ -35,6 +35,10 @@ class Batch:
     versions: Tensor  # [B, T-1] int64: of the weights it was sampled under, 0 where not sampled
     advantages: Tensor  # [B]
 
+    def on(self, device: torch.device) -> "Batch":
+        """Return the batch on a device."""
+        return Batch(**{name: part.to(device) for name, part in vars(self).items()})
+
 
 def collate(rows: Sequence[Trajectory], pad_id: int) -> Batch:
     """Return one batch of these rows."""

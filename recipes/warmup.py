@@ -62,6 +62,7 @@ class _Trainer:
 
 def supervised_loss(model: PreTrainedModel, batch: Rows) -> torch.Tensor:
     """Return the mean negative log-probability of the answers' tokens, from the kernels that GRPO trains with."""
+    batch = batch.on(model.device)
     logprobs = token_logprobs(model, batch.input_ids, attention_mask=batch.attention_mask)
     return -logprobs[batch.taught].mean()
 

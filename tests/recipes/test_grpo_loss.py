@@ -79,6 +79,11 @@ def test_collate_marks_the_entries_that_predict_sampled_tokens() -> None:
     assert batch.advantages.tolist() == [0.5, -0.5]
 
 
+def test_a_batch_goes_to_a_device_as_a_whole() -> None:
+    batch = collate([Trajectory([5, 6], [7, 8], [-1.0, -2.0], 0.5)], 0).on(torch.device("meta"))
+    assert {part.device.type for part in vars(batch).values()} == {"meta"}
+
+
 def test_micro_batches_hold_every_row_once_within_the_budget() -> None:
     rows = [Trajectory([1], list(range(10, 10 + n)), [-1.0] * n, float(n)) for n in (3, 1, 9, 2, 2, 7, 20)]
     batches = list(micro_batches(rows, max_tokens=18, pad_id=0))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from samebit.recipes.settings import OffPolicy, OnPolicy, parse
 
@@ -23,6 +24,12 @@ def test_given_options_arrive_with_their_types() -> None:
     ("arguments", "message"),
     [
         (["--step", "3"], "unrecognized arguments"),
+        (["--device", "meta"], "invalid choice"),
+        pytest.param(
+            ["--device", "cuda"],
+            "sees no CUDA device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         (["--steps", "three"], "invalid int value"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--samples", "1"], "--samples must be at least 2"),
@@ -47,3 +54,12 @@ def test_bad_options_end_with_the_reason(
         parse(OnPolicy, "grpo.py", arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_process_of_its_own_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert OnPolicy(device="cuda", sync="copy").device == "cuda"
+    with pytest.raises(ValueError, match="--sync shm: the other process computes on the CPU"):
+        OnPolicy(device="cuda", sync="shm")
+    with pytest.raises(ValueError, match="--device cuda: the worker's process computes on the CPU"):
+        OffPolicy(device="cuda")
