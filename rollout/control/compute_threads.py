@@ -4,6 +4,8 @@ Invariants
 ----------
 * While the generation thread sleeps it has no workers of OpenMP: libgomp would let those of a trainer sleep at once.
 * Its team, which kernels compute with on a CPU, sleeps then, and leaves its processors to others.
+* On a GPU it launches on the default stream. What callers launch elsewhere comes first: weights that an optimizer
+  writes on a stream of its own are read when they are there.
 """
 
 import numba
@@ -35,6 +37,12 @@ class ComputeThreads:
             torch.cuda.set_device(self._device)
         torch.set_num_threads(self._of_torch)
         numba.set_num_threads(self._of_numba)
+
+    def follow_caller(self) -> None:
+        """Let what the worker's threads launch from now on wait for what the calling thread has launched: on a GPU all
+        threads share a stream, but for one that has chosen another (`torch.cuda.stream`)."""
+        if self._device.type == "cuda":
+            torch.cuda.default_stream(self._device).wait_stream(torch.cuda.current_stream(self._device))
 
     def gather(self) -> None:
         """Make sure, in the generation thread, that its team is there: on a CPU, each thread at a place of its own."""

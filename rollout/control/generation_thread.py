@@ -68,6 +68,7 @@ class GenerationThread:
         self._wake = _Bell()
         self._hold: weakref.ref[Hold[Any]] | None = None
         self._listeners: tuple[Callable[[], None], ...] = (StatsLog(engine).after_step,)
+        threads.follow_caller()
         self._thread = threading.Thread(target=self._main, name="samebit-generation", daemon=True)
         self._thread.start()
         self._at_exit = functools.partial(_stop_at_exit, weakref.ref(self))
@@ -126,10 +127,11 @@ class GenerationThread:
 
     def hold(self, make: Callable[[Gate], AbstractContextManager[T]]) -> Hold[T]:
         """Return a `with` block for the caller; `make` gives the context manager around it, for the gate to wait at."""
-        return Hold(make, self._threads.set_up, self._begin_hold)
+        return Hold(make, self._threads.set_up, self._begin_hold, self._threads.follow_caller)
 
     def _begin_hold(self, hold: Hold[T]) -> None:
         self.check_thread()
+        self._threads.follow_caller()
         if in_main_thread():  # in other threads the lock itself knows its holder
             self._hold = weakref.ref(hold)
 

@@ -110,7 +110,7 @@ class Hold(Generic[T]):
     """Runs a `with` block in the caller's thread, inside a context manager that the clerk enters and leaves.
 
     make: the context manager; given the gate at which it waits. prepare: called first in the clerk's thread. announce:
-    called first in the caller's; may raise.
+    called first in the caller's; may raise. conclude: called there when the block is over, before what ends it.
     """
 
     __exit__ = _Exit()
@@ -120,10 +120,12 @@ class Hold(Generic[T]):
         make: Callable[[Gate], AbstractContextManager[T]],
         prepare: Callable[[], None],
         announce: Callable[[Hold[T]], None],
+        conclude: Callable[[], None],
     ) -> None:
         self._make = make
         self._prepare = prepare
         self._announce = announce
+        self._conclude = conclude
         self._gate: Gate = SimpleQueue()
         self._entered: _Report[T] = _Report()
         self._ended: _Report[None] = _Report()
@@ -151,6 +153,12 @@ class Hold(Generic[T]):
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the block; raises what its end raises."""
+        try:
+            self._conclude()
+        finally:
+            self._end(kind, error, trace)
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._in_place is not None:
             self._in_place.__exit__(kind, error, trace)
             return
