@@ -104,7 +104,7 @@ class _SamebitRollouts(_Trainer):
         old = self._old_logprobs(output)
         if old is not None:
             self.agreement.add(logprobs, old, mask)
-        versions = torch.full((len(mask),), self.worker.weight_version)
+        versions = torch.full((len(mask),), self.worker.weight_version, device=mask.device)
         output |= {_LOGPROBS: logprobs, _MASK: mask, _VERSIONS: versions}
         return output
 
@@ -152,7 +152,7 @@ class RLOOTrainer(_SamebitRollouts, trl.RLOOTrainer):
 
     def _rollout_logprobs(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         mask = output["completion_mask"].bool()
-        logprobs = torch.zeros(mask.shape)
+        logprobs = torch.zeros(mask.shape, device=mask.device)
         for row, values in zip(logprobs, self._sampled, strict=True):
             row[: len(values)] = torch.tensor(values)
         return logprobs, mask

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,6 +125,21 @@ def test_no_token_differs(case: str, folder: Path, tmp_path: Path) -> None:
     after = trained.model.state_dict()
     assert any(not torch.equal(before[name], after[name]) for name in before), "nothing was learned"
     assert trained.worker.weight_version >= 4
+
+
+def test_what_travels_with_a_batch_is_where_the_batch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, for which "meta" stands here; TRL was not run on one."""
+    batch = {"completion_mask": torch.ones(2, 3, device="meta")}
+    monkeypatch.setattr(trl.RLOOTrainer, "_generate_and_score_completions", lambda self, inputs: dict(batch))
+    trained: Any = object.__new__(RLOOTrainer)
+    vars(trained).update(
+        _computed=[], _sampled=[[0.5], [0.25, 0.5]],
+        worker=SimpleNamespace(weight_version=3), agreement=SimpleNamespace(add=lambda *_: None),
+    )  # fmt: skip
+    monkeypatch.setattr(RLOOTrainer, "_old_logprobs", lambda self, output: None)
+    sent = trained._generate_and_score_completions([])
+    assert {name: str(one.device) for name, one in sent.items()} == dict.fromkeys(sent, "meta")
+    assert len(sent) == 4
 
 
 def test_a_step_sees_what_the_one_before_has_learned(folder: Path, tmp_path: Path) -> None:
