@@ -1,6 +1,10 @@
 """Build the parts of a worker from a model.
 
-Invariant: no request runs yet, and no thread exists, when the parts are there.
+Invariants
+----------
+* No request runs yet, and no thread exists, when the parts are there.
+* What the calling thread has chosen for new tensors and launches (`torch.set_default_device`, `torch.cuda.set_device`)
+  changes nothing: arrays of the host are on the host, and a model's kernels run on the GPU that it is on.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from samebit.rollout.control.compute_threads import ComputeThreads
 from samebit.rollout.control.weights.worker_weights import WorkerWeights
 from samebit.rollout.engine.engine import Engine
 from samebit.rollout.memory.pool_sizes import check_room, count_blocks
-from samebit.rollout.models.loading import load_model, naming
+from samebit.rollout.models.loading import LoadedModel, load_model, naming
 from samebit.rollout.requests.limits import RequestLimits
 from samebit.rollout.requests.tokenizer import Tokenizer
 from samebit.rollout.runner.cuda_pool_size import kv_cache_bytes
@@ -77,6 +81,12 @@ def build(model: str | Path | nn.Module, config: RolloutConfig, tokenizer: Token
     loaded = load_model(base.model, replace(config, revision=base.revision), tokenizer)
     with naming(model):
         _bind(loaded.module, config.exact)
+    with torch.device("cpu"), torch.cuda.device_of(loaded.module.get_parameter("lm_head.weight")):
+        return _assembled(loaded, base, config)
+
+
+def _assembled(loaded: LoadedModel, base: Base, config: RolloutConfig) -> WorkerParts:
+    """Test a bound model where that is asked for, and give it memory."""
     config = config.with_block_size(binding_of(loaded.module).ssm_chunk)
     self_test(loaded.module, config, loaded.max_model_len)
     runner = ModelRunner(loaded.module, config)

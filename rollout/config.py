@@ -66,7 +66,7 @@ class RolloutConfig:
     state_cache_gb: memory for cached states of recurrent layers; None for a quarter of a GiB (at least one state), 0
         for none: then a prefix that is hit saves memory only. Refused for models without such layers.
     dtype: "float32", "bfloat16", on CUDA "float16" too (or the torch dtypes), or "auto"/None for the folder's own.
-    device: "cpu", or "cuda" for the process's current CUDA device. A folder is loaded there; a module must be there.
+    device: "cpu", or "cuda". A folder is loaded onto the current CUDA device; a module is on a GPU already, on one.
     async_scheduling: launch a decode while the one before it still computes. None for yes on CUDA; on the CPU there is
         no time to gain. No result depends on it.
     enforce_eager: on CUDA, launch a step's kernels one by one instead of replaying CUDA graphs. No result depends on

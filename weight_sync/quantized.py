@@ -30,11 +30,11 @@ from samebit.weight_sync.manifest import TensorSpec
 from samebit.weight_sync.source import TensorSource, WeightSourceError
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_NIBBLES = torch.tensor([*_FP4, *(-value for value in _FP4)])
+_NIBBLES = torch.tensor([*_FP4, *(-value for value in _FP4)], device="cpu")
 _PAIRS = torch.stack([_NIBBLES.repeat(16), _NIBBLES.repeat_interleave(16)], dim=1)
 """The two numbers of each byte."""
 
-_POWERS = torch.tensor([*(math.ldexp(1.0, byte - 127) for byte in range(255)), math.nan])
+_POWERS = torch.tensor([*(math.ldexp(1.0, byte - 127) for byte in range(255)), math.nan], device="cpu")
 """The scale of each byte; the last is no number."""
 
 _BYTES_A_GROUP = 16
@@ -140,7 +140,7 @@ def _packed_mxfp4(specs: Mapping[str, TensorSpec]) -> dict[str, Packed]:
 def _of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return `[experts, 32 * groups, rows]` of blocks `[experts, rows, groups, 16]`."""
     experts, rows, groups, _ = blocks.shape
-    result = torch.empty(experts, 2 * _BYTES_A_GROUP * groups, rows, dtype=torch.bfloat16)
+    result = torch.empty(experts, 2 * _BYTES_A_GROUP * groups, rows, dtype=torch.bfloat16, device="cpu")
     for expert in range(experts):
         numbers = _PAIRS[blocks[expert].int()].view(rows, groups, -1)
         scaled = numbers * _POWERS[scales[expert].int()].unsqueeze(2)
@@ -168,7 +168,7 @@ def _packed_fp8(specs: Mapping[str, TensorSpec], block: list[int]) -> dict[str, 
 
 def _of_fp8(values: Tensor, scales: Tensor, *, rows: int, columns: int) -> Tensor:
     """Return the values times the scale of their block; blocks at the lower and right edge may be smaller."""
-    result = torch.empty(values.shape, dtype=torch.bfloat16)
+    result = torch.empty(values.shape, dtype=torch.bfloat16, device="cpu")
     for number, scale in enumerate(scales):
         block = slice(number * rows, (number + 1) * rows)
         result[block] = values[block].float() * scale.repeat_interleave(columns)[: values.shape[1]]

@@ -111,7 +111,8 @@ class _Copy:
 
     def read(self, name: str, target: Tensor) -> None:
         """Fill a tensor of the shape and dtype that was written. What the file has lost is undefined."""
-        whole = target if in_place_bytes(target) is not None else torch.empty(target.shape, dtype=target.dtype)
+        in_place = in_place_bytes(target) is not None
+        whole = target if in_place else torch.empty(target.shape, dtype=target.dtype, device="cpu")
         self._file.seek(self._begins[name])
         self._file.readinto(writable_bytes(whole).data)
         if whole is not target:

@@ -216,11 +216,15 @@ def _check_asked_dtype(module: nn.Module, config: RolloutConfig) -> None:
 
 def _check_tensors(module: nn.Module, config: RolloutConfig) -> None:
     allowed = config.allowed_dtypes()
-    for name, tensor in live_tensors(module).items():
+    tensors = live_tensors(module)
+    first = next(iter(tensors.items()), None)
+    for name, tensor in tensors.items():
         if is_sharded(tensor):
             raise ModelLoadError(f"{name} is a DTensor; a sharded module can not be served in place")
         if tensor.device.type != config.device:
             raise ModelLoadError(f"{name} is on {tensor.device}, but RolloutConfig(device={config.device!r})")
+        if first is not None and tensor.device != first[1].device:
+            raise ModelLoadError(f"{name} is on {tensor.device}, {first[0]} on {first[1].device}: a worker has one GPU")
         if tensor.dtype.is_floating_point and tensor.dtype not in allowed.values():
             raise ModelLoadError(
                 f"{name} is {tensor.dtype}; supported on {config.device} are {', '.join(allowed)}: pass "

@@ -52,10 +52,10 @@ class DrawInputs:
 
 
 NO_DRAWS = DrawInputs(
-    rows=torch.zeros(0, dtype=torch.int64),
-    temperatures=torch.zeros(0),
-    keys=torch.zeros(0, 2, dtype=torch.uint32),
-    counters=torch.zeros(0, 4, dtype=torch.uint32),
+    rows=torch.zeros(0, dtype=torch.int64, device="cpu"),
+    temperatures=torch.zeros(0, device="cpu"),
+    keys=torch.zeros(0, 2, dtype=torch.uint32, device="cpu"),
+    counters=torch.zeros(0, 4, dtype=torch.uint32, device="cpu"),
 )
 """Is what a step needs from which nothing is drawn."""
 

@@ -112,10 +112,10 @@ class BroadcastReceiver(ReceiverLink):
 
     def listen(self, most_bytes: int = MOST_BYTES) -> Announcement:
         self.patience.begin()
-        announced, self._bucket_bytes = self._group.broadcast(torch.empty(2, dtype=torch.int64)).tolist()
+        announced, self._bucket_bytes = self._group.broadcast(torch.empty(2, dtype=torch.int64, device="cpu")).tolist()
         if not 0 < announced <= most_bytes:
             raise self._group.broken(f"an announcement of {announced} bytes; at most {most_bytes} are allowed")
-        text = self._group.broadcast(torch.empty(announced, dtype=torch.uint8))
+        text = self._group.broadcast(torch.empty(announced, dtype=torch.uint8, device="cpu"))
         try:
             check_bucket_bytes(self._bucket_bytes)
             self._announced = decode(text.numpy().tobytes(), Announcement)
@@ -167,7 +167,7 @@ class _SenderEnd(SenderLink):
     def announce(self, announcement: Announcement) -> Answer:
         self._group.patience.begin()
         text = torch.frombuffer(bytearray(encode(announcement)), dtype=torch.uint8)
-        self._group.broadcast(torch.tensor([text.numel(), self._most]))
+        self._group.broadcast(torch.tensor([text.numel(), self._most], device="cpu"))
         self._group.broadcast(text)
         decided = Answer.of_all(self._group.exchange(Answer(), Answer))
         self._group.patience.begin()
@@ -307,7 +307,7 @@ def _frames(kept: list[Tensor], bucket_bytes: int) -> list[Tensor]:
     """Return two buckets with room for a header before each; the kept ones if they fit."""
     if kept and kept[0].numel() == ALIGN + bucket_bytes:
         return kept
-    return [torch.zeros(ALIGN + bucket_bytes, dtype=torch.uint8) for _ in range(2)]
+    return [torch.zeros(ALIGN + bucket_bytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
 
 
 def _payload(frame: Tensor) -> Bytes:

@@ -117,7 +117,7 @@ class Destination:
         return in_place_bytes(target) is not None
 
     def _copy_of(self, target: Tensor) -> Tensor:
-        return torch.empty(target.shape, dtype=target.dtype).copy_(target)
+        return torch.empty(target.shape, dtype=target.dtype, device="cpu").copy_(target)
 
     def _bytes_of(self, tensor: Tensor) -> Any:
         return writable_bytes(tensor)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 from samebit.rollout.config import RolloutConfig
@@ -166,3 +167,16 @@ def test_end_tokens_outside_the_vocabulary(caplog: pytest.LogCaptureFixture) -> 
 def test_other_objects_are_no_model(wrong: object) -> None:
     with pytest.raises(ModelLoadError, match=f"got {type(wrong).__name__}"):
         load_model(wrong, DEFAULT, None)
+
+
+def test_a_model_on_two_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `device_map="auto"` makes them. Torch's fake tensors stand in for those of GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    module = tiny()
+    with FakeTensorMode():
+        for number, layer in enumerate(module.modules()):
+            for name, part in layer.named_parameters(recurse=False):
+                device = "cuda:1" if number > 5 else "cuda:0"
+                setattr(layer, name, nn.Parameter(torch.empty(part.shape, device=device)))
+    with pytest.raises(ModelLoadError, match=r"is on cuda:1, .* on cuda:0: a worker has one GPU"):
+        load_model(module, RolloutConfig(device="cuda"), None)

@@ -146,7 +146,7 @@ def _empty_tensors(info: UpdateInfo) -> dict[str, torch.Tensor]:
         if size > MOST_BYTES:
             raise ApiError(400, "the update is larger than any memory", param="update_info.shapes")
         try:
-            found[name] = torch.empty(shape, dtype=kind)
+            found[name] = torch.empty(shape, dtype=kind, device="cpu")
         except RuntimeError as error:
             raise ApiError(400, f"there is no memory for {name}", param="update_info.shapes") from error
     return found

@@ -1,0 +1,71 @@
+"""On a GPU: a trainer may compute on a stream of its own, or on another GPU than the current one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from samebit.kernels import bind
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
+
+from ..exactness.families import make_model, token_ids
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+PROMPTS = token_ids(1, 40, 65)
+PARAMS = [SamplingParams(seed=seed, max_tokens=8, ignore_eos=True) for seed in range(len(PROMPTS))]
+CONFIG = RolloutConfig(device="cuda", max_num_seqs=8, max_model_len=128, num_blocks=32)
+CYCLES = 1 << 30
+"""Half a second or so: no launch comes so late by itself."""
+
+
+def model(device: str = "cuda") -> PreTrainedModel:
+    return bind(make_model("Qwen3", torch.bfloat16)).to(device)
+
+
+def logprobs(worker: RolloutWorker) -> list[list[float]]:
+    return [sample.logprobs for out in worker.generate(PROMPTS, PARAMS) for sample in out.samples]
+
+
+@torch.no_grad()
+def halve(trained: PreTrainedModel) -> None:
+    for part in trained.parameters():
+        part.mul_(0.5)
+
+
+def test_weights_that_are_written_on_another_stream_are_waited_for() -> None:
+    """By requests behind the block, and by those that were in flight."""
+    halved = model()
+    halve(halved)
+    with RolloutWorker(halved, config=CONFIG) as worker:
+        expected = logprobs(worker)
+    trained, own = model(), torch.cuda.Stream()
+    with RolloutWorker(trained, config=CONFIG) as worker:
+        assert logprobs(worker) != expected
+        handles = worker.submit_all(PROMPTS, PARAMS)
+        with torch.cuda.stream(own), worker.weight_update(in_flight="recompute"):
+            torch.cuda._sleep(CYCLES)
+            halve(trained)
+        assert logprobs(worker) == expected
+        for handle in handles:
+            handle.result()
+
+
+def test_weights_are_taken_from_tensors_that_another_stream_is_writing() -> None:
+    source, target, own = model(), model(), torch.cuda.Stream()
+    with torch.cuda.stream(own), RolloutWorker(target, config=CONFIG) as worker:
+        torch.cuda._sleep(CYCLES)
+        halve(source)
+        worker.receive_weights(source)
+    for one, other in zip(source.parameters(), target.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_a_worker_on_another_gpu_than_the_current_one() -> None:
+    with RolloutWorker(model(), config=CONFIG) as worker:
+        expected = logprobs(worker)
+    with RolloutWorker(model("cuda:1"), config=CONFIG) as worker:
+        assert torch.cuda.current_device() == 0
+        assert logprobs(worker) == expected
