@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch import nn
 
@@ -21,6 +23,7 @@ def kv_cache_bytes(model: nn.Module, share: float, num_tokens: int, num_sequence
         other_bytes: of what is allocated beside the pages: states of recurrent layers, the logits of graphs.
     """
     device = next(model.parameters()).device
+    gc.collect()  # a bound model that nobody holds any more is a circle, and keeps its memory until then
     with torch.cuda.device(device):
         needed = _step_bytes(model, num_tokens, num_sequences, device)
         torch.cuda.empty_cache()

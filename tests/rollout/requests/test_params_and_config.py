@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import RequestError
 from samebit.rollout.memory.pool_sizes import count_blocks, count_checkpoints
 from samebit.rollout.requests.limits import RequestLimits
-from samebit.rollout.runner.cuda_pool_size import left_for_pages
+from samebit.rollout.runner import cuda_pool_size
+from samebit.rollout.runner.cuda_pool_size import kv_cache_bytes, left_for_pages
 from samebit.rollout.sampling_params import SamplingParams
 
 NAN = float("nan")
@@ -266,6 +270,19 @@ def test_a_share_of_a_gpu_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         ValueError, match=r"leaves 0\.000000 GiB for pages; one sequence of max_model_len=100 needs 0\.001"
     ):
         count_blocks(config, 2**20, 100, 0)
+
+
+def test_a_share_is_measured_without_what_nobody_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound model is a circle: it is in memory until the collector comes by."""
+    dropped = nn.Linear(1, 1)
+    vars(dropped)["forward"] = dropped.forward
+    found = weakref.ref(dropped)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 if found() else 60, 80))
+    monkeypatch.setattr(cuda_pool_size, "_step_bytes", lambda *_: 0)
+    del dropped
+    assert kv_cache_bytes(nn.Linear(1, 1), 0.5, 1, 1, 0) == 20
 
 
 def test_the_size_of_the_pool() -> None:
