@@ -15,9 +15,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 PROMPTS = token_ids(1, 40, 65)
 PARAMS = [SamplingParams(seed=seed, max_tokens=8, ignore_eos=True) for seed in range(len(PROMPTS))]
-CONFIG = RolloutConfig(device="cuda", max_num_seqs=8, max_model_len=128, num_blocks=32)
 CYCLES = 1 << 30
 """Half a second or so: no launch comes so late by itself."""
+
+
+def config() -> RolloutConfig:
+    return RolloutConfig(device="cuda", max_num_seqs=8, max_model_len=128, num_blocks=32)
 
 
 def model(device: str = "cuda") -> PreTrainedModel:
@@ -38,10 +41,10 @@ def test_weights_that_are_written_on_another_stream_are_waited_for() -> None:
     """By requests behind the block, and by those that were in flight."""
     halved = model()
     halve(halved)
-    with RolloutWorker(halved, config=CONFIG) as worker:
+    with RolloutWorker(halved, config=config()) as worker:
         expected = logprobs(worker)
     trained, own = model(), torch.cuda.Stream()
-    with RolloutWorker(trained, config=CONFIG) as worker:
+    with RolloutWorker(trained, config=config()) as worker:
         assert logprobs(worker) != expected
         handles = worker.submit_all(PROMPTS, PARAMS)
         with torch.cuda.stream(own), worker.weight_update(in_flight="recompute"):
@@ -54,7 +57,7 @@ def test_weights_that_are_written_on_another_stream_are_waited_for() -> None:
 
 def test_weights_are_taken_from_tensors_that_another_stream_is_writing() -> None:
     source, target, own = model(), model(), torch.cuda.Stream()
-    with torch.cuda.stream(own), RolloutWorker(target, config=CONFIG) as worker:
+    with torch.cuda.stream(own), RolloutWorker(target, config=config()) as worker:
         torch.cuda._sleep(CYCLES)
         halve(source)
         worker.receive_weights(source)
@@ -64,8 +67,8 @@ def test_weights_are_taken_from_tensors_that_another_stream_is_writing() -> None
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_a_worker_on_another_gpu_than_the_current_one() -> None:
-    with RolloutWorker(model(), config=CONFIG) as worker:
+    with RolloutWorker(model(), config=config()) as worker:
         expected = logprobs(worker)
-    with RolloutWorker(model("cuda:1"), config=CONFIG) as worker:
+    with RolloutWorker(model("cuda:1"), config=config()) as worker:
         assert torch.cuda.current_device() == 0
         assert logprobs(worker) == expected
