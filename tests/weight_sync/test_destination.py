@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
 from torch import nn
 
-from samebit.weight_sync import WeightStream, apply_weights
+from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, WeightStream, apply_weights
 from samebit.weight_sync.wire import destination
 from samebit.weight_sync.wire.destination import Destination
+
+from ..patience import HANG
 
 
 def model(seed: int) -> nn.Module:
@@ -18,19 +23,25 @@ def model(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(7, 129), nn.LayerNorm(129), nn.Linear(129, 3))
 
 
-def test_memory_that_is_elsewhere_is_copied_one_tensor_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker on a GPU refused every update but that of a folder, a dictionary or another module."""
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
+    """The copies that are made, each when those before it are gone."""
     monkeypatch.setattr(destination, "in_place_bytes", lambda tensor: None)
-    copies: list[weakref.ref[torch.Tensor]] = []
-    copy = Destination._copy_of
+    made: list[weakref.ref[torch.Tensor]] = []
+    copy: Callable[[Destination, torch.Tensor], torch.Tensor] = Destination._copy_of
 
     def watched(self: Destination, target: torch.Tensor) -> torch.Tensor:
-        assert [number for number, one in enumerate(copies) if one() is not None] == []
-        made = copy(self, target)
-        copies.append(weakref.ref(made))
-        return made
+        assert [number for number, one in enumerate(made) if one() is not None] == []
+        new = copy(self, target)
+        made.append(weakref.ref(new))
+        return new
 
     monkeypatch.setattr(Destination, "_copy_of", watched)
+    return made
+
+
+def test_memory_that_is_elsewhere_is_copied_one_tensor_at_a_time(copies: list[weakref.ref[torch.Tensor]]) -> None:
+    """A worker on a GPU refused every update but that of a folder, a dictionary or another module."""
     ours, theirs = model(0), model(1)
     versions = [part._version for part in ours.parameters()]
     report = apply_weights(ours, WeightStream.of(theirs), verify=True)
@@ -40,3 +51,22 @@ def test_memory_that_is_elsewhere_is_copied_one_tensor_at_a_time(monkeypatch: py
         assert torch.equal(part, theirs.state_dict()[name])
     moved = [part._version > before for part, before in zip(ours.parameters(), versions, strict=True)]
     assert moved == [True, True, False, False, True, True]
+
+
+def test_a_delta_is_written_one_tensor_at_a_time_too(copies: list[weakref.ref[torch.Tensor]]) -> None:
+    ours, theirs = model(0), model(1)
+    with (
+        closing(SharedMemorySender(bucket_bytes=1024, timeout=HANG)) as sender,
+        SharedMemoryReceiver(sender.address, timeout=HANG) as end,
+        ThreadPoolExecutor(1) as other,
+    ):
+        for added in range(2):
+            with torch.no_grad():
+                for part in theirs.parameters():
+                    part.view(-1)[::3] += added
+            sending = other.submit(sender.send, theirs, delta=True)
+            apply_weights(ours, end)
+            assert sending.result().delta == bool(added)
+    assert len(copies) == 6 + 6
+    for name, part in ours.state_dict().items():
+        assert torch.equal(part, theirs.state_dict()[name])

@@ -82,10 +82,14 @@ class LinkUpdate:
         ordered = list(writing.destinations.values())
         is_delta = self._announced.base is not None
         sent = total = 0
+        before: Destination | None = None
         for header, records in self._buckets():
             for record in records:
                 destination = ordered[record.tensor]
+                if is_delta and before is not None and before is not destination:
+                    before.settle()  # a delta does not say which change of a tensor is the last: the next one's does
                 destination.put_change(record) if is_delta else destination.put_record(record)
+                before = destination
                 sent += len(record.payload)
             total = header.total
         writing.check_changed(total) if is_delta else writing.check_whole(total)
