@@ -41,8 +41,11 @@ class ComputeThreads:
     def follow_caller(self) -> None:
         """Let what the worker's threads launch from now on wait for what the calling thread has launched: on a GPU all
         threads share a stream, but for one that has chosen another (`torch.cuda.stream`)."""
-        if self._device.type == "cuda":
-            torch.cuda.default_stream(self._device).wait_stream(torch.cuda.current_stream(self._device))
+        if self._device.type != "cuda":
+            return
+        own, shared = torch.cuda.current_stream(self._device), torch.cuda.default_stream(self._device)
+        if own != shared:
+            shared.wait_stream(own)
 
     def gather(self) -> None:
         """Make sure, in the generation thread, that its team is there: on a CPU, each thread at a place of its own."""

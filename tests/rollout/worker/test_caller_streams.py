@@ -32,11 +32,10 @@ class Stream:
 def test_the_default_stream_waits_for_that_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     default, own = Stream(), Stream()
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: own)
-    ComputeThreads(1, torch.device("cpu")).follow_caller()
-    assert default.waited == []
-    ComputeThreads(1, torch.device("cuda", 0)).follow_caller()
-    assert default.waited == [own]
+    for kind, current, waited in (("cpu", own, []), ("cuda", default, []), ("cuda", own, [own])):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
+        ComputeThreads(1, torch.device(kind, 0)).follow_caller()
+        assert default.waited == waited
 
 
 @pytest.mark.parametrize("in_main_thread", [True, False])
