@@ -148,6 +148,13 @@ class LayoutMask(torch.Tensor):
         """Return itself."""
         return self
 
+    def __eq__(self, other: object) -> torch.Tensor:  # type: ignore[override]
+        """Return what has no token, on the host: Hugging Face asks recurrent models whether all of a mask is 1, and a
+        CUDA graph can not be recorded while the answer is fetched from the device."""
+        return torch.tensor([False], device="cpu")
+
+    __hash__ = torch.Tensor.__hash__
+
     def __getitem__(self, index: Any) -> "LayoutMask":
         """Return itself: Hugging Face cuts a two-dimensional mask to the tokens of the call."""
         return self

@@ -35,7 +35,7 @@ def test_graphs_change_no_bit(name: str, dtype: torch.dtype) -> None:
             ]
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "NemotronH", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Qwen3", "NemotronH", "Mamba2", "Qwen3Moe"])
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_a_step_waits_for_the_device_once(name: str, async_scheduling: bool) -> None:
     config = RolloutConfig(

@@ -18,7 +18,7 @@ from samebit.kernels.binding.causal_lm import head_forward
 from samebit.kernels.binding.modules import DecoderFacts, decoder_forward
 from samebit.kernels.binding.trainer import training
 from samebit.kernels.binding.trainer.logprob_request import Scores
-from samebit.kernels.layout.forward_context import training_context, use_context
+from samebit.kernels.layout.forward_context import LayoutMask, training_context, use_context
 from samebit.kernels.ops import dispatch
 from samebit.kernels.ops.linear import linear
 from samebit.kernels.ops.logprobs import log_softmax
@@ -98,3 +98,12 @@ def test_all_of_a_scoring_call_is_on_the_gpu_of_its_rows(current: list[int], mon
 
     training.token_scores(nn.Module(), torch.zeros(1, 3, dtype=torch.int64), forward=forward)
     assert len(current) == 1
+
+
+@pytest.mark.parametrize("dimensions", [2, 4])
+def test_what_a_model_asks_of_the_mask_is_answered_on_the_host(dimensions: int) -> None:
+    """Of recurrent models transformers before 5.13, and later ones of Mamba2; a CUDA graph can not record the wait."""
+    mask = LayoutMask.of(training_context((1, 3), None, None, "meta"), dimensions)
+    assert mask.is_meta
+    assert not torch.all(mask == 1), "some rows are padding, for all that the model knows"
+    assert mask in {mask}
