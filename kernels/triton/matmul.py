@@ -61,7 +61,8 @@ def multiply_first(
     out = torch.empty(rows, outputs, dtype=dtype or a.dtype, device=a.device)
     if rows == 0 or held == 0:
         return out[:, :held]
-    by_rows = a.stride(1) == 1  # else the depth is a number of rows, which changes from call to call
+    # Else the depth is a number of rows, which changes from call to call; so it is of the transpose of one column.
+    by_rows = a.stride(1) == 1 and (depth == 1 or a.stride(0) > 1)
     _multiply[(row_tiles * ceil_div(held, tile.outputs),)](
         a, b, out if bias is None else aligned(bias), out, rows, depth, *a.stride(), *b.stride(), outputs,
         bias is not None, depth if by_rows else 0, 0 if by_rows else rows, tile.rows, tile.outputs, tile.depth, GROUP,

@@ -9,10 +9,10 @@ import torch
 from samebit.kernels.layout.forward_context import training_context
 from samebit.kernels.layout.options import GatedNormOptions
 from samebit.kernels.ops.activation import ACTIVATIONS, gated
-from samebit.kernels.ops.linear import linear
+from samebit.kernels.ops.linear import gradient_of_weight, linear
 from samebit.kernels.ops.norm import gated_rms_norm, layer_norm, rms_norm
 from samebit.kernels.ops.rope import RotaryTables, rotate
-from samebit.kernels.triton import norm
+from samebit.kernels.triton import matmul, norm
 
 from .. import reference
 from ..helpers import assert_near
@@ -142,6 +142,23 @@ def test_weights_of_norms_have_their_gradients_from_programs_enough_for_a_gpu(mo
     norm.rms_norm_backward((x, weight), x, EPS, 0.0)
     norm.gated_rms_norm_backward((x, x, weight), x, GatedNormOptions(EPS, 2, True))
     assert grids == [(256,), (256, 2)]
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_what_is_compiled_for_the_gradient_of_a_weight_is_not_of_the_rows(
+    outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one output, as the gate of shared experts has, rows and depth have the same stride."""
+    seen = set()
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda a, b, bias, out, rows, depth, *constants, **options: seen.add((*constants, *options.items()))
+
+    monkeypatch.setattr(matmul, "_multiply", Noted())
+    for rows in (5, 9):
+        gradient_of_weight(torch.zeros(rows, outputs, device=DEVICE), torch.zeros(rows, 8, device=DEVICE))
+    assert len(seen) == 1
 
 
 def test_no_rows_are_no_rows() -> None:
