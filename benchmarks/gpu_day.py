@@ -109,8 +109,9 @@ def calls(out: Path) -> dict[str, list[Item]]:
         "engine": [
             tests("check", 240, "gpu/test_check.py"),
             tests("graphs", 150, "gpu/test_graphs.py"),
-            tests("updates, CUDA IPC, shared prefixes, experts", 170,
-                  *(f"gpu/test_{name}.py" for name in ("updates", "cuda_ipc", "shared_prefixes", "experts"))),
+            tests("updates, CUDA IPC, shared prefixes, experts, trainers", 170,
+                  *(f"gpu/test_{name}.py" for name in (
+                      "updates", "cuda_ipc", "shared_prefixes", "experts", "trainers"))),
         ],
         "speed": [
             part("qwen3-8b", "exactness", 120),

@@ -65,5 +65,8 @@ def _projected(self: Any, facts: MambaFacts, hidden_states: torch.Tensor) -> tor
     projected: torch.Tensor = self.in_proj(x if facts.in_multiplier == 1.0 else x * facts.in_multiplier)
     if not facts.multipliers:
         return projected
-    pieces = [torch.full((width,), factor, device=projected.device) for width, factor in facts.multipliers]
+    pieces = [
+        torch.full((width,), factor, dtype=torch.float32, device=projected.device)
+        for width, factor in facts.multipliers
+    ]
     return (projected * torch.cat(pieces)).to(projected.dtype)

@@ -208,7 +208,7 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
 def embedding_forward(self: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Look embeddings up and multiply them with a factor, rounded to the embedding's dtype as the family defines it."""
     facts: EmbeddingFacts = self.samebit
-    scale = torch.tensor(facts.scale, dtype=self.weight.dtype)
+    scale = torch.tensor(facts.scale, dtype=self.weight.dtype, device="cpu")
     return F.embedding(input_ids, self.weight, self.padding_idx) * scale
 
 

@@ -284,7 +284,8 @@ class Plan:
             part = 1.0 if part is None else part
             if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
                 raise BindingError(f"{self.family.prefix}: partial_rotary_factor={part!r}; allowed: above 0, up to 1")
-            inverse, factor = compute(self.config, **arguments)
+            with torch.device("cpu"):  # a GPU's powers, where it is torch's default device, are other numbers
+                inverse, factor = compute(self.config, **arguments)
             self.rotated.append((inverse.numel(), part))
             frequencies[layer_type] = inverse.to(torch.float32)
             scaling[layer_type] = float(factor)

@@ -49,7 +49,7 @@ def positions_of_text(given: torch.Tensor | None, attention_mask: torch.Tensor |
     """
     if not isinstance(given, torch.Tensor) or given.dim() != 3 or len(given) not in (3, 4):
         return given
-    of_tokens = given if attention_mask is None else given.masked_fill(attention_mask == 0, 0)
+    of_tokens = given if attention_mask is None else given.masked_fill(attention_mask.to(given.device) == 0, 0)
     if bool((of_tokens != of_tokens[:1]).any()):
         raise ValueError(
             f"position_ids of the shape {list(given.shape)} differ along the first axis: they are those of images, "

@@ -68,7 +68,7 @@ class Staging:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.memory = _on_host(num_bytes, torch.uint8, pinned=device.type == "cuda")
         self._left = torch.cuda.Event() if device.type == "cuda" else None
 
     def wait(self) -> None:
@@ -86,7 +86,7 @@ class Staging:
 def sent(arrays: Arrays, device: torch.device) -> Tensors:
     """Send the arrays to the device, by one copy."""
     packing = Packing(arrays)
-    host = torch.empty(packing.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = _on_host(packing.num_bytes, torch.uint8, pinned=device.type == "cuda")
     for name, place in packing.on_host(host).items():
         place[...] = arrays[name]
     return packing.on_device(host.to(device, non_blocking=True))
@@ -98,7 +98,7 @@ class Arrival:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._there = tensor, None
         if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = _on_host(tensor.shape, tensor.dtype, pinned=True)
             self._host.copy_(tensor, non_blocking=True)
             self._there = torch.cuda.Event()
             self._there.record(torch.cuda.current_stream(tensor.device))
@@ -113,6 +113,11 @@ class Arrival:
 def indices(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """Send index numbers to the device, without waiting for it."""
     return torch.from_numpy(numbers) if device.type == "cpu" else sent({"numbers": numbers}, device)["numbers"]
+
+
+def _on_host(shape: int | torch.Size, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+    """Make room on the host, also where a caller has made a GPU torch's default device."""
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:

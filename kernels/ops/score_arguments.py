@@ -41,7 +41,8 @@ def temperatures_of(given: object, shape: Sequence[int], device: torch.device, a
     try:
         if isinstance(given, bool | str):
             raise TypeError("that is no number")
-        numbers = torch.as_tensor(given, dtype=None if is_array else torch.float64)
+        on = given.device if isinstance(given, torch.Tensor) else "cpu"
+        numbers = torch.as_tensor(given, dtype=None if is_array else torch.float64, device=on)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(
             f"temperature must be a positive number, or a tensor that broadcasts to {wanted}, got {given!r}"

@@ -69,7 +69,7 @@ def token_scores(
     """Return what `token_logprobs` returns, of some of the tokens, and the entropies if wanted.
 
     Args:
-        wanted: ``[B, T - 1]`` bool, the tokens to score; None for all. Other rows do not reach the head.
+        wanted: ``[B, T - 1]`` bool on any device, the tokens to score; None for all. Other rows do not reach the head.
         with_entropy: return the entropy of the distribution that each token was scored in, too.
         forward: the model's bound forward, from inside a forward that was put around it (`wrap_forward`).
 
@@ -92,7 +92,7 @@ def token_scores(
     layout = training_context((batch, width), attention_mask, position_ids, input_ids.device)
     rows, predicts = (part.to(input_ids.device) for part in _token_rows(layout))
     if wanted is not None:
-        predicts = predicts & _before(wanted, (batch, width))[rows]
+        predicts = predicts & _before(wanted, (batch, width)).to(rows.device)[rows]
     log_probs, entropy = (torch.zeros(batch, width, dtype=torch.float32, device=input_ids.device) for _ in range(2))
     if not bool(predicts.any()):
         return Scores(log_probs[:, 1:], entropy[:, 1:] if with_entropy else None)
@@ -127,8 +127,9 @@ def _token_rows(layout: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Tell which rows hold a token, and which of those are followed by another token of their sequence."""
     starts = torch.from_numpy(layout.row_start).long()
     lengths = torch.from_numpy(layout.lengths).long()
-    rows = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths) + torch.arange(int(lengths.sum()))
-    predicts = torch.ones(len(rows), dtype=torch.bool)
+    within = torch.arange(int(lengths.sum()), device="cpu")
+    rows = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths) + within
+    predicts = torch.ones(len(rows), dtype=torch.bool, device="cpu")
     predicts[lengths.cumsum(0) - 1] = False
     return rows, predicts
 

@@ -63,8 +63,8 @@ def route_forward(
     """Implement `Operations.route_forward`."""
     rows, experts = logits.shape
     ids = torch.empty(rows, options.top_k, dtype=torch.int32)
-    weights = torch.empty(rows, options.top_k)
-    added = torch.zeros(experts) if correction is None else correction.contiguous()
+    weights = torch.empty(rows, options.top_k, dtype=torch.float32)
+    added = torch.zeros(experts, dtype=torch.float32) if correction is None else correction.contiguous()
     rule = rule_of(options, correction is not None)
     _choose(4 * logits.numel(), array(logits), array(added), rule, array(ids), array(weights))
     return ids, weights, (logits, ids, weights)

@@ -77,7 +77,7 @@ def scan_gradients(
         b=torch.zeros_like(b), c=torch.zeros_like(c), step=torch.zeros_like(step), rate=torch.zeros_like(rate),
     )  # fmt: skip
     states = _states(sums_of)
-    after = torch.zeros(0, *states[0].shape[1:], device=x.device) if states else torch.empty(0)
+    after = x.new_zeros(0, *states[0].shape[1:]) if states else x.new_empty(0)
     for chunk, state in zip(reversed(sums_of), reversed(states), strict=True):
         after = F.pad(after, (0, 0, 0, 0, 0, 0, 0, 0, 0, len(state) - len(after)))
         after = _chunk_gradients(chunk, state, after, rate, found)
@@ -129,7 +129,7 @@ def _states(chunks: list[_Chunk]) -> list[torch.Tensor]:
     for chunk in chunks:
         if not states:
             z, _, g, r, p = chunk.x.shape
-            states.append(torch.zeros(z, g, r, chunk.b.shape[-1], p, device=chunk.x.device))
+            states.append(chunk.x.new_zeros(z, g, r, chunk.b.shape[-1], p))
             before = chunk
             continue
         kept = share_left(before.sums[:, -1]).float()[..., None, None] * states[-1]

@@ -48,7 +48,7 @@ def gradients_by_channel(
     heads = options.value_heads
     keys = heads * options.key_dim
     shaped = (*(part.unflatten(-1, (heads, -1)) for part in (*qkv.split([keys, keys, options.inner], -1), decay)), beta)
-    found = [torch.zeros(part.shape, device=part.device) for part in shaped]
+    found = [torch.zeros(part.shape, dtype=torch.float32, device=part.device) for part in shaped]
     upstream = grad.unflatten(-1, (heads, -1))
     chunks = _chunks(context)
     state = grad.new_zeros(len(context.lengths), heads, options.key_dim, options.value_dim, dtype=torch.float32)
@@ -78,7 +78,7 @@ def _chunks(context: ForwardContext) -> list[_Chunk]:
     chunks = []
     for first in range(0, int(lengths.max()) if len(lengths) else 0, SCAN_CHUNK):
         count = int((lengths > first).sum())
-        place = first + torch.arange(SCAN_CHUNK)
+        place = first + torch.arange(SCAN_CHUNK, device="cpu")
         real = place < lengths[:count, None]
         chunks.append(_Chunk(torch.where(real, starts[:count, None] + place, 0), real))
     return chunks

@@ -14,7 +14,7 @@ def gates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `Operations.gates`."""
     a, b = aligned(a), aligned(b)
-    decay, beta = (torch.empty(part.shape, device=a.device) for part in (a, b))
+    decay, beta = (torch.empty(part.shape, dtype=torch.float32, device=a.device) for part in (a, b))
     rows, width = a.shape
     size = min(power_of_two(width), ELEMENTS)
     together = ELEMENTS // size

@@ -22,6 +22,7 @@ after, a row at a time; there what the value heads of a key head found is added 
 A sequence's gradients depend on its own rows alone, and on where they stand in it. Source: Yang et al. 2024.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,18 +54,18 @@ def delta_rule_backward(
     qkv, decay, beta = (aligned(part) for part in saved)
     grad, layout = aligned(grad), context.on_device
     key_heads, heads, key_dim, value_dim = options.sizes
-    rows, device = len(qkv), qkv.device
+    rows, floats = len(qkv), partial(torch.empty, dtype=torch.float32, device=qkv.device)
     empty = torch.empty if context.covers_all_rows else torch.zeros
-    grad_qkv = empty(qkv.shape, dtype=qkv.dtype, device=device)
-    grad_decay, grad_beta = (empty(decay.shape, device=device) for _ in range(2))
+    grad_qkv = empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    grad_decay, grad_beta = (empty(decay.shape, dtype=torch.float32, device=qkv.device) for _ in range(2))
     tiles, first_tiles = layout.tiles(GRADIENT_CHUNK), layout.first_tiles(GRADIENT_CHUNK)
     if not len(tiles):
         return grad_qkv, grad_decay, grad_beta
-    pairs = torch.empty(rows, 2, key_heads, key_dim, device=device)
-    inverses = torch.empty(rows, 2, key_heads, device=device)
-    before, after = (torch.empty(len(tiles), heads, key_dim, value_dim, device=device) for _ in range(2))
-    wants, of_wants = (torch.empty(rows, heads, value_dim, device=device) for _ in range(2))
-    of_pairs = torch.empty(rows, 2, heads, key_dim, device=device)
+    pairs = floats(rows, 2, key_heads, key_dim)
+    inverses = floats(rows, 2, key_heads)
+    before, after = (floats(len(tiles), heads, key_dim, value_dim) for _ in range(2))
+    wants, of_wants = (floats(rows, heads, value_dim) for _ in range(2))
+    of_pairs = floats(rows, 2, heads, key_dim)
     sizes = key_heads, heads, key_dim, value_dim
     padded_key, padded_value = power_of_two(max(16, key_dim)), power_of_two(max(16, value_dim))
     part = min(padded_value, _PART, max(16, _WALK_ELEMENTS // padded_key))

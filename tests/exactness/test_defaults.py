@@ -1,0 +1,55 @@
+"""What a caller has made torch's default dtype or device changes nothing: trainers set them and leave them set."""
+
+import copy
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from samebit.kernels import bind, token_logprobs
+from samebit.kernels.binding.modules import RotaryFacts
+from samebit.kernels.layout.transfer import Staging, sent
+
+from .families import make_model, token_ids
+
+
+@pytest.fixture
+def narrow() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def scored(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Bind the model; return log-probabilities, and the gradients of all parameters."""
+    scores = token_logprobs(bind(model), torch.tensor(token_ids(7)))
+    parameters = [part for part in model.parameters() if part.requires_grad]
+    return [scores, *torch.autograd.grad(scores.sum(), parameters, allow_unused=True, materialize_grads=True)]
+
+
+@pytest.mark.parametrize("name", ["FalconH1", "Qwen3Next", "GptOss"])
+def test_sums_stay_float32(name: str, request: pytest.FixtureRequest) -> None:
+    model = make_model(name, torch.float32)
+    expected = scored(copy.deepcopy(model))
+    request.getfixturevalue("narrow")
+    assert all(torch.equal(one, other) for one, other in zip(scored(model), expected, strict=True))
+
+
+def test_angles_are_those_of_the_host() -> None:
+    """A GPU's powers are other numbers: a worker in another process, without this default, would turn otherwise."""
+    model = make_model("Llama, rope yarn", torch.float32)
+    with torch.device("meta"):
+        bind(model)
+    facts = next(part.__dict__["samebit"] for name, part in model.named_modules() if name.endswith("rotary_emb"))
+    assert isinstance(facts, RotaryFacts)
+    again = bind(make_model("Llama, rope yarn", torch.float32)).model.rotary_emb.__dict__["samebit"]
+    assert all(torch.equal(part, again.frequencies[kind]) for kind, part in facts.frequencies.items())
+
+
+def test_what_goes_to_a_device_begins_on_the_host() -> None:
+    cpu = torch.device("cpu")
+    with torch.device("meta"):
+        assert sent({"rows": np.arange(3)}, cpu)["rows"].tolist() == [0, 1, 2]
+        assert Staging(3, cpu).memory.is_cpu

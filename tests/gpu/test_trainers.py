@@ -1,0 +1,54 @@
+"""On a GPU: what a trainer hands over may lie on the host, and torch's defaults, which it may set, change no bit."""
+
+import pytest
+import torch
+
+from samebit.kernels import bind, token_logprobs
+from samebit.kernels.binding.trainer.training import token_scores
+
+from ..exactness.families import make_model, token_ids
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+IDS = torch.tensor(token_ids(40, 40))
+
+
+def test_masks_and_temperatures_may_lie_on_the_host() -> None:
+    model, ids = bind(make_model("Qwen3", torch.bfloat16)).cuda(), IDS.cuda()
+    mask, wanted = torch.ones_like(IDS), torch.zeros(2, 39, dtype=torch.bool)
+    mask[0, :7], wanted[:, 11:30] = 0, True
+    temperatures = torch.rand(2, 39) + 0.5
+    with torch.no_grad():
+        one, other = (
+            token_scores(
+                model, ids, attention_mask=mask.to(device), temperature=temperatures.to(device),
+                wanted=wanted.to(device), with_entropy=True,
+            )
+            for device in ("cpu", "cuda")
+        )  # fmt: skip
+    assert torch.equal(one["log_probs"], other["log_probs"])
+    assert torch.equal(one["entropy"], other["entropy"])
+    assert one["log_probs"].is_cuda
+    assert bool((one["log_probs"][:, 11:30] != 0).all())
+
+
+@pytest.mark.parametrize("name", ["FalconH1", "Qwen3Next", "Gemma3"])
+def test_defaults_change_no_bit(name: str) -> None:
+    model, ids = bind(make_model(name, torch.bfloat16)).cuda(), IDS.cuda()
+    parameters = [part for part in model.parameters() if part.requires_grad]
+
+    def scored() -> list[torch.Tensor]:
+        scores = token_logprobs(model, ids)
+        return [scores, *torch.autograd.grad(scores.sum(), parameters, allow_unused=True, materialize_grads=True)]
+
+    expected = scored()
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("cuda")
+    try:
+        found = scored()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert torch.equal(found[0], expected[0])
+    for one, other in zip(found[1:], expected[1:], strict=True):  # torch adds up those of an embedding in any order
+        assert (one - other).float().norm() <= 1e-2 * other.float().norm()
