@@ -111,7 +111,7 @@ def calls(out: Path) -> dict[str, list[Item]]:
             tests("graphs", 150, "gpu/test_graphs.py"),
             tests("updates, CUDA IPC, shared prefixes, experts, trainers", 170,
                   *(f"gpu/test_{name}.py" for name in (
-                      "updates", "cuda_ipc", "shared_prefixes", "experts", "trainers"))),
+                      "updates", "cuda_ipc", "shared_prefixes", "experts", "trainers", "grpo"))),
         ],
         "speed": [
             part("qwen3-8b", "exactness", 120),

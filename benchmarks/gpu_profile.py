@@ -1,9 +1,9 @@
 """Show where the time of a step goes on a GPU: each Triton kernel of a decode and of a prefill by name.
 
 Triton tells of each launch, and an event of CUDA before and after it says how long it ran: that needs no profiler of
-the driver's, which some machines do not let a user have (torch's saw no kernel on the one where this was first run).
-Kernels are launched one by one, as graphs replay them. Each step begins with a spin, in which the host launches what
-follows, so that no kernel waits for it. What is torch's own (sums of drawn tokens, copies) is not listed.
+the driver's, which some machines do not let a user have. Kernels are launched one by one, as graphs replay them. Each
+step begins with a spin, in which the host launches what follows, so that no kernel waits for it. What is torch's own
+(sums of drawn tokens, copies) is not listed.
 
 Beside the kernels that stream memory stands what they read at least, over the bandwidth of a copy.
 """
