@@ -107,11 +107,12 @@ def calls(out: Path) -> dict[str, list[Item]]:
             tests("kernels near the oracle", 240, *(f"kernels/triton/{path.name}" for path in near)),
         ],
         "engine": [
-            tests("check", 240, "gpu/test_check.py"),
-            tests("graphs", 150, "gpu/test_graphs.py"),
-            tests("updates, CUDA IPC, shared prefixes, experts, trainers", 170,
-                  *(f"gpu/test_{name}.py" for name in (
-                      "updates", "cuda_ipc", "shared_prefixes", "experts", "trainers", "grpo"))),
+            tests("check", 220, "gpu/test_check.py"),
+            tests("graphs", 120, "gpu/test_graphs.py"),
+            tests("training, updates, CUDA IPC", 120,
+                  *(f"gpu/test_{name}.py" for name in ("grpo", "trainers", "streams", "updates", "cuda_ipc"))),
+            tests("requests, adapters, shared prefixes, experts", 110,
+                  *(f"gpu/test_{name}.py" for name in ("requests", "adapters", "shared_prefixes", "experts"))),
         ],
         "speed": [
             part("qwen3-8b", "exactness", 120),
