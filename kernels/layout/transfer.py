@@ -80,7 +80,7 @@ class Staging:
         """Copy to ``buffer`` on the device, without waiting."""
         buffer.copy_(self.memory, non_blocking=True)
         if self._left is not None:
-            self._left.record()
+            self._left.record(torch.cuda.current_stream(buffer.device))
 
 
 def sent(arrays: Arrays, device: torch.device) -> Tensors:
