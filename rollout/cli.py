@@ -130,6 +130,7 @@ def _answer(arguments: argparse.Namespace) -> int:
     """Run a command about a model; where that can not be, one line says why."""
     with _collecting_no_garbage():
         from safetensors import SafetensorError
+        from torch import OutOfMemoryError
         from transformers.utils import logging
 
         from samebit.rollout.errors import NonFiniteLogitsError
@@ -138,7 +139,7 @@ def _answer(arguments: argparse.Namespace) -> int:
     logging.set_verbosity(CRITICAL)  # what matters of it is in the error
     try:
         code: int = arguments.run(arguments)
-    except (ValueError, OSError, SafetensorError, NonFiniteLogitsError) as error:
+    except (ValueError, OSError, SafetensorError, NonFiniteLogitsError, OutOfMemoryError) as error:
         sys.stderr.write(f"samebit {arguments.command}: {' '.join(str(error).split())}\n")
         return UNUSABLE
     return code

@@ -272,6 +272,29 @@ def test_a_delta_that_saves_nothing_is_found(monkeypatch: pytest.MonkeyPatch) ->
             weights._deltas(worker)
 
 
+def test_of_a_large_model_the_first_weights_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of an 8B model, with what an optimizer keeps, would not fit a GPU beside the copies that are compared."""
+    monkeypatch.setattr(weight_updates, "STEPS", 2)
+    monkeypatch.setattr(weight_updates, "TRAINED_BYTES", 900_000)
+    weights = WeightsCheck(bind(make_model("Qwen3", torch.float32)), ([[1, 2, 3]], [SamplingParams(seed=1)]), [], 32)
+    with RolloutWorker(make_model("Qwen3", torch.float32), config=RolloutConfig(max_model_len=32)) as worker:
+        assert weights._deltas(worker).beside[1:] == (0, 0.0)
+    trained = [part for part in weights._other.parameters() if part.grad is not None]
+    assert 0 < sum(part.nbytes for part in trained) <= 900_000
+    assert len(trained) < len(list(weights._other.parameters()))
+
+
+def test_too_little_memory_is_one_line(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(model: torch.nn.Module) -> tuple[int, int, float]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr(check, "check_gemm_rows", full)
+    assert cli.main(["check", folder]) == 2
+    assert "samebit check: CUDA out of memory. Tried to allocate 20 GiB" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("broken", ["no such folder", "no weights", "cut off", "jitter"])
 def test_what_can_not_be_checked_is_one_line(
     broken: str, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
