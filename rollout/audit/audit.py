@@ -23,14 +23,14 @@ from samebit.kernels.binding.latent.indexer import indexers_of, most_chosen
 from samebit.kernels.layout.grids import ceil_div
 from samebit.rollout.adapters.base import Base
 from samebit.rollout.audit.adapters import TrainersAdapter
-from samebit.rollout.audit.compare import Difference, Row, compare, compare_samples, compared_config, reported, worst
-from samebit.rollout.audit.expert_routes import compare_routes
+from samebit.rollout.audit.choices import compare_routes, compare_selections
+from samebit.rollout.audit.compare import Difference, Row, compare, compare_samples, reported, worst
 from samebit.rollout.audit.gemm_rows import check_gemm_rows
 from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
 from samebit.rollout.audit.recurrent_states import StatesCheck
-from samebit.rollout.audit.selections import compare_selections
-from samebit.rollout.audit.trainer_layouts import LAYOUTS, Layout, Sample, device_of, packed
+from samebit.rollout.audit.trainer_layouts import LAYOUTS, Layout, Sample, packed
 from samebit.rollout.audit.weight_updates import WeightsCheck
+from samebit.rollout.audit.workers import compared_config, device_of
 from samebit.rollout.config import SMALLEST_BLOCK, RolloutConfig
 from samebit.rollout.models.loading import load_model, naming
 from samebit.rollout.outputs import RequestOutput

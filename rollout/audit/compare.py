@@ -1,22 +1,15 @@
-"""Compare bit by bit, for `samebit check`; and say which memory the workers have that are compared."""
+"""Compare bit by bit, for `samebit check`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
-from samebit.rollout.audit.trainer_layouts import device_of
-from samebit.rollout.config import RolloutConfig
 from samebit.rollout.outputs import RequestOutput
 
 NAN_DIFFERENCE = 3.4e38
 """Stands in a report for a difference that is not a number, which JSON can not hold."""
-
-POOL_GB = 1.0
-"""Holds the prompts of a check many times over, for models of any size."""
 
 Difference = tuple[int, int, float]
 """Counts tokens, how many differ in any bit or are not numbers, and the largest difference."""
@@ -62,14 +55,3 @@ def compare_samples(outputs: list[RequestOutput], first: list[RequestOutput]) ->
 
 def worst(a: Difference, b: Difference) -> Difference:
     return a[0] + b[0], a[1] + b[1], max(a[2], b[2])
-
-
-def compared_config(model: nn.Module, **fields: Any) -> RolloutConfig:
-    """Return the configuration of a worker that is compared, on the model's device.
-
-    On a GPU its pool is no share of the memory: two workers are compared side by side.
-    """
-    device = device_of(model).type
-    if device == "cuda" and "num_blocks" not in fields:
-        fields["kv_cache_gb"] = POOL_GB
-    return RolloutConfig(device=device, **fields)

@@ -11,8 +11,7 @@ from torch import nn
 
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.layout.grids import ceil_div
-from samebit.rollout.audit.compare import compared_config
-from samebit.rollout.audit.trainer_layouts import device_of
+from samebit.rollout.audit.workers import compared_config, device_of
 from samebit.rollout.config import SMALLEST_BLOCK
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from samebit.kernels import logprobs_from_logits, token_logprobs
+from samebit.rollout.audit.workers import device_of
 
 MICRO_BATCH = 1024
 """The most tokens of one training forward, padding included, which bounds the memory of the logits."""
@@ -24,11 +25,6 @@ class Sample:
     @property
     def ids(self) -> list[int]:
         return self.context + self.scored
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device that holds the model."""
-    return next(model.parameters()).device
 
 
 Layout = Callable[[nn.Module, list[Sample], float], list[torch.Tensor]]

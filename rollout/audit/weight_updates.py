@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from samebit.kernels import token_logprobs
-from samebit.rollout.audit.compare import Difference, compare, compare_samples, compared_config, reported, worst
+from samebit.rollout.audit.compare import Difference, compare, compare_samples, reported, worst
 from samebit.rollout.audit.sending_process import TIMEOUT, SendingProcess
-from samebit.rollout.audit.trainer_layouts import Sample, device_of, packed
+from samebit.rollout.audit.trainer_layouts import Sample, packed
+from samebit.rollout.audit.workers import compared_config, device_of
 from samebit.rollout.control.weights.transaction import IN_FLIGHT
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.outputs import RequestOutput

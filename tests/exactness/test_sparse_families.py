@@ -18,8 +18,8 @@ from samebit.kernels.binding.latent import indexer
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 from samebit.rollout.audit import audit as check
+from samebit.rollout.audit.choices import choices_apart
 from samebit.rollout.audit.compare import Row
-from samebit.rollout.audit.selections import choices_apart
 
 from .compare import assert_matches_trainer, assert_same_samples, run
 from .families import DTYPES, MAX_LEN, SPARSE, bound_model, make_model, paired, token_ids

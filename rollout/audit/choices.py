@@ -1,4 +1,5 @@
-"""Compare the tokens that sparse attention reads in a worker with those that the training forward chooses."""
+"""Compare what a worker chooses with what the training forward chooses: experts, and tokens that sparse attention
+reads."""
 
 from __future__ import annotations
 
@@ -13,16 +14,34 @@ import torch
 from torch import nn
 
 from samebit.kernels import token_logprobs
+from samebit.kernels.binding.experts.routes import RouteLayout, RouteList, Routes, use_notes
 from samebit.kernels.binding.latent.indexer import indexers_of
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.rollout.audit.compare import Difference
-from samebit.rollout.audit.trainer_layouts import device_of
+from samebit.rollout.audit.workers import device_of
 from samebit.rollout.config import RolloutConfig
+from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
 Choice = tuple[int, int, npt.NDArray[np.int32]]
 """The number of a layer's indexer, the position of a token, and the positions chosen for it."""
+
+
+def compare_routes(model: nn.Module, layout: RouteLayout, outputs: list[RequestOutput]) -> Difference:
+    """Return how many pairs of a token and an expert were compared, and how many of the worker's the trainer lacks."""
+    layers = list(layout.layers)
+    pairs = differing = 0
+    for output in outputs:
+        for sample in output.samples:
+            if sample.routed_experts is None:
+                raise ValueError("a sample has no routed experts")
+            own = sample.routed_experts[:, layers]
+            ids = torch.tensor([output.prompt_token_ids + sample.token_ids], device=device_of(model))
+            theirs = _trained(model, layout, ids)[: len(own), layers]
+            pairs += own.size
+            differing += int((own[..., None] != theirs[..., None, :]).all(-1).sum())
+    return pairs, differing, 0.0
 
 
 def compare_selections(
@@ -53,6 +72,14 @@ def choices_apart(chosen: npt.NDArray[np.int32], expected: npt.NDArray[np.int32]
     """Return how many positions one of two lists lacks; of equal ones in another order, how many stand elsewhere."""
     lacking = max(len(np.setdiff1d(expected, chosen)), len(np.setdiff1d(chosen, expected)))
     return lacking or int((chosen != expected).sum())
+
+
+def _trained(model: nn.Module, layout: RouteLayout, ids: torch.Tensor) -> Routes:
+    """Return the experts of each token in a training forward, `[tokens, layers, top_k]`."""
+    notes = RouteList()
+    with use_notes(notes):
+        token_logprobs(model, ids)
+    return notes.of_rows(layout)
 
 
 @contextmanager
