@@ -1,7 +1,7 @@
 """Spend the first hours on a GPU well: calls of at most 9.5 minutes, what decides about the rest first.
 
     python -P benchmarks/gpu_day.py kernels --out DIR      bits, rows, kernels beside the oracle
-    python -P benchmarks/gpu_day.py engine --out DIR       samebit check, graphs, updates
+    python -P benchmarks/gpu_day.py engine --out DIR       samebit check, graphs, training, updates, requests
     python -P benchmarks/gpu_day.py speed --out DIR        an 8B model: exactness, decode, training; a hybrid
     python -P benchmarks/gpu_day.py tiles --out DIR        tiles of the 8B model's layers
     python -P benchmarks/gpu_day.py rest --out DIR         small models, tax, control, Hugging Face
@@ -40,7 +40,7 @@ if BARE:  # the checkout itself is enough
 from samebit.benchmarks.rounds.limited import run_limited  # noqa: E402
 
 MINUTES = 9.5
-RESERVE = 8.0
+RESERVE = 16.0
 """Seconds of a call that are left for the end of its last item."""
 
 LOGGED = 400_000
@@ -144,7 +144,7 @@ class Record:
 
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        self._results, self._log = out / "results.jsonl", out / "log.txt"
+        self._results, self._log, self._show = out / "results.jsonl", out / "log.txt", sys.stdout
 
     def result(self, **what: Any) -> None:
         """Add a line to the results, and show it."""
@@ -153,7 +153,7 @@ class Record:
             file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
-        print(line, flush=True)
+        print(line, file=self._show, flush=True)
 
     @contextlib.contextmanager
     def console(self, item: Item) -> Iterator[None]:
@@ -181,15 +181,14 @@ class _Limited(io.TextIOBase):
 
 def run(items: Sequence[Item], record: Record, seconds: float) -> int:
     """Run each in its process until the time is up; return how many did not end well."""
-    ends, failed, show = time.monotonic() + seconds, 0, sys.stdout
+    ends, failed = time.monotonic() + seconds, 0
     for item in items:
         left, began = ends - time.monotonic() - RESERVE, time.monotonic()
         status: str | None = "not begun: the time was up"
         if left >= item.least:
 
             def take(found: dict[str, Any], name: str = item.name) -> None:
-                with contextlib.redirect_stdout(show):
-                    record.result(item=name, **found)
+                record.result(item=name, **found)
 
             with record.console(item):
                 status = run_limited(item.command, min(item.limit, left), take)

@@ -28,8 +28,8 @@ from samebit.rollout import RolloutWorker
 SHOWN = 16
 """Counts the kernels of a profile that are shown: those that take longest."""
 
-_SPIN = 40_000_000
-"""Cycles of the GPU before a step, some 20 ms: longer than the host takes to launch one."""
+_SPIN = 200_000_000
+"""Cycles of the GPU before a step, some 100 ms: longer than the host takes to launch one."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,19 @@ class Kernel:
     microseconds: float
 
 
+SPARED = 0.05
+"""The share of launches that the GPU may have waited for: the sampler's, behind the host's reading of tokens."""
+
+
 class LaunchTimes:
-    """Notes when each kernel of Triton's begins and ends on the GPU, while it is open."""
+    """Notes when each kernel of Triton's begins and ends on the GPU, while it is open.
+
+    Attributes:
+        late: launches that the GPU waited for: their time is the host's.
+    """
 
     def __init__(self) -> None:
+        self.late = 0
         self._began: torch.cuda.Event | None = None
         self._launches: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -77,6 +86,7 @@ class LaunchTimes:
 
     def _after(self, launch: Any) -> None:
         if self._began is not None:
+            self.late += self._began.query()
             self._launches.append((launch.get()["name"], self._began, _recorded()))
 
 
@@ -84,7 +94,7 @@ def profiles(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figu
     """List the kernels of a decode step of many sequences, then those of a prefill.
 
     Raises:
-        RuntimeError: the model is not on a GPU.
+        RuntimeError: the model is not on a GPU, or the host launched too slowly.
     """
     count, copied = min(64, max(sizes.sequences)), measure.bandwidth(device)
     prompts, others = (measure.prompts_of(model, (length,) * count) for length in (sizes.prompt, sizes.prompt - 1))
@@ -104,7 +114,10 @@ def profiles(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figu
 def _kernels(worker: RolloutWorker, prompts: list[list[int]], new_tokens: int) -> list[Kernel]:
     with _spinning_before_steps(worker.module), LaunchTimes() as times:
         worker.generate(prompts, measure.sampled(new_tokens))
-        return times.kernels()
+        found = times.kernels()
+    if times.late > SPARED * sum(kernel.count for kernel in found):
+        raise RuntimeError(f"the GPU waited for {times.late} launches: their times are the host's; lengthen the spin")
+    return found
 
 
 @contextmanager

@@ -133,13 +133,13 @@ def _answer(arguments: argparse.Namespace) -> int:
         from torch import OutOfMemoryError
         from transformers.utils import logging
 
-        from samebit.rollout.errors import NonFiniteLogitsError
+        from samebit.rollout.errors import NonFiniteLogitsError, WorkerStateError
 
     logging.disable_progress_bar()
     logging.set_verbosity(CRITICAL)  # what matters of it is in the error
     try:
         code: int = arguments.run(arguments)
-    except (ValueError, OSError, SafetensorError, NonFiniteLogitsError, OutOfMemoryError) as error:
+    except (ValueError, OSError, SafetensorError, NonFiniteLogitsError, OutOfMemoryError, WorkerStateError) as error:
         sys.stderr.write(f"samebit {arguments.command}: {' '.join(str(error).split())}\n")
         return UNUSABLE
     return code

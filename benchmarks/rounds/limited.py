@@ -29,7 +29,8 @@ def run_limited(command: Sequence[str], seconds: float, take: Callable[[dict[str
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
-    readers = [threading.Thread(target=_read, args=(stream, take), daemon=True) for stream in _streams(process)]
+    told = ((process.stdout, take), (process.stderr, None))
+    readers = [threading.Thread(target=_read, args=one, daemon=True) for one in told]
     for reader in readers:
         reader.start()
     try:
@@ -43,14 +44,11 @@ def run_limited(command: Sequence[str], seconds: float, take: Callable[[dict[str
     return None if code == 0 else f"failed: exit code {code}"
 
 
-def _streams(process: "subprocess.Popen[str]") -> list[IO[str]]:
-    return [stream for stream in (process.stdout, process.stderr) if stream is not None]
-
-
-def _read(lines: IO[str], take: Callable[[dict[str, Any]], None]) -> None:
+def _read(lines: IO[str] | None, take: Callable[[dict[str, Any]], None] | None) -> None:
+    assert lines is not None
     with lines:
         for line in lines:
-            if line.startswith(MARK):
+            if take is not None and line.startswith(MARK):
                 take(json.loads(line.removeprefix(MARK)))
             else:
                 print(line, end="", flush=True)

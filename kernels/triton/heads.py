@@ -98,7 +98,8 @@ def proved_equal(heads: Heads) -> bool:
     generator = torch.Generator(heads.device).manual_seed(heads.head_dim)
 
     def random(*shape: int, dtype: torch.dtype = heads.dtype) -> torch.Tensor:
-        return torch.empty(shape, device=heads.device).normal_(generator=generator).to(dtype)
+        floats = torch.empty(shape, dtype=torch.float32, device=heads.device)
+        return floats.normal_(generator=generator).to(dtype)
 
     q, k, v = (random(_TOKENS, number, heads.head_dim) for number in (heads.heads, heads.kv_heads, heads.kv_heads))
     turns = random(_TOKENS, heads.rotated, dtype=torch.float32)
@@ -109,8 +110,8 @@ def proved_equal(heads: Heads) -> bool:
     tokens = torch.arange(_TOKENS, dtype=torch.int32, device=heads.device)
     size = 64
     places = Places(1 + tokens // size, tokens % size, tokens, size)
-    empty = torch.zeros(2 + _TOKENS // size, heads.kv_heads, 2, heads.head_dim * size, device=heads.device)
-    one, each = empty.to(heads.dtype), empty.to(heads.dtype)
+    shape = 2 + _TOKENS // size, heads.kv_heads, 2, heads.head_dim * size
+    one, each = (torch.zeros(shape, dtype=heads.dtype, device=heads.device) for _ in range(2))
     rotated, _ = turn_and_write(q, k, v, angles, norms, one, places)
     expected, turned_keys = turned_each(q, k, angles, norms)
     write(turned_keys, v, each, torch.empty_like(q), places)

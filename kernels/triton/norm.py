@@ -5,7 +5,7 @@ programs: in an order that the number of rows alone decides. T rows of width W.
 """
 
 import logging
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -61,8 +61,9 @@ def added_equal(device: torch.device, width: int, dtype: torch.dtype, of_weight:
             f"the first norm of a sum of {width} elements came while a CUDA graph was recorded; allowed: a call before"
         )
     generator = torch.Generator(device).manual_seed(width)
-    x, y = (torch.empty(_COMPARED, width, device=device).normal_(generator=generator).to(dtype) for _ in range(2))
-    weight = torch.empty(width, device=device).normal_(generator=generator).to(of_weight)
+    floats = partial(torch.empty, dtype=torch.float32, device=device)
+    x, y = (floats(_COMPARED, width).normal_(generator=generator).to(dtype) for _ in range(2))
+    weight = floats(width).normal_(generator=generator).to(of_weight)
     total, expected = torch.empty_like(x), x + y
     found = added(x, y, total, weight, 1e-6, 1.0)
     return torch.equal(total, expected) and torch.equal(found, rms_norm_forward(expected, weight, 1e-6, 1.0)[0])

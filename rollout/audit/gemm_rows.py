@@ -27,8 +27,8 @@ def check_gemm_rows(model: nn.Module) -> tuple[int, int, float]:
     threads = torch.get_num_threads()
     try:
         for layer in layers.values():
-            x = torch.randn(MOST_ROWS, layer.in_features, generator=torch.Generator().manual_seed(0))
-            x = x.to(layer.weight)
+            draws = torch.Generator().manual_seed(0)
+            x = torch.randn(MOST_ROWS, layer.in_features, generator=draws, dtype=torch.float32).to(layer.weight)
             expected = torch.cat([linear(tile, layer.weight, layer.bias) for tile in x.split(TILE_ROWS)])
             for count in _thread_counts(threads):
                 torch.set_num_threads(count)

@@ -14,8 +14,9 @@ from typing import cast
 
 from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
+from samebit.kernels.layout.grids import ceil_div
 from samebit.rollout.adapters.base import Base
-from samebit.rollout.config import RolloutConfig
+from samebit.rollout.config import SMALLEST_BLOCK, RolloutConfig
 from samebit.rollout.memory.shape import MemoryShape
 from samebit.rollout.models.loading import load_model, naming, position_limit
 from samebit.rollout.sampling_params import SamplingParams
@@ -99,7 +100,7 @@ def speed_figures(
     length = _checked_length(load, position_limit(cast(str | Path, base.model), base.revision))
     config = RolloutConfig(
         dtype=dtype, revision=revision, dequantize=dequantize, device=device, max_num_seqs=load.requests,
-        max_num_batched_tokens=max(2048, load.requests), max_model_len=length,
+        max_num_batched_tokens=max(2048, load.requests), max_model_len=length, num_blocks=_blocks(load, length, device),
     )  # fmt: skip
     params = SamplingParams(max_tokens=load.new_tokens, ignore_eos=True)
     rng = random.Random(load.seed)
@@ -115,6 +116,11 @@ def speed_figures(
                 speeds.append(load.requests * load.new_tokens / seconds)
                 first_tokens.append(1e3 * statistics.mean(out.time_to_first_token or 0.0 for out in outputs))
     return [_spread("output_tokens_per_second", "tokens/s", speeds), _spread("time_to_first_token", "ms", first_tokens)]
+
+
+def _blocks(load: Load, length: int, device: str) -> int | None:
+    """Return how many blocks hold the load, in the place of a share of a GPU's memory; on a CPU the default is enough."""
+    return None if device == "cpu" else load.requests * ceil_div(length, SMALLEST_BLOCK[device])
 
 
 def _checked_length(load: Load, limit: int | None) -> int:

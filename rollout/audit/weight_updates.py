@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -202,13 +203,13 @@ class WeightsCheck:
         return Run(f"delta against dense, {STEPS} optimizer steps", [], None, result)
 
     def _trained(self) -> list[nn.Parameter]:
-        """Return what W2 trains of its weights, of a large model only the first; the others take no gradient."""
-        trained: list[nn.Parameter] = []
-        for parameter in self._other.parameters():
-            parameter.requires_grad_(not trained or sum(one.nbytes for one in (*trained, parameter)) <= TRAINED_BYTES)
-            if parameter.requires_grad:
-                trained.append(parameter)
-        return trained
+        """Return what W2 trains of its weights: of a large model the first; from then on the others are frozen."""
+        every = [parameter for parameter in self._other.parameters() if parameter.requires_grad]
+        sizes = accumulate(parameter.nbytes for parameter in every)
+        count = max(1, sum(size <= TRAINED_BYTES for size in sizes))
+        for parameter in every[count:]:
+            parameter.requires_grad_(False)
+        return every[:count]
 
     def _compare_other(self, outputs: list[RequestOutput]) -> Difference:
         samples = [Sample(out.prompt_token_ids, sample.token_ids) for out in outputs for sample in out.samples]

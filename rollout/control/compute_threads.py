@@ -4,8 +4,9 @@ Invariants
 ----------
 * While the generation thread sleeps it has no workers of OpenMP: libgomp would let those of a trainer sleep at once.
 * Its team, which kernels compute with on a CPU, sleeps then, and leaves its processors to others.
-* On a GPU it launches on the default stream. What callers launch elsewhere comes first: weights that an optimizer
-  writes on a stream of its own are read when they are there.
+* On a GPU the generation thread and the clerk launch on the default stream, a command in another thread on its
+  caller's. What callers have launched on a stream of their own comes first, and theirs waits for the worker's: weights
+  that an optimizer writes there are read when they are there, and those that arrive are there when it goes on.
 """
 
 import numba
@@ -46,6 +47,7 @@ class ComputeThreads:
         own, shared = torch.cuda.current_stream(self._device), torch.cuda.default_stream(self._device)
         if own != shared:
             shared.wait_stream(own)
+            own.wait_stream(shared)
 
     def gather(self) -> None:
         """Make sure, in the generation thread, that its team is there: on a CPU, each thread at a place of its own."""

@@ -155,8 +155,12 @@ class Hold(Generic[T]):
         """End the block; raises what its end raises."""
         try:
             self._conclude()
-        finally:
+        except BaseException as own:  # then the block has failed, whatever it did
+            if error is None:
+                kind, error, trace = type(own), own, own.__traceback__
             self._end(kind, error, trace)
+            raise
+        self._end(kind, error, trace)
 
     def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._in_place is not None:

@@ -145,6 +145,7 @@ def _prompt_logprobs(logits: torch.Tensor, pieces: list[PromptPiece]) -> list[Pr
         tokens = torch.from_numpy(ids).to(rows.device)
         scores = logprobs_from_logits(rows, tokens)
         count = piece.sequence.params.prompt_logprobs
-        top = most_likely(rows, tokens, torch.ones(len(rows), device=rows.device), count) if count else None
+        ones = torch.ones(len(rows), dtype=torch.float32, device=rows.device)
+        top = most_likely(rows, tokens, ones, count) if count else None
         results.append(PromptLogprobs(piece.sequence, piece.start, scores.cpu().numpy(), top))
     return results

@@ -53,7 +53,7 @@ class DrawInputs:
 
 NO_DRAWS = DrawInputs(
     rows=torch.zeros(0, dtype=torch.int64, device="cpu"),
-    temperatures=torch.zeros(0, device="cpu"),
+    temperatures=torch.zeros(0, dtype=torch.float32, device="cpu"),
     keys=torch.zeros(0, 2, dtype=torch.uint32, device="cpu"),
     counters=torch.zeros(0, 4, dtype=torch.uint32, device="cpu"),
 )

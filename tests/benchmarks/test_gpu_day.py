@@ -64,7 +64,7 @@ def test_an_item_that_hangs_or_crashes_costs_itself_alone(tmp_path: Path, capfd:
     assert gpu_day.LOGGED < len(log) < gpu_day.LOGGED + 2000
     shown = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert len(shown) == len(expected), "results are shown, what items print is not"
-    assert gpu_day.run([stand_in("late", "")], gpu_day.Record(tmp_path / "new"), 8.5) == 1
+    assert gpu_day.run([stand_in("late", "")], gpu_day.Record(tmp_path / "new"), 16.5) == 1
     assert lines(tmp_path / "new") == [*expected, {"item": "late", "status": "not begun: the time was up"}]
 
 

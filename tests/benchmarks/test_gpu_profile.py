@@ -28,6 +28,9 @@ class Event:
     def synchronize(self) -> None:
         assert self.at
 
+    def query(self) -> bool:
+        return self.at > 20
+
     def elapsed_time(self, later: "Event") -> float:
         return (later.at - self.at) / 1e3
 
@@ -47,6 +50,7 @@ def test_launches_are_added_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
             launch(name)
     launch("after")
     found = [Kernel(kernel.name, kernel.count, round(kernel.microseconds, 6)) for kernel in times.kernels()]
+    assert times.late == 1, "the last"
     assert found == [Kernel("longest", 1, 7.0), Kernel("short", 2, 1.0 + 5.0), Kernel("long", 1, 3.0)]
 
 

@@ -25,6 +25,7 @@ from samebit.rollout.audit.prefix_cache import CacheCheck, CacheRuns
 from samebit.rollout.audit.weight_updates import WeightsCheck
 from samebit.rollout.cache import PrefixCache
 from samebit.rollout.cache.prefix_tree import PrefixTree
+from samebit.rollout.engine.engine import Engine
 from samebit.weight_sync.wire.buckets import Kind
 from samebit.weight_sync.wire.delta import DeltaEncoder, Encoded
 
@@ -284,15 +285,17 @@ def test_of_a_large_model_the_first_weights_are_trained(monkeypatch: pytest.Monk
     assert len(trained) < len(list(weights._other.parameters()))
 
 
-def test_too_little_memory_is_one_line(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("owner", [check, Engine], ids=["in the trainer", "in a step"])
+def test_too_little_memory_is_said_in_a_line(
+    owner: Any, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(model: torch.nn.Module) -> tuple[int, int, float]:
+    def full(given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
-    monkeypatch.setattr(check, "check_gemm_rows", full)
+    monkeypatch.setattr(owner, "step" if owner is Engine else "check_gemm_rows", full)
     assert cli.main(["check", folder]) == 2
-    assert "samebit check: CUDA out of memory. Tried to allocate 20 GiB" in capsys.readouterr().err
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("samebit check: ")]
+    assert "CUDA out of memory. Tried to allocate 20 GiB" in line
 
 
 @pytest.mark.parametrize("broken", ["no such folder", "no weights", "cut off", "jitter"])

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from samebit.kernels import bind, token_logprobs
 from samebit.kernels.binding.modules import RotaryFacts
 from samebit.kernels.layout.transfer import Staging, sent
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
 
 from .families import make_model, token_ids
 
@@ -35,6 +36,15 @@ def test_sums_stay_float32(name: str, request: pytest.FixtureRequest) -> None:
     expected = scored(copy.deepcopy(model))
     request.getfixturevalue("narrow")
     assert all(torch.equal(one, other) for one, other in zip(scored(model), expected, strict=True))
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_worker_answers_as_ever() -> None:
+    wanted = SamplingParams(max_tokens=3, seed=1, logprobs=2, prompt_logprobs=2, top_p=0.9)
+    with RolloutWorker(make_model("Qwen3", torch.bfloat16), config=RolloutConfig(max_model_len=64)) as worker:
+        [output] = worker.generate(token_ids(7), wanted)
+    assert len(output.prompt_top_logprobs or []) == 7
+    assert len(output.samples[0].logprobs) == 3
 
 
 def test_angles_are_those_of_the_host() -> None:

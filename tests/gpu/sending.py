@@ -19,7 +19,7 @@ TIMEOUT = 300.0
 
 
 class Model(nn.Module):
-    """Larger than a bucket, empty, transposed, a tie, an integer buffer."""
+    """Holds a tensor larger than a bucket, an empty one, a transposed one, a tie, an integer buffer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

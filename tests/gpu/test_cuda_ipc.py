@@ -25,7 +25,7 @@ SYNCS = 3
 
 @contextmanager
 def sending(*die_after: int) -> Iterator[subprocess.Popen[str]]:
-    """The trainer's process, of which no fork can be: it uses the GPU too."""
+    """Start the trainer's process, which can be no fork: it uses the GPU too."""
     script = str(Path(__file__).with_name("sending.py"))
     command = [sys.executable, script, str(SYNCS), *map(str, die_after)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

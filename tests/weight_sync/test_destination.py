@@ -7,11 +7,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from samebit.weight_sync import SharedMemoryReceiver, SharedMemorySender, WeightStream, apply_weights
+from samebit.weight_sync import (
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    SyncBrokenError,
+    TensorSpec,
+    WeightStream,
+    apply_weights,
+)
 from samebit.weight_sync.wire import destination
 from samebit.weight_sync.wire.destination import Destination
 
@@ -70,3 +78,11 @@ def test_a_delta_is_written_one_tensor_at_a_time_too(copies: list[weakref.ref[to
     assert len(copies) == 6 + 6
     for name, part in ours.state_dict().items():
         assert torch.equal(part, theirs.state_dict()[name])
+
+
+def test_a_tensor_that_comes_back_after_its_end_is_refused() -> None:
+    """What is written there would reach nothing."""
+    one = Destination(TensorSpec("x", (2,), torch.float32), torch.zeros(2))
+    one.put(0, np.arange(8, dtype=np.uint8))
+    with pytest.raises(SyncBrokenError, match="more of x came after its end"):
+        one.put(0, np.arange(8, dtype=np.uint8))

@@ -107,7 +107,13 @@ class Destination:
         self._settled, self._staging, self._memory = True, None, None
 
     def _opened(self) -> Any:
-        """Return the memory that pieces are written to."""
+        """Return the memory that pieces are written to.
+
+        Raises:
+            SyncBrokenError: the tensor is settled: its pieces have to come one after the other.
+        """
+        if self._settled:
+            raise SyncBrokenError(f"more of {self.spec.name} came after its end")
         if self._memory is None:
             self._staging = self._copy_of(self.target.detach())
             self._memory = self._bytes_of(self._staging)

@@ -152,9 +152,9 @@ class RLOOTrainer(_SamebitRollouts, trl.RLOOTrainer):
 
     def _rollout_logprobs(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         mask = output["completion_mask"].bool()
-        logprobs = torch.zeros(mask.shape, device=mask.device)
+        logprobs = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         for row, values in zip(logprobs, self._sampled, strict=True):
-            row[: len(values)] = torch.tensor(values)
+            row[: len(values)] = torch.tensor(values, dtype=torch.float32)
         return logprobs, mask
 
     def _old_logprobs(self, output: dict[str, Any]) -> torch.Tensor | None:

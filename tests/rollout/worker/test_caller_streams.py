@@ -36,6 +36,7 @@ def test_the_default_stream_waits_for_that_of_the_caller(monkeypatch: pytest.Mon
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
         ComputeThreads(1, torch.device(kind, 0)).follow_caller()
         assert default.waited == waited
+    assert own.waited == [default]
 
 
 @pytest.mark.parametrize("in_main_thread", [True, False])
@@ -87,6 +88,7 @@ def test_the_worker_is_free_again_where_the_wait_fails(
         with pytest.raises(RuntimeError, match="illegal") as kept, worker.weight_update():
             broken.append(True)
         broken.clear()
+        assert worker.weight_version == 0, "such an update has not happened"
         worker.pause()
         assert kept.tb, "who keeps the error keeps the block"
 

@@ -73,7 +73,7 @@ class DeviceDestination(Destination):
         return target.is_contiguous() and target.storage_offset() * target.element_size() % WORD == 0
 
     def _copy_of(self, target: Tensor) -> Tensor:
-        return target.contiguous().clone()
+        return target.clone(memory_format=torch.contiguous_format)
 
     def _bytes_of(self, tensor: Tensor) -> Tensor:
         return device_bytes(tensor)
