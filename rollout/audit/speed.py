@@ -119,7 +119,7 @@ def speed_figures(
 
 
 def _blocks(load: Load, length: int, device: str) -> int | None:
-    """Return how many blocks hold the load, in the place of a share of a GPU's memory; on a CPU the default is enough."""
+    """Return how many blocks hold the load on a GPU, where the default is a share of its memory; None on a CPU."""
     return None if device == "cpu" else load.requests * ceil_div(length, SMALLEST_BLOCK[device])
 
 
