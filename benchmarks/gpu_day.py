@@ -69,14 +69,14 @@ def script(name: str, limit: float, *args: str, least: float = 20.0) -> Item:
     return Item(" ".join((name, *args)), command, limit, least)
 
 
-def tests(name: str, limit: float, *paths: str) -> Item:
-    """Make an item of tests."""
+def suite(name: str, limit: float, *paths: str, spread: bool = True) -> Item:
+    """Make an item of tests; ``spread``: over processes, where pytest-xdist is installed."""
     count = str(max(1, (os.cpu_count() or 1) - 2))
-    spread = ("-n", count, "--dist", "worksteal") if find_spec("xdist") else ()
+    processes = ("-n", count, "--dist", "worksteal") if spread and find_spec("xdist") else ()
     command = (
         sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", AT_ONCE, "--tb=short",
         "--maxfail=50", "--durations=8", "--continue-on-collection-errors", "--rootdir", str(ROOT),
-        "-c", str(ROOT / "pyproject.toml"), *spread, *(str(ROOT / "tests" / path) for path in paths),
+        "-c", str(ROOT / "pyproject.toml"), *processes, *(str(ROOT / "tests" / path) for path in paths),
     )  # fmt: skip
     return Item(name, command, limit)
 
@@ -91,10 +91,9 @@ def sanitized(limit: float) -> list[Item]:
     found = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if found is None:
         return []
-    plain = tests("memcheck of norms and heads", limit, "gpu/test_heads.py", "gpu/test_norm_sums.py")
-    first = plain.command.index("-n") if "-n" in plain.command else 0
-    alone = (*plain.command[:first], *plain.command[first + 4 :]) if first else plain.command
-    return [Item(plain.name, (found, "--tool", "memcheck", "--error-exitcode", "9", *alone), limit)]
+    files = "gpu/test_heads.py", "gpu/test_norm_sums.py"
+    plain = suite("memcheck of norms and heads", limit, *files, spread=False)
+    return [Item(plain.name, (found, "--tool", "memcheck", "--error-exitcode", "9", *plain.command), limit)]
 
 
 def calls(out: Path) -> dict[str, list[Item]]:
@@ -103,15 +102,15 @@ def calls(out: Path) -> dict[str, list[Item]]:
     return {
         "kernels": [
             script("gpu_bits.py", 170),
-            tests("rows", 150, *(f"gpu/test_{name}.py" for name in ("rows", "tiles", "heads", "norm_sums"))),
-            tests("kernels near the oracle", 240, *(f"kernels/triton/{path.name}" for path in near)),
+            suite("rows", 150, *(f"gpu/test_{name}.py" for name in ("rows", "tiles", "heads", "norm_sums"))),
+            suite("kernels near the oracle", 240, *(f"kernels/triton/{path.name}" for path in near)),
         ],
         "engine": [
-            tests("check", 220, "gpu/test_check.py"),
-            tests("graphs", 120, "gpu/test_graphs.py"),
-            tests("training, updates, CUDA IPC", 120,
+            suite("check", 220, "gpu/test_check.py"),
+            suite("graphs", 120, "gpu/test_graphs.py"),
+            suite("training, updates, CUDA IPC", 120,
                   *(f"gpu/test_{name}.py" for name in ("grpo", "trainers", "streams", "updates", "cuda_ipc"))),
-            tests("requests, adapters, shared prefixes, experts", 110,
+            suite("requests, adapters, shared prefixes, experts", 110,
                   *(f"gpu/test_{name}.py" for name in ("requests", "adapters", "shared_prefixes", "experts"))),
         ],
         "speed": [

@@ -28,6 +28,9 @@ from samebit.rollout import RolloutWorker
 SHOWN = 16
 """Counts the kernels of a profile that are shown: those that take longest."""
 
+_SPARED = 0.05
+"""The share of launches that the GPU may have waited for: the sampler's, behind the host's reading of tokens."""
+
 _SPIN = 200_000_000
 """Cycles of the GPU before a step, some 100 ms: longer than the host takes to launch one."""
 
@@ -39,10 +42,6 @@ class Kernel:
     name: str
     count: int
     microseconds: float
-
-
-SPARED = 0.05
-"""The share of launches that the GPU may have waited for: the sampler's, behind the host's reading of tokens."""
 
 
 class LaunchTimes:
@@ -115,7 +114,7 @@ def _kernels(worker: RolloutWorker, prompts: list[list[int]], new_tokens: int) -
     with _spinning_before_steps(worker.module), LaunchTimes() as times:
         worker.generate(prompts, measure.sampled(new_tokens))
         found = times.kernels()
-    if times.late > SPARED * sum(kernel.count for kernel in found):
+    if times.late > _SPARED * sum(kernel.count for kernel in found):
         raise RuntimeError(f"the GPU waited for {times.late} launches: their times are the host's; lengthen the spin")
     return found
 

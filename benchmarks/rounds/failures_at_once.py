@@ -3,15 +3,16 @@
 pytest -p samebit.benchmarks.rounds.failures_at_once
 """
 
+from typing import Any
+
 import pytest
-from _pytest.terminal import TerminalReporter
 
 _LONGEST = 6000
 """The most characters of one failure, its end."""
 
 
 class _Failures:
-    def __init__(self, terminal: TerminalReporter) -> None:
+    def __init__(self, terminal: Any) -> None:
         self._terminal = terminal
 
     @pytest.hookimpl(trylast=True)
@@ -26,5 +27,5 @@ class _Failures:
 def pytest_configure(config: pytest.Config) -> None:
     """Print a failure, with what the test printed, in the process that was called."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")
-    if isinstance(terminal, TerminalReporter):  # a process of pytest-xdist has none
+    if terminal is not None:  # a process of pytest-xdist has none
         config.pluginmanager.register(_Failures(terminal))

@@ -35,7 +35,8 @@ def test_masks_and_temperatures_may_lie_on_the_host() -> None:
 @pytest.mark.parametrize("name", ["FalconH1", "Qwen3Next", "Gemma3"])
 def test_defaults_change_no_bit(name: str) -> None:
     model, ids = bind(make_model(name, torch.bfloat16)).cuda(), IDS.cuda()
-    parameters = [part for part in model.parameters() if part.requires_grad]
+    embedded = model.get_input_embeddings().weight  # whose gradient torch adds up, in any order
+    parameters = [part for part in model.parameters() if part.requires_grad and part is not embedded]
 
     def scored() -> list[torch.Tensor]:
         scores = token_logprobs(model, ids)
@@ -49,6 +50,4 @@ def test_defaults_change_no_bit(name: str) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
-    assert torch.equal(found[0], expected[0])
-    for one, other in zip(found[1:], expected[1:], strict=True):  # torch adds up those of an embedding in any order
-        assert (one - other).float().norm() <= 1e-2 * other.float().norm()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -58,9 +58,11 @@ def launched(x: torch.Tensor, layers: list[Layer], activation: str = "silu") -> 
 @pytest.mark.soak
 @pytest.mark.parametrize(("sizes", "dtype", "biased"), all_in_turns(SIZES, DTYPES, (False, True)))
 def test_they_have_the_bits_of_a_launch_each(sizes: tuple[int, int], dtype: torch.dtype, biased: bool) -> None:
+    """On a GPU all share a launch but those whose depth is one tile, of which Triton begins the sum with the bias."""
     torch.manual_seed(sum(sizes))
     layers = gate_and_up(*sizes, (biased, biased), dtype)
     x = torch.randn(70, sizes[0]).to(dtype)
+    alone_on_gpu = DEVICE == "cuda" and biased and sizes[0] <= 64 and dtype.itemsize == 2
     for rows in ROWS:
         some = poisoned(x[-rows:])
         gate, up = (multiply(some, [layer])[0] for layer in layers)
@@ -71,9 +73,8 @@ def test_they_have_the_bits_of_a_launch_each(sizes: tuple[int, int], dtype: torc
                 assert torch.equal(found, expected)
             alone, saved = multiply_gated(activation, some, layers, kept=False)
             assert torch.equal(alone, out)
-            assert saved == () or DEVICE == "cuda"
-    names = launched(poisoned(x), layers, KINDS[biased])
-    assert names == ["_multiply_gated"] or (DEVICE == "cuda" and len(names) > 1), "a GPU may have other bits for them"
+            assert saved == () or alone_on_gpu
+    assert launched(poisoned(x), layers, KINDS[biased]) == ["_multiply_gated"] or alone_on_gpu
 
 
 def test_layers_of_which_only_one_has_a_bias_are_launched_each() -> None:
