@@ -58,7 +58,7 @@ def launched(x: torch.Tensor, layers: list[Layer], activation: str = "silu") -> 
 @pytest.mark.soak
 @pytest.mark.parametrize(("sizes", "dtype", "biased"), all_in_turns(SIZES, DTYPES, (False, True)))
 def test_they_have_the_bits_of_a_launch_each(sizes: tuple[int, int], dtype: torch.dtype, biased: bool) -> None:
-    """On a GPU all share a launch but those whose depth is one tile, of which Triton begins the sum with the bias."""
+    """On an H100 all shared a launch but those with a bias and a depth of one tile: their bits were others."""
     torch.manual_seed(sum(sizes))
     layers = gate_and_up(*sizes, (biased, biased), dtype)
     x = torch.randn(70, sizes[0]).to(dtype)
