@@ -39,6 +39,14 @@ _VECTORS = KV_CHUNK // LANES
 _ITEMS_A_THREAD = 4
 """Tiles are bunched where that leaves this count of items for each thread: an even load."""
 
+_MOST_BEHIND = 32
+_BYTES_BEHIND = 3 << 17
+"""The most chunks, and bytes, of tiles' own that are asked for while what they share is computed: a part of a
+second-level cache."""
+
+_PLACES = 2 * _VECTORS * (2 + _MOST_BEHIND)
+"""Numbers of `Pieces`: where the pieces of a chunk and of those that come begin."""
+
 _ARRAYS = 2
 """Count of arrays that a thread's room holds beside the running softmax, each from the start of a cache line on."""
 
@@ -67,7 +75,7 @@ def _attend(
     together = (len(bunches) - 1) * kv_heads >= _ITEMS_A_THREAD * threads and scales[2] == 0
     rows = most_rows(sequences, tiles, bunches, together) * (q.shape[1] // kv_heads)
     copied = 2 * head_dim * KV_CHUNK if pages.shape[3] < LANES * head_dim else 0
-    size = whole_lines(size_of_running(rows, head_dim, head_dim) + 8 * _VECTORS + copied + _ARRAYS * LANES)
+    size = whole_lines(size_of_running(rows, head_dim, head_dim) + 2 * _PLACES + copied + _ARRAYS * LANES)
     share_out(
         _attend_items, threads, threads,
         (threads, q, pages, sequences, block_tables, (tiles, bunches, together, rows), scales, sinks, (out, lse),
@@ -113,6 +121,7 @@ def _attend_items(
     kind = pages.dtype.type(0)
     running, end = place_running(rooms.ctypes.data + 4 * thread * size, rows, head_dim, head_dim)
     pieces = _place_pieces(end, flat, kind, shape)
+    most_behind = min(_MOST_BEHIND, _BYTES_BEHIND // (2 * head_dim * KV_CHUNK * pages.itemsize))
     count = len(bunches) - 1 if together else len(tiles)
     for item in range(thread, count * kv_heads, threads):
         bunch, head = item // kv_heads, item % kv_heads
@@ -129,7 +138,11 @@ def _attend_items(
             begun += place.count * shape.group
         if shared > 0:
             place = _place(sequences, tiles, first, head)
-            following = Following(-1, place.table, head, 0)
+            behind = _locate_behind(
+                block_tables, sequences, tiles, shape, head, (first, last, shared),
+                min(most_behind, shared * ((begun - 1) // 4)), pieces,
+            )  # fmt: skip
+            following = Following(-1, place.table, head, 0, behind)
             _attend_chunks(
                 flat, block_tables, shape, softmax, place, following, begun, (0, shared), running, pieces
             )  # fmt: skip
@@ -139,9 +152,9 @@ def _attend_items(
             own = rows_from(running, begun, shape)
             last_table = sequences[3, tiles[tile - 1, 0]] if tile > 0 else -1
             if tile + 1 < last:
-                following = Following(last_table, sequences[3, tiles[tile + 1, 0]], head, shared * KV_CHUNK)
+                following = Following(last_table, sequences[3, tiles[tile + 1, 0]], head, shared * KV_CHUNK, 0)
             else:
-                following = Following(last_table, sequences[3, tiles[coming, 0]], after % kv_heads, 0)
+                following = Following(last_table, sequences[3, tiles[coming, 0]], after % kv_heads, 0, 0)
             rows_of_tile, chunks = place.count * shape.group, _chunks_of_tile(softmax, place, shared)
             _attend_chunks(
                 flat, block_tables, shape, softmax, place, following, rows_of_tile, chunks, own, pieces
@@ -164,13 +177,14 @@ def _place(sequences: Any, tiles: Any, tile: int, head: int) -> Any:
 def _place_pieces(address: int, pages: Any, kind: Any, shape: Any) -> Any:
     """Place the beginnings of a chunk's pieces, and a copy of it if pages are smaller than a vector."""
     small = shape.block_size < LANES
-    copied = elements(address + 32 * _VECTORS, 2 * shape.head_dim * KV_CHUNK, kind)
+    copied = elements(address + 8 * _PLACES, 2 * shape.head_dim * KV_CHUNK, kind)
     source, stride = (copied, KV_CHUNK) if small else (pages, shape.block_size)
-    places = longs(address, 4 * _VECTORS)
+    places = longs(address, _PLACES)
     places[:] = 0
+    half = _PLACES // 2
     return Pieces(
-        source, stride, places[:_VECTORS], places[_VECTORS : 2 * _VECTORS], places[2 * _VECTORS : 3 * _VECTORS],
-        places[3 * _VECTORS :],
+        source, stride, places[:_VECTORS], places[half : half + _VECTORS], places[_VECTORS:half],
+        places[half + _VECTORS :],
     )  # fmt: skip
 
 
@@ -180,6 +194,35 @@ def _chunks_of_tile(softmax: Any, place: Any, shared: int) -> Any:
     window, newest = softmax.window, place.position + place.count - 1
     begin = max(0, place.position - window + 1) // KV_CHUNK if window > 0 else shared
     return begin, newest // KV_CHUNK + 1
+
+
+@inlined_part
+def _locate_behind(
+    block_tables: Any, sequences: Any, tiles: Any, shape: Any, kv_head: int, work: Any, most: int, pieces: Any
+) -> int:
+    """Locate up to ``most`` chunks that tiles read by themselves behind those that they share, but the very first;
+    return how many.
+
+    The computation of what is shared hardly reads memory, that of what is not waits for it: so one asks for the other.
+
+    work: the first tile, the one behind the last, and how many chunks they share.
+    """
+    first, last, shared = work
+    if shape.block_size < LANES:
+        return 0
+    count, chunk = 0, shared + 1
+    for tile in range(first, last):
+        sequence = tiles[tile, 0]
+        newest = sequences[2, sequence] + tiles[tile, 1]
+        while count < most and chunk * KV_CHUNK <= newest:
+            at = (1 + count) * _VECTORS
+            _locate(
+                block_tables[sequences[3, sequence]], kv_head, shape, chunk * KV_CHUNK, newest,
+                pieces.coming_keys[at:], pieces.coming_values[at:],
+            )  # fmt: skip
+            count, chunk = count + 1, chunk + 1
+        chunk = shared
+    return count
 
 
 @kernel_part
@@ -192,9 +235,12 @@ def _attend_chunks(
     Those of one tile and those of several are taken in by this code, which is half of the kernel.
     """
     begin, end = chunks
+    behind = 0
     for chunk in range(begin, end):
         cold = _find_chunk(pages, block_tables, shape, place, following, chunk * KV_CHUNK, pieces)
-        take_in(shape, softmax, rows, chunk * KV_CHUNK, cold, running, pieces)
+        last = following.behind * (chunk - begin + 1) // (end - begin)
+        take_in(shape, softmax, rows, chunk * KV_CHUNK, (cold, behind, last), running, pieces)
+        behind = last
 
 
 @inlined_part

@@ -42,13 +42,14 @@ class Following(NamedTuple):
     """Says what this thread computes after an item, and what was computed before it.
 
     last_table: row of the block tables of the sequence before, whose blocks are cached; -1 for none. first: the token
-    that it begins with.
+    that it begins with. behind: how many chunks behind the first are located in `Pieces`.
     """
 
     last_table: Any
     table: Any
     kv_head: Any
     first: Any
+    behind: Any
 
 
 class Running(NamedTuple):
@@ -68,7 +69,7 @@ class Running(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Says where each sixteen tokens of a chunk begin in ``source``, and those of the coming chunk in the pages.
+    """Says where each sixteen tokens of a chunk begin in ``source``, and those of the coming chunks in the pages.
 
     source: the pages, or a copy of the chunk from pages smaller than a vector. stride: between two rows of its keys.
     """

@@ -25,6 +25,7 @@ from samebit.kernels.layout.grids import KV_CHUNK, LANES
 ARRAYS = 6
 """Count of arrays that `place_running` places, each from the start of a cache line on."""
 
+_VECTORS = KV_CHUNK // LANES
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _LOWEST = np.float32(-np.inf)
@@ -88,21 +89,30 @@ def begin_rows(q: Any, sinks: Any, shape: Any, place: Any, running: Any) -> None
 
 
 @inlined_part
-def take_in(shape: Any, softmax: Any, rows: int, base: int, cold: bool, running: Any, pieces: Any) -> None:
-    """Take the chunk at ``base`` into the softmax of all rows; if ``cold``, ask for the coming one meanwhile."""
+def take_in(shape: Any, softmax: Any, rows: int, base: int, asked: Any, running: Any, pieces: Any) -> None:
+    """Take the chunk at ``base`` into the softmax of all rows.
+
+    asked: whether the first four rows ask for the coming chunk meanwhile, and the numbers, from the first to before the
+    last, of those behind it that the next fours ask for, one each.
+    """
     head_dim, value_dim, window = shape.head_dim, shape.value_dim, softmax.window
     query, acc, sums, peaks, tokens, s = running
     source, stride, keys, values, coming_keys, coming_values = pieces
+    cold, behind, last = asked
     r = 0
     while r < rows:
         many = 4 if r + 4 <= rows else (2 if r + 2 <= rows else 1)
         lo, _ = _seen(tokens[r], base, window)
         _, hi = _seen(tokens[r + many - 1], base, window)
         if lo < hi:
-            fetch = r == 0 and cold  # the first rows ask for what the next chunk will need
+            first, fetch = 0, cold  # the first rows ask for what the next chunk will need
+            if r > 0:
+                fetch = behind < last
+                behind += fetch
+                first = behind * _VECTORS
             score_chunk(
                 many, (hi + LANES - 1) // LANES, fetch, Rows(query, r * head_dim, head_dim), source,
-                keys, coming_keys, stride, Rows(s, 0, KV_CHUNK),
+                keys, coming_keys[first:], stride, Rows(s, 0, KV_CHUNK),
             )  # fmt: skip
             for i in range(many):
                 lo, hi = _seen(tokens[r + i], base, window)
@@ -110,7 +120,9 @@ def take_in(shape: Any, softmax: Any, rows: int, base: int, cold: bool, running:
                     peaks[r + i] = _absorb(
                         s, i * KV_CHUNK, lo, hi, softmax, peaks[r + i], sums, r + i, acc, value_dim
                     )  # fmt: skip
-            _add_values(s, r, many, fetch, source, values, coming_values, value_dim, base, tokens, window, acc)
+            _add_values(
+                s, r, many, fetch, source, values, coming_values[first:], value_dim, base, tokens, window, acc
+            )  # fmt: skip
         r += many
 
 
