@@ -29,7 +29,11 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 WITH_HUGGING_FACE = ("groups",)
 """Workloads that `generate` takes part in: it has no prefix cache, so the others say nothing of it."""
 WARM_UP = 10**6
-"""Is the number of a round that is not measured."""
+"""Is the number of the first round that is not measured."""
+REST = 1.0
+"""Seconds between two turns: vLLM's worker computes for .3 s behind its answer, which was in the next engine's turn."""
+WHOLE = 2
+"""Rounds of the whole work that are not measured."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +98,19 @@ def measure(part: Part, run: Run) -> tuple[list[Round], served.Sizes]:
             run.rounds,
             run.calibration,
             lambda: time.process_time() + sum(engine.cpu_seconds() for engine in processes),
+            REST,
         )
     return rounds, sizes
 
 
 def _warm_up(engine: EngineProcess, part: Part, sizes: served.Sizes) -> None:
-    """Let it compile and touch its memory: the same work with few new tokens, with log-probabilities and without."""
+    """Let it compile, with log-probabilities and without, and touch its memory, which takes the whole work: the first
+    write to a page took 14 us, a tenth of samebit's first round."""
     short = served.WORK[part.work](replace(sizes, new_tokens=8, turn_output=8))
     for logprobs in (True, False):
         short(engine, WARM_UP, logprobs)
+    for whole in range(WHOLE):
+        served.WORK[part.work](sizes)(engine, WARM_UP + 1 + whole, False)
 
 
 def figures(part: Part, rounds: list[Round], sizes: served.Sizes, calibration: Calibration) -> dict[str, Spread]:

@@ -82,8 +82,17 @@ def alternate(
     rounds: int,
     calibration: Calibration,
     own_seconds: Callable[[], float] = time.process_time,
+    rest: float = 0.0,
 ) -> list[Round]:
-    """Run each contestant once a round; the first one changes from round to round. `own_seconds`: their CPU time."""
+    """Run each contestant once a round; the first one changes from round to round.
+
+    Args:
+        turns: the contestants.
+        rounds: how many to run.
+        calibration: measured before each turn.
+        own_seconds: returns the CPU time of all contestants.
+        rest: seconds before each turn, in which those in other processes end what they do behind their answer.
+    """
     names = list(turns)
     measured = []
     for number in range(rounds):
@@ -91,6 +100,7 @@ def alternate(
         first = number % len(names)
         for name in names[first:] + names[:first]:
             gc.collect()
+            time.sleep(rest)
             result.calibrations.append(calibration.measure())
             neighbours = Neighbours(own_seconds)
             result.seconds[name] = turns[name](number)
