@@ -22,7 +22,18 @@ from samebit.benchmarks.engines.process import Command, EngineProcess, started
 from samebit.benchmarks.rounds import results_file, table
 from samebit.benchmarks.rounds.command_line import benchmark_parser
 from samebit.benchmarks.rounds.parts_file import PartsFile
-from samebit.benchmarks.rounds.turns import Calibration, Round, Spread, Turn, alternate, is_steady, kept, ratio, spread
+from samebit.benchmarks.rounds.turns import (
+    REST,
+    Calibration,
+    Round,
+    Spread,
+    Turn,
+    alternate,
+    is_steady,
+    kept,
+    ratio,
+    spread,
+)
 from samebit.benchmarks.workloads import models, served
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -30,8 +41,6 @@ WITH_HUGGING_FACE = ("groups",)
 """Workloads that `generate` takes part in: it has no prefix cache, so the others say nothing of it."""
 WARM_UP = 10**6
 """Is the number of the first round that is not measured."""
-REST = 1.0
-"""Seconds between two turns: vLLM's worker computes for .3 s behind its answer, which was in the next engine's turn."""
 WHOLE = 2
 """Rounds of the whole work that are not measured."""
 

@@ -33,7 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from samebit.benchmarks.engines import commands, http_servers
 from samebit.benchmarks.engines.http_servers import Answers, CompletionServer, free_port, ready
 from samebit.benchmarks.rounds import results_file
-from samebit.benchmarks.rounds.turns import Spread, spread
+from samebit.benchmarks.rounds.turns import REST, Spread, spread
 from samebit.benchmarks.workloads import models
 from samebit.kernels.openmp import process_environment
 from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams
@@ -212,7 +212,8 @@ def serving(folder: Path) -> Iterator[Server]:
 
 
 def beside_vllm(model: commands.Model, vllm: commands.Vllm, sizes: Sizes) -> dict[str, Spread]:
-    """Return the figures of both servers; they take turns, and the first one changes from round to round."""
+    """Return the figures of both servers; they take turns, after a rest, and the first one changes from round to
+    round."""
     settings = commands.Serving("measured", CONFIG.max_num_seqs, 0.25, vllm.threads)
     starts = {
         "samebit": partial(commands.samebit_server, model, serving=settings),
@@ -239,6 +240,7 @@ def _round(servers: dict[str, CompletionServer], number: int, sizes: Sizes) -> d
     for offset, way in enumerate(("whole", "streamed")):
         prompts = _random_prompts(2 * number + offset, sizes.requests, sizes.prompt)
         for name in names:
+            time.sleep(REST)
             found = servers[name].ask(prompts, sizes.tokens, stream=way == "streamed")
             found.check(sizes.tokens)
             answers[name][way] = found
