@@ -24,14 +24,17 @@ COMMON = (0, 256, 280, 130, 190, 64, 64)
 STARTS = (330, 300, 300, 200, 193, 129, 70)
 
 
-def decode(shape: Shape, block_size: int, dtype: torch.dtype) -> ForwardContext:
+def decode(
+    shape: Shape, block_size: int, dtype: torch.dtype, tokens: tuple[int, ...] = STARTS,
+    in_common: tuple[int, ...] = COMMON,
+) -> ForwardContext:  # fmt: skip
     """Lay out a step of sequences that have these tokens, four times, in blocks of their own but for those in common;
     pages hold random numbers, and NaN where no token is."""
-    layout, width = KVLayout(1, shape.kv_heads, shape.head_dim), -(-(max(STARTS) + 1) // block_size)
-    starts = np.array(STARTS * 4, np.int32)
+    layout, width = KVLayout(1, shape.kv_heads, shape.head_dim), -(-(max(tokens) + 1) // block_size)
+    starts = np.array(tokens * 4, np.int32)
     tables = np.arange(1, len(starts) * width + 1, dtype=np.int32).reshape(len(starts), width)
     for place in range(1, len(starts)):
-        common = min(COMMON[place % len(COMMON)], starts[place]) // block_size
+        common = min(in_common[place % len(in_common)], starts[place]) // block_size
         tables[place, :common] = tables[place - 1, :common]
     pages = layout.allocate(len(starts) * width, block_size, dtype)[0].normal_()
     for table, start in zip(tables, starts, strict=True):
@@ -53,15 +56,8 @@ def decode(shape: Shape, block_size: int, dtype: torch.dtype) -> ForwardContext:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [4, 16, 64])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_beside_others_that_read_the_same_blocks_have_the_bits_of_each_alone(
-    shape: Shape, block_size: int, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    together = decode(shape, block_size, dtype)
-    assert together.bunches[:-1, 1].tolist() == 4 * [4, 2, 1]
+def check_each_alone(shape: Shape, together: ForwardContext, dtype: torch.dtype) -> None:
+    """Compare the rows of a step with each computed by itself."""
     count = together.num_rows
     q = 3 * torch.randn(count, shape.heads, shape.head_dim)
     k, v = torch.randn(2, count, shape.kv_heads, shape.head_dim)
@@ -82,6 +78,29 @@ def test_rows_beside_others_that_read_the_same_blocks_have_the_bits_of_each_alon
             expected = attention(q[only], k[only], v[only], alone, shape.options, shape.sinks)
             assert torch.equal(found[only], expected), row
         assert not found.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [4, 16, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_beside_others_that_read_the_same_blocks_have_the_bits_of_each_alone(
+    shape: Shape, block_size: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    together = decode(shape, block_size, dtype)
+    assert together.bunches[:-1, 1].tolist() == 4 * [4, 2, 1]
+    check_each_alone(shape, together, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [Shape(4, 1, 16), Shape(5, 1, 40), Shape(2, 2, 129)], ids=str)
+@pytest.mark.parametrize("common", [64, 320])
+def test_samples_that_go_on_for_long_have_the_bits_of_each_alone(shape: Shape, common: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    tokens = tuple(common + own for own in (400, 1, 0, 700, 63, 450, 511, 512))  # more chunks than are asked for ahead
+    together = decode(shape, 64, dtype, tokens, (0, *(common,) * 7))
+    assert together.bunches[:-1].tolist() == [[first, common // 64] for first in range(0, 32, 8)]
+    check_each_alone(shape, together, dtype)
 
 
 def test_siblings_are_bunched_wherever_they_stand_in_the_call() -> None:
