@@ -19,7 +19,7 @@ from samebit.benchmarks.rounds.machine_noise import Neighbours
 TOLERANCE = 0.15
 NEIGHBOURS = 0.1
 REST = 1.0
-"""Seconds before a turn where others are processes of their own: vLLM's worker computes for .3 s behind its answer."""
+"""Seconds before a turn where others are processes of their own: vLLM's worker is busy for .3 s behind its answer."""
 
 
 @dataclass(frozen=True)
