@@ -114,7 +114,7 @@ def measure(part: Part, run: Run) -> tuple[list[Round], served.Sizes]:
 
 def _warm_up(engine: EngineProcess, part: Part, sizes: served.Sizes) -> None:
     """Let it compile, with log-probabilities and without, and touch its memory, which takes the whole work: the first
-    write to a page took 14 us, a tenth of samebit's first round."""
+    write to a page took 14 us, up to a quarter of samebit's first round."""
     short = served.WORK[part.work](replace(sizes, new_tokens=8, turn_output=8))
     for logprobs in (True, False):
         short(engine, WARM_UP, logprobs)
