@@ -27,13 +27,11 @@ from samebit.kernels.cpu.linear import (
 )
 from samebit.kernels.cpu.logprobs import entropies, entropy_gradient, gather, gather_gradient, log_softmax
 from samebit.kernels.cpu.low_rank import add_low_rank
-from samebit.kernels.cpu.norm import (
+from samebit.kernels.cpu.norm.backward import gated_rms_norm_backward, layer_norm_backward, rms_norm_backward
+from samebit.kernels.cpu.norm.forward import (
     add_rms_norm,
-    gated_rms_norm_backward,
     gated_rms_norm_forward,
-    layer_norm_backward,
     layer_norm_forward,
-    rms_norm_backward,
     rms_norm_forward,
 )
 from samebit.kernels.cpu.rope import join_rotated, rotate

@@ -11,7 +11,7 @@ import torch
 from samebit.kernels.cpu.attention import backward, forward, write_pages
 from samebit.kernels.cpu.base.jit import array, parameter_array
 from samebit.kernels.cpu.base.memory import kind_of
-from samebit.kernels.cpu.norm import rms_norm_forward
+from samebit.kernels.cpu.norm.forward import rms_norm_forward
 from samebit.kernels.cpu.rope import rotate
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.options import AttentionOptions, HeadNorms, Saved

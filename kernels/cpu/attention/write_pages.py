@@ -12,7 +12,7 @@ from samebit.kernels.cpu.base.memory import NO_END, elements, floats
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.many_rows_vectors import fetch
-from samebit.kernels.cpu.norm import rms_norm_row
+from samebit.kernels.cpu.norm.forward import rms_norm_row
 from samebit.kernels.cpu.rope import rotate_head
 from samebit.kernels.layout.grids import LANES
 

@@ -22,7 +22,7 @@ from samebit.kernels.cpu.delta.projections import with_projections
 from samebit.kernels.cpu.delta.rule import rule
 from samebit.kernels.cpu.dense.products import shared
 from samebit.kernels.cpu.dense.terms import terms_at
-from samebit.kernels.cpu.norm import gated_rms_norm_rows
+from samebit.kernels.cpu.norm.forward import gated_rms_norm_rows
 from samebit.kernels.layout.grids import CACHE_LINE
 from samebit.kernels.layout.layers.delta import MixerOptions
 

@@ -29,7 +29,7 @@ from samebit.kernels.cpu.dense.terms import LAYOUT, NO_TERMS, add_adapter, add_n
 from samebit.kernels.cpu.gemm import heads as products_of_heads
 from samebit.kernels.cpu.latent.forward import attend_part
 from samebit.kernels.cpu.latent.operation import most_heads_together
-from samebit.kernels.cpu.norm import rms_norm_row
+from samebit.kernels.cpu.norm.forward import rms_norm_row
 from samebit.kernels.cpu.rope import rotate_to_halves
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES

@@ -27,7 +27,7 @@ from samebit.kernels.cpu.dense.products import ROW_PARTS, Kernels, product, shar
 from samebit.kernels.cpu.dense.terms import NO_TERMS, add_adapter, add_nothing, terms_of
 from samebit.kernels.cpu.latent.index import select_part
 from samebit.kernels.cpu.latent.selection import Plan, chosen_of
-from samebit.kernels.cpu.norm import layer_norm_row
+from samebit.kernels.cpu.norm.forward import layer_norm_row
 from samebit.kernels.cpu.rope import rotate_to_halves
 from samebit.kernels.layout.forward_context import ForwardContext
 from samebit.kernels.layout.grids import LANES

@@ -22,7 +22,7 @@ _ONE = np.float32(1.0)
 
 
 @inlined_part
-def _mean_square(x: Any, center: Any, lanes: Any) -> Any:
+def mean_square(x: Any, center: Any, lanes: Any) -> Any:
     """Return the mean of (x - center)**2."""
     width = len(x)
     for lane in range(LANES):
@@ -42,7 +42,7 @@ def _mean_square(x: Any, center: Any, lanes: Any) -> Any:
 
 
 @inlined_part
-def _mean(x: Any, lanes: Any) -> Any:
+def mean(x: Any, lanes: Any) -> Any:
     width = len(x)
     for lane in range(LANES):
         lanes[lane] = _ZERO
@@ -88,7 +88,7 @@ def _rms_norm_part(
 @inlined_part
 def rms_norm_row(x: Any, weight: Any, offset: Any, eps: Any, lanes: Any, out: Any) -> Any:
     """Write the norm of a row to ``out``; return what the row was multiplied with. ``lanes``: scratch ``[LANES]``."""
-    scale = _ONE / np.sqrt(_mean_square(x, _ZERO, lanes) + eps)
+    scale = _ONE / np.sqrt(mean_square(x, _ZERO, lanes) + eps)
     for i in range(len(x)):
         out[i] = narrow(widen(x[i]) * scale * (widen(weight[i]) + offset), out[i])
     return scale
@@ -113,8 +113,8 @@ def _layer_norm_row(
 def layer_norm_row(x: Any, weight: Any, bias: Any, eps: Any, lanes: Any, out: Any) -> Any:
     """Write the norm of a row to ``out``, which may be the row; return its mean, and what the rest was multiplied with.
     ``lanes``: scratch ``[LANES]``."""
-    center = _mean(x, lanes)
-    scale = _ONE / np.sqrt(_mean_square(x, center, lanes) + eps)
+    center = mean(x, lanes)
+    scale = _ONE / np.sqrt(mean_square(x, center, lanes) + eps)
     for i in range(len(x)):
         value = (widen(x[i]) - center) * scale
         out[i] = narrow(fma(value, widen(weight[i]), widen(bias[i])), out[i])
@@ -164,7 +164,7 @@ def _gated_rms_norm_group(
         value = widen(gate[i])
         gates[i] = sigmoid(value) if by_sigmoid else value * sigmoid(value)
         scaled[i] = widen(x[i]) * gates[i] if gate_first else widen(x[i])
-    scale = _ONE / np.sqrt(_mean_square(scaled, _ZERO, lanes) + eps)
+    scale = _ONE / np.sqrt(mean_square(scaled, _ZERO, lanes) + eps)
     for i in range(len(scaled)):
         normed = scaled[i] * scale * widen(weight[i])
         out[i] = narrow(normed if gate_first else normed * gates[i], out[i])
@@ -196,18 +196,6 @@ def add_rms_norm(
     return rms_norm_forward(torch.add(x, y, out=total), weight, eps, offset)
 
 
-def rms_norm_backward(saved: Saved, grad: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implement `Operations.rms_norm_backward`."""
-    x, weight, inverse = saved
-    scale = inverse.view(*x.shape[:-1], 1)
-    normed = x.float() * scale
-    upstream = grad.float()
-    inner = upstream * (weight.float() + offset)
-    grad_x = scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))
-    grad_weight = (upstream * normed).reshape(-1, x.shape[-1]).sum(0)
-    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
-
-
 def layer_norm_forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, Saved]:
@@ -225,22 +213,6 @@ def layer_norm_forward(
     return out, (x, weight, mean, inverse)
 
 
-def layer_norm_backward(
-    saved: Saved, grad: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Implement `Operations.layer_norm_backward`."""
-    x, weight, mean, inverse = saved
-    scale = inverse.view(*x.shape[:-1], 1)
-    normed = (x.float() - mean.view_as(scale)) * scale
-    upstream = grad.float()
-    inner = upstream * weight.float()
-    centered = inner - inner.mean(-1, keepdim=True)
-    grad_x = scale * (centered - normed * (inner * normed).mean(-1, keepdim=True))
-    rows = upstream.reshape(-1, x.shape[-1])
-    grad_weight = (rows * normed.reshape(-1, x.shape[-1])).sum(0)
-    return grad_x.to(x.dtype), grad_weight.to(weight.dtype), rows.sum(0).to(weight.dtype)
-
-
 def gated_rms_norm_forward(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, options: GatedNormOptions
 ) -> tuple[torch.Tensor, Saved]:
@@ -253,26 +225,3 @@ def gated_rms_norm_forward(
         kind_of(x.dtype), kind_of(weight.dtype),
     )  # fmt: skip
     return out, (x, gate, weight)
-
-
-def gated_rms_norm_backward(
-    saved: Saved, grad: torch.Tensor, options: GatedNormOptions
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Implement `Operations.gated_rms_norm_backward`."""
-    x, gate, weight = saved
-    first = options.gate_first
-    share = torch.sigmoid(gate.float())
-    factor = share if options.sigmoid else gate.float() * share
-    value = x.float() * factor if first else x.float()
-    parts = value.unflatten(-1, (options.groups, -1))
-    scale = (parts.square().mean(-1, keepdim=True) + options.eps).rsqrt()
-    normed = parts * scale
-    flat = normed.flatten(-2)
-    upstream = grad.float() if first else grad.float() * factor
-    inner = (upstream * weight.float()).view_as(parts)
-    grad_value = (scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))).flatten(-2)
-    grad_factor = grad_value * x.float() if first else grad.float() * flat * weight.float()
-    slope = share * (1 - share) if options.sigmoid else share * (1 + gate.float() * (1 - share))
-    grad_gate = grad_factor * slope
-    grad_x = grad_value * factor if first else grad_value
-    return grad_x.to(x.dtype), grad_gate.to(gate.dtype), (upstream * flat).sum(0).to(weight.dtype)
