@@ -14,6 +14,7 @@ from samebit.kernels.cpu.base.memory import kind_of, with_unit_stride
 from samebit.kernels.cpu.base.vectors import REGISTERS
 from samebit.kernels.cpu.gemm import amx, amx_tiles, dots, dots_vectors, few_rows, many_rows
 from samebit.kernels.cpu.gemm.layers import in_one
+from samebit.kernels.cpu.transpose import transposed
 from samebit.kernels.layout.grids import LANES, ceil_div
 from samebit.kernels.layout.options import Layer, Saved
 
@@ -71,7 +72,7 @@ def gradient_of_inputs(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     """Implement `Operations.gradient_of_inputs`."""
     if not _by_own_kernels(grad):
         return torch_product(grad, weight)
-    return multiply(grad, ((weight.t(), None),))[0]
+    return multiply(grad, ((transposed(weight), None),))[0]
 
 
 def gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 from samebit.kernels.binding.lora.forwards import linear_forward
 from samebit.kernels.binding.modules import attach
 from samebit.kernels.cpu import linear as cpu_linear
+from samebit.kernels.cpu.transpose import transposed
 from samebit.kernels.ops.linear import linear, linears
 
 from ..forks import python
@@ -62,6 +63,20 @@ def test_gradients_are_near_float64_and_do_not_depend_on_threads(
     for of_one, *others, oracle in zip(*found, wide, strict=True):
         assert all(torch.equal(of_one, other) for other in others)
         assert (of_one - oracle).norm() < 1e-6 * oracle.norm()
+
+
+@pytest.mark.usefixtures("nan_in_empty")
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (1, 40), (15, 16), (16, 17), (100, 129), (1030, 1040)])
+def test_a_matrix_is_turned_over(shape: tuple[int, int]) -> None:
+    """Of any size, a part of a wider one, and one that lies so already, which is not copied."""
+    matrix, wide = torch.randn(shape), torch.randn(shape[0], shape[1] + 3)[:, 2:-1]
+    for number in THREADS:
+        with threads(number):
+            for given in (matrix, wide):
+                assert torch.equal(transposed(given), given.t())
+                assert transposed(given).is_contiguous()
+    turned = torch.randn(shape).t()
+    assert transposed(turned).data_ptr() == turned.data_ptr()
 
 
 def gradients(
