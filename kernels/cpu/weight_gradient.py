@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from samebit.kernels.cpu.base.jit import SharedKernel
-from samebit.kernels.cpu.base.memory import floats, scratch
+from samebit.kernels.cpu.base.memory import copy, floats, scratch
 from samebit.kernels.cpu.base.part import kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm.layers import shares
@@ -63,11 +63,11 @@ def _multiply_item(
             depth = min(SUM_BLOCK, rows - row)
             for k in range(depth):
                 at = (row + k) * x_stride + begin_input
-                panel[k * width : k * width + count] = x[at : at + count]
+                copy(x[at : at + count], panel[k * width : k * width + count])
             _add_products(grad, row * grad_stride, grad_stride, begin, end, panel, width, depth, sums)
         for output in range(begin, end):
-            at = output * inputs + begin_input
-            out[at : at + count] = sums[(output - begin) * width : (output - begin) * width + count]
+            at, sums_at = output * inputs + begin_input, (output - begin) * width
+            copy(sums[sums_at : sums_at + count], out[at : at + count])
 
 
 @kernel_part

@@ -93,6 +93,13 @@ def scratch(count: int) -> Any:
 
 
 @inlined_part
+def copy(source: Any, target: Any) -> None:
+    """Copy the elements of an array, as vectors: the assignment of a slice takes two cycles for each of them."""
+    for i in range(len(source)):
+        target[i] = source[i]
+
+
+@inlined_part
 def whole_lines(count: int) -> int:
     """Return ``count`` float32 in whole cache lines."""
     return (count + _LINE - 1) // _LINE * _LINE

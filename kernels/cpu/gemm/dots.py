@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from samebit.kernels.cpu.base.jit import SharedKernel
-from samebit.kernels.cpu.base.memory import elements, scratch
+from samebit.kernels.cpu.base.memory import copy, elements, scratch
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
 from samebit.kernels.cpu.gemm import few_rows
@@ -96,7 +96,7 @@ def copy_rows(x: Any, x_stride: int, rows: int, inputs: int) -> Any:
     copied = np.zeros((MOST_ROWS, inputs + 1), np.uint16)
     for row in range(tile_rows(rows)):
         at = min(row, rows - 1) * x_stride
-        copied[row, :inputs] = x[at : at + inputs]
+        copy(x[at : at + inputs], copied[row])
     return copied.reshape(-1)
 
 
