@@ -82,6 +82,33 @@ def test_gradients_are_near_the_oracle_and_equal_for_any_thread_count(shape: Sha
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
 
+@pytest.mark.parametrize("window", [1, 3, 7, 8, 9])
+def test_gradients_of_windows_of_few_tokens_are_near_the_oracle(window: int) -> None:
+    """Keys that are computed together are then seen by rows of which some see none of the others."""
+    shape = Shape(6, 2, 40, window=window)
+    parts = tensors(shape, torch.float32, LENGTHS)
+    upstream = torch.randn(parts[0].shape)
+    exact, mine = leaves(*(x.double() for x in parts)), leaves(*parts)
+    oracle(*exact, shape, LENGTHS).backward(upstream.double())
+    attention(*mine, packed_context(LENGTHS), shape.options).backward(upstream)
+    for x, grad in zip(mine, (x.grad for x in exact), strict=True):
+        assert x.grad is not None
+        assert_near(x.grad, grad, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_padding_has_no_gradient(dtype: torch.dtype) -> None:
+    shape = SHAPES[0]
+    mask = left_padding(LENGTHS)
+    mine = leaves(*(padded(x, mask) for x in tensors(shape, dtype, LENGTHS)))
+    out = attention(*mine, training_context(mask.shape, mask, None), shape.options)
+    out.backward(torch.full_like(out, torch.nan).where(~mask.flatten().bool()[:, None, None], out.detach()))
+    for x in mine:
+        assert x.grad is not None
+        assert not x.grad[~mask.flatten().bool()].any()
+        assert x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("row", [0, 1, 62, 63, 64, 101, 129])
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3]], ids=str)
 def test_the_gradient_of_a_row_reaches_the_keys_that_it_sees_and_no_others(shape: Shape, row: int) -> None:

@@ -87,16 +87,16 @@ def attention_backward(
     """Implement `Operations.attention_backward`."""
     q, pages, out, lse, *sinks = saved
     tokens, _, head_dim = q.shape
-    grad_q = torch.zeros(q.shape, dtype=torch.float32)
-    grad_kv = torch.zeros(2, tokens, pages.shape[1], head_dim, dtype=torch.float32)
-    deltas = torch.zeros(lse.shape, dtype=torch.float32)
+    empty = torch.empty if context.covers_all_rows else torch.zeros  # padding rows are not written
+    grad_q = empty(q.shape, dtype=q.dtype)
+    grad_kv = empty(2, tokens, pages.shape[1], head_dim, dtype=q.dtype)
+    deltas = empty(lse.shape, dtype=torch.float32)
     backward.backward(
         array(q.contiguous()), array(pages), context.layout.numpy(), context.block_tables, _scales(options),
-        array(out), lse.numpy(), array(grad.contiguous()), grad_q.numpy(), grad_kv.numpy(), deltas.numpy(),
-        num_threads(),
+        array(out), lse.numpy(), array(grad.contiguous()), array(grad_q), array(grad_kv), deltas.numpy(), num_threads(),
     )  # fmt: skip
     grad_sinks = _gradient_of_sinks(sinks[0], lse, deltas) if sinks else None
-    return grad_q.to(q.dtype), grad_kv[0].to(q.dtype), grad_kv[1].to(q.dtype), grad_sinks
+    return grad_q, grad_kv[0], grad_kv[1], grad_sinks
 
 
 def _gradient_of_sinks(sinks: torch.Tensor, lse: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:

@@ -48,11 +48,11 @@ def pieces(rows: int, columns: int, at_once: int = _AT_ONCE) -> list[range]:
     return [range(first, min(first + each, columns)) for first in range(0, columns, each)]
 
 
-def _tile_multiply(from_zero: bool, allowed: tuple[int, ...] = _COLUMNS) -> Any:
+def _tile_multiply(from_zero: bool, allowed: tuple[int, ...] = _COLUMNS, at_once: tuple[int, ...] = _ROWS) -> Any:
     """Make a micro-kernel: ``out[r, 0 : 16 c] (+)= sum over i of weights[r, i] * vectors[i, 0 : 16 c]``.
 
-    ``rows`` is 1, 2 or 4, ``columns`` (c) one of those ``allowed``; ``weights``, ``vectors`` and ``out`` are `Rows`.
-    ``tile_multiply`` of one row (decode waits for memory) also asks for what lies `FETCH_AHEAD` elements further on.
+    ``rows`` is one of ``at_once``, ``columns`` (c) one of those ``allowed``; ``weights``, ``vectors`` and ``out`` are
+    `Rows`. ``tile_multiply`` of one row (decode waits for memory) also asks for what lies `FETCH_AHEAD` elements on.
     """
 
     @intrinsic
@@ -81,7 +81,7 @@ def _tile_multiply(from_zero: bool, allowed: tuple[int, ...] = _COLUMNS) -> Any:
                     for pointer, total in zip(targets, accumulate(builder, n, initial, step), strict=True):
                         store_vector(builder, total, pointer)
 
-            dispatch(builder, [(many, _ROWS), (wide, allowed)], emit)
+            dispatch(builder, [(many, at_once), (wide, allowed)], emit)
             return context.get_dummy_value()
 
         return signature, generate
@@ -119,6 +119,7 @@ def _step(
 
 
 tile_multiply = _tile_multiply(from_zero=True)
+tile_scores = _tile_multiply(from_zero=True, allowed=(4, 3, 2, 1), at_once=(4, 1))
 tile_multiply_add = _tile_multiply(from_zero=False)
 tile_multiply_add_wide = _tile_multiply(from_zero=False, allowed=(*_COLUMNS, 8))
 
