@@ -20,12 +20,12 @@ from samebit.kernels.cpu.attention.gradient_vectors import (
     ROWS_AT_ONCE,
     add_to_keys,
     add_to_queries,
-    copy_vectors,
     multiply_rows,
     to_slopes,
 )
 from samebit.kernels.cpu.attention.groups import Place, Shape, Softmax
 from samebit.kernels.cpu.attention.softmax import behind
+from samebit.kernels.cpu.attention.vectors import copy_vectors
 from samebit.kernels.cpu.base.jit import compile_kernel
 from samebit.kernels.cpu.base.memory import NO_END, elements, floats, longs, scratch
 from samebit.kernels.cpu.base.numeric import exp, narrow, tanh, widen

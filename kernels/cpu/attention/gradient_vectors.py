@@ -190,25 +190,6 @@ def to_slopes(
 
 
 @intrinsic
-def copy_vectors(typingctx: Any, source: Any, at: Any, target: Any, to: Any, count: Any) -> Any:
-    """Copy ``count // 16`` vectors; either side is float32, or bfloat16 as its uint16 bits (rounded to nearest)."""
-    i64 = types.int64
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        from_array, first, to_array, target_first, n = args
-        index = n.type
-        start = pointer_to(context, builder, source, from_array, first)
-        end = pointer_to(context, builder, target, to_array, target_first)
-        whole = builder.and_(n, index(-LANES))
-        with cgutils.for_range_slice(builder, index(0), whole, index(LANES), intp=index) as (i, _):
-            value = load_vector(builder, builder.gep(start, [i]), source.dtype)
-            store_vector(builder, value, builder.gep(end, [i]), target.dtype)
-        return context.get_dummy_value()
-
-    return types.void(source, i64, target, i64, i64), generate
-
-
-@intrinsic
 def multiply_rows(typingctx: Any, rows: Any, a: Any, b: Any, count: Any, out: Any, at: Any) -> Any:
     """Write to ``out[at + r]`` the chain over i < count of ``a[r, i] * b[r, i]``, of 8 rows or 1.
 

@@ -57,7 +57,8 @@ class Running(NamedTuple):
 
     query, acc: ``[rows, D]`` of keys and of values, flat. sums: ``[rows, LANES]``, flat, partial sums of the weights.
     peaks: ``[rows]``, the greatest score so far. tokens: ``[rows]``, absolute positions. s: ``[4, C]``, flat, scores
-    and then weights.
+    and then weights. bounds: ``[2, 4]``, flat, the last token of the chunk that each of four rows does not see yet, and
+    the last one that it sees.
     """
 
     query: Any
@@ -66,6 +67,7 @@ class Running(NamedTuple):
     peaks: Any
     tokens: Any
     s: Any
+    bounds: Any
 
 
 class Pieces(NamedTuple):

@@ -15,26 +15,34 @@ from typing import Any
 import numpy as np
 
 from samebit.kernels.cpu.attention.groups import Running
-from samebit.kernels.cpu.attention.vectors import add_values, scale_scores, score_chunk, weigh_scores
-from samebit.kernels.cpu.base.memory import floats, longs
-from samebit.kernels.cpu.base.numeric import exp, fma, narrow, tanh, widen
+from samebit.kernels.cpu.attention.softmax_vectors import absorb
+from samebit.kernels.cpu.attention.vectors import add_values, copy_vectors, score_chunk
+from samebit.kernels.cpu.base.memory import NO_END, elements, floats, longs
+from samebit.kernels.cpu.base.numeric import fma, narrow, tanh, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.rows import Rows
-from samebit.kernels.layout.grids import KV_CHUNK, LANES
+from samebit.kernels.cpu.gemm.many_rows_vectors import fetch
+from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
 
-ARRAYS = 6
+ARRAYS = 7
 """Count of arrays that `place_running` places, each from the start of a cache line on."""
+
+_AHEAD = 8
+"""Each row of queries asks for the one that so many further on."""
 
 _VECTORS = KV_CHUNK // LANES
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
+_BOUNDS = 8
+"""Numbers of `Running.bounds`."""
+
 _LOWEST = np.float32(-np.inf)
 
 
 @inlined_part
 def size_of_running(rows: int, head_dim: int, value_dim: int) -> int:
     """Return how many float32 `place_running` needs."""
-    return rows * (head_dim + value_dim + LANES + 3) + 4 * KV_CHUNK + ARRAYS * LANES
+    return rows * (head_dim + value_dim + LANES + 3) + 4 * KV_CHUNK + 2 * _BOUNDS + ARRAYS * LANES
 
 
 @inlined_part
@@ -51,22 +59,23 @@ def place_running(query: int, rows: int, head_dim: int, value_dim: int) -> Any:
     peaks = behind(sums, rows * LANES)
     tokens = behind(peaks, rows)
     s = behind(tokens, 2 * rows)
+    bounds = behind(s, 4 * KV_CHUNK)
     scores = floats(s, 4 * KV_CHUNK)
     scores[:] = _ZERO
     running = Running(
         floats(query, rows * head_dim), floats(acc, rows * value_dim), floats(sums, rows * LANES), floats(peaks, rows),
-        longs(tokens, rows), scores,
+        longs(tokens, rows), scores, longs(bounds, _BOUNDS),
     )  # fmt: skip
-    return running, behind(s, 4 * KV_CHUNK)
+    return running, behind(bounds, 2 * _BOUNDS)
 
 
 @inlined_part
 def rows_from(running: Any, first: int, shape: Any) -> Any:
     """Return the softmax of the rows from the ``first`` on."""
-    query, acc, sums, peaks, tokens, s = running
+    query, acc, sums, peaks, tokens, s, bounds = running
     return Running(
         query[first * shape.head_dim :], acc[first * shape.value_dim :], sums[first * LANES :], peaks[first:],
-        tokens[first:], s,
+        tokens[first:], s, bounds,
     )  # fmt: skip
 
 
@@ -74,12 +83,18 @@ def rows_from(running: Any, first: int, shape: Any) -> Any:
 def begin_rows(q: Any, sinks: Any, shape: Any, place: Any, running: Any) -> None:
     """Load the queries of an item, and begin its softmax with nothing, or with the sinks, whose values are 0."""
     group, head_dim, query = shape.group, shape.head_dim, running.query
-    rows = place.count * group
+    rows, heads = place.count * group, shape.kv_heads * group
+    flat = elements(q.ctypes.data, NO_END, q.dtype.type(0))
     for r in range(rows):
         running.tokens[r] = place.position + r // group
         running.peaks[r] = _LOWEST
-        for d in range(head_dim):
-            query[r * head_dim + d] = widen(q[place.row + r // group, place.kv_head * group + r % group, d])
+        at = ((place.row + r // group) * heads + place.kv_head * group + r % group) * head_dim
+        if r + _AHEAD < rows:  # rows lie apart in memory
+            for d in range(0, head_dim, CACHE_LINE // q.itemsize):
+                fetch(flat, at + _AHEAD // group * heads * head_dim + d)
+        copy_vectors(flat, at, query, r * head_dim, head_dim)
+        for d in range(head_dim // LANES * LANES, head_dim):
+            query[r * head_dim + d] = widen(flat[at + d])
     running.acc[: rows * shape.value_dim] = _ZERO
     running.sums[: rows * LANES] = _ZERO
     if len(sinks) > 0:
@@ -96,7 +111,7 @@ def take_in(shape: Any, softmax: Any, rows: int, base: int, asked: Any, running:
     last, of those behind it that the next fours ask for, one each.
     """
     head_dim, value_dim, window = shape.head_dim, shape.value_dim, softmax.window
-    query, acc, sums, peaks, tokens, s = running
+    query, acc, sums, peaks, tokens, s, bounds = running
     source, stride, keys, values, coming_keys, coming_values = pieces
     cold, behind, last = asked
     r = 0
@@ -114,14 +129,19 @@ def take_in(shape: Any, softmax: Any, rows: int, base: int, asked: Any, running:
                 many, (hi + LANES - 1) // LANES, fetch, Rows(query, r * head_dim, head_dim), source,
                 keys, coming_keys[first:], stride, Rows(s, 0, KV_CHUNK),
             )  # fmt: skip
+            whole = True
             for i in range(many):
-                lo, hi = _seen(tokens[r + i], base, window)
-                if lo < hi:
-                    peaks[r + i] = _absorb(
-                        s, i * KV_CHUNK, lo, hi, softmax, peaks[r + i], sums, r + i, acc, value_dim
-                    )  # fmt: skip
+                lo, end = _seen(tokens[r + i], base, window)
+                bounds[i], bounds[4 + i] = lo - 1, end - 1
+                whole = whole and lo == 0 and end == KV_CHUNK
+            scale = softmax.scale
+            if softmax.softcap > _ZERO:
+                _cap_scores(s, many, softmax)
+                scale = _ONE
+            absorb(many, whole, (hi + LANES - 1) // LANES, s, scale, bounds, peaks, sums, acc, r, value_dim)
             _add_values(
-                s, r, many, fetch, source, values, coming_values[first:], value_dim, base, tokens, window, acc
+                s.ctypes.data, many, whole, fetch, source.ctypes.data, source.dtype.type(0), values.ctypes.data,
+                coming_values.ctypes.data + 8 * first, value_dim, bounds, acc.ctypes.data + 4 * r * value_dim,
             )  # fmt: skip
         r += many
 
@@ -150,79 +170,72 @@ def _seen(token: int, base: int, window: int) -> Any:
 
 
 @inlined_part
-def _absorb(
-    s: Any, at: int, lo: int, hi: int, softmax: Any, old: Any, sums: Any, row: int, acc: Any, value_dim: int
-) -> Any:
-    """Turn a row's scores ``s[at + lo : at + hi]`` into weights against its maximum so far, ``old``; return the new
-    maximum.
-
-    The rest of the chunk gets weight 0; the row's partial sums and accumulator are rescaled.
-    """
-    scale = softmax.scale
-    if softmax.softcap > _ZERO:
-        for j in range(KV_CHUNK):
-            s[at + j] = softmax.softcap * tanh(s[at + j] * scale / softmax.softcap)
-        scale = _ONE
-    best = scale_scores(s, at, scale, lo, hi)
-    peak = best if best > old else old
-    if peak != old:
-        shrink = exp(old - peak) if old > _LOWEST else _ZERO
-        _rescale(sums, row, acc, value_dim, shrink)
-    weigh_scores(s, at, peak, lo, hi, sums, row * LANES)
-    return peak
-
-
-@inlined_part
-def _rescale(sums: Any, row: int, acc: Any, value_dim: int, factor: Any) -> None:
-    """Multiply the partial sums and the accumulator of a row."""
-    for lane in range(LANES):
-        sums[row * LANES + lane] = sums[row * LANES + lane] * factor
-    for d in range(value_dim):
-        acc[row * value_dim + d] = acc[row * value_dim + d] * factor
+def _cap_scores(s: Any, rows: int, softmax: Any) -> None:
+    """Scale and cap the scores of some rows."""
+    for j in range(rows * KV_CHUNK):
+        s[j] = softmax.softcap * tanh(s[j] * softmax.scale / softmax.softcap)
 
 
 @inlined_part
 def _add_values(
-    s: Any, r: int, many: int, fetch: bool, source: Any, values: Any, coming: Any, value_dim: int, base: int,
-    tokens: Any, window: int, acc: Any,
+    s: int, many: int, whole: bool, fetch: bool, source: int, kind: Any, values: int, coming: int, value_dim: int,
+    bounds: Any, acc: int,
 ) -> None:  # fmt: skip
-    """Add ``s[i] . values`` to ``acc[r + i]``: keys that all rows see together, those before and after row by row.
+    """Add ``s[i] . values`` to ``acc[i]``: keys that all rows see together, those before and after for fewer rows.
 
     A key that a row does not see is left out, never multiplied by 0: its page may hold anything.
     """
-    lo, _ = _seen(tokens[r + many - 1], base, window)
-    _, hi = _seen(tokens[r], base, window)
+    if whole:
+        _values_of(s, many, fetch, source, kind, values, coming, value_dim, 0, KV_CHUNK, acc)
+        return
+    lo, hi = bounds[many - 1] + 1, bounds[4] + 1
     hi = max(lo, hi)
-    if window > 0:
-        for i in range(many):
-            first, last = _seen(tokens[r + i], base, window)
-            _values_of(s, i, r, 1, False, source, values, coming, value_dim, first, min(lo, last), acc)
-    _values_of(s, 0, r, many, fetch, source, values, coming, value_dim, lo, hi, acc)
     for i in range(many):
-        _, last = _seen(tokens[r + i], base, window)
+        first, last = bounds[i] + 1, min(lo, bounds[4 + i] + 1)
+        if first < last:
+            _values_of_row(s, i, source, kind, values, coming, value_dim, first, last, acc)
+    if lo < hi:
+        _values_of(s, many, fetch, source, kind, values, coming, value_dim, lo, hi, acc)
+    for i in range(many):
+        last = bounds[4 + i] + 1
         if last > hi:
-            _values_of(s, i, r, 1, False, source, values, coming, value_dim, hi, last, acc)
+            _values_of_row(s, i, source, kind, values, coming, value_dim, hi, last, acc)
+
+
+@inlined_part
+def _values_of_row(
+    s: int, i: int, source: int, kind: Any, values: int, coming: int, value_dim: int, lo: int, hi: int, acc: int
+) -> None:
+    """Do as `_values_of` for row i of those at hand."""
+    _values_of(
+        s + 4 * i * KV_CHUNK, 1, False, source, kind, values, coming, value_dim, lo, hi, acc + 4 * i * value_dim
+    )  # fmt: skip
 
 
 @kernel_part
 def _values_of(
-    s: Any, i: int, r: int, many: int, fetch: bool, source: Any, values: Any, coming: Any, value_dim: int, lo: int,
-    hi: int, acc: Any,
+    s: int, many: int, fetch: bool, source: int, kind: Any, values: int, coming: int, value_dim: int, lo: int, hi: int,
+    acc: int,
 ) -> None:  # fmt: skip
-    """Add to ``acc[r + i]`` the sum over lo <= j < hi of ``s[i, j] * value[j]``, ascending, for ``many`` rows."""
+    """Add to ``acc[i]`` the sum over lo <= j < hi of ``s[i, j] * value[j]``, ascending, for ``many`` rows.
+
+    Arrays are addresses, which cost less to hand over; ``kind`` is a number of the elements' type.
+    """
+    weights, sums, pages = floats(s, NO_END), floats(acc, NO_END), elements(source, NO_END, kind)
+    places, next_places = longs(values, KV_CHUNK // LANES), longs(coming, KV_CHUNK // LANES)
     d = 0
     while d + LANES <= value_dim:
         columns = 4 if d + 4 * LANES <= value_dim else (2 if d + 2 * LANES <= value_dim else 1)
         add_values(
-            many, columns, fetch, Rows(s, i * KV_CHUNK, KV_CHUNK), lo, hi, source, values, coming, d,
-            Rows(acc, (r + i) * value_dim + d, value_dim),
+            many, columns, fetch, Rows(weights, 0, KV_CHUNK), lo, hi, pages, places, next_places, d,
+            Rows(sums, d, value_dim),
         )  # fmt: skip
         d += columns * LANES
     while d < value_dim:
-        for row in range(i, i + many):
-            total = acc[(r + row) * value_dim + d]
+        for row in range(many):
+            total = sums[row * value_dim + d]
             for j in range(lo, hi):
-                value = source[values[j // LANES] + j % LANES * value_dim + d]
-                total = fma(s[row * KV_CHUNK + j], widen(value), total)
-            acc[(r + row) * value_dim + d] = total
+                value = pages[places[j // LANES] + j % LANES * value_dim + d]
+                total = fma(weights[row * KV_CHUNK + j], widen(value), total)
+            sums[row * value_dim + d] = total
         d += 1

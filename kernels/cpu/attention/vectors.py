@@ -8,7 +8,6 @@ With ``fetch`` a kernel also asks for the cache lines at the same places of the 
 
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -16,10 +15,8 @@ from numba.extending import intrinsic
 from samebit.kernels.cpu.base.rows import unpacked
 from samebit.kernels.cpu.base.vectors import (
     REGISTERS,
-    VECTOR,
     accumulate,
     dispatch,
-    exponential,
     fma,
     load_vector,
     pointer_to,
@@ -31,7 +28,6 @@ from samebit.kernels.cpu.base.vectors import (
 )
 from samebit.kernels.layout.grids import LANES
 
-_LANE_NUMBERS = ir.VectorType(ir.IntType(32), LANES)
 _ROWS = (1, 2, 4)
 _PIECES = (1, 2, 3, 4)
 _COLUMNS = (1, 2, 4)
@@ -161,98 +157,19 @@ def add_values(
 
 
 @intrinsic
-def scale_scores(typingctx: Any, s: Any, at: Any, scale: Any, lo: Any, hi: Any) -> Any:
-    """Multiply the chunk's scores ``s[at + lo : at + hi]`` by ``scale``; return the greatest.
-
-    The others become the lowest number. A row that sees all of the chunk takes a shorter way to the same bits.
-    """
+def copy_vectors(typingctx: Any, source: Any, at: Any, target: Any, to: Any, count: Any) -> Any:
+    """Copy ``count // 16`` vectors; either side is float32, or bfloat16 as its uint16 bits (rounded to nearest)."""
     i64 = types.int64
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        array, first, factor, begin, end = args
-        best = cgutils.alloca_once_value(builder, ir.Constant(ir.FloatType(), float("-inf")))
-
-        def emit(whole: int) -> None:
-            found = []
-            for piece, pointer in enumerate(_pieces_from(context, builder, s, array, first)):
-                scaled = builder.fmul(load_vector(builder, pointer, types.float32), splat(builder, factor))
-                if not whole:
-                    scaled = builder.select(_seen(builder, piece, begin, end), scaled, _every(float("-inf")))
-                store_vector(builder, scaled, pointer)
-                found.append(scaled)
-            while len(found) > 1:
-                found = [_greater(builder, a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
-            builder.store(builder.extract_element(_greatest_lane(builder, found[0]), ir.IntType(32)(0)), best)
-
-        dispatch(builder, [(_is_whole(builder, begin, end), (0, 1))], emit)
-        return builder.load(best)
-
-    return types.float32(s, i64, types.float32, i64, i64), generate
-
-
-@intrinsic
-def weigh_scores(typingctx: Any, s: Any, at: Any, peak: Any, lo: Any, hi: Any, sums: Any, sums_at: Any) -> Any:
-    """Turn the chunk's scores ``s[at + lo : at + hi]`` into ``exp(s - peak)`` and the others into 0; add to the sums.
-
-    Lane l of ``sums[sums_at : sums_at + LANES]`` goes on with the weights at l, 16 + l, 32 + l and 48 + l, in order.
-    """
-    i64 = types.int64
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        array, first, shift, begin, end, sums_array, sums_first = args
-        target = pointer_to(context, builder, sums, sums_array, sums_first)
-
-        def emit(whole: int) -> None:
-            total = load_vector(builder, target, types.float32)
-            for piece, pointer in enumerate(_pieces_from(context, builder, s, array, first)):
-                score = load_vector(builder, pointer, types.float32)
-                weight = exponential(builder, builder.fsub(score, splat(builder, shift)))
-                if not whole:
-                    weight = builder.select(_seen(builder, piece, begin, end), weight, zeros())
-                store_vector(builder, weight, pointer)
-                total = builder.fadd(total, weight)
-            store_vector(builder, total, target)
-
-        dispatch(builder, [(_is_whole(builder, begin, end), (0, 1))], emit)
+        from_array, first, to_array, target_first, n = args
+        index = n.type
+        start = pointer_to(context, builder, source, from_array, first)
+        end = pointer_to(context, builder, target, to_array, target_first)
+        whole = builder.and_(n, index(-LANES))
+        with cgutils.for_range_slice(builder, index(0), whole, index(LANES), intp=index) as (i, _):
+            value = load_vector(builder, builder.gep(start, [i]), source.dtype)
+            store_vector(builder, value, builder.gep(end, [i]), target.dtype)
         return context.get_dummy_value()
 
-    return types.void(s, i64, types.float32, i64, i64, sums, i64), generate
-
-
-def _pieces_from(context: Any, builder: Any, array_type: Any, array: Any, first: Any) -> list[Any]:
-    """Return where the vectors of a chunk's scores begin."""
-    start = pointer_to(context, builder, array_type, array, first)
-    return [builder.gep(start, [first.type(LANES * piece)]) for piece in range(_PIECES[-1])]
-
-
-def _is_whole(builder: Any, begin: Any, end: Any) -> Any:
-    """Return 1 where all of a chunk is seen, else 0."""
-    from_first = builder.icmp_signed("==", begin, begin.type(0))
-    to_last = builder.icmp_signed("==", end, end.type(LANES * _PIECES[-1]))
-    return builder.zext(builder.and_(from_first, to_last), begin.type)
-
-
-def _seen(builder: Any, piece: int, begin: Any, end: Any) -> Any:
-    """Tell of each lane of a vector of the chunk whether the row sees it."""
-    places = ir.Constant(_LANE_NUMBERS, [LANES * piece + lane for lane in range(LANES)])
-    bounds = [splat(builder, builder.trunc(bound, ir.IntType(32)), _LANE_NUMBERS) for bound in (begin, end)]
-    return builder.and_(builder.icmp_signed(">=", places, bounds[0]), builder.icmp_signed("<", places, bounds[1]))
-
-
-def _every(number: float) -> Any:
-    return ir.Constant(VECTOR, [number] * LANES)
-
-
-def _greater(builder: Any, a: Any, b: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
-def _greatest_lane(builder: Any, vector: Any) -> Any:
-    """Return the greatest lane, in every lane."""
-    distance = LANES // 2
-    while distance:
-        turned = [(lane + distance) % LANES for lane in range(LANES)]
-        other = builder.shuffle_vector(vector, ir.Constant(VECTOR, ir.Undefined), ir.Constant(_LANE_NUMBERS, turned))
-        vector = _greater(builder, other, vector)
-        distance //= 2
-    return vector
+    return types.void(source, i64, target, i64, i64), generate
