@@ -39,7 +39,7 @@ from samebit.kernels.layout.grids import CACHE_LINE, KV_CHUNK, LANES
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _ROWS = 4
-_TILE = 32
+_TILE = 64
 """Rows whose weights are kept until they are added to the keys'; a multiple of `_ROWS` and of `MOST_CHAINS`."""
 
 _ARRAYS = 16
