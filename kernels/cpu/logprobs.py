@@ -2,19 +2,20 @@
 
 Invariants: a row is divided into chunks of `VOCAB_CHUNK` tokens from token 0 on; each chunk's
 exponentials are summed in sixteen float32 lanes, the chunk sums in one float64. `normaliser` is the only
-place where one is computed: draws, sampler and trainer all read it. T rows, V tokens of the vocabulary.
+place where one is computed: draws, sampler and trainer all read it. Logits in bfloat16 are widened as they are read, so
+that nothing depends on where that is done; gradients are rounded once. T rows, V tokens of the vocabulary.
 """
 
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from samebit.kernels.cpu.base.jit import SharedKernel
-from samebit.kernels.cpu.base.numeric import exp
+from samebit.kernels.cpu.base.jit import SharedKernel, array
+from samebit.kernels.cpu.base.numeric import exp, narrow, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
+from samebit.kernels.layout.device import DTYPES
 from samebit.kernels.layout.grids import LANES, VOCAB_CHUNK
 from samebit.kernels.layout.options import Reduced
 
@@ -31,10 +32,11 @@ def row_max(logits: Any, lanes: Any) -> Any:
     whole = vocab // LANES * LANES
     for i in range(0, whole, LANES):
         for lane in range(LANES):
-            x = logits[i + lane]
+            x = widen(logits[i + lane])
             lanes[lane] = x if x > lanes[lane] else lanes[lane]
     for i in range(whole, vocab):
-        lanes[0] = logits[i] if logits[i] > lanes[0] else lanes[0]
+        x = widen(logits[i])
+        lanes[0] = x if x > lanes[0] else lanes[0]
     peak = lanes[0]
     for lane in range(1, LANES):
         peak = lanes[lane] if lanes[lane] > peak else peak
@@ -49,9 +51,9 @@ def chunk_total(logits: Any, temperature: Any, peak: Any, lanes: Any) -> Any:
     whole = len(logits) // LANES * LANES
     for i in range(0, whole, LANES):
         for lane in range(LANES):
-            lanes[lane] = lanes[lane] + weight(logits[i + lane], temperature, peak)
+            lanes[lane] = lanes[lane] + weight(widen(logits[i + lane]), temperature, peak)
     for i in range(whole, len(logits)):
-        lanes[i - whole] = lanes[i - whole] + weight(logits[i], temperature, peak)
+        lanes[i - whole] = lanes[i - whole] + weight(widen(logits[i]), temperature, peak)
     total = _ZERO
     for lane in range(LANES):
         total = total + lanes[lane]
@@ -106,7 +108,7 @@ def _gather_row(row: int, logits: Any, tokens: Any, temperatures: Any, out: Any,
     peak, log_total = _log_total(logits[row], temperatures[row], lanes)
     peaks[row] = peak
     log_totals[row] = log_total
-    out[row] = logprob(logits[row, tokens[row]], temperatures[row], peak, log_total)
+    out[row] = logprob(widen(logits[row, tokens[row]]), temperatures[row], peak, log_total)
 
 
 def _gather_backward(
@@ -126,9 +128,11 @@ def _gather_backward_row(
     shift = peaks[row] + log_totals[row]
     row_in, row_out, temperature = logits[row], out[row], temperatures[row]
     for i in range(len(row_in)):
-        row_out[i] = -scale * exp(row_in[i] / temperature - shift)
-    if 0 <= tokens[row] < len(row_in):
-        out[row, tokens[row]] += scale
+        row_out[i] = narrow(-scale * exp(widen(row_in[i]) / temperature - shift), row_out[i])
+    token = tokens[row]
+    if 0 <= token < len(row_in):
+        share = -scale * exp(widen(row_in[token]) / temperature - shift)
+        row_out[token] = narrow(share + scale, row_out[token])
 
 
 def _all(threads: int, logits: Any, temperatures: Any, out: Any) -> None:
@@ -141,7 +145,7 @@ def _all_row(row: int, logits: Any, temperatures: Any, out: Any) -> None:
     peak, log_total = _log_total(logits[row], temperatures[row], lanes)
     row_in, row_out, temperature = logits[row], out[row], temperatures[row]
     for i in range(len(row_in)):
-        row_out[i] = logprob(row_in[i], temperature, peak, log_total)
+        row_out[i] = logprob(widen(row_in[i]), temperature, peak, log_total)
 
 
 @inlined_part
@@ -152,9 +156,9 @@ def _chunk_entropy(logits: Any, temperature: Any, peak: Any, log_total: Any, lan
     whole = len(logits) // LANES * LANES
     for i in range(0, whole, LANES):
         for lane in range(LANES):
-            lanes[lane] = lanes[lane] + _surprise(logits[i + lane], temperature, peak, log_total)
+            lanes[lane] = lanes[lane] + _surprise(widen(logits[i + lane]), temperature, peak, log_total)
     for i in range(whole, len(logits)):
-        lanes[i - whole] = lanes[i - whole] + _surprise(logits[i], temperature, peak, log_total)
+        lanes[i - whole] = lanes[i - whole] + _surprise(widen(logits[i]), temperature, peak, log_total)
     total = _ZERO
     for lane in range(LANES):
         total = total + lanes[lane]
@@ -203,9 +207,10 @@ def _entropy_backward_row(
     scale = -grad[row] / temperatures[row]
     row_in, row_out, temperature, entropy = logits[row], out[row], temperatures[row], entropies[row]
     for i in range(len(row_in)):
-        logprob = (row_in[i] / temperature - peaks[row]) - log_totals[row]
+        logit = widen(row_in[i])
+        logprob = (logit / temperature - peaks[row]) - log_totals[row]
         value = scale * exp(logprob) * (logprob + entropy)
-        row_out[i] = _ZERO if row_in[i] == _LOWEST else value
+        row_out[i] = narrow(_ZERO if logit == _LOWEST else value, row_out[i])
 
 
 _gather_rows = SharedKernel(_gather)
@@ -218,7 +223,7 @@ _entropy_gradient_rows = SharedKernel(_entropy_backward)
 def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Implement `Operations.log_softmax`."""
     out = torch.empty(logits.shape, dtype=torch.float32)
-    _log_softmax_rows(logits.numel(), _widened(logits), temperatures.numpy(), out.numpy())
+    _log_softmax_rows(logits.numel(), _readable(logits), temperatures.numpy(), out.numpy())
     return out
 
 
@@ -226,7 +231,7 @@ def gather(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tenso
     """Implement `Operations.gather`."""
     out, peaks, log_totals = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind(0)
     _gather_rows(
-        logits.numel(), _widened(logits), tokens.contiguous().numpy(), temperatures.contiguous().numpy(), out.numpy(),
+        logits.numel(), _readable(logits), tokens.contiguous().numpy(), temperatures.contiguous().numpy(), out.numpy(),
         peaks.numpy(), log_totals.numpy(),
     )  # fmt: skip
     return out, peaks, log_totals
@@ -237,10 +242,10 @@ def gather_gradient(
     log_totals: torch.Tensor, grad: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Implement `Operations.gather_gradient`."""
-    out = torch.empty(logits.shape, dtype=torch.float32)
+    out = _room_for_gradient(logits)
     _gather_gradient_rows(
-        logits.numel(), _widened(logits), tokens.contiguous().numpy(), temperatures.contiguous().numpy(),
-        peaks.numpy(), log_totals.numpy(), grad.float().contiguous().numpy(), out.numpy(),
+        logits.numel(), _readable(logits), tokens.contiguous().numpy(), temperatures.contiguous().numpy(),
+        peaks.numpy(), log_totals.numpy(), grad.float().contiguous().numpy(), array(out),
     )  # fmt: skip
     return out.to(logits.dtype)
 
@@ -249,7 +254,7 @@ def entropies(logits: torch.Tensor, temperatures: torch.Tensor) -> Reduced:
     """Implement `Operations.entropies`."""
     out, peaks, log_totals = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind(0)
     _entropy_rows(
-        logits.numel(), _widened(logits), temperatures.contiguous().numpy(), out.numpy(), peaks.numpy(),
+        logits.numel(), _readable(logits), temperatures.contiguous().numpy(), out.numpy(), peaks.numpy(),
         log_totals.numpy(),
     )  # fmt: skip
     return out, peaks, log_totals
@@ -260,13 +265,19 @@ def entropy_gradient(
     log_totals: torch.Tensor, grad: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Implement `Operations.entropy_gradient`."""
-    out = torch.empty(logits.shape, dtype=torch.float32)
+    out = _room_for_gradient(logits)
     _entropy_gradient_rows(
-        logits.numel(), _widened(logits), temperatures.contiguous().numpy(), entropies.numpy(), peaks.numpy(),
-        log_totals.numpy(), grad.float().contiguous().numpy(), out.numpy(),
+        logits.numel(), _readable(logits), temperatures.contiguous().numpy(), entropies.numpy(), peaks.numpy(),
+        log_totals.numpy(), grad.float().contiguous().numpy(), array(out),
     )  # fmt: skip
     return out.to(logits.dtype)
 
 
-def _widened(logits: torch.Tensor) -> npt.NDArray[np.float32]:
-    return logits.detach().float().contiguous().numpy()
+def _readable(logits: torch.Tensor) -> Any:
+    """Return the logits as kernels read them: float32, bfloat16 as its uint16 bits, others widened."""
+    return array((logits if logits.dtype in DTYPES["cpu"] else logits.float()).contiguous())
+
+
+def _room_for_gradient(logits: torch.Tensor) -> torch.Tensor:
+    """Return room for the gradient of the logits, of the dtype that kernels read them in."""
+    return torch.empty(logits.shape, dtype=logits.dtype if logits.dtype in DTYPES["cpu"] else torch.float32)

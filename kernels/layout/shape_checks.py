@@ -14,10 +14,10 @@ def check_shape(name: str, tensor: torch.Tensor, *allowed: int) -> None:
         raise ValueError(f"{name} has the shape {list(tensor.shape)}; allowed: {list(allowed)}")
 
 
-def check_dtype(name: str, tensor: torch.Tensor, allowed: torch.dtype) -> None:
-    """Raise TypeError unless the tensor has this dtype."""
-    if tensor.dtype is not allowed:
-        raise TypeError(f"{name} is {tensor.dtype}; allowed: {allowed}")
+def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
+    """Raise TypeError unless the tensor has one of these dtypes."""
+    if tensor.dtype not in allowed:
+        raise TypeError(f"{name} is {tensor.dtype}; allowed: {', '.join(map(str, allowed))}")
 
 
 def check_host(name: str, tensor: torch.Tensor) -> None:

@@ -53,7 +53,7 @@ def logprobs_of_rows(logits: torch.Tensor, token_ids: torch.Tensor, temperatures
     """Do as `logprobs_from_logits`, of ids and temperatures known to be good: on a GPU its checks wait for the device.
 
     Args:
-        logits: ``[T, V]``, on the CPU float32.
+        logits: ``[T, V]``, on the CPU float32 or bfloat16.
         token_ids: ``[T]`` int64.
         temperatures: ``[T]`` float32, on the device of the logits.
 
@@ -126,7 +126,7 @@ def _check(logits: torch.Tensor, **of_row: torch.Tensor) -> None:
             if name != "grad":
                 check_dtype(name, part, torch.int64 if name == "tokens" else torch.float32)
     if not device.on_gpu(logits):
-        check_dtype("logits", logits, torch.float32)
+        check_dtype("logits", logits, *device.DTYPES["cpu"])
 
 
 def log_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

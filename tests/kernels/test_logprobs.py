@@ -1,5 +1,7 @@
 """Log-probabilities: near the oracle at any vocabulary, each row for itself, gradients, bad input."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from . import reference
 from .helpers import THREADS, assert_near, leaves, threads
 
 VOCABULARIES = (2, 1009, 50257, 151936)
+OF_LOGITS = (logprobs_from_logits, lambda logits, _, temperatures: entropy_from_logits(logits, temperatures))
 
 
 def rows(vocabulary: int, count: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -65,6 +68,18 @@ def test_gradients_of_entropy_are_near_the_oracle(vocabulary: int) -> None:
     out.backward(upstream)
     reference.entropy(exact, temperatures).backward(upstream.double())
     assert_near(mine.grad, exact.grad, factor=2)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("what", OF_LOGITS)
+def test_logits_in_bfloat16_are_read_as_if_widened(vocabulary: int, what: Callable[..., torch.Tensor]) -> None:
+    logits, *others = rows(vocabulary)
+    narrow, wide = leaves(logits.bfloat16()), leaves(logits.bfloat16().float())
+    for (leaf,) in (narrow, wide):
+        found = what(leaf, *others)
+        assert torch.equal(found.detach(), what(wide[0].detach(), *others))
+        found.backward(torch.linspace(-1, 1, len(found)))
+    assert torch.equal(narrow[0].grad, wide[0].grad.bfloat16()), "rounded once"
 
 
 def test_entropy_of_ruled_out_tokens_and_flat_rows() -> None:

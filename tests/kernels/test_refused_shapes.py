@@ -239,7 +239,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "too few temperatures": (lambda: log_softmax(rows(9), rows()[:4]), r"temperatures has the shape \[4\]"),
     "too few tokens": (lambda: gather(rows(9), rows().long()[:3], rows()), r"tokens has the shape \[3\]"),
     "tokens of int32": (lambda: gather(rows(9), rows().int(), rows()), "tokens is torch.int32; allowed: torch.int64"),
-    "narrow logits": (lambda: entropies(rows(9).bfloat16(), rows()), "logits is torch.bfloat16"),
+    "logits in float16": (lambda: entropies(rows(9).half(), rows()), "logits is torch.float16; allowed: torch.float32"),
     "a gradient of other rows": (lambda: reduced(temperatures=rows()[:1]), r"temperatures has the shape \[1\]"),
     "logits of one axis": (lambda: drawn(logits=rows()), r"\[5\]; allowed: \[R, V\]"),
     "too few uniform numbers": (lambda: drawn(uniform=rows().double()[:2]), r"uniform has the shape \[2\]"),

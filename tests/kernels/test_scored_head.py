@@ -115,6 +115,20 @@ def test_parts_are_no_less_accurate_than_one(dtype: torch.dtype, monkeypatch: py
     assert error(1) <= 1.1 * error(10 * ROWS)
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_logits_that_nothing_changes_need_not_be_widened(rows_at_once: int, with_entropy: bool) -> None:
+    def also_unchanged(config: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    asked, upstream = scoring(with_entropy), torch.linspace(-1, 1, ROWS)
+    as_they_are, widened = leaves(*inputs(torch.bfloat16)), leaves(*inputs(torch.bfloat16))
+    for tensors, epilogue in ((as_they_are, unchanged), (widened, also_unchanged)):
+        scores = scored(*tensors, epilogue, CONFIG, asked)
+        ((scores.log_probs + (scores.entropy if with_entropy else 0.0)) @ upstream).backward()
+    for found, other in zip(as_they_are, widened, strict=True):
+        assert torch.equal(found.grad, other.grad)
+
+
 FROZEN: dict[str, Callable[..., None]] = {
     "the head": lambda x, weight, bias: (weight.requires_grad_(False), bias.requires_grad_(False)),
     "the body": lambda x, weight, bias: x.requires_grad_(False),

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from samebit.kernels.binding.epilogue import Epilogue
+from samebit.kernels.binding.epilogue import Epilogue, unchanged
 from samebit.kernels.binding.trainer.logprob_request import Scores, Scoring
-from samebit.kernels.layout.device import plain_backward
+from samebit.kernels.layout.device import on_gpu, plain_backward
 from samebit.kernels.ops.linear import add_gradient_of_inputs, gradient_of_weight, linear, linear_part
 from samebit.kernels.ops.logprobs import entropies, entropy_gradient, gather, gather_gradient
 
@@ -90,7 +90,7 @@ class _Scored(torch.autograd.Function):
         parts = _parts(len(x), _rows_at_once(len(weight)))
         of_head = torch.empty(0)
         for part in parts:
-            of_head = linear(x[part], weight, bias).float()
+            of_head = _as_read(linear(x[part], weight, bias), epilogue)
             logits = epilogue(config, of_head)
             logprobs.view(-1)[part], peaks[part], log_totals[part] = gather(logits, tokens[part], temperatures[part])
             if scoring.with_entropy:
@@ -125,13 +125,26 @@ class _Scored(torch.autograd.Function):
         return None if x_grad is None else x_grad.to(x.dtype), weight_grad, bias_grad, None, None, None
 
 
+def _as_read(logits: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
+    """Return the head's logits as epilogue and kernels take them: float32, or on a CPU as they are if nothing changes
+    them.
+
+    Widened logits of a large vocabulary are more bytes than the weights. On a GPU sums over another dtype might be
+    made in another order.
+    """
+    return logits if epilogue is unchanged and not on_gpu(logits) else logits.float()
+
+
 def _gradient_of_logits(
     ctx: Any, saved: Sequence[Any], part: slice, of_logprobs: torch.Tensor | None, of_entropy: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the gradient ``[R, columns]`` float32 of what the head gives for this part of the vocabulary."""
+    """Return the gradient ``[R, columns]`` of what the head gives for this part of the vocabulary."""
     x, weight, bias, tokens, temperatures, peaks, log_totals, entropy, kept = saved
     if kept is None:
-        kept = linear_part(x, weight[part], None if bias is None else bias[part], len(weight)).float()
+        kept = linear_part(x, weight[part], None if bias is None else bias[part], len(weight))
+    if of_entropy is not None:
+        kept = kept.float()  # two gradients are added before they are rounded
+    kept = _as_read(kept, ctx.epilogue)
     head_logits = kept.detach().requires_grad_()
     with torch.enable_grad():
         logits = ctx.epilogue(ctx.config, head_logits)
