@@ -19,7 +19,7 @@ import torch
 
 from samebit.kernels.binding.epilogue import Epilogue, unchanged
 from samebit.kernels.binding.trainer.logprob_request import Scores, Scoring
-from samebit.kernels.layout.device import on_gpu, plain_backward
+from samebit.kernels.layout.device import plain_backward
 from samebit.kernels.ops.linear import add_gradient_of_inputs, gradient_of_weight, linear, linear_part
 from samebit.kernels.ops.logprobs import entropies, entropy_gradient, gather, gather_gradient
 
@@ -132,7 +132,7 @@ def _as_read(logits: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
     Widened logits of a large vocabulary are more bytes than the weights. On a GPU sums over another dtype might be
     made in another order.
     """
-    return logits if epilogue is unchanged and not on_gpu(logits) else logits.float()
+    return logits if epilogue is unchanged and logits.is_cpu else logits.float()
 
 
 def _gradient_of_logits(
