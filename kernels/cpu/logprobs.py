@@ -242,7 +242,7 @@ def gather_gradient(
     log_totals: torch.Tensor, grad: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Implement `Operations.gather_gradient`."""
-    out = _room_for_gradient(logits)
+    out = torch.empty(logits.shape, dtype=_dtype_read(logits))
     _gather_gradient_rows(
         logits.numel(), _readable(logits), tokens.contiguous().numpy(), temperatures.contiguous().numpy(),
         peaks.numpy(), log_totals.numpy(), grad.float().contiguous().numpy(), array(out),
@@ -265,7 +265,7 @@ def entropy_gradient(
     log_totals: torch.Tensor, grad: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Implement `Operations.entropy_gradient`."""
-    out = _room_for_gradient(logits)
+    out = torch.empty(logits.shape, dtype=_dtype_read(logits))
     _entropy_gradient_rows(
         logits.numel(), _readable(logits), temperatures.contiguous().numpy(), entropies.numpy(), peaks.numpy(),
         log_totals.numpy(), grad.float().contiguous().numpy(), array(out),
@@ -274,10 +274,10 @@ def entropy_gradient(
 
 
 def _readable(logits: torch.Tensor) -> Any:
-    """Return the logits as kernels read them: float32, bfloat16 as its uint16 bits, others widened."""
-    return array((logits if logits.dtype in DTYPES["cpu"] else logits.float()).contiguous())
+    """Return the logits as kernels read them, bfloat16 as its uint16 bits."""
+    return array(logits.to(_dtype_read(logits)).contiguous())
 
 
-def _room_for_gradient(logits: torch.Tensor) -> torch.Tensor:
-    """Return room for the gradient of the logits, of the dtype that kernels read them in."""
-    return torch.empty(logits.shape, dtype=logits.dtype if logits.dtype in DTYPES["cpu"] else torch.float32)
+def _dtype_read(logits: torch.Tensor) -> torch.dtype:
+    """Return the dtype that kernels read logits in, and write their gradients: their own, or float32."""
+    return logits.dtype if logits.dtype in DTYPES["cpu"] else torch.float32

@@ -20,7 +20,7 @@ from samebit.kernels.cpu.base.memory import NO_END, doubles, elements, floats, k
 from samebit.kernels.cpu.base.numeric import fma, narrow, sigmoid, widen
 from samebit.kernels.cpu.base.part import inlined_part, kernel_part
 from samebit.kernels.cpu.base.share_out import share_out
-from samebit.kernels.cpu.norm.forward import mean, mean_square
+from samebit.kernels.cpu.norm.forward import mean, mean_of_lanes, mean_square
 from samebit.kernels.layout.grids import LANES
 from samebit.kernels.layout.options import GatedNormOptions, Saved
 
@@ -70,10 +70,7 @@ def _mean_product(x: Any, y: Any, lanes: Any) -> Any:
             lanes[lane] = fma(x[i + lane], y[i + lane], lanes[lane])
     for i in range(whole, width):
         lanes[i - whole] = fma(x[i], y[i], lanes[i - whole])
-    total = _ZERO
-    for lane in range(LANES):
-        total = total + lanes[lane]
-    return total / np.float32(width)
+    return mean_of_lanes(lanes, width)
 
 
 def _rms_norm(

@@ -22,8 +22,17 @@ _ONE = np.float32(1.0)
 
 
 @inlined_part
+def mean_of_lanes(lanes: Any, width: int) -> Any:
+    """Return what the lanes hold together, lane after lane, over the width of the row that they sum up."""
+    total = _ZERO
+    for lane in range(LANES):
+        total = total + lanes[lane]
+    return total / np.float32(width)
+
+
+@inlined_part
 def mean_square(x: Any, center: Any, lanes: Any) -> Any:
-    """Return the mean of (x - center)**2."""
+    """Return the mean of (x - center)**2. ``lanes``: scratch ``[LANES]``."""
     width = len(x)
     for lane in range(LANES):
         lanes[lane] = _ZERO
@@ -35,14 +44,12 @@ def mean_square(x: Any, center: Any, lanes: Any) -> Any:
     for i in range(whole, width):
         value = widen(x[i]) - center
         lanes[i - whole] = fma(value, value, lanes[i - whole])
-    total = _ZERO
-    for lane in range(LANES):
-        total = total + lanes[lane]
-    return total / np.float32(width)
+    return mean_of_lanes(lanes, width)
 
 
 @inlined_part
 def mean(x: Any, lanes: Any) -> Any:
+    """Return the mean of a row. ``lanes``: scratch ``[LANES]``."""
     width = len(x)
     for lane in range(LANES):
         lanes[lane] = _ZERO
@@ -52,10 +59,7 @@ def mean(x: Any, lanes: Any) -> Any:
             lanes[lane] = lanes[lane] + widen(x[i + lane])
     for i in range(whole, width):
         lanes[i - whole] = lanes[i - whole] + widen(x[i])
-    total = _ZERO
-    for lane in range(LANES):
-        total = total + lanes[lane]
-    return total / np.float32(width)
+    return mean_of_lanes(lanes, width)
 
 
 _PARTS = 16
