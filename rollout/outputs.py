@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from samebit.rollout.requests.request import Request, RequestEvent, Sequence, Span
+from samebit.rollout.requests.request import Request, RequestEvent, Sequence
 from samebit.rollout.requests.stop_strings import text_of
 from samebit.rollout.requests.tokenizer import Tokenizer
+from samebit.rollout.requests.version_history import Span
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,9 @@ def _sample_output(sequence: Sequence, tokenizer: Tokenizer | None) -> SampleOut
         logprobs=sequence.sampled.logprobs[:count].tolist(),
         raw_logprobs=sequence.sampled.raw_logprobs[:count].tolist(),
         top_logprobs=sequence.sampled.top_logprobs,
-        weight_versions=_spans(sequence.sampled.weight_spans),
-        context_versions=_spans(sequence.sampled.context_spans),
-        kv_versions=_spans(sequence.kv.reported_spans),
+        weight_versions=sequence.weight_spans,
+        context_versions=sequence.context_spans,
+        kv_versions=sequence.kv_spans,
         finish_reason=sequence.ending.reason,
         stop_reason=sequence.ending.stop_reason,
         text=_text(sequence, token_ids, tokenizer),
@@ -150,20 +151,15 @@ def new_tokens(sequence: Sequence, seen: int) -> StreamChunk:
         finished=finished,
         finish_reason=sequence.ending.reason if finished else None,
         stop_reason=sequence.ending.stop_reason if finished else None,
-        weight_versions=_spans(sequence.sampled.weight_spans) if finished else None,
+        weight_versions=sequence.weight_spans if finished else None,
         top_logprobs=None if sequence.sampled.top_logprobs is None else sequence.sampled.top_logprobs[seen:count],
         start=seen,
     )
 
 
 def _text(sequence: Sequence, token_ids: list[int], tokenizer: Tokenizer | None) -> str | None:
-    if sequence.ending.matcher is not None:
-        return sequence.ending.matcher.text
+    if sequence.matcher is not None:
+        return sequence.matcher.text
     if tokenizer is None:
         return None
     return text_of(tokenizer, token_ids)
-
-
-def _spans(given: list[list[int]]) -> list[Span]:
-    """Return spans as plain tuples."""
-    return [(start, end, version) for start, end, version in given]

@@ -266,7 +266,7 @@ class Engine:
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
         self._keep_prompt_logprobs(result)
         rows = _Rows(result)
-        version = self.weight_version
+        version, block_size = self.weight_version, self.cache.block_size
         ended: list[Sequence] = []
         row = decodes = taken = void = 0
         for item in plan.items:
@@ -275,19 +275,20 @@ class Engine:
                 void += 1
                 row += 1
                 continue
-            sequence.mark_computed(item.start, item.length, version)
-            if item.length == 1 and item.start >= sequence.num_prompt_tokens:
-                decodes += 1
+            is_first = sequence.mark_computed(item.start, item.length, version)
+            is_decode = item.length == 1 and item.start >= sequence.num_prompt_tokens
+            decodes += is_decode
             if item.samples:
                 for sample in item.forks:
-                    sample.take_prompt_of(sequence)
+                    sample.take_prompt_of(sequence, version)
                 for sample in (sequence, *item.forks) if item.forks else (sequence,):
-                    if self._take_row(rows, row, sample, sequence.oldest_kv):
+                    if self._take_row(rows, row, sample):
                         ended.append(sample)
                         self._keep_routes(sample, sequence.slot, sample.num_tokens - 1)
                     taken += rows.drawn[row]
                     row += 1
-            self.scheduler.publish_item(item)
+            if not is_decode or is_first or not sequence.num_computed % block_size:  # else it has filled no block
+                self.scheduler.publish_item(item)
             if item.forks and sequence.request.error is None:
                 self.scheduler.fork(sequence, item.forks)
         self.counters.decode_tokens_computed += decodes
@@ -303,20 +304,20 @@ class Engine:
             return True
         return False
 
-    def _take_row(self, rows: _Rows, row: int, sequence: Sequence, context: int) -> bool:
-        """Append a row's token to its sequence; tell whether that ended it. `context`: the oldest weights of its KV."""
+    def _take_row(self, rows: _Rows, row: int, sequence: Sequence) -> bool:
+        """Append a row's token to its sequence; tell whether that ended it."""
         if not rows.drawn[row]:
             self._fail(sequence.request, nothing_drawn(sequence) if rows.finite[row] else not_finite(sequence))
         if sequence.request.error is not None:
             return False
         token = rows.tokens[row]
-        version = self.weight_version
         if rows.top is not None and sequence.sampled.top_logprobs is not None:
             sequence.sampled.top_logprobs.append(rows.top[row] or {})  # before the token: who sees that sees these
-        if sequence.append(token, rows.logprobs[row], rows.raw_logprobs[row], version=version, context=context) == 1:
+        new = sequence.append(token, rows.logprobs[row], rows.raw_logprobs[row])
+        if new == 1:
             self._count_first_token(sequence)
         try:
-            return end_of_sample(sequence, token)
+            return end_of_sample(sequence, token, new)
         except TokenizerError as error:
             self._fail(sequence.request, not_decoded(sequence, error))
             return False

@@ -142,7 +142,7 @@ class Scheduler:
             self.cache.checkpoints.free_captured(item.captures)
             if item.forks:
                 sequence.schedule.siblings = list(item.forks)
-            if not sequence.kv.spans:  # what it found in the cache goes with it
+            if sequence.version is None:  # what it found in the cache goes with it
                 sequence.kv.num_cached_tokens = None
 
     def fork(self, leader: Sequence, samples: tuple[Sequence, ...]) -> None:

@@ -7,9 +7,10 @@ Invariants
 * Only the engine's thread writes. A reader in another thread that takes `finished` first, then
   `num_tokens`, then the buffers, sees whole tokens only.
 * Who writes what of a sequence: the cache `slot`, and through `resume_at` where it begins; the scheduler `schedule`,
-  and that it runs (`status`) or through `forget_computed` that it waits again; the engine what was computed (`kv`),
-  sampled and scored, and through `finish` that it ended. What the cache remembers beside that is its own
-  (`CacheEntry`).
+  and that it runs (`status`) or through `forget_computed` that it waits again; the engine what was computed, sampled
+  and scored, and through `finish` that it ended. What the cache remembers beside that is its own (`CacheEntry`).
+* Each step reads and writes a few fields of each running sequence, with nothing of it in a processor's caches: what it
+  needs lies in the sequence itself, and what does not change from step to step is not written.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from samebit.kernels.layout.lora.adapters import Adapter
 from samebit.rollout.requests.block_digests import PromptDigests
 from samebit.rollout.requests.stop_strings import StopStringMatcher
 from samebit.rollout.requests.tokenizer import Tokenizer
+from samebit.rollout.requests.version_history import Span, VersionHistory
 from samebit.rollout.sampling_params import SamplingParams
 
-Span = tuple[int, int, int]
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -66,9 +67,15 @@ class Request:
     """Holds what was asked for, and the n sequences that answer it.
 
     `end_ids`: the tokens that end a sample.
+    `error`: what failed it; None while nothing did.
     `prompt_digests`: what the prompt's full blocks are called, None if it was not hashed at submission.
     `adapter`: what it goes through until it ends; None for the model alone.
     """
+
+    __slots__ = (
+        "adapter", "end_ids", "error", "events", "max_new_tokens", "ordinal", "params", "progress", "prompt",
+        "prompt_digests", "request_id", "sequences",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -131,37 +138,39 @@ class Schedule:
 class KVHistory:
     """Says where the KV of a sequence comes from.
 
-    spans: `[start, end, version]` over the computed positions.
-    spans_before: `spans` of a sample that does not run: as of its preemption, or of the prompt that another sample has
+    versions: of the weights that positions were computed under.
+    spans_before: those of a sample that does not run: as of its preemption, or of the prompt that another sample has
         computed for it.
-    write_from: KV below it is shared, and not written.
     num_cached_tokens: prompt tokens that were not computed for it, since others had been; None before it first ran.
     """
 
-    spans: list[list[int]] = field(default_factory=list)
-    spans_before: list[list[int]] = field(default_factory=list)
-    write_from: int = 0
+    versions: VersionHistory = field(default_factory=VersionHistory)
+    spans_before: list[Span] = field(default_factory=list)
     num_cached_tokens: int | None = None
-
-    @property
-    def reported_spans(self) -> list[list[int]]:
-        """Return `spans`, of a sample that does not run too."""
-        return self.spans or self.spans_before
 
 
 class SampledTokens:
     """Holds what is reported of each sampled token beside itself: its log-probabilities, the most likely alternatives
-    if they were asked for, and `[start, end, version]` of the weights it was sampled under and of the oldest behind the
-    KV that it was sampled from."""
+    if they were asked for, the version of the weights it was sampled under, and the oldest behind the KV that it was
+    sampled from.
 
-    __slots__ = ("context_spans", "logprobs", "raw_logprobs", "top_logprobs", "weight_spans")
+    raw_logprobs: at temperature 1; `logprobs` itself where that is the temperature of the report.
+    """
 
-    def __init__(self, room: int, with_top: bool) -> None:
+    __slots__ = ("contexts", "logprobs", "raw_logprobs", "top_logprobs", "weights")
+
+    def __init__(self, room: int, params: SamplingParams) -> None:
         self.logprobs: FloatArray = np.empty(room, np.float32)
-        self.raw_logprobs: FloatArray = np.empty(room, np.float32)
-        self.top_logprobs: list[dict[int, float]] | None = [] if with_top else None
-        self.weight_spans: list[list[int]] = []
-        self.context_spans: list[list[int]] = []
+        self.raw_logprobs = self.logprobs if params.temperature in (0, 1) else np.empty(room, np.float32)
+        self.top_logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
+        self.weights = VersionHistory()
+        self.contexts = VersionHistory()
+
+    def grow(self, room: int) -> None:
+        """Make room for so many tokens."""
+        one = self.raw_logprobs is self.logprobs
+        self.logprobs = _enlarged(self.logprobs, room)
+        self.raw_logprobs = self.logprobs if one else _enlarged(self.raw_logprobs, room)
 
 
 @dataclass(slots=True, eq=False)
@@ -191,12 +200,11 @@ class PromptScores:
 
 @dataclass(slots=True, eq=False)
 class Ending:
-    """Says what may end a sample beside its tokens, `matcher`, and how it ended: `reason` is None until then.
+    """Says how a sample ended: `reason` is None until then.
 
     routed_experts: which experts computed each position, if it was asked for.
     """
 
-    matcher: StopStringMatcher | None = None
     reason: str | None = None
     stop_reason: int | str | None = None
     routed_experts: npt.NDArray[np.int16] | None = None
@@ -206,13 +214,18 @@ class Sequence:
     """Holds one sample of a request.
 
     slot: its row in the block tables while it runs, -1 otherwise.
+    version: the weights that it was computed under last; None before anything was since it was admitted.
+    write_from: KV below it is shared, and not written.
     prompt_scores: those of the prompt, which the first sample has where they were asked for.
+    matcher: finds the strings that end it, if there are any.
     """
 
     __slots__ = (
         "ending",
         "kv",
+        "matcher",
         "num_computed",
+        "num_prompt_tokens",
         "num_tokens",
         "prompt_scores",
         "request",
@@ -222,6 +235,8 @@ class Sequence:
         "slot",
         "status",
         "token_ids",
+        "version",
+        "write_from",
     )
 
     def __init__(self, request: Request, sample_index: int, tokenizer: Tokenizer | None) -> None:
@@ -233,26 +248,23 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.token_ids: IntArray = np.empty(length + room, np.int64)
         self.token_ids[:length] = request.prompt
-        self.num_tokens = length
-        self.num_computed = 0
+        self.num_prompt_tokens = self.num_tokens = length
+        self.num_computed = self.write_from = 0
+        self.version: int | None = None
         self.slot = -1
         self.schedule = Schedule()
         self.kv = KVHistory()
-        self.sampled = SampledTokens(room, params.logprobs is not None)
+        self.sampled = SampledTokens(room, params)
         self.prompt_scores = PromptScores.of(params, length) if sample_index == 0 else None
-        self.ending = Ending()
+        self.matcher: StopStringMatcher | None = None
         if params.stop_strings and tokenizer is not None:
-            self.ending.matcher = StopStringMatcher(tokenizer, params.stop_strings)
+            self.matcher = StopStringMatcher(tokenizer, params.stop_strings)
+        self.ending = Ending()
 
     @property
     def params(self) -> SamplingParams:
         """Return the parameters of the request."""
         return self.request.params
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Return the length of the prompt."""
-        return len(self.request.prompt)
 
     @property
     def prompt_logprobs_wanted(self) -> bool:
@@ -275,47 +287,69 @@ class Sequence:
         end = self.num_tokens
         return self.token_ids[self.num_prompt_tokens : end]
 
-    @property
-    def oldest_kv(self) -> int:
-        """Return the oldest weights that a computed position depends on: those of the first one."""
-        return self.kv.spans[0][2]
-
-    def append(self, token: int, logprob: float, raw_logprob: float, *, version: int, context: int) -> int:
-        """Add a sampled token, its log-probabilities, the weights it was sampled under and the oldest of its KV's;
-        return how many there are."""
+    def append(self, token: int, logprob: float, raw_logprob: float) -> int:
+        """Add a sampled token and its log-probabilities; return how many there are."""
         position, sampled = self.num_tokens, self.sampled
         index = position - self.num_prompt_tokens
         if index >= len(sampled.logprobs):
             self._grow()
         self.token_ids[position] = token
         sampled.logprobs[index] = logprob
-        sampled.raw_logprobs[index] = raw_logprob
-        extend_spans(sampled.weight_spans, index, index + 1, version)
-        extend_spans(sampled.context_spans, index, index + 1, context)
+        if sampled.raw_logprobs is not sampled.logprobs:
+            sampled.raw_logprobs[index] = raw_logprob
         self.num_tokens = position + 1
         return index + 1
 
     def resume_at(self, start: int, *, write_from: int) -> None:
         """Begin behind `start` tokens, in blocks that have the KV of the first `write_from`; the cache calls this."""
         self.num_computed = start
-        self.kv.write_from = write_from
+        self.write_from = write_from
         if self.kv.num_cached_tokens is None:
             self.kv.num_cached_tokens = min(start, self.num_prompt_tokens)
 
-    def mark_computed(self, start: int, length: int, version: int) -> None:
+    def mark_computed(self, start: int, length: int, version: int) -> bool:
         """Note that positions `start .. start + length - 1` were computed; KV up to `write_from` was there before, from
-        the step in which this sequence was admitted."""
+        the step in which this sequence was admitted. Tell whether they are the first under these weights."""
+        is_first = self.version != version
+        if is_first:
+            self._go_on_under(version)
         self.num_computed = start + length
-        kv = self.kv
-        known = kv.spans[-1][1] if kv.spans else 0
-        end = max(self.num_computed, kv.write_from)
-        if end > known:
-            extend_spans(kv.spans, known, end, version)
+        return is_first
 
-    def take_prompt_of(self, leader: Sequence) -> None:
-        """Note that the first token is drawn from the logits of another sample of the request, which has computed the
-        prompt."""
-        self.kv.spans_before = [list(span) for span in leader.kv.spans]
+    def _go_on_under(self, version: int) -> None:
+        """Note that what is computed and sampled from here on is of these weights."""
+        versions, tokens = self.kv.versions, self.num_new_tokens
+        versions.begin(0 if self.version is None else self.num_with_kv, version)
+        self.sampled.weights.begin(tokens, version)
+        self.sampled.contexts.begin(tokens, versions.oldest)
+        self.version = version
+
+    @property
+    def num_with_kv(self) -> int:
+        """Return how many positions have their KV, once something was computed."""
+        return max(self.num_computed, self.write_from)
+
+    def take_prompt_of(self, leader: Sequence, version: int) -> None:
+        """Note that the first token is drawn, under these weights, from the logits of another sample of the request,
+        which has computed the prompt."""
+        self.kv.spans_before = leader.kv_spans
+        self.sampled.weights.begin(0, version)
+        self.sampled.contexts.begin(0, leader.kv.versions.oldest)
+
+    @property
+    def kv_spans(self) -> list[Span]:
+        """Return the weights that positions were computed under, of a sample that does not run too."""
+        return self.kv.spans_before if self.version is None else self.kv.versions.spans(self.num_with_kv)
+
+    @property
+    def weight_spans(self) -> list[Span]:
+        """Return the weights that tokens were sampled under."""
+        return self.sampled.weights.spans(self.num_new_tokens)
+
+    @property
+    def context_spans(self) -> list[Span]:
+        """Return the oldest weights behind the KV that tokens were sampled from."""
+        return self.sampled.contexts.spans(self.num_new_tokens)
 
     @property
     def reported_cached_tokens(self) -> int:
@@ -327,8 +361,9 @@ class Sequence:
 
     def forget_computed(self) -> None:
         """Go back to the waiting state: the tokens stay, their KV is gone."""
-        self.num_computed = 0
-        self.kv = KVHistory([], self.kv.reported_spans, 0, self.kv.num_cached_tokens or 0)
+        self.kv = KVHistory(VersionHistory(), self.kv_spans, self.kv.num_cached_tokens or 0)
+        self.num_computed = self.write_from = 0
+        self.version = None
         self.status = SequenceStatus.WAITING
 
     def finish(self, reason: str, stop_reason: int | str | None) -> None:
@@ -340,19 +375,9 @@ class Sequence:
         self.request.record("finished", self.sample_index)
 
     def _grow(self) -> None:
-        sampled = self.sampled
-        room = min(2 * len(sampled.logprobs), self.request.max_new_tokens)
+        room = min(2 * len(self.sampled.logprobs), self.request.max_new_tokens)
         self.token_ids = _enlarged(self.token_ids, self.num_prompt_tokens + room)
-        sampled.raw_logprobs = _enlarged(sampled.raw_logprobs, room)
-        sampled.logprobs = _enlarged(sampled.logprobs, room)
-
-
-def extend_spans(spans: list[list[int]], start: int, end: int, version: int) -> None:
-    """Add `[start, end)` under `version` behind the last span, merging equal versions."""
-    if spans and spans[-1][2] == version:
-        spans[-1][1] = end
-    else:
-        spans.append([start, end, version])
+        self.sampled.grow(room)
 
 
 def _enlarged(old: npt.NDArray[Scalar], size: int) -> npt.NDArray[Scalar]:

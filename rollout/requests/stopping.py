@@ -7,16 +7,16 @@ from collections.abc import Sequence as Items
 from samebit.rollout.requests.request import Sequence
 
 
-def end_of_sample(sequence: Sequence, token: int) -> bool:
-    """Apply the stop rules after `token` was appended; tell whether one ended the sequence.
+def end_of_sample(sequence: Sequence, token: int, new: int) -> bool:
+    """Apply the stop rules after `token` was appended, the last of `new` ones; tell whether one ended the sequence.
 
     Raises:
         TokenizerError: the text can not be searched; the sequence is not finished.
     """
-    request = sequence.request
-    new = sequence.num_tokens - sequence.num_prompt_tokens
+    request, matcher = sequence.request, sequence.matcher
+    if matcher is None and new < request.max_new_tokens and token not in request.end_ids:
+        return False
     free_to_stop = new > sequence.params.min_tokens
-    matcher = sequence.ending.matcher
     stop_string = None if matcher is None else matcher.push(token, search=free_to_stop)
     ends = free_to_stop and token in request.end_ids
     if not ends and stop_string is None and new < request.max_new_tokens:

@@ -31,7 +31,7 @@ Rows = npt.NDArray[np.int64]
 # read by `map`, so that no step of Python is taken for a sequence
 _SEQUENCE, _FORKS, _CAPTURES = attrgetter("sequence"), attrgetter("forks"), attrgetter("captures")
 _ADAPTER, _SCORED = attrgetter("request.adapter"), attrgetter("prompt_logprobs_wanted")
-_ASKED = attrgetter("length", "start", "sequence.slot", "sequence.kv.write_from", "samples")
+_ASKED = attrgetter("length", "start", "sequence.slot", "sequence.write_from", "samples")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from samebit.rollout.requests.request import Span
+from samebit.rollout.requests.version_history import Span
 
 MOST_NAMES = 4096
 

@@ -29,9 +29,9 @@ READ = {
 }
 WRITTEN = {
     Request: set(),
-    Sequence: {"slot", "num_computed"},
+    Sequence: {"slot", "num_computed", "write_from"},
     Schedule: set(),
-    KVHistory: {"write_from", "num_cached_tokens"},
+    KVHistory: {"num_cached_tokens"},
 }
 
 

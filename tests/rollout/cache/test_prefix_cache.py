@@ -92,7 +92,7 @@ def test_the_last_token_is_computed_and_shared_blocks_are_not_written(
     one, two = (owned_blocks(engine.cache, request.sequences[0]) for request in (first, second))
     assert one[:full] == two[:full]
     assert not set(one[full:]) & set(two[full:])
-    assert second.sequences[0].kv.write_from == 4 * full
+    assert second.sequences[0].write_from == 4 * full
     run(engine)
 
 
@@ -201,7 +201,7 @@ def test_a_copy_that_others_read_is_kept(make_request: MakeRequest) -> None:
     cache.publish_blocks(leader)
     cache.hold_prompt(leader, [sample])
     for token in (6, 7, 8):
-        leader.append(token, 0.0, 0.0, version=0, context=0)
+        leader.append(token, 0.0, 0.0)
     computed(cache, tracked(cache, make_request("same", PROMPT[:8])))
     own = owned_blocks(cache, leader)
     assert cache.reserve(leader, 3)
@@ -259,7 +259,7 @@ def test_what_attends_to_old_keys_is_not_published(make_engine: Make, make_reque
     assert cached(same) == 0
     engine.preempt_all()
     run(engine)
-    assert old.sequences[0].kv.spans == [[0, 25, 1]]
+    assert old.sequences[0].kv_spans == [(0, 25, 1)]
     assert len(engine.cache.index) == 6
 
 
@@ -270,11 +270,11 @@ def test_keys_that_were_shared_before_an_update_keep_its_version(make_engine: Ma
     scored = make_request("b", [*PROMPT[:16], 7], max_tokens=8, prompt_logprobs=0)
     engine.add(scored)
     engine.step()
-    assert (scored.sequences[0].num_computed, scored.sequences[0].kv.write_from) == (6, 16)
+    assert (scored.sequences[0].num_computed, scored.sequences[0].write_from) == (6, 16)
     engine.weights_changed(1)
     run(engine)
-    assert scored.sequences[0].kv.spans == [[0, 16, 0], [16, 24, 1]]
-    assert scored.sequences[0].sampled.context_spans == [[0, 8, 0]]
+    assert scored.sequences[0].kv_spans == [(0, 16, 0), (16, 24, 1)]
+    assert scored.sequences[0].context_spans == [(0, 8, 0)]
 
 
 # -- eviction --------------------------------------------------------------------------------------

@@ -206,8 +206,8 @@ def test_followers_go_on_when_weights_change_under_their_leader(
     engine.weights_changed(1)
     finish(engine)
     assert_right(oracle, a, b)
-    assert [len(s.kv.spans) for s in a.sequences] == ([1, 1] if recompute else [2, 1])
-    assert [s.kv.spans for s in b.sequences] == [[[0, 14, 1]]] * 2
+    assert [len(s.kv_spans) for s in a.sequences] == ([1, 1] if recompute else [2, 1])
+    assert [s.kv_spans for s in b.sequences] == [[(0, 14, 1)]] * 2
 
 
 def test_closed_admission_keeps_unstarted_followers_and_drains(
@@ -278,6 +278,22 @@ def test_a_group_computes_its_prompt_once_under_chunks_and_beside_others(
     finish(engine)
     assert_right(oracle, *groups)
     assert engine.counters.prefill_tokens_computed == 12 + 0 + 1 + 2 + 3, "each token once, over all groups"
+
+
+@pytest.mark.parametrize("length", [5, 6, 7])
+def test_a_leader_that_comes_back_holds_its_prompt_at_once(
+    make_engine: Make, make_request: MakeRequest, oracle: Oracle, length: int
+) -> None:
+    """All of it but its last token is cached, so its first step is a decode, and it ends before it fills a block."""
+    engine = make_engine(max_num_seqs=1)
+    group = make_request("a", PREFIX[:length], n=3, max_tokens=11 - length)
+    engine.add(group)
+    while group.sequences[0].num_tokens < 9:
+        engine.step()
+    engine.preempt_all()
+    finish(engine)
+    assert_right(oracle, group)
+    assert prompt_tokens_computed(engine, group) == length, "once, by the leader before it was preempted"
 
 
 def test_a_held_prompt_goes_before_a_running_request_does(
@@ -417,7 +433,7 @@ def test_one_of_several_held_prompts_is_given_up(make_engine: Make, make_request
         assert cache.admit(leader)
         leader.mark_computed(0, 6, 0)
         cache.publish_blocks(leader)
-        waiting.append(7, 0.0, 0.0, version=0, context=0)
+        waiting.append(7, 0.0, 0.0)
         cache.hold_prompt(leader, [waiting])
     assert cache.admit(running)
     running.mark_computed(0, 4, 0)
@@ -439,7 +455,7 @@ def test_what_is_held_moves_into_the_block_of_a_sample_that_runs(make_engine: Ma
     leader.mark_computed(0, 6, 0)
     cache.publish_blocks(leader)
     for sample in (second, third):
-        sample.append(6, 0.0, 0.0, version=0, context=0)
+        sample.append(6, 0.0, 0.0)
     cache.hold_prompt(leader, [second, third])
     assert cache.admit(second)
     cache.take_back(leader)
@@ -490,8 +506,8 @@ def test_a_match_made_before_an_eviction_is_not_used_after_it(make_request: Make
     first.mark_computed(0, 6, 0)
     cache.publish_blocks(first)
     for token in (6, 7):
-        first.append(token, 0.0, 0.0, version=0, context=0)
-    second.append(6, 0.0, 0.0, version=0, context=0)
+        first.append(token, 0.0, 0.0)
+    second.append(6, 0.0, 0.0)
     cache.hold_prompt(first, [second])
     assert cache.reserve(first, 2)
     first.mark_computed(6, 2, 0)
@@ -632,7 +648,7 @@ def test_weights_that_change_within_a_prompt_make_the_next_sample_compute_it(
     engine.weights_changed(1)
     finish(engine)
     assert_right(oracle, group)
-    assert [[span[2] for span in s.kv.spans] for s in group.sequences] == [[0, 1], [1], [1]]
+    assert [[span[2] for span in s.kv_spans] for s in group.sequences] == [[0, 1], [1], [1]]
 
 
 def test_sleep_lets_go_of_held_prompts_and_nothing_is_lost(make_worker: MakeWorker, oracle: Oracle) -> None:

@@ -30,7 +30,7 @@ def test_an_output_carries_tokens_logprobs_versions_and_events(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle
 ) -> None:
     engine = make_engine()
-    engine.add(make_request("a", [1, 2, 3], max_tokens=4, n=2))
+    engine.add(make_request("a", [1, 2, 3], max_tokens=4, n=2, temperature=0.5))
     engine.step()
     engine.step()
     engine.weights_changed(5)
@@ -200,7 +200,7 @@ def test_a_stop_string_ends_the_sample_with_its_text(
     whole = oracle([3, 1], 0, 8)
     engine = make_engine()
     request = make_request("a", [3, 1], max_tokens=8, stop=[f"{whole[2]}><{whole[3]}"])
-    request.sequences[0].ending.matcher = StopStringMatcher(Letters(), request.params.stop_strings)
+    request.sequences[0].matcher = StopStringMatcher(Letters(), request.params.stop_strings)
     engine.add(request)
     run(engine)
     sample = request_output(request, Letters()).samples[0]

@@ -282,9 +282,9 @@ def test_a_request_that_resumes_after_an_update_says_under_which_weights(
     while engine.has_work:
         engine.step()
     for sequence in request.sequences:
-        assert sequence.sampled.weight_spans == [[0, 3, 0], [3, 6, 1], [6, 9, 2], [9, 12, 3]]
-        assert sequence.sampled.context_spans == [[0, 6, 0], [6, 12, 2]]
-        assert sequence.kv.spans == [[0, 11, 2], [11, 14, 3]]
+        assert sequence.weight_spans == [(0, 3, 0), (3, 6, 1), (6, 9, 2), (9, 12, 3)]
+        assert sequence.context_spans == [(0, 6, 0), (6, 12, 2)]
+        assert sequence.kv_spans == [(0, 11, 2), (11, 14, 3)]
 
 
 def test_abort_ends_what_has_begun(make_worker: MakeWorker) -> None:
