@@ -30,7 +30,7 @@ Rows = npt.NDArray[np.int64]
 
 # read by `map`, so that no step of Python is taken for a sequence
 _SEQUENCE, _FORKS, _CAPTURES = attrgetter("sequence"), attrgetter("forks"), attrgetter("captures")
-_ADAPTER, _SCORED = attrgetter("request.adapter"), attrgetter("prompt_logprobs_wanted")
+_ADAPTER, _SCORES = attrgetter("request.adapter"), attrgetter("prompt_scores")
 _ASKED = attrgetter("length", "start", "sequence.slot", "sequence.write_from", "samples")
 
 
@@ -85,7 +85,7 @@ def step_inputs(plan: StepPlan, block_tables: Ints, memory: Memory, sampler: Sam
     rows = lay_out(asked, block_tables, memory.block_size, plan.num_tokens)
     sequences, drawn_rows = _drawn(items, len(rows.last_rows))
     positions = rows.next_positions if len(drawn_rows) == len(rows.last_rows) else rows.next_positions[drawn_rows]
-    pieces = _prompt_pieces(items, rows.numbers[0]) if any(map(_SCORED, owners)) else []
+    pieces = _prompt_pieces(items, rows.numbers[0]) if any(map(_SCORES, owners)) else []
     head_rows = rows.last_rows
     if pieces:
         head_rows = np.concatenate([head_rows, *(np.arange(piece.rows.start, piece.rows.stop) for piece in pieces)])
