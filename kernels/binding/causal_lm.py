@@ -6,7 +6,7 @@ Invariants:
   log-probabilities of the rows that reach it (`logprob_head`): inside the head's own call, because that is where FSDP2
   has its weight in one piece, and as its output and the model's, because FSDP2 prepares the backward of those.
 * In a step of a rollout likewise, without what transformers makes around the two (of a small model a fiftieth of it),
-  unless a hook on the model is to see that.
+  unless a hook on the model is to see that; on a CPU all of it is one call where nobody listens (`dense.step`).
 * The epilogue of the class's forward is then the family's (`epilogue`). Where it may be another one, or something
   stands between the head and its logits, all logits are made by the class's own forward and scored afterwards.
 """
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from samebit.kernels.binding.dense.step import logits_in_one_call
 from samebit.kernels.binding.epilogue import Epilogue
 from samebit.kernels.binding.trainer.logprob_head import scored
 from samebit.kernels.binding.trainer.logprob_request import Scores, Scoring, installed_scoring, use_scoring
@@ -136,12 +137,14 @@ def _in_step(kwargs: dict[str, Any]) -> bool:
 
 def _step_logits(self: Any, input_ids: torch.Tensor, logits_to_keep: torch.Tensor | int) -> Logits:
     """Return the logits of the rows that are kept, 0 for all."""
-    head = self.lm_head
-    hidden = self.base_model(input_ids=input_ids)[0]
-    if isinstance(logits_to_keep, torch.Tensor):
-        hidden = hidden.index_select(1, logits_to_keep)
+    head, kept = self.lm_head, logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else None
+    logits = logits_in_one_call(self, input_ids, kept)
+    if logits is None:
+        hidden = self.base_model(input_ids=input_ids)[0]
+        hidden = hidden if kept is None else hidden.index_select(1, kept)
+        logits = head(hidden.to(head.weight.dtype))
     facts: HeadFacts = head.samebit
-    return Logits(facts.epilogue(facts.config, head(hidden.to(head.weight.dtype))))
+    return Logits(facts.epilogue(facts.config, logits))
 
 
 def _is_bound_alone(head: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from samebit.kernels.cpu.delta.gradients import delta_rule_backward
 from samebit.kernels.cpu.delta.layer import delta_call
 from samebit.kernels.cpu.delta.operation import delta_rule
 from samebit.kernels.cpu.dense.calls import run_layers
+from samebit.kernels.cpu.dense.ends import end_calls
 from samebit.kernels.cpu.dense.latent import latent_call
 from samebit.kernels.cpu.dense.layer import dense_call
 from samebit.kernels.cpu.dense.sparse import sparse_call
@@ -54,6 +55,7 @@ __all__ = [
     "delta_rule_backward",
     "dense_call",
     "draw",
+    "end_calls",
     "entropies",
     "entropy_gradient",
     "experts_backward",

@@ -284,6 +284,12 @@ def block_call_of(tensor: Tensor) -> Callable[..., LayerCall | None] | None:
     return None if device.on_gpu(tensor) else cpu.block_call
 
 
+def end_calls_of(tensor: Tensor) -> Callable[..., tuple[LayerCall, LayerCall]] | None:
+    """Return what prepares those of a step's embedding, and of its last norm and head, where the tensor is; None for a
+    GPU, likewise."""
+    return None if device.on_gpu(tensor) else cpu.end_calls
+
+
 def run_layers(
     x: Tensor, calls: Sequence[LayerCall], angles: tuple[Tensor, Tensor], context: ForwardContext
 ) -> tuple[Tensor, Tensor | None]:

@@ -80,27 +80,37 @@ class KnownCall:
     def of(cls, layer: nn.Module, found: Any, weights: Sequence[torch.Tensor], apart: str = "") -> "KnownCall":
         """Note what stands in the modules of a layer now, but for those of a child that is called by itself."""
         inside = [one for name, child in layer.named_children() if name != apart for one in child.modules()]
-        places: list[tuple[dict[str, Any], str]] = [(module.__dict__, "forward") for module in inside]
-        places += [(module._modules, name) for module in (layer, *inside) for name in module._modules]
-        kept = [holder for module in inside for holder in (module._parameters, module._buffers)]
+        return cls.of_modules((layer, *inside), inside, found, weights)
+
+    @classmethod
+    def of_modules(
+        cls, parents: Iterable[nn.Module], modules: Sequence[nn.Module], found: Any,
+        weights: Sequence[torch.Tensor] = (),
+    ) -> "KnownCall":  # fmt: skip
+        """Note what the children of the parents are now, and what else stands in the modules."""
+        places: list[tuple[dict[str, Any], str]] = [(module.__dict__, "forward") for module in modules]
+        places += [(module._modules, name) for module in parents for name in module._modules]
+        kept = [holder for module in modules for holder in (module._parameters, module._buffers)]
         places += [(holder, name) for holder in kept for name in holder]
         holders, names = zip(*places, strict=True)
         things = [holder.get(name) for holder, name in places]
-        return cls(found, _hooks_of(inside), holders, names, things, weights, _marks(weights))
+        return cls(found, _hooks_of(modules), holders, names, things, weights, _marks(weights))
 
     @classmethod
     def of_all(cls, layers: nn.ModuleList, calls: Sequence["KnownCall"]) -> "KnownCall":
         """Join those of all layers; hooks and forwards of the layers themselves are compared too."""
-        own: list[tuple[dict[str, Any], str]] = [(layer.__dict__, "forward") for layer in layers]
-        own += [(layers._modules, name) for name in layers._modules]
-        holders, names = zip(*own, strict=True)
+        return cls.joined([call.found for call in calls], [cls.of_modules((layers,), list(layers), None), *calls])
+
+    @classmethod
+    def joined(cls, found: Any, calls: Sequence["KnownCall"]) -> "KnownCall":
+        """Note what several have noted, to compare it at once."""
         weights = list(chain.from_iterable(call.weights for call in calls))
         return cls(
-            [call.found for call in calls],
-            [*_hooks_of(layers), *chain.from_iterable(call.hooks for call in calls)],
-            [*holders, *chain.from_iterable(call.holders for call in calls)],
-            [*names, *chain.from_iterable(call.names for call in calls)],
-            [*(holder.get(name) for holder, name in own), *chain.from_iterable(call.things for call in calls)],
+            found,
+            list(chain.from_iterable(call.hooks for call in calls)),
+            list(chain.from_iterable(call.holders for call in calls)),
+            list(chain.from_iterable(call.names for call in calls)),
+            list(chain.from_iterable(call.things for call in calls)),
             weights,
             _marks(weights),
         )
@@ -117,7 +127,7 @@ class KnownCall:
 
 def known_weights(layer: nn.Module, facts: LayerFacts, context: ForwardContext) -> Found | None:
     """Return what the layer's one call reads: found again where no adapter is asked for and nothing has changed."""
-    kept = _kept(context)
+    kept = kept_calls(context)
     if kept is None:
         return facts.find(layer, context)
     known = kept.calls.get(layer)
@@ -135,7 +145,7 @@ def known_weights(layer: nn.Module, facts: LayerFacts, context: ForwardContext) 
 def known_layers(layers: nn.ModuleList, forward: Any, context: ForwardContext) -> list[Found] | None:
     """Return what the one call of each layer reads, where all may be computed one after the other without calling
     them: each has this forward, no adapter is asked for, and nobody listens to a layer."""
-    kept = _kept(context)
+    kept = kept_calls(context)
     if kept is None:
         return None
     known = kept.calls.get(layers)
@@ -150,7 +160,7 @@ def known_layers(layers: nn.ModuleList, forward: Any, context: ForwardContext) -
     return again
 
 
-def _kept(context: ForwardContext) -> KeptTerms | None:
+def kept_calls(context: ForwardContext) -> KeptTerms | None:
     """Return where calls without an adapter are kept; None where one is asked for, or nobody announces changes."""
     adapters = context.adapters
     return None if adapters is None or adapters.groups else adapters.kept

@@ -9,7 +9,7 @@ Invariants:
 * What is kept of a module is compared with it at each call (`known`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,25 @@ def all_computed(
     """Compute all layers of what was found, with as few calls as there are children to call: each is prepared before
     the first is computed, as between two layers the caches are full of weights, and what Python does there takes twice
     to five times as long. None where one does not fit, and where what many rows choose would be held for all layers."""
+    calls = _all_prepared(layers, found, x, tables)
+    return None if calls is None else _computed(calls, x, tables)
+
+
+def all_in_one(
+    layers: Iterable[Any], found: Sequence[Found], x: torch.Tensor, tables: RotaryTables
+) -> list[LayerCall] | None:
+    """Return what computes all layers of what is like ``x`` in one call; None where `all_computed` makes several."""
+    listening = installed_notes() is not None
+    calls = None if listening and any(block for _, _, block in found) else _all_prepared(layers, found, x, tables)
+    if calls is None or any(call.apart and block is None for _, _, call, block in calls):
+        return None
+    return [call for _, _, *both in calls for call in both if call is not None]
+
+
+def _all_prepared(
+    layers: Iterable[Any], found: Iterable[Found], x: torch.Tensor, tables: RotaryTables
+) -> list[_Prepared] | None:
+    """Return the calls of all layers."""
     calls: list[_Prepared] = []
     chosen = None
     for layer, of_layer in zip(layers, found, strict=True):
@@ -78,7 +97,7 @@ def all_computed(
             return None
         chosen = call.chosen
         calls.append((layer, facts, call, _behind(x, of_layer)))
-    return _computed(calls, x, tables)
+    return calls
 
 
 def _behind(x: torch.Tensor, found: Found) -> LayerCall | None:

@@ -1,0 +1,110 @@
+"""Compute a rollout's step in one call, from token ids to the head's logits, where its layers are one call and no hook
+could tell: Python around embedding, last norm and head took a tenth of a small model's step.
+
+Invariants:
+
+* The modules decide, as in `one_call`: a hook on one of them, a forward that was replaced, an embedding that does more
+  than look up, and autocast bring their calls back.
+* What is kept of them is compared at each call, at once with what is kept of the layers (`known`).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from samebit.kernels.binding.dense.decoder import runs_plainly
+from samebit.kernels.binding.dense.known import Found, KnownCall, kept_calls, known_layers
+from samebit.kernels.binding.dense.one_call import all_in_one, one_call_forward
+from samebit.kernels.binding.dense.untouched import runs
+from samebit.kernels.binding.modules import (
+    DecoderFacts,
+    NormFacts,
+    decoder_forward,
+    rms_norm_forward,
+    rotary_forward,
+)
+from samebit.kernels.layout.forward_context import ForwardContext, installed_context
+from samebit.kernels.layout.layers.ends import EndWeights
+from samebit.kernels.ops.dense.calls import run_layers
+from samebit.kernels.ops.dense.ends import end_calls
+from samebit.kernels.ops.linear import is_hooked, is_plain, weight_and_bias
+
+
+class _Step(NamedTuple):
+    """Holds what a step of a model reads: its decoder, what its layers read, and what stands around them."""
+
+    decoder: Any
+    layers: list[Found]
+    ends: EndWeights
+    norm: NormFacts
+
+
+def logits_in_one_call(model: Any, ids: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the head's logits ``[1, K, N]`` float32, before the model's epilogue; None where the modules are to be
+    called.
+
+    Args:
+        model: a bound causal language model in a rollout's step, whose head has the forward that `bind` gave it.
+        ids: ``[1, T]``.
+        kept: ``[K]``, the rows that reach the head; None for all.
+    """
+    context = installed_context()
+    if context is None or not ids.is_cpu or torch.is_autocast_enabled("cpu"):
+        return None
+    step = _known_step(model, context)
+    if step is None:
+        return None
+    decoder, layers, weights, norm = step
+    ends = end_calls(ids, kept, weights, (norm.eps, norm.offset), context)
+    if ends is None:
+        return None
+    tables = rotary_forward(decoder.rotary_emb, ends.x, ids)
+    calls = all_in_one(decoder.layers, layers, ends.x, tables)
+    if calls is None:
+        return None
+    run_layers(ends.x, [ends.first, *calls, ends.last], tables)
+    return ends.logits
+
+
+def _known_step(model: Any, context: ForwardContext) -> _Step | None:
+    """Return what a step reads: found again where no adapter is asked for and nothing has changed."""
+    kept = kept_calls(context)
+    if kept is None:
+        return None
+    known = kept.calls.get(model)
+    if known is None or not known.holds():
+        parts = _parts(model)
+        if parts is None or known_layers(parts[0].layers, one_call_forward, context) is None:
+            return None
+        known = kept.calls[model] = _noted(model, parts, kept.calls[parts[0].layers])
+    step: _Step = known.found
+    decoder = step.decoder
+    whole = len(step.layers) == decoder.config.num_hidden_layers and decoder.embed_tokens.max_norm is None
+    return step if whole and runs_plainly(decoder, context, {}) else None
+
+
+def _parts(model: Any) -> list[Any] | None:
+    """Return decoder, embedding, angles, last norm and head; None where a call of one does more than is known."""
+    decoder, head = model.base_model, model.lm_head
+    if not runs(decoder, decoder_forward) or not is_plain(head):
+        return None
+    facts: DecoderFacts = decoder.samebit
+    if not facts.pre_norm or facts.adapters is not None:
+        return None
+    embedding, angles, norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
+    plain = _only_looks_up(embedding) and runs(angles, rotary_forward) and runs(norm, rms_norm_forward)
+    return [decoder, embedding, angles, norm, head] if plain else None
+
+
+def _only_looks_up(embedding: Any) -> bool:
+    """Return whether a call of the embedding gives rows of its weight, as long as it has no ``max_norm``."""
+    return type(embedding) is nn.Embedding and "forward" not in embedding.__dict__ and not is_hooked(embedding)
+
+
+def _noted(model: Any, parts: list[Any], layers: KnownCall) -> KnownCall:
+    """Note what the modules around the layers are now, and what these are."""
+    decoder, embedding, _, norm, head = parts
+    weights = EndWeights(embedding._parameters["weight"], norm._parameters["weight"], weight_and_bias(head))
+    step = _Step(decoder, layers.found, weights, norm.samebit)
+    return KnownCall.joined(step, [layers, KnownCall.of_modules((model, decoder), parts, None, weights.present)])

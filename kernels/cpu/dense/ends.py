@@ -1,0 +1,176 @@
+"""Compute what stands before and behind the decoder layers of a rollout's step, as calls of their own kind: the rows of
+the embedding; and of the rows that reach the head the norm, the product with the head, and that in float32.
+
+Invariant: an element is computed by the parts that the operations of the modules run, and rounded where they round. A
+row depends on itself alone, so those that do not reach the head need no norm.
+
+T rows, K of them reach the head, W hidden size.
+"""
+
+from collections.abc import Callable
+from struct import Struct
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from samebit.kernels.cpu.base.jit import compile_kernel
+from samebit.kernels.cpu.base.memory import copy, elements, longs, read, whole_lines
+from samebit.kernels.cpu.base.part import inlined_part, kernel_part
+from samebit.kernels.cpu.base.share_out import share_out
+from samebit.kernels.cpu.dense.calls import call_and_step, kernel_at, record
+from samebit.kernels.cpu.dense.products import (
+    ROW_PARTS,
+    Kernels,
+    product,
+    product_by_tiles,
+    product_of_pairs,
+    shared,
+    write_widened,
+)
+from samebit.kernels.cpu.norm.forward import rms_norm_row
+from samebit.kernels.layout.grids import LANES
+from samebit.kernels.layout.layers.call import LayerCall
+from samebit.kernels.layout.layers.ends import EndWeights
+
+_FLOAT = np.float32(0)
+_FLOAT_BYTES = 4
+
+
+class Places(NamedTuple):
+    """Holds addresses of token ids, of the rows that reach the head (0 for all of them, in order), and of the logits;
+    K; tokens of the embedding, W, outputs of the head; and the addresses of `EndWeights.flat`, 0 for no bias."""
+
+    ids: int
+    kept: int
+    logits: int
+    num_kept: int
+    tokens: int
+    width: int
+    outputs: int
+    embedding: int
+    norm: int
+    head: int
+    bias: int
+
+
+_PLACES = len(Places._fields)
+_LAYOUT = Struct(f"={_PLACES}q" + "f4x" * 2)
+"""Lays out the record of both calls: `Places`, eps of the norm, and what is added to its weight."""
+
+
+@inlined_part
+def _places_of(call: Any) -> Any:
+    return Places(*read(call.record, _PLACES, np.int64(0)))
+
+
+@inlined_part
+def _all_below(numbers: Any, end: int) -> bool:
+    """Return whether all numbers are from 0 on and below ``end``."""
+    fit = True
+    for i in range(len(numbers)):
+        fit = fit and 0 <= numbers[i] < end
+    return fit
+
+
+@kernel_part
+def _embed_part(part: int, places: Places, rows: int, out_at: int, kind: Any) -> None:
+    """Copy the embeddings of a share of the rows."""
+    width, ids = places.width, longs(places.ids, rows)
+    embedding, out = elements(places.embedding, places.tokens * width, kind), elements(out_at, rows * width, kind)
+    for row in range(rows * part // ROW_PARTS, rows * (part + 1) // ROW_PARTS):
+        first = ids[row] * width
+        copy(embedding[first : first + width], out[row * width : (row + 1) * width])
+
+
+def _embed(threads: int, call_at: int, kind: Any) -> None:
+    """Write the embeddings of a step's tokens."""
+    call, step = call_and_step(call_at)
+    places = _places_of(call)
+    if not _all_below(longs(places.ids, step.rows), places.tokens):
+        raise IndexError("a token id is not one of the embedding's")
+    share_out(
+        _embed_part, ROW_PARTS, shared(step.rows * places.width, threads), (places, step.rows, call.out, kind)
+    )  # fmt: skip
+
+
+@kernel_part
+def _norm_part(part: int, call: Any, places: Places, rows: int, eps: Any, offset: Any, kind: Any) -> None:
+    """Write the norms of a share of the rows that reach the head, one after the other."""
+    width, count = places.width, places.num_kept
+    x, out = elements(call.x, rows * width, kind), elements(call.room, count * width, kind)
+    kept = longs(places.kept, count if places.kept else 0)
+    weight, lanes = elements(places.norm, width, kind), np.empty(LANES, np.float32)
+    for place in range(count * part // ROW_PARTS, count * (part + 1) // ROW_PARTS):
+        row = kept[place] if len(kept) > 0 else place
+        source = x[row * width : (row + 1) * width]
+        rms_norm_row(source, weight, offset, eps, lanes, out[place * width : (place + 1) * width])
+
+
+def _with_product(multiply: Callable[..., None]) -> Callable[..., None]:
+    """Make norm and head from a product of up to three layers of one input."""
+
+    @kernel_part
+    def head(threads: int, call_at: int, kind: Any) -> None:
+        """Compute the logits of the `calls.Call` at an address."""
+        call, step = call_and_step(call_at)
+        places, no, itemsize = _places_of(call), np.int64(0), elements(0, 0, kind).itemsize
+        eps, offset = read(call.record + 8 * _PLACES, 2, _FLOAT)
+        count, width, outputs, at = places.num_kept, places.width, places.outputs, places.logits
+        if places.kept and not _all_below(longs(places.kept, count), step.rows):
+            raise IndexError("a row that is to reach the head is not one of the step's")
+        share_out(
+            _norm_part, ROW_PARTS, shared(count * width, threads), (call, places, step.rows, eps, offset, kind)
+        )  # fmt: skip
+        if itemsize < _FLOAT_BYTES:
+            at = call.room + whole_lines(count * width) * itemsize
+        multiply(
+            threads, call.room, width, count, width,
+            (places.head, places.bias, outputs, at, no, no, no, no, no, no, no, no), kind,
+        )  # fmt: skip
+        if itemsize < _FLOAT_BYTES:
+            write_widened(threads, at, count * outputs, places.logits, kind)
+
+    made: Callable[..., None] = head
+    return made
+
+
+_head = _with_product(product)
+_head_by_pairs = _with_product(product_of_pairs)
+_head_by_tiles = _with_product(product_by_tiles)
+
+
+def _run(threads: int, call_at: int, kind: Any) -> None:
+    """Compute norm and head, multiplying in float32."""
+    _head(threads, call_at, kind)
+
+
+def _run_by_pairs(threads: int, call_at: int, kind: Any) -> None:
+    """Compute norm and head in bfloat16, multiplying in pairs of inputs."""
+    _head_by_pairs(threads, call_at, kind)
+
+
+def _run_by_tiles(threads: int, call_at: int, kind: Any) -> None:
+    """Compute norm and head in bfloat16, multiplying with tile instructions."""
+    _head_by_tiles(threads, call_at, kind)
+
+
+_embedding_kernel = compile_kernel(_embed)
+_kernels = Kernels(*map(compile_kernel, (_run, _run_by_pairs, _run_by_tiles)))
+_KEPT = "ends"
+
+
+def end_calls(
+    ids: torch.Tensor, kept: torch.Tensor | None, weights: EndWeights, norm: tuple[float, float], logits: torch.Tensor
+) -> tuple[LayerCall, LayerCall]:
+    """Implement `dispatch.end_calls_of`."""
+    (tokens, width), (_, count, outputs), dtype = weights.embedding.shape, logits.shape, weights.embedding.dtype
+    if _KEPT not in weights.worked_out:
+        weights.worked_out[_KEPT] = kernel_at(_embedding_kernel, dtype), kernel_at(_kernels.of(dtype), dtype)
+    first, last = weights.worked_out[_KEPT]
+    numbers = record(
+        _LAYOUT, ids.data_ptr(), 0 if kept is None else kept.data_ptr(), logits.data_ptr(), count, tokens, width,
+        outputs, *weights.addresses, *norm,
+    )  # fmt: skip
+    room = (count * (width + outputs) + LANES) * dtype.itemsize
+    return LayerCall(first, numbers, (0, 0), apart=False), LayerCall(last, numbers, (0, room), apart=False)

@@ -1,0 +1,32 @@
+"""Hold the parameters of what stands before and behind the decoder layers of a step that is one call.
+
+V tokens of the embedding, W hidden size, N outputs of the head.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from samebit.kernels.layout.layers.weights import LayerWeights
+from samebit.kernels.layout.options import Layer
+
+
+@dataclass(frozen=True, eq=False)
+class EndWeights(LayerWeights):
+    """Holds the parameters of the embedding, of the last norm, and of the head."""
+
+    embedding: torch.Tensor
+    norm: torch.Tensor
+    head: Layer
+
+    @cached_property
+    def flat(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the parameters one by one; None for a bias that the head does not have."""
+        return self.embedding, self.norm, *self.head
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes that these have where they fit each other."""
+        (tokens, width), outputs = self.embedding.shape, len(self.head[0])
+        return (tokens, width), (width,), (outputs, width), (outputs,)
