@@ -24,22 +24,22 @@ PARAMS = [
 ]
 DENSE = {"mlp_only_layers": [0, 1, 2]}
 CASES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
-    "joined": ("Qwen3_5", {}, [3]),
-    "joined, experts": ("Qwen3_5Moe", {}, [6]),
-    "by key head, experts in two layers": ("Qwen3Next", {}, [5]),
+    "joined": ("Qwen3_5", {}, [5]),
+    "joined, experts": ("Qwen3_5Moe", {}, [8]),
+    "by key head, experts in two layers": ("Qwen3Next", {}, [7]),
     "by key head, two value heads each": (
         "Qwen3Next",
         {**DENSE, "linear_num_value_heads": 4, "linear_key_head_dim": 20, "linear_value_head_dim": 50},
-        [3],
+        [5],
     ),
     "by key head, one value head each": (
         "Qwen3Next",
         {**DENSE, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 9},
-        [3],
+        [5],
     ),
 }
 """The family of a model, what is changed in it, and how many layers and blocks of experts each call of a step
-computes."""
+computes, embedding and head among them."""
 
 
 @pytest.fixture

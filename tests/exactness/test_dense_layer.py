@@ -78,7 +78,7 @@ def test_all_layers_of_a_step_are_one_call_where_nobody_listens(family: str, lay
     model = bound_model(family)
     at_once, _ = run(model, PROMPTS[1:2], PARAMS[:1])
     layers = len(model.get_submodule("model.layers"))  # type: ignore[arg-type]
-    assert layers_of_calls == [layers] * PARAMS[0].max_tokens
+    assert layers_of_calls == [layers + 2] * PARAMS[0].max_tokens  # embedding and head among them
     with listening(model, [], "model.layers.1"):
         one_by_one, _ = run(model, PROMPTS[1:2], PARAMS[:1])
     assert_same_samples(one_by_one, at_once)
