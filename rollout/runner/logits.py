@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from samebit.kernels.binding.causal_lm import StepOutput
 from samebit.kernels.layout.forward_context import ForwardContext, use_context
 from samebit.rollout.memory.shape import Memory
 from samebit.rollout.runner.sampler import DrawInputs
@@ -45,5 +46,6 @@ def logits_of(
     """Return float32 logits ``[K, V]`` of the rows ``head_rows`` ``[K]``, None for all; ``token_ids``: ``[T]``."""
     kept = 0 if head_rows is None else head_rows  # Hugging Face's number for all
     with use_context(context):
-        logits: torch.Tensor = model(input_ids=token_ids[None], logits_to_keep=kept).logits[0]
-    return logits.float()  # already float32 but for exact=False
+        out = model(input_ids=token_ids[None], logits_to_keep=kept)
+        logits: torch.Tensor = out.rows if isinstance(out, StepOutput) else out.logits[0]
+    return logits if logits.dtype is torch.float32 else logits.float()  # float32 but for exact=False

@@ -65,7 +65,7 @@ class KnownCall:
     Attributes:
         hooks: where its modules keep the hooks of their calls: all are empty.
         holders, names, things: dictionaries of its modules, a name of each, and what was found there.
-        weights, marks: the parameters that the call reads, and how each lies in memory.
+        weights, marks: the parameters that the call reads, and where and how each lies in memory.
     """
 
     found: Any
@@ -177,4 +177,5 @@ def _hooks_of(modules: Iterable[nn.Module]) -> list[Mapping[int, Any]]:
 
 
 def _marks(weights: Sequence[torch.Tensor]) -> list[Any]:
-    return [*map(torch.Tensor.data_ptr, weights), *map(torch.Tensor.stride, weights), *map(_SHAPE, weights)]
+    """Return where weights lie and how; the strides of one that is not contiguous do not matter: no call reads it."""
+    return [*map(torch.Tensor.data_ptr, weights), *map(torch.Tensor.is_contiguous, weights), *map(_SHAPE, weights)]

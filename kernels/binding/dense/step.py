@@ -41,7 +41,7 @@ class _Step(NamedTuple):
 
 
 def logits_in_one_call(model: Any, ids: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the head's logits ``[1, K, N]`` float32, before the model's epilogue; None where the modules are to be
+    """Return the head's logits ``[K, N]`` float32, before the model's epilogue; None where the modules are to be
     called.
 
     Args:

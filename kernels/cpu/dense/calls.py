@@ -124,11 +124,9 @@ def run_layers(
     x, rooms = x.contiguous(), [call.room for call in calls]
     out, behind = torch.empty_like(x), torch.empty_like(x) if any(call.apart for call in calls) else None
     room = _room(context, max(context.num_rows * of_row + of_layer for of_row, of_layer in rooms))
-    step = _step(context, angles)
+    step_at = _step(context, angles).ctypes.data
     places = out.data_ptr(), 0 if behind is None else behind.data_ptr(), room.data_ptr()
-    table = np.array(
-        [(call.kernel, places[0], *places, call.record.ctypes.data, step.ctypes.data) for call in calls], np.int64
-    )
+    table = np.array([(call.kernel, places[0], *places, call.record_at, step_at) for call in calls], np.int64)
     table[0, 1] = x.data_ptr()  # the others go on where the one before has written
     _kernel(num_threads(), table, kind_of(x.dtype))
     return out, behind if calls[-1].apart else None

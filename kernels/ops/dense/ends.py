@@ -22,7 +22,7 @@ class Ends(NamedTuple):
 
     Attributes:
         x: like hidden states, of which it has no values: what the layers' calls are prepared for.
-        logits: ``[1, K, N]`` float32, where the second call puts them.
+        logits: ``[K, N]`` float32, where the second call puts them.
     """
 
     x: torch.Tensor
@@ -59,7 +59,7 @@ def end_calls(
         return None
     x = torch.empty(*ids.shape, embedding.size(1), dtype=embedding.dtype)
     rows = context.num_rows if kept is None else len(kept)
-    logits = torch.empty(1, rows, len(weights.head[0]), dtype=torch.float32)
+    logits = torch.empty(rows, len(weights.head[0]), dtype=torch.float32)
     return Ends(x, *prepare(ids, kept, weights, norm, logits), logits)
 
 
