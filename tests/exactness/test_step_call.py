@@ -136,7 +136,7 @@ def _of_another_parameter(module: Any) -> None:
 @pytest.mark.parametrize("change", [_of_other_memory, _of_another_parameter])
 @pytest.mark.parametrize("name", ENDS)
 def test_a_weight_that_changed_between_two_steps_is_read(name: str, change: Callable[[Any], None]) -> None:
-    steps = Steps(bound_model("Qwen3", tie_word_embeddings=False))
+    steps = Steps(bind(make_model("Qwen3", tie_word_embeddings=False)))
     before = steps.logits(IDS, 0)
     change(steps.model.get_submodule(name))
     after = steps.logits(IDS, 0)
@@ -146,7 +146,7 @@ def test_a_weight_that_changed_between_two_steps_is_read(name: str, change: Call
 
 
 def test_an_embedding_that_got_a_longest_norm_scales_its_rows() -> None:
-    steps = Steps(bound_model("Qwen3"))
+    steps = Steps(bind(make_model("Qwen3")))
     before, embedding = steps.logits(IDS, 0), steps.model.get_submodule(EMBEDDING)
     weight = embedding.weight.detach().clone()
     embedding.max_norm = 0.01

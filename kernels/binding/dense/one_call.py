@@ -9,7 +9,7 @@ Invariants:
 * What is kept of a module is compared with it at each call (`known`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -74,11 +74,10 @@ def all_computed(
 
 
 def all_in_one(
-    layers: Iterable[Any], found: Sequence[Found], x: torch.Tensor, tables: RotaryTables
+    layers: Iterable[Any], found: Iterable[Found], x: torch.Tensor, tables: RotaryTables
 ) -> list[LayerCall] | None:
     """Return what computes all layers of what is like ``x`` in one call; None where `all_computed` makes several."""
-    listening = installed_notes() is not None
-    calls = None if listening and any(block for _, _, block in found) else _all_prepared(layers, found, x, tables)
+    calls = _all_prepared(layers, found, x, tables)
     if calls is None or any(call.apart and block is None for _, _, call, block in calls):
         return None
     return [call for _, _, *both in calls for call in both if call is not None]

@@ -4,7 +4,7 @@ could tell: Python around embedding, last norm and head took a tenth of a small 
 Invariants:
 
 * The modules decide, as in `one_call`: a hook on one of them, a forward that was replaced, an embedding that does more
-  than look up, and autocast bring their calls back.
+  than look up, autocast, and notes of what routers choose bring their calls back.
 * What is kept of them is compared at each call, at once with what is kept of the layers (`known`).
 """
 
@@ -17,6 +17,7 @@ from samebit.kernels.binding.dense.decoder import runs_plainly
 from samebit.kernels.binding.dense.known import Found, KnownCall, kept_calls, known_layers
 from samebit.kernels.binding.dense.one_call import all_in_one, one_call_forward
 from samebit.kernels.binding.dense.untouched import runs
+from samebit.kernels.binding.experts.routes import installed_notes
 from samebit.kernels.binding.modules import (
     DecoderFacts,
     NormFacts,
@@ -32,12 +33,14 @@ from samebit.kernels.ops.linear import is_hooked, is_plain, weight_and_bias
 
 
 class _Step(NamedTuple):
-    """Holds what a step of a model reads: its decoder, what its layers read, and what stands around them."""
+    """Holds what a step of a model reads: its decoder, what its layers read, and what stands around them; and whether a
+    child of a layer is called by itself."""
 
     decoder: Any
     layers: list[Found]
     ends: EndWeights
     norm: NormFacts
+    calls_child: bool
 
 
 def logits_in_one_call(model: Any, ids: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor | None:
@@ -50,12 +53,12 @@ def logits_in_one_call(model: Any, ids: torch.Tensor, kept: torch.Tensor | None)
         kept: ``[K]``, the rows that reach the head; None for all.
     """
     context = installed_context()
-    if context is None or not ids.is_cpu or torch.is_autocast_enabled("cpu"):
+    if context is None or installed_notes() is not None or not ids.is_cpu or torch.is_autocast_enabled("cpu"):
         return None
     step = _known_step(model, context)
     if step is None:
         return None
-    decoder, layers, weights, norm = step
+    decoder, layers, weights, norm, _ = step
     ends = end_calls(ids, kept, weights, (norm.eps, norm.offset), context)
     if ends is None:
         return None
@@ -80,8 +83,8 @@ def _known_step(model: Any, context: ForwardContext) -> _Step | None:
         known = kept.calls[model] = _noted(model, parts, kept.calls[parts[0].layers])
     step: _Step = known.found
     decoder = step.decoder
-    whole = len(step.layers) == decoder.config.num_hidden_layers and decoder.embed_tokens.max_norm is None
-    return step if whole and runs_plainly(decoder, context, {}) else None
+    whole = len(step.layers) == decoder.config.num_hidden_layers and not step.calls_child
+    return step if whole and decoder.embed_tokens.max_norm is None and runs_plainly(decoder, context, {}) else None
 
 
 def _parts(model: Any) -> list[Any] | None:
@@ -106,5 +109,8 @@ def _noted(model: Any, parts: list[Any], layers: KnownCall) -> KnownCall:
     """Note what the modules around the layers are now, and what these are."""
     decoder, embedding, _, norm, head = parts
     weights = EndWeights(embedding._parameters["weight"], norm._parameters["weight"], weight_and_bias(head))
-    step = _Step(decoder, layers.found, weights, norm.samebit)
+    calls_child = any(
+        layer.samebit.apart and block is None for layer, (_, _, block) in zip(decoder.layers, layers.found, strict=True)
+    )
+    step = _Step(decoder, layers.found, weights, norm.samebit, calls_child)
     return KnownCall.joined(step, [layers, KnownCall.of_modules((model, decoder), parts, None, weights.present)])
