@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -40,6 +42,9 @@ from samebit.kernels.ops.rope import RotaryTables, angles_of, rotary_tables
 KNOWN_POSITIONS = 1 << 14
 """Angles of at most so many positions are kept for the steps of a rollout, 4 MB with 32 of them: two lookups take less
 time than what computes them, 0.1 ms of a step."""
+
+Angles = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
+"""Holds cosines and sines ``[positions, R]``: NumPy looks them up in half the time that torch takes."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class RotaryFacts:
     frequencies: dict[str, torch.Tensor]
     scaling: dict[str, float]
     _moved: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
-    _known: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _known: dict[str, Angles] = field(default_factory=dict)
 
     def on(self, device: torch.device, layer_type: str) -> torch.Tensor:
         """Return the frequencies of a layer type on this device; moved once, because a CUDA graph can not record
@@ -107,7 +112,7 @@ class RotaryFacts:
             self._moved[layer_type, device] = self.frequencies[layer_type].to(device)
         return self._moved[layer_type, device]
 
-    def known(self, context: ForwardContext, layer_type: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def known(self, context: ForwardContext, layer_type: str) -> Angles | None:
         """Return cosines and sines of positions from 0 on, those of a rollout's call on the CPU among them; None for
         another call, and for many positions."""
         longest = context.longest
@@ -116,8 +121,8 @@ class RotaryFacts:
         known = self._known.get(layer_type)
         if known is None or len(known[0]) < longest:
             positions = torch.arange(1 << longest.bit_length())
-            known = angles_of(positions, self.frequencies[layer_type], self.scaling[layer_type])
-            self._known[layer_type] = known
+            cos, sin = angles_of(positions, self.frequencies[layer_type], self.scaling[layer_type])
+            known = self._known[layer_type] = cos.numpy(), sin.numpy()
         return known
 
 
@@ -232,7 +237,8 @@ def rotary_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer
         raise ValueError("the rotary module of a bound model runs only inside the model's forward")
     known = facts.known(context, layer_type)
     if known is not None:
-        cos, sin = (part.index_select(0, context.positions) for part in known)
+        positions = context.positions.numpy()
+        cos, sin = (torch.from_numpy(part.take(positions, axis=0)) for part in known)
         return RotaryTables(cos, sin, context)
     frequencies = facts.on(context.positions.device, layer_type)
     return rotary_tables(frequencies, facts.scaling[layer_type], context)
