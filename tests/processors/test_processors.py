@@ -79,7 +79,7 @@ EMULATED = [
     *(f"tests/kernels/test_{name}.py" for name in ("linear", "experts", "latent", "sparse", "scored_head")),
     *(f"tests/exactness/test_{name}_layer.py" for name in ("dense", "delta", "latent", "sparse")),
     *(f"tests/exactness/test_{name}.py" for name in ("experts", "expert_blocks", "expert_calls", "latent_families")),
-    *(f"tests/exactness/test_{name}.py" for name in ("rollout", "gradients", "prefix_cache")),
+    *(f"tests/exactness/test_{name}.py" for name in ("rollout", "gradients", "prefix_cache", "step_call")),
 ]
 """Lists what is run as on processors with other products of bfloat16."""
 
