@@ -158,8 +158,8 @@ def new_tokens(sequence: Sequence, seen: int) -> StreamChunk:
 
 
 def _text(sequence: Sequence, token_ids: list[int], tokenizer: Tokenizer | None) -> str | None:
-    if sequence.matcher is not None:
-        return sequence.matcher.text
+    if sequence.sampled.matcher is not None:
+        return sequence.sampled.matcher.text
     if tokenizer is None:
         return None
     return text_of(tokenizer, token_ids)

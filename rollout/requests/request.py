@@ -155,16 +155,20 @@ class SampledTokens:
     sampled from.
 
     raw_logprobs: at temperature 1; `logprobs` itself where that is the temperature of the report.
+    matcher: finds the strings that end the sample, if there are any.
     """
 
-    __slots__ = ("contexts", "logprobs", "raw_logprobs", "top_logprobs", "weights")
+    __slots__ = ("contexts", "logprobs", "matcher", "raw_logprobs", "top_logprobs", "weights")
 
-    def __init__(self, room: int, params: SamplingParams) -> None:
+    def __init__(self, room: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self.logprobs: FloatArray = np.empty(room, np.float32)
         self.raw_logprobs = self.logprobs if params.temperature in (0, 1) else np.empty(room, np.float32)
         self.top_logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.weights = VersionHistory()
         self.contexts = VersionHistory()
+        self.matcher: StopStringMatcher | None = None
+        if params.stop_strings and tokenizer is not None:
+            self.matcher = StopStringMatcher(tokenizer, params.stop_strings)
 
     def grow(self, room: int) -> None:
         """Make room for so many tokens."""
@@ -217,13 +221,11 @@ class Sequence:
     version: the weights that it was computed under last; None before anything was since it was admitted.
     write_from: KV below it is shared, and not written.
     prompt_scores: those of the prompt, which the first sample has where they were asked for.
-    matcher: finds the strings that end it, if there are any.
     """
 
     __slots__ = (
         "ending",
         "kv",
-        "matcher",
         "num_computed",
         "num_prompt_tokens",
         "num_tokens",
@@ -254,11 +256,8 @@ class Sequence:
         self.slot = -1
         self.schedule = Schedule()
         self.kv = KVHistory()
-        self.sampled = SampledTokens(room, params)
+        self.sampled = SampledTokens(room, params, tokenizer)
         self.prompt_scores = PromptScores.of(params, length) if sample_index == 0 else None
-        self.matcher: StopStringMatcher | None = None
-        if params.stop_strings and tokenizer is not None:
-            self.matcher = StopStringMatcher(tokenizer, params.stop_strings)
         self.ending = Ending()
 
     @property

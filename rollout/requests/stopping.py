@@ -13,7 +13,7 @@ def end_of_sample(sequence: Sequence, token: int, new: int) -> bool:
     Raises:
         TokenizerError: the text can not be searched; the sequence is not finished.
     """
-    request, matcher = sequence.request, sequence.matcher
+    request, matcher = sequence.request, sequence.sampled.matcher
     if matcher is None and new < request.max_new_tokens and token not in request.end_ids:
         return False
     free_to_stop = new > sequence.params.min_tokens

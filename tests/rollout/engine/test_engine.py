@@ -200,7 +200,7 @@ def test_a_stop_string_ends_the_sample_with_its_text(
     whole = oracle([3, 1], 0, 8)
     engine = make_engine()
     request = make_request("a", [3, 1], max_tokens=8, stop=[f"{whole[2]}><{whole[3]}"])
-    request.sequences[0].matcher = StopStringMatcher(Letters(), request.params.stop_strings)
+    request.sequences[0].sampled.matcher = StopStringMatcher(Letters(), request.params.stop_strings)
     engine.add(request)
     run(engine)
     sample = request_output(request, Letters()).samples[0]
