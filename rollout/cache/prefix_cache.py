@@ -4,7 +4,7 @@ Invariants
 ----------
 * A sequence writes to no block that others can see: hits are shared from the first block on, and what is
   computed of them again (the last token of a cached prompt, whatever `prompt_logprobs` needs, what a recurrent state
-  needs) is not written (`Sequence.write_from`).
+  needs) is not written (`KVHistory.write_from`).
 * A block is published when its KV has been computed, and only by a sequence whose oldest KV is of the
   current epoch. An owner of a block owns all blocks before it, so the owned hits of a match come first.
 * A checkpoint is of a published block, and goes with it.

@@ -28,7 +28,7 @@ from itertools import count
 from samebit.rollout.cache import Cache
 from samebit.rollout.engine.step_plan import ScheduledSequence, StepPlan
 from samebit.rollout.engine.waiting_queue import WaitingQueue
-from samebit.rollout.requests.request import Request, Sequence, SequenceStatus
+from samebit.rollout.requests.request import Request, Sequence
 
 
 class Scheduler:
@@ -142,7 +142,7 @@ class Scheduler:
             self.cache.checkpoints.free_captured(item.captures)
             if item.forks:
                 sequence.schedule.siblings = list(item.forks)
-            if sequence.version is None:  # what it found in the cache goes with it
+            if sequence.kv.version is None:  # what it found in the cache goes with it
                 sequence.kv.num_cached_tokens = None
 
     def fork(self, leader: Sequence, samples: tuple[Sequence, ...]) -> None:
@@ -242,7 +242,6 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> None:
         self.waiting.discard(sequence)
         self.running.append(sequence)
-        sequence.status = SequenceStatus.RUNNING
         request = sequence.request
         if not request.progress.started:
             request.progress.started = True

@@ -1,6 +1,6 @@
 """Hold what a request is: its parameters checked, its sequences, the names of its blocks, when a sample ends.
 
-The way through: `request`, whose weights `version_history` notes, then `limits` (can it be served?), `stopping`, which
-asks `stop_strings`, whose texts come from `tokenizer`, and `block_digests`. Near the ground of `samebit.rollout`: imports `errors`, `sampling_params`, `keys`
-and `samebit.kernels.layout`.
+The way through: `request`, with the `version_history` of its tokens, then `limits` (can it be served?), `stopping`,
+which asks `stop_strings`, whose texts come from `tokenizer`, and `block_digests`. Near the ground of `samebit.rollout`:
+imports `errors`, `sampling_params`, `keys` and `samebit.kernels.layout`.
 """

@@ -7,15 +7,14 @@ Invariants
 * Only the engine's thread writes. A reader in another thread that takes `finished` first, then
   `num_tokens`, then the buffers, sees whole tokens only.
 * Who writes what of a sequence: the cache `slot`, and through `resume_at` where it begins; the scheduler `schedule`,
-  and that it runs (`status`) or through `forget_computed` that it waits again; the engine what was computed, sampled
-  and scored, and through `finish` that it ended. What the cache remembers beside that is its own (`CacheEntry`).
-* Each step reads and writes a few fields of each running sequence, with nothing of it in a processor's caches: what it
-  needs lies in the sequence itself, and what does not change from step to step is not written.
+  and through `forget_computed` that it waits again; the engine what was computed, sampled and scored, and through
+  `finish` that it ended. What the cache remembers beside that is its own (`CacheEntry`).
+* Behind a step's kernels nothing of a sequence is in a processor's caches: what each step reads of it lies in few
+  objects, and what most steps do not change they do not write.
 """
 
 from __future__ import annotations
 
-import enum
 import time
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -33,12 +32,6 @@ from samebit.rollout.sampling_params import SamplingParams
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 Scalar = TypeVar("Scalar", bound=np.generic)
-
-
-class SequenceStatus(enum.Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
 
 
 @dataclass(frozen=True)
@@ -138,14 +131,18 @@ class Schedule:
 class KVHistory:
     """Says where the KV of a sequence comes from.
 
-    versions: of the weights that positions were computed under.
+    version: the weights that positions were computed under last; None before any was since the sequence was admitted.
+    versions: of the weights that all were computed under.
     spans_before: those of a sample that does not run: as of its preemption, or of the prompt that another sample has
         computed for it.
+    write_from: KV below it is shared, and not written.
     num_cached_tokens: prompt tokens that were not computed for it, since others had been; None before it first ran.
     """
 
+    version: int | None = None
     versions: VersionHistory = field(default_factory=VersionHistory)
     spans_before: list[Span] = field(default_factory=list)
+    write_from: int = 0
     num_cached_tokens: int | None = None
 
 
@@ -204,7 +201,7 @@ class PromptScores:
 
 @dataclass(slots=True, eq=False)
 class Ending:
-    """Says how a sample ended: `reason` is None until then.
+    """Says how a sample ended: `reason` is None until then, and written last.
 
     routed_experts: which experts computed each position, if it was asked for.
     """
@@ -218,8 +215,6 @@ class Sequence:
     """Holds one sample of a request.
 
     slot: its row in the block tables while it runs, -1 otherwise.
-    version: the weights that it was computed under last; None before anything was since it was admitted.
-    write_from: KV below it is shared, and not written.
     prompt_scores: those of the prompt, which the first sample has where they were asked for.
     """
 
@@ -235,10 +230,7 @@ class Sequence:
         "sampled",
         "schedule",
         "slot",
-        "status",
         "token_ids",
-        "version",
-        "write_from",
     )
 
     def __init__(self, request: Request, sample_index: int, tokenizer: Tokenizer | None) -> None:
@@ -247,12 +239,10 @@ class Sequence:
         room = min(request.max_new_tokens, 64)
         self.request = request
         self.sample_index = sample_index
-        self.status = SequenceStatus.WAITING
         self.token_ids: IntArray = np.empty(length + room, np.int64)
         self.token_ids[:length] = request.prompt
         self.num_prompt_tokens = self.num_tokens = length
-        self.num_computed = self.write_from = 0
-        self.version: int | None = None
+        self.num_computed = 0
         self.slot = -1
         self.schedule = Schedule()
         self.kv = KVHistory()
@@ -278,7 +268,7 @@ class Sequence:
     @property
     def finished(self) -> bool:
         """Return whether the sample has ended, for whatever reason."""
-        return self.status is SequenceStatus.FINISHED
+        return self.ending.reason is not None
 
     @property
     def output_ids(self) -> IntArray:
@@ -302,14 +292,14 @@ class Sequence:
     def resume_at(self, start: int, *, write_from: int) -> None:
         """Begin behind `start` tokens, in blocks that have the KV of the first `write_from`; the cache calls this."""
         self.num_computed = start
-        self.write_from = write_from
+        self.kv.write_from = write_from
         if self.kv.num_cached_tokens is None:
             self.kv.num_cached_tokens = min(start, self.num_prompt_tokens)
 
     def mark_computed(self, start: int, length: int, version: int) -> bool:
         """Note that positions `start .. start + length - 1` were computed; KV up to `write_from` was there before, from
         the step in which this sequence was admitted. Tell whether they are the first under these weights."""
-        is_first = self.version != version
+        is_first = self.kv.version != version
         if is_first:
             self._go_on_under(version)
         self.num_computed = start + length
@@ -317,16 +307,16 @@ class Sequence:
 
     def _go_on_under(self, version: int) -> None:
         """Note that what is computed and sampled from here on is of these weights."""
-        versions, tokens = self.kv.versions, self.num_new_tokens
-        versions.begin(0 if self.version is None else self.num_with_kv, version)
+        kv, tokens = self.kv, self.num_new_tokens
+        kv.versions.begin(0 if kv.version is None else self.num_with_kv, version)
         self.sampled.weights.begin(tokens, version)
-        self.sampled.contexts.begin(tokens, versions.oldest)
-        self.version = version
+        self.sampled.contexts.begin(tokens, kv.versions.oldest)
+        kv.version = version
 
     @property
     def num_with_kv(self) -> int:
         """Return how many positions have their KV, once something was computed."""
-        return max(self.num_computed, self.write_from)
+        return max(self.num_computed, self.kv.write_from)
 
     def take_prompt_of(self, leader: Sequence, version: int) -> None:
         """Note that the first token is drawn, under these weights, from the logits of another sample of the request,
@@ -338,7 +328,7 @@ class Sequence:
     @property
     def kv_spans(self) -> list[Span]:
         """Return the weights that positions were computed under, of a sample that does not run too."""
-        return self.kv.spans_before if self.version is None else self.kv.versions.spans(self.num_with_kv)
+        return self.kv.spans_before if self.kv.version is None else self.kv.versions.spans(self.num_with_kv)
 
     @property
     def weight_spans(self) -> list[Span]:
@@ -359,17 +349,14 @@ class Sequence:
         return self.kv.num_cached_tokens
 
     def forget_computed(self) -> None:
-        """Go back to the waiting state: the tokens stay, their KV is gone."""
-        self.kv = KVHistory(VersionHistory(), self.kv_spans, self.kv.num_cached_tokens or 0)
-        self.num_computed = self.write_from = 0
-        self.version = None
-        self.status = SequenceStatus.WAITING
+        """Wait again: the tokens stay, their KV is gone."""
+        self.kv = KVHistory(spans_before=self.kv_spans, num_cached_tokens=self.kv.num_cached_tokens or 0)
+        self.num_computed = 0
 
     def finish(self, reason: str, stop_reason: int | str | None) -> None:
         """End the sample, for this reason."""
-        self.ending.reason = reason
         self.ending.stop_reason = stop_reason
-        self.status = SequenceStatus.FINISHED
+        self.ending.reason = reason
         self.request.progress.unfinished -= 1
         self.request.record("finished", self.sample_index)
 

@@ -67,12 +67,12 @@ class Journal:
         version = self._engine.weight_version
         for item in plan.items:
             key = _key(item.sequence)
-            anew = plan.sources is None and item.sequence.version is None
+            anew = plan.sources is None and item.sequence.kv.version is None
             if anew and key in self.context:
                 self.recomputed.add(key)
             if anew:
                 self.context[key] = self.kv[key] = ()
-                self.shared[key] = item.sequence.write_from
+                self.shared[key] = item.sequence.kv.write_from
             end = item.start + item.length
             self.context[key] = extended(self.context[key], end, version)
             self.kv[key] = extended(self.kv[key], max(end, self.shared[key]), version)
@@ -111,7 +111,7 @@ class Replay:
         (sequence,) = request.sequences
         if shared > context[0][1]:
             self._compute(0, shared, context[0][2])
-            sequence.num_computed, sequence.write_from = 0, shared
+            sequence.num_computed, sequence.kv.write_from = 0, shared
         for start, end, version in context:
             self._compute(start, end, version)
         assert sequence.num_computed == context[-1][1]

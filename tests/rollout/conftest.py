@@ -146,8 +146,8 @@ class FakeRunner:
             if drawn is not None:
                 known[item.start :] = [int(drawn[row])]
             table = block_tables[sequence.slot]
-            oldest = self.current_version() if sequence.version is None else sequence.kv_spans[0][2]
-            begin = max(item.start, sequence.write_from)
+            oldest = self.current_version() if sequence.kv.version is None else sequence.kv_spans[0][2]
+            begin = max(item.start, sequence.kv.write_from)
             self._write(table, begin, known[begin:], oldest)
             assert self._read(table, end, 0) == known, "a position is not where its block is"
             assert set(self._read(table, end, 1)) == {oldest}, "KV that was computed under other weights"

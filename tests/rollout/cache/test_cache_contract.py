@@ -29,9 +29,9 @@ READ = {
 }
 WRITTEN = {
     Request: set(),
-    Sequence: {"slot", "num_computed", "write_from"},
+    Sequence: {"slot", "num_computed"},
     Schedule: set(),
-    KVHistory: {"num_cached_tokens"},
+    KVHistory: {"write_from", "num_cached_tokens"},
 }
 
 

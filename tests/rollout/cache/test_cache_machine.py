@@ -189,7 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Some of the known tokens, or (0) all."""
         real, start = pair.real, pair.real.num_computed
         end = min(start + (count or MAX_LEN), real.num_tokens)
-        self._write(pair, max(start, real.write_from), end)
+        self._write(pair, max(start, real.kv.write_from), end)
         self._read(pair, end)
         real.mark_computed(start, end - start, 0)
         pair.model.computed = end

@@ -92,7 +92,7 @@ def test_the_last_token_is_computed_and_shared_blocks_are_not_written(
     one, two = (owned_blocks(engine.cache, request.sequences[0]) for request in (first, second))
     assert one[:full] == two[:full]
     assert not set(one[full:]) & set(two[full:])
-    assert second.sequences[0].write_from == 4 * full
+    assert second.sequences[0].kv.write_from == 4 * full
     run(engine)
 
 
@@ -270,7 +270,7 @@ def test_keys_that_were_shared_before_an_update_keep_its_version(make_engine: Ma
     scored = make_request("b", [*PROMPT[:16], 7], max_tokens=8, prompt_logprobs=0)
     engine.add(scored)
     engine.step()
-    assert (scored.sequences[0].num_computed, scored.sequences[0].write_from) == (6, 16)
+    assert (scored.sequences[0].num_computed, scored.sequences[0].kv.write_from) == (6, 16)
     engine.weights_changed(1)
     run(engine)
     assert scored.sequences[0].kv_spans == [(0, 16, 0), (16, 24, 1)]

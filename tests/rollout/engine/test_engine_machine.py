@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from samebit.rollout.cache import PrefixCache
 from samebit.rollout.engine.engine import Engine
-from samebit.rollout.requests.request import Request, Sequence, SequenceStatus
+from samebit.rollout.requests.request import Request, Sequence
 
 from ..cache.cache_integrity import check_cache, owned_blocks
 
@@ -197,7 +197,6 @@ def run_machine(
             places = [running, sequence in scheduler.waiting, follows, siblings.count(sequence) == 1]
             assert sum(places) == (not sequence.finished)
             if running:
-                assert sequence.status is SequenceStatus.RUNNING
                 assert len(owned_blocks(cache, sequence)) * cache.block_size >= sequence.num_computed
             elif not sequence.finished:
                 assert (sequence.slot, sequence.num_computed) == (-1, 0)
