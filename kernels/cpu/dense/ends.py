@@ -172,5 +172,6 @@ def end_calls(
         _LAYOUT, ids.data_ptr(), 0 if kept is None else kept.data_ptr(), logits.data_ptr(), count, tokens, width,
         outputs, *weights.addresses, *norm,
     )  # fmt: skip
-    room = (count * (width + outputs) + LANES) * dtype.itemsize
+    narrow = outputs * (dtype.itemsize < _FLOAT_BYTES)  # rounded to their dtype first, and float32 behind that
+    room = (count * (width + narrow) + LANES) * dtype.itemsize
     return LayerCall(first, numbers, (0, 0), apart=False), LayerCall(last, numbers, (0, room), apart=False)
