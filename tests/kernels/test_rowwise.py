@@ -246,7 +246,7 @@ def test_angles_that_a_rollout_looks_up_have_the_bits_of_those_computed(angles: 
         known = facts.known(context, "")
         assert known is not None
         for positions in (context.positions, context.positions[-1:], context.positions[length // 2 :]):
-            looked_up = tuple(part.index_select(0, positions) for part in known)
+            looked_up = tuple(torch.from_numpy(part.take(positions.numpy(), axis=0)) for part in known)
             assert all(map(torch.equal, looked_up, angles_of(positions, facts.frequencies[""], 1.25)))
         assert facts.known(replace(context, pages=None), "") is None
     longer = replace(training_context((1, KNOWN_POSITIONS + 1), None, None), pages=(torch.empty(0),))
