@@ -287,7 +287,8 @@ class Engine:
                         self._keep_routes(sample, sequence.slot, sample.num_tokens - 1)
                     taken += rows.drawn[row]
                     row += 1
-            if not is_decode or is_first or not sequence.num_computed % block_size:  # else it has filled no block
+            # Any but the first decode since its admission has something new for others only where it fills a block.
+            if not is_decode or is_first or not sequence.num_computed % block_size:
                 self.scheduler.publish_item(item)
             if item.forks and sequence.request.error is None:
                 self.scheduler.fork(sequence, item.forks)

@@ -74,7 +74,8 @@ class PromptLogprobs:
 class StepResult:
     """Holds what a step found, an entry for each of R sequences that sample: those of the items, each before its forks.
 
-    logprobs: [R] at the sampling temperature; raw_logprobs: [R] at temperature 1.
+    logprobs: [R] at the sampling temperature; raw_logprobs: [R] at temperature 1; the same where that, or
+        0, is the sampling temperature.
     finite: [R], False where the logits held NaN or infinity; that token is void. A token of -1: there was none to draw,
         of finite logits; the request's parameters rule all out.
     top_logprobs: None when no sampled request asked for them, else one entry a row.

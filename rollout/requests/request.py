@@ -152,6 +152,7 @@ class SampledTokens:
     sampled from.
 
     raw_logprobs: at temperature 1; `logprobs` itself where that is the temperature of the report.
+    weights, contexts: the two versions, of all tokens.
     matcher: finds the strings that end the sample, if there are any.
     """
 
