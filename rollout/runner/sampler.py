@@ -70,13 +70,13 @@ class Draws:
 
     def result(self) -> StepResult:
         """Return it on the host; wait for the device."""
-        chosen, scores, at_one = found = self.found.numpy()
-        _, logprobs, raw = found.astype(np.float32)
+        chosen, scores, at_one = self.found.numpy()
+        logprobs, raw = scores.astype(np.float32), at_one.astype(np.float32)
         return StepResult(
             token_ids=chosen.astype(np.int64),
             logprobs=logprobs,
             raw_logprobs=raw,
-            finite=np.isfinite(scores + at_one),
+            finite=np.isfinite(logprobs) & np.isfinite(raw),
             top_logprobs=self.top,
         )
 

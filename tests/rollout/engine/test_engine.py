@@ -86,6 +86,21 @@ def test_rows_with_nan_fail_their_request_and_no_other(
     assert (engine.counters.requests.failed, engine.counters.requests.finished) == (1, 2)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_a_long_sample_has_both_scores_of_each_token(
+    make_engine: Make, make_request: MakeRequest, temperature: float
+) -> None:
+    """Where the report is at temperature 1 they are the same; more tokens than there is room for at first."""
+    engine = make_engine(max_model_len=256)
+    engine.add(make_request("a", [1, 2, 3], max_tokens=150, temperature=temperature))
+    (request,) = run(engine)
+    (sample,) = request_output(request, None).samples
+    tokens = np.array(sample.token_ids, np.float32)
+    assert len(tokens) == 150
+    assert sample.logprobs == (-tokens / 3).tolist()
+    assert sample.raw_logprobs == ((-tokens / 7).tolist() if temperature == 0.5 else sample.logprobs)
+
+
 @pytest.mark.parametrize("preempt", [False, True])
 def test_prompt_logprobs_are_whole_after_chunks_and_preemption(
     make_engine: Make, make_request: MakeRequest, preempt: bool
