@@ -1,4 +1,5 @@
-"""Let pytest say why a test failed as soon as it has: a run that a limit ends says nothing of it otherwise.
+"""Let pytest say why a test failed as soon as it has, and at the end which had not ended: a run that a limit ends says
+nothing of either otherwise.
 
 pytest -p samebit.benchmarks.rounds.failures_at_once
 """
@@ -14,6 +15,13 @@ _LONGEST = 6000
 class _Failures:
     def __init__(self, terminal: Any) -> None:
         self._terminal = terminal
+        self._running: set[str] = set()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._running.add(nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._running.discard(nodeid)
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -21,6 +29,10 @@ class _Failures:
             printed = "".join(f"\n-- {title}\n{text}" for title, text in report.sections)
             self._terminal.write_line(f"\n==== {report.nodeid} ({report.when})")
             self._terminal.write_line((report.longreprtext + printed)[-_LONGEST:])
+
+    def pytest_keyboard_interrupt(self) -> None:
+        for nodeid in sorted(self._running):
+            self._terminal.write_line(f"==== {nodeid} had not ended")
 
 
 @pytest.hookimpl(trylast=True)
