@@ -165,6 +165,7 @@ _HEAD_NORMS = AttentionFamily("head")
 _WINDOW = AttentionFamily(window_of_all=True)
 _GEMMA_NORM = NormFamily(1.0, "eps")
 _PRE_NORM = LayerFamily(pre_norm=True)
+_SPARSE = LayerFamily(("deepseek_sparse_attention", "indexed_attention"), pre_norm=True)  # before 5.18, and since
 _DELTA_LAYERS = LayerFamily(("linear_attention", "full_attention"))
 _QWEN_SHARED = SharedExperts("shared_expert", "shared_expert_gate")
 _OF_CHOSEN = ExpertFamily("SparseMoeBlock", "softmax_of_chosen")
@@ -233,14 +234,14 @@ FAMILIES = {
             unchanged,
             latent=LatentFamily(indexer=IndexerFamily(halves=True, shares=False)),
             experts=SIGMOID,
-            layers=LayerFamily(("indexed_attention",), pre_norm=True),
+            layers=_SPARSE,
         ),
         Family(
             "GlmMoeDsa",
             unchanged,
             latent=LatentFamily(by_version=True, indexer=IndexerFamily(halves=False, shares=True)),
             experts=SIGMOID,
-            layers=LayerFamily(("indexed_attention",), pre_norm=True),
+            layers=_SPARSE,
         ),
         Family(
             "GptOss",

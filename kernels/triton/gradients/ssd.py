@@ -61,7 +61,7 @@ def scan_backward(
         _walk[walks](*inputs, xbc, *where, first_tiles, before, xbc.shape[1], False, *shape, num_warps=_WALK_WARPS)
         _walk[walks](*inputs, grad, *where, first_tiles, after, grad.shape[1], True, *shape, num_warps=_WALK_WARPS)
         _of_head[(len(tiles), heads)](
-            *inputs, aligned(skip), grad, *where, tiles, before, after, grad_xbc, grad_dt, parts, *shape,
+            *inputs, aligned(skip), grad, *where, tiles, before, after, grad_xbc, grad_dt, parts, slices, *shape,
             num_warps=_CHUNK_WARPS,
         )  # fmt: skip
         _of_group[(len(tiles), groups, slices)](
@@ -134,12 +134,12 @@ def _walk(
         state = dot(tl.trans(key), value.to(tl.float32) * weight[:, None], state * whole)
 
 
-@jit(do_not_specialize=["low", "high"])
+@jit(do_not_specialize=["low", "high", "slices"])
 def _of_head(
     xbc: tensor, dt: tensor, decay_rate: tensor, dt_bias: tensor, low: tensor, high: tensor, skip: tensor,
     grad: tensor, row_start: tensor, lengths: tensor, tiles: tensor, before: tensor, after: tensor, grad_xbc: tensor,
-    grad_dt: tensor, parts: tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, CHUNK: tl.constexpr, PADDED_DIM: tl.constexpr, DEPTH: tl.constexpr,
+    grad_dt: tensor, parts: tensor, slices: tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, PADDED_DIM: tl.constexpr, DEPTH: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute gradients of x and dt of one chunk and head, and its part of those of A, the bias of dt, and D."""
     tile, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -161,8 +161,8 @@ def _of_head(
     read = tl.zeros((CHUNK, PADDED_DIM), tl.float32)  # C S
     wanted = tl.zeros((CHUNK, PADDED_DIM), tl.float32)  # B E
     through = tl.zeros((PADDED_DIM,), tl.float32)
-    for begin in range(0, SIZE, DEPTH):
-        n = begin + tl.arange(0, DEPTH)
+    for part_of_state in range(slices):
+        n = part_of_state * DEPTH + tl.arange(0, DEPTH)
         keys = xbc + at[:, None] * WIDTH + HEADS * HEAD_DIM + (head // (HEADS // GROUPS)) * SIZE + n[None, :]
         deep = real[:, None] & (n[None, :] < SIZE)
         b, c = tl.load(keys, mask=deep, other=0.0), tl.load(keys + GROUPS * SIZE, mask=deep, other=0.0)

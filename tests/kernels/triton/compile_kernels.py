@@ -90,6 +90,10 @@ class H100:
         return 0
 
 
+WRITES = ("U", "S2UR", "R2UR", "CS2UR", "VOTEU", "REDUX", "LDCU")
+READS_ALONE = ("UISETP", "UPLOP", "UP2UR")
+"""Instructions of uniform registers: what begins so has one as its target, but for those that set predicates."""
+
 LOOPS = ("_attend_items", "_of_queries", "_of_keys")
 compiled: dict[int, dict[str, Any]] = {}
 launch = JITFunction.run
@@ -98,11 +102,13 @@ launch = JITFunction.run
 def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
     kernel = launch(self, *args, grid=grid, warmup=True, **options)
     if id(kernel) not in compiled:
+        code = dumped(kernel.asm["cubin"], "-sass")
         compiled[id(kernel)] = {
             "name": self.fn.__name__,
             "shared": kernel.metadata.shared,
             "stack": stack_of(kernel.asm["cubin"]),
-            "loop": longest_loop(kernel.asm["cubin"]) if self.fn.__name__ in LOOPS else None,
+            "loop": longest_loop(code) if self.fn.__name__ in LOOPS else None,
+            "never written": never_written(code),
             "narrow loads": len(re.findall(r"ld\.global\S*\.b16", kernel.asm["ptx"])),
             "wide copies": len(re.findall(r"cp\.async\.cg\.", kernel.asm["ptx"])),
             "products": len(re.findall(r"wgmma\.mma_async|mma\.sync", kernel.asm["ptx"])),
@@ -125,9 +131,36 @@ def stack_of(cubin: bytes) -> int:
     return int(found[1])
 
 
-def longest_loop(cubin: bytes) -> int:
+def never_written(code: str) -> list[str]:
+    """The instructions that read a uniform register before any wrote it: ptxas 12.8 loses the lower half of descriptors
+    of shared memory that two products of tensor cores read in turn, one with another swizzle."""
+    written: set[int] = set()
+    found = []
+    for instruction in re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(.*?);", code):
+        name, _, operands = re.sub(r"^@!?U?P\w+\s+", "", instruction.strip()).partition(" ")
+        parts = [part.strip() for part in operands.split(",")]
+        plain = [part for part in parts if not re.fullmatch(r"U?PT?\d*", part)]
+        target = plain[0] if plain and name.startswith(WRITES) and not name.startswith(READS_ALONE) else ""
+        taken, given = (2 if re.search(kinds, name) else 1 for kinds in (r"^U.*\.64", r"\.(64|WIDE)"))
+        sources = list(parts)
+        if re.fullmatch(r"UR\d+", target):
+            sources.remove(target)
+        else:
+            target = ""
+        for source in sources:
+            for number in map(int, re.findall(r"\bUR(\d+)", source)):
+                width = 4 if "gdesc[" in source else 2 if "desc[" in source else taken
+                if not {*range(number, number + width)} <= written:
+                    found.append(instruction.strip())
+        if target:
+            first = int(target[2:])
+            written |= {*range(first, first + (4 if ".128" in name else given))}
+    return found
+
+
+def longest_loop(code: str) -> int:
     """The instructions from the target of a jump back to the jump, of loops that hold no other."""
-    numbered = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", dumped(cubin, "-sass"))
+    numbered = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", code)
     at = {int(address, 16): number for number, (address, _) in enumerate(numbered)}
     jumps = ((number, re.search(r"BRA.* 0x([0-9a-f]+)$", code.strip())) for number, (_, code) in enumerate(numbered))
     loops = [(at[int(jump[1], 16)], number) for number, jump in jumps if jump and int(jump[1], 16) in at]

@@ -42,6 +42,7 @@ SIZES = (
     Sizes(heads=6, head_dim=20, groups=2, size=40, lengths=(70, 3), dtype=torch.bfloat16),
     Sizes(heads=3, head_dim=64, groups=1, size=128, lengths=(130, 2)),
     Sizes(heads=2, head_dim=8, groups=1, size=16, lengths=(66,), dtype=torch.float16, dt_limits=(0.05, 0.3)),
+    Sizes(heads=2, head_dim=40, groups=2, size=24, lengths=(40,), dtype=torch.bfloat16),
 )
 
 
@@ -129,8 +130,8 @@ def test_what_tokens_pass_on_is_as_precise_after_one_that_forgets_everything() -
         assert_near(mine[name][4:], theirs[name][4:], 4)
 
 
-def test_the_same_gradients_each_time() -> None:
-    sizes = replace(SIZES[2], heads=2, lengths=(66,))
+@pytest.mark.parametrize("sizes", [replace(SIZES[2], heads=2, lengths=(66,)), SIZES[5]], ids=str)
+def test_the_same_gradients_each_time(sizes: Sizes) -> None:
     inputs = given(sizes)
     for one, other in zip(found(sizes, inputs), found(sizes, inputs), strict=True):
         assert torch.equal(one, other)
