@@ -3,8 +3,9 @@
 The operations run on CPU tensors; each launch compiles its kernel down to machine code and stops there. Prints one
 object: of each kernel its name, the shared memory that it asks for, and the stack of a thread, in bytes: what found no
 place in registers; loads of two bytes, which are those of elements that were not seen to lie side by side, and
-asynchronous copies, of sixteen bytes each; instructions of tensor cores; how elements are spread over threads, which is
-the order of a sum; and of attention the instructions of its longest loop, the one over the keys.
+asynchronous copies, of sixteen bytes each; instructions of tensor cores; those that read a register which none wrote;
+how elements are spread over threads, which is the order of a sum; and of attention the instructions of its longest
+loop, the one over the keys.
 
 Under `make soak` every kernel in every shape, dtype and tile configuration; otherwise each kernel in a few.
 """
@@ -333,6 +334,16 @@ def mamba_gradients() -> None:
         )
 
 
+def small_states() -> None:
+    context = training_context((1, 70), None, None)
+    few = ((40, 24),)
+    more = tuple((head_dim, size) for head_dim in (20, 64, 128) for size in (8, 16, 32, 64))
+    for head_dim, size in few + more if CAMPAIGN else few:
+        per_head = [torch.zeros(2, requires_grad=True) for _ in range(3)]
+        options, width = SSMOptions(0, 64, 1, size), 2 * head_dim + 2 * size
+        both_ways(lambda x, dt, o=options, p=per_head: scan(x, dt, *p, context, o), (70, width), (70, 2))
+
+
 def delta() -> None:
     few = (torch.bfloat16, 4, 8, 128, 128), (torch.float32, 2, 2, 96, 200)
     more = (torch.float16, 4, 8, 128, 128), (torch.float32, 4, 8, 128, 128), (torch.bfloat16, 2, 4, 256, 256)
@@ -548,6 +559,7 @@ if __name__ == "__main__":
         vocabulary,
         mamba,
         mamba_gradients,
+        small_states,
         delta,
         delta_gradients,
         wide_delta_gradients,
