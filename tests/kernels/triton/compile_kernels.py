@@ -150,7 +150,8 @@ def never_written(code: str) -> list[str]:
             target = ""
         for source in sources:
             for number in map(int, re.findall(r"\bUR(\d+)", source)):
-                width = 4 if "gdesc[" in source else 2 if "desc[" in source else taken
+                both = source == parts[1] and "gdesc[" in source  # of both factors, where neither is in registers
+                width = 4 if both else 2 if "desc[" in source else taken
                 if not {*range(number, number + width)} <= written:
                     found.append(instruction.strip())
         if target:
