@@ -150,9 +150,9 @@ def never_written(code: str) -> list[str]:
             target = ""
         for source in sources:
             for number in map(int, re.findall(r"\bUR(\d+)", source)):
-                both = source == parts[1] and "gdesc[" in source  # of both factors, where neither is in registers
-                width = 4 if both else 2 if "desc[" in source else taken
-                if not {*range(number, number + width)} <= written:
+                width = 4 if "gdesc[" in source else 2 if "desc[" in source else taken
+                second_alone = width == 4 and source != parts[1]  # of two descriptors, as the first factor is elsewhere
+                if not {*range(number + 2 * second_alone, number + width)} <= written:
                     found.append(instruction.strip())
         if target:
             first = int(target[2:])
