@@ -10,8 +10,9 @@ Beside the kernels that stream memory stands what they read at least, over the b
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from samebit.rollout import RolloutWorker
 SHOWN = 16
 """Counts the kernels of a profile that are shown: those that take longest."""
 
-_SPARED = 0.05
+_SPARED = 0.2
 """The share of launches that the GPU may have waited for: the sampler's, behind the host's reading of tokens."""
 
 _SPIN = 200_000_000
@@ -44,17 +45,22 @@ class Kernel:
     microseconds: float
 
 
-class LaunchTimes:
-    """Notes when each kernel of Triton's begins and ends on the GPU, while it is open.
+@dataclass(frozen=True)
+class _Launch:
+    """Holds the events around a launch; ``late``: the GPU had come to the first when the second was recorded."""
 
-    Attributes:
-        late: launches that the GPU waited for: their time is the host's.
-    """
+    name: str
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    late: bool
+
+
+class LaunchTimes:
+    """Notes when each kernel of Triton's begins and ends on the GPU, while it is open."""
 
     def __init__(self) -> None:
-        self.late = 0
         self._began: torch.cuda.Event | None = None
-        self._launches: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._launches: list[_Launch] = []
 
     def __enter__(self) -> LaunchTimes:
         triton.knobs.runtime.launch_enter_hook.add(self._before)
@@ -65,19 +71,25 @@ class LaunchTimes:
         triton.knobs.runtime.launch_enter_hook.remove(self._before)
         triton.knobs.runtime.launch_exit_hook.remove(self._after)
 
+    @property
+    def late(self) -> int:
+        """Return how many launches the GPU waited for."""
+        return sum(launch.late for launch in self._launches)
+
     def kernels(self) -> list[Kernel]:
-        """Return what ran, the longest first.
+        """Return what ran, the longest first. A launch that the GPU waited for counts as long as the others of its
+        kernel take, since its own time is the host's; it does not where all were such.
 
         Raises:
-            RuntimeError: nothing did.
+            RuntimeError: nothing ran.
         """
         if not self._launches:
             raise RuntimeError("no kernel of Triton's was launched: the model is not on a GPU")
-        self._launches[-1][2].synchronize()
-        times: dict[str, list[float]] = defaultdict(list)
-        for name, began, ended in self._launches:
-            times[name].append(1e3 * began.elapsed_time(ended))
-        found = [Kernel(name, len(each), sum(each)) for name, each in times.items()]
+        self._launches[-1].ended.synchronize()
+        by_name: dict[str, list[_Launch]] = defaultdict(list)
+        for launch in self._launches:
+            by_name[launch.name].append(launch)
+        found = [Kernel(name, len(each), len(each) * _mean_of_punctual(each)) for name, each in by_name.items()]
         return sorted(found, key=lambda kernel: -kernel.microseconds)
 
     def _before(self, launch: Any) -> None:
@@ -85,8 +97,7 @@ class LaunchTimes:
 
     def _after(self, launch: Any) -> None:
         if self._began is not None:
-            self.late += self._began.query()
-            self._launches.append((launch.get()["name"], self._began, _recorded()))
+            self._launches.append(_Launch(launch.get()["name"], self._began, _recorded(), late=self._began.query()))
 
 
 def profiles(model: PreTrainedModel, sizes: Sizes, device: str) -> Iterator[Figure]:
@@ -128,6 +139,12 @@ def _spinning_before_steps(module: Any) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def _mean_of_punctual(launches: Sequence[_Launch]) -> float:
+    """Return the mean in microseconds of the launches that the GPU did not wait for, of all if there is none."""
+    punctual = [launch for launch in launches if not launch.late]
+    return 1e3 * statistics.mean(launch.began.elapsed_time(launch.ended) for launch in punctual or launches)
 
 
 def _recorded() -> torch.cuda.Event:
