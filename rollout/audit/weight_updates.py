@@ -178,9 +178,9 @@ class WeightsCheck:
         saves = next(self._other.parameters()).dtype == torch.bfloat16  # in float32 nearly every weight moves
         result: Difference = (0, 0, 0.0)
         with (
+            ThreadPoolExecutor(1) as other,  # ends after both ends of the link: until then a send may wait for its peer
             closing(SharedMemorySender(timeout=TIMEOUT)) as sender,
             SharedMemoryReceiver(sender.address, timeout=TIMEOUT) as end,
-            ThreadPoolExecutor(1) as other,
         ):
             for step in range(STEPS):
                 optimizer.zero_grad()

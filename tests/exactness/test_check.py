@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from samebit.rollout.audit.weight_updates import WeightsCheck
 from samebit.rollout.cache import PrefixCache
 from samebit.rollout.cache.prefix_tree import PrefixTree
 from samebit.rollout.engine.engine import Engine
+from samebit.weight_sync import SharedMemorySender, SyncReport
 from samebit.weight_sync.wire.buckets import Kind
 from samebit.weight_sync.wire.delta import DeltaEncoder, Encoded
 
@@ -271,6 +272,32 @@ def test_a_delta_that_saves_nothing_is_found(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(DeltaEncoder, "encode", all_of_it)
         with pytest.raises(ValueError, match=r"a delta took (\d+) bytes, where all weights take \1"):
             weights._deltas(worker)
+
+
+def test_an_update_that_fails_ends_the_sending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, not after the minutes that the other side is waited for."""
+    errors = []
+
+    class Sender(SharedMemorySender):
+        def send(self, source: Any, *, delta: bool = False) -> SyncReport:
+            try:
+                return super().send(source, delta=delta)
+            except Exception as error:
+                errors.append(str(error))
+                raise
+
+    def fail(self: RolloutWorker, source: object, **options: Any) -> NoReturn:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(weight_updates, "TIMEOUT", 20.0)
+    monkeypatch.setattr(weight_updates, "SharedMemorySender", Sender)
+    monkeypatch.setattr(RolloutWorker, "receive_weights", fail)
+    model = make_model("Qwen3", torch.bfloat16)
+    with RolloutWorker(model, config=RolloutConfig(max_model_len=32)) as worker:
+        weights = WeightsCheck(bind(model), ([[1, 2, 3]], [SamplingParams(max_tokens=2, seed=1)]), [], 32)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            weights._deltas(worker)
+    assert errors == ["the link was closed before a receiver connected"]
 
 
 def test_of_a_large_model_the_first_weights_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
