@@ -7,17 +7,17 @@ Hugging Face writes each family's modules out in full, under the family's own pr
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+import transformers
+from packaging.version import Version
 
 from samebit.kernels.binding.delta.family import DeltaFamily
 from samebit.kernels.binding.epilogue import Epilogue, scaled_down, scaled_up, soft_capped, unchanged
 from samebit.kernels.binding.experts.family import SIGMOID, ExpertFamily, Router, SharedExperts
 from samebit.kernels.binding.latent.family import IndexerFamily, LatentFamily
 
-RECURRENT_MASKS = "linear_attention" in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
-"""Tells transformers 5.13 or later: it knows masks of recurrent layers, and renames Mamba and attention layers on
-reading."""
-
+_VERSION = Version(transformers.__version__)
+RECURRENT_MASKS = Version("5.13") <= _VERSION
+"""Tells that transformers has masks of recurrent layers, and renames Mamba and attention layers on reading."""
 _NEW_NAMES = {"mamba": "linear_attention", "attention": "full_attention"} if RECURRENT_MASKS else {}
 
 
@@ -146,9 +146,9 @@ class Family:
     wrapped: bool = False
 
     @property
-    def recurs(self) -> bool:
-        """Return whether the family has recurrent layers."""
-        return bool(self.mamba.mixer) or self.delta is not None
+    def masks_by_layer(self) -> bool:
+        """Return whether its decoder takes masks by kinds of layers for recurrent ones, and drops a ready one there."""
+        return RECURRENT_MASKS and (self.prefix != "Zamba2" or Version("5.15") <= _VERSION)
 
     @property
     def model_classes(self) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from samebit.kernels.binding.dense.decoder import plain_decoder, runs_plainly
-from samebit.kernels.binding.families import RECURRENT_MASKS
 from samebit.kernels.binding.lora.forwards import LayoutPositions, gated_projections, projection, projections
 from samebit.kernels.binding.lora.plan import PeftAdapters
 from samebit.kernels.binding.residual import Addend, normed_sum
@@ -61,14 +60,14 @@ class DecoderFacts:
 
     Attributes:
         attends: attention layers.
-        recurs: recurrent layers.
+        masks_by_layer: recurrent layers, and takes a mask for each kind of layer.
         wrapped: it may be wrapped with vision.
         pre_norm: it is of layers that `dense.decoder` runs.
         adapters: those that peft has put into it; None without any.
     """
 
     attends: bool
-    recurs: bool
+    masks_by_layer: bool
     wrapped: bool
     pre_norm: bool = False
     adapters: PeftAdapters | None = None
@@ -197,8 +196,7 @@ def _mask(facts: DecoderFacts, context: ForwardContext) -> LayoutMask | dict[str
     if not facts.attends:
         return LayoutMask.of(context, dimensions=2)
     mask = LayoutMask.of(context, dimensions=4)
-    # transformers that has masks of recurrent layers drops a ready one there, but takes one for each kind of layer
-    return {"full_attention": mask, "linear_attention": mask} if facts.recurs and RECURRENT_MASKS else mask
+    return {"full_attention": mask, "linear_attention": mask} if facts.masks_by_layer else mask
 
 
 def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
