@@ -218,12 +218,12 @@ def test_what_is_refused() -> None:
         bind(make_model(name, index_topk=0))
     with pytest.raises(BindingError, match=r"indexer_types: 'shared'\), and no layer before it does; allowed: 'full'"):
         bind(make_model("GlmMoeDsa", indexer_types=["shared", "full", "full"]))
-    for key in ("rope_interleave", "indexer_rope_interleave"):
+    for key, found in zip(("rope_interleave", "indexer_rope_interleave"), rotates_neighbours(), strict=True):
         model = make_model("GlmMoeDsa")
-        setattr(model.config, key, not rotates_neighbours())
+        setattr(model.config, key, not found)
         with pytest.raises(BindingError, match=rf"{key}=\w+ of the config asks for rotated .* another model"):
             bind(model)
-        setattr(model.config, key, rotates_neighbours())
+        setattr(model.config, key, found)
         bind(model)
     model = make_model(name)
     model.config.quantization_config = {"quant_method": "fp8"}
@@ -231,8 +231,9 @@ def test_what_is_refused() -> None:
         bind(model)
 
 
-def rotates_neighbours() -> bool:
-    """Whether this transformers' GLM-5 does."""
+def rotates_neighbours() -> tuple[bool, bool]:
+    """Whether this transformers' GLM-5 does in attention, and in its indexer: 5.12's only in attention."""
     from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 
-    return "apply_rotary_pos_emb_interleave" in dir(modeling_glm_moe_dsa)
+    names = dir(modeling_glm_moe_dsa)
+    return "apply_rotary_pos_emb_interleave" in names, "apply_rotary_pos_emb" not in names

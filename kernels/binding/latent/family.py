@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
-_ROTATES_NEIGHBOURS = "apply_rotary_pos_emb_interleave"
-"""Modules of transformers whose attention rotates neighbours have a function of this name."""
+_ROTATES_NEIGHBOURS, _ROTATES_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
+"""Modules of transformers whose attention rotates neighbours have a function of the first name, and those whose
+attention or indexer rotates halves one of the second."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class IndexerFamily:
     """Describes one family's indexers, which choose the tokens that attention reads.
 
     Attributes:
-        halves: its rotated elements stand in halves, whatever those of attention do.
+        halves: its rotated elements stand in halves, whatever those of attention do; otherwise versions differ.
         shares: a layer may have none of its own and take the choice of the layer before; attention then returns what
             was chosen, behind its weights.
     """
@@ -49,3 +50,8 @@ class LatentFamily:
         if self.by_version:
             return _ROTATES_NEIGHBOURS in vars(sys.modules[type(module).__module__])
         return not self.interleaved or bool(config[self.interleaved])
+
+    def index_in_halves(self, module: nn.Module) -> bool:
+        """Return whether the class of an attention module's indexer rotates elements that stand in halves."""
+        known = self.indexer is not None and self.indexer.halves
+        return known or _ROTATES_HALVES in vars(sys.modules[type(module).__module__])

@@ -87,11 +87,16 @@ class LatentPlan:
         family = self.family.indexer
         if family is None:
             raise TypeError(f"{self.prefix} has no indexers")
-        halves = family.halves or not facts.interleaved
+        halves = self.family.index_in_halves(module)
         self._check_rotation(facts.interleaved, not halves)
         children = dict(module.named_children())
         if "indexer" in children:
             self.indexers.append(f"{name}.indexer")
+        if family.shares and "skip_topk" not in vars(module):
+            raise BindingError(
+                f"{self.prefix}: the class of transformers {transformers.__version__} does not know layers that take "
+                "what an earlier one chooses; 5.7 and later do"
+            )
         if family.shares and vars(module)["skip_topk"]:
             if not any(self.indexed):
                 raise BindingError(
