@@ -1,7 +1,7 @@
 """Spend the first hours on a GPU well: calls of at most 9.5 minutes, what decides about the rest first.
 
     python -P benchmarks/gpu_day.py kernels --out DIR      bits, rows, kernels beside the oracle
-    python -P benchmarks/gpu_day.py engine --out DIR       samebit check, graphs, training, updates, requests
+    python -P benchmarks/gpu_day.py engine --out DIR       samebit check, graphs, training, gradients, requests
     python -P benchmarks/gpu_day.py speed --out DIR        an 8B model: exactness, decode, training; a hybrid
     python -P benchmarks/gpu_day.py tiles --out DIR        tiles of the 8B model's layers
     python -P benchmarks/gpu_day.py rest --out DIR         small models, tax, control, Hugging Face

@@ -2,7 +2,7 @@
 
 Triton tells of each launch, and an event of CUDA before and after it says how long it ran: that needs no profiler of
 the driver's, which some machines do not let a user have. Kernels are launched one by one, as graphs replay them. Each
-step begins with a spin, in which the host launches what follows, so that no kernel waits for it. What is torch's own
+step begins with a spin, in which the host launches what follows, so that few kernels wait for it. What is torch's own
 (sums of drawn tokens, copies) is not listed.
 
 Beside the kernels that stream memory stands what they read at least, over the bandwidth of a copy.
@@ -30,7 +30,7 @@ SHOWN = 16
 """Counts the kernels of a profile that are shown: those that take longest."""
 
 _SPARED = 0.2
-"""The share of launches that the GPU may have waited for: the sampler's, behind the host's reading of tokens."""
+"""The share of launches that the GPU may have waited for; on an H100 some 22 a step were such."""
 
 _SPIN = 200_000_000
 """Cycles of the GPU before a step, some 100 ms: longer than the host takes to launch one."""

@@ -25,6 +25,8 @@ class _Failures:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when not in ("setup", "call", "teardown"):  # its process crashed, and says no more of it
+            self._running.discard(report.nodeid)
         if report.outcome == "failed":
             printed = "".join(f"\n-- {title}\n{text}" for title, text in report.sections)
             self._terminal.write_line(f"\n==== {report.nodeid} ({report.when})")

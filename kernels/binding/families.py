@@ -15,8 +15,8 @@ from samebit.kernels.binding.epilogue import Epilogue, scaled_down, scaled_up, s
 from samebit.kernels.binding.experts.family import SIGMOID, ExpertFamily, Router, SharedExperts
 from samebit.kernels.binding.latent.family import IndexerFamily, LatentFamily
 
-_VERSION = Version(transformers.__version__)
-RECURRENT_MASKS = Version("5.13") <= _VERSION
+_RELEASE = Version(transformers.__version__).release
+RECURRENT_MASKS = _RELEASE >= (5, 13)
 """Tells that transformers has masks of recurrent layers, and renames Mamba and attention layers on reading."""
 _NEW_NAMES = {"mamba": "linear_attention", "attention": "full_attention"} if RECURRENT_MASKS else {}
 
@@ -97,7 +97,7 @@ class LayerFamily:
     """Describes the layers of one family.
 
     Attributes:
-        types: those that a layer may have, as configs named them before transformers 5.13.
+        types: those that a layer may have; of names that transformers 5.13 changed on reading, the older ones.
         required: a layer type without which Hugging Face can not run the family, if there is one.
         pre_norm: they add attention or a mixer of a norm, then an MLP or experts of a norm: each can be one call in a
             rollout.
@@ -148,7 +148,7 @@ class Family:
     @property
     def masks_by_layer(self) -> bool:
         """Return whether its decoder takes masks by kinds of layers for recurrent ones, and drops a ready one there."""
-        return RECURRENT_MASKS and (self.prefix != "Zamba2" or Version("5.15") <= _VERSION)
+        return RECURRENT_MASKS and (self.prefix != "Zamba2" or _RELEASE >= (5, 15))
 
     @property
     def model_classes(self) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def test_launches_are_added_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
             launch(name)
     launch("after")
     found = [Kernel(kernel.name, kernel.count, round(kernel.microseconds, 6)) for kernel in times.kernels()]
-    assert times.late == 2, "the last"
+    assert times.late == 2, "the last two"
     assert found == [Kernel("short", 3, 3 * 3.0), Kernel("longest", 1, 7.0), Kernel("long", 1, 3.0)]
 
 

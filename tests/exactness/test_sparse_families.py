@@ -218,6 +218,10 @@ def test_what_is_refused() -> None:
         bind(make_model(name, index_topk=0))
     with pytest.raises(BindingError, match=r"indexer_types: 'shared'\), and no layer before it does; allowed: 'full'"):
         bind(make_model("GlmMoeDsa", indexer_types=["shared", "full", "full"]))
+    older = make_model("GlmMoeDsa")
+    del older.model.layers[0].self_attn.skip_topk
+    with pytest.raises(BindingError, match=r"does not know layers that take what an earlier one chooses; 5\.7 and"):
+        bind(older)
     for key, found in zip(("rope_interleave", "indexer_rope_interleave"), rotates_neighbours(), strict=True):
         model = make_model("GlmMoeDsa")
         setattr(model.config, key, not found)

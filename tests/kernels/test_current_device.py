@@ -70,7 +70,7 @@ def on_the_second_gpu(*shape: int) -> torch.Tensor:
 
 def test_a_bound_decoder_computes_on_the_gpu_of_its_rows(current: list[int]) -> None:
     class Decoder:
-        samebit = DecoderFacts(attends=True, recurs=False, wrapped=False)
+        samebit = DecoderFacts(attends=True, masks_by_layer=False, wrapped=False)
 
         def forward(self, **kwargs: Any) -> int:
             return torch.cuda.current_device()

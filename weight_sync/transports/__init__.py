@@ -1,4 +1,4 @@
-"""Carry a link's bytes: over shared memory, by broadcast, or over CUDA IPC (`cuda`, not run on a GPU yet).
+"""Carry a link's bytes: over shared memory, by broadcast, or over CUDA IPC (`cuda`).
 
 The way through: `shared_memory` makes the two ends, which are in `unix_socket`: a `channel` for messages, an `endpoint`
 where the receiver finds it, `shared_buckets` for the bytes. `broadcast` sends over `groups` of processes. Imports

@@ -161,7 +161,7 @@ def _of_head(
     read = tl.zeros((CHUNK, PADDED_DIM), tl.float32)  # C S
     wanted = tl.zeros((CHUNK, PADDED_DIM), tl.float32)  # B E
     through = tl.zeros((PADDED_DIM,), tl.float32)
-    for part_of_state in range(slices):
+    for part_of_state in range(slices):  # known at run time only: for one, without a loop, ptxas 12.8 lost a descriptor
         n = part_of_state * DEPTH + tl.arange(0, DEPTH)
         keys = xbc + at[:, None] * WIDTH + HEADS * HEAD_DIM + (head // (HEADS // GROUPS)) * SIZE + n[None, :]
         deep = real[:, None] & (n[None, :] < SIZE)

@@ -92,7 +92,7 @@ class H100:
 
 
 WRITES = ("U", "S2UR", "R2UR", "CS2UR", "VOTEU", "REDUX", "LDCU")
-READS_ALONE = ("UISETP", "UPLOP", "UP2UR")
+READS_ALONE = ("UISETP", "UPLOP")
 """Instructions of uniform registers: what begins so has one as its target, but for those that set predicates."""
 
 LOOPS = ("_attend_items", "_of_queries", "_of_keys")

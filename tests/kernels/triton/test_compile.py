@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from ...campaign import CAMPAIGN
+from .compile_kernels import never_written
 
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on an H100."""
@@ -57,6 +58,29 @@ def test_routers_compile_for_an_h100(few: Few) -> None:
     kernels = few("routers")
     assert kernels
     assert [kernel for kernel in kernels if kernel["stack"] or kernel["shared"] > SHARED_MEMORY] == []
+
+
+LOADED = """
+    /*0010*/  ULDC.64 UR4, c[0x0][0x258] ;
+    /*0020*/  UIADD3 UR8, UP0, UR4, 0x2, URZ ;
+    /*0030*/  UIADD3.X UR9, UR5, -0x7fffffe0, URZ, UP0, !UPT ;
+    /*0040*/  UIADD3.64 UR6, UR8, 0x40, URZ ;
+"""
+INSTRUCTIONS = (
+    ("HGMMA.64x16x16.F32.BF16 R48, gdesc[UR4], RZ, !UPT", False),
+    ("HGMMA.64x16x16.F32.BF16 R48, gdesc[UR8], RZ, !UPT", True),
+    ("HGMMA.64x64x16.F32.BF16 R88, R120, gdesc[UR6], R88", False),
+    ("HGMMA.64x64x16.F32.BF16 R88, R120, gdesc[UR8], R88", True),
+    ("UIADD3 UR10, UP0, UR13, 0x2, URZ", True),
+    ("@!P1 LDS.64 R6, [R12+UR13]", True),
+    ("UMOV UR13, UR9", False),
+)
+
+
+@pytest.mark.parametrize(("instruction", "lost"), INSTRUCTIONS)
+def test_a_register_that_none_wrote_is_seen(instruction: str, lost: bool) -> None:
+    found = never_written(f"{LOADED}    /*0050*/  {instruction} ;")
+    assert found == ([instruction] if lost else [])
 
 
 def test_no_kernel_reads_a_register_that_none_wrote(few: Few) -> None:

@@ -1,4 +1,4 @@
-"""Fill and empty buckets on a GPU without the host, as `buckets` and `destination` do there. Not run on a GPU yet.
+"""Fill and empty buckets on a GPU without the host, as `buckets` and `destination` do there.
 
 Invariants
 ----------

@@ -1,5 +1,4 @@
-"""Send weights from one process to another on one GPU, through two buckets of its memory (CUDA IPC). Not run on a GPU
-yet.
+"""Send weights from one process to another on one GPU, through two buckets of its memory (CUDA IPC).
 
 Only messages go through the host. On the device, the sender copies into a bucket and scans it; the receiver scans it
 and copies it into the model while the other bucket is filled.

@@ -1,4 +1,4 @@
-"""Share two buckets on a GPU between two processes, and define the message that hands them over. Not run on a GPU yet.
+"""Share two buckets on a GPU between two processes, and define the message that hands them over.
 
 The memory is made and opened by torch's own CUDA IPC (`torch.multiprocessing.reductions`); what it would pickle goes
 as plain fields instead, each checked before use.

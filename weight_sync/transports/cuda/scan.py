@@ -1,4 +1,4 @@
-"""Scan bytes that lie on a GPU, as `digest` does on the host, with torch's operations. Not run on a GPU yet.
+"""Scan bytes that lie on a GPU, as `digest` does on the host, with torch's operations.
 
 Invariants
 ----------
