@@ -99,13 +99,14 @@ class LayerFamily:
     Attributes:
         types: those that a layer may have; of names that transformers 5.13 changed on reading, the older ones.
         required: a layer type without which Hugging Face can not run the family, if there is one.
-        pre_norm: they add attention or a mixer of a norm, then an MLP or experts of a norm: each can be one call in a
-            rollout.
+        pre_norm: they add attention or a mixer of a norm, then an MLP or experts of one: each is one call in a rollout.
+        masks_since: the transformers since which a decoder with recurrent ones takes a mask for each kind of layer.
     """
 
     types: tuple[str, ...] = ("full_attention", "sliding_attention")
     required: str = ""
     pre_norm: bool = False
+    masks_since: tuple[int, int] = (5, 13)
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -148,7 +149,7 @@ class Family:
     @property
     def masks_by_layer(self) -> bool:
         """Return whether its decoder takes masks by kinds of layers for recurrent ones, and drops a ready one there."""
-        return RECURRENT_MASKS and (self.prefix != "Zamba2" or _RELEASE >= (5, 15))
+        return self.layers.masks_since <= _RELEASE
 
     @property
     def model_classes(self) -> tuple[str, ...]:
@@ -292,7 +293,7 @@ FAMILIES = {
             unchanged,
             mlp=MLPFamily("fused"),
             mamba=MambaFamily("MambaMixer", ("Zamba2RMSNormGated",), "use_conv_bias", dt_floor=True),
-            layers=LayerFamily(("mamba", "hybrid"), required="hybrid"),
+            layers=LayerFamily(("mamba", "hybrid"), required="hybrid", masks_since=(5, 15)),
         ),
         Family(
             "Mamba2",

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.compiler.compiler import LazyDict  # noqa: E402
 
-from samebit.benchmarks.gpu_profile import Kernel, LaunchTimes  # noqa: E402
+from samebit.benchmarks.gpu_profile import Kernel, LaunchTimes, check_times  # noqa: E402
 
 
 class Event:
@@ -49,9 +49,15 @@ def test_launches_are_added_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("short", "long", "short", "longest", "short"):
             launch(name)
     launch("after")
-    found = [Kernel(kernel.name, kernel.count, round(kernel.microseconds, 6)) for kernel in times.kernels()]
-    assert times.late == 2, "the last two"
-    assert found == [Kernel("short", 3, 3 * 3.0), Kernel("longest", 1, 7.0), Kernel("long", 1, 3.0)]
+    found = [(kernel.name, kernel.count, kernel.microseconds) for kernel in times.kernels()]
+    assert found == [("short", 3, pytest.approx(3 * 3.0)), ("long", 1, pytest.approx(3.0)), ("longest", 1, None)]
+
+
+def test_too_many_launches_without_a_time_are_an_error_with_their_names() -> None:
+    timed = Kernel("_multiply", 95, 8.0)
+    check_times([timed, Kernel("_draw", 5, None)])
+    with pytest.raises(RuntimeError, match=r"waited for each launch of these, .*: 6 of _draw$"):
+        check_times([timed, Kernel("_draw", 6, None)])
 
 
 def test_a_profile_without_launches_is_an_error() -> None:
