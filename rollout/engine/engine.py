@@ -356,7 +356,7 @@ class Engine:
 
     def _end_rest(self, request: Request) -> None:
         rest = [sequence for sequence in request.sequences if not sequence.finished]
-        if request.error is None and self._routes.noted:
+        if request.error is None:
             for sequence in rest:
                 self._keep_routes(sequence, sequence.slot, sequence.num_computed)
         self.scheduler.retire(rest)

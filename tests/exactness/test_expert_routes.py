@@ -115,6 +115,37 @@ def test_an_aborted_sample_has_what_it_had_computed() -> None:
         assert len(idle.routed_experts) == 0
 
 
+@pytest.mark.parametrize("command", ["cancel", "pause"])
+def test_an_abort_while_the_cache_sleeps_gives_none_and_the_worker_goes_on(command: str) -> None:
+    model = bound_model("Qwen3Moe", torch.bfloat16)
+    with RolloutWorker(model) as worker:
+        long = SamplingParams(max_tokens=200, seed=3, ignore_eos=True, return_routed_experts=True)
+        running = worker.submit(token_ids(20)[0], long)
+        next(iter(running))
+        worker.sleep("kv_cache")
+        if command == "cancel":
+            running.cancel()
+        else:
+            worker.pause("abort")
+        sample = running.result().samples[0]
+        assert sample.finish_reason == "abort"
+        assert sample.routed_experts is not None
+        assert len(sample.routed_experts) == 0
+        worker.wake_up()
+        worker.resume()
+        check_all(model, worker.generate(token_ids(5), ASKED))
+
+
+def test_an_abort_before_the_first_step_that_notes_gives_none() -> None:
+    with RolloutWorker(bound_model("Qwen3Moe", torch.bfloat16)) as worker:
+        worker.pause()
+        waiting = worker.submit(token_ids(20)[0], ASKED)
+        waiting.cancel()
+        found = waiting.result().samples[0].routed_experts
+        assert found is not None
+        assert len(found) == 0
+
+
 def test_after_an_update_they_are_of_the_weights_that_computed_them() -> None:
     """A correction bias that changes inside `weight_update()` moves tokens to other experts, and is seen to change."""
     from samebit.kernels import bind

@@ -46,6 +46,10 @@ class RouteLayout:
         shape = (num_blocks + 1, block_size, len(self.layers), self.top_k)
         return RoutePages(self, torch.zeros(shape, dtype=torch.int16, device=device))
 
+    def of_no_token(self) -> Routes:
+        """Return the notes of a sequence of which nothing is computed, ``[0, num_layers, top_k]``."""
+        return np.zeros((0, self.num_layers, self.top_k), np.int16)
+
     def spread(self, notes: torch.Tensor) -> Routes:
         """Return ``[tokens, num_layers, top_k]`` of ``[tokens, layers with experts, top_k]``; other layers are 0."""
         found = np.zeros((len(notes), self.num_layers, self.top_k), np.int16)
