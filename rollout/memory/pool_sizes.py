@@ -51,7 +51,8 @@ def count_blocks(config: RolloutConfig, bytes_per_block: int, max_model_len: int
     """
     if config.num_blocks is not None:
         return config.num_blocks
-    if config.kv_cache_gb is not None and bytes_per_block:  # blocks of a model without attention take no memory
+    takes_memory = bytes_per_block > 0  # blocks of a model without attention take none
+    if config.kv_cache_gb is not None and takes_memory:
         blocks = int(config.kv_cache_gb * 2**30) // bytes_per_block
         if blocks < 1:
             raise ValueError(
@@ -60,8 +61,8 @@ def count_blocks(config: RolloutConfig, bytes_per_block: int, max_model_len: int
             )
         return blocks
     per_sequence = math.ceil(max_model_len / config.decided_block_size)
-    if config.gpu_share is not None:
-        blocks = bytes_left // max(1, bytes_per_block)
+    if config.gpu_share is not None and takes_memory:
+        blocks = bytes_left // bytes_per_block
         if blocks < per_sequence:
             raise ValueError(
                 f"gpu_memory_utilization={config.gpu_share} leaves {_gib(bytes_left)} GiB for pages; "

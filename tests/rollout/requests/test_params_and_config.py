@@ -285,7 +285,8 @@ def test_a_share_is_measured_without_what_nobody_holds(monkeypatch: pytest.Monke
     assert kv_cache_bytes(nn.Linear(1, 1), 0.5, 1, 1, 0) == 20
 
 
-def test_the_size_of_the_pool() -> None:
+def test_the_size_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     gib = 2**30
     assert count_blocks(RolloutConfig(num_blocks=7).with_block_size(None), gib, 100) == 7
     assert count_blocks(RolloutConfig(kv_cache_gb=0.5).with_block_size(None), gib // 8, 100) == 4
@@ -296,8 +297,12 @@ def test_the_size_of_the_pool() -> None:
         ValueError, match=r"kv_cache_gb=0\.5 does not hold one block of .* at least 1\.000000 are needed"
     ):
         count_blocks(RolloutConfig(kv_cache_gb=0.5).with_block_size(None), gib, 100)
-    for config in (RolloutConfig(max_num_seqs=3, kv_cache_gb=0.5), RolloutConfig(max_num_seqs=3)):
-        assert count_blocks(config.with_block_size(None), 0, 100) == 3 * 7, "no attention: as many as are of use"
+    for config, blocks in (
+        (RolloutConfig(max_num_seqs=3, kv_cache_gb=0.5), 3 * 8),
+        (RolloutConfig(max_num_seqs=3), 3 * 8),
+        (RolloutConfig(max_num_seqs=3, device="cuda"), 3 * 2),
+    ):
+        assert count_blocks(config.with_block_size(16), 0, 128, 60 * gib) == blocks, "no attention: those of use"
 
 
 @pytest.mark.parametrize(
