@@ -107,6 +107,7 @@ def _assembled(loaded: LoadedModel, base: Base, config: RolloutConfig) -> Worker
             users=binding_of(loaded.module).users,
             dequantize=config.dequantize,
             exact=config.exact,
+            watch=engine.watch,
         ),
         max_model_len=loaded.max_model_len,
         eos_token_ids=_end_tokens(loaded.eos_token_ids, runner.vocab_size),

@@ -274,6 +274,43 @@ def test_adapters_that_come_and_go_after_bind(policy: PeftModel) -> None:
             token_logprobs(model, IDS)
 
 
+def test_untold_writes_to_an_adapter_that_came_after_bind_are_noticed(policy: PeftModel) -> None:
+    """The first request through it may fill the prefix cache: from then on its weights are watched like the others."""
+    model = copy.deepcopy(policy)
+    asked = params(adapter="other")
+    with RolloutWorker(model, config=RolloutConfig(**CONFIG)) as worker:
+        add(model, "other", lora_config(2))
+        bind(model)
+        model.set_adapter("other")
+        assert_matches_trainer(model, worker.generate(PROMPTS, asked), asked)
+        assert worker.stats()["untold_updates"] == 0
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if ".other." in name:
+                    weight += 0.05
+        assert_matches_trainer(model, worker.generate(PROMPTS, asked), asked)
+        assert worker.stats()["untold_updates"] == 1
+
+
+@pytest.mark.parametrize("told", ["in place", "by a state dict"])
+def test_an_update_after_an_adapter_went_reaches_all_workers_on_the_module(policy: PeftModel, told: str) -> None:
+    model = copy.deepcopy(policy)
+    config = RolloutConfig(**CONFIG)
+    with RolloutWorker(model, config=config) as first, RolloutWorker(model, config=config) as second:
+        second.generate(PROMPTS, params())
+        model.set_adapter("default")
+        model.delete_adapter("ref")
+        bind(model)
+        if told == "in place":
+            with first.weight_update():
+                wake(model, seed=5)
+        else:
+            first.receive_weights({name: value + 0.25 for name, value in model.get_base_model().state_dict().items()})
+        assert (first.weight_version, second.weight_version) == (1, 1)
+        assert_matches_trainer(model, second.generate(PROMPTS, params()), params())
+        assert second.stats()["untold_updates"] == 0
+
+
 REFUSED: dict[str, tuple[Callable[[], LoraConfig], str]] = {
     "dora": (
         lambda: lora_config(use_dora=True),

@@ -315,7 +315,7 @@ def make_worker() -> Iterator[Callable[..., tuple[RolloutWorker, FakeRunner]]]:
         parts = WorkerParts(
             RolloutConfig(while_asleep=while_asleep),
             core,
-            WorkerWeights(module, shared=shared, users=users),
+            WorkerWeights(module, shared=shared, users=users, watch=core.watch),
             AdapterRegistry(module),
             max_model_len=engine.get("max_model_len", 64),
             eos_token_ids=eos,

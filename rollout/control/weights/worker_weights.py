@@ -31,6 +31,7 @@ from samebit.weight_sync import (
 )
 from samebit.weight_sync.apply import first_non_finite
 from samebit.weight_sync.in_place.changes import InPlaceChanges
+from samebit.weight_sync.in_place.watch import WeightWatch
 from samebit.weight_sync.manifest import live_tensors
 from samebit.weight_sync.sleeping import SleepingWeights
 
@@ -41,7 +42,7 @@ class WorkerWeights:
     """Holds the weights of one worker. memory: frees and restores them.
 
     users: where the workers on a shared module are known, that of its binding. dequantize: take quantized folders.
-    exact: take no weights of a trainer whose GPU computes other bits.
+    exact: take no weights of a trainer whose GPU computes other bits. watch: that of the engine on these weights.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class WorkerWeights:
         users: Users[Any] | None = None,
         dequantize: bool = False,
         exact: bool = True,
+        watch: WeightWatch | None = None,
     ) -> None:
         self.module = module
         self.shared = shared
         self._dequantize = dequantize
         self._exact = exact
+        self._watch = WeightWatch() if watch is None else watch
         self.users: Users[Any] = Users() if users is None else users
         self.manifest = Manifest.of(module)
         self._adapters = binding_of(module).adapters if is_bound(module) else None
@@ -65,6 +68,7 @@ class WorkerWeights:
 
     def open(self, source: object, terms: UpdateTerms, *, version: int) -> AbstractContextManager[PreparedUpdate]:
         """Return an update from `source` that was checked; `version` is that of the weights now."""
+        self.check_module()
         terms = replace(terms, dequantize=self._dequantize, other_arithmetic=not self._exact)
         return open_update(source, self.module, self.manifest, terms, version=version)
 
@@ -79,6 +83,7 @@ class WorkerWeights:
 
     def accept(self) -> None:
         """Take the shared weights as they are now: what has changed is no part of this worker's next report."""
+        self.check_module()
         if self._in_place is not None:
             self._in_place.accept()
 
@@ -94,6 +99,7 @@ class WorkerWeights:
         binding = binding_of(self.module)
         binding.check()
         if binding.adapters is not self._adapters:  # the trainer has bound it again, with other adapters
+            self._watch.extend()  # before a request goes through one that has come
             self._adapters = binding.adapters
             self.manifest = Manifest.of(self.module)
             self._in_place = InPlaceChanges(self.module, self.manifest)
