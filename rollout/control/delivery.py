@@ -66,12 +66,18 @@ class Delivery:
 
     def wait_for_tokens(self, reader: TokenReader) -> None:
         """Wait until there is something to read, or all is done."""
-        self._streams.add(self)
+
+        def has_news() -> bool:
+            self._streams.add(self)  # a reader that left has taken it out
+            return self.done or reader.ready
+
         release_idle_threads()
-        self._wait_for(lambda: self.done or reader.ready, None)
+        self._wait_for(has_news, None)
 
     def stop_streaming(self) -> None:
+        """Be woken by steps no more, unless another reader waits: that one looks again, and asks for it."""
         self._streams.discard(self)
+        self.notify()
 
     def _call_one(self) -> None:
         """Call a callback, unless the other side has taken the last one meanwhile."""

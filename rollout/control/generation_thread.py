@@ -169,7 +169,7 @@ class GenerationThread:
     def fail_all(self, make_error: Callable[[], Exception]) -> None:
         """Fail all that is queued or in flight. Under the lock."""
         self._take_inbox()
-        self.engine.abort(list(self.engine.requests))
+        self.engine.fail_all()
         self._fail_deliveries(make_error)
 
     def close(self) -> None:

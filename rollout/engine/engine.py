@@ -134,11 +134,19 @@ class Engine:
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """End these requests with what they have; ids that are not known are finished already."""
-        known = [self.requests.pop(i) for i in request_ids if i in self.requests]
-        for request in known:
+        ended = self._end(i for i in request_ids if i in self.requests)  # one at a time: an id may come twice
+        self.counters.requests.aborted += len(ended)
+        return ended
+
+    def fail_all(self) -> None:
+        """End every request, for a reason that its caller is told of."""
+        self.counters.requests.failed += len(self._end(list(self.requests)))
+
+    def _end(self, request_ids: Iterable[str]) -> list[Request]:
+        ended = [self.requests.pop(i) for i in request_ids]
+        for request in ended:
             self._end_rest(request)
-        self.counters.requests.aborted += len(known)
-        return known
+        return ended
 
     def abort_started(self) -> list[Request]:
         """Abort every request that has begun to compute."""

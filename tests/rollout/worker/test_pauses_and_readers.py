@@ -119,6 +119,23 @@ def test_a_reader_gives_every_token_once_and_never_waits(make_worker: MakeWorker
     assert tokens == {sample.index: sample.token_ids for sample in handle.result(HANG).samples}
 
 
+def test_a_reader_that_leaves_does_not_hold_up_another(make_worker: MakeWorker) -> None:
+    worker, runner = make_worker()
+    runner.gate = StepGate(1)
+    handle, found = worker.submit(PROMPT, LONG), list[Any]()
+    first = iter(handle)
+    next(first)
+    other = threading.Thread(target=lambda: found.extend(handle))
+    other.start()
+    wait_until(lambda: len(found) == 1 and handle._delivery._waiting)
+    first.close()
+    runner.gate.release(1)
+    wait_until(lambda: len(found) == 2)
+    let_go(runner)
+    other.join()
+    assert sum(len(chunk.token_ids) for chunk in found) == 40
+
+
 def test_a_listener_that_raises_harms_nobody(make_worker: MakeWorker) -> None:
     worker, _ = make_worker()
     worker.after_steps(lambda: 1 / 0)

@@ -173,6 +173,8 @@ def test_an_exception_in_the_block_leaves_the_weights_incomplete(make_worker: Ma
     with pytest.raises(WorkerStateError, match="in the optimizer") as caught:
         handle.result(HANG)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    counts = worker.stats()
+    assert (counts["requests_failed"], counts["requests_aborted"]) == (1, 0)
     worker.resume()
     with pytest.raises(WorkerStateError, match="weights incomplete") as caught:
         worker.generate([[1]], FEW)
