@@ -118,8 +118,11 @@ class ForwardContext(CallRows):
         return DeviceLayout.of(self, self.work, self.positions.device)
 
     def as_sent(self, parts: Tensors) -> "ForwardContext":
-        """Return the context whose layout, and ``positions``, are these `device_layout.layout_parts` on the device."""
-        return replace(self, positions=parts["positions"], device_layout=DeviceLayout.from_parts(parts, self.work))
+        """Return the context whose layout, and ``positions``, are these `device_layout.layout_parts` on the device, and
+        the rows of adapters too."""
+        positions, layout = parts["positions"], DeviceLayout.from_parts(parts, self.work)
+        adapters = None if self.adapters is None else self.adapters.on(positions.device)
+        return replace(self, positions=positions, device_layout=layout, adapters=adapters)
 
 
 class LayoutMask(torch.Tensor):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
@@ -17,13 +18,13 @@ from samebit.kernels import bind
 from samebit.kernels.binding.binding import binding_of
 from samebit.kernels.binding.trainer.logprob_request import Scoring, use_scoring
 from samebit.kernels.layout import device
-from samebit.kernels.layout.device_layout import DeviceLayout, layout_parts
+from samebit.kernels.layout.device_layout import layout_parts
 from samebit.kernels.layout.forward_context import ForwardContext, training_context, use_context
 from samebit.kernels.layout.lora.adapters import RowAdapters
-from samebit.kernels.layout.transfer import Tensors
 from samebit.kernels.ops import dispatch
 
 from .families import DELTAS, DIFFERENT_HYBRIDS, FAMILIES, HYBRIDS, KIMI, SPARSE, make_model
+from .lora import add, lora_config, make_peft
 from .no_kernels import NoKernels
 
 META = torch.device("meta")
@@ -50,8 +51,13 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_meta(name: str) -> PreTrainedModel:
-    """The model, its angles' frequencies too: those are sent once, before a graph is recorded."""
-    model = bind(make_model(name, torch.bfloat16)).to(META)
+    model: PreTrainedModel = moved(make_model(name, torch.bfloat16))
+    return model
+
+
+def moved(model: Any) -> Any:
+    """The bound model, its angles' frequencies too: those are sent once, before a graph is recorded."""
+    model = bind(model).to(META)
     for module in model.modules():
         facts = module.__dict__.get("samebit")
         for kind in getattr(facts, "frequencies", {}):
@@ -59,21 +65,23 @@ def on_meta(name: str) -> PreTrainedModel:
     return model
 
 
-def step(model: PreTrainedModel, lengths: tuple[int, ...], starts: tuple[int, ...]) -> ForwardContext:
+def step(
+    model: nn.Module, lengths: tuple[int, ...], starts: tuple[int, ...],
+    adapters: RowAdapters = RowAdapters.all_through(None),  # noqa: B008 (it is frozen)
+) -> ForwardContext:  # fmt: skip
     """A step of these sequences, with a row of padding behind them; its layout has been sent."""
     binding, counts = binding_of(model), np.array(lengths, np.int32)
     numbers = np.arange(len(lengths), dtype=np.int32)
     host = ForwardContext(
         positions=torch.zeros(sum(lengths) + 1, dtype=torch.int64), row_start=(np.cumsum(counts) - counts),
         lengths=counts, starts=np.array(starts, np.int32), table_rows=numbers,
-        block_tables=np.stack([2 * numbers + 1, 2 * numbers + 2], axis=1), block_size=64,
+        block_tables=np.stack([2 * numbers + 1, 2 * numbers + 2], axis=1), block_size=64, adapters=adapters,
     )  # fmt: skip
-    parts: Tensors = {name: torch.from_numpy(part).to(META) for name, part in layout_parts(host, host.work).items()}
+    arrays = {"positions": host.positions.numpy(), **layout_parts(host, host.work)}
     states = binding.state_layout and binding.state_layout.allocate(4, torch.bfloat16, 0, META)
     return replace(
-        host, positions=host.positions.to(META), device_layout=DeviceLayout.from_parts(parts, host.work),
+        host.as_sent({name: torch.from_numpy(array).to(META) for name, array in arrays.items()}),
         pages=binding.kv_layout.allocate(8, 64, torch.bfloat16, META), states=states or None,
-        adapters=RowAdapters.all_through(None),
     )  # fmt: skip
 
 
@@ -86,6 +94,19 @@ def test_a_step_waits_for_nothing_and_sends_nothing(name: str) -> None:
         ids = torch.empty(1, context.num_rows, dtype=torch.int64, device=META)
         with torch.no_grad(), use_context(context), OnlyOnTheDevice():
             assert model(input_ids=ids, logits_to_keep=kept).logits.shape[:2] == (1, 3)
+
+
+def test_rows_of_adapters_are_sent_once_for_all_layers() -> None:
+    model = make_peft("Qwen3", torch.bfloat16)
+    add(model, "other", lora_config(2))
+    moved(model)
+    adapters = binding_of(model).adapters
+    assert adapters is not None
+    rows = (torch.tensor([0]), torch.tensor([1, 2]))
+    context = step(model, (1, 2), (9, 0), RowAdapters(tuple(zip(adapters.adapters.values(), rows, strict=True))))
+    ids = torch.empty(1, context.num_rows, dtype=torch.int64, device=META)
+    with torch.no_grad(), use_context(context), OnlyOnTheDevice():
+        assert model(input_ids=ids).logits.shape[:2] == (1, 4)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in KIMI])

@@ -11,7 +11,7 @@ Invariants:
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from samebit.kernels.layout.options import Layer
+from samebit.kernels.layout.transfer import indices
 
 BASE = "__base__"
 """Names the model without an adapter, as the ``adapter_names`` of peft do."""
@@ -217,3 +218,14 @@ class RowAdapters:
         if adapter is None:
             return cls(kept=kept)
         return cls(((adapter, None),), kept, None if kept is None else kept.sites_of(adapter))
+
+    def on(self, device: torch.device) -> "RowAdapters":
+        """Return the choice with its rows on the device, once for all layers, without waiting for it."""
+        if all(rows is None for _, rows in self.groups):
+            return self
+        return replace(
+            self,
+            groups=tuple(
+                (adapter, None if rows is None else indices(rows.numpy(), device)) for adapter, rows in self.groups
+            ),
+        )
