@@ -129,6 +129,15 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Sender, Receiver]]:
         yield sender, end
 
 
+@pytest.mark.parametrize("asked", ["cuda", "cuda:1"])
+def test_a_gpu_is_named_where_an_end_is_made(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the threads that send and receive later another one may be current."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert cuda_memory.cuda_device(asked) == torch.device("cuda", 1)
+    assert cuda_memory.numbered(torch.device("cpu")) == torch.device("cpu")
+
+
 @pytest.fixture
 def beside() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(1) as pool:

@@ -27,6 +27,7 @@ from torch import distributed as dist
 
 from samebit.weight_sync.digest import Bytes
 from samebit.weight_sync.report import SyncBrokenError
+from samebit.weight_sync.transports.cuda.memory import numbered
 from samebit.weight_sync.transports.groups import Group, ranks_of
 from samebit.weight_sync.wire.buckets import (
     ALIGN,
@@ -219,7 +220,7 @@ class _Collectives:
             raise ValueError("there is no default group: call torch.distributed.init_process_group, or give a group")
         self._group: Any = found
         self.patience = patience
-        self._device = torch.device(device)
+        self._device = numbered(torch.device(device))
         self._broken: str | None = None
         self._closed = False
         ranks = ranks_of(found)

@@ -38,7 +38,7 @@ class CudaIpcSender(WeightSender):
     """Sends to one receiver. Give `address` to the process that makes the `CudaIpcReceiver`.
 
     Args:
-        device: The GPU that both models are on.
+        device: The GPU that both models are on; "cuda" is the one that is current in the thread that makes this.
         bucket_bytes: As for `SharedMemorySender`.
         timeout: As for `SharedMemorySender`.
 
@@ -96,7 +96,8 @@ class CudaIpcReceiver(SocketReceiver[CudaBuckets]):
 
     Args:
         address: `CudaIpcSender.address`.
-        device: The GPU that the model is on, the same as the sender's.
+        device: The GPU that the model is on, the same as the sender's; "cuda" is the one that is current in the thread
+            that makes this.
         timeout: The longest wait for the sender, in seconds.
     """
 

@@ -74,7 +74,7 @@ class CudaBuckets:
             0,
             torch.storage.TypedStorage,
             torch.uint8,
-            _index(device),
+            device.index,
             bytes.fromhex(handle.storage_handle),
             handle.storage_size_bytes,
             handle.storage_offset_bytes,
@@ -108,18 +108,21 @@ class CudaBuckets:
 
 
 def cuda_device(device: str | torch.device) -> torch.device:
-    """Return a GPU. Raises `ValueError` for any other device, `RuntimeError` where torch sees no GPU."""
+    """Return a GPU by its number. Raises `ValueError` for any other device, `RuntimeError` where torch sees no GPU."""
     found = torch.device(device)
     if found.type != "cuda":
         raise ValueError(f"device={str(device)!r} can not use CUDA IPC; on the CPU take SharedMemorySender/Receiver")
     if not torch.cuda.is_available():
         raise RuntimeError(f"device={str(device)!r} needs a GPU, and this torch ({torch.__version__}) sees none")
-    return found
+    return numbered(found)
+
+
+def numbered(device: torch.device) -> torch.device:
+    """Return the device with the number that it has in this thread: "cuda" alone is another GPU in another thread."""
+    if device.type != "cuda":
+        return device
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def gpu_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
