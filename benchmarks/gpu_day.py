@@ -123,7 +123,7 @@ def calls(out: Path) -> dict[str, list[Item]]:
             part("nemotron-h-8b", "recurrent", 50),
         ],
         "tiles": [
-            script("tune_tiles.py", 560, "--models", "qwen3-8b", "--minutes", "9", "--out", str(out / "tiles.json"))
+            script("tune_tiles.py", 560, "--models", "qwen3-8b", "--minutes", "8.5", "--out", str(out / "tiles.json"))
         ],
         "rest": [
             part("qwen3-8b", "tax", 100),

@@ -14,8 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+if find_spec("samebit") is None:  # a bare machine: the checkout itself is enough
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
@@ -24,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from samebit.benchmarks import gpu  # finds samebit
+from samebit.benchmarks import gpu
 from samebit.benchmarks import gpu_figures as gpu_measure
 from samebit.benchmarks import tile_search as search
 from samebit.benchmarks.rounds.limited import run_limited
