@@ -144,11 +144,11 @@ def _keep_likely(row: torch.Tensor, temperature: float, top_k: int, top_p: float
     keep = torch.ones(len(row), dtype=torch.bool)
     if top_k > 0:
         keep[top_k:] = False
-    weights = torch.where(keep, (scaled - scaled[0]).exp(), 0.0)
+    weights = (scaled - scaled[0]).exp()
+    keep &= weights >= min_p  # the likeliest has the weight 1
+    keep[0] = True
     if top_p < 1.0:
+        weights = torch.where(keep, weights, 0.0)
         mass = weights.cumsum(0)
         keep &= mass - weights < top_p * mass[-1]
-    if min_p > 0.0:
-        keep &= weights >= min_p * weights[0]
-    keep[0] = True
     row[order[~keep]] = float("-inf")

@@ -123,8 +123,8 @@ def rule_out(row: torch.Tensor, token_ids: tuple[int, ...]) -> None:
 def keep_likely(logits: torch.Tensor, filters: Filters) -> None:
     """Rule out all but the likely tokens of some rows of ``logits``, ``[R, V]`` float32, contiguous, in place.
 
-    Top-k first, then top-p of what is left (Holtzman et al. 2020), then min-p relative to the likeliest
-    (Nguyen et al. 2024), as vLLM orders them. Ties are broken by the lower id. At least one token of a row stays.
+    Min-p relative to the likeliest (Nguyen et al. 2024) and top-k first, then top-p of what is left (Holtzman et al.
+    2020), as vLLM orders them. Ties are broken by the lower id. At least one token of a row stays.
     """
     if logits.dim() != 2 or not logits.is_contiguous():
         raise ValueError(f"logits has the shape {list(logits.shape)}; allowed: [R, V], contiguous")

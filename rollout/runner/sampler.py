@@ -236,18 +236,18 @@ def _filters(rows: list[int], sequences: list[Sequence], vocab: int) -> Filters:
 
 
 def _process(row: torch.Tensor, sequence: Sequence, may_end: bool) -> None:
-    """Apply penalty, bias and forbidden ends; the filters follow, for all rows at once: the order of vLLM.
+    """Apply bias, penalties and forbidden ends; the filters follow, for all rows at once: the order of vLLM.
 
     What a penalty or a bias drives beyond float32 stays at its end, so that a choice is left.
     """
     params = sequence.params
+    if params.logit_bias:
+        kernels.add_bias(row, params.logit_bias)
     if params.repetition_penalty != 1.0:
         seen = indices(np.unique(sequence.token_ids[: sequence.num_tokens]), row.device)
         kernels.penalize_repetition(row, seen, params.repetition_penalty)
     if params.presence_penalty or params.frequency_penalty:
         kernels.penalize_counts(row, sequence.output_ids, params.presence_penalty, params.frequency_penalty)
-    if params.logit_bias:
-        kernels.add_bias(row, params.logit_bias)
     if params.logit_bias or params.penalizes:
         row.clamp_(max=LARGEST_LOGIT * min(1.0, params.temperature or 1.0))
     if not may_end:

@@ -113,6 +113,15 @@ def test_parameters_at_the_ends_of_float32_choose_and_leave_the_report_alone() -
         assert len(output.samples[0].token_ids) == 4
 
 
+def test_a_bias_comes_before_the_penalties_as_in_vllm() -> None:
+    """So that a penalty takes a share of it: (1000 + logit) / 2 is below 700 + logit."""
+    asked = SamplingParams(
+        max_tokens=1, temperature=0.0, ignore_eos=True, logit_bias={7: 1000.0, 8: 700.0}, repetition_penalty=2.0
+    )
+    outputs, _ = run(bound_model("Llama"), [[5, 7], [5, 6]], [asked] * 2)
+    assert [output.samples[0].token_ids for output in outputs] == [[8], [7]]
+
+
 def test_parameters_that_rule_all_tokens_out_fail_their_own_request_and_do_not_blame_the_weights() -> None:
     model = bound_model("Llama")
     none = SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=list(range(VOCAB)))

@@ -123,13 +123,14 @@ def penalize_repetition(logits: torch.Tensor, seen: set[int], penalty: float) ->
 def sampling_distribution(
     logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> torch.Tensor:
-    """Probability of each of V tokens after top-k, then top-p, then min-p; ``logits``: ``[V]``.
+    """Probability of each of V tokens after min-p, then top-k, then top-p; ``logits``: ``[V]``.
 
-    Top-p keeps the shortest run of likeliest tokens whose share of what top-k left reaches ``top_p``, min-p
-    those that are at least ``min_p`` times as likely as the likeliest. Ties go to the lower id.
+    Min-p keeps the tokens that are at least ``min_p`` times as likely as the likeliest, top-p the shortest run of
+    likeliest ones whose share of what the others left reaches ``top_p``. Ties go to the lower id.
     """
     probabilities = (logits.double() / temperature).softmax(-1).tolist()
     ranked = sorted(range(len(probabilities)), key=lambda token: (-probabilities[token], token))
+    ranked = [token for token in ranked if probabilities[token] >= min_p * probabilities[ranked[0]]]
     ranked = ranked[:top_k] if top_k > 0 else ranked
     left = sum(probabilities[token] for token in ranked)
     kept, mass = [], 0.0
@@ -138,7 +139,6 @@ def sampling_distribution(
             break
         kept.append(token)
         mass += probabilities[token]
-    kept = [token for token in kept if probabilities[token] >= min_p * probabilities[ranked[0]]]
     out = torch.zeros(len(probabilities), dtype=torch.float64)
     out[kept] = torch.tensor([probabilities[token] for token in kept], dtype=torch.float64)
     return out / out.sum()

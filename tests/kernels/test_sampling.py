@@ -149,6 +149,12 @@ def test_filters_keep_what_the_oracle_keeps(case: int) -> None:
     assert torch.equal(row[wanted], before[wanted]), "a kept logit has changed"
 
 
+def test_top_p_is_a_share_of_what_min_p_leaves_as_in_vllm() -> None:
+    row = torch.tensor([0.5, 0.3, 0.1, 0.1]).log()
+    keep_likely(row[None], filters([0], 1.0, 0, 0.6, 0.3))
+    assert (row > -torch.inf).tolist() == [True, False, False, False]
+
+
 def test_penalty_bias_and_exclusion() -> None:
     torch.manual_seed(0)
     row = torch.randn(50)

@@ -89,8 +89,10 @@ def _masses_before(masses: tensor, before: tensor, CHUNKS: tl.constexpr, AHEAD: 
 def _ranked_weights(
     values: tensor, first: tensor, limits: tensor, kept: tensor, VOCAB: tl.constexpr, CHUNK: tl.constexpr
 ) -> tensor:
-    """Return exp((logit - best) / temperature), float64, of ranks from ``first`` on; 0 from rank ``kept`` on."""
+    """Return exp((logit - best) / temperature), float64, of ranks from ``first`` on; 0 from rank ``kept`` on, and below
+    min-p."""
     rank = first + tl.arange(0, CHUNK)
     real = (rank < VOCAB) & (rank < tl.load(kept))
     logits = tl.load(values + rank, mask=real, other=float("-inf")).to(tl.float64)
-    return tl.where(real, tl.exp((logits - tl.load(values).to(tl.float64)) / tl.load(limits)), 0.0)
+    weights = tl.exp((logits - tl.load(values).to(tl.float64)) / tl.load(limits))
+    return tl.where(real & (weights >= tl.load(limits + 2)), weights, 0.0)
