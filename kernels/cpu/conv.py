@@ -313,7 +313,7 @@ def conv_backward(
     for k, tap in enumerate(taps):
         distance = len(taps) - 1 - k
         seen = upstream * (within >= distance)[:, None]
-        grad_x[: len(x) - distance] += seen[distance:] * tap
+        grad_x[: max(len(x) - distance, 0)] += seen[distance:] * tap
     grad_weight = torch.stack([(upstream * part).sum(0) for part in shifted], dim=-1)[:, None]
     return grad_x.to(x.dtype), grad_weight.to(weight.dtype), upstream.sum(0).to(bias.dtype)
 

@@ -131,12 +131,21 @@ def test_checkpoints_and_copies_continue_with_the_same_bits(dtype: torch.dtype) 
 @pytest.mark.soak
 @pytest.mark.parametrize(("case", "dtype"), in_turns(CASES, DTYPES), ids=str)
 def test_gradients_are_near_the_oracle(case: Case, dtype: torch.dtype) -> None:
-    layer = layer_of(case, dtype, LENGTHS)
-    upstream = torch.randn(sum(LENGTHS), case.shape.inner).to(dtype)
+    check_gradients(case, dtype, LENGTHS)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (2,), (1, 1), (3,), (2, 1, 1)], ids=str)
+def test_gradients_of_fewer_tokens_than_taps(lengths: tuple[int, ...]) -> None:
+    check_gradients(CASES[0], torch.float32, lengths)
+
+
+def check_gradients(case: Case, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+    layer = layer_of(case, dtype, lengths)
+    upstream = torch.randn(sum(lengths), case.shape.inner).to(dtype)
     exact = leaves(*(part.double() for part in layer.tensors))
-    oracle(case, Layer(*exact), LENGTHS).backward(upstream.double())
+    oracle(case, Layer(*exact), lengths).backward(upstream.double())
     mine = leaves(*layer.tensors)
-    Layer(*mine).run(packed_context(LENGTHS), case.options).backward(upstream)
+    Layer(*mine).run(packed_context(lengths), case.options).backward(upstream)
     for found, wanted in zip(mine, exact, strict=True):
         assert_near(found.grad.to(dtype), wanted.grad, 8)  # bfloat16: its rounding in between
 
