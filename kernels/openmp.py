@@ -131,7 +131,8 @@ def _runtimes() -> tuple[ctypes.CDLL, ...]:
     """List every libgomp of this process that can pause (OpenMP 5.0); none where there is no such list."""
     if not _MAPS.exists():
         return ()
-    paths = sorted({line.split()[-1] for line in _MAPS.read_text().splitlines() if "libgomp" in line})
+    mapped = (line.split(maxsplit=5)[-1] for line in _MAPS.read_text().splitlines() if "libgomp" in line)
+    paths = sorted({path for path in mapped if Path(path).is_file()})  # else it was replaced: "... (deleted)"
     return tuple(lib for lib in map(ctypes.CDLL, paths) if hasattr(lib, "omp_pause_resource_all"))
 
 

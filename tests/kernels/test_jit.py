@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -182,3 +183,21 @@ print(torch.get_num_threads())
 """
     done = subprocess.run([*python(), "-c", script], check=True, text=True, stdout=subprocess.PIPE)
     assert int(done.stdout) == 1
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_runtime_may_lie_in_a_folder_with_a_space_in_its_name(gone: bool, tmp_path: Path) -> None:
+    """As that of an environment may; where its file was replaced since, the system calls it deleted."""
+    (tmp_path / "my env").mkdir()
+    copy = shutil.copy(openmp._runtimes()[0]._name, tmp_path / "my env" / "libgomp-of-another-package.so")
+    script = """
+import ctypes, os, sys
+ctypes.CDLL(sys.argv[1])
+if sys.argv[2] == "True":
+    os.remove(sys.argv[1])
+import torch
+from samebit.kernels.ops.linear import linear
+print(len(linear(torch.randn(3, 8), torch.randn(4, 8))))
+"""
+    done = subprocess.run([*python(), "-c", script, copy, str(gone)], check=True, text=True, stdout=subprocess.PIPE)
+    assert int(done.stdout) == 3
