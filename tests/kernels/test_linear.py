@@ -183,6 +183,23 @@ def test_operands_may_lie_anywhere(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 7, 64])
+def test_rows_may_overlap(rows: int, dtype: torch.dtype) -> None:
+    """Those of an expanded tensor are one row, and a turned column's is as far from the next as its elements are."""
+    torch.manual_seed(rows)
+    value, upstream = torch.randn(1, 1030).to(dtype), torch.randn(rows, 77).to(dtype)
+    weight = torch.randn(77, 1030).to(dtype).requires_grad_()
+    turned = value.clone().reshape(1030, 1).t()
+    whole = value.repeat(rows, 1)
+    expected = linear(whole, weight)
+    for x in (value.expand(rows, -1), turned.expand(rows, -1), turned)[: 3 if rows == 1 else 2]:
+        assert torch.equal(linear(x, weight), expected)
+        (found,) = torch.autograd.grad(linear(x, weight), weight, upstream)
+        (wanted,) = torch.autograd.grad(linear(whole, weight), weight, upstream)
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_near_the_float64_oracle(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     values = [torch.randn(shape).to(dtype) for shape in ((3, 21, 100), (129, 100), (129,))]

@@ -37,10 +37,10 @@ def kind_of(dtype: torch.dtype) -> Any:
 
 
 def with_unit_stride(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return ``[T, W]`` with the elements of a row side by side, no copy where they are, and how far apart its rows
-    are. (One stride alone takes twice as long as both.)"""
-    stride, step = rows.stride()
-    return (rows, stride) if step == 1 else (rows.contiguous(), rows.shape[1])
+    """Return ``[T, W]`` with the elements of a row side by side and behind those of the row before, no copy where they
+    are, and how far apart its rows are. (One stride alone takes twice as long as both.)"""
+    (stride, step), width = rows.stride(), rows.shape[1]
+    return (rows, stride) if step == 1 and stride >= width else (rows.contiguous(), width)
 
 
 @intrinsic
