@@ -131,15 +131,16 @@ def test_checkpoints_and_copies_continue_with_the_same_bits(dtype: torch.dtype) 
 @pytest.mark.soak
 @pytest.mark.parametrize(("case", "dtype"), in_turns(CASES, DTYPES), ids=str)
 def test_gradients_are_near_the_oracle(case: Case, dtype: torch.dtype) -> None:
-    check_gradients(case, dtype, LENGTHS)
+    check_gradients(case, dtype, LENGTHS, 8)
 
 
 @pytest.mark.parametrize("lengths", [(1,), (2,), (1, 1), (3,), (2, 1, 1)], ids=str)
 def test_gradients_of_fewer_tokens_than_taps(lengths: tuple[int, ...]) -> None:
-    check_gradients(CASES[0], torch.float32, lengths)
+    """What cancels out is a larger part of such short sums."""
+    check_gradients(CASES[0], torch.float32, lengths, 32)
 
 
-def check_gradients(case: Case, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+def check_gradients(case: Case, dtype: torch.dtype, lengths: tuple[int, ...], factor: int) -> None:
     layer = layer_of(case, dtype, lengths)
     upstream = torch.randn(sum(lengths), case.shape.inner).to(dtype)
     exact = leaves(*(part.double() for part in layer.tensors))
@@ -147,7 +148,7 @@ def check_gradients(case: Case, dtype: torch.dtype, lengths: tuple[int, ...]) ->
     mine = leaves(*layer.tensors)
     Layer(*mine).run(packed_context(lengths), case.options).backward(upstream)
     for found, wanted in zip(mine, exact, strict=True):
-        assert_near(found.grad.to(dtype), wanted.grad, 8)  # bfloat16: its rounding in between
+        assert_near(found.grad.to(dtype), wanted.grad, factor)  # bfloat16: its rounding in between
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
