@@ -39,6 +39,8 @@ class Sources(Protocol):
 
     def opened(self, source: object) -> AbstractContextManager[object]: ...
 
+    def forget(self, source: object) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -78,6 +80,10 @@ class AsyncWorker:
                 return self.worker.receive_weights(opened, **options)
 
         return await self.in_thread(receive)
+
+    async def hang_up(self, source: object) -> None:
+        """Close a link that stayed open after an update; its sender may then send to another receiver."""
+        await self.in_thread(lambda: self._sources.forget(source))
 
     async def load_adapter(self, name: str, source: object, **options: Unpack[AdapterKeywords]) -> SyncReport:
         """Take an adapter as the worker does; `source` names a link or a folder."""

@@ -72,14 +72,30 @@ class BroadcastGroup:
         return BroadcastReceiver(0, gloo_group(store, self.rank, self.size, timeout=self.timeout), timeout=self.timeout)
 
 
-Link = SharedMemoryAt | CudaIpcAt | BroadcastFrom | BroadcastGroup
+OnMachine = SharedMemoryAt | CudaIpcAt
+Link = OnMachine | BroadcastFrom | BroadcastGroup
+
+MOST_IDLE = 2
+"""The most links to senders of this machine that stay open, beside the one that is used next."""
+
+
+@dataclass(eq=False)
+class _Line:
+    """Holds an open link, and how many updates use it."""
+
+    link: ReceiverLink
+    users: int = 0
 
 
 class Sources:
-    """Opens the links that calls name. A link stays open for the next update. Any thread may call it."""
+    """Opens the links that calls name. Any thread may call it.
+
+    A link stays open for the next update. Each to a sender of this machine takes memory and descriptors: of those that
+    are idle only the last ones stay.
+    """
 
     def __init__(self) -> None:
-        self._links: dict[Link, ReceiverLink] = {}
+        self._lines: dict[Link, _Line] = {}
         self._mutex = threading.Lock()
 
     @contextmanager
@@ -88,36 +104,61 @@ class Sources:
 
         A link is closed after a failure, so that the next update opens it anew, and when its group was for this one.
         """
+        if not isinstance(source, Link):
+            yield _at_hand(source)
+            return
+        line, keep = self._take(source), False
         try:
-            yield self._open(source)
-        except BaseException:
-            self._forget(source)
-            raise
-        if isinstance(source, BroadcastGroup):
-            self._forget(source)
+            yield line.link
+            keep = not isinstance(source, BroadcastGroup)
+        finally:
+            self._put_back(source, line, keep=keep)
 
-    def _open(self, source: object) -> object:
+    def forget(self, source: object) -> None:
+        """Hang up, if this is a link that is open. An update that uses it ends with an error."""
         if isinstance(source, Link):
             with self._mutex:
-                if source not in self._links:
-                    self._links[source] = source.open()
-                return self._links[source]
-        if source is None or isinstance(source, str | Path):
-            return source
-        raise TypeError(
-            "a worker behind calls takes weights from SharedMemoryAt, CudaIpcAt, BroadcastFrom, BroadcastGroup or a "
-            f"folder with *.safetensors, not from {type(source).__name__}"
-        )
-
-    def _forget(self, source: object) -> None:
-        if isinstance(source, Link):
-            with self._mutex:
-                link = self._links.pop(source, None)
-            if link is not None:
-                link.close()
+                line = self._lines.pop(source, None)
+            if line is not None:
+                line.link.close()
 
     def close(self) -> None:
         with self._mutex:
-            for link in self._links.values():
-                link.close()
-            self._links.clear()
+            for line in self._lines.values():
+                line.link.close()
+            self._lines.clear()
+
+    def _take(self, source: Link) -> _Line:
+        with self._mutex:
+            line = self._lines.pop(source, None)
+            if line is None:
+                self._make_room(source)
+                line = _Line(source.open())
+            line.users += 1
+            self._lines[source] = line  # the last one: they stand in the order of their use
+            return line
+
+    def _put_back(self, source: Link, line: _Line, *, keep: bool) -> None:
+        with self._mutex:
+            line.users -= 1
+            if keep:
+                return
+            if self._lines.get(source) is line:
+                del self._lines[source]
+        line.link.close()
+
+    def _make_room(self, source: Link) -> None:
+        """Close the idle links to senders of this machine, but for the last ones."""
+        if isinstance(source, OnMachine):
+            idle = [one for one, line in self._lines.items() if isinstance(one, OnMachine) and not line.users]
+            for one in idle[:-MOST_IDLE]:
+                self._lines.pop(one).link.close()
+
+
+def _at_hand(source: object) -> str | Path | None:
+    if source is None or isinstance(source, str | Path):
+        return source
+    raise TypeError(
+        "a worker behind calls takes weights from SharedMemoryAt, CudaIpcAt, BroadcastFrom, BroadcastGroup or a "
+        f"folder with *.safetensors, not from {type(source).__name__}"
+    )

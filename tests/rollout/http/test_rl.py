@@ -6,6 +6,7 @@ import json
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -19,9 +20,17 @@ from transformers import AutoModelForCausalLM
 
 from samebit.kernels import bind, token_logprobs
 from samebit.rollout.integrations.http.rl.generate import GenerateAnswer
-from samebit.weight_sync import SharedMemorySender, WeightStream, gloo_group, listening_store
+from samebit.weight_sync import (
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    SyncRefusedError,
+    WeightStream,
+    gloo_group,
+    listening_store,
+)
+from samebit.weight_sync.wire.link import Answer
 
-from ...patience import wait_until
+from ...patience import HANG, wait_until
 from .served import Served, build_folder, serving
 
 IDS = list(range(30))
@@ -309,6 +318,25 @@ def test_weights_come_from_a_folder_over_gloo_and_through_shared_memory(served: 
     assert (refused.status_code, "nothing" in refused.json()["error"]["message"]) == (409, True)
     check(served, other, str(served.service.worker.weight_version))
     assert served.command("/update_weights", {"weight_dir": served.folder.name}).status_code == 200
+
+
+def test_a_transfer_that_is_given_up_hangs_up(served: Served) -> None:
+    """The sender serves whoever comes next: this server with another timeout, or another receiver."""
+    state = dict(AutoModelForCausalLM.from_pretrained(served.folder).state_dict())
+    with ThreadPoolExecutor(1) as other, SharedMemorySender(timeout=HANG) as sender:
+        for timeout in (300, 200, 300):
+            info = {"backend": "shared_memory", "address": sender.address, "timeout": timeout}
+            assert served.command("/init_weight_transfer_engine", {"init_info": info}).status_code == 200
+            sent = other.submit(sender.send, WeightStream.of(state))
+            assert served.command("/update_weights", {"update_info": {}}).status_code == 200
+            sent.result()
+        assert served.command("/shutdown_weight_transfer_engine").status_code == 200
+        sent = other.submit(sender.send, WeightStream.of(state))
+        with SharedMemoryReceiver(sender.address, timeout=HANG) as receiver:
+            assert receiver.listen().specs.keys() == state.keys()
+            receiver.answer(Answer(refused="not now"))
+        with pytest.raises(SyncRefusedError, match="not now"):
+            sent.result()
 
 
 def broadcast(group: torch.distributed.ProcessGroup, tensors: list[torch.Tensor]) -> None:

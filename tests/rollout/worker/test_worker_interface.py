@@ -66,6 +66,9 @@ class Sources:
         self.asked.append(source)
         yield TinyModule()
 
+    def forget(self, source: object) -> None:
+        self.asked.append(("forgotten", source))
+
     def close(self) -> None:
         self.asked.append("closed")
 
@@ -100,8 +103,9 @@ def test_every_option_of_an_update_reaches_the_worker_behind_a_loop(
         assert (report.version, report.verified) == (7, True)
         with pytest.raises(TypeError, match="no option parital"):
             await inside.receive_weights(Path("folder"), parital=True)  # type: ignore[call-arg]
+        await inside.hang_up(Path("folder"))
         await inside.close()
-        assert sources.asked == [Path("folder"), "closed"]
+        assert sources.asked == [Path("folder"), ("forgotten", Path("folder")), "closed"]
 
     behind_a_loop(worker, check)
     assert seen == [asked]

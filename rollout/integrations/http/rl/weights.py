@@ -47,7 +47,7 @@ class WeightTransfer:
     async def init(self, info: GlooInit | SharedMemoryInit) -> None:
         """Agree on a transfer; one that there was is given up."""
         async with self._turn:
-            self._forget()
+            await self._give_up()
             if isinstance(info, SharedMemoryInit):
                 if isinstance(self._worker.worker, Fleet):
                     raise ApiError(400, "shared memory reaches one process, and a fleet has several: use gloo")
@@ -58,10 +58,14 @@ class WeightTransfer:
     async def shut_down(self) -> None:
         """Give up the transfer."""
         async with self._turn:
-            self._forget()
+            await self._give_up()
 
-    def _forget(self) -> None:
+    async def _give_up(self) -> None:
+        """Hang up: a sender that still heard this end would wait for it, whoever is to receive next."""
+        link = self._link
         self._group = self._link = self._parts = None
+        if link is not None:
+            await self._worker.hang_up(link)
 
     async def start(self) -> None:
         """Begin an update of several parts."""

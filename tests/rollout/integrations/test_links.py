@@ -1,0 +1,94 @@
+"""Links that a worker behind calls keeps open: to few senders, and none to one that was given up."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from samebit.rollout.integrations.links import SharedMemoryAt, Sources
+from samebit.weight_sync import PeerLostError, SharedMemorySender, SyncRefusedError
+from samebit.weight_sync.wire.link import Answer, ReceiverLink
+
+from ...patience import HANG
+
+WEIGHTS = {"weight": torch.zeros(3)}
+
+
+def num_open() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def refuse(link: object) -> None:
+    """Answer what is announced next."""
+    assert isinstance(link, ReceiverLink)
+    link.listen()
+    link.answer(Answer(refused="not now"))
+
+
+def refused(sources: Sources, sender: SharedMemorySender) -> None:
+    """Let a sender offer its weights, and refuse them: the link stays open."""
+    with ThreadPoolExecutor(1) as other:
+        sent = other.submit(sender.send, WEIGHTS)
+        with sources.opened(SharedMemoryAt(sender.address, HANG)) as link:
+            refuse(link)
+        with pytest.raises(SyncRefusedError, match="not now"):
+            sent.result()
+
+
+def small_sender() -> SharedMemorySender:
+    return SharedMemorySender(bucket_bytes=1 << 16, timeout=HANG)
+
+
+def test_one_sender_after_another_leaves_few_links_open() -> None:
+    sources, counts = Sources(), []
+    for _ in range(20):
+        with small_sender() as sender:
+            refused(sources, sender)
+        counts.append(num_open())
+    assert max(counts) <= counts[0] + 6
+    sources.close()
+    assert num_open() < counts[0]
+
+
+def test_a_link_that_an_update_uses_is_not_closed_for_another() -> None:
+    sources, senders = Sources(), [small_sender() for _ in range(6)]
+    with ThreadPoolExecutor(1) as other:
+        sent = other.submit(senders[0].send, WEIGHTS)
+        with sources.opened(SharedMemoryAt(senders[0].address, HANG)) as used:
+            for sender in senders[1:]:
+                refused(sources, sender)
+            refuse(used)
+        with pytest.raises(SyncRefusedError, match="not now"):
+            sent.result()
+    for sender in senders:
+        refused(sources, sender)  # one whose link was closed is called again
+        sender.close()
+    sources.close()
+
+
+def test_a_sender_that_was_given_up_may_send_to_another_receiver() -> None:
+    first, second = Sources(), Sources()
+    with small_sender() as sender:
+        refused(first, sender)
+        first.forget(SharedMemoryAt(sender.address, HANG))
+        first.forget(SharedMemoryAt("nobody"))
+        refused(second, sender)
+    second.close()
+
+
+def test_an_update_whose_link_is_given_up_ends() -> None:
+    sources = Sources()
+    with small_sender() as sender, ThreadPoolExecutor(1) as other:
+        address = SharedMemoryAt(sender.address, HANG)
+        with sources.opened(address) as link:
+            assert isinstance(link, ReceiverLink)
+            waiting = other.submit(link.listen)
+            sources.forget(address)
+            with pytest.raises(PeerLostError):
+                waiting.result()
+        with sources.opened(address) as another:
+            assert another is not link
+    sources.close()
