@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -22,10 +23,11 @@ from samebit.rollout.integrations.http.app import create_app
 from samebit.rollout.integrations.http.errors import ApiError, encoded
 from samebit.rollout.integrations.http.openai.sample_text import SampleText
 from samebit.rollout.integrations.http.openai.tools import HermesParser
-from samebit.rollout.integrations.http.service import Service
+from samebit.rollout.integrations.http.service import Asked, Prompt, Service
 from samebit.rollout.integrations.http.settings import ServeSettings
 from samebit.rollout.outputs import StreamChunk
 from samebit.rollout.requests.stop_strings import text_of
+from samebit.rollout.sampling_params import SamplingParams
 
 from ...forks import python
 from ...patience import wait_until
@@ -41,6 +43,7 @@ async def ask(
     body: dict[str, Any],
     take: Callable[[dict[str, Any]], Awaitable[None]],
     *headers: tuple[bytes, bytes],
+    path: str = "/v1/completions",
 ) -> None:
     """Call the application itself, with a client that takes what is sent in its own way."""
     content = [json.dumps(body).encode()]
@@ -52,8 +55,8 @@ async def ask(
         raise AssertionError
 
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/v1/completions",
-        "raw_path": b"/v1/completions", "root_path": "", "scheme": "http", "query_string": b"", "client": ("c", 1),
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
+        "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"", "client": ("c", 1),
         "server": ("127.0.0.1", 80), "headers": [(b"content-type", b"application/json"), *headers],
     }  # fmt: skip
     await create_app(service)(scope, receive, take)
@@ -109,6 +112,49 @@ def test_an_error_of_the_worker_is_the_last_event(served: Served) -> None:
 
     asyncio.run(ask(service, LONG, read))
     assert b"it broke" in taken[-1]["body"]
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stream": True, "return_token_ids": True}
+
+
+def test_the_first_event_of_a_chat_has_the_ids_of_its_prompt(served: Served) -> None:
+    """And a choice with its role, as clients expect of an event."""
+    with served.http.stream("POST", f"{served.base}/v1/chat/completions", json={**CHAT, "n": 2}) as answer:
+        pieces = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line[6:7] == "{"]
+    whole = served.post("/v1/chat/completions", {**CHAT, "stream": False}).json()
+    assert pieces[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert not any("prompt_token_ids" in piece for piece in pieces[1:])
+    assert all(piece["choices"] for piece in pieces)
+    assert pieces[0]["choices"][0]["delta"]["role"] == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "at most 2047 are allowed"),
+        ({"n": 16, "request_id": "taken"}, 409, "is running"),
+        ({"n": 16}, 429, "try again later"),
+        ({}, 503, "asleep"),
+    ],
+)
+def test_an_error_before_the_first_event_has_its_own_status(
+    served: Served, body: dict[str, Any], status: int, says: str
+) -> None:
+    service, taken = beside(served, max_waiting=0), []
+
+    async def read(message: dict[str, Any]) -> None:
+        taken.append(message)
+
+    prompt = Asked(id="chatcmpl-taken", prompts=[Prompt([1])], params=SamplingParams(max_tokens=1500, ignore_eos=True))
+    with ExitStack() as around:
+        if status in (409, 429):
+            around.enter_context(service.submitted(prompt))
+        if status == 503:
+            served.command("/sleep?level=1")
+            around.callback(served.command, "/wake_up")
+        asyncio.run(ask(service, {**CHAT, **body}, read, path="/v1/chat/completions"))
+    assert taken[0]["status"] == status
+    assert says in json.loads(taken[1]["body"])["error"]["message"]
 
 
 def listener(port: int) -> int:

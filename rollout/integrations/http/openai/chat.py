@@ -143,14 +143,14 @@ class _Chat:
         ]
         head = self._head("chat.completion.chunk")
         every = bool(self._asked.return_token_ids or self._asked.logprobs)
-        if self._asked.return_token_ids:
-            yield event({**head, "choices": [], "prompt_token_ids": job.prompts[0].token_ids})
+        first: dict[str, Any] = {"prompt_token_ids": job.prompts[0].token_ids} if self._asked.return_token_ids else {}
         with service.submitted(job) as handles:
             async for _, chunk in service.chunks(handles):
                 message = messages[chunk.sample]
                 delta = message.delta(chunk)
                 if delta or chunk.finished or every:
-                    yield event({**head, "choices": [self._piece(chunk, delta, message)]})
+                    yield event({**head, "choices": [self._piece(chunk, delta, message)], **first})
+                    first = {}
             output = await handles[0].result_async()
         for sample, message in zip(output.samples, messages, strict=True):
             self._note(output, sample, message.whole)
