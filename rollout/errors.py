@@ -7,6 +7,10 @@ class RequestError(ValueError):
     """The request is wrong; nothing was submitted and the worker goes on serving all else."""
 
 
+class RequestIdInUseError(RequestError):
+    """A request with this id has not ended yet; once it has, the same request would be taken."""
+
+
 class WorkerStateError(RuntimeError):
     """The worker can not do this now: closed, asleep, paused, broken, or its weights are incomplete.
 

@@ -14,7 +14,7 @@ from itertools import count
 from weakref import WeakValueDictionary
 
 from samebit.rollout.control.delivery import Delivery
-from samebit.rollout.errors import RequestError
+from samebit.rollout.errors import RequestIdInUseError
 from samebit.rollout.requests.request import Request
 
 
@@ -33,7 +33,7 @@ class Deliveries:
         return next(name for name in map("request-{}".format, self._numbers) if not self._in_use(name))
 
     def make(self, requests: list[Request]) -> list[Delivery]:
-        """Return a delivery for each request. Raises `RequestError` when an id is in use; then none is made."""
+        """Return a delivery for each request. Raises `RequestIdInUseError`; then none is made."""
         self._check_ids(requests)
         made = [Delivery(request, self._streams) for request in requests]
         for delivery in made:
@@ -70,7 +70,7 @@ class Deliveries:
         seen: set[str] = set()
         for request in requests:
             if self._in_use(request.request_id) or request.request_id in seen:
-                raise RequestError(
+                raise RequestIdInUseError(
                     f"request id {request.request_id!r} is in use by a request that has not finished; allowed: any "
                     "other non-empty string, or None for a new one"
                 )

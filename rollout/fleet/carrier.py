@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
+from samebit.rollout.errors import RequestIdInUseError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.adapters import named_as_asked
 from samebit.rollout.fleet.crew import Crew, Member
 from samebit.rollout.fleet.handle import FleetHandle
@@ -57,12 +57,12 @@ class Carrier:
 
         Raises:
             NoReplicaError: none takes requests now.
-            RequestError: a request with this id is running.
+            RequestIdInUseError: a request with this id is running.
         """
         handle = FleetHandle(request_id, params.n, self.abort, self._follow)
         with self._mutex:
             if request_id in self._running:
-                raise RequestError(f"a request with the id {request_id!r} is running")
+                raise RequestIdInUseError(f"a request with the id {request_id!r} is running")
             ticket = self._crew.router.route(asked)
             member = self._crew.members[ticket.replica]
             running = self._running[request_id] = Running(

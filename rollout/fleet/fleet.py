@@ -138,7 +138,7 @@ class Fleet(Closing):
         """Queue one prompt. session: names a conversation, whose turns go to one replica while that is not saturated.
 
         Raises:
-            RequestError: it can not be taken, or one with this id is running.
+            RequestError: it can not be taken; `RequestIdInUseError` where one with this id is running.
             NoReplicaError: no replica takes requests now.
         """
         for name, value in (("request_id", request_id), ("session", session)):

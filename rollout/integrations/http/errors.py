@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from samebit.rollout.checks import shown
-from samebit.rollout.errors import NoTokenLeftError, RequestError, WorkerStateError
+from samebit.rollout.errors import NoTokenLeftError, RequestError, RequestIdInUseError, WorkerStateError
 from samebit.weight_sync import SyncBrokenError, SyncRefusedError, WeightMismatchError, WeightSourceError
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NoTokenLeftError | RequestError | ValueError | TypeError):
-        conflict = isinstance(error, SyncRefusedError | WeightMismatchError | WeightSourceError)
+        conflict = isinstance(error, RequestIdInUseError | SyncRefusedError | WeightMismatchError | WeightSourceError)
         return ApiError(409 if conflict else 400, str(error))
     if isinstance(error, SyncRefusedError):
         return ApiError(409, str(error))

@@ -20,7 +20,7 @@ from fastapi import Request
 from transformers import PreTrainedTokenizerBase
 
 from samebit.kernels.layout.lora.adapters import BASE
-from samebit.rollout.errors import RequestError
+from samebit.rollout.errors import RequestError, RequestIdInUseError
 from samebit.rollout.integrations.http.admission import Admission
 from samebit.rollout.integrations.http.errors import ApiError
 from samebit.rollout.integrations.http.metrics.requests import RequestMetrics
@@ -167,6 +167,10 @@ class Service:
     def _submit(self, prompt: Prompt, asked: Asked, name: str, index: int) -> ServedHandle:
         try:
             return submitted(self.worker, prompt.token_ids, asked.params, name, asked.session)
+        except RequestIdInUseError as error:  # one that was aborted is not in `running`, and ends with its step
+            raise ApiError(
+                409, f"a request with the id {name!r} has not ended yet; try again", param="request_id"
+            ) from error
         except RequestError as error:
             where = f"prompt {index}: " if len(asked.prompts) > 1 else ""
             raise ApiError(400, f"{where}{error}") from error

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from samebit.rollout import (
     NoReplicaError,
     RequestError,
+    RequestIdInUseError,
     RolloutConfig,
     SamplingParams,
     WorkerLostError,
@@ -143,7 +144,7 @@ def test_bad_requests_raise_before_anything_is_sent() -> None:
             fleet.submit([1], PARAMS, session="")
         assert local.busy() == []
         fleet.submit([1], PARAMS, "mine")
-        with pytest.raises(RequestError, match="a request with the id 'mine' is running"):
+        with pytest.raises(RequestIdInUseError, match="a request with the id 'mine' is running"):
             fleet.submit([1], PARAMS, "mine")
 
 

@@ -28,14 +28,18 @@ from samebit.rollout.integrations.http.settings import ServeSettings
 from samebit.rollout.outputs import StreamChunk
 from samebit.rollout.requests.stop_strings import text_of
 from samebit.rollout.sampling_params import SamplingParams
+from samebit.rollout.worker import RolloutWorker
 
 from ...forks import python
 from ...patience import wait_until
+from ..conftest import FakeRunner
+from ..step_gate import StepGate
 from ..tiny_llama import byte_fallback_tokenizer
 from .served import CALL, NAME, Served, byte_tokenizer
 
 LONG = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 Sent = list[dict[str, Any]]
+MakeWorker = Callable[..., tuple[RolloutWorker, FakeRunner]]
 
 
 async def ask(
@@ -155,6 +159,31 @@ def test_an_error_before_the_first_event_has_its_own_status(
         asyncio.run(ask(service, {**CHAT, **body}, read, path="/v1/chat/completions"))
     assert taken[0]["status"] == status
     assert says in json.loads(taken[1]["body"])["error"]["message"]
+
+
+def test_a_retry_is_told_that_the_first_attempt_has_not_ended(make_worker: MakeWorker) -> None:
+    """The first is aborted, and its step runs on: a conflict, after which a client tries again."""
+    worker, runner = make_worker()
+    runner.gate = StepGate()
+    service, taken = Service(worker, ServeSettings(), NAME, None), []
+    params = SamplingParams(max_tokens=30)
+
+    async def read(message: dict[str, Any]) -> None:
+        taken.append(message)
+
+    def try_again() -> int:
+        taken.clear()
+        asyncio.run(ask(service, {"prompt": [1, 2], "max_tokens": 3, "request_id": "mine"}, read))
+        return int(taken[0]["status"])
+
+    with service.submitted(Asked(id="cmpl-mine", prompts=[Prompt([1, 2])], params=params)):
+        runner.gate.wait_for_a_step()
+    assert try_again() == 409
+    error = json.loads(taken[1]["body"])["error"]
+    assert (error["param"], "'cmpl-mine' has not ended yet" in error["message"]) == ("request_id", True)
+    runner.gate.release(100)
+    wait_until(lambda: worker.stats()["requests_aborted"] == 1)
+    assert try_again() == 200
 
 
 def listener(port: int) -> int:

@@ -20,7 +20,13 @@ from samebit.rollout.adapters.registry import Loaded
 from samebit.rollout.build import WorkerParts
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.delivery import RequestHandle
-from samebit.rollout.errors import AdapterError, NonFiniteLogitsError, RequestError, WorkerStateError
+from samebit.rollout.errors import (
+    AdapterError,
+    NonFiniteLogitsError,
+    RequestError,
+    RequestIdInUseError,
+    WorkerStateError,
+)
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
@@ -111,7 +117,7 @@ def test_a_request_id_can_not_be_used_twice_at_once(make_worker: MakeWorker) -> 
     runner.gate = StepGate()
     first = worker.submit([1], FEW, request_id="mine")
     with pytest.raises(
-        RequestError, match=r"'mine' is in use by .* not finished; allowed: any other non-empty string, or None"
+        RequestIdInUseError, match=r"'mine' is in use by .* not finished; allowed: any other non-empty string, or None"
     ):
         worker.submit([2], FEW, request_id="mine")
     with pytest.raises(RequestError, match="non-empty string"):
