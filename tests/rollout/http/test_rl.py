@@ -121,6 +121,21 @@ def test_pause_keeps(served: Served, running: list[dict[str, object]]) -> None:
     assert running[0]["usage"]["completion_tokens"] > 0
 
 
+def test_a_prompt_whose_scoring_is_aborted_is_no_scored_prompt(served: Served) -> None:
+    answers: list[dict[str, object]] = []
+    body = {"prompt": IDS, "echo": True, "max_tokens": 0, "logprobs": 0, "request_id": "scored"}
+    thread = threading.Thread(target=lambda: answers.append(served.post("/v1/completions", body).json()))
+    assert served.command("/pause?mode=keep").status_code == 200
+    thread.start()
+    wait_until(lambda: "cmpl-scored" in served.service.running)
+    assert served.command("/abort_requests", {"request_ids": ["cmpl-scored"]}).json()["aborted"] == 1
+    thread.join()
+    assert served.command("/resume").status_code == 200
+    assert answers[0]["choices"][0]["finish_reason"] == "abort"
+    scored = served.post("/v1/completions", body).json()["choices"][0]
+    assert (scored["finish_reason"], len(scored["logprobs"]["token_logprobs"])) == ("length", len(IDS))
+
+
 def test_pause_waits(served: Served) -> None:
     ended = []
     body = {"token_ids": IDS, "sampling_params": {"max_tokens": 200, "ignore_eos": True}}

@@ -72,12 +72,13 @@ class _Completion:
         asked, tokenizer = self._asked, self._service.model.tokenizer
         scored = asked.max_tokens == 0
         before = self._prompt_text(prompt) if asked.echo else ""
+        finish = "length" if scored and sample.finish_reason != "abort" else sample.finish_reason
         text = "" if scored or tokenizer is None else whole_text(tokenizer, sample)
         choice: dict[str, Any] = {
             "index": index,
             "text": before + text,
             "logprobs": None if asked.logprobs is None else self._logprobs(output, sample, scored),
-            "finish_reason": "length" if scored else sample.finish_reason,
+            "finish_reason": finish,
             "stop_reason": None if scored else sample.stop_reason,
         }
         if asked.return_token_ids:
