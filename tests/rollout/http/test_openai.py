@@ -123,6 +123,15 @@ def test_ignore_eos_is_honoured_on_both_endpoints(served: Served, endpoint: str)
     assert (going["finish_reason"], going["token_ids"]) == ("length", [eos] * 7)
 
 
+def test_null_is_16_tokens_of_a_completion_and_what_fits_of_a_chat(served: Served) -> None:
+    """As in vLLM."""
+    more = {"model": NAME, "max_tokens": None, "extra_body": {"ignore_eos": True}}
+    assert served.client.completions.create(prompt="a", **more).usage.completion_tokens == 16
+    messages = [{"role": "user", "content": "x" * 1980}]
+    chat = served.post("/v1/chat/completions", {"messages": messages, "max_tokens": None, "ignore_eos": True}).json()
+    assert chat["usage"]["total_tokens"] == 2048
+
+
 def test_cached_tokens_are_true(served: Served) -> None:
     prompt = [3] * 70
     first = served.client.completions.create(model=NAME, prompt=prompt, max_tokens=1)

@@ -77,6 +77,12 @@ class CompletionRequest(Common):
     best_of: None = None
     suffix: None = None
 
+    @field_validator("max_tokens")
+    @classmethod
+    def _usual(cls, value: int | None) -> int:
+        """Take null for the default, as OpenAI and vLLM do on this endpoint."""
+        return 16 if value is None else value
+
 
 class TextPart(Strict):
     """Holds a piece of a message."""
