@@ -6,6 +6,16 @@ import json
 import socket
 
 import pytest
+from pydantic import ValidationError
+
+from samebit.rollout.integrations.http.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Strict,
+    TokenizeRequest,
+)
+from samebit.rollout.integrations.http.rl.requests import AbortRequest, GenerateRequest, UpdateInfo
 
 from .served import Served
 
@@ -49,6 +59,8 @@ BAD = [
     (COMPLETIONS, {**TEXT, "stop_token_ids": [99999]}, 400, "outside the vocabulary"),
     (COMPLETIONS, {**TEXT, "logit_bias": {"x": 1}}, 400, "which is no token id"),
     (COMPLETIONS, {**TEXT, "logit_bias": {"1": 1000}}, 400, "logit_bias.1"),
+    (COMPLETIONS, {**TEXT, "logit_bias": {str(i): 0 for i in range(1025)}}, 400, "at most 1024 fields, not 1025"),
+    (COMPLETIONS, {f"a{i}": 0 for i in range(2000)}, 400, "the body: Input should have at most 1024 fields, not 2000"),
     (COMPLETIONS, {**TEXT, "logit_bias": {"5": 1, "05": 2}}, 400, "'05', which is no token id"),
     (COMPLETIONS, {**TEXT, "presence_penalty": 3}, 400, "presence_penalty"),
     (COMPLETIONS, {**TEXT, "min_tokens": 9}, 400, "min_tokens must be at most max_tokens"),
@@ -101,6 +113,40 @@ def test_bad_input_is_named(served: Served, path: str, body: object, status: int
     assert says in error["message"]
     assert error["type"]
     assert served.service.admission.inside == 0
+
+
+MANY = 5000
+USER = {"role": "user"}
+FLOODS = [
+    (CompletionRequest, {"prompt": [1] * MANY + ["a"]}),
+    (CompletionRequest, {"prompt": [None] * MANY}),
+    (CompletionRequest, {"prompt": [[1], ["a"] * MANY]}),
+    (CompletionRequest, {**TEXT, "stop": [1] * MANY}),
+    (CompletionRequest, {**TEXT, "stop_token_ids": ["a"] * MANY}),
+    (CompletionRequest, {**TEXT, "logit_bias": {str(token): "a" for token in range(MANY)}}),
+    (CompletionRequest, {**TEXT, **{f"field-{number}": 0 for number in range(MANY)}}),
+    (ChatRequest, {"messages": [1] * MANY}),
+    (ChatRequest, {"messages": [{**USER, "content": [1] * MANY}]}),
+    (ChatRequest, {"messages": [{**USER, "content": "a", "tool_calls": [1] * MANY}]}),
+    (ChatRequest, {**CHAT, "tools": [1] * MANY}),
+    (TokenizeRequest, {"messages": [1] * MANY}),
+    (TokenizeRequest, {"prompt": "a", "tools": [1] * MANY}),
+    (DetokenizeRequest, {"tokens": ["a"] * MANY}),
+    (GenerateRequest, {"token_ids": ["a"] * MANY}),
+    (AbortRequest, {"request_ids": [1] * MANY}),
+    (UpdateInfo, {"names": [1] * MANY}),
+    (UpdateInfo, {"dtype_names": [1] * MANY}),
+    (UpdateInfo, {"shapes": [1] * MANY}),
+    (UpdateInfo, {"shapes": [["a"] * MANY]}),
+]
+
+
+@pytest.mark.parametrize(("model", "body"), FLOODS)
+def test_a_body_that_is_wrong_throughout_is_few_errors(model: type[Strict], body: dict[str, object]) -> None:
+    """Each takes far more memory than the item that it is about."""
+    with pytest.raises(ValidationError) as wrong:
+        model.model_validate(body)
+    assert wrong.value.error_count() <= 4  # one for each form that the field may have
 
 
 @pytest.mark.parametrize(

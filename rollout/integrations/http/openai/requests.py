@@ -1,25 +1,46 @@
 """Describe what may be asked of OpenAI's endpoints, under its names, and under vLLM's where it has more.
 
-Invariant: a field that is not named here is refused, and so is a value that would have no effect.
+Invariants
+----------
+* A field that is not named here is refused, and so is a value that would have no effect.
+* What is wrong in a body is few errors, since each takes far more memory than what it is about: a list is refused at
+  its first wrong item, and an object of more fields than can be meant as a whole.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Logit = Annotated[float, Field(ge=-100, le=100)]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+MOST_FIELDS = 1024
+
+
+def _of_few_fields(given: object) -> object:
+    if isinstance(given, dict) and len(given) > MOST_FIELDS:
+        raise PydanticCustomError(
+            "too_many_fields",
+            "Input should have at most {most} fields, not {count}",
+            {"most": MOST_FIELDS, "count": len(given)},
+        )
+    return given
 
 
 class Strict(BaseModel):
     """Takes the fields that it names, of their types, and nothing else."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    _few = model_validator(mode="before")(_of_few_fields)
 
 
 class StreamOptions(Strict):
@@ -37,14 +58,14 @@ class Sampling(Strict):
     top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=1024)
+    stop: str | Texts | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool = False
     repetition_penalty: float | None = Field(default=None, gt=0, le=1e6)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[str, Logit] | None = Field(default=None, max_length=1024)
+    logit_bias: Annotated[dict[str, Logit], Field(max_length=1024), BeforeValidator(_of_few_fields)] | None = None
 
 
 class Common(Sampling):
@@ -66,9 +87,9 @@ class CompletionRequest(Common):
 
     prompt: (
         Annotated[str, Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[list[TokenId]], Field(min_length=1)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[Texts, Field(min_length=1)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     max_tokens: Count | None = 16
     echo: bool | None = None
@@ -108,9 +129,9 @@ class Message(Strict):
     """Holds one message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
@@ -136,6 +157,10 @@ class Tool(Strict):
     function: Function
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True)]
+Tools = Annotated[list[Tool], Field(fail_fast=True)]
+
+
 class TextFormat(Strict):
     type: Literal["text"]
 
@@ -149,12 +174,12 @@ _CONSTRAINED = {
 class ChatRequest(Common):
     """Asks for the next message of a conversation."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[Messages, Field(min_length=1)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: TextFormat | None = None
@@ -182,8 +207,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -195,4 +220,4 @@ class DetokenizeRequest(Strict):
     """Asks for the text of ids."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds

@@ -6,9 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from samebit.rollout.integrations.http.openai.requests import Count, Salt, Sampling, StreamOptions, Strict, TokenId
+from samebit.rollout.integrations.http.openai.requests import (
+    Count,
+    Salt,
+    Sampling,
+    StreamOptions,
+    Strict,
+    Texts,
+    TokenIds,
+)
 
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
+Names = Annotated[list[Name], Field(fail_fast=True)]
+Shape = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 40)]], Field(fail_fast=True)]
 
 
 class GenerateSampling(Sampling):
@@ -27,7 +37,7 @@ class GenerateSampling(Sampling):
 class GenerateRequest(Strict):
     """Asks for continuations of token ids."""
 
-    token_ids: list[TokenId] = Field(min_length=1)
+    token_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: GenerateSampling = Field(default_factory=lambda: GenerateSampling())
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     model: str | None = None
@@ -42,7 +52,7 @@ class GenerateRequest(Strict):
 class AbortRequest(Strict):
     """Names requests to end; none for all."""
 
-    request_ids: list[str] | None = None
+    request_ids: Texts | None = None
 
 
 class InitTransfer(Strict):
@@ -73,9 +83,9 @@ class SharedMemoryInit(Strict):
 class UpdateInfo(Strict):
     """Names the tensors that come, in their order. All empty for a sender that says so itself (shared memory)."""
 
-    names: list[Name] = Field(default_factory=list)
-    dtype_names: list[Name] = Field(default_factory=list)
-    shapes: list[list[Annotated[int, Field(ge=0, lt=1 << 40)]]] = Field(default_factory=list)
+    names: Names = Field(default_factory=list)
+    dtype_names: Names = Field(default_factory=list)
+    shapes: Annotated[list[Shape], Field(fail_fast=True)] = Field(default_factory=list)
     packed: Literal[False] = False
 
 
