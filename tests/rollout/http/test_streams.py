@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any
@@ -21,6 +22,8 @@ from hypothesis import strategies as st
 from samebit.kernels.openmp import process_environment
 from samebit.rollout.integrations.http.app import create_app
 from samebit.rollout.integrations.http.errors import ApiError, encoded
+from samebit.rollout.integrations.http.openai.prompts import completion_prompts
+from samebit.rollout.integrations.http.openai.requests import CompletionRequest
 from samebit.rollout.integrations.http.openai.sample_text import SampleText
 from samebit.rollout.integrations.http.openai.tools import HermesParser
 from samebit.rollout.integrations.http.service import Asked, Prompt, Service
@@ -184,6 +187,24 @@ def test_a_retry_is_told_that_the_first_attempt_has_not_ended(make_worker: MakeW
     runner.gate.release(100)
     wait_until(lambda: worker.stats()["requests_aborted"] == 1)
     assert try_again() == 200
+
+
+@pytest.mark.parametrize(
+    ("texts", "apart"), [(["a" * 9], False), (["a" * 20_000], True), (["a" * 1000] * 20, True), (["ab", "b"], False)]
+)
+def test_texts_that_are_long_together_are_tokenized_in_a_thread(served: Served, texts: list[str], apart: bool) -> None:
+    """The event loop goes on for the other requests."""
+    threads: set[threading.Thread] = set()
+    tokenizer = byte_tokenizer()
+
+    def noted(text: str, **options: Any) -> Any:
+        threads.add(threading.current_thread())
+        return tokenizer(text, **options)
+
+    service = Service(served.service.worker, ServeSettings(), NAME, noted)
+    prompts = asyncio.run(completion_prompts(service, CompletionRequest(prompt=texts)))
+    assert [one.token_ids for one in prompts] == [tokenizer(text)["input_ids"] for text in texts]
+    assert (threading.current_thread() not in threads) == apart
 
 
 def listener(port: int) -> int:

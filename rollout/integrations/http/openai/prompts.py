@@ -3,14 +3,15 @@
 Invariants
 ----------
 * What a tokenizer or a chat template raises over a text is the caller's error, with its words.
-* Long texts are tokenized in a thread: the other requests go on.
+* Long texts are tokenized in a thread, and so are many short ones: the other requests go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from samebit.rollout.checks import shown
 from samebit.rollout.integrations.http.errors import ApiError
@@ -18,7 +19,7 @@ from samebit.rollout.integrations.http.openai.requests import ChatRequest, Compl
 from samebit.rollout.integrations.http.service import Prompt, Service
 
 LONG = 1 << 14
-"""A text of more characters is tokenized in a thread."""
+"""Texts of more characters together are tokenized in a thread."""
 _OURS = frozenset(
     (
         "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
@@ -28,6 +29,7 @@ _OURS = frozenset(
 )  # fmt: skip
 """Names what a chat template gets from elsewhere."""
 Chat = ChatRequest | TokenizeRequest
+T = TypeVar("T")
 
 
 async def completion_prompts(service: Service, asked: CompletionRequest) -> list[Prompt]:
@@ -41,28 +43,32 @@ async def completion_prompts(service: Service, asked: CompletionRequest) -> list
         raise ApiError(
             400, f"at most {service.settings.max_prompts} prompts are allowed here, got {len(many)}", param="prompt"
         )
-    return [await _prompt(service, one, asked.add_special_tokens) for one in many]
-
-
-async def _prompt(service: Service, given: str | list[int], special: bool) -> Prompt:
-    if isinstance(given, str):
-        return Prompt(await token_ids(service, given, special=special), given)
-    return Prompt(given)
+    characters = sum(len(one) for one in many if isinstance(one, str))
+    return await _apart(lambda: [_prompt(service, one, asked.add_special_tokens) for one in many], characters)
 
 
 async def token_ids(service: Service, text: str, *, special: bool) -> list[int]:
     """Return the ids of a text. `special`: add the tokens that the tokenizer puts around a text."""
+    return await _apart(lambda: _encoded(service, text, special), len(text))
+
+
+def _prompt(service: Service, given: str | list[int], special: bool) -> Prompt:
+    return Prompt(_encoded(service, given, special), given) if isinstance(given, str) else Prompt(given)
+
+
+def _encoded(service: Service, text: str, special: bool) -> list[int]:
     tokenizer = service.need_tokenizer()
+    try:
+        text.encode()
+        ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+    except Exception as error:  # boundary: a tokenizer raises what it likes
+        raise ApiError(400, f"the tokenizer can not encode {shown(text)}: {error}", param="prompt") from error
+    return ids
 
-    def encode() -> list[int]:
-        try:
-            text.encode()
-            ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
-        except Exception as error:  # boundary: a tokenizer raises what it likes
-            raise ApiError(400, f"the tokenizer can not encode {shown(text)}: {error}", param="prompt") from error
-        return ids
 
-    return await asyncio.to_thread(encode) if len(text) > LONG else encode()
+async def _apart(encode: Callable[[], T], characters: int) -> T:
+    """Tokenize so many characters: in a thread, where that takes long."""
+    return await asyncio.to_thread(encode) if characters > LONG else encode()
 
 
 async def chat_text(service: Service, asked: Chat, messages: list[Message]) -> str:
