@@ -10,14 +10,17 @@ Invariants
   that turn; only what is behind them is tokenized. Other tools, or other arguments of the template, stand in no ids of
   an earlier turn: with them a conversation is rendered anew.
 * At most `most` conversations are kept, the least recently used ones go first.
+* What a turn takes over from the turn that it goes on from is kept once: four bytes a token, and no text.
 """
 
 from __future__ import annotations
 
 import uuid
+from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from samebit.rollout.integrations.http.errors import ApiError
 from samebit.rollout.integrations.http.openai.requests import Message
@@ -33,17 +36,33 @@ class Conversation:
     messages: list[Message]
     beside: str
 
-    def key(self, *more: Message) -> tuple[str, ...]:
-        """Return what it is known by, with more messages behind its own."""
-        return self.beside, *map(_key, (*self.messages, *more))
+    def digests(self, *more: Message) -> list[bytes]:
+        """Return what its first messages are known by, none of them first; with more behind its own."""
+        found = [_digest(self.beside.encode())]
+        for message in (*self.messages, *more):
+            found.append(_digest(found[-1] + _key(message).encode()))
+        return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Turn:
-    """Holds the key of a conversation with its answer, and the ids of both."""
+    """Holds the ids of a conversation with its answer. length: their messages; digest: what they are known by.
 
-    key: tuple[str, ...]
-    token_ids: list[int]
+    before: the turn with whose ids it begins; added: the ids behind those.
+    """
+
+    length: int
+    digest: bytes
+    before: Turn | None
+    added: array[int]
+
+    @property
+    def token_ids(self) -> list[int]:
+        parts, turn = [self.added], self.before
+        while turn is not None:
+            parts.append(turn.added)
+            turn = turn.before
+        return [token for part in reversed(parts) for token in part]
 
 
 class Sessions:
@@ -57,31 +76,42 @@ class Sessions:
     async def prompt(self, name: str, asked: Conversation, render: Render, encode: Encode) -> list[int]:
         """Return the ids of a conversation. A session whose turns it does not go on from is begun anew."""
         messages = asked.messages
-        turn = self._longest(name, asked.key())
+        turn = self._longest(name, asked.digests())
         if turn is None:
             return await encode(await render(messages))
-        known = len(turn.key) - 1
+        known, before = turn.length, turn.token_ids
         mark = f"[{uuid.uuid4().hex}]"
         answer = Message(role="assistant", content=mark)
         text = await render([*messages[: known - 1], answer, *messages[known:]])
         if text.count(mark) != 1:
             raise ApiError(400, "the chat template does not show an answer as it was given: leave out X-Session-ID")
         rest = await encode(text.partition(mark)[2])
-        ended = bool(rest) and turn.token_ids[-1] == rest[0]
-        return turn.token_ids + (rest[1:] if ended else rest)
+        ended = bool(rest) and before[-1] == rest[0]
+        return before + (rest[1:] if ended else rest)
 
     def note(self, name: str, asked: Conversation, answer: Message, token_ids: list[int]) -> None:
         """Keep a turn: what was asked, what was answered, and the ids of both."""
+        digests = asked.digests(answer)
+        before = self._longest(name, digests[:-1])
+        known = [] if before is None else before.token_ids
+        if token_ids[: len(known)] != known:  # the prompt was made without that turn
+            before, known = None, []
+        turn = Turn(len(digests) - 1, digests[-1], before, array("i", token_ids[len(known) :]))
         turns = self._turns.setdefault(name, [])
         self._turns.move_to_end(name)
-        turns.append(Turn(asked.key(answer), token_ids))
+        turns.append(turn)
         del turns[: -self._per_session]
         while len(self._turns) > self._most:
             self._turns.popitem(last=False)
 
-    def _longest(self, name: str, key: tuple[str, ...]) -> Turn | None:
-        turns = [turn for turn in self._turns.get(name, ()) if key[: len(turn.key)] == turn.key]
-        return max(turns, key=lambda turn: len(turn.key), default=None)
+    def _longest(self, name: str, digests: list[bytes]) -> Turn | None:
+        """Return the turn that has most of the messages that are known by these digests."""
+        turns = [turn for turn in self._turns.get(name, ()) if turn.digest in digests[turn.length : turn.length + 1]]
+        return max(turns, key=lambda turn: turn.length, default=None)
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=16).digest()
 
 
 def _key(message: Message) -> str:

@@ -1,0 +1,81 @@
+"""The token ids of conversations: what a turn goes on from, and what keeping it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+
+from samebit.rollout.integrations.http.openai.requests import Message
+from samebit.rollout.integrations.http.openai.sessions import Conversation, Sessions
+
+NAME = "agent"
+LONG = "word " * 200
+
+
+async def render(messages: list[Message]) -> str:
+    return "".join(f"<{message.role}>{message.content}" for message in messages)
+
+
+async def encode(text: str) -> list[int]:
+    return [1000 + ord(character) for character in text]
+
+
+def said(role: str, text: str) -> Message:
+    return Message.model_validate({"role": role, "content": text})
+
+
+def answered(sessions: Sessions, messages: list[Message], text: str, ids: list[int]) -> list[int]:
+    """Ask with these messages, and note an answer of these ids; return the ids of the prompt."""
+    asked = Conversation(list(messages), "")
+    prompt = asyncio.run(sessions.prompt(NAME, asked, render, encode))
+    sessions.note(NAME, asked, said("assistant", text), prompt + ids)
+    return prompt
+
+
+def test_each_turn_goes_on_from_the_ids_of_the_one_before() -> None:
+    """Also of those that are kept no longer by themselves, and of two that go on from one."""
+    sessions, messages, known = Sessions(most=1), [said("user", "0")], []
+    for turn in range(40):
+        prompt = answered(sessions, messages, "yes", [turn, turn + 1])
+        assert prompt[: len(known)] == known
+        assert prompt[len(known) :] == asyncio.run(encode(f"<user>{turn}"))
+        known = [*prompt, turn, turn + 1]
+        messages += [said("assistant", "yes"), said("user", str(turn + 1))]
+    branch = [*messages[:-1], said("user", "another")]
+    assert answered(sessions, branch, "no", [7]) == known + asyncio.run(encode("<user>another"))
+    assert answered(sessions, messages, "no", [8]) == known + asyncio.run(encode("<user>40"))
+    more = [*branch, said("assistant", "no"), said("user", "on")]
+    prompt = answered(sessions, more, "", [9])
+    assert prompt == [*known, *asyncio.run(encode("<user>another")), 7, *asyncio.run(encode("<user>on"))]
+
+
+def test_a_turn_that_was_not_made_from_the_one_before_has_its_own_ids() -> None:
+    """Two calls of one session at once: the second was rendered before the first was noted."""
+    sessions, first = Sessions(most=1), [said("user", "a")]
+    second = [*first, said("assistant", "b"), said("user", "c")]
+    answered(sessions, first, "b", [1])
+    sessions.note(NAME, Conversation(second, ""), said("assistant", "d"), [5, 6, 7])
+    third = [*second, said("assistant", "d"), said("user", "e")]
+    assert answered(sessions, third, "f", [2]) == [5, 6, 7, *asyncio.run(encode("<user>e"))]
+
+
+def test_a_conversation_keeps_each_id_once_in_four_bytes() -> None:
+    sessions = Sessions(most=1)
+
+    def talk() -> int:
+        messages, ids = [said("user", LONG)], []
+        for turn in range(16):
+            ids = [*ids, *range(5000 * turn, 5000 * turn + 4000)]
+            sessions.note(NAME, Conversation(list(messages), ""), said("assistant", LONG), ids)
+            messages += [said("assistant", LONG), said("user", LONG)]
+        return len(ids)
+
+    tracemalloc.start()
+    try:
+        count = talk()
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept < 4.5 * count
