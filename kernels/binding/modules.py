@@ -42,6 +42,10 @@ KNOWN_POSITIONS = 1 << 14
 """Angles of at most so many positions are kept for the steps of a rollout, 4 MB with 32 of them: two lookups take less
 time than what computes them, 0.1 ms of a step."""
 
+_CACHES = ("past_key_values", "cache_params")
+"""Names the argument of a Hugging Face cache: that of most families, and that of Mamba2."""
+_GENERATE = "generate with samebit.rollout.RolloutWorker"
+
 Angles = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 """Holds cosines and sines ``[positions, R]``: NumPy looks them up in half the time that torch takes."""
 
@@ -159,7 +163,7 @@ def decoder_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the decoder's own forward inside the layout that its arguments describe."""
     ids = args[0] if args else kwargs.get("input_ids")
     ids = kwargs["inputs_embeds"][..., 0] if ids is None else ids
-    _refuse_unsupported(kwargs)
+    _refuse_unsupported(ids, kwargs)
     mask, positions = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
     positions = positions_of_text(positions, mask) if self.samebit.wrapped else positions
     context = installed_context() or training_context(tuple(ids.shape), mask, positions, ids.device)
@@ -199,10 +203,15 @@ def _mask(facts: DecoderFacts, context: ForwardContext) -> LayoutMask | dict[str
     return {"full_attention": mask, "linear_attention": mask} if facts.masks_by_layer else mask
 
 
-def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("past_key_values") is not None:
+def _refuse_unsupported(ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    for name in _CACHES:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"a bound model keeps no Hugging Face cache ({name}): {_GENERATE}")
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == ids.dim() == 2 and mask.shape[1] > ids.shape[1]:
         raise ValueError(
-            "a bound model keeps no Hugging Face cache (past_key_values): generate with samebit.rollout.RolloutWorker"
+            f"attention_mask must have the shape of input_ids, {tuple(ids.shape)}, got {tuple(mask.shape)}; the tokens "
+            f"before them are in no Hugging Face cache, for a bound model keeps none: {_GENERATE}"
         )
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions=True: a bound model never forms the attention weights")

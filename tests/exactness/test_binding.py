@@ -15,7 +15,18 @@ from samebit.kernels.binding.families import RECURRENT_MASKS
 from samebit.kernels.cpu import operations
 from samebit.kernels.layout.forward_context import training_context, use_context
 
-from .families import MAX_LEN, VOCAB, bound_model, make_model
+from .families import (
+    DELTAS,
+    FAMILIES,
+    HYBRIDS,
+    LATENTS,
+    MAX_LEN,
+    SPARSE,
+    VOCAB,
+    bound_model,
+    make_model,
+    token_ids,
+)
 
 TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 LONGROPE = {
@@ -27,6 +38,7 @@ LONGROPE = {
 }
 
 
+EVERY_FAMILY = (*FAMILIES, *LATENTS, *SPARSE, *HYBRIDS, *DELTAS)
 MAMBA, ATTENTION = "(mamba|linear_attention)", "(full_)?attention"
 """What configs call these layers: before transformers 5.13, and since."""
 GRANITES = f"{MAMBA}, (attention, )?full_attention"
@@ -268,7 +280,22 @@ def test_a_bound_model_refuses_what_it_would_get_wrong() -> None:
         model.generate(ids, max_new_tokens=2)
     with pytest.raises(ValueError, match="output_attentions"):
         model(ids, output_attentions=True)
+    with pytest.raises(ValueError, match=r"shape of input_ids, \(1, 4\), got \(1, 5\).*keeps none: generate with"):
+        model(ids, attention_mask=torch.ones(1, 5))
     assert model(ids, use_cache=True).past_key_values is None
+    with pytest.raises(ValueError, match=r"keeps no Hugging Face cache \(cache_params\): generate with"):
+        bound_model("Mamba2")(ids, cache_params=transformers.DynamicCache())
+
+
+@pytest.mark.parametrize("name", [name for name in dict.fromkeys(EVERY_FAMILY) if "," not in name])
+def test_hugging_faces_generation_is_refused_where_it_needs_a_cache(name: str) -> None:
+    """Without one it computes every token anew, which is right."""
+    model, prompt = bound_model(name), torch.tensor(token_ids(6))
+    with pytest.raises(ValueError, match=r"Hugging Face cache.*generate with samebit\.rollout\.RolloutWorker"):
+        model.generate(prompt, max_new_tokens=3, do_sample=False)
+    found = model.generate(prompt, max_new_tokens=3, do_sample=False, use_cache=False, eos_token_id=None)
+    with torch.no_grad():
+        assert torch.equal(model(found[:, :-1]).logits[:, 5:].argmax(-1), found[:, 6:])
 
 
 def test_binding_twice() -> None:
