@@ -334,14 +334,8 @@ EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _DROPOUTS = (
-    "attention_dropout",
-    "hidden_dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-    "attn_pdrop",
-    "dropout",
-    "residual_dropout",
-    "embedding_dropout",
+    *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    *("dropout", "residual_dropout", "embedding_dropout"),
 )
 
 
@@ -371,6 +365,8 @@ def inexact_features(family: Family | None, config: dict[str, Any], parameter_na
         found.append(f"latent attention (kv_lora_rank={config['kv_lora_rank']})")
     if config.get("use_bidirectional_attention"):
         found.append("bidirectional attention (use_bidirectional_attention)")
+    if not config.get("is_causal", True):  # transformers' masks read it of every config
+        found.append(f"bidirectional attention (is_causal={config['is_causal']}; exact: True)")
     if config.get("use_parallel_residual"):
         found.append("parallel residual (use_parallel_residual)")
     if config.get("qk_layernorm"):

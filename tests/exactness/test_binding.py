@@ -127,6 +127,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "float16": (lambda: make_model("Llama").half(), "torch.float16"),
     "float64": (lambda: make_model("Llama").double(), "torch.float64"),
     "activation": (lambda: make_model("Llama", hidden_act="relu"), "activation 'relu'"),
+    "attention that looks ahead": (
+        lambda: make_model("Qwen3", is_causal=False),
+        r"bidirectional attention \(is_causal=False; exact: True\)",
+    ),
     "parallel residual": (lambda: make_model("StableLm", use_parallel_residual=True), "parallel residual"),
     "qk LayerNorm": (lambda: make_model("StableLm", qk_layernorm=True), "qk_layernorm"),
     "a wrapped layer": (
