@@ -1,4 +1,5 @@
-"""Remember where the self-test has passed: for a processor or GPU, versions, kernels and shapes of a model.
+"""Remember where the self-test has passed: for a processor or GPU, versions, kernels, shapes and config of a model, and
+what was tried with it.
 
 Invariant: a file says by its name alone what has passed, and holds nothing that is read again.
 """
@@ -9,15 +10,16 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
-from torch import nn
 
 from samebit import kernels
+from samebit.kernels.binding.binding import binding_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +27,11 @@ _DRIVER = Path("/sys/module/nvidia/version")
 _VERSIONS = ("torch", "triton", "transformers", "numba", "llvmlite", "numpy")
 
 
-def key_of(model: nn.Module) -> str:
-    """Return the digest of all that the bits of a model's rows could depend on, but for the values of its weights."""
+def key_of(model: Any, tried: Mapping[str, object]) -> str:
+    """Return the digest of all that the bits of a model's rows could depend on, but for the values of its weights.
+
+    model: a bound one. tried: what the test computes with it, and how.
+    """
     shapes = {name: [list(part.shape), str(part.dtype)] for name, part in model.state_dict(keep_vars=True).items()}
     parameter = next(model.parameters())
     facts: dict[str, Any] = {
@@ -35,6 +40,9 @@ def key_of(model: nn.Module) -> str:
         "kernels": _digest_of_sources(Path(kernels.__file__).parent),
         "class": type(model).__name__,
         "shapes": shapes,
+        "config": model.config.get_text_config().to_json_string(),  # which leaves names and paths out
+        "ssm_chunk": binding_of(model).ssm_chunk,
+        "tried": dict(tried),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

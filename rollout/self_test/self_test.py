@@ -38,12 +38,13 @@ def self_test(model: nn.Module, config: RolloutConfig, max_model_len: int) -> No
     """
     if not config.tests_itself:
         return
-    key = remembered.key_of(model)
+    routes = Routes.of(model, config.decided_block_size, max_model_len)
+    key = remembered.key_of(model, _tried(routes, config))
     if remembered.has_passed(key):
-        logger.info("self-test: passed before with this machine, these versions and shapes")
+        logger.info("self-test: passed before with this machine, these versions, this model and configuration")
         return
     began = time.perf_counter()
-    tokens = _compare(model, config, max_model_len)
+    tokens = _compare(routes, config)
     remembered.remember(key)
     logger.info(
         "self-test: %d tokens have the same bits in a trainer's call, alone and in steps (%.1f s)",
@@ -51,9 +52,22 @@ def self_test(model: nn.Module, config: RolloutConfig, max_model_len: int) -> No
     )  # fmt: skip
 
 
-def _compare(model: nn.Module, config: RolloutConfig, max_model_len: int) -> int:
+def _tried(routes: Routes, config: RolloutConfig) -> dict[str, object]:
+    """Return what the comparison takes from the configuration."""
+    return {
+        "lengths": [len(sequence) for sequence in routes.sequences],
+        "block_size": routes.block_size,
+        "room of graphs": config.max_num_seqs if _has_graphs(routes.model, config) else 0,
+    }
+
+
+def _has_graphs(model: nn.Module, config: RolloutConfig) -> bool:
+    return device.on_gpu(model.get_parameter("lm_head.weight")) and not config.enforce_eager
+
+
+def _compare(routes: Routes, config: RolloutConfig) -> int:
     """Compare the routes; return how many tokens were."""
-    routes = Routes.of(model, config.decided_block_size, max_model_len)
+    model = routes.model
     head = model.get_parameter("lm_head.weight")
     tokens = sum(map(len, routes.sequences))
     room = replace(config, max_num_batched_tokens=max(tokens, config.max_num_seqs), max_num_seqs=config.max_num_seqs)
@@ -68,7 +82,7 @@ def _compare(model: nn.Module, config: RolloutConfig, max_model_len: int) -> int
         if not _same_bits(found, expected):
             where = _first_difference(model, routes.as_trainer, compute)
             raise _error(way, where, found, expected)
-    if device.on_gpu(head) and not config.enforce_eager:
+    if _has_graphs(model, config):
         graphed = routes.in_steps(forward_for(head, room))
         if not _same_bits(graphed, expected):
             raise _error("prompts in pieces, then decodes", "the replay of its CUDA graphs", graphed, expected)

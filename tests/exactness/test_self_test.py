@@ -61,6 +61,36 @@ def test_shapes_that_have_not_passed_are_tested(cache: Path) -> None:
     assert len(list(cache.iterdir())) == 2
 
 
+def test_what_was_not_tried_has_not_passed(hooked: Callable[..., None], cache: Path) -> None:
+    model = bound_model("Qwen3")
+    hooked(model.model.layers[1].mlp.down_proj, lambda rows: rows > 150)
+    RolloutWorker(model, config=RolloutConfig(self_test=True, num_blocks=8, max_model_len=8)).close()
+    with pytest.raises(SelfTestError, match="each sequence in a call of its own"):
+        RolloutWorker(model, config=RolloutConfig(self_test=True, num_blocks=8))
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "other"),
+    [
+        ("Mistral", lambda: (bound_model("Mistral", sliding_window=33), {})),
+        ("Gemma2", lambda: (bound_model("Gemma2", attn_logit_softcapping=7.0), {})),
+        ("Qwen3", lambda: (bound_model("Qwen3"), {"block_size": 16})),
+        ("Bamba", lambda: (bound_model("Bamba", ssm_chunk=16), {"block_size": 64})),
+    ],
+)
+def test_what_the_bits_could_depend_on_is_tested(
+    family: str, other: Callable[[], tuple[nn.Module, dict[str, Any]]], cache: Path
+) -> None:
+    same = {"block_size": 64, "num_blocks": 16, "self_test": True}
+    for changes in ({}, {"max_model_len": 200, "max_num_seqs": 2, "num_blocks": 20}):
+        RolloutWorker(bound_model(family), config=RolloutConfig(**{**same, **changes})).close()
+        assert len(list(cache.iterdir())) == 1
+    model, changes = other()
+    RolloutWorker(model, config=RolloutConfig(**{**same, **changes})).close()
+    assert len(list(cache.iterdir())) == 2
+
+
 def test_nothing_is_tested_unasked_on_the_cpu(cache: Path) -> None:
     RolloutWorker(bound_model("Qwen3"), config=RolloutConfig(num_blocks=8)).close()
     assert not cache.exists()
