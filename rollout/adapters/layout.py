@@ -18,6 +18,7 @@ from torch import nn
 
 from samebit.kernels import BindingError
 from samebit.kernels.binding.lora.loaded import DeltaShape, delta_shapes
+from samebit.kernels.binding.lora.plan import check_config
 from samebit.rollout.errors import AdapterError
 
 CONFIG_FILE = "adapter_config.json"
@@ -51,6 +52,7 @@ def layout_of(config: object, module: nn.Module) -> AdapterLayout:
     with torch.device("meta"):
         skeleton = type(module)(copy.deepcopy(module.config))
     try:
+        check_config("default", checked)  # as peft calls it below
         shapes = delta_shapes(get_peft_model(skeleton, plain), module)
     except BindingError as error:
         raise AdapterError(str(error)) from None

@@ -214,6 +214,8 @@ def test_bad_adapters_are_refused_and_change_nothing(policy: PeftModel, worker: 
         (AdapterError, "Target modules", good, {"config": lora_config(target_modules=["elsewhere"])}),
         (AdapterError, "init_lora_weights='pissa_niter_4' changes", good, {"config": begun("pissa_niter_4")}),
         (AdapterError, "init_lora_weights='olora' changes", good, {"config": begun("olora")}),
+        (AdapterError, "copies of layers .*exact is None", good, {"config": lora_config(layer_replication=[[1, 2]])}),
+        (AdapterError, "copies of layers .*exact is None", good, {"config": lora_config(layer_replication=[[0, 9]])}),
         (AdapterError, "peft_type='IA3'", good, {"config": {"peft_type": "IA3"}}),
         (AdapterError, "unexpected keyword", good, {"config": {"rank": 3}}),
     ]

@@ -318,6 +318,10 @@ REFUSED: dict[str, tuple[Callable[[], LoraConfig], str]] = {
     ),
     "bias of the adapter": (lambda: lora_config(lora_bias=True), "lora_bias=True.*exact: False"),
     "biases": (lambda: lora_config(bias="lora_only"), "bias='lora_only'"),
+    "copies of layers": (
+        lambda: lora_config(layer_replication=[(0, 1), (0, 1)]),
+        r"copies of layers into the model \(layer_replication=.*\), which disable_adapter.*; exact is None",
+    ),
     "dropout": (lambda: lora_config(lora_dropout=0.1), "lora_dropout=0.1.*exact: 0.0"),
     "embeddings": (lambda: lora_config(target_modules=["embed_tokens"]), "embed_tokens is a .*lora.layer.Embedding"),
     "modules to save": (lambda: lora_config(modules_to_save=["lm_head"]), "lm_head is a .*ModulesToSaveWrapper"),

@@ -175,21 +175,35 @@ def check_configs(model: nn.Module) -> None:
     """Check what the adapters of a ``PeftModel`` are beside the layers that they wrap.
 
     Raises:
-        BindingError: another method than LoRA, trained biases, or an adapter with the name of none.
+        BindingError: as `check_config`.
     """
     if not any(map(is_wrapped, inner_model(model).modules())):
         return
     for name, config in configs_of(model).items():
-        method = str(config.peft_type.value)
-        if method != "LORA":
-            raise BindingError(f"the adapter {name!r} is of the method {method}; exact is LORA")
-        if config.bias != "none":
-            raise BindingError(
-                f"the adapter {name!r} trains biases of the base model (bias={config.bias!r}), which disable_adapter() "
-                "would leave in place; exact is bias='none'"
-            )
-        if name == BASE:
-            raise BindingError(f"an adapter is called {BASE!r}, which names the model without one")
+        check_config(name, config)
+
+
+def check_config(name: str, config: Any) -> None:
+    """Check what peft's config says of one adapter.
+
+    Raises:
+        BindingError: another method than LoRA, trained biases, copied layers, or an adapter with the name of none.
+    """
+    method = str(config.peft_type.value)
+    if method != "LORA":
+        raise BindingError(f"the adapter {name!r} is of the method {method}; exact is LORA")
+    if config.bias != "none":
+        raise BindingError(
+            f"the adapter {name!r} trains biases of the base model (bias={config.bias!r}), which disable_adapter() "
+            "would leave in place; exact is bias='none'"
+        )
+    if config.layer_replication:
+        raise BindingError(
+            f"the adapter {name!r} puts copies of layers into the model (layer_replication="
+            f"{config.layer_replication}), which disable_adapter() would leave in place; exact is None"
+        )
+    if name == BASE:
+        raise BindingError(f"an adapter is called {BASE!r}, which names the model without one")
 
 
 def refusals(name: str, module: nn.Module) -> list[str]:
