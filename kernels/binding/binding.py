@@ -83,8 +83,8 @@ def bind(model: Model, *, ssm_chunk: int = 64, exact: bool = True) -> Model:
     Args:
         model: a Hugging Face causal language model on the CPU or on a CUDA device, float32 or bfloat16, on CUDA
             also float16; or one with adapters of peft, LoRA on linear layers. One that is wrapped with vision
-            (``Qwen3_5ForConditionalGeneration``) is bound for text. On a bound model, adapters that were added or
-            deleted since are taken in.
+            (``Qwen3_5ForConditionalGeneration``) is bound for text. On a bound model, adapters that were added,
+            deleted or replaced since are taken in.
         ssm_chunk: the grid of the states of recurrent layers in tokens, where there are such layers: a power of two, at
             least 16, that divides the rollout's block size. It changes no bit.
             It is part of the arithmetic, and it is recorded on the model: trainer and rollout can not differ.
@@ -184,7 +184,7 @@ def wrap_forward(model: nn.Module, forward: Callable[..., Any]) -> None:
 def _take_in_adapters(model: nn.Module) -> None:
     """Bind what peft has added to a bound model since, and forget what it has deleted, where all else is as it was."""
     inner, binding = inner_model(model), binding_of(model)
-    if binding.adapters is None or not binding.adapters.names_differ():
+    if binding.adapters is None or not binding.adapters.differ():
         return
     layers = binding.adapters.layers
     binding.modules.apart_from(f"{name}.{holder}" for name in layers for holder in HOLDERS).check()

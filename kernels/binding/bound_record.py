@@ -109,7 +109,7 @@ class BoundModule:
             yield f"{title}.{name} was {self.factors[name]}, and is {now.get(name)}"
 
     def _other_children(self) -> Iterator[str]:
-        now = {name: _inside(child) for name, child in self.module._modules.items()}
+        now = {name: unwrapped(child) for name, child in self.module._modules.items()}
         prefix = f"{self.name}." if self.name else ""
         for name in {**self.children, **now}:
             before, after = self.children.get(name), now.get(name)
@@ -187,7 +187,7 @@ def _factors(module: nn.Module) -> dict[str, float]:
     return {name: value for name, value in vars(module).items() if type(value) is float}
 
 
-def _inside(module: nn.Module | None) -> nn.Module | None:
+def unwrapped(module: nn.Module | None) -> nn.Module | None:
     """Return what the wrapper of gradient checkpointing holds, which computes nothing else."""
     while type(module) is CheckpointWrapper:
         module = module._checkpoint_wrapped_module

@@ -311,6 +311,38 @@ def test_an_update_after_an_adapter_went_reaches_all_workers_on_the_module(polic
         assert second.stats()["untold_updates"] == 0
 
 
+@pytest.mark.parametrize("changes", [{}, {"lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]}])
+def test_an_adapter_that_is_replaced_under_its_own_name(changes: dict[str, Any], policy: PeftModel) -> None:
+    """It is another one: nothing cached of the old one is hit, and a request that has begun ends under that."""
+    model = copy.deepcopy(policy)
+    with RolloutWorker(model, config=RolloutConfig(**CONFIG)) as worker:
+        before = worker.generate(PROMPTS, params())
+        worker.pause()
+        begun = worker.submit(PROMPTS[0], params()[0])
+        model.delete_adapter("default")
+        add(model, "default", lora_config(5, **changes))
+        model.set_adapter("default")
+        said = "the adapter 'default' was replaced after bind: call samebit.kernels.bind again"
+        for compute in (
+            lambda: worker.generate(PROMPTS, params()),
+            lambda: model(IDS),
+            lambda: token_logprobs(model, IDS),
+        ):
+            with pytest.raises(BindingError, match=said):
+                compute()
+        bind(model)
+        worker.resume()
+        assert worker.adapters == ["__base__", "ref", "default"]
+        assert_same_samples([begun.result()], before[:1])
+        found = worker.generate(PROMPTS, params())
+        assert found[0].num_cached_tokens == 0
+        assert found[0].samples[0].logprobs != before[0].samples[0].logprobs
+        assert_matches_trainer(model, found, params())
+        with worker.weight_update():
+            wake(model, seed=5)
+        assert_matches_trainer(model, worker.generate(PROMPTS, params()), params())
+
+
 REFUSED: dict[str, tuple[Callable[[], LoraConfig], str]] = {
     "dora": (
         lambda: lora_config(use_dora=True),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samebit.kernels.binding.bound_record import unwrapped
 from samebit.kernels.binding.families import BindingError
 from samebit.kernels.binding.lora.forwards import LinearFacts, linear_forward, wrapped_forward
 from samebit.kernels.binding.lora.peft_model import configs_of, inner_model, is_adapted, is_wrapped
@@ -41,7 +42,7 @@ class PeftAdapters:
         """Return the adapter that peft's flags on the modules name now; None where they are disabled.
 
         Raises:
-            BindingError: two at once, or one that was not there when the model was bound.
+            BindingError: two at once, or one that was not there when the model was bound, or was another.
         """
         flags = {(layer.disable_adapters, tuple(layer.active_adapters)) for layer in self.layers.values()}
         disabled, names = flags.pop()
@@ -53,15 +54,17 @@ class PeftAdapters:
             raise BindingError(f"the adapters {', '.join(names)} are active at once; exact is one: set_adapter(name)")
         if names[0] not in self.adapters:
             raise BindingError(f"the adapter {names[0]!r} {_ADDED}")
+        self._check_not_replaced(names[0])
         return self.adapters[names[0]]
 
     def of_flags(self) -> RowAdapters:
         """Return the choice of `active` for all rows of a call."""
         return RowAdapters.all_through(self.active())
 
-    def names_differ(self) -> bool:
-        """Return whether peft has added or deleted an adapter."""
-        return any(set(layer.lora_A) != self._names_of(name) for name, layer in self.layers.items())
+    def differ(self) -> bool:
+        """Return whether peft has added, deleted or replaced an adapter."""
+        names = any(set(layer.lora_A) != self._names_of(name) for name, layer in self.layers.items())
+        return names or any(map(self._is_replaced, self.adapters))
 
     def check_unmerged(self) -> None:
         """Check that no weight of the model holds an adapter too; quick: it runs around each call of the model.
@@ -87,6 +90,8 @@ class PeftAdapters:
             BindingError: what is not, by name.
         """
         self.check_unmerged()
+        for adapter in self.adapters:
+            self._check_not_replaced(adapter)
         for name, layer in self.layers.items():
             now = set(layer.lora_A)
             known = self._names_of(name)
@@ -95,19 +100,37 @@ class PeftAdapters:
             if known - now:
                 gone = ", ".join(map(repr, sorted(known - now)))
                 raise BindingError(f"the adapter {gone} was deleted after bind: call samebit.kernels.bind again")
-            for adapter in known:
-                bound = self.adapters[adapter].deltas[name].scale
-                if layer.scaling[adapter] != bound:
+        for adapter, bound in self.adapters.items():
+            for name, delta in bound.deltas.items():
+                scale = self.layers[name].scaling[adapter]
+                if scale != delta.scale:
                     raise BindingError(
-                        f"the adapter {adapter!r} of {name} was bound with the scale {bound}, and has "
-                        f"{layer.scaling[adapter]}: undo that, or bind a model that has it from the start"
+                        f"the adapter {adapter!r} of {name} was bound with the scale {delta.scale}, and has {scale}: "
+                        "undo that, or bind a model that has it from the start"
                     )
+
+    def _check_not_replaced(self, adapter: str) -> None:
+        if self._is_replaced(adapter):
+            raise BindingError(f"the adapter {adapter!r} was replaced after bind: call samebit.kernels.bind again")
+
+    def _is_replaced(self, adapter: str) -> bool:
+        """Return whether peft has matrices under this name, and they are not those that were bound."""
+        deltas = self.adapters[adapter].deltas
+        there = any(adapter in layer.lora_A for layer in self.layers.values())
+        return there and not all(_has(self.layers[name], adapter, delta) for name, delta in deltas.items())
 
     def _names_of(self, layer: str) -> set[str]:
         return {name for name, adapter in self.adapters.items() if layer in adapter.deltas}
 
 
 _ADDED = "was added after bind: call samebit.kernels.bind again, which takes it in, before it is used"
+
+
+def _has(layer: Any, adapter: str, delta: Delta) -> bool:
+    """Return whether a wrapped layer has the matrices of an adapter that were bound; quick, as `check_unmerged`."""
+    parts = layer._modules
+    down, up = parts["lora_A"]._modules.get(adapter), parts["lora_B"]._modules.get(adapter)
+    return unwrapped(down) is unwrapped(delta.down) and unwrapped(up) is unwrapped(delta.up)
 
 
 class AdapterPlan:
