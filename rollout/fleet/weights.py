@@ -4,6 +4,7 @@ Invariants
 ----------
 * All replicas are given one version. From the first that has it, those that have not take no new requests until they
   do; one that fails is brought up to date by another, or started again.
+* A part of the weights goes only to replicas that have the rest; others then get all of them from one of these.
 * An update that no replica took changes nothing, and raises why.
 * One pass over the weights serves all: the front is rank 0 of a group of gloo, whose broadcast is a tree.
 """
@@ -53,7 +54,7 @@ class FleetWeights:
         Raises:
             TypeError: the source is none of a module, a dict, a `WeightStream` and a folder; or an unknown option.
             ValueError: the version is not above the current one.
-            NoReplicaError: all replicas are dead.
+            NoReplicaError: all replicas are dead; or none has the weights of which a partial update changes a part.
         """
         asked = UpdateOptions.of(given)
         if not isinstance(source, str | Path | nn.Module | Mapping | WeightStream):
@@ -115,9 +116,7 @@ class FleetWeights:
         """Give the weights to all. A broadcast that a death has broken is made again, if the source can be read twice;
         what each replica said last is returned."""
         while True:
-            members = self._crew.living()
-            if not members:
-                raise NoReplicaError("no replica is alive to take weights")
+            members = self._takers(partial=options["partial"])
             if isinstance(source, str | Path):
                 return self._waited({one: self._begin(one, str(source), options) for one in members})
             outcomes = self._broadcast(source, members, options)
@@ -126,6 +125,21 @@ class FleetWeights:
             if taken or not died or isinstance(source, WeightStream):
                 return outcomes
             logger.warning("a replica died during an update of the weights; the others get them again")
+
+    def _takers(self, *, partial: bool) -> list[Member]:
+        """Return the replicas that are given an update."""
+        living = self._crew.living()
+        if not living:
+            raise NoReplicaError("no replica is alive to take weights")
+        if not partial:
+            return living
+        current = [member for member in living if member.state.weight_version == self.version]
+        if not current:
+            raise NoReplicaError(
+                f"no living replica has the weights of version {self.version}, which a partial update changes in part: "
+                "send all weights"
+            )
+        return current
 
     def _broadcast(
         self, source: object, members: list[Member], options: dict[str, Any]
@@ -185,15 +199,16 @@ class FleetWeights:
         return outcomes
 
     def _settled(self, outcomes: dict[Member, SyncReport | Exception], version: int) -> SyncReport:
-        """Return a report; those that failed where others did not are brought up to date."""
+        """Return a report; those that failed where others did not, or were not asked, are brought up to date."""
         reports = [one for one in outcomes.values() if isinstance(one, SyncReport)]
         if not reports:
             errors = [one for one in outcomes.values() if isinstance(one, Exception)]
             telling = [one for one in errors if not isinstance(one, WorkerLostError | SyncBrokenError)]
             raise (telling or errors)[0]
         self.version = version
-        for member, outcome in outcomes.items():
-            if isinstance(outcome, Exception) and not isinstance(outcome, WorkerLostError):
+        for member in self._crew.living():
+            outcome = outcomes.get(member, "it came late, or lacked the version before")
+            if not isinstance(outcome, SyncReport | WorkerLostError):
                 logger.warning("replica %s did not take version %d: %s", member.name, version, outcome)
                 self._crew.background.spawn(self._behind(member))
         return reports[0]

@@ -1,0 +1,49 @@
+"""Updates of a fleet's weights that not all replicas take alike: nobody serves a mixture, and the next update works."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from samebit.rollout import NoReplicaError, WorkerStateError
+
+from ...patience import wait_until
+from ..conftest import TinyModule
+from .local_fleet import LocalFleet
+
+BIAS = {"proj.bias": torch.full((5,), 9.0)}
+
+
+def test_a_part_of_the_weights_is_not_given_to_a_replica_that_lacks_the_rest() -> None:
+    """The only one was started again, with the folder's weights."""
+    with LocalFleet(replicas=1) as local:
+        local.fleet.receive_weights(TinyModule())
+        local.kill("0")
+        wait_until(lambda: str(local.fleet.trouble()).endswith("now: 0: its weights are of version 0, not 1"))
+        with pytest.raises(NoReplicaError, match=r"no living replica has the weights of version 1, which .* send all"):
+            local.fleet.receive_weights(BIAS, partial=True)
+        assert local.fleet.weight_version == 1
+        assert not local.fleet.replicas["0"]
+        local.fleet.receive_weights(TinyModule())
+        assert local.fleet.replicas["0"]
+
+
+def test_a_replica_that_lacks_the_rest_of_a_partial_update_gets_all_weights_from_another() -> None:
+    with LocalFleet(replicas=2) as local:
+        new, giver = TinyModule(), local.ports["1"].side
+        local.fleet.receive_weights(new)
+        offer = giver.offer_weights
+
+        async def refuse(timeout: float) -> None:
+            raise WorkerStateError("not now")
+
+        giver.offer_weights = refuse
+        local.kill("0")
+        wait_until(lambda: local.fleet._crew.router.closed().get("0") == "its weights are of version 0, not 1")
+        giver.offer_weights = offer
+        assert local.fleet.receive_weights(BIAS, partial=True).version == 2
+        wait_until(lambda: all(local.fleet.replicas.values()))
+        for port in local.ports.values():
+            assert port.side.rollout.weight_version == 2
+            assert torch.equal(port.side.rollout.module.proj.weight, new.proj.weight)
+            assert torch.equal(port.side.rollout.module.proj.bias, BIAS["proj.bias"])
