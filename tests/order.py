@@ -37,6 +37,7 @@ WAITING = (
     "exactness/test_fsdp.py",
     "benchmarks/test_gpu_day.py",
     "rollout/fleet/test_fleet.py",
+    "rollout/fleet/test_fleet_restarts.py",
     "rollout/fleet/test_fleet_updates.py",
     "rollout/integrations/test_trl_async.py",
     "rollout/worker/test_worker_killed.py",

@@ -283,16 +283,20 @@ class Crew:
 
     async def _begin_again(self, member: Member) -> None:
         member.port = await self.background.loop.run_in_executor(None, self._start, member.name)
+        try:
+            await self._bring_up(member)
+        except BaseException:
+            await member.port.stop()  # the next one may need what it has reserved
+            raise
+
+    async def _bring_up(self, member: Member) -> None:
+        """Bring a replica that was started again to the state of the fleet, and let it take requests."""
         member.incarnation += 1
         told = await member.port.begin(member.incarnation)
         member.state, member.pid = told.state, told.pid
         member.alive = True  # before it catches up: an update that comes after that reaches it
         await self.catch_up(member)
-        try:
-            await self._bring_adapters(member)
-        except BaseException:
-            await member.port.stop()
-            raise
+        await self._bring_adapters(member)
         if self.wanted.paused:
             await member.port.command("pause", "keep")
         for level in set(self.wanted.asleep.values()):

@@ -210,7 +210,8 @@ class Fleet(Closing):
         """Release memory on all replicas, as `RolloutWorker.sleep`."""
         named = check_sleep(tags, level, shared=False)
         with self._turn:
-            self._crew.wanted.asleep.update(dict.fromkeys(named, level))
+            levels = {tag: level if tag == "weights" else 1 for tag in named}  # a cache has nothing to keep a copy of
+            self._crew.wanted.asleep.update(levels)
             self._crew.command("sleep", tuple(named), level)
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
