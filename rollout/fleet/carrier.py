@@ -4,7 +4,7 @@ Invariants
 ----------
 * A request is counted in the router from before it is sent until it has ended.
 * Each ends once, with a result or an error by name; one whose replica died is sent to another if the fleet was asked
-  to, and no token of it was handed out yet.
+  to, and no token of it was handed out yet. One whose replica broke is not: it may be what has broken it.
 """
 
 from __future__ import annotations
@@ -117,6 +117,8 @@ class Carrier:
     def _goes_on(self, running: Running) -> bool:
         """Choose another replica for a request whose own has died, if it may have one and there is one."""
         if not self._crew.options.resubmit or running.handle.streamed or running.cancelled:
+            return False
+        if running.member.state.broken is not None:
             return False
         self._crew.router.done(running.ticket, computed=False)
         try:

@@ -3,7 +3,8 @@
 Invariants
 ----------
 * Everything here happens on one event loop, in a thread of the fleet's own; nothing there waits for a lock.
-* A replica takes requests only while it is known to live, to speak, and to have the fleet's weights.
+* A replica takes requests only while it is known to live, to speak, and to have the fleet's weights. One whose worker
+  is broken counts as dead: nothing but another process heals it.
 * A replica that was started again is paused, asleep and of the weights as the fleet is, and has its adapters, before
   it takes requests.
 """
@@ -174,11 +175,25 @@ class Crew:
         logger.warning("replica %s has died: %s", member.name, error)
         self.router.remove(member.name)
         self.router.add(member.name, self._limit)
-        self.router.close(member.name, DEAD, "its process has died")
+        self.router.close(member.name, DEAD, _fate(member))
         self.background.keep(self._restart(member))
 
+    async def call(self, member: Member, name: str, *args: Any, **options: Any) -> Any:
+        """Call a method of a replica, and bring up to date what is known of it. Raises what the method raises.
+
+        Raises:
+            WorkerLostError: it has died, or is broken.
+        """
+        try:
+            answer = await member.port.command(name, *args, **options)
+        except Exception:
+            await self.refresh(member)  # its error may be that it is broken
+            raise
+        await self.refresh(member)
+        return answer
+
     async def refresh(self, member: Member) -> None:
-        """Bring up to date what is known of a replica."""
+        """Bring up to date what is known of a replica. Raises `WorkerLostError` if it has died, or is broken."""
         self._take(member, await member.port.command("state"))
 
     # -- parts -------------------------------------------------------------------------------------
@@ -201,12 +216,10 @@ class Crew:
         async def one(member: Member) -> Any:
             life = member.incarnation
             try:
-                answer = await member.port.command(name, *args, **options)
-                await self.refresh(member)
+                return await self.call(member, name, *args, **options)
             except WorkerLostError as error:
                 await self.lose(member, life, error)
                 return error
-            return answer
 
         answers = await asyncio.gather(*(one(member) for member in self.living()), return_exceptions=True)
         for answer in answers:
@@ -251,10 +264,12 @@ class Crew:
             waiting.cancel()
 
     def _take(self, member: Member, state: ReplicaState) -> None:
-        """Note the state of a replica, unless a later one is known."""
+        """Note the state of a replica, unless a later one is known. Raises `WorkerLostError` if it is broken."""
         if state.stamp < member.state.stamp:
             return
         member.state = state
+        if state.broken is not None:
+            raise WorkerLostError(state.broken)
         if state.trouble is None:
             self.router.reopen(member.name, TROUBLE)
         else:
@@ -277,7 +292,7 @@ class Crew:
                 member.starting = False
             logger.info("replica %s was started again", member.name)
             return
-        why = f"its process has died, and max_restarts={self.options.max_restarts} is used up"
+        why = f"{_fate(member)}, and max_restarts={self.options.max_restarts} is used up"
         self.router.close(member.name, DEAD, why)
         logger.error("replica %s is given up: %s", member.name, why)
 
@@ -325,6 +340,11 @@ class Crew:
             task.cancel()
         await asyncio.gather(*doing, return_exceptions=True)
         await asyncio.gather(*(member.port.stop() for member in self.members.values()), return_exceptions=True)
+
+
+def _fate(member: Member) -> str:
+    """Say what has ended a replica."""
+    return "its process has died" if member.state.broken is None else member.state.broken
 
 
 def _hear(feed: asyncio.Future[Feed]) -> None:

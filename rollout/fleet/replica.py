@@ -103,7 +103,9 @@ class ReplicaSide(AsyncWorker):
         """Say how the worker is now."""
         worker = self.rollout
         self._stamp += 1
-        return ReplicaState(self._stamp, worker.weight_version, worker.trouble(), worker.paused, tuple(worker.sleeping))
+        return ReplicaState(
+            self._stamp, worker.weight_version, worker.trouble(), _broken(worker), worker.paused, tuple(worker.sleeping)
+        )
 
     async def forget_adapter(self, name: str, in_flight: str) -> None:
         """Drop an adapter, if it is there: a load of the fleet may have failed here."""
@@ -160,3 +162,12 @@ class ReplicaSide(AsyncWorker):
                 with suppress(Exception):  # boundary: the request's own result raises it
                     found.append(Streamed(name, run, reader.read()))
         return found
+
+
+def _broken(worker: RolloutWorker) -> str | None:
+    """Say why a worker will compute nothing any more, None if it may."""
+    try:
+        worker.check_usable()
+    except WorkerStateError as error:
+        return str(error)
+    return None

@@ -167,8 +167,7 @@ class FleetWeights:
     async def _take(self, member: Member, source: object, options: dict[str, Any]) -> SyncReport:
         life = member.incarnation
         try:
-            report: SyncReport = await member.port.command("receive_weights", source, **options)
-            await self._crew.refresh(member)
+            report: SyncReport = await self._crew.call(member, "receive_weights", source, **options)
         except WorkerLostError as error:
             await self._crew.lose(member, life, error)
             raise

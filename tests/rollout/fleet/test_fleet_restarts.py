@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
-from samebit.rollout import NoReplicaError, WorkerStateError
+from samebit.rollout import NoReplicaError, SamplingParams, WorkerLostError, WorkerStateError
 
-from ...patience import wait_until
+from ...patience import HANG, wait_until
 from ..conftest import TinyModule
 from .local_fleet import LocalFleet, LocalPort
 from .test_fleet import PARAMS, PROMPTS
@@ -69,3 +71,88 @@ def test_a_replica_that_can_not_be_brought_to_the_state_of_the_fleet_is_stopped(
         for port in ports:
             with pytest.raises(WorkerStateError, match="the worker is closed"):
                 port.side.rollout.check_usable()
+
+
+def break_worker(port: LocalPort) -> None:
+    """Let a step raise: nothing is computed there any more, and all calls raise, while the process lives."""
+    port.runner.fail_with = RuntimeError("boom")
+    with pytest.raises(WorkerStateError, match="boom"):
+        port.side.rollout.generate([[1]], PARAMS)
+
+
+def muted(port: LocalPort) -> None:
+    port.mute = asyncio.Event()
+
+
+def test_a_broken_replica_is_started_again() -> None:
+    with LocalFleet(replicas=2) as local:
+        new = TinyModule()
+        local.fleet.receive_weights(new)
+        break_worker(local.ports["0"])
+        wait_until(lambda: local.started.count("0") == 2 and all(local.fleet.replicas.values()))
+        assert torch.equal(local.ports["0"].side.rollout.module.proj.weight, new.proj.weight)
+        assert local.fleet.receive_weights(TinyModule()).version == 2
+        assert len(local.fleet.generate(PROMPTS, PARAMS)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("command", ["receive_weights", "pause", "sleep", "stats"])
+def test_a_call_to_all_is_not_stopped_by_a_broken_replica(command: str) -> None:
+    """It comes before a feed has told."""
+    with LocalFleet(replicas=2, prepare=muted, silent_seconds=HANG, sync_timeout=2.0) as local:
+        break_worker(local.ports["0"])
+        getattr(local.fleet, command)(*[TinyModule()] * (command == "receive_weights"))
+        came_back(local, "0")
+        state = [
+            (side.rollout.weight_version, side.rollout.paused, side.rollout.sleeping)
+            for side in (port.side for port in local.ports.values())
+        ]
+        assert state[0] == state[1]
+
+
+def test_a_fleet_of_broken_replicas_is_not_usable() -> None:
+    with LocalFleet(replicas=2, max_restarts=0) as local:
+        for port in local.ports.values():
+            break_worker(port)
+        wait_until(lambda: str(local.fleet.trouble()).count("used up") == 2)
+        with pytest.raises(WorkerLostError, match="no replica is alive"):
+            local.fleet.check_usable()
+        reason = "0: the worker is broken: RuntimeError in the generation thread: boom, and max_restarts=0 is used up"
+        with pytest.raises(NoReplicaError, match=reason):
+            local.fleet.submit([1], PARAMS)
+
+
+def test_a_request_that_breaks_a_replica_is_not_sent_to_the_next() -> None:
+    with LocalFleet(replicas=2, resubmit=True) as local:
+        for port in local.ports.values():
+            port.runner.fail_with = RuntimeError("boom")
+        with pytest.raises(WorkerStateError, match="the worker is broken: RuntimeError in the generation thread: boom"):
+            local.fleet.submit([1], PARAMS).result(HANG)
+        wait_until(lambda: len(local.started) == 3 and all(local.fleet.replicas.values()))
+        stats = local.fleet.stats()
+        assert (stats["replica_restarts"], stats["requests_resubmitted"]) == (1, 0)
+
+
+def test_a_request_of_a_broken_replica_is_not_sent_again_where_its_error_is_lost() -> None:
+    """As when the process is ended before the answer has left it."""
+    taken: list[LocalPort] = []
+
+    def lose_the_first_answer(port: LocalPort) -> None:
+        muted(port)
+        run = port.side.run_followed
+
+        async def answered(prompt: list[int], params: SamplingParams, request_id: str) -> object:
+            taken.append(port)
+            if len(taken) == 1:
+                await asyncio.Event().wait()
+            return await run(prompt, params, request_id)
+
+        port.side.run_followed = answered
+
+    with LocalFleet(replicas=2, prepare=lose_the_first_answer, silent_seconds=HANG, resubmit=True) as local:
+        handle = local.fleet.submit([1], PARAMS)
+        wait_until(lambda: taken)
+        break_worker(taken[0])
+        local.fleet.stats()
+        with pytest.raises(WorkerLostError):
+            handle.result(HANG)
+        assert local.fleet.stats()["requests_resubmitted"] == 0
