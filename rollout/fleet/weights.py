@@ -158,7 +158,7 @@ class FleetWeights:
             broken = error  # a replica's own error says more
         outcomes = self._waited(receiving)
         if broken is not None and all(isinstance(one, SyncReport) for one in outcomes.values()):
-            raise broken
+            logger.warning("version %d is on all replicas, but its sender gave up: %s", options["version"], broken)
         return outcomes
 
     def _begin(self, member: Member, source: object, options: dict[str, Any]) -> Future[SyncReport]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from samebit.rollout import NoReplicaError, WorkerStateError
+from samebit.weight_sync import BroadcastSender, SendReport
 
-from ...patience import wait_until
+from ...patience import HANG, wait_until
 from ..conftest import TinyModule
 from .local_fleet import LocalFleet
+from .test_fleet import PARAMS, gated
 
 BIAS = {"proj.bias": torch.full((5,), 9.0)}
 
@@ -47,3 +52,30 @@ def test_a_replica_that_lacks_the_rest_of_a_partial_update_gets_all_weights_from
             assert port.side.rollout.weight_version == 2
             assert torch.equal(port.side.rollout.module.proj.weight, new.proj.weight)
             assert torch.equal(port.side.rollout.module.proj.bias, BIAS["proj.bias"])
+
+
+def test_an_update_that_all_have_taken_counts_though_its_sender_has_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for requests, for longer than the sender waits."""
+    gave_up = threading.Event()
+
+    class Sender(BroadcastSender):
+        def send(self, *args: object, **options: object) -> SendReport:
+            try:
+                return super().send(*args, **options)
+            finally:
+                gave_up.set()
+
+    monkeypatch.setattr("samebit.rollout.fleet.weights.BroadcastSender", Sender)
+    with LocalFleet(replicas=2, prepare=gated, sync_timeout=1.0) as local, ThreadPoolExecutor(1) as other:
+        handles = [local.fleet.submit([number] * 9, PARAMS) for number in range(2)]
+        gates = [port.runner.gate for port in local.ports.values()]
+        for gate in gates:
+            gate.wait_for_a_step()
+        updating = other.submit(local.fleet.receive_weights, TinyModule(), in_flight="wait")
+        assert gave_up.wait(HANG)
+        for gate in gates:
+            gate.release(1000)
+        assert updating.result(HANG).version == local.fleet.weight_version == 1
+        assert all(handle.result(HANG) for handle in handles)
+        assert all(local.fleet.replicas.values())
+        assert local.fleet.receive_weights(TinyModule()).version == 2
