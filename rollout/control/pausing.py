@@ -19,8 +19,7 @@ def pause(thread: GenerationThread, mode: str) -> None:
         ValueError: an unknown mode.
         WorkerStateError: the worker can not finish its requests ("wait"), since it is paused or asleep.
     """
-    if mode not in PAUSE_MODES:
-        raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+    check_pause_mode(mode)
 
     def stand_still(gate: Gate) -> None:
         with thread.drained_command(gate) if mode == "wait" else thread.command(gate):
@@ -29,3 +28,9 @@ def pause(thread: GenerationThread, mode: str) -> None:
             thread.status.paused = True
 
     thread.shelter(stand_still)
+
+
+def check_pause_mode(mode: object) -> None:
+    """Raise `ValueError` unless this is a mode of `pause`."""
+    if mode not in PAUSE_MODES:
+        raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from samebit.rollout.checks import check_bool, check_positive_int
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.control.intake import as_request_ids, paired
+from samebit.rollout.control.pausing import check_pause_mode
 from samebit.rollout.control.sleep import check_sleep, check_tags
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import RequestError, WorkerLostError, WorkerStateError
@@ -225,9 +226,14 @@ class Fleet(Closing):
 
     def pause(self, mode: str = "keep") -> None:
         """Stand still until `resume()`, on all replicas, as `RolloutWorker.pause`."""
+        check_pause_mode(mode)
         with self._turn:
-            self._crew.command("pause", mode)
-            self._crew.wanted.paused = True
+            before, self._crew.wanted.paused = self._crew.wanted.paused, True  # also for who starts while others wait
+            try:
+                self._crew.command("pause", mode)
+            except BaseException:
+                self._crew.wanted.paused = before
+                raise
 
     def resume(self) -> None:
         with self._turn:

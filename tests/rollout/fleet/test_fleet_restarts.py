@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from samebit.rollout import NoReplicaError, SamplingParams, WorkerLostError, Wor
 from ...patience import HANG, wait_until
 from ..conftest import TinyModule
 from .local_fleet import LocalFleet, LocalPort
-from .test_fleet import PARAMS, PROMPTS
+from .test_fleet import PARAMS, PROMPTS, gated
 
 
 def came_back(local: LocalFleet, name: str) -> None:
@@ -156,3 +157,35 @@ def test_a_request_of_a_broken_replica_is_not_sent_again_where_its_error_is_lost
         with pytest.raises(WorkerLostError):
             handle.result(HANG)
         assert local.fleet.stats()["requests_resubmitted"] == 0
+
+
+def test_a_replica_that_comes_back_while_a_pause_waits_stands_still() -> None:
+    with LocalFleet(replicas=2, prepare=gated) as local, ThreadPoolExecutor(1) as other:
+        for number in range(2):
+            local.fleet.submit([number] * 9, PARAMS)
+        for port in local.ports.values():
+            port.runner.gate.wait_for_a_step()
+        pausing = other.submit(local.fleet.pause, "wait")
+        wait_until(lambda: all("pause" in port.commands for port in local.ports.values()))
+        local._prepare = None
+        local.kill("0")
+        wait_until(lambda: local.started.count("0") == 2 and local.fleet.replicas["0"])
+        assert local.ports["0"].side.rollout.paused
+        assert not pausing.done()
+        local.ports["1"].runner.gate.release(1000)
+        pausing.result(HANG)
+        assert local.fleet.paused
+        local.fleet.resume()
+        assert not any(port.side.rollout.paused for port in local.ports.values())
+
+
+def test_a_pause_that_fails_is_none() -> None:
+    with LocalFleet(replicas=2) as local:
+
+        async def refuse(mode: str) -> None:
+            raise RuntimeError("not now")
+
+        local.ports["0"].side.pause = refuse
+        with pytest.raises(RuntimeError, match="not now"):
+            local.fleet.pause()
+        assert not local.fleet.paused
