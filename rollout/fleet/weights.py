@@ -6,7 +6,8 @@ Invariants
   do; one that fails is brought up to date by another, or started again.
 * A part of the weights goes only to replicas that have the rest; others then get all of them from one of these.
 * An update that no replica took changes nothing, and raises why.
-* One pass over the weights serves all: the front is rank 0 of a group of gloo, whose broadcast is a tree.
+* One pass over the weights serves all: the front is rank 0 of a group of gloo, whose broadcast is a tree. A stream has
+  been gone through however its update ends: other ranks may be gathering the same tensors.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 
 from samebit.rollout.errors import NoReplicaError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.crew import BEHIND, Crew, Member
+from samebit.rollout.guard import contained
 from samebit.rollout.integrations.links import BroadcastGroup
 from samebit.rollout.worker_interface import UpdateOptions
 from samebit.weight_sync import (
@@ -56,19 +58,13 @@ class FleetWeights:
             ValueError: the version is not above the current one.
             NoReplicaError: all replicas are dead; or none has the weights of which a partial update changes a part.
         """
-        asked = UpdateOptions.of(given)
-        if not isinstance(source, str | Path | nn.Module | Mapping | WeightStream):
-            raise TypeError(
-                "a fleet takes weights from a module, a dict of tensors, a WeightStream or a folder with "
-                f"*.safetensors, not from {type(source).__name__}"
-            )
-        with self._turn:
-            version = self.version + 1 if asked.version is None else asked.version
-            if version <= self.version:
-                raise ValueError(f"version must be above the current one ({self.version}), got {version}")
-            options = {**vars(asked), "version": version}
-            outcomes = self._everywhere(source, options)
-            return self._settled(outcomes, version)
+        try:
+            return self._receive(source, given)
+        except BaseException:
+            if isinstance(source, WeightStream):
+                with contained("gathering the rest of the weights"):
+                    source.exhaust()  # the trainer's other ranks are gathering already
+            raise
 
     def mend(self) -> None:
         """Let replicas that lack the fleet's weights try to get them."""
@@ -87,6 +83,23 @@ class FleetWeights:
             await self._catch_up(member)
         finally:
             self._turn.release()
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _receive(self, source: object, given: Mapping[str, Any]) -> SyncReport:
+        asked = UpdateOptions.of(given)
+        if not isinstance(source, str | Path | nn.Module | Mapping | WeightStream):
+            raise TypeError(
+                "a fleet takes weights from a module, a dict of tensors, a WeightStream or a folder with "
+                f"*.safetensors, not from {type(source).__name__}"
+            )
+        with self._turn:
+            version = self.version + 1 if asked.version is None else asked.version
+            if version <= self.version:
+                raise ValueError(f"version must be above the current one ({self.version}), got {version}")
+            options = {**vars(asked), "version": version}
+            outcomes = self._everywhere(source, options)
+            return self._settled(outcomes, version)
 
     async def _catch_up(self, member: Member) -> None:
         if member.state.weight_version == self.version:
@@ -109,8 +122,6 @@ class FleetWeights:
             self._crew.router.reopen(name, BEHIND)
             return
         logger.warning("replica %s takes no requests: %s, and no other can give them now", name, why)
-
-    # -- parts -------------------------------------------------------------------------------------
 
     def _everywhere(self, source: object, options: dict[str, Any]) -> dict[Member, SyncReport | Exception]:
         """Give the weights to all. A broadcast that a death has broken is made again, if the source can be read twice;
