@@ -6,6 +6,8 @@ Invariants
   finite check and the copy each read it).
 * Names are the source's own: the manifest knows where each goes.
 * Files are safetensors only: nothing is unpickled. A shard named by an index lies in the same folder.
+* Of a folder are read the files that transformers reads: the single one, else those of the index, else, beyond
+  transformers, all there are.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from samebit.weight_sync.closing import Closing
 from samebit.weight_sync.manifest import TensorSpec, check_name, live_tensors
 
+SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -162,7 +165,9 @@ class SafetensorsFolder(TensorSource):
 
 def _index_files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor, from the index or, without one, from the files themselves."""
-    index = folder / INDEX_NAME
+    single, index = folder / SINGLE_NAME, folder / INDEX_NAME
+    if single.is_file():
+        return dict.fromkeys(_open_file(single).keys(), single)  # an index beside it is of another save
     if index.is_file():
         return _read_index(index)
     files: dict[str, Path] = {}

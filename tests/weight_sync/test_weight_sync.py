@@ -262,6 +262,17 @@ def test_every_kind_of_source_gives_the_same_weights(kind: str, tmp_path: Path) 
     assert_unchanged(model, copy_of(donor))
 
 
+def test_the_single_file_of_a_folder_is_read_and_nothing_beside_it(tmp_path: Path) -> None:
+    """As transformers does: the index and its shards are of a save before."""
+    model = Model()
+    old = new_weights(model)
+    new = {name: tensor + 1 for name, tensor in old.items()}
+    save_sharded(tmp_path, old)
+    save_file(new, tmp_path / "model.safetensors")
+    apply_weights(model, tmp_path)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in new.items())
+
+
 @pytest.mark.parametrize("wrong", [None, 3, [torch.zeros(1)], b"folder"])
 def test_other_sources_are_a_type_error_that_says_what_is_allowed(wrong: object) -> None:
     with pytest.raises(TypeError, match=r"a dict of tensors, an nn\.Module or a folder"):
@@ -328,18 +339,18 @@ def test_a_truncated_file_changes_nothing(tmp_path: Path) -> None:
         ('{"weight_map":' * 50_000, "is not a safetensors index"),
         ('{"weight_map": {"a": ' + "9" * 5000 + "}}", "is not a safetensors index"),
         ('{"weight_map": {"a": 3}}', "is not a safetensors index"),
-        ('{"weight_map": {"a": ["model.safetensors"]}}', "is not a safetensors index"),
-        ('{"weight_map": {"\\ud800": "model.safetensors"}}', "is not a safetensors index"),
+        ('{"weight_map": {"a": ["shard.safetensors"]}}', "is not a safetensors index"),
+        ('{"weight_map": {"\\ud800": "shard.safetensors"}}', "is not a safetensors index"),
         ('{"weight_map": {"a": "\\ud800.safetensors"}}', "is not a safetensors index"),
         ('{"weight_map": {"a": "\\u0000"}}', "which is missing"),
         ('{"weight_map": {"a": "' + "x" * 5000 + '"}}', "which is missing"),
         ('{"weight_map": {"a": ".."}}', "which is missing"),
         ('{"weight_map": {"a": "gone.safetensors"}}', "which is missing"),
-        ('{"weight_map": {"ghost": "model.safetensors"}}', "has no tensor ghost"),
+        ('{"weight_map": {"ghost": "shard.safetensors"}}', "has no tensor ghost"),
     ],
 )
 def test_a_wrong_index_says_what_is_wrong(content: str, says: str, tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    save_file({"a": torch.zeros(1)}, tmp_path / "shard.safetensors")
     (tmp_path / INDEX).write_text(content)
     with pytest.raises(WeightSourceError, match=says):
         apply_weights(Model(), tmp_path)
