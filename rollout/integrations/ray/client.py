@@ -114,7 +114,13 @@ class RayWorker(Closing):
     def generate(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        outputs: list[RequestOutput] = wait_for(self.actor.generate.remote(prompts, params))
+        """Sample from each prompt and wait; an interrupt (Ctrl-C) of the wait aborts its requests."""
+        reference = self.actor.generate.remote(prompts, params)
+        try:
+            outputs: list[RequestOutput] = wait_for(reference)
+        except BaseException:
+            ray.cancel(reference)  # without effect where it has ended
+            raise
         return outputs
 
     async def generate_async(

@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -177,6 +178,20 @@ def test_requests_can_be_cancelled(worker: RayWorker) -> None:
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(impatient())
     wait_until(lambda: not worker.stats()["running"])
+
+
+def test_an_interrupt_of_the_wait_aborts_its_requests(worker: RayWorker) -> None:
+    def interrupt_once_they_wait() -> None:
+        wait_until(lambda: worker.stats()["waiting"] == 2)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    worker.pause()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(interrupt_once_they_wait)
+        with pytest.raises(KeyboardInterrupt):
+            worker.generate([[1], [2]], LONG)
+    wait_until(lambda: not worker.stats()["waiting"])
+    worker.resume()
 
 
 def test_the_process_is_set_up_before_torch_loads(worker: RayWorker) -> None:
