@@ -107,6 +107,11 @@ class Carrier:
                     continue
                 self.lost += 1
                 self._end(running, error)
+            except WorkerStateError as error:
+                try:
+                    await self._crew.look(member, life)  # first: those that follow go elsewhere
+                finally:
+                    self._end(running, error)
             except Exception as error:  # boundary: the request's caller raises it
                 self._end(running, error)
             else:

@@ -181,6 +181,13 @@ class Crew:
         self.router.close(member.name, DEAD, why)
         self.background.keep(self._restart(member, why))
 
+    async def look(self, member: Member, life: int) -> None:
+        """Bring up to date what is known of a replica where a request has failed. life: as of `lose`."""
+        try:
+            await self.refresh(member)
+        except WorkerLostError as error:
+            await self.lose(member, life, error)
+
     async def call(self, member: Member, name: str, *args: Any, **options: Any) -> Any:
         """Call a method of a replica, and bring up to date what is known of it. Raises what the method raises.
 

@@ -133,6 +133,21 @@ def test_a_request_that_breaks_a_replica_is_not_sent_to_the_next() -> None:
         assert (stats["replica_restarts"], stats["requests_resubmitted"]) == (1, 0)
 
 
+def test_one_request_that_fails_tells_that_a_replica_is_broken() -> None:
+    """It has nothing to do from then on, and would be given those that follow until its next feed."""
+    failed = 0
+    with LocalFleet(replicas=2, prepare=muted, silent_seconds=HANG) as local:
+        local.ports["0"].runner.fail_with = RuntimeError("boom")
+        for number in range(8):
+            try:
+                local.fleet.submit([number], PARAMS).result(HANG)
+            except WorkerStateError:
+                failed += 1
+        assert failed == 1
+        came_back(local, "0")
+        assert all(local.fleet.replicas.values())
+
+
 def test_a_request_of_a_broken_replica_is_not_sent_again_where_its_error_is_lost() -> None:
     """As when the process is ended before the answer has left it."""
     taken: list[LocalPort] = []
