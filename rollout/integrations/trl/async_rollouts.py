@@ -28,9 +28,11 @@ from trl.experimental.async_grpo.async_rollout_worker import (
     AsyncRolloutWorker,
     RolloutGroup,
     RolloutSample,
+    TrainingSequence,
     _AsyncRolloutLoop,
 )
 
+from samebit.rollout.integrations.trl.sampling import fitting
 from samebit.rollout.outputs import SampleOutput
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
@@ -43,7 +45,16 @@ VERSION = "samebit/weight_version"
 MIXED = -1
 _STOPPING = 60.0
 
-_turns: ContextVar[list[SampleOutput]] = ContextVar("samebit_turns")
+
+@dataclass
+class _Conversation:
+    """Holds the turns that were sampled, and whether what a tool said behind them fills the model's length."""
+
+    turns: list[SampleOutput] = field(default_factory=list)
+    is_full: bool = False
+
+
+_conversation: ContextVar[_Conversation] = ContextVar("samebit_conversation")
 
 
 @dataclass
@@ -99,17 +110,27 @@ class _Loop(_AsyncRolloutLoop):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate_one(self, *given: Any, **options: Any) -> Any:
-        turns: list[SampleOutput] = []
-        _turns.set(turns)  # each conversation is a task, with a context of its own
+        conversation = _Conversation()
+        _conversation.set(conversation)  # each is a task, with a context of its own
         result = await super()._generate_one(*given, **options)
-        for sequence in result[2] if turns else ():
-            self._sampled[sequence.rollout_id] = _Sampled.of(turns)
+        completion, completion_ids, sequences, *_ = result
+        if conversation.is_full:
+            completion.pop()
+            completion_ids.pop()
+            _take_back_the_end(sequences)
+        for sequence in sequences if conversation.turns else ():
+            self._sampled[sequence.rollout_id] = _Sampled.of(conversation.turns)
         return result
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
         if self._stop_event.is_set():
             return self._unfinished()
-        handle = self._worker.submit(prompt_ids, self._params)
+        conversation = _conversation.get()
+        room = self._worker.limits.max_model_len - len(prompt_ids)
+        if room < 1 and conversation.turns:
+            conversation.is_full = True
+            return self._unfinished()
+        handle = self._worker.submit(prompt_ids, fitting(self._params, room))
         self._running.add(handle.request_id)
         try:
             output = await handle.result_async()
@@ -118,11 +139,11 @@ class _Loop(_AsyncRolloutLoop):
         sample = output.samples[0]
         if sample.finish_reason == "abort" and self._stop_event.is_set():
             return self._unfinished()
-        _turns.get().append(sample)
+        conversation.turns.append(sample)
         return sample.token_ids, sample.logprobs
 
     def _unfinished(self) -> tuple[list[int], list[float]]:
-        """Return a turn that ends its conversation; after the stop it is not scored."""
+        """Return a turn that ends its conversation. It is taken back; after the stop it is not scored."""
         return [self.eos_token_ids[0]], [0.0]
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
@@ -135,6 +156,17 @@ class _Loop(_AsyncRolloutLoop):
         for sequence in sequences:
             self._sampled.pop(sequence.rollout_id, None)
         return samples
+
+
+def _take_back_the_end(sequences: list[TrainingSequence]) -> None:
+    """Remove the last token, which nobody sampled, and what no other was sampled behind: it fits the length then."""
+    last = sequences[-1]
+    last.completion_mask[-1] = 0
+    while last.completion_mask and not last.completion_mask[-1]:
+        for values in (last.input_ids, last.completion_mask, last.old_log_probs):
+            del values[-1]
+    if not last.completion_mask:
+        sequences.pop()
 
 
 class InProcessRollouts(AsyncRolloutWorker):

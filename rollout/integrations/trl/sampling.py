@@ -3,6 +3,7 @@
 Invariants
 ----------
 * A sample ends where TRL says that it does: at one of the trainer's end tokens, whatever the model's own config says.
+* A sample also ends where the model's length does, as under vLLM.
 * The log-probability of a token is that of the unprocessed logits at the temperature: filters and penalties change the
   choice alone. The trainer's is the same.
 """
@@ -10,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -53,6 +54,14 @@ def sampling_params(args: Any, end_tokens: Sequence[int]) -> SamplingParams:
     )
 
 
+def fitting(params: SamplingParams, room: int) -> SamplingParams:
+    """Return the same for a prompt behind which `room` tokens fit; as they are where none does, which is refused."""
+    if room < 1:
+        return params
+    most = room if params.max_tokens is None else min(params.max_tokens, room)
+    return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+
+
 def sampled(
     worker: RolloutWorker, prompts: Sequence[list[int]], params: SamplingParams
 ) -> tuple[list[list[int]], list[list[float]]]:
@@ -60,14 +69,13 @@ def sampled(
 
     Returns:
         the tokens of each prompt's sample, and their log-probabilities.
+
+    Raises:
+        RequestError: a prompt behind which no token fits.
     """
-    groups = [(prompt, len(list(equal))) for prompt, equal in groupby(prompts)]
-    each = [_with_samples(params, count) for _, count in groups]
-    outputs = worker.generate([list(prompt) for prompt, _ in groups], each)
+    groups = [(list(prompt), len(list(equal))) for prompt, equal in groupby(prompts)]
+    length = worker.limits.max_model_len
+    each = [replace(fitting(params, length - len(prompt)), n=count) for prompt, count in groups]
+    outputs = worker.generate([prompt for prompt, _ in groups], each)
     samples = [sample for output in outputs for sample in output.samples]
     return [sample.token_ids for sample in samples], [sample.logprobs for sample in samples]
-
-
-def _with_samples(params: SamplingParams, count: int) -> SamplingParams:
-    given = {one.name: vars(params)[one.name] for one in fields(SamplingParams)}
-    return SamplingParams(**{**given, "n": count})

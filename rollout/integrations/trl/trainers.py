@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,9 +133,15 @@ class GRPOTrainer(_SamebitRollouts, trl.GRPOTrainer):
     """Trains as TRL's `GRPOTrainer`, with exact rollouts; takes the same arguments, and `rollout_config`."""
 
     def _generate_single_turn(
-        self, prompt_ids: list[list[int]], *_given: Any, **_options: Any
+        self, prompt_ids: list[list[int]], *_given: Any, **options: Any
     ) -> tuple[list[list[int]], list[list[float]]]:
-        return self._sample(prompt_ids)
+        if "has_tool_images" not in options:
+            return self._sample(prompt_ids)
+        # TRL says so behind tools alone, and goes on without a turn that has no tokens.
+        fits = [len(prompt) < self.worker.limits.max_model_len for prompt in prompt_ids]
+        found = zip(*self._sample(list(compress(prompt_ids, fits))), strict=True)
+        turns = [next(found) if one else ([], []) for one in fits]
+        return [token_ids for token_ids, _ in turns], [logprobs for _, logprobs in turns]
 
     def _rollout_logprobs(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         mask = output["completion_mask"] * output.get("tool_mask", 1)

@@ -30,6 +30,7 @@ from ...campaign import first_of
 from .trl_model import END, byte_tokenizer, qwen3_folder
 
 END_ID = byte_tokenizer().eos_token_id
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>' + END
 PROMPTS = ["1", "2+3", "a longer one, of another length", "7-5+9="]
 CASES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "GRPO: reference, twice over, filters": (
@@ -333,13 +334,9 @@ class Adder:
         return float(self.calls)
 
 
-def test_tools_and_environments(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first answer of each prompt is made a call of a tool: what the tool says is attended to, and not compared."""
-    data = Dataset.from_dict({"prompt": [[{"role": "user", "content": "What is it? "}]] * 8})
-    options = config(GRPOTrainer, tmp_path, max_completion_length=140, max_steps=2, max_tool_calling_iterations=1)
-    trained = GRPOTrainer(str(folder), None, options, train_dataset=data, environment_factory=Adder)
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>' + END
-    call_ids = trained.processing_class(call)["input_ids"]
+def called_first(trained: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """Make the first answer of each prompt a call of the tool; return its tokens, and how many prompts a turn had."""
+    call_ids = trained.processing_class(CALL)["input_ids"]
     sample, turns = trained._sample, []
 
     def first_a_call(prompt_ids: list[list[int]]) -> Any:
@@ -353,6 +350,15 @@ def test_tools_and_environments(folder: Path, tmp_path: Path, monkeypatch: pytes
         return sample(prompt_ids)
 
     monkeypatch.setattr(trained, "_sample", first_a_call)
+    return call_ids, turns
+
+
+def test_tools_and_environments(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tool says is attended to, and not compared."""
+    data = Dataset.from_dict({"prompt": [[{"role": "user", "content": "What is it? "}]] * 8})
+    options = config(GRPOTrainer, tmp_path, max_completion_length=140, max_steps=2, max_tool_calling_iterations=1)
+    trained = GRPOTrainer(str(folder), None, options, train_dataset=data, environment_factory=Adder)
+    call_ids, turns = called_first(trained, monkeypatch)
     trained.train()
     assert turns == [4, 4, 4, 4], "each was sampled, called, and sampled again"
     logged = list(steps(trained))
