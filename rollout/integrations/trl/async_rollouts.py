@@ -8,7 +8,8 @@ Invariants
 * A sample carries the version of the weights that all of its sampled tokens, and all that they attended to, were
   computed under; -1 if there were several. TRL's staleness counts from the oldest.
 * While the optimizer steps, generation stands still; nothing else ever waits.
-* An error in the loop reaches the trainer by `check_health`.
+* An error in the loop reaches the trainer by `check_health`, each time that it asks.
+* What was not sampled to its end, because the training has ended, is not scored.
 """
 
 from __future__ import annotations
@@ -62,6 +63,16 @@ class _Value:
     """Stands where TRL shares a number between processes."""
 
     value: float = 0.0
+
+
+@dataclass
+class _Errors:
+    """Stands where TRL sends from process to process what ended its loop."""
+
+    found: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def put_nowait(self, error: tuple[str, str, str]) -> None:
+        self.found.append(error)
 
 
 @dataclass(frozen=True)
@@ -147,6 +158,8 @@ class _Loop(_AsyncRolloutLoop):
         return [self.eos_token_ids[0]], [0.0]
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
+        if self._stop_event.is_set():
+            return []
         samples: list[RolloutSample] = await super()._score_group(group)
         sequences = [sequence for each in group.completions_sequences for sequence in each]
         for sample, sequence in zip(samples, sequences, strict=True):
@@ -183,7 +196,7 @@ class InProcessRollouts(AsyncRolloutWorker):
         self._model_version_value = _Value()
         self._heartbeat = _Value()
         self._failed = threading.Event()
-        self._errors: queue.Queue[Any] = queue.Queue(1)
+        self._errors = _Errors()
         self._loop: _Loop | None = None
         self._thread: threading.Thread | None = None
         self._worker: RolloutWorker | None = None
@@ -234,7 +247,7 @@ class InProcessRollouts(AsyncRolloutWorker):
 
     def check_health(self, stale_after_s: float) -> None:
         if self._failed.is_set():
-            kind, message, trace = self._errors.get()
+            kind, message, trace = self._errors.found[0]
             raise RuntimeError(f"the rollouts failed: {kind}: {message}\n{trace}")
         age = time.time() - self._heartbeat.value
         if age > stale_after_s:

@@ -24,6 +24,7 @@ from samebit.rollout.integrations.trl.agreement import COMPARED
 from samebit.rollout.integrations.trl.async_grpo import AsyncGRPOTrainer
 from samebit.rollout.integrations.trl.fused_forward import give_scores
 
+from ...patience import HANG, wait_until
 from .trl_model import qwen3_folder
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -104,6 +105,30 @@ def test_a_failing_reward_ends_the_training(folder: Path, tmp_path: Path) -> Non
     trained.rollout_worker.attach(trained.worker, trained.rollout_worker._params, reward_funcs=[broken])
     with pytest.raises(RuntimeError, match=r"ArithmeticError: no reward today"):
         trained.train()
+    with pytest.raises(RuntimeError, match=r"ArithmeticError: no reward today"):
+        trained.rollout_worker.check_health(HANG)
+
+
+def test_what_the_end_of_a_training_cuts_off_is_not_scored(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker stands still, so that nothing is sampled before the end."""
+    scored = []
+
+    def rewarded(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        scored.extend(completion_ids)
+        return [0.0] * len(completion_ids)
+
+    trained = trainer(folder, tmp_path, {"max_inflight_tasks": 4})
+    trained.rollout_worker.attach(trained.worker, trained.rollout_worker._params, reward_funcs=[rewarded])
+    trained.worker.pause()
+    trained.rollout_worker.start()
+    wait_until(lambda: trained.worker.stats()["waiting"] == 4)
+    trained.rollout_worker.stop()
+    trained.rollout_worker.check_health(HANG)
+    assert not scored
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert trained.rollout_worker.rollout_buffer.empty()
 
 
 def test_a_failed_step_leaves_no_half_written_weights_to_generate_with(folder: Path, tmp_path: Path) -> None:
