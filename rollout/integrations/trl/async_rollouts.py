@@ -8,6 +8,7 @@ Invariants
 * A sample carries the version of the weights that all of its sampled tokens, and all that they attended to, were
   computed under; -1 if there were several. TRL's staleness counts from the oldest.
 * While the optimizer steps, generation stands still; nothing else ever waits.
+* A turn that a step aborts goes on from the tokens that it has: no conversation is cut in the middle.
 * An error in the loop reaches the trainer by `check_health`, each time that it asks.
 * What was not sampled to its end, because the training has ended, is not scored.
 """
@@ -21,7 +22,7 @@ import threading
 import time
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import TrainerCallback
@@ -134,28 +135,31 @@ class _Loop(_AsyncRolloutLoop):
         return result
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        if self._stop_event.is_set():
-            return self._unfinished()
         conversation = _conversation.get()
         room = self._worker.limits.max_model_len - len(prompt_ids)
-        if room < 1 and conversation.turns:
-            conversation.is_full = True
-            return self._unfinished()
-        handle = self._worker.submit(prompt_ids, fitting(self._params, room))
+        conversation.is_full = room < 1 and bool(conversation.turns)
+        params = fitting(self._params, room)
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        while not (conversation.is_full or self._stop_event.is_set()):
+            sample = await self._sampled_from([*prompt_ids, *token_ids], _rest(params, len(token_ids)))
+            if sample.token_ids:
+                conversation.turns.append(sample)
+            token_ids += sample.token_ids
+            logprobs += sample.logprobs
+            if sample.finish_reason != "abort":  # else a step has aborted it
+                return token_ids, logprobs
+        # Ends the conversation with a turn that is taken back; after the stop it is not scored.
+        return [self.eos_token_ids[0]], [0.0]
+
+    async def _sampled_from(self, ids: list[int], params: SamplingParams) -> SampleOutput:
+        handle = self._worker.submit(ids, params)
         self._running.add(handle.request_id)
         try:
             output = await handle.result_async()
         finally:
             self._running.discard(handle.request_id)
-        sample = output.samples[0]
-        if sample.finish_reason == "abort" and self._stop_event.is_set():
-            return self._unfinished()
-        conversation.turns.append(sample)
-        return sample.token_ids, sample.logprobs
-
-    def _unfinished(self) -> tuple[list[int], list[float]]:
-        """Return a turn that ends its conversation. It is taken back; after the stop it is not scored."""
-        return [self.eos_token_ids[0]], [0.0]
+        return output.samples[0]
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         if self._stop_event.is_set():
@@ -169,6 +173,12 @@ class _Loop(_AsyncRolloutLoop):
         for sequence in sequences:
             self._sampled.pop(sequence.rollout_id, None)
         return samples
+
+
+def _rest(params: SamplingParams, sampled: int) -> SamplingParams:
+    """Return the same for a turn of which so many tokens are there."""
+    most = None if params.max_tokens is None else params.max_tokens - sampled
+    return replace(params, max_tokens=most, min_tokens=max(0, params.min_tokens - sampled))
 
 
 def _take_back_the_end(sequences: list[TrainingSequence]) -> None:

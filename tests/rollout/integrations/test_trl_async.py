@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from samebit.kernels import token_logprobs
 from samebit.kernels.binding.trainer.training import token_scores
 from samebit.rollout.integrations.trl.agreement import COMPARED
 from samebit.rollout.integrations.trl.async_grpo import AsyncGRPOTrainer
+from samebit.rollout.integrations.trl.async_rollouts import VERSION
 from samebit.rollout.integrations.trl.fused_forward import give_scores
 
 from ...patience import HANG, wait_until
@@ -95,6 +97,27 @@ def test_old_samples_are_off_policy(folder: Path, tmp_path: Path) -> None:
     assert stale
     assert any(row["ratio"] != 1.0 for row in stale)
     assert trained.agreement.differing == 0
+
+
+def test_a_turn_that_a_step_aborts_goes_on(folder: Path, tmp_path: Path) -> None:
+    """It is of several versions then, and says so; these have the same weights, so that its bits can be looked at."""
+    trained = trainer(folder, tmp_path, {"max_completion_length": 200, "max_inflight_tasks": 8}, in_flight="abort")
+    trained.rollout_worker.start()
+    for _ in range(3):
+        enough = trained.worker.stats()["output_tokens"] + 100
+        wait_until(lambda enough=enough: trained.worker.stats()["output_tokens"] > enough)
+        trained.weight_transfer.hold()
+        trained.weight_transfer.release()
+    samples = iter(lambda: trained.rollout_worker.rollout_buffer.get(timeout=HANG), None)
+    for sample in samples:
+        assert sample.completion_mask.sum() == 200 or sample.input_ids[-1] in trained.eos_token_ids
+        if math.isnan(sample.metrics[VERSION]):
+            break
+    trained.rollout_worker.stop()
+    assert trained.worker.stats()["requests_aborted"] > 0
+    found = token_logprobs(trained.model, torch.from_numpy(sample.input_ids[None]))[0]
+    sampled = torch.from_numpy(sample.completion_mask[1:]).bool()
+    assert torch.equal(found[sampled], torch.from_numpy(sample.old_log_probs[1:])[sampled])
 
 
 def test_a_failing_reward_ends_the_training(folder: Path, tmp_path: Path) -> None:
