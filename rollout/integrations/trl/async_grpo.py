@@ -94,9 +94,10 @@ class AsyncGRPOTrainer(TrlAsyncGRPOTrainer):
         self.add_callback(StandStill(transfer))
 
     def _of_conversations(self, reward_funcs: list[Any], options: dict[str, Any]) -> dict[str, Any]:
-        """Return what TRL's loop of conversations is built with, besides the queues."""
+        """Return what the loop of conversations is built with, besides the queues."""
         args = self.args
         return {
+            "steps_done": lambda: self.state.global_step,
             "model_name": str(self.model.config.name_or_path),
             "dataset": self.train_dataset,
             "reward_funcs": reward_funcs,

@@ -8,6 +8,7 @@ Invariants
 * A sample carries the version of the weights that all of its sampled tokens, and all that they attended to, were
   computed under; -1 if there were several. TRL's staleness counts from the oldest.
 * While the optimizer steps, generation stands still; nothing else ever waits.
+* A resumed training draws other random numbers than the steps before it did.
 * A turn that a step aborts goes on from the tokens that it has: no conversation is cut in the middle.
 * An error in the loop reaches the trainer by `check_health`, each time that it asks.
 * What was not sampled to its end, because the training has ended, is not scored.
@@ -18,8 +19,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import random
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -93,10 +96,13 @@ class _Sampled:
 class _Loop(_AsyncRolloutLoop):
     """Runs TRL's loop over a worker in this process."""
 
-    def __init__(self, worker: RolloutWorker, params: SamplingParams, **options: Any) -> None:
+    def __init__(
+        self, worker: RolloutWorker, params: SamplingParams, steps_done: Callable[[], int], **options: Any
+    ) -> None:
         super().__init__(**options)
         self._worker = worker
         self._params = params
+        self._seeds = random.Random(f"{worker.config.seed} {steps_done()}")
         self._sampled: dict[str, _Sampled] = {}
         self._running: set[str] = set()
         self.ahead = 0
@@ -138,7 +144,8 @@ class _Loop(_AsyncRolloutLoop):
         conversation = _conversation.get()
         room = self._worker.limits.max_model_len - len(prompt_ids)
         conversation.is_full = room < 1 and bool(conversation.turns)
-        params = fitting(self._params, room)
+        seed = self._seeds.getrandbits(63) if self._params.seed is None else self._params.seed
+        params = replace(fitting(self._params, room), seed=seed)
         token_ids: list[int] = []
         logprobs: list[float] = []
         while not (conversation.is_full or self._stop_event.is_set()):

@@ -4,6 +4,8 @@ Invariants
 ----------
 * A sample ends where TRL says that it does: at one of the trainer's end tokens, whatever the model's own config says.
 * A sample also ends where the model's length does, as under vLLM.
+* A sample's random numbers follow from the state of torch's generator and the seed of the worker: transformers saves
+  the first in checkpoints, so that a resumed training draws what the run would have drawn.
 * The log-probability of a token is that of the unprocessed logits at the temperature: filters and penalties change the
   choice alone. The trainer's is the same.
 """
@@ -14,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any
+
+import torch
 
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
@@ -75,7 +79,20 @@ def sampled(
     """
     groups = [(list(prompt), len(list(equal))) for prompt, equal in groupby(prompts)]
     length = worker.limits.max_model_len
-    each = [replace(fitting(params, length - len(prompt)), n=count) for prompt, count in groups]
+    seeds = _seeds(worker, params, len(groups))
+    each = [
+        replace(fitting(params, length - len(prompt)), n=count, seed=seed)
+        for (prompt, count), seed in zip(groups, seeds, strict=True)
+    ]
     outputs = worker.generate([prompt for prompt, _ in groups], each)
     samples = [sample for output in outputs for sample in output.samples]
     return [sample.token_ids for sample in samples], [sample.logprobs for sample in samples]
+
+
+def _seeds(worker: RolloutWorker, params: SamplingParams, count: int) -> list[int]:
+    """Return a seed for each of so many groups, whose samples differ under one; that of the parameters, if they have
+    one."""
+    if params.seed is not None:
+        return [params.seed] * count
+    drawn: list[int] = torch.randint(torch.iinfo(torch.int64).max, (count,), device="cpu").tolist()
+    return [seed ^ worker.config.seed for seed in drawn]
