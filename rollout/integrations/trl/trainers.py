@@ -144,8 +144,11 @@ class GRPOTrainer(_SamebitRollouts, trl.GRPOTrainer):
         return [token_ids for token_ids, _ in turns], [logprobs for _, logprobs in turns]
 
     def _rollout_logprobs(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        mask = output["completion_mask"] * output.get("tool_mask", 1)
-        return output["sampling_per_token_logps"], mask.bool()
+        mask = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
+        logprobs = output.get("sampling_per_token_logps")
+        if logprobs is None:  # a `rollout_func` may have none
+            return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device), torch.zeros_like(mask)
+        return logprobs, mask
 
     def _old_logprobs(self, output: dict[str, Any]) -> torch.Tensor | None:
         return output.get("old_per_token_logps")

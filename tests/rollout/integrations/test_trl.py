@@ -193,6 +193,21 @@ def test_one_bit_is_noticed(folder: Path, tmp_path: Path, caplog: pytest.LogCapt
     assert "another log-probability in the trainer" in caplog.text
 
 
+def test_a_rollout_function_may_report_no_logprobs(folder: Path, tmp_path: Path) -> None:
+    """TRL trains as it does without its vLLM; nothing is compared."""
+
+    def rollout(prompts: list[str], trained: Any) -> dict[str, Any]:
+        prompt_ids = [trained.processing_class(prompt)["input_ids"] for prompt in prompts]
+        outputs = trained.worker.generate(prompt_ids)
+        completions = [output.samples[0].token_ids for output in outputs]
+        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None}
+
+    trained = trainer(GRPOTrainer, folder, tmp_path, rollout_func=rollout)
+    trained.train()
+    assert len(list(steps(trained))) == 3
+    assert trained.agreement.compared == 0
+
+
 @pytest.mark.parametrize("labels", ["some", "none"])
 def test_scores_are_near_those_of_trls_own_head(labels: str, folder: Path, tmp_path: Path) -> None:
     trained = trainer(GRPOTrainer, folder, tmp_path, {"temperature": 0.7})
