@@ -78,8 +78,8 @@ def prepared(size: str, out: Path, steps: int, words: tuple[str, ...] = (), arch
     options: dict[str, object] = {**shape.options, "trainer.total_training_steps": steps}
     if architecture in ("moe", "mla"):
         options["actor_rollout_ref.rollout.custom.routed_experts"] = True
-    data = out / ("data" if size == "small" else f"data-{size}")
-    return Run(data, out, options, num_threads=shape.num_threads, words=words)
+    others = [name for name, usual in ((size, "small"), (architecture, "dense")) if name != usual]
+    return Run(out / "-".join(["data", *others]), out, options, num_threads=shape.num_threads, words=words)
 
 
 def look_at_options(run: Run, console: Console) -> int | None:

@@ -149,15 +149,15 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[shapes.Shape, str]]:
     return built
 
 
-def test_each_shape_has_data_of_its_own(
+def test_each_shape_and_architecture_has_data_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[tuple[shapes.Shape, str]]
 ) -> None:
     monkeypatch.setattr(run, "look_at_options", lambda *_: 4)
-    for more in ([], ["--shape", "full"]):
+    for more in ([], ["--shape", "full"], ["--architecture", "moe"], ["--shape", "full", "--architecture", "mla"]):
         with pytest.raises(KeyboardInterrupt):
             run.main(["--out", str(tmp_path), *more])
     small, full = shapes.SHAPES.values()
-    assert built == [(small, "data"), (full, "data-full")]
+    assert built == [(small, "data"), (full, "data-full"), (small, "data-moe"), (full, "data-full-mla")]
 
 
 @pytest.mark.parametrize(
