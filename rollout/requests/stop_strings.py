@@ -28,6 +28,11 @@ def text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     return matcher.text
 
 
+def place_of(stop: str, text: str, seen: int) -> int:
+    """Return where a stop string begins that ends behind the first `seen` characters of a text; -1 if none does."""
+    return text.find(stop, max(seen - len(stop) + 1, 0))
+
+
 _INCOMPLETE = 3
 """Tokens that an incomplete character can have: it lacks one byte at least of four."""
 
@@ -41,7 +46,6 @@ class StopStringMatcher:
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
-        self._overlap = max(map(len, stops), default=1) - 1
         self._tokens: list[int] = []
         self._context = 0
         self._decoded = 0
@@ -58,10 +62,10 @@ class StopStringMatcher:
         self._context, self._decoded = self._decoded, end
         if not search:
             return None
-        return self._cut(max(seen - self._overlap, 0))
+        return self._cut(seen)
 
-    def _cut(self, start: int) -> str | None:
-        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
+    def _cut(self, seen: int) -> str | None:
+        found = [(at, stop) for stop in self._stops if (at := place_of(stop, self.text, seen)) >= 0]
         if not found:
             return None
         at, stop = min(found)

@@ -205,6 +205,15 @@ def test_no_match_is_looked_for_before_min_tokens() -> None:
     assert matcher.text == "abc"
 
 
+def test_a_match_from_before_min_tokens_is_not_found_beside_a_longer_stop_string() -> None:
+    matcher = StopStringMatcher(ByteTokenizer(), ("b", "bcdef"))
+    assert push_all(matcher, "abcdb", search_from=2) == [None, None, None, None, "b"]
+    assert matcher.text == "abcd"
+    longer = StopStringMatcher(ByteTokenizer(), ("b", "bcdef"))
+    assert push_all(longer, "abcdef", search_from=2)[-1] == "bcdef", "it ends behind min_tokens"
+    assert longer.text == "a"
+
+
 def test_a_stop_string_ends_the_sample_with_its_text(
     make_engine: Make, make_request: MakeRequest, oracle: Oracle
 ) -> None:

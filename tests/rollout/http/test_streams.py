@@ -283,6 +283,9 @@ def test_what_may_end_a_sample_is_held_back() -> None:
     partial = SampleText(TOKENIZER, ("qzz",), frozenset())
     assert partial.push(chunk([x, q, z, end])) == "x"
     assert partial.push(chunk([], "length")) == "qz!"
+    passed = SampleText(TOKENIZER, ("q", "qzz"), frozenset())
+    assert passed.push(chunk([x, q, z])) == "x"
+    assert passed.push(chunk([q], "stop", "q")) == "qz", "the first one came before min_tokens"
     by_token = SampleText(TOKENIZER, (), frozenset([end]))
     assert by_token.push(chunk([x, end])) == "x"
     assert by_token.push(chunk([x])) == "!x"

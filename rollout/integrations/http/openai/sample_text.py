@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 from samebit.rollout.outputs import SampleOutput, StreamChunk
-from samebit.rollout.requests.stop_strings import StopStringMatcher, text_of
+from samebit.rollout.requests.stop_strings import StopStringMatcher, place_of, text_of
 from samebit.rollout.requests.tokenizer import Tokenizer
 
 
@@ -54,8 +54,7 @@ class SampleText:
         self._matcher.flush()
         text = self._matcher.text
         if isinstance(chunk.stop_reason, str):
-            start = max(before - max(map(len, self._stops)) + 1, 0)  # where the engine looked
-            return self._piece(text.index(chunk.stop_reason, start))
+            return self._piece(place_of(chunk.stop_reason, text, before))
         return self._piece(len(text))
 
     def _piece(self, end: int) -> str:
