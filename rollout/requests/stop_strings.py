@@ -5,6 +5,7 @@ Invariants
 * A match that straddles two tokens is found; an incomplete UTF-8 character is held back until it is whole.
 * The text is cut before the match; the token ids keep every sampled token.
 * A sample has one text: that as which it grew is that of all its tokens.
+* However many special tokens a sample has, a new token is decoded with a few before it.
 """
 
 from __future__ import annotations
@@ -78,16 +79,25 @@ class StopStringMatcher:
         self._context = self._decoded = len(self._tokens)
 
     def _certain(self) -> tuple[str, int]:
-        """Return the text that no later token can change, of those that are not in the text yet, and where it ends."""
+        """Return the text that no later token can change, of those that are not in the text yet, and where it ends.
+        A token that the tokenizer skips is forgotten: a run of them would be decoded again with each."""
         end = len(self._tokens)
         new = self._undecoded(end)
-        if not new.endswith("\ufffd"):
+        if new and not new.endswith("\ufffd"):
             return new, end
+        if self._is_skipped(self._tokens[-1]):
+            self._tokens.pop()
+            return "", self._decoded
         if end - self._decoded >= _HELD:
             apart = self._undecoded(end - _INCOMPLETE)
             if apart + self._decode(end - _INCOMPLETE, end) == new:
                 return apart, end - _INCOMPLETE
         return "", self._decoded
+
+    def _is_skipped(self, token: int) -> bool:
+        """Tell a special token from one that is no text at this place only, as a space in front of all text."""
+        alone = decoded(self._tokenizer, [token])
+        return not alone and bool(decoded(self._tokenizer, [token], skip_special=False))
 
     def _undecoded(self, end: int) -> str:
         """Return the text of the tokens up to an end that are not in the text yet: what they add to that of the piece

@@ -1,5 +1,6 @@
 """The text of a sample is one, however it is made: at once, as it grows, with and without stop strings."""
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +42,36 @@ def test_what_is_no_character_is_decoded_once_and_again_for_a_few_tokens(ids: li
     matcher.flush()
     assert matcher.text == bytes(ids).decode(errors="replace")
     assert tokenizer.most <= 32
+
+
+class Speaking:
+    """Decodes bytes, skips the token 0, and remembers the most tokens that it was given at once."""
+
+    most = 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.most = max(self.most, len(token_ids))
+        kept = [token for token in token_ids if token or not skip_special_tokens]
+        return bytes(kept).decode(errors="replace")
+
+
+@pytest.mark.parametrize("before", ["", "ab"])
+def test_tokens_that_are_skipped_are_decoded_once(before: str) -> None:
+    """As end tokens that end no sample: all of them would be decoded again with each."""
+    tokenizer = Speaking()
+    matcher = StopStringMatcher(tokenizer, ("END",))
+    ids = [*before.encode(), *[0] * 100, *b"cEN", *[0] * 100, ord("D")]
+    assert [matcher.push(token, search=True) for token in ids] == [None] * (len(ids) - 1) + ["END"]
+    assert matcher.text == f"{before}c"
+    assert tokenizer.most <= 8
+
+
+def test_a_skipped_token_in_a_character_leaves_it_whole() -> None:
+    first, *rest = "\u65e5".encode()
+    matcher = StopStringMatcher(Speaking(), ())
+    for token in (first, *[0] * 20, *rest):
+        matcher.push(token, search=False)
+    assert matcher.text == "\u65e5"
 
 
 def test_stop_strings_that_do_not_come_leave_the_text_alone() -> None:
