@@ -28,7 +28,8 @@ class SampleOutput:
         was computed under, last: also after a preemption, an update with "recompute", or a sleep.
     finish_reason: "stop", "length" or "abort". stop_reason: the stop token id or stop string, None for
         the end-of-sequence token.
-    text: decoded output, when the worker has a tokenizer.
+    text: decoded output, when the worker has a tokenizer; without an end or stop token that ended it, and cut before a
+        stop string.
     routed_experts: `[positions, layers, experts of a token]` int16, the experts that computed each token of prompt and
         output, in ascending order; 0 in layers without routed experts. The last sampled token was not computed, and has
         none; what an aborted sample had not computed, neither. None when not asked for.
@@ -162,4 +163,4 @@ def _text(sequence: Sequence, token_ids: list[int], tokenizer: Tokenizer | None)
         return sequence.sampled.matcher.text
     if tokenizer is None:
         return None
-    return text_of(tokenizer, token_ids)
+    return text_of(tokenizer, token_ids[:-1] if sequence.ending.by_token else token_ids)

@@ -211,6 +211,11 @@ class Ending:
     stop_reason: int | str | None = None
     routed_experts: npt.NDArray[np.int16] | None = None
 
+    @property
+    def by_token(self) -> bool:
+        """Tell whether an end or stop token ended the sample, which is not in its text."""
+        return self.reason == "stop" and not isinstance(self.stop_reason, str)
+
 
 class Sequence:
     """Holds one sample of a request.

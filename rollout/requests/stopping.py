@@ -17,8 +17,8 @@ def end_of_sample(sequence: Sequence, token: int, new: int) -> bool:
     if matcher is None and new < request.max_new_tokens and token not in request.end_ids:
         return False
     free_to_stop = new > sequence.params.min_tokens
-    stop_string = None if matcher is None else matcher.push(token, search=free_to_stop)
     ends = free_to_stop and token in request.end_ids
+    stop_string = None if matcher is None or ends else matcher.push(token, search=free_to_stop)
     if not ends and stop_string is None and new < request.max_new_tokens:
         return False
     if matcher is not None and stop_string is None:

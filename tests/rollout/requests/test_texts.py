@@ -1,5 +1,10 @@
 """The text of a sample is one, however it is made: at once, as it grows, with and without stop strings."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -85,3 +90,27 @@ def test_stop_strings_that_do_not_come_leave_the_text_alone() -> None:
     assert [sample.token_ids for sample in stopped] == [sample.token_ids for sample in plain]
     assert [sample.text for sample in stopped] == [sample.text for sample in plain]
     assert any("\ufffd" in sample.text for sample in plain)
+
+
+class Numbers:
+    """Decodes each token to its number: none is special."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(f"<{token}>" for token in token_ids)
+
+
+@pytest.mark.parametrize("stop", [None, "><"])
+@pytest.mark.parametrize("of_the_model", [False, True])
+def test_the_token_that_ends_a_sample_is_not_in_its_text(
+    make_worker: Callable[..., tuple[Any, Any]], oracle: Callable[..., list[int]], stop: str | None, of_the_model: bool
+) -> None:
+    """As in vLLM; nor does a stop string end in it. Where the length ends a sample, all tokens are in its text."""
+    first, last = oracle([3, 1], 0, 2)
+    worker, _ = make_worker(tokenizer=Numbers(), eos=(last,) if of_the_model else ())
+    ends = SamplingParams(max_tokens=2, stop=stop, stop_token_ids=None if of_the_model else [last])
+    whole = SamplingParams(max_tokens=2, ignore_eos=True)
+    ended, other = (worker.generate([[3, 1]], params)[0].samples[0] for params in (ends, whole))
+    assert ended.token_ids == other.token_ids == [first, last]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", None if of_the_model else last)
+    assert ended.text == f"<{first}>"
+    assert (other.finish_reason, other.text) == ("length", f"<{first}><{last}>")

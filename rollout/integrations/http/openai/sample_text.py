@@ -15,10 +15,11 @@ from samebit.rollout.requests.tokenizer import Tokenizer
 
 
 def whole_text(tokenizer: Tokenizer, sample: SampleOutput) -> str:
-    """Return the text of a sample that has ended."""
-    if sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str):
-        return text_of(tokenizer, sample.token_ids[:-1])
-    return text_of(tokenizer, sample.token_ids) if sample.text is None else sample.text
+    """Return the text of a sample that has ended, also of one from a worker without a tokenizer."""
+    if sample.text is not None:
+        return sample.text
+    by_token = sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
+    return text_of(tokenizer, sample.token_ids[:-1] if by_token else sample.token_ids)
 
 
 class SampleText:
