@@ -19,12 +19,14 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from logging import config as logging_config
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from samebit.rollout.adapters.base import Base
 from samebit.rollout.fleet.fleet import Fleet
 from samebit.rollout.fleet.options import FleetOptions
 from samebit.rollout.integrations.http.app import Doors, create_app
@@ -88,8 +90,7 @@ def _noted(number: int, _: FrameType | None) -> None:
 
 def load(setup: Setup) -> Service:
     """Load model and tokenizer. Raises ValueError for what can not be served."""
-    folder = model_folder(setup.model, setup.worker.revision)
-    tokenizer = _tokenizer(str(folder)) if any((folder / name).exists() for name in _TOKENIZER_FILES) else None
+    tokenizer = _tokenizer(Base.of(setup.model, setup.worker.revision))
     one = setup.settings.replicas == 1
     name = setup.settings.served_model_name or setup.model
     tracing = tracing_of(setup.settings.otlp_traces_endpoint, name)
@@ -129,9 +130,14 @@ def fleet_of(setup: Setup) -> Fleet:
     )
 
 
-def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return tokenizer
+def _tokenizer(base: Base) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of an adapter's folder, or of its model's where it has none; None where neither has one."""
+    model = model_folder(cast(str | Path, base.model), base.revision)
+    for folder in (model,) if base.adapter is None else (base.adapter, model):
+        if any((folder / name).exists() for name in _TOKENIZER_FILES):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            return tokenizer
+    return None
 
 
 @dataclass(frozen=True)

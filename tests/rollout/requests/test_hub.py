@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from transformers import LlamaForCausalLM
 from samebit.rollout.cli import main
 from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import AdapterError, ModelLoadError
+from samebit.rollout.integrations.http.serving import load
+from samebit.rollout.integrations.http.settings import read_setup
 from samebit.rollout.models.hub import model_folder
 from samebit.rollout.models.loading import load_model
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
 
-from ..tiny_llama import smallest
+from ..tiny_llama import byte_fallback_tokenizer, smallest
 
 NAME = "samebit-tests/tiny-llama"
 FIRST, SECOND = "a" * 40, "b" * 40
@@ -146,6 +149,23 @@ def test_bench_takes_an_adapter(cache: Cache, adapter: dict[str, Any], capsys: p
     assert "kv block" in capsys.readouterr().out
     assert main(["bench", "adapter", "--requests", "2", "--prompt", "3", "--tokens", "2"]) == 0
     assert "output tokens per second" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_server_of_an_adapter_has_the_tokenizer_of_its_folder_or_of_its_model(
+    cache: Cache, adapter: dict[str, Any], own: bool
+) -> None:
+    """In the revision of the model that it is told."""
+    Path("adapter/adapter_config.json").write_text(json.dumps({**adapter, "base_model_name_or_path": NAME}))
+    for folder, name in ((cache.repo / "snapshots" / FIRST, "of the model"), (Path("adapter"), "of the adapter")):
+        tokenizer = byte_fallback_tokenizer()
+        tokenizer.chat_template = name
+        if own or folder != Path("adapter"):
+            tokenizer.save_pretrained(folder)
+    service = load(read_setup(["adapter", "--revision", "v1", "--num-threads", "1"], {}))
+    with closing(service.worker):
+        assert service.need_tokenizer().chat_template == ("of the adapter" if own else "of the model")
+        assert service.adapters == ["default"]
 
 
 def test_an_adapter_of_a_model_that_is_not_there_says_what_to_get(cache: Cache, adapter: dict[str, Any]) -> None:
