@@ -63,7 +63,10 @@ class MetricsLog(Closing):
 
 
 def _lines(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8") as file:  # `str.splitlines` would cut at separators that JSON leaves in texts
+        return [json.loads(line) for line in file]
 
 
 def _shown(sample: dict[str, Any]) -> str:

@@ -93,11 +93,12 @@ def _check_columns(source: str | Path, columns: Columns, names: list[str]) -> No
 
 def _jsonl_rows(path: Path, _: Columns) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, row {number}: not JSON ({error})") from error
+    with path.open(encoding="utf-8") as file:  # `str.splitlines` would cut at separators that JSON leaves in texts
+        for number, line in enumerate(file, 1):
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, row {number}: not JSON ({error})") from error
     return rows
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from samebit.recipes import experiment, grpo, report, tiny_model
+from samebit.recipes.metrics import MetricsLog
 from samebit.recipes.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("pictures_not_rendered")
@@ -50,7 +51,12 @@ def out(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return lines_of(folder / "metrics.jsonl")
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def test_one_row_a_step_with_the_names_of_the_field(out: Path) -> None:
@@ -122,7 +128,7 @@ def test_a_run_goes_on_from_its_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
     assert again[:3] == first == rows_of(tmp_path)[:3]
     assert all(row["training/tokens_differing"] == 0 for row in again[1:])
     assert again[3]["actor/lr"] > again[2]["actor/lr"], "the learning rate goes on rising"
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    samples = lines_of(tmp_path / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [step for step in (1, 2, 3, 4) for _ in range(4)]
     assert samples[0].keys() == {"seed", "step", "prompt", "text", "reward"}
 
@@ -136,8 +142,20 @@ def test_what_was_logged_behind_the_checkpoint_is_written_again_once(tiny: Tiny,
     shutil.copytree(tmp_path / "second step", checkpoint)
     rows = grpo.run(tiny(tmp_path, steps=3, save_every=2, resume=True))
     assert [row["step"] for row in rows] == [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2, 3]
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    samples = lines_of(tmp_path / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [step for step in (1, 2, 3) for _ in range(4)]
+
+
+def test_a_sample_with_separators_of_lines_is_one_sample(tmp_path: Path) -> None:
+    """Of those that JSON leaves as they are: all samples are read again where another seed begins, or a run goes on."""
+    sample = {"prompt": "1\u20282", "text": "3\u20294\u00855"}
+    with MetricsLog(tmp_path) as log:
+        for step in (1, 2):
+            log.write(0, step, {}, [sample])
+        log.forget_after(1, -1)
+    with MetricsLog(tmp_path, resumed=True) as log:
+        log.forget_after(0, 1)
+    assert lines_of(tmp_path / "samples.jsonl") == [{"seed": 0, "step": 1, **sample}]
 
 
 @pytest.mark.parametrize("correction", ["truncate", "none"])

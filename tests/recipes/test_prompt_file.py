@@ -28,6 +28,13 @@ def test_both_formats_give_the_same_problems(tmp_path: Path) -> None:
     assert prompt_file.load(tmp_path / "rows.parquet") == expected
 
 
+def test_a_text_may_have_separators_of_lines_that_json_leaves_as_they_are(tmp_path: Path) -> None:
+    row = {"prompt": "a\u2028b\u2029c\u0085d", "answer": "e"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(row, ensure_ascii=False)}\n" * 2, encoding="utf-8")
+    assert prompt_file.load(path) == [Problem(row["prompt"], "e")] * 2
+
+
 def test_held_out_prompts_are_not_trained_on_even_when_rows_repeat(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS + ROWS)
     first, second = (prompt_file.problem_sets(path, seed, held_out=400) for seed in (0, 1))
