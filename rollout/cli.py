@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import CRITICAL
@@ -127,22 +128,31 @@ def _collecting_no_garbage() -> Iterator[None]:
 
 
 def _answer(arguments: argparse.Namespace) -> int:
-    """Run a command about a model; where that can not be, one line says why."""
+    """Run a command about a model; where that can not be, one line says why, below a traceback if not foreseen."""
     with _collecting_no_garbage():
         from safetensors import SafetensorError
         from torch import OutOfMemoryError
         from transformers.utils import logging
 
-        from samebit.rollout.errors import NonFiniteLogitsError, WorkerStateError
+        from samebit.rollout.errors import NonFiniteLogitsError, NoTokenLeftError, SelfTestError, WorkerStateError
+        from samebit.weight_sync import SyncBrokenError
 
+    of_samebit = (NonFiniteLogitsError, NoTokenLeftError, SelfTestError, WorkerStateError, SyncBrokenError)
     logging.disable_progress_bar()
     logging.set_verbosity(CRITICAL)  # what matters of it is in the error
     try:
         code: int = arguments.run(arguments)
-    except (ValueError, OSError, SafetensorError, NonFiniteLogitsError, OutOfMemoryError, WorkerStateError) as error:
-        sys.stderr.write(f"samebit {arguments.command}: {' '.join(str(error).split())}\n")
-        return UNUSABLE
+    except (ValueError, OSError, SafetensorError, OutOfMemoryError, *of_samebit) as error:
+        return _unusable(arguments.command, str(error))
+    except Exception as error:
+        traceback.print_exc()
+        return _unusable(arguments.command, f"{type(error).__name__}: {error}")
     return code
+
+
+def _unusable(command: str, why: str) -> int:
+    sys.stderr.write(f"samebit {command}: {' '.join(why.split())}\n")
+    return UNUSABLE
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -21,9 +21,10 @@ def device_of(model: nn.Module) -> torch.device:
 def compared_config(model: nn.Module, **fields: Any) -> RolloutConfig:
     """Return the configuration of a worker that is compared.
 
-    On a GPU its pool is no share of the memory: two workers are compared side by side.
+    On a GPU its pool is no share of the memory: two workers are compared side by side. It does not test itself there,
+    unless asked to: the check compares more, and says what differs.
     """
     device = device_of(model).type
     if device == "cuda" and "num_blocks" not in fields:
         fields["kv_cache_gb"] = POOL_GB
-    return RolloutConfig(device=device, **fields)
+    return RolloutConfig(**{"device": device, "self_test": False, **fields})

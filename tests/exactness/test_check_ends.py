@@ -1,0 +1,50 @@
+"""`samebit check` that ends without an answer: that is no difference, and an unforeseen error says where it began."""
+
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+
+from samebit.rollout import cli
+from samebit.rollout.audit import audit
+from samebit.rollout.audit.workers import compared_config
+from samebit.rollout.errors import NoTokenLeftError, SelfTestError
+from samebit.weight_sync import SyncBrokenError
+
+from .families import make_model
+
+
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (SelfTestError("row 3 differs in layer 1"), True),
+        (SyncBrokenError("the other side is gone"), True),
+        (NoTokenLeftError("no token to choose"), True),
+        (RuntimeError("an illegal memory access was encountered"), False),
+        (KeyError("lost"), False),
+    ],
+)
+def test_what_ends_a_check_is_no_difference(
+    error: Exception, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1 is for bits that differ. What is not foreseen may be a bug: where it came from is printed too."""
+
+    def fail(model: object) -> NoReturn:
+        raise error
+
+    make_model("Qwen3", torch.bfloat16).save_pretrained(tmp_path)
+    monkeypatch.setattr(audit, "check_gemm_rows", fail)
+    assert cli.main(["check", str(tmp_path)]) == 2
+    printed = capsys.readouterr().err
+    assert printed.endswith(
+        f"samebit check: {error}\n" if known else f"samebit check: {type(error).__name__}: {error}\n"
+    )
+    assert ("Traceback" in printed) == ("in fail" in printed) == (not known)
+
+
+def test_a_worker_that_is_compared_does_not_test_itself() -> None:
+    """On a GPU it would by default, and end a check that is to say what differs."""
+    model = make_model("Qwen3", torch.bfloat16)
+    assert compared_config(model).self_test is False
+    assert compared_config(model, self_test=True).self_test is True
