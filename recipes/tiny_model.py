@@ -28,6 +28,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from samebit.rollout.models.saving import save_model
+
 END = "<eos>"
 SPECIAL = ("<pad>", "<bos>", END, "<unk>")
 CHARACTERS = "0123456789+-=;[]"
@@ -138,7 +140,7 @@ def _with_experts(architecture: str, shape: dict[str, Any], sizes: dict[str, int
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write a folder that `load`, or anyone's `from_pretrained`, reads."""
-    model.save_pretrained(folder)
+    save_model(model, folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from samebit.kernels import token_logprobs
 from samebit.rollout.audit.compare import Difference, compare, compare_samples, reported, worst
@@ -25,6 +27,7 @@ from samebit.rollout.audit.trainer_layouts import Sample, packed
 from samebit.rollout.audit.workers import compared_config, device_of
 from samebit.rollout.control.weights.transaction import IN_FLIGHT
 from samebit.rollout.control.worker_status import TAGS
+from samebit.rollout.models.saving import save_model
 from samebit.rollout.outputs import RequestOutput
 from samebit.rollout.sampling_params import SamplingParams
 from samebit.rollout.worker import RolloutWorker
@@ -73,7 +76,7 @@ class WeightsCheck:
         with TemporaryDirectory(prefix="samebit-check-") as name:
             folder = Path(name)
             (folder / "sent").mkdir()
-            self._model.save_pretrained(folder)  # type: ignore[operator]
+            save_model(cast(PreTrainedModel, self._model), folder)
             with (
                 SendingProcess(self._model, folder / "sent") as process,
                 closing(RolloutWorker(folder, config=self._config)) as worker,

@@ -1,13 +1,15 @@
 """`samebit check` that ends without an answer: that is no difference, and an unforeseen error says where it began."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
 
-from samebit.rollout import cli
+from samebit.rollout import RolloutConfig, RolloutWorker, SamplingParams, cli
 from samebit.rollout.audit import audit
+from samebit.rollout.audit.weight_updates import WeightsCheck
 from samebit.rollout.audit.workers import compared_config
 from samebit.rollout.errors import NoTokenLeftError, SelfTestError
 from samebit.weight_sync import SyncBrokenError
@@ -41,6 +43,22 @@ def test_what_ends_a_check_is_no_difference(
         f"samebit check: {error}\n" if known else f"samebit check: {type(error).__name__}: {error}\n"
     )
     assert ("Traceback" in printed) == ("in fail" in printed) == (not known)
+
+
+def test_a_generation_config_that_transformers_warns_about_ends_no_check() -> None:
+    """Transformers does not save it. It may be where a chat model has its end tokens."""
+    model = make_model("Qwen3", torch.bfloat16)
+    prompt, params = [[1, 2, 3]], [SamplingParams(max_tokens=8, seed=1)]
+    with RolloutWorker(model, config=RolloutConfig(max_model_len=32)) as worker:
+        third = worker.generate(prompt, params)[0].samples[0].token_ids[2]
+    model.generation_config.update(temperature=0.6, pad_token_id=-1, eos_token_id=[third])
+    with RolloutWorker(model, config=RolloutConfig(max_model_len=32)) as worker:
+        first = worker.generate(prompt, params)
+    assert first[0].samples[0].finish_reason == "stop"
+    with closing(WeightsCheck(model, (prompt, params), first, 32).runs()) as runs:
+        run = next(runs)
+    assert run.name == "weights saved and loaded again"
+    assert run.outputs[0].samples[0].token_ids == first[0].samples[0].token_ids
 
 
 def test_a_worker_that_is_compared_does_not_test_itself() -> None:

@@ -1,5 +1,6 @@
 """The built-in tokenizer and model, through the folder they are saved in."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,20 @@ def test_the_saved_model_is_the_built_one(folder: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for name, tensor in built.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_a_policy_with_a_generation_config_that_transformers_warns_about_is_saved_with_it(folder: Path) -> None:
+    """Transformers reads it, and would not write it, nor the weights."""
+    asked = {"temperature": 0.6, "top_p": 0.9, "pad_token_id": -1, "eos_token_id": [2, 3]}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    model, tokenizer = tiny_model.load(folder)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(2.0)
+    tiny_model.save(model, tokenizer, folder.with_name("trained"))
+    again, _ = tiny_model.load(folder.with_name("trained"))
+    assert torch.equal(again.model.norm.weight, model.model.norm.weight)
+    assert again.generation_config.to_diff_dict().items() >= asked.items()
+    assert again.generation_config == model.generation_config
 
 
 def test_seeds_give_different_models() -> None:
