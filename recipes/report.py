@@ -59,7 +59,8 @@ def figure(rows: Sequence[Row], path: Path) -> None:
         draw(axes, rows)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        axes.legend(loc="best", fontsize="small")
+        if axes.get_legend_handles_labels()[0]:  # empty where no seed learned anything
+            axes.legend(loc="best", fontsize="small")
     canvas.savefig(path, dpi=120)
     plt.close(canvas)
 
@@ -116,6 +117,8 @@ def _seeds(rows: Sequence[Row]) -> list[int]:
 def _lines(axes: Axes, rows: Sequence[Row], name: str, label: str, marker: str = "", linestyle: str = "-") -> None:
     for color, seed in enumerate(_seeds(rows)):
         points = [(row["step"], row[name]) for row in rows if row["seed"] == seed and name in row]
+        if not points:
+            continue
         steps, values = zip(*points, strict=True)
         axes.plot(steps, values, f"C{color}", marker=marker, linestyle=linestyle, label=f"{label}, seed {seed}")
 

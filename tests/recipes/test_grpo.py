@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from samebit.recipes import experiment, grpo, report, tiny_model
 from samebit.recipes.metrics import MetricsLog
@@ -94,6 +95,24 @@ def test_the_report_is_of_these_rows(out: Path) -> None:
     tokens = sum(row.get("training/tokens_compared", 0) for row in rows)
     assert report.table(rows).row_count == 4
     assert report.verdict(rows) == (f"max |rollout logprob - trainer logprob| = 0.0: 0 of {tokens:,} tokens differ")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("learned", [{0}, set()])
+def test_a_run_off_policy_in_which_a_seed_learned_nothing_has_its_picture(
+    learned: set[int], out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no group has an advantage there are no ratios."""
+    drawn: list[list[int]] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append([len(one.lines) for one in self.axes]))
+    rows = [{**row, "staleness/max": 1, "staleness/mean": 0.5} for row in rows_of(out)]
+    for row in rows:
+        for name in ("actor/pg_clipfrac", "actor/ppo_kl"):
+            row.pop(name, None)
+            if row["seed"] in learned:
+                row[name] = 0.1
+    report.figure(rows, tmp_path / "reward.png")
+    assert drawn == [[4, 4, 2, 0, 2, 2 * len(learned)]]
 
 
 def test_own_model_and_own_prompts(tiny: Tiny, out: Path, tmp_path: Path) -> None:
