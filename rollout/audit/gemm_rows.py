@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numba
 import torch
 from torch import nn
 
+from samebit.kernels.openmp import num_threads
 from samebit.kernels.ops.linear import linear
 
 MOST_ROWS = 320
@@ -24,24 +26,26 @@ def check_gemm_rows(model: nn.Module) -> tuple[int, int, float]:
     """Return (rows compared, rows that differ, largest difference) over the shapes of the model's linear layers."""
     layers = {module.weight.shape: module for module in model.modules() if isinstance(module, nn.Linear)}
     rows, differing, worst = 0, 0, 0.0
-    threads = torch.get_num_threads()
+    threads = num_threads()
     try:
         for layer in layers.values():
             draws = torch.Generator().manual_seed(0)
             x = torch.randn(MOST_ROWS, layer.in_features, generator=draws, dtype=torch.float32).to(layer.weight)
             expected = torch.cat([linear(tile, layer.weight, layer.bias) for tile in x.split(TILE_ROWS)])
-            for count in _thread_counts(threads):
-                torch.set_num_threads(count)
+            for count in _thread_counts():
+                numba.set_num_threads(count)
                 for found, wanted in _products(x, layer, expected):
                     rows += len(found)
                     differing += int((found != wanted).any(1).sum())
                     worst = max(worst, float((found.float() - wanted.float()).abs().max()))
     finally:
-        torch.set_num_threads(threads)
+        numba.set_num_threads(threads)
     return rows, differing, worst
 
 
-def _thread_counts(most: int) -> list[int]:
+def _thread_counts() -> list[int]:
+    """Return how many threads samebit's kernels are given: torch's number is not theirs."""
+    most: int = numba.config.NUMBA_NUM_THREADS
     return sorted({count for count in (1, 2, 3, 4, 8, most) if count <= most})
 
 
