@@ -87,10 +87,11 @@ def _refusal(name: str, revision: str | None, what: str, error: Exception) -> Mo
             f"no such {what} folder: {name}; and the Hugging Face hub knows no {what} of that name, or shows it to "
             "others"
         )
+    cause = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
     where = "the local cache" if revision is None else f"the local cache at revision {revision!r}"
     return ModelLoadError(
         f"no such {what} folder: {name}; and as a name of the Hugging Face hub it is not in {where} and "
-        f"can not be reached ({type(error).__name__}): {get} where it can"
+        f"could not be fetched ({cause}): {get} where it can be"
     )
 
 

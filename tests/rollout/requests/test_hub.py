@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from contextlib import closing
@@ -18,6 +19,7 @@ from samebit.rollout.config import RolloutConfig
 from samebit.rollout.errors import AdapterError, ModelLoadError
 from samebit.rollout.integrations.http.serving import load
 from samebit.rollout.integrations.http.settings import read_setup
+from samebit.rollout.models import hub
 from samebit.rollout.models.hub import model_folder
 from samebit.rollout.models.loading import load_model
 from samebit.rollout.sampling_params import SamplingParams
@@ -189,6 +191,17 @@ def test_the_command_line_takes_names(cache: Cache, capsys: pytest.CaptureFixtur
         assert (said.err.count("\n"), said.out) == (1, "")
         assert main([command, NAME, "--revision", "v9"]) == 2
         assert f"hf download {NAME} --revision v9" in capsys.readouterr().err
+
+
+def test_a_download_that_fails_half_way_says_why(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(name: str, **options: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left\non device")
+
+    monkeypatch.setattr(hub, "snapshot_download", full)
+    with pytest.raises(
+        ModelLoadError, match=r"\(OSError: \[Errno 28\] No space left on device\): run `hf download tiny`"
+    ):
+        model_folder("tiny")
 
 
 @pytest.mark.parametrize(
