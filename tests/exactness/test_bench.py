@@ -99,6 +99,14 @@ def test_what_can_not_be_measured_is_one_line(
         )
 
 
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_the_help_says_that_a_seed_chooses_the_prompts_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Samples have seeds of their own, one a request."""
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert "--seed N of the random prompts (0) --json" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("given", "least"), [("--prompt x", 1), ("--tokens 0", 1), ("--seed -1", 0), ("--seed 1.5", 0)]
 )
