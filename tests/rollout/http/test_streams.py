@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from samebit.kernels.openmp import process_environment
@@ -262,9 +262,11 @@ FALLING_BACK = byte_fallback_tokenizer()
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(3, len(FALLING_BACK) - 1), max_size=30), st.integers(1, 5))
+@example([233, *[2] * 12, 154, 168], 1)
+@given(st.lists(st.integers(3, len(FALLING_BACK) - 1) | st.integers(0, 2), max_size=30), st.integers(1, 5))
 def test_the_pieces_of_incomplete_characters_are_the_text(ids: list[int], size: int) -> None:
-    """Of a tokenizer that has a token for each byte: a sample may end, or go wrong, within a character."""
+    """Of a tokenizer that has a token for each byte: a sample may end, or go wrong, within a character, and special
+    tokens may stand there."""
     pieces = SampleText(FALLING_BACK, (), frozenset())
     found = "".join(pieces.push(chunk(ids[start : start + size])) for start in range(0, len(ids), size))
     assert found + pieces.push(chunk([], finish="length")) == text_of(FALLING_BACK, ids)
