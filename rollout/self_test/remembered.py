@@ -24,6 +24,9 @@ from samebit.kernels.binding.binding import binding_of
 logger = logging.getLogger(__name__)
 
 _DRIVER = Path("/sys/module/nvidia/version")
+_COMPUTES = (Path(kernels.__file__).parent, Path(__file__).parent.with_name("runner"), Path(__file__).parent)
+"""Folders whose code computes the rows that are compared."""
+
 _VERSIONS = ("torch", "triton", "transformers", "numba", "llvmlite", "numpy")
 
 
@@ -37,7 +40,7 @@ def key_of(model: Any, tried: Mapping[str, object]) -> str:
     facts: dict[str, Any] = {
         "device": _gpu(parameter.device) if parameter.is_cuda else [get_host_cpu_name(), dict(get_host_cpu_features())],
         "versions": {name: _version(name) for name in _VERSIONS},
-        "kernels": _digest_of_sources(Path(kernels.__file__).parent),
+        "sources": [_digest_of_sources(folder) for folder in _COMPUTES],
         "class": type(model).__name__,
         "shapes": shapes,
         "config": model.config.get_text_config().to_json_string(),  # which leaves names and paths out
