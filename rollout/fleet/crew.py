@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 DEAD, SILENT, TROUBLE, BEHIND = "dead", "silent", "trouble", "behind"
 """Name the reasons for which a replica takes no requests."""
-DIED = "its process has died"
 
 
 @dataclass(eq=False)
@@ -168,18 +167,16 @@ class Crew:
 
     # -- on the loop -------------------------------------------------------------------------------
 
-    async def lose(self, member: Member, life: int, error: WorkerLostError, why: str = DIED) -> None:
-        """Note that a replica has died, and start it again. life: its incarnation; later calls for it do nothing. why:
-        what callers are told; that it is broken goes before."""
+    async def lose(self, member: Member, life: int, error: WorkerLostError) -> None:
+        """Note that a replica has died and start it again. life: its incarnation; later calls for it do nothing."""
         if self.background.closed or not member.alive or member.starting or member.incarnation != life:
             return
         member.alive = False
         logger.warning("replica %s has died: %s", member.name, error)
         self.router.remove(member.name)
         self.router.add(member.name, self._limit)
-        why = why if member.state.broken is None else member.state.broken
-        self.router.close(member.name, DEAD, why)
-        self.background.keep(self._restart(member, why))
+        self.router.close(member.name, DEAD, _fate(member))
+        self.background.keep(self._restart(member))
 
     async def look(self, member: Member, life: int) -> None:
         """Bring up to date what is known of a replica where a request has failed. life: as of `lose`."""
@@ -285,8 +282,8 @@ class Crew:
         else:
             self.router.close(member.name, TROUBLE, state.trouble)
 
-    async def _restart(self, member: Member, why: str) -> None:
-        """Start a replica again, at most `max_restarts` times. why: what has ended it."""
+    async def _restart(self, member: Member) -> None:
+        """Start a replica again, at most `max_restarts` times."""
         await member.port.stop()
         while member.restarts < self.options.max_restarts and not self.background.closed:
             member.restarts += 1
@@ -302,7 +299,7 @@ class Crew:
                 member.starting = False
             logger.info("replica %s was started again", member.name)
             return
-        why = f"{why}, and max_restarts={self.options.max_restarts} is used up"
+        why = f"{_fate(member)}, and max_restarts={self.options.max_restarts} is used up"
         self.router.close(member.name, DEAD, why)
         logger.error("replica %s is given up: %s", member.name, why)
 
@@ -350,6 +347,11 @@ class Crew:
             task.cancel()
         await asyncio.gather(*doing, return_exceptions=True)
         await asyncio.gather(*(member.port.stop() for member in self.members.values()), return_exceptions=True)
+
+
+def _fate(member: Member) -> str:
+    """Say what has ended a replica."""
+    return "its process has died" if member.state.broken is None else member.state.broken
 
 
 def _hear(feed: asyncio.Future[Feed]) -> None:

@@ -31,7 +31,6 @@ from samebit.weight_sync import (
     SyncBrokenError,
     SyncRefusedError,
     SyncReport,
-    WeightSourceError,
     WeightStream,
     gloo_group,
     listening_store,
@@ -58,7 +57,6 @@ class FleetWeights:
             TypeError: the source is none of a module, a dict, a `WeightStream` and a folder; or an unknown option.
             ValueError: the version is not above the current one.
             NoReplicaError: all replicas are dead; or none has the weights of which a partial update changes a part.
-            WeightSourceError: replicas have read different weights from a folder.
         """
         try:
             return self._receive(source, given)
@@ -212,7 +210,7 @@ class FleetWeights:
 
     def _settled(self, outcomes: dict[Member, SyncReport | Exception], version: int) -> SyncReport:
         """Return a report; those that failed where others did not, or were not asked, are brought up to date."""
-        reports = {member: one for member, one in outcomes.items() if isinstance(one, SyncReport)}
+        reports = [one for one in outcomes.values() if isinstance(one, SyncReport)]
         if not reports:
             errors = [one for one in outcomes.values() if isinstance(one, Exception)]
             telling = [one for one in errors if not isinstance(one, WorkerLostError | SyncBrokenError)]
@@ -223,26 +221,7 @@ class FleetWeights:
             if not isinstance(outcome, SyncReport | WorkerLostError):
                 logger.warning("replica %s did not take version %d: %s", member.name, version, outcome)
                 self._crew.background.spawn(self._behind(member))
-        return self._agreed(reports)
-
-    def _agreed(self, reports: dict[Member, SyncReport]) -> SyncReport:
-        """Return the report of the first replica. Those that have read other weights are started again, and get its.
-
-        Raises:
-            WeightSourceError: there are such.
-        """
-        first, report = next(iter(reports.items()))
-        odd = [member for member, one in reports.items() if one.digest != report.digest]
-        if not odd:
-            return report
-        why = f"it has read other weights than replica {first.name}"
-        for member in odd:
-            lost = self._crew.lose(member, member.incarnation, WorkerLostError(why), why)
-            self._crew.background.wait(lost)
-        raise WeightSourceError(
-            f"the replicas have read different weights from this folder; all get those of replica {first.name} as "
-            f"version {report.version}, for which are started again: {', '.join(member.name for member in odd)}"
-        )
+        return reports[0]
 
     async def _behind(self, member: Member) -> None:
         life = member.incarnation

@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from samebit.rollout import NoReplicaError, WorkerStateError
-from samebit.weight_sync import BroadcastSender, SendReport, TensorSpec, WeightSourceError, WeightStream
+from samebit.weight_sync import BroadcastSender, SendReport, TensorSpec, WeightStream
 
 from ...patience import HANG, wait_until
 from ..conftest import TinyModule
@@ -82,30 +80,6 @@ def test_an_update_that_all_have_taken_counts_though_its_sender_has_given_up(mon
         assert all(handle.result(HANG) for handle in handles)
         assert all(local.fleet.replicas.values())
         assert local.fleet.receive_weights(TinyModule()).version == 2
-
-
-def test_replicas_that_read_different_weights_do_not_serve_both(tmp_path: Path) -> None:
-    """As nodes with a copy each, of which one is old."""
-    folders = {name: tmp_path / name for name in ("0", "1")}
-    modules = {name: TinyModule() for name in folders}
-    for name, folder in folders.items():
-        folder.mkdir()
-        save_file({key: one.clone() for key, one in modules[name].state_dict().items()}, folder / "model.safetensors")
-    with LocalFleet(replicas=2) as local:
-        side = local.ports["1"].side
-        receive = side.receive_weights
-
-        async def read_own(source: object, **options: object) -> object:
-            return await receive(str(folders["1"]), **options)
-
-        side.receive_weights = read_own
-        with pytest.raises(WeightSourceError, match="replica 0 as version 1, for which are started again: 1"):
-            local.fleet.receive_weights(folders["0"])
-        assert local.fleet.weight_version == 1
-        wait_until(lambda: local.started.count("1") == 2 and all(local.fleet.replicas.values()))
-        for port in local.ports.values():
-            assert port.side.rollout.weight_version == 1
-            assert torch.equal(port.side.rollout.module.proj.weight, modules["0"].proj.weight)
 
 
 def stream_of(module: TinyModule, gathered: list[str]) -> WeightStream:
