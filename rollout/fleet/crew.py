@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -179,9 +180,13 @@ class Crew:
         self.background.keep(self._restart(member))
 
     async def look(self, member: Member, life: int) -> None:
-        """Bring up to date what is known of a replica where a request has failed. life: as of `lose`."""
+        """Bring up to date what is known of a replica where a request has failed, unless it is silent. life: as of
+        `lose`."""
+        if not member.alive or member.incarnation != life:
+            return
         try:
-            await self.refresh(member)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.refresh(member), self.options.silent_seconds)
         except WorkerLostError as error:
             await self.lose(member, life, error)
 
@@ -248,12 +253,12 @@ class Crew:
                 feed = await self._next_feed(member, port)
                 self.router.reopen(member.name, SILENT)
                 member.stats = feed.stats
+                self.on_tokens(feed.tokens)
                 self._take(member, feed.state)
                 for news in feed.news:
                     if not self.router.apply(member.name, news):
                         self.router.replace(member.name, await port.snapshot())
                         break
-                self.on_tokens(feed.tokens)
         except WorkerLostError as error:
             await self.lose(member, life, error)
 

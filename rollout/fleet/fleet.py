@@ -211,9 +211,14 @@ class Fleet(Closing):
         """Release memory on all replicas, as `RolloutWorker.sleep`."""
         named = check_sleep(tags, level, shared=False)
         with self._turn:
+            before = self._crew.wanted.asleep
             levels = {tag: level if tag == "weights" else 1 for tag in named}  # a cache has nothing to keep a copy of
-            self._crew.wanted.asleep.update(levels)
-            self._crew.command("sleep", tuple(named), level)
+            self._crew.wanted.asleep = {**before, **levels}
+            try:
+                self._crew.command("sleep", tuple(named), level)
+            except BaseException:
+                self._crew.wanted.asleep = before
+                raise
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
         """Take the memory again on all replicas."""

@@ -13,11 +13,12 @@ from samebit.rollout.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """Says how a replica is. stamp: later states have higher ones. trouble: why a request would be refused now. broken:
-    why nothing will be computed there any more."""
+    """Says how a replica is. stamp: later states have higher ones. has_weights: all of them, and awake. trouble: why a
+    request would be refused now. broken: why nothing will be computed there any more."""
 
     stamp: int
     weight_version: int
+    has_weights: bool
     trouble: str | None
     broken: str | None
     paused: bool

@@ -104,8 +104,9 @@ class ReplicaSide(AsyncWorker):
         worker = self.rollout
         self._stamp += 1
         return ReplicaState(
-            self._stamp, worker.weight_version, worker.trouble(), _broken(worker), worker.paused, tuple(worker.sleeping)
-        )
+            self._stamp, worker.weight_version, worker.has_weights, worker.trouble(), _broken(worker), worker.paused,
+            tuple(worker.sleeping),
+        )  # fmt: skip
 
     async def forget_adapter(self, name: str, in_flight: str) -> None:
         """Drop an adapter, if it is there: a load of the fleet may have failed here."""

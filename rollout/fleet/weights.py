@@ -144,7 +144,7 @@ class FleetWeights:
             raise NoReplicaError("no replica is alive to take weights")
         if not partial:
             return living
-        current = [member for member in living if member.state.weight_version == self.version]
+        current = [one for one in living if one.state.weight_version == self.version and one.state.has_weights]
         if not current:
             raise NoReplicaError(
                 f"no living replica has the weights of version {self.version}, which a partial update changes in part: "

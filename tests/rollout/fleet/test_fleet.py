@@ -380,6 +380,31 @@ def test_commands_reach_all() -> None:
         assert not local.fleet.paused
 
 
+def test_a_sleep_that_is_refused_changes_nothing_for_replicas_that_come_later() -> None:
+    with LocalFleet(replicas=2) as local:
+        local.fleet.sleep(level=2)
+        with pytest.raises(WorkerStateError, match="were discarded before"):
+            local.fleet.sleep(level=1)
+        local.kill("0")
+        wait_until(lambda: local.started.count("0") == 2 and local.fleet._crew.members["0"].alive)
+        local.fleet.wake_up()
+        wait_until(lambda: not local.fleet._crew.members["0"].starting)
+        assert not local.ports["0"].side.rollout.has_weights
+
+
+def test_a_part_of_the_weights_is_not_given_to_a_replica_whose_own_are_incomplete() -> None:
+    """It gets all of them from one that has the rest."""
+    with LocalFleet(replicas=2) as local:
+        new, broken = TinyModule(), local.ports["0"].side.rollout
+        local.fleet.receive_weights(new)
+        broken._status.set_incomplete("an update broke off", RuntimeError("an update broke off"))
+        wait_until(lambda: not local.fleet._crew.members["0"].state.has_weights)
+        local.fleet.receive_weights({"proj.bias": torch.full((5,), 9.0)}, partial=True)
+        wait_until(lambda: all(local.fleet.replicas.values()))
+        assert torch.equal(broken.module.proj.weight, new.proj.weight)
+        assert broken.weight_version == 2
+
+
 def test_closing_fails_what_runs() -> None:
     local = LocalFleet(prepare=gated)
     handle = local.fleet.submit([1], PARAMS)

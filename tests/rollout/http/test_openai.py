@@ -194,6 +194,8 @@ def test_tokens_and_text(served: Served) -> None:
     asked = served.post("/tokenize", {"prompt": "abc", "return_token_strs": True}).json()
     assert asked["token_strs"] == ["ab", "c"]
     assert served.post("/detokenize", {"tokens": asked["tokens"]}).json() == {"prompt": "abc"}
+    many = asked["tokens"] * 10_000  # decoded in a thread
+    assert served.post("/detokenize", {"tokens": many}).json() == {"prompt": "abc" * 10_000}
     chat = served.post("/tokenize", {"messages": USER}).json()
     usage = served.client.chat.completions.create(model=NAME, messages=USER, max_tokens=1).usage
     assert chat["count"] == usage.prompt_tokens

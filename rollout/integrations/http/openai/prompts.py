@@ -19,7 +19,7 @@ from samebit.rollout.integrations.http.openai.requests import ChatRequest, Compl
 from samebit.rollout.integrations.http.service import Prompt, Service
 
 LONG = 1 << 14
-"""Texts of more characters together are tokenized in a thread."""
+"""Texts of more characters together are tokenized in a thread, and more tokens decoded in one."""
 _OURS = frozenset(
     (
         "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",

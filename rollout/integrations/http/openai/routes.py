@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,7 +18,7 @@ from samebit.rollout.integrations.http.openai.answers import (
 )
 from samebit.rollout.integrations.http.openai.chat import chat
 from samebit.rollout.integrations.http.openai.completions import complete
-from samebit.rollout.integrations.http.openai.prompts import chat_text, token_ids
+from samebit.rollout.integrations.http.openai.prompts import LONG, chat_text, token_ids
 from samebit.rollout.integrations.http.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -67,7 +68,7 @@ def routes(service: Service) -> APIRouter:
     async def detokenize(asked: DetokenizeRequest) -> Response:
         """Return the text of ids, special ones included."""
         service.adapter_of(asked.model)
-        return JsonAnswer({"prompt": _text(service, asked.tokens)})
+        return JsonAnswer({"prompt": await _text(service, asked.tokens)})
 
     return router
 
@@ -106,9 +107,11 @@ async def _tokens(service: Service, asked: TokenizeRequest) -> dict[str, Any]:
     return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names}
 
 
-def _text(service: Service, ids: list[int]) -> str:
+async def _text(service: Service, ids: list[int]) -> str:
     tokenizer, most = service.need_tokenizer(), service.worker.limits.vocab_size
     bad = next((token for token in ids if token >= most), None)
     if bad is not None:
         raise ApiError(400, f"token id {bad} is outside the vocabulary (0 to {most - 1})", param="tokens")
+    if len(ids) > LONG:
+        return await asyncio.to_thread(decoded, tokenizer, ids, skip_special=False)
     return decoded(tokenizer, ids, skip_special=False) if ids else ""
