@@ -30,6 +30,7 @@ from samebit.rollout.control.intake import Intake, as_request_ids, paired
 from samebit.rollout.control.pausing import pause
 from samebit.rollout.control.shelter import Gate, Hold
 from samebit.rollout.control.sleep import Sleep, check_sleep, check_tags
+from samebit.rollout.control.weights.gathering import gone_through
 from samebit.rollout.control.weights.links_in_use import LinksInUse
 from samebit.rollout.control.weights.transaction import (
     Member,
@@ -208,7 +209,10 @@ class RolloutWorker(Closing):
         `None` on a shared module says that the trainer has changed the parameters in place. The keywords are
         those of `UpdateOptions`: `version`, `in_flight`, `partial`, `cast`, `verify`.
         """
-        asked = UpdateOptions.of(options)
+        with gone_through(source):
+            return self._receive(source, UpdateOptions.of(options))
+
+    def _receive(self, source: object, asked: UpdateOptions) -> SyncReport:
         if source is None:
             return self._accept_in_place(asked)
         self._thread.check_thread()

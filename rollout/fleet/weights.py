@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import nn
 
+from samebit.rollout.control.weights.gathering import gone_through
 from samebit.rollout.errors import NoReplicaError, WorkerLostError, WorkerStateError
 from samebit.rollout.fleet.crew import BEHIND, Crew, Member
-from samebit.rollout.guard import contained
 from samebit.rollout.integrations.links import BroadcastGroup
 from samebit.rollout.worker_interface import UpdateOptions
 from samebit.weight_sync import (
@@ -58,13 +58,8 @@ class FleetWeights:
             ValueError: the version is not above the current one.
             NoReplicaError: all replicas are dead; or none has the weights of which a partial update changes a part.
         """
-        try:
+        with gone_through(source):
             return self._receive(source, given)
-        except BaseException:
-            if isinstance(source, WeightStream):
-                with contained("gathering the rest of the weights"):
-                    source.exhaust()  # the trainer's other ranks are gathering already
-            raise
 
     def mend(self) -> None:
         """Let replicas that lack the fleet's weights try to get them."""

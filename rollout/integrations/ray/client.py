@@ -27,6 +27,7 @@ from samebit.rollout.checks import check_one_of, check_timeout
 from samebit.rollout.config import DEVICES, RolloutConfig
 from samebit.rollout.control.intake import as_request_ids, paired
 from samebit.rollout.control.sleep import check_tags
+from samebit.rollout.control.weights.gathering import gone_through
 from samebit.rollout.control.worker_status import TAGS
 from samebit.rollout.errors import WorkerLostError
 from samebit.rollout.integrations.links import CudaIpcAt, SharedMemoryAt
@@ -167,12 +168,13 @@ class RayWorker(Closing):
         through shared memory (the actor has to be on this machine); or from what the actor can open itself: a folder,
         `SharedMemoryAt`, `BroadcastFrom`.
         """
-        UpdateOptions.of(options)
 
         def receive(opened: object) -> ray.ObjectRef[SyncReport]:
             return self.actor.receive_weights.remote(opened, **options)  # type: ignore[no-any-return]
 
-        return self._taken(source, receive)
+        with gone_through(source):
+            UpdateOptions.of(options)
+            return self._taken(source, receive)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *, cast: bool = False) -> SyncReport:
         """Take a full update from a state dict, through shared memory; `cast` as in `receive_weights`."""

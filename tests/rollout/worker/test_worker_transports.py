@@ -288,6 +288,33 @@ def test_a_stream_that_is_not_what_it_announced(
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("ends", "error"),
+    [
+        ({"colour": "red"}, TypeError),
+        ({"in_flight": "never"}, ValueError),
+        ({"version": 0}, ValueError),
+        ({}, WeightMismatchError),  # it is a part of the weights
+    ],
+)
+def test_a_stream_is_gone_through_whatever_ends_its_update(
+    make_worker: MakeWorker, ends: dict[str, Any], error: type[Exception]
+) -> None:
+    """The trainer's other ranks gather it too, and would wait."""
+    worker, _ = make_worker()
+    gathered: list[str] = []
+
+    def each() -> Iterator[tuple[str, Tensor]]:
+        gathered.append("proj.bias")
+        yield "proj.bias", torch.zeros(5)
+
+    stream = WeightStream({"proj.bias": TensorSpec("proj.bias", (5,), torch.float32)}, each())
+    with pytest.raises(error):
+        worker.receive_weights(stream, **ends)
+    assert gathered == ["proj.bias"]
+    assert serves(worker)
+
+
 # -- faults ----------------------------------------------------------------------------------------
 
 
