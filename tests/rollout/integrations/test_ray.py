@@ -181,17 +181,30 @@ def test_requests_can_be_cancelled(worker: RayWorker) -> None:
 
 
 def test_an_interrupt_of_the_wait_aborts_its_requests(worker: RayWorker) -> None:
-    def interrupt_once_they_wait() -> None:
-        wait_until(lambda: worker.stats()["waiting"] == 2)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    returned = threading.Event()
 
+    def interrupt_once_they_wait() -> None:
+        try:
+            wait_until(lambda: returned.is_set() or worker.stats()["waiting"] == 2)
+        finally:
+            if not returned.is_set():  # whatever happened here: nothing else ends that wait
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     worker.pause()
-    with ThreadPoolExecutor(1) as other:
-        other.submit(interrupt_once_they_wait)
-        with pytest.raises(KeyboardInterrupt):
-            worker.generate([[1], [2]], LONG)
-    wait_until(lambda: not worker.stats()["waiting"])
-    worker.resume()
+    try:
+        with ThreadPoolExecutor(1) as other:
+            interrupting = other.submit(interrupt_once_they_wait)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    worker.generate([[1], [2]], LONG)
+            finally:
+                returned.set()
+            interrupting.result(HANG)
+        wait_until(lambda: not worker.stats()["waiting"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+        worker.resume()
 
 
 def test_the_process_is_set_up_before_torch_loads(worker: RayWorker) -> None:
