@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, repeat
 
 import pytest
 import torch
 
 from samebit.rollout import NoReplicaError, SamplingParams, WorkerLostError, WorkerStateError
+from samebit.rollout.fleet.crew import Member
 
 from ...patience import HANG, wait_until
 from ..conftest import TinyModule
@@ -98,8 +100,16 @@ def test_a_broken_replica_is_started_again() -> None:
 
 @pytest.mark.parametrize("command", ["receive_weights", "pause", "sleep", "stats"])
 def test_a_call_to_all_is_not_stopped_by_a_broken_replica(command: str) -> None:
-    """It comes before a feed has told."""
-    with LocalFleet(replicas=2, prepare=muted, silent_seconds=HANG, sync_timeout=2.0) as local:
+    """It comes before a feed has told. An update waits for the broken one, and is made again."""
+    with LocalFleet(replicas=2, prepare=muted, silent_seconds=HANG, sync_timeout=HANG) as local:
+        weights, timeouts = local.fleet._weights, chain([0.2], repeat(HANG))
+        takers = weights._takers
+
+        def takers_of_a_try(*, partial: bool) -> list[Member]:
+            weights._timeout = next(timeouts)
+            return takers(partial=partial)
+
+        weights._takers = takers_of_a_try
         break_worker(local.ports["0"])
         getattr(local.fleet, command)(*[TinyModule()] * (command == "receive_weights"))
         came_back(local, "0")

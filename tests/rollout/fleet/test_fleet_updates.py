@@ -67,7 +67,7 @@ def test_an_update_that_all_have_taken_counts_though_its_sender_has_given_up(mon
                 gave_up.set()
 
     monkeypatch.setattr("samebit.rollout.fleet.weights.BroadcastSender", Sender)
-    with LocalFleet(replicas=2, prepare=gated, sync_timeout=1.0) as local, ThreadPoolExecutor(1) as other:
+    with LocalFleet(replicas=2, prepare=gated, sync_timeout=3.0) as local, ThreadPoolExecutor(1) as other:
         handles = [local.fleet.submit([number] * 9, PARAMS) for number in range(2)]
         gates = [port.runner.gate for port in local.ports.values()]
         for gate in gates:
@@ -79,6 +79,7 @@ def test_an_update_that_all_have_taken_counts_though_its_sender_has_given_up(mon
         assert updating.result(HANG).version == local.fleet.weight_version == 1
         assert all(handle.result(HANG) for handle in handles)
         assert all(local.fleet.replicas.values())
+        local.fleet._weights._timeout = HANG
         assert local.fleet.receive_weights(TinyModule()).version == 2
 
 
@@ -101,9 +102,10 @@ def test_a_stream_is_gone_through_whatever_ends_its_update() -> None:
         raise RuntimeError("not now")
 
     names = [name for name, _ in TinyModule().named_parameters()]
-    with LocalFleet(replicas=1, sync_timeout=0.5) as local:
+    with LocalFleet(replicas=1) as local:
         fleet = local.fleet
         fleet.receive_weights(TinyModule())
+        fleet._weights._timeout = 0.5  # for updates that fail
         local.ports["0"].side.receive_weights = refuse
         for error, said, options in (
             (RuntimeError, "not now", {}),

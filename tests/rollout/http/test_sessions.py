@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import tracemalloc
+import sys
+from types import FunctionType, ModuleType
 
 from samebit.rollout.integrations.http.openai.requests import Message
 from samebit.rollout.integrations.http.openai.sessions import Conversation, Sessions
@@ -31,6 +32,17 @@ def answered(sessions: Sessions, messages: list[Message], text: str, ids: list[i
     prompt = asyncio.run(sessions.prompt(NAME, asked, render, encode))
     sessions.note(NAME, asked, said("assistant", text), prompt + ids)
     return prompt
+
+
+def num_bytes(kept: object) -> int:
+    """The memory of an object and of all that it holds, but for code."""
+    found, left = dict[int, object](), [kept]
+    while left:
+        one = left.pop()
+        if id(one) not in found and not isinstance(one, type | FunctionType | ModuleType):
+            found[id(one)] = one
+            left += gc.get_referents(one)
+    return sum(map(sys.getsizeof, found.values()))
 
 
 def test_each_turn_goes_on_from_the_ids_of_the_one_before() -> None:
@@ -61,21 +73,11 @@ def test_a_turn_that_was_not_made_from_the_one_before_has_its_own_ids() -> None:
 
 
 def test_a_conversation_keeps_each_id_once_in_four_bytes() -> None:
-    sessions = Sessions(most=1)
-
-    def talk() -> int:
-        messages, ids = [said("user", LONG)], []
-        for turn in range(16):
-            ids = [*ids, *range(5000 * turn, 5000 * turn + 4000)]
-            sessions.note(NAME, Conversation(list(messages), ""), said("assistant", LONG), ids)
-            messages += [said("assistant", LONG), said("user", LONG)]
-        return len(ids)
-
-    tracemalloc.start()
-    try:
-        count = talk()
-        gc.collect()
-        kept = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    assert kept < 4.5 * count
+    sessions, ids, turns = Sessions(most=1), list[int](), 16
+    messages = [said("user", LONG)]
+    for turn in range(turns):
+        ids += range(5000 * turn, 5000 * turn + 4000)
+        answer = said("assistant", f"{turn} {LONG}")
+        sessions.note(NAME, Conversation(list(messages), ""), answer, list(ids))
+        messages += [answer, said("user", f"{turn} {LONG}")]
+    assert 4 * len(ids) < num_bytes(sessions) < 4 * len(ids) + turns * len(LONG)

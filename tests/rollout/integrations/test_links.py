@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
-from samebit.rollout.integrations.links import SharedMemoryAt, Sources
-from samebit.weight_sync import PeerLostError, SharedMemorySender, SyncRefusedError
+from samebit.rollout.integrations.links import MOST_IDLE, SharedMemoryAt, Sources
+from samebit.weight_sync import PeerLostError, SharedMemoryReceiver, SharedMemorySender, SyncRefusedError
 from samebit.weight_sync.wire.link import Answer, ReceiverLink
 
 from ...patience import HANG
@@ -17,8 +16,11 @@ from ...patience import HANG
 WEIGHTS = {"weight": torch.zeros(3)}
 
 
-def num_open() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+def num_open(links: list[SharedMemoryReceiver]) -> int:
+    """How many of them hold a socket, and memory of a sender: also of one that is gone."""
+    for link in links:
+        assert (link._channel is None) == (link._memory is None) == link._closed
+    return sum(link._channel is not None for link in links)
 
 
 def refuse(link: object) -> None:
@@ -28,14 +30,16 @@ def refuse(link: object) -> None:
     link.answer(Answer(refused="not now"))
 
 
-def refused(sources: Sources, sender: SharedMemorySender) -> None:
-    """Let a sender offer its weights, and refuse them: the link stays open."""
+def refused(sources: Sources, sender: SharedMemorySender) -> SharedMemoryReceiver:
+    """Let a sender offer its weights, and refuse them: the link, which is returned, stays open."""
     with ThreadPoolExecutor(1) as other:
         sent = other.submit(sender.send, WEIGHTS)
         with sources.opened(SharedMemoryAt(sender.address, HANG)) as link:
             refuse(link)
         with pytest.raises(SyncRefusedError, match="not now"):
             sent.result()
+    assert isinstance(link, SharedMemoryReceiver)
+    return link
 
 
 def small_sender() -> SharedMemorySender:
@@ -43,14 +47,14 @@ def small_sender() -> SharedMemorySender:
 
 
 def test_one_sender_after_another_leaves_few_links_open() -> None:
-    sources, counts = Sources(), []
+    sources, links, counts = Sources(), [], []
     for _ in range(20):
         with small_sender() as sender:
-            refused(sources, sender)
-        counts.append(num_open())
-    assert max(counts) <= counts[0] + 6
+            links.append(refused(sources, sender))
+        counts.append(num_open(links))
+    assert counts == [*range(1, MOST_IDLE + 1), *[MOST_IDLE + 1] * (20 - MOST_IDLE)]
     sources.close()
-    assert num_open() < counts[0]
+    assert num_open(links) == 0
 
 
 def test_a_link_that_an_update_uses_is_not_closed_for_another() -> None:
