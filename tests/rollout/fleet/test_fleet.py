@@ -386,9 +386,9 @@ def test_a_sleep_that_is_refused_changes_nothing_for_replicas_that_come_later() 
         with pytest.raises(WorkerStateError, match="were discarded before"):
             local.fleet.sleep(level=1)
         local.kill("0")
-        wait_until(lambda: local.started.count("0") == 2 and local.fleet._crew.members["0"].alive)
+        member = local.fleet._crew.members["0"]
+        wait_until(lambda: local.started.count("0") == 2 and member.alive and not member.starting)
         local.fleet.wake_up()
-        wait_until(lambda: not local.fleet._crew.members["0"].starting)
         assert not local.ports["0"].side.rollout.has_weights
 
 
