@@ -27,7 +27,9 @@ from samebit.rollout.integrations.trl import GRPOTrainer, RLOOTrainer
 from samebit.rollout.integrations.trl.agreement import COMPARED, DIFFERENCE, DIFFERING, OF_TRL
 
 from ...campaign import first_of
-from .trl_model import END, byte_tokenizer, qwen3_folder
+from .trl_model import END, byte_tokenizer
+
+pytestmark = pytest.mark.usefixtures("offline")
 
 END_ID = byte_tokenizer().eos_token_id
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>' + END
@@ -61,17 +63,6 @@ CASES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "GRPO": (GRPOTrainer, {}, {}),
 }
 """Those behind the sixth combine what those before them have, and are for `make soak`."""
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep TRL from sending word of the run."""
-    monkeypatch.setenv("CI", "1")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return qwen3_folder(tmp_path_factory.mktemp("qwen3"))
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:

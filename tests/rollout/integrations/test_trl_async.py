@@ -27,24 +27,14 @@ from samebit.rollout.integrations.trl.async_rollouts import VERSION
 from samebit.rollout.integrations.trl.fused_forward import give_scores
 
 from ...patience import HANG, wait_until
-from .trl_model import qwen3_folder
+
+pytestmark = pytest.mark.usefixtures("offline")
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulated": ({"gradient_accumulation_steps": 2, "token_budget": 200}, {}),
     "as many samples as asked for": ({}, {"in_flight": "recompute"}),
     "LoRA": ({}, {"peft_config": LoraConfig(r=4, target_modules="all-linear")}),
 }
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep TRL from sending word of the run."""
-    monkeypatch.setenv("CI", "1")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return qwen3_folder(tmp_path_factory.mktemp("qwen3"))
 
 
 def reward(completions: list[Any], **_: Any) -> list[float]:

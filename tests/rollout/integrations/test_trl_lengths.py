@@ -18,23 +18,14 @@ from samebit.rollout.outputs import RequestOutput
 
 from .test_trl import CALL, PROMPTS, Adder, called_first, config, steps, trainer
 from .test_trl_async import trainer as async_trainer
-from .trl_model import byte_tokenizer, qwen3_folder
+from .trl_model import byte_tokenizer
+
+pytestmark = pytest.mark.usefixtures("offline")
 
 THOUGHTFUL = "<think>\n\n</think>\n\n" + CALL
 """Is how the template that TRL trains with renders the call."""
 
 LONGEST = max(len(prompt) for prompt in PROMPTS)
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep TRL from sending word of the run."""
-    monkeypatch.setenv("CI", "1")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return qwen3_folder(tmp_path_factory.mktemp("qwen3"))
 
 
 def up_to_the_call(content: str, call: str) -> int:

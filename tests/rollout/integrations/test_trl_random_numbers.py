@@ -19,21 +19,11 @@ from samebit.rollout.integrations.trl.sampling import sampled
 
 from .test_trl import PROMPTS, config
 from .test_trl_async import trainer as async_trainer
-from .trl_model import qwen3_folder
+
+pytestmark = pytest.mark.usefixtures("offline")
 
 LENGTH = 11
 """A sample of so many random tokens is hardly drawn twice."""
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep TRL from sending word of the run."""
-    monkeypatch.setenv("CI", "1")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return qwen3_folder(tmp_path_factory.mktemp("qwen3"))
 
 
 class Recorder:
