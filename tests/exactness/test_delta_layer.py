@@ -18,6 +18,8 @@ from .families import DTYPES, bound_model, make_model, paired, token_ids
 from .listening import listening
 from .lora import config_for, make_peft
 
+pytestmark = pytest.mark.usefixtures("rooms_with_an_end")
+
 PROMPTS = token_ids(1, 3, 65, 130)
 PARAMS = [
     SamplingParams(n=n, seed=n, max_tokens=new, ignore_eos=True) for n, new in ((1, 20), (2, 40), (5, 12), (9, 8))

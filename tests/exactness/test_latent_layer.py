@@ -18,6 +18,8 @@ from .families import CAMPAIGN, DTYPES, bound_model, make_model, paired, token_i
 from .listening import listening
 from .lora import PROJECTIONS, config_for, lora_config, make_peft, wake
 
+pytestmark = pytest.mark.usefixtures("rooms_with_an_end")
+
 PROMPTS = token_ids(1, 3, 65, 130)
 PARAMS = [
     SamplingParams(n=n, seed=n, max_tokens=new, ignore_eos=True) for n, new in ((1, 16), (2, 12), (5, 12), (9, 8))

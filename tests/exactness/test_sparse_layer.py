@@ -14,6 +14,8 @@ from .families import CAMPAIGN, DTYPES, SPARSE, bound_model, make_model, paired,
 from .listening import listening
 from .lora import PROJECTIONS, lora_config, make_peft
 
+pytestmark = pytest.mark.usefixtures("rooms_with_an_end")
+
 PROMPTS = token_ids(1, 3, 16, 65, 130)
 PARAMS = [
     SamplingParams(n=n, seed=n, max_tokens=new, ignore_eos=True)

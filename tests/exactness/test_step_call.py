@@ -20,6 +20,8 @@ from .compare import assert_same_samples, run
 from .families import DTYPES, VOCAB, bound_model, make_model, paired, token_ids
 from .listening import listening
 
+pytestmark = pytest.mark.usefixtures("rooms_with_an_end")
+
 EMBEDDING, NORM, HEAD = ENDS = ("model.embed_tokens", "model.norm", "lm_head")
 ROWS = 7
 IDS = [5, 0, VOCAB - 1, 5, 77, 1, 2]
