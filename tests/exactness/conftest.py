@@ -29,7 +29,7 @@ def layers_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-_UNWRITTEN, _GUARD, _GUARD_BYTES = 0xFF, 0xA5, 4096  # bytes of 0xFF are NaN in each dtype
+_UNWRITTEN, _GUARD, _GUARD_BYTES = 0xFF, 0xA5, 1 << 18  # bytes of 0xFF are NaN in each dtype
 
 
 @pytest.fixture
